@@ -75,6 +75,14 @@ fuzz: $(READY) ## Feed mutated inputs to all readers for SECONDS=600 (REPLAY=FIL
 chaos: $(READY) ## Kill recordings and break their disks at random moments for SECONDS=600
 	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) $(ARGS)
 
+.PHONY: faults
+faults: $(READY) ## Inject 217 faults into trainings and judge the diagnoses (25 minutes)
+	$(BIN)/python -m tests.faults --cases 217 --healthy 100 $(ARGS)
+
+.PHONY: planted
+planted: $(READY) ## Check planted regressions and RERUNS=50 unchanged runs, and write docs/planted.md
+	$(BIN)/python -m tests.planted --reruns $(or $(RERUNS),50) --page docs/planted.md $(ARGS)
+
 .PHONY: frameworks
 frameworks: $(FRAMEWORKS)/.complete ## Record other training frameworks and write docs/frameworks.md (takes long)
 	rm -rf build/frameworks

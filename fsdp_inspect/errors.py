@@ -32,6 +32,10 @@ class RecordingError(FsdpInspectError):
     """The recorder cannot attach to this model, or cannot start."""
 
 
+class DesyncError(FsdpInspectError):
+    """The ranks issued different collectives: `Recorder(on_desync="raise")` stops the training."""
+
+
 class PlanError(FsdpInspectError):
     """A plan cannot be read, or does not fit the model."""
 

@@ -6,7 +6,7 @@ formatted as an en dash: a missing number is never shown as 0.
 """
 
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 MISSING = "–"
@@ -88,6 +88,16 @@ def format_numbers(numbers: Iterable[int]) -> str:
     """Format whole numbers, neighbouring ones as a range: `0-3, 7`; `none` for no number."""
     spans = find_spans(numbers)
     return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans) or "none"
+
+
+def format_ranks(numbers: Sequence[int]) -> str:
+    """Format ranks: `rank 2`, `ranks 0-3, 7`."""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_numbers(numbers)}"
+
+
+def capitalize(text: str) -> str:
+    """The text with a large first letter; the rest stays, unlike with `str.capitalize`."""
+    return text[:1].upper() + text[1:]
 
 
 def format_unit(fqn: str) -> str:

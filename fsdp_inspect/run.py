@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.units import UnitCosts
     from fsdp_inspect.checks.check import CheckResult
     from fsdp_inspect.comparison.comparison import Comparison
+    from fsdp_inspect.diagnosis.diagnose import Diagnosis
     from fsdp_inspect.predictions.records import Prediction
     from fsdp_inspect.predictions.verification import Verification
     from fsdp_inspect.simulation.network import NodeLink
@@ -240,6 +241,12 @@ class Run:
         return self._ask(
             "scalars", lambda: {series.name: series for series in measure_scalars(self._context)}
         )
+
+    def diagnose(self) -> Diagnosis:
+        """Why the run hung, died or went wrong, with the evidence; or that it is healthy."""
+        from fsdp_inspect.diagnosis.diagnose import diagnose
+
+        return self._ask("diagnosis", lambda: diagnose(self._context))
 
     # --- other runs, other plans
 

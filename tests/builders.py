@@ -23,6 +23,7 @@ import numpy as np
 from fsdp_inspect.reduction.rank_rows import summarise_rank
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
     EventFlag,
@@ -43,6 +44,7 @@ from fsdp_inspect.trace.run import (
     RunStatus,
     Unit,
 )
+from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
     MISSING_INT,
     DeviceTable,
@@ -72,6 +74,14 @@ class InMemoryRun:
     status: RunStatus = RunStatus.COMPLETE
     notes: Sequence[str] = ()
     network_probe: NetworkProbe | None = None
+    black_boxes: Mapping[int, BlackBox] = field(default_factory=dict)
+    dumps: Mapping[int, Sequence[StackDump]] = field(default_factory=dict)
+
+    def black_box(self, rank: int) -> BlackBox | None:
+        return self.black_boxes.get(rank)
+
+    def stack_dumps(self, rank: int) -> Sequence[StackDump]:
+        return self.dumps.get(rank, ())
 
     def events(
         self,

@@ -180,6 +180,29 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
     return run
 
 
+@pytest.fixture(scope="session")
+def run_python(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
+    """Run `python ARGUMENTS` as one process that is no rank, forked from a process with torch."""
+
+    def run(
+        *arguments: str | Path,
+        timeout_s: float = 120,
+        check: bool = True,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        done, ended = forked_ranks.run_all(
+            tuple(map(str, arguments)),
+            [{**os.environ, **(environment or {})}],
+            timeout_s=timeout_s,
+            cwd=cwd or tmp_path_factory.mktemp("cwd"),
+            logs=tmp_path_factory.mktemp("python"),
+        )
+        return _judged(done, ended=ended, timeout_s=timeout_s, check=check)
+
+    return run
+
+
 def _judged(
     done: subprocess.CompletedProcess[str], *, ended: bool, timeout_s: float, check: bool
 ) -> subprocess.CompletedProcess[str]:

@@ -1,29 +1,19 @@
-"""Start the ranks of a training without importing torch again for each of them.
+"""Run a script on several ranks that are forked from a process with torch.
 
-A rank is forked from a server that has imported torch and our recorder, which takes 0.1 s instead
-of the 4 s of a fresh interpreter. Each rank runs its script as `__main__` and finds the environment
-variables that `torchrun` sets. Tests of `torchrun` itself use the fixture `torchrun`.
+Each rank finds the environment variables that `torchrun` sets. Tests of `torchrun` itself use the
+fixture `torchrun`.
 """
 
-import atexit
 import itertools
-import multiprocessing
 import os
-import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from multiprocessing.context import ForkServerProcess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PRELOADED = (
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.run",
-    "fsdp_inspect.recording.recorder",
-    "instrumented_trainer.trainer",
-)
+from tests.forked_process import ForkedProcess
+
 _GRACE_S = 10
 """How long the other ranks may run on after one has failed."""
 _LAUNCHES = itertools.count()
@@ -46,9 +36,15 @@ def run_ranks(
     """
     from torch.distributed import TCPStore
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    each = rank_environments(num_ranks, store.port, environment)
+    return run_all(arguments, each, timeout_s=timeout_s, cwd=cwd, logs=logs)
+
+
+def rank_environments(
+    num_ranks: int, port: int, environment: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """The environment variables of each rank, as `torchrun` sets them; `port` of the store."""
     shared = {
         **os.environ,
         **environment,
@@ -56,81 +52,55 @@ def run_ranks(
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": f"forked-{os.getpid()}-{next(_LAUNCHES)}",
     }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def run_all(
+    arguments: tuple[str, ...],
+    environments: Sequence[Mapping[str, str]],
+    *,
+    timeout_s: float,
+    cwd: Path,
+    logs: Path,
+) -> tuple[subprocess.CompletedProcess[str], bool]:
+    """Run `python ARGUMENTS` once with each of the environments, at the same time.
+
+    Returns:
+        As `run_ranks`.
+    """
+    command = [sys.executable, *arguments]
     outputs = (logs / "stdout", logs / "stderr")
-    for output in outputs:
-        output.touch()
-    ranks = []
-    for rank in range(num_ranks):
-        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(context.Process(target=_run, args=(arguments, own, cwd, *outputs)))
-        ranks[-1].start()
-    ended = _wait(ranks, timeout_s)
-    code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+    with outputs[0].open("ab") as stdout, outputs[1].open("ab") as stderr:
+        processes = [
+            ForkedProcess(command, cwd=cwd, env=own, stdout=stdout, stderr=stderr)
+            for own in environments
+        ]
+        ended = _wait(processes, timeout_s)
+    code = next((process.returncode for process in processes if process.returncode), 0)
     done = subprocess.CompletedProcess(
-        list(arguments), code or 0, outputs[0].read_text(), outputs[1].read_text()
+        list(arguments), code, outputs[0].read_text(), outputs[1].read_text()
     )
     return done, ended
 
 
-def _wait(ranks: list[ForkServerProcess], timeout_s: float) -> bool:
-    """Wait until all ranks ended; kill those that are left, and the others of a failed one."""
+def _wait(processes: list[ForkedProcess], timeout_s: float) -> bool:
+    """Wait until all ended; kill those that are left, and the others of a failed one."""
     deadline = time.monotonic() + timeout_s
     try:
-        while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
-            if any(rank.exitcode for rank in ranks):
+        while time.monotonic() < deadline:
+            running = [process for process in processes if process.poll() is None]
+            if not running:
+                return True
+            if any(process.poll() for process in processes):
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
-            next(rank for rank in ranks if rank.exitcode is None).join(0.05)
-        return all(rank.exitcode is not None for rank in ranks) or any(
-            rank.exitcode for rank in ranks
-        )
+            running[0].join(0.05)
+        return any(process.poll() for process in processes)
     finally:
-        for rank in ranks:
-            if rank.exitcode is None:
-                rank.kill()
-            rank.join()
-
-
-def _run(
-    arguments: tuple[str, ...], environment: dict[str, str], cwd: Path, stdout: Path, stderr: Path
-) -> None:
-    """Be a rank, in the forked process."""
-    for stream, path in ((1, stdout), (2, stderr)):
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-        os.dup2(descriptor, stream)
-        os.close(descriptor)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-    code = 1
-    try:
-        _run_as_main(arguments)
-        code = 0
-    except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-        if isinstance(exit_.code, str):
-            print(exit_.code, file=sys.stderr)
-    except BaseException:
-        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()  # as the interpreter
-        sys.excepthook(*sys.exc_info())
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _run_as_main(arguments: tuple[str, ...]) -> None:
-    if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(arguments)
-        sys.path.insert(0, str(Path(arguments[0]).parent))
-        runpy.run_path(arguments[0], run_name="__main__")
+        for process in processes:
+            process.kill()
+            process.join()

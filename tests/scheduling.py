@@ -38,6 +38,16 @@ class Scheduling:
         elif config.getoption("numprocesses", None):
             self._made = tempfile.TemporaryDirectory(prefix="fsdp-inspect-tests-")
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Reject a path that does not exist before workers start, as pytest does without xdist."""
+        config = session.config
+        if self._made is None or config.option.pyargs:
+            return
+        for argument in config.args:
+            if not (config.invocation_params.dir / argument.split("::")[0]).exists():
+                raise pytest.UsageError(f"file or directory not found: {argument}")
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Tell a worker where the shared folder is."""

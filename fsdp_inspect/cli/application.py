@@ -11,6 +11,7 @@ from fsdp_inspect.cli.check import check
 from fsdp_inspect.cli.compact import compact
 from fsdp_inspect.cli.compare import compare
 from fsdp_inspect.cli.demo import demo
+from fsdp_inspect.cli.diagnose import diagnose
 from fsdp_inspect.cli.export import export
 from fsdp_inspect.cli.exposed import exposed
 from fsdp_inspect.cli.forecast import forecast
@@ -33,6 +34,7 @@ _COMMANDS = (
     demo,
     runs,
     summary,
+    diagnose,
     breakdown,
     exposed,
     units,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import nn
 
 from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import Clock, CudaClock, HostClock, TorchCudaBackend
 from fsdp_inspect.recording.devices import DeviceSampler
 from fsdp_inspect.recording.environment import (
@@ -29,6 +31,7 @@ from fsdp_inspect.recording.failure import (
     MemoryHistory,
     describe_allocated,
     describe_failure,
+    find_failing_line,
     is_out_of_memory,
     keep_snapshot,
 )
@@ -44,6 +47,7 @@ from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.scalars import ScalarLog
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharding_calls import read_noted_calls
+from fsdp_inspect.recording.surveillance import Surveillance
 from fsdp_inspect.recording.units import (
     ProcessGroups,
     describe_model,
@@ -56,6 +60,7 @@ from fsdp_inspect.recording.units import (
     register_groups,
 )
 from fsdp_inspect.recording.verdict import print_verdict
+from fsdp_inspect.recording.watchdog import WatchSettings
 from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.store import folder
 from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_run
@@ -91,6 +96,8 @@ class Options:
     memory_snapshot: bool
     record_source: bool
     print_verdict: bool
+    hang_after_s: float | None
+    on_desync: Literal["warn", "raise", "off"]
 
 
 class Attachment:
@@ -121,14 +128,18 @@ class Attachment:
         self._writer = RankWriter(
             self.folder.path, self._rank_record(), flush_interval_s=options.flush_interval_s
         )
+        clock = self._make_clock()
+        emulated = self._manifest.source == "emulated"
         self.session = Session(
-            self._make_clock(),
+            clock,
             self._writer.events.append,
             self._process_groups,
-            Source.EMULATED if self._manifest.source == "emulated" else Source.RECORDED,
+            Source.EMULATED if emulated else Source.RECORDED,
             self._emulation,
+            None if emulated else BlackBoxWriter(clock.host_now),
         )
         self._reported_problems = 0
+        self._problem_lock = threading.Lock()
         self._is_finished = False
         self._scalars = ScalarLog(
             self.session.clock, self._writer.scalars.append, self.session.problem
@@ -143,8 +154,14 @@ class Attachment:
         self._history = MemoryHistory()
         if options.memory_snapshot and self._device.type == "cuda":
             self._history.start()
+        self._surveillance = self._watch()
         self._instruments = Instruments(
-            self.session, self._handles, self._memory, optimizers, self._optimizer_stepped
+            self.session,
+            self._handles,
+            self._memory,
+            optimizers,
+            self._optimizer_stepped,
+            None if self._surveillance is None else self._surveillance.before_update,
         )
         # A single model without named optimizers: the first optimizer after a forward ends a step.
         has_rounds = isinstance(model, Models) or len(optimizers or ()) > 1
@@ -154,6 +171,8 @@ class Attachment:
         self._settle_units()
         self._write_manifest()
         self._writer.flush()
+        if self._surveillance is not None:
+            self._surveillance.start()
 
     # --- starting
 
@@ -236,6 +255,24 @@ class Attachment:
         if self._device.type == "cuda":
             return CudaClock(TorchCudaBackend(self._device))
         return HostClock()
+
+    def _watch(self) -> Surveillance | None:
+        """Watch for hangs and desyncs; None under emulation, which has no other ranks."""
+        if self.session.black_box is None:
+            return None
+        settings = WatchSettings(
+            rank=self._rank,
+            world_size=dist.get_world_size(),
+            run_folder=self.folder.path,
+            hang_after_s=self._options.hang_after_s,
+            on_desync=self._options.on_desync,
+            with_source=self._options.record_source,
+            unit_names=lambda: [unit.fqn for unit in self._manifest.units],
+            report_problems=self._report_problems,
+        )
+        return Surveillance(
+            self.session, self.session.black_box, self._writer, self.folder.key, settings
+        )
 
     def _start_sampler(self) -> DeviceSampler | None:
         interval_s = self._options.device_interval_s
@@ -327,10 +364,10 @@ class Attachment:
 
     def _report_problems(self) -> None:
         """Append the session's new problems to the rank's record."""
-        new = self.session.problems[self._reported_problems :]
-        if new:
+        with self._problem_lock:  # the watchdog reports too
+            new = self.session.problems[self._reported_problems :]
             self._reported_problems += len(new)
-            self._writer.add_problems(new)
+        self._writer.add_problems(new)
 
     def _guarded(self, action: Any) -> None:
         """Run recorder code; its exceptions never reach the training."""
@@ -356,7 +393,10 @@ class Attachment:
             for unit in describe_units(self._handles, self._process_groups)
         ]
         observed = observe_settings(
-            self._model, self._memory_steps.optimizers, self.session.loss_dtype
+            self._model,
+            self._memory_steps.optimizers,
+            self.session.loss_dtype,
+            skips_reduction=self.session.skips_reduction,
         )
         self._manifest = self._manifest.model_copy(
             update={"units": units, "plan": self._observed_plan(), "observed": observed}
@@ -428,6 +468,8 @@ class Attachment:
         try:
             self._memory_steps.abandon()
         finally:
+            if self._surveillance is not None:
+                self._surveillance.stop()
             self._instruments.detach()
         if self._sampler is not None:
             self._sampler.stop()
@@ -467,6 +509,7 @@ class Attachment:
     def _describe_failure(self, error: BaseException) -> str:
         """Describe the error and its position; after an out-of-memory, also the memory use."""
         sentences = [describe_failure(error, self.session, self._manifest.units)]
+        self._writer.update(failed_at=find_failing_line(error))
         if not is_out_of_memory(error):
             return sentences[0]
         try:

@@ -128,9 +128,24 @@ class Communication:
         self.need = start
         self.wait = (start, end)
 
+    def note_end(self, session: Session, number: int) -> None:
+        """Tell the black box the end: now on the host; on a device when the end is read."""
+        if number and session.black_box is not None:
+            if type(self.end) is int:
+                session.black_box.finish(number, self.end)
+            else:
+                session.black_box.follow(number, self)
+
+    def follow_in_black_box(self, session: Session, number: int) -> None:
+        """Tell the black box that the end comes later."""
+        if number and session.black_box is not None:
+            session.black_box.follow(number, self)
+
     def write(self, session: Session) -> None:
         """Write its row, and the row of the wait for it if there was one."""
         self.was_written = True
+        if session.black_box is not None and type(self.end) is int:
+            session.black_box.ended(self.identity, self.end)
         session.journal.add(
             (
                 self.step,

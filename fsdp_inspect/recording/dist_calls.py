@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,7 +93,9 @@ class DistCalls:
         session = self._session
         return not session.active or session.collective_depth > 0 or torch.compiler.is_compiling()
 
-    def _begin(self, kind: EventKind, message: Any, group: Any) -> Communication | None:
+    def _begin(
+        self, kind: EventKind, message: Any, group: Any, *, is_functional: bool = False
+    ) -> Communication | None:
         """Note the issue of a collective; None if this rank is not in its group."""
         group = group or dist.group.WORLD
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -114,7 +117,21 @@ class DistCalls:
             session, tensors[0] if tensors else torch.empty(0), group, session.clock.mark()
         )
         communication.bytes = bytes_of(tensors)
+        if not (is_functional and uses_compile()):
+            self._note_issue(communication, group)
         return communication
+
+    def _note_issue(self, communication: Communication, group: dist.ProcessGroup) -> None:
+        """Note the collective in the black box, before torch issues it."""
+        session = self._session
+        number = session.note_issue(
+            communication.kind,
+            communication.unit,
+            group,
+            communication.bytes,
+            communication.dtype,
+        )
+        communication.follow_in_black_box(session, number)
 
     def _wrap(
         self, original: Callable[..., Any], kind: EventKind, argument: str | None
@@ -248,7 +265,7 @@ class DistCalls:
             try:
                 message = args[0] if args else kwargs.get("self")
                 group = resolve_group(pick("group", args, kwargs))
-                communication = self._begin(kind, message, group)
+                communication = self._begin(kind, message, group, is_functional=True)
             except Exception as error:
                 self._session.fail(error)
             result = run_inside_collective(
@@ -291,3 +308,13 @@ class DistCalls:
             return result
 
         return recorded
+
+
+def uses_compile() -> bool:
+    """Whether torch.compile has compiled a frame in this process.
+
+    Functional collectives in a compiled frame are not seen, and a rank whose frame is not compiled
+    issues them visibly. The order check leaves them out, so that such ranks do not seem to differ.
+    """
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["frames"]["total"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_inspect.formatting import format_bytes, format_unit
+from fsdp_inspect.recording.code_places import package_of
 from fsdp_inspect.recording.memory import AllocatorCounters
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.sharding import torch_fsdp
@@ -65,10 +67,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 def describe_failure(error: BaseException, session: Session, units: Sequence[Unit]) -> str:
     """Describe the error with its step, phase and unit, in one sentence."""
     unit, phase = session.position()
-    place = Phase(phase).label
+    place = "" if phase == Phase.OUTSIDE else f", {Phase(phase).label}"
     if unit >= 0:
-        place = f"{place} of {format_unit(units[unit].fqn)}"
-    return f"{type(error).__name__} at step {session.step}, {place}: {error}"
+        place = f"{place or ','} of {format_unit(units[unit].fqn)}"
+    return f"{type(error).__name__} at step {session.step}{place}: {error}"
+
+
+def find_failing_line(error: BaseException) -> str:
+    """The innermost line of the user's code in an error's traceback, `file:line`; empty: none."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if package_of(frame) == "":
+            found = f"{frame.f_code.co_filename}:{line}"
+    return found
 
 
 def describe_allocated(

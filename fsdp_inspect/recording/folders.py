@@ -32,6 +32,8 @@ class RecordingFolder(NamedTuple):
 
     path: Path
     attempt: int
+    key: str = ""
+    """Prefix of this recording's keys in the process group's store."""
 
 
 def default_path(name: str, directory: Path = Path("runs")) -> Path:
@@ -55,7 +57,7 @@ def agree_on_folder(path: Path, manifest: RunManifest, rank: int) -> RecordingFo
     key = f"fsdp_inspect/recording/{next(_recordings)}"
     alone = manifest.world_size == 1 or manifest.source == "emulated"
     if rank != 0 and not alone:
-        return _follow_rank_0(key, path, manifest)
+        return _follow_rank_0(key, path, manifest)._replace(key=key)
     chosen = RecordingFolder(path, 0)
     try:
         chosen = _create(path, manifest)
@@ -63,7 +65,7 @@ def agree_on_folder(path: Path, manifest: RunManifest, rank: int) -> RecordingFo
         if not alone:
             message = {"name": chosen.path.name, "attempt": chosen.attempt}
             c10d._get_default_store().set(key, json.dumps(message))
-    return chosen
+    return chosen._replace(key=key)
 
 
 def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFolder:

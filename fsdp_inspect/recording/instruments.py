@@ -26,6 +26,7 @@ class Instruments:
         memory: MemoryProbe,
         optimizers: Sequence[torch.optim.Optimizer] | None,
         on_optimizer_step: Callable[[torch.optim.Optimizer], None],
+        before_update: Callable[[], None] | None = None,
     ) -> None:
         reductions = ReductionsByContext()
         self._session = session
@@ -36,7 +37,7 @@ class Instruments:
             for index, handle in enumerate(handles)
         ]
         self._dist_calls = DistCalls(session, lambda unit: self._units[unit].reductions)
-        self._loop = LoopHooks(session, optimizers, on_optimizer_step)
+        self._loop = LoopHooks(session, optimizers, on_optimizer_step, before_update)
 
     def attach(self) -> list[str]:
         """Install all hooks.
@@ -63,6 +64,8 @@ class Instruments:
             hooks.close()
         self._patches.undo()
         self._session.process_groups.forget()
+        if self._session.black_box is not None:
+            self._session.black_box.release()
 
 
 def _depth(fqn: str) -> int:

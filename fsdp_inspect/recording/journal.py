@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_inspect.recording.clocks import Clock
+from fsdp_inspect.trace.codes import COLLECTIVES
 
 NOT_NEEDED = -1
 """The `need` of an event that nothing waited for."""
@@ -57,15 +58,23 @@ def host_ns_of(mark: Any) -> int:
 
 Row = tuple[Any, ...]
 """One event: the columns of `EventTable`, the last three (start, end, need) as marks."""
-_START, _END, _NEED = 16, 17, 18
-"""Their positions in a row."""
+_KIND, _COLLECTIVE, _START, _END, _NEED = 3, 13, 16, 17, 18
+"""Positions in a row."""
+_COLLECTIVE_KINDS = frozenset(map(int, COLLECTIVES))
 
 
 class Journal:
     """Keeps rows until they can be written, and writes them in the order of their addition."""
 
-    def __init__(self, clock: Clock, append: Callable[[tuple[int, ...]], None]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        append: Callable[[tuple[int, ...]], None],
+        on_collective: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`on_collective(identity, end)` is called when the end of a collective is read."""
         self._clock = clock
+        self._on_collective = on_collective
         self._append = append
         self._pending: deque[Row] = deque()
         self._num_drains = 0
@@ -86,6 +95,14 @@ class Journal:
                 self._write(row)
             else:
                 self._pending.append(row)
+
+    def has_ended(self, mark: Any) -> bool:
+        """Whether the device has passed a mark; any thread may ask."""
+        if type(mark) is int:
+            return True
+        if isinstance(mark, Completion):
+            return mark.ns is not None
+        return mark is not None and not isinstance(mark, LaterOf) and self._clock.ready(mark)
 
     def settle(self, timeout_s: float) -> int:
         """Wait until every row can be written, whatever stream its marks are on.
@@ -109,6 +126,8 @@ class Journal:
 
     def _write(self, row: Row) -> None:
         start, end, need = (self._read(mark) for mark in row[_START:])
+        if self._on_collective is not None and row[_KIND] in _COLLECTIVE_KINDS:
+            self._on_collective(row[_COLLECTIVE], end)
         self._append((*row[:_START], start, max(start, end), need))
 
     def _is_ready(self, mark: Any) -> bool:

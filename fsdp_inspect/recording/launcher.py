@@ -20,6 +20,7 @@ that rank 0 chose. Copy the parts together, rank 0's node last, and compact once
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -69,6 +70,8 @@ class LauncherArguments(NamedTuple):
     memory_steps: Sequence[int] | Literal["auto"]
     record_source: bool
     print_verdict: bool
+    hang_after_s: float | None
+    on_desync: Literal["warn", "raise", "off"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -155,6 +158,8 @@ class Launch:
             memory_steps=given.memory_steps,
             record_source=given.record_source,
             print_verdict=given.print_verdict,
+            hang_after_s=given.hang_after_s,
+            on_desync=given.on_desync,
         )
 
 
@@ -220,6 +225,8 @@ def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -
         memory_steps=given.memory_steps,
         record_source=given.record_source,
         print_verdict=given.print_verdict,
+        hang_after_s=given.hang_after_s,
+        on_desync=given.on_desync,
     )
 
 
@@ -263,6 +270,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="do not print at the end what limits the step",
     )
     parser.add_argument(
+        "--hang-after",
+        dest="hang_after_s",
+        type=_seconds,
+        metavar="SECONDS",
+        help="report a hang after this time without progress: every rank writes its stacks, and "
+        "rank 0 prints what waits for what; nothing is ended (default: 60, or 20 steps if longer)",
+    )
+    parser.add_argument(
+        "--on-desync",
+        choices=("warn", "raise", "off"),
+        default="warn",
+        help="what to do when ranks issue different collectives: print it on every rank, or also "
+        "compare all ranks before each optimizer step and stop the training there, or compare "
+        "nothing (default: %(default)s)",
+    )
+    parser.add_argument(
         "-m",
         dest="is_module",
         action="store_true",
@@ -283,6 +306,16 @@ def _step_count(text: str) -> int:
             f"invalid number of steps: {text!r}. Expected a whole number, 0 or more"
         )
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"invalid time: {text!r}. Expected seconds above 0")
+    return seconds
 
 
 def _memory_steps(text: str) -> Sequence[int] | Literal["auto"]:

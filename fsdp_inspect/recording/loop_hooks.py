@@ -32,8 +32,11 @@ class LoopHooks:
         session: Session,
         optimizers: Sequence[torch.optim.Optimizer] | None,
         on_optimizer_step: Callable[[torch.optim.Optimizer], None],
+        before_update: Callable[[], None] | None = None,
     ) -> None:
+        """`before_update` runs before each optimizer step; its exceptions reach the training."""
         self._session = session
+        self._before_update = before_update
         self._optimizers = optimizers
         self._on_optimizer_step = on_optimizer_step
         self._backward_depth = 0
@@ -112,6 +115,8 @@ class LoopHooks:
         session = self._session
         if not session.active:
             return
+        if self._before_update is not None:
+            self._before_update()
         try:
             session.phase = Phase.OPTIMIZER
             self._optimizer_start = session.clock.mark()
@@ -150,6 +155,10 @@ class LoopHooks:
             start = session.clock.mark()
             try:
                 return original(iterator)
+            except StopIteration:
+                session.loader_ended_ns = session.clock.host_now()
+                session.loader_ended_step = session.step
+                raise
             finally:
                 try:
                     session.add(EventKind.DATA, start, session.clock.mark(), phase=Phase.DATA)

@@ -180,6 +180,8 @@ class MemoryProbe:
 
     def unsharded_gradients(self, group: FSDPParamGroup, unit: int) -> None:
         """Classify a unit's full gradients, after its backward and before their reduction."""
+        if not group.reduce_grads:
+            self._session.skips_reduction = True
         if self._session.tracker is None:
             return
         for param in group.fsdp_params:

@@ -65,6 +65,13 @@ class Recorder:
         device_interval_s: Seconds between samples of GPU, CPU and host memory; 0 means no samples.
         flush_interval_s: Longest time that rows stay in memory while the disk works; a killed
             process may lose them.
+        hang_after_s: Seconds without progress after which every rank writes its stacks and rank 0
+            explains the hang on stderr. Nothing is ended. None means 60 s, or 20 steps if longer.
+        on_desync: What happens when ranks issue different collectives, which silently mixes up
+            the parameters of units. "warn": every rank prints it on stderr, at most one step or
+            one interval of the check later. "raise": the ranks also wait for each other before
+            each optimizer step, and a `DesyncError` stops them before a wrong update. "off":
+            nothing is compared.
         memory_snapshot: On CUDA, record allocation histories and write a snapshot into the rank's
             folder on an out-of-memory. It costs some time in every allocation.
         record_source: Store the lines of the script around its `fully_shard` calls, for which
@@ -90,6 +97,8 @@ class Recorder:
         memory_steps: Sequence[int] | Literal["auto"] = "auto",
         device_interval_s: float = 0.5,
         flush_interval_s: float = 1.0,
+        hang_after_s: float | None = None,
+        on_desync: Literal["warn", "raise", "off"] = "warn",
         memory_snapshot: bool = False,
         record_source: bool = True,
         print_verdict: bool = True,
@@ -101,6 +110,7 @@ class Recorder:
         if not enabled:
             return
         _check_arguments(warmup_steps, device_interval_s, flush_interval_s)
+        _check_watching(hang_after_s, on_desync)
         options = Options(
             path=None if path is None else Path(path),
             name=name or "",
@@ -110,6 +120,8 @@ class Recorder:
             memory_steps=memory_steps,
             device_interval_s=device_interval_s,
             flush_interval_s=flush_interval_s,
+            hang_after_s=hang_after_s,
+            on_desync=on_desync,
             memory_snapshot=memory_snapshot,
             record_source=record_source,
             print_verdict=print_verdict,
@@ -231,6 +243,13 @@ def _check_arguments(warmup_steps: int, device_interval_s: float, flush_interval
         )
     if flush_interval_s <= 0:
         raise ValueError(f"flush_interval_s must be above 0, got {flush_interval_s}.")
+
+
+def _check_watching(hang_after_s: float | None, on_desync: str) -> None:
+    if hang_after_s is not None and hang_after_s <= 0:
+        raise ValueError(f"hang_after_s must be above 0, got {hang_after_s}.")
+    if on_desync not in ("warn", "raise", "off"):
+        raise ValueError(f"on_desync must be 'warn', 'raise' or 'off', got {on_desync!r}.")
 
 
 def _close_at_exit(recorder: Recorder) -> Callable[[], None]:

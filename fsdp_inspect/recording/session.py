@@ -7,6 +7,7 @@ marks into rows. It holds no reference to the model.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_inspect.recording.clocks import Clock
+from fsdp_inspect.recording.code_places import CodePlaces
 from fsdp_inspect.recording.journal import NOT_NEEDED, Journal, host_ns_of
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.units import ProcessGroups
@@ -31,6 +33,7 @@ from fsdp_inspect.trace.codes import (
 if TYPE_CHECKING:
     from fsdp_inspect.emulation.network import Transfer
     from fsdp_inspect.emulation.process import Emulation
+    from fsdp_inspect.recording.black_box import BlackBoxWriter
     from fsdp_inspect.recording.storage_tracker import StorageTracker
 
 logger = logging.getLogger("fsdp_inspect")
@@ -47,8 +50,20 @@ class Session:
 
     loss_dtype = ""
     """Dtype of the tensor of the first backward: `float32`; empty before it."""
+    skips_reduction = False
+    """Whether a backward left gradients unreduced (`set_requires_gradient_sync(False)`)."""
     unit_depths: Sequence[int] = ()
     """By unit: how deep its first module is in the model."""
+    _backward_place = 0
+    """The line that called the running backward, by its number in `places`."""
+    loader_ended_ns = 0
+    """When the training's data loader ended last; 0: never."""
+    loader_ended_step = -1
+    _next_collective = 0
+    samples_boundaries = False
+    """Whether this step reads the allocator's counters at unit boundaries."""
+    watches_memory = False
+    """Whether this step records any memory data at unit boundaries."""
     will_repeat = False
     """Inside the first forward of a reentrant checkpoint, which runs without gradients."""
 
@@ -59,9 +74,13 @@ class Session:
         process_groups: ProcessGroups,
         source: Source = Source.RECORDED,
         emulation: Emulation | None = None,
+        black_box: BlackBoxWriter | None = None,
     ) -> None:
         self.clock = clock
-        self.journal = Journal(clock, append)
+        self.black_box = black_box
+        """The last collectives; None under emulation, where nothing can hang."""
+        self.places = CodePlaces()
+        self.journal = Journal(clock, append, None if black_box is None else black_box.ended)
         self.process_groups = process_groups
         self.source = source
         self.emulation = emulation
@@ -85,10 +104,6 @@ class Session:
         the last one opens after it."""
         self.tracker: StorageTracker | None = None
         """Set during a memory step; see `follow_storages`."""
-        self.samples_boundaries = False
-        """Whether this step reads the allocator's counters at unit boundaries."""
-        self.watches_memory = False
-        """Whether this step records any memory data at unit boundaries."""
         self.collective_depth = 0
         """Above 0 inside a recorded collective: inner calls are part of it."""
         self.execution_order: list[int] = []
@@ -99,7 +114,6 @@ class Session:
         self._compute_stream = int(Stream.HOST if clock.immediate else Stream.COMPUTE)
         self._has_trained = False
         """Whether a unit ran a training forward since the last step ended."""
-        self._next_collective = 0
         self._forward_start: Any = None
         self._last_forward_end: Any = None
         self._evaluation: tuple[Any, Any] | None = None
@@ -184,6 +198,37 @@ class Session:
         """Update `watches_memory` after a change of `tracker` or `samples_boundaries`."""
         self.watches_memory = self.tracker is not None or self.samples_boundaries
 
+    # --- the black box
+
+    def place(self) -> int:
+        """The number of the line of code that issues a collective now; 0: unknown.
+
+        In backward it is the line that called `backward`.
+        """
+        if self.in_backward and self._backward_place:
+            return self._backward_place
+        return self.places.find(sys._getframe(2))
+
+    def note_issue(self, kind: int, unit: int, group: Any, message_bytes: int, dtype: int) -> int:
+        """Note a collective in the black box before it is issued; returns its number there."""
+        box = self.black_box
+        if box is None:
+            return 0
+        place = self.place()
+        if self.places.new:
+            box.add_places(self.places.new)
+        return box.issue(
+            kind,
+            unit,
+            group,
+            message_bytes,
+            dtype,
+            self.communication_phase(),
+            self.step,
+            self.microbatch,
+            place,
+        )
+
     # --- rows
 
     def add(  # noqa: PLR0913 - one argument a column of `EventTable`
@@ -261,6 +306,8 @@ class Session:
         self.in_backward = self._has_trained = False
         self.execution_known = self.execution_known or bool(self.execution_order)
         self.journal.drain()
+        if self.black_box is not None:
+            self.black_box.end_step(self.step)
         self.clock.advance()
 
     def enter_forward(self, mark: Any, *, grad_enabled: bool) -> Phase:
@@ -294,6 +341,7 @@ class Session:
         """Note that autograd starts: the forward pass, which includes the loss, is over."""
         mark = self.clock.mark()
         self._close_forward(mark)
+        self._backward_place = self.places.find(sys._getframe(1))
         self.phase = Phase.BACKWARD
         self.in_backward = True
         return mark

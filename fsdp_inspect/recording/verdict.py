@@ -18,18 +18,25 @@ def print_verdict(run_folder: Path, emulated: str | None = None) -> None:
         run_folder: The finished recording.
         emulated: The emulated ranks and links; None for real ranks.
     """
-    try:
-        result = subprocess.run(
-            [sys.executable, "-m", "fsdp_inspect", "summary", str(run_folder), "--verdict"],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):
+    result = run_command("summary", str(run_folder), "--verdict")
+    if result is None:
         return
     text = result.stdout if result.returncode == 0 else result.stderr
     if text.strip():
         if emulated is not None:
             text = f"Emulated, not real ranks ({emulated}).\n{text}"
         print(text.rstrip(), file=sys.stderr, flush=True)
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str] | None:
+    """Run a command of `fsdp-inspect` in a child process; None if it fails to run or to end."""
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "fsdp_inspect", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None

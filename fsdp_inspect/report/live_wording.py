@@ -5,8 +5,7 @@ The text is plain: each report escapes it for its format.
 
 from fsdp_inspect.analysis.live.feed import LiveState, LiveStatus
 from fsdp_inspect.analysis.live.view import TYPICAL_STEPS
-from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.store.notes import describe_ranks
+from fsdp_inspect.formatting import format_ns, format_ranks
 
 
 def describe_live(live: LiveStatus) -> str:
@@ -67,7 +66,7 @@ def describe_pace(live: LiveStatus) -> str:
 def _begun(live: LiveStatus) -> str:
     if not live.ranks:
         return "The run has started, no rank has written data"
-    return f"The run has started: {describe_ranks([row.rank for row in live.ranks])} recorded data"
+    return f"The run has started: {format_ranks([row.rank for row in live.ranks])} recorded data"
 
 
 def _last_step(live: LiveStatus) -> str:
@@ -79,7 +78,7 @@ def _last_step(live: LiveStatus) -> str:
 
 
 def _culprits(live: LiveStatus) -> str:
-    words = describe_ranks(live.culprits)
+    words = format_ranks(live.culprits)
     return words[:1].upper() + words[1:]
 
 

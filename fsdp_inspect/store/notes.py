@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.formatting import format_numbers
+from fsdp_inspect.formatting import capitalize, format_ranks
 from fsdp_inspect.store.schema import TableT
 from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.trace.run import RankRecord, RunStatus
@@ -23,11 +23,6 @@ def noting(found: dict[str, None]) -> Iterator[None]:
         found[str(error)] = None
 
 
-def describe_ranks(numbers: Sequence[int]) -> str:
-    """Ranks as text: `rank 2`, `ranks 0-3, 7`."""
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_numbers(numbers)}"
-
-
 def describe_rows(numbers: Mapping[str, int]) -> str:
     """Numbers of rows by table as text: `8 rows of events, 1 row of memory`; empty for none."""
     return ", ".join(
@@ -42,7 +37,7 @@ def note_missing(missing: Sequence[int], world_size: int) -> list[str]:
     if not missing:
         return []
     return [
-        f"{_capital(describe_ranks(missing))} of world size {world_size} "
+        f"{capitalize(format_ranks(missing))} of world size {world_size} "
         f"{'is' if len(missing) == 1 else 'are'} missing: this folder has no data of "
         f"{'it' if len(missing) == 1 else 'them'}."
     ]
@@ -65,7 +60,7 @@ def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> l
         latest = max(last_signs[record.rank] for record in crashed)
         lost = max(record.flush_interval_s for record in crashed)
         notes.append(
-            f"{_capital(describe_ranks([record.rank for record in crashed]))} stopped without "
+            f"{capitalize(format_ranks([record.rank for record in crashed]))} stopped without "
             f"reporting an error. The last write was at {_wall_time(latest)}; at most {lost:g} s "
             "of recording after it are lost, or more if the disk had failed."
         )
@@ -80,7 +75,7 @@ def note_step_counts(records: Sequence[RankRecord]) -> list[str]:
         return []
     (usual, number), *_ = counts.most_common(1)
     others = [
-        f"{describe_ranks([each.rank for each in complete if each.num_steps == count])}: {count}"
+        f"{format_ranks([each.rank for each in complete if each.num_steps == count])}: {count}"
         for count in sorted(counts)
         if count != usual
     ]
@@ -101,7 +96,7 @@ def note_losses(records: Sequence[RankRecord]) -> list[str]:
         for problem in dict.fromkeys(record.problems):
             reporting.setdefault(problem, []).append(record.rank)
     notes += [
-        f"{_capital(describe_ranks(ranks))} {'reports' if len(ranks) == 1 else 'report'}: "
+        f"{capitalize(format_ranks(ranks))} {'reports' if len(ranks) == 1 else 'report'}: "
         f"{problem.rstrip('.')}."
         for problem, ranks in reporting.items()
     ]
@@ -140,10 +135,6 @@ def note_stream(
             f"write. The {len(stream.table)} rows before it are complete."
         )
     return notes
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _wall_time(unix_ns: int) -> str:

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp_inspect.errors import IncompleteRunError, NotARunError, UnreadableFileError
+from fsdp_inspect.errors import (
+    CorruptFileError,
+    IncompleteRunError,
+    NotARunError,
+    UnreadableFileError,
+)
 from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.reduction.rank_rows import join_memory
 from fsdp_inspect.store.files import LocalFiles, RunFiles, open_files
@@ -30,6 +35,8 @@ from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.records import decode_record
 from fsdp_inspect.store.schema import (
+    BLACK_BOX_FILE,
+    CRASH_FILE,
     DEVICE,
     EVENTS,
     MANIFEST_FILE,
@@ -37,6 +44,8 @@ from fsdp_inspect.store.schema import (
     PROBE_FILE,
     RANK_FILE,
     SCALARS,
+    SIGTERM_FILE,
+    STACKS_FILE,
     TableFile,
     TableT,
     attempt_name,
@@ -47,8 +56,11 @@ from fsdp_inspect.store.schema import (
 from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.store.summary_reader import SummaryReader
 from fsdp_inspect.store.table_values import check_values
+from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError
+from fsdp_inspect.trace.black_box import decode as decode_black_box
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
+from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from fsdp_inspect.trace.tables import (
     DeviceTable,
     EventTable,
@@ -59,6 +71,12 @@ from fsdp_inspect.trace.tables import (
 )
 
 _MAX_NEARBY = 5
+_MAX_STACK_BYTES = 4 << 20
+_STACK_FILES = {
+    CRASH_FILE: DumpSource.CRASH,
+    STACKS_FILE: DumpSource.WATCHDOG,
+    SIGTERM_FILE: DumpSource.SIGTERM,
+}
 
 
 def open_run(
@@ -166,6 +184,33 @@ class StoredRun:
             if encoded is not None:
                 return decode_record(encoded, NetworkProbe, _label(self._files, PROBE_FILE))
         return None
+
+    def black_box(self, rank: int) -> BlackBox | None:
+        """The black box of a rank; None without one, or if it is damaged (see `notes`)."""
+        name = f"{self._folder(rank)}/{BLACK_BOX_FILE}"
+        with noting(self._found):
+            content = self._files.read(name)
+            if content:
+                try:
+                    return decode_black_box(content)
+                except BlackBoxError as error:
+                    raise CorruptFileError(
+                        f"{_label(self._files, name)} is damaged: {error}. The last collectives of "
+                        f"rank {rank} are unknown."
+                    ) from error
+        return None
+
+    def stack_dumps(self, rank: int) -> Sequence[StackDump]:
+        """The stacks that a rank wrote: at a crash, for the watchdog, at SIGTERM."""
+        dumps = []
+        for file, source in _STACK_FILES.items():
+            with noting(self._found):
+                content = self._files.read(f"{self._folder(rank)}/{file}")
+                text = (content or b"")[:_MAX_STACK_BYTES].decode(errors="replace")
+                dump = parse_dump(text, source)
+                if dump is not None:
+                    dumps.append(dump)
+        return dumps
 
     def events(
         self,

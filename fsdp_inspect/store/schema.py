@@ -19,6 +19,10 @@ file of an earlier attempt::
           memory.arrows, memory.parquet, device.arrows, device.parquet,
           scalars.arrows, scalars.parquet
           summary.parquet             the summary of this rank; only after compaction
+          black_box.bin               the last collectives; see `trace.black_box`
+          stacks.txt, crash.txt, sigterm.txt
+                                      stacks at a hang, a fatal signal or SIGTERM, as written by
+                                      Python's faulthandler; see `trace.stack_dumps`
 
 A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes,
 possibly of a killed process: ignore them. A folder may lack ranks, and may lack `run.json`, if
@@ -122,6 +126,14 @@ from fsdp_inspect.trace.tables import (
 MANIFEST_FILE = "run.json"
 PROBE_FILE = "network.json"
 RANK_FILE = "rank.json"
+BLACK_BOX_FILE = "black_box.bin"
+"""In a rank's folder: its last collectives, see `trace.black_box`."""
+STACKS_FILE = "stacks.txt"
+"""In a rank's folder: a line of JSON, and the stacks that the watchdog asked for."""
+CRASH_FILE = "crash.txt"
+"""In a rank's folder: the stacks at a fatal signal; missing without one."""
+SIGTERM_FILE = "sigterm.txt"
+"""In a rank's folder: the stacks when SIGTERM ended the process; missing without one."""
 LIVE_SUFFIX = ".arrows"
 COMPACTED_SUFFIX = ".parquet"
 

@@ -10,9 +10,11 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
+from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
+from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
     DeviceTable,
     EventTable,
@@ -248,6 +250,8 @@ class RankRecord(Record):
     status: RunStatus = RunStatus.RUNNING
     failure: str | None = None
     """The error that ended the training, if the recorder saw it."""
+    failed_at: str = ""
+    """The user's line that the error passed, `file:line`; empty: none or unknown."""
     num_steps: Index = 0
     flush_interval_s: float = 1.0
     flushed_unix_ns: Moment = 0
@@ -294,6 +298,14 @@ class RunSource(Protocol):
     @property
     def network_probe(self) -> NetworkProbe | None:
         """The measured durations of messages of many sizes; None: the run has none."""
+        ...
+
+    def black_box(self, rank: int) -> BlackBox | None:
+        """The last collectives of a rank, with its last signs of life; None: not recorded."""
+        ...
+
+    def stack_dumps(self, rank: int) -> Sequence[StackDump]:
+        """The Python stacks that a rank wrote when it hung or died, the most telling first."""
         ...
 
     def events(

@@ -32,6 +32,7 @@ from fsdp_inspect.trace.run import (
     RunStatus,
     Unit,
 )
+from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
     DeviceTable,
     EventTable,
@@ -326,6 +327,12 @@ class SyntheticRun:
     status: RunStatus = RunStatus.COMPLETE
     notes: Sequence[str] = ()
     network_probe: None = None
+
+    def black_box(self, rank: int) -> None:
+        return None
+
+    def stack_dumps(self, rank: int) -> Sequence[StackDump]:
+        return ()
 
     def events(
         self,

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # an optimizer's first call would import it, on every rank
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -102,7 +102,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_inspect import Recorder
-from fsdp_inspect.store import streams
+from fsdp_inspect.store import streams, writer
+
+writer.STALL_TIMEOUT_S = 2  # or each disk that does not recover costs the test 10 s
 
 class FaultyOs:
     def __init__(self, hangs):
@@ -158,11 +160,18 @@ def train_on(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> T
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, train_on: TrainOn) -> str:
-    done = train_on(tmp_path_factory.mktemp("undisturbed") / "run", "none")
+def healthy(tmp_path_factory: pytest.TempPathFactory, train_on: TrainOn) -> tuple[str, int]:
+    """The output and the number of events of the same training on a healthy disk."""
+    folder = tmp_path_factory.mktemp("healthy") / "run"
+    done = train_on(folder, "none")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Training goes on") == 0
-    return done.stdout
+    return done.stdout, len(open_run(folder).events(0))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(healthy: tuple[str, int]) -> str:
+    return healthy[0]
 
 
 def said_once(stderr: str) -> bool:
@@ -179,8 +188,9 @@ def mount_or_skip(target: Path, *options: str) -> None:
 
 
 def test_a_full_disk_costs_records_and_not_the_training(
-    undisturbed: str, tmp_path: Path, train_on: TrainOn
+    healthy: tuple[str, int], tmp_path: Path, train_on: TrainOn
 ) -> None:
+    undisturbed, num_events = healthy
     disk = tmp_path / "disk"
     mount_or_skip(disk, "-t", "tmpfs", "-o", "size=256k")
     try:
@@ -190,7 +200,7 @@ def test_a_full_disk_costs_records_and_not_the_training(
         run = open_run(disk / "run")
         found = re.search(r"Rank 0 dropped (\d+) rows of events", done.stderr)
         assert found, done.stderr
-        assert len(run.events(0)) + int(found[1]) == num_events(tmp_path, train_on)
+        assert len(run.events(0)) + int(found[1]) == num_events
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -230,8 +240,9 @@ def test_no_step_is_lost_when_writing_fails_for_a_while(
 
 
 def test_a_disk_that_hangs_until_the_end_costs_counted_rows(
-    undisturbed: str, tmp_path: Path, train_on: TrainOn
+    healthy: tuple[str, int], tmp_path: Path, train_on: TrainOn
 ) -> None:
+    undisturbed, num_events = healthy
     done = train_on(tmp_path / "run", "hang")
     assert (done.returncode, done.stdout) == (0, undisturbed), done.stderr
     run = open_run(tmp_path / "run")
@@ -239,10 +250,4 @@ def test_a_disk_that_hangs_until_the_end_costs_counted_rows(
     assert 0 < num_steps < 300
     dropped = run.ranks[0].dropped["events"]
     assert f"dropped {dropped} rows of events" in done.stderr
-    assert len(run.events(0)) + dropped == num_events(tmp_path, train_on)
-
-
-def num_events(folder: Path, train_on: TrainOn) -> int:
-    """The number of events of the same training on a healthy disk."""
-    train_on(folder / "whole", "none")
-    return len(open_run(folder / "whole").events(0))
+    assert len(run.events(0)) + dropped == num_events

@@ -16,6 +16,7 @@ from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
 from tests.conftest import Torchrun
+from tests.forked_process import ForkedProcess
 
 pytestmark = pytest.mark.distributed
 
@@ -123,7 +124,7 @@ def nodes(
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     folders = (tmp_path_factory.mktemp("node0"), tmp_path_factory.mktemp("node1"))
     processes = [
-        subprocess.Popen(
+        ForkedProcess(
             [sys.executable, *LAUNCHER, "--no-verdict", SCRIPT],
             cwd=folder,
             env={
@@ -133,8 +134,6 @@ def nodes(
                 "GROUP_RANK": str(node),
                 "LOCAL_RANK": "0",
             },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
         )
         for node, folder in enumerate(folders)
     ]

@@ -1,8 +1,6 @@
 """The trainer as users start it: `torchrun -m instrumented_trainer`."""
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,11 @@ def test_two_ranks_train_and_record_with_one_voice_and_no_warning(torchrun: Any,
     ]
     assert done.stderr.startswith("The limit is unknown: the run has no timed step.")
     assert "warn" not in done.stderr.lower()
-    assert open_run(folder).manifest.name == "first"
+    manifest = open_run(folder).manifest
+    assert manifest.name == "first"
+    assert manifest.code.launch[0] == "torchrun"
+    asked = ["-m", "instrumented_trainer", *SHORT, "--name", "first"]
+    assert manifest.code.launch[manifest.code.launched_at :] == asked
 
 
 def test_a_bad_setting_is_said_once_at_the_top_and_at_the_end(torchrun: Any):
@@ -48,12 +50,11 @@ def test_a_risky_plan_is_warned_of_once(run_ranks: Any):
     assert done.stderr.count("whose input needs no gradient") == 1
 
 
-def test_no_thread_of_the_process_group_outlives_it(tmp_path: Path):
+def test_no_thread_of_the_process_group_outlives_it(tmp_path: Path, run_python: Any):
     """With torch 2.13 one that does may abort the process while the interpreter ends."""
     script = tmp_path / "watched_trainer.py"
     script.write_text(_WATCHED_TRAINER)
-    command = [sys.executable, script, *SHORT, "--no-record"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    done = run_python(script, *SHORT, "--no-record")
     before, after = (line for line in done.stdout.splitlines() if line.startswith("gloo: "))
     assert (before, after) == ("gloo: True", "gloo: False")
 

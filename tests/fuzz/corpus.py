@@ -23,8 +23,16 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import EVENTS
 from fsdp_inspect.store.streams import RowEncoder
+from fsdp_inspect.trace.black_box import (
+    ENTRY,
+    HEADER_BYTES,
+    TEXT_START,
+    encode_group,
+    encode_header,
+)
 from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
 from fsdp_inspect.trace.plan import Plan
+from tests.boxes import Call, make_box
 from tests.builders import steady_run, write_run
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 from tests.importing.snapshots import FakeAllocator, train
@@ -32,6 +40,12 @@ from tests.prediction_records import outcome
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
 RANK = "attempt-000/rank-00000"
+_STACKS = """\
+{"clock_ns": 5, "training_thread": "0x01", "threads": {"0x01": "MainThread"}}
+Thread 0x01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/home/me/train.py", line 12 in main
+"""
 BUDGET = b"""\
 [limits]
 peak_allocated_bytes = "38 GiB"
@@ -115,6 +129,8 @@ def make_corpus(folder: Path) -> Corpus:
     message = ProbedMessage(kind="all_gather", ranks=[0, 1], bytes=64, count=3, duration_ns=9)
     probe = NetworkProbe(world_size=2, backend="gloo", device_type="cpu", messages=[message])
     (corpus.sample / "network.json").write_bytes(encode_record(probe))
+    (corpus.sample / RANK / "black_box.bin").write_bytes(_black_box())
+    (corpus.sample / RANK / "stacks.txt").write_text(_STACKS)
     trace = TraceWriter()
     fsdp2_step(trace)
     trace.write(folder / "trace.json")
@@ -124,6 +140,17 @@ def make_corpus(folder: Path) -> Corpus:
     shutil.copytree(folder, folder.with_name(f"{folder.name}-kept"))
     folder.with_name(f"{folder.name}-kept").rename(folder / "kept")
     return corpus
+
+
+def _black_box() -> bytes:
+    """A black box with three collectives, cut off after them."""
+    box = make_box([Call(0), Call(1), Call(2, has_finished=False)], (0, 1))
+    text = b"".join(encode_group(index, group) for index, group in box.groups.items())
+    content = bytearray(encode_header(box.header, len(text)).ljust(TEXT_START, b"\0") + text)
+    for row in box.entries:
+        start = HEADER_BYTES + int(row["number"]) * ENTRY.itemsize
+        content[start : start + ENTRY.itemsize] = row.tobytes()
+    return bytes(content)
 
 
 def _write_streams(folder: Path) -> None:

@@ -30,6 +30,7 @@ from fsdp_inspect.predictions.track_record import measure_track_record
 from fsdp_inspect.predictions.tuning_session import TuningSession, read_session
 from fsdp_inspect.predictions.verification import verify_prediction
 from fsdp_inspect.report.check import render_junit, render_markdown
+from fsdp_inspect.report.diagnosis import diagnosis_to_dict
 from fsdp_inspect.report.json import render_json
 from fsdp_inspect.results import to_plain
 from fsdp_inspect.run import Run
@@ -133,6 +134,14 @@ def _read_probe(corpus: Corpus, content: bytes) -> None:
         _ = run.network_probe
         if zlib.crc32(content) % 24 == 0:
             Run(run).simulate()
+
+
+def _diagnose_with(name: str) -> Callable[[Corpus, bytes], None]:
+    def diagnose(corpus: Corpus, content: bytes) -> None:
+        with corpus.replaced(f"sample/{RANK}/{name}", content):
+            diagnosis_to_dict(Run(open_run(corpus.file("sample"))).diagnose())
+
+    return diagnose
 
 
 def _reader_of(run: str, name: str) -> Callable[[Corpus, bytes], None]:
@@ -409,6 +418,13 @@ TARGETS = (
     Target("run.json", 10, _json_of("compacted/run.json"), _read_manifest),
     Target("rank.json", 10, _json_of(f"compacted/{RANK}/rank.json"), _read_rank),
     Target("network.json", 6, _json_of("sample/network.json"), _read_probe),
+    Target(
+        "black_box.bin",
+        4,
+        _bytes_of(f"sample/{RANK}/black_box.bin"),
+        _diagnose_with("black_box.bin"),
+    ),
+    Target("stacks.txt", 2, _bytes_of(f"sample/{RANK}/stacks.txt"), _diagnose_with("stacks.txt")),
     Target(
         "events.parquet",
         6,

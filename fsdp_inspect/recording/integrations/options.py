@@ -16,6 +16,8 @@ class RecorderOptions(TypedDict, total=False):
     memory_steps: Sequence[int] | Literal["auto"]
     device_interval_s: float
     flush_interval_s: float
+    hang_after_s: float | None
+    on_desync: Literal["warn", "raise", "off"]
     memory_snapshot: bool
     record_source: bool
     print_verdict: bool

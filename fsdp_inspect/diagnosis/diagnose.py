@@ -1,0 +1,602 @@
+"""Decide what went wrong in a run: one class, the ranks, and the evidence.
+
+The order of the questions is that of the causes: a difference in the order of collectives explains
+a hang, and a rank that died explains why others wait. What cannot be decided is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from fsdp_inspect.diagnosis.activities import Activity, ActivityKind, find_activity
+from fsdp_inspect.diagnosis.ends import EndKind, RankEnd, find_ends, first_ends
+from fsdp_inspect.diagnosis.waits import (
+    Wait,
+    find_waits,
+    root_ranks,
+    seconds_since_last_collective,
+)
+from fsdp_inspect.reduction.collective_order import (
+    Difference,
+    Issued,
+    OrderDifference,
+    find_differences,
+    phase_of,
+    read_entry,
+)
+from fsdp_inspect.reduction.order_wording import name_unit
+from fsdp_inspect.trace.black_box import BlackBox
+from fsdp_inspect.trace.codes import NO_UNIT, Phase
+from fsdp_inspect.trace.run import RunSource
+
+LEAST_WAIT_S = 5.0
+"""A shorter wait of a run that ended from outside shows no hang."""
+
+
+class Status(StrEnum):
+    """The answer in one word."""
+
+    HEALTHY = "healthy"
+    PROBLEM = "problem"
+    CANNOT_TELL = "cannot tell"
+
+
+class ProblemClass(StrEnum):
+    """What went wrong."""
+
+    ORDER_DIVERGED = "order diverged"
+    SIZE_MISMATCH = "size or dtype mismatch"
+    RANK_LATE = "rank late"
+    UNEVEN_BATCHES = "uneven batches"
+    RANK_DIED = "rank died"
+    RANK_EXITED_EARLY = "rank exited early"
+    FOREIGN_COLLECTIVE = "collective outside FSDP"
+    TRANSPORT_STUCK = "transport stuck"
+    HOST_DEADLOCK = "host deadlock"
+    SLOW_BUT_ALIVE = "slow but alive"
+    OUT_OF_MEMORY = "out of memory"
+    STOPPED = "stopped from outside"
+
+
+class Unknown(StrEnum):
+    """Why nothing can be said."""
+
+    NO_BLACK_BOX = "no black box"
+    MISSING_RANKS = "missing ranks"
+    NO_CULPRIT = "no culprit"
+    IMPORTED = "imported"
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """Where one rank was when it was last seen."""
+
+    rank: int
+    end: RankEnd
+    last: Issued | None
+    """Its last collective; None without a black box."""
+    waits: bool
+    """Whether it waits in an unfinished collective."""
+    idle_s: float | None
+    """Seconds since its last collective was issued or finished."""
+    step: int | None
+    phase: Phase | None
+    activity: Activity | None
+    """What its training thread does; None without stacks."""
+    hang_seen: bool
+    """Whether its watchdog reported that nothing moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What went wrong in a run, with the evidence."""
+
+    status: Status
+    problem: ProblemClass | None
+    """None for a healthy run, and where nothing can be said."""
+    ranks: tuple[int, ...]
+    """The culprits; empty: no single rank, or cannot tell which."""
+    is_certain: bool
+    """False: the most likely explanation, with what is missing in `unknown`."""
+    unit: str | None
+    """Name of the unit; None: no unit is concerned."""
+    phase: Phase | None
+    step: int | None
+    location: str
+    """The user's line, `file:line`; empty if unknown."""
+    wait: Wait | None
+    difference: OrderDifference | None
+    failure: str
+    """The exception or signal; empty without one."""
+    states: tuple[RankState, ...]
+    """All ranks that left something, by rank."""
+    missing_ranks: tuple[int, ...]
+    is_running: bool
+    oom_kills: int
+    """Processes that the kernel killed for memory on a rank's machine."""
+    unknown: Unknown | None
+    """What is missing for a certain answer."""
+    unit_names: tuple[str, ...]
+    """The fqns of all units, by index."""
+
+    def state_of(self, rank: int) -> RankState | None:
+        """The state of one rank."""
+        return next((each for each in self.states if each.rank == rank), None)
+
+
+def diagnose(run: RunSource) -> Diagnosis:
+    """Decide what went wrong in a run.
+
+    Args:
+        run: A run in any state.
+    """
+    return _Case(run).decide()
+
+
+class _Case:
+    """The evidence of one run."""
+
+    def __init__(self, run: RunSource) -> None:
+        self._run = run
+        self._records = {record.rank: record for record in run.ranks}
+        boxes = {rank: run.black_box(rank) for rank in self._records}
+        self._boxes = {rank: box for rank, box in boxes.items() if box is not None}
+        self._dumps = {rank: tuple(run.stack_dumps(rank)) for rank in self._records}
+        self._ends = find_ends(self._records, self._boxes, self._dumps)
+        self._waits = find_waits(self._boxes)
+        world = range(run.manifest.world_size)
+        is_whole = run.manifest.source in ("emulated", "predicted")
+        self._missing = () if is_whole else tuple(r for r in world if r not in self._records)
+        self._states = {rank: self._state(rank) for rank in sorted(self._records)}
+
+    def decide(self) -> Diagnosis:
+        """The first question that has an answer."""
+        questions = (
+            self._differs,
+            self._died,
+            self._hangs,
+            self._stopped,
+            self._unsaid,
+        )
+        for question in questions:
+            answer = question()
+            if answer is not None:
+                return answer
+        return self._make(Status.HEALTHY, None)
+
+    # --- the questions
+
+    def _differs(self) -> Diagnosis | None:
+        """Whether ranks issued different collectives."""
+        found = find_differences(self._boxes)
+        if not found:
+            return None
+        first = found[0]
+        if self._ended_early_instead(first):
+            return None
+        is_size = first.difference in (Difference.SIZE, Difference.DTYPE)
+        shown = first.usual if first.usual.unit != NO_UNIT else first.deviant or first.usual
+        place = (first.deviant or first.usual).place or first.usual.place
+        uneven = self._uneven(first)
+        if uneven is not None:
+            return uneven
+        return self._make(
+            Status.PROBLEM,
+            ProblemClass.SIZE_MISMATCH if is_size else ProblemClass.ORDER_DIVERGED,
+            ranks=first.culprits,
+            is_certain=first.is_majority and first.is_first,
+            unit=shown.unit,
+            phase=shown.phase,
+            step=first.usual.step,
+            location="" if place is None else str(place),
+            difference=first,
+        )
+
+    def _ended_early_instead(self, found: OrderDifference) -> bool:
+        """Whether a rank that had failed before only cleaned up, as with a barrier at its end."""
+        return any(
+            self._ends[rank].kind in (EndKind.EXCEPTION, EndKind.OUT_OF_MEMORY)
+            for rank in found.culprits
+            if rank in self._ends
+        ) and all(
+            issued.unit == NO_UNIT
+            for ranks, issued in found.issued
+            if set(ranks) <= set(found.culprits)
+        )
+
+    def _uneven(self, found: OrderDifference) -> Diagnosis | None:
+        """Whether the culprits had no batch left and left the loop before the others."""
+        ended = [rank for rank, box in self._boxes.items() if self._loader_ended(box)]
+        differing = {rank for ranks, _ in found.issued for rank in ranks}
+        if not ended or differing <= set(ended):
+            return None
+        sets = [set(ranks) & set(ended) for ranks, _ in found.issued]
+        if not any(one == set(ranks) for one, (ranks, _) in zip(sets, found.issued, strict=True)):
+            return None
+        rest = next(issued for ranks, issued in found.issued if not set(ranks) & set(ended))
+        return self._make_uneven(tuple(sorted(ended)), rest, found)
+
+    def _loader_ended(self, box: BlackBox) -> bool:
+        """Whether the rank's loader has ended, and it has begun no step since."""
+        header = box.header
+        return header.loader_ended_ns > 0 and header.loader_ended_step >= header.step
+
+    def _make_uneven(
+        self,
+        ranks: tuple[int, ...],
+        waits: Issued,
+        found: OrderDifference | None,
+        wait: Wait | None = None,
+    ) -> Diagnosis:
+        return self._make(
+            Status.PROBLEM,
+            ProblemClass.UNEVEN_BATCHES,
+            ranks=ranks,
+            is_certain=True,
+            **_position(waits),
+            location=self._location_of(ranks[0]),
+            difference=found,
+            wait=wait,
+        )
+
+    def _died(self) -> Diagnosis | None:
+        """Whether a rank ended by itself while the training was not over."""
+        firsts = first_ends(self._before_hang())
+        if not firsts:
+            return None
+        kind = firsts[0].kind
+        if kind is EndKind.PEER_LOST:
+            return self._peer_lost(firsts)
+        if kind is EndKind.VANISHED and self._all_vanished():
+            return None
+        culprits = [end for end in firsts if end.kind is kind]
+        if kind is EndKind.EXCEPTION and len(culprits) > 1:
+            culprits = self._earliest(culprits)
+        ranks = tuple(sorted(end.rank for end in culprits))
+        state = self._states[ranks[0]]
+        is_oom = kind is EndKind.OUT_OF_MEMORY
+        return self._make(
+            Status.PROBLEM,
+            ProblemClass.OUT_OF_MEMORY if is_oom else ProblemClass.RANK_DIED,
+            ranks=ranks,
+            is_certain=kind is not EndKind.VANISHED or not self._missing,
+            unit=state.last.unit if state.last is not None and state.waits else None,
+            phase=state.phase,
+            step=state.step,
+            location=culprits[0].failed_at or self._location_of(ranks[0]),
+            wait=self._wait_for(ranks),
+            failure=culprits[0].detail,
+        )
+
+    def _before_hang(self) -> dict[int, RankEnd]:
+        """The ends before a watchdog saw that nothing moves: later ones follow from that.
+
+        When a rank vanished is known only from the process that keeps its black box.
+        """
+        seen = [box.header.hang_seen_unix_ns for box in self._boxes.values()]
+        first = min((moment for moment in seen if moment), default=0)
+        if not first:
+            return dict(self._ends)
+        return {
+            rank: end
+            for rank, end in self._ends.items()
+            if 0 < end.unix_ns < first and (end.kind is not EndKind.VANISHED or self._ended(rank))
+        }
+
+    def _ended(self, rank: int) -> bool:
+        """Whether the moment of the rank's end is known."""
+        return rank in self._boxes and self._boxes[rank].header.ended_unix_ns > 0
+
+    def _all_vanished(self) -> bool:
+        """Whether every rank ended without a word: then no rank stands out."""
+        kinds = {end.kind for end in self._ends.values()}
+        return kinds == {EndKind.VANISHED} and len(self._ends) > 1
+
+    @staticmethod
+    def _earliest(ends: Sequence[RankEnd]) -> list[RankEnd]:
+        """The ends with the text of the earliest one; others may follow from it."""
+        return [end for end in ends if _first_line(end.detail) == _first_line(ends[0].detail)]
+
+    def _peer_lost(self, firsts: Sequence[RankEnd]) -> Diagnosis:
+        """Ranks lost a peer: it left, its folder is missing, or the network failed."""
+        if self._complete:
+            return self._exited(self._complete)
+        return self._make(
+            Status.CANNOT_TELL,
+            ProblemClass.RANK_DIED if self._missing else None,
+            ranks=self._missing,
+            is_certain=False,
+            step=self._states[firsts[0].rank].step,
+            phase=self._states[firsts[0].rank].phase,
+            failure=firsts[0].detail,
+            unknown=Unknown.MISSING_RANKS if self._missing else Unknown.NO_CULPRIT,
+        )
+
+    def _exited(self, ranks: tuple[int, ...]) -> Diagnosis:
+        wait = self._wait_for(ranks)
+        uneven = [
+            rank for rank in ranks if rank in self._boxes and self._loader_ended(self._boxes[rank])
+        ]
+        problem = ProblemClass.UNEVEN_BATCHES if uneven else ProblemClass.RANK_EXITED_EARLY
+        state = self._states[ranks[0]]
+        return self._make(
+            Status.PROBLEM,
+            problem,
+            ranks=ranks,
+            is_certain=True,
+            unit=None if wait is None else wait.issued.unit,
+            phase=state.phase if wait is None else wait.issued.phase,
+            step=state.step if wait is None else wait.issued.step,
+            location="" if wait is None or wait.issued.place is None else str(wait.issued.place),
+            wait=wait,
+        )
+
+    def _hangs(self) -> Diagnosis | None:
+        """Whether ranks wait, now or when they were ended."""
+        if not self._is_stuck():
+            return None
+        absent = self._waits[0].absent if self._waits else ()
+        exited = tuple(rank for rank in self._complete if rank in absent)
+        if exited:
+            return self._exited(exited)
+        root = root_ranks(self._waits)
+        if root is not None:
+            return self._late(*root)
+        if self._waits:
+            return self._nobody_absent(self._waits[0])
+        return self._no_collective()
+
+    def _is_stuck(self) -> bool:
+        headers = [box.header for box in self._boxes.values()]
+        if any(header.hang_seen_ns for header in headers):
+            return True
+        over = all(end.kind is EndKind.COMPLETE for end in self._ends.values())
+        longest = self._waits[0].seconds if self._waits else 0.0
+        limit = max(LEAST_WAIT_S, *(self._mean_step_s(rank) * 3 for rank in self._boxes), 0.0)
+        return not over and not self._is_running and longest > limit
+
+    def _mean_step_s(self, rank: int) -> float:
+        entries = self._boxes[rank].entries
+        steps = entries["step"]
+        if not len(entries) or int(steps[-1]) == int(steps[0]):
+            return 0.0
+        span = int(entries["issued_ns"][-1]) - int(entries["issued_ns"][0])
+        return span / 1e9 / (int(steps[-1]) - int(steps[0]))
+
+    def _late(self, wait: Wait, ranks: tuple[int, ...]) -> Diagnosis:
+        """Ranks wait in a collective that others have not reached."""
+        ended = tuple(rank for rank in ranks if self._loader_ended(self._boxes[rank]))
+        if ended:
+            return self._make_uneven(ended, wait.issued, None, wait)
+        state = self._states[ranks[0]]
+        kind = None if state.activity is None else state.activity.kind
+        is_stopped = self._does_not_answer(ranks[0])
+        problem = ProblemClass.RANK_LATE
+        if kind is ActivityKind.COLLECTIVE:  # one that the recorder did not see
+            problem, ranks = ProblemClass.FOREIGN_COLLECTIVE, ()
+        elif kind is ActivityKind.LOCK:
+            problem = ProblemClass.HOST_DEADLOCK
+        return self._make(
+            Status.PROBLEM,
+            problem,
+            ranks=ranks,
+            is_certain=(not wait.unknown or is_stopped) and bool(ranks),
+            **_position(wait.issued),
+            location=self._location_of(state.rank),
+            wait=wait,
+            unknown=Unknown.MISSING_RANKS if wait.unknown else None,
+        )
+
+    def _does_not_answer(self, rank: int) -> bool:
+        """Whether the rank's watchdog was silent while another one reported the hang."""
+        asked = [box.header.hang_seen_ns for box in self._boxes.values()]
+        return any(asked) and not self._boxes[rank].header.hang_seen_ns
+
+    def _nobody_absent(self, wait: Wait) -> Diagnosis:
+        """All known ranks wait."""
+        if wait.unknown:
+            return self._make(
+                Status.CANNOT_TELL,
+                None,
+                ranks=(),
+                is_certain=False,
+                **_position(wait.issued),
+                wait=wait,
+                unknown=Unknown.MISSING_RANKS,
+            )
+        if wait.absent:
+            return self._circle()
+        return self._make(
+            Status.PROBLEM,
+            ProblemClass.TRANSPORT_STUCK,
+            ranks=(),
+            is_certain=False,
+            **_position(wait.issued),
+            location=_line_of(wait.issued),
+            wait=wait,
+        )
+
+    def _circle(self) -> Diagnosis:
+        """Ranks wait for each other in different process groups.
+
+        A collective that FSDP did not issue is called by the script, perhaps by some ranks only.
+        The fewer ranks, those that called it or those that did not, are the likely culprits.
+        """
+        foreign = [wait for wait in self._waits if wait.issued.unit == NO_UNIT]
+        wait = min(foreign or self._waits, key=lambda each: len(each.absent))
+        fewer: tuple[int, ...] = ()
+        if len(wait.waiting) != len(wait.absent):
+            fewer = min(wait.waiting, wait.absent, key=len)
+        return self._make(
+            Status.PROBLEM,
+            ProblemClass.FOREIGN_COLLECTIVE if foreign else ProblemClass.ORDER_DIVERGED,
+            ranks=fewer,
+            is_certain=False,
+            **_position(wait.issued),
+            location=_line_of(wait.issued),
+            wait=wait,
+        )
+
+    def _no_collective(self) -> Diagnosis:
+        """No rank waits in a collective that the recorder saw."""
+        kinds = {state.activity.kind for state in self._states.values() if state.activity}
+        ranks = tuple(self._states)
+        problem = ProblemClass.SLOW_BUT_ALIVE
+        if kinds == {ActivityKind.LOCK}:
+            problem = ProblemClass.HOST_DEADLOCK
+        elif ActivityKind.COLLECTIVE in kinds:
+            problem = ProblemClass.FOREIGN_COLLECTIVE
+            ranks = tuple(
+                state.rank
+                for state in self._states.values()
+                if state.activity is None or state.activity.kind is not ActivityKind.COLLECTIVE
+            )
+        first = self._states[next(iter(ranks or self._states))]
+        return self._make(
+            Status.PROBLEM,
+            problem,
+            ranks=ranks if len(ranks) < len(self._states) else (),
+            is_certain=False,
+            phase=first.phase,
+            step=first.step,
+            location=self._location_of(first.rank),
+        )
+
+    def _stopped(self) -> Diagnosis | None:
+        """Whether the launcher, the scheduler or the user ended all ranks."""
+        kinds = {end.kind for end in self._ends.values()}
+        from_outside = {EndKind.SIGTERM, EndKind.VANISHED}
+        if not kinds or not kinds <= from_outside:
+            return None
+        first = next(iter(self._states.values()))
+        return self._make(
+            Status.PROBLEM,
+            ProblemClass.STOPPED,
+            ranks=(),
+            is_certain=kinds == {EndKind.SIGTERM},
+            step=first.step,
+            phase=first.phase,
+        )
+
+    def _unsaid(self) -> Diagnosis | None:
+        """Whether too little is known to call the run healthy."""
+        if self._run.manifest.source == "imported" and not self._boxes:
+            return self._make(Status.CANNOT_TELL, None, is_certain=False, unknown=Unknown.IMPORTED)
+        if self._missing:
+            return self._make(
+                Status.CANNOT_TELL, None, is_certain=False, unknown=Unknown.MISSING_RANKS
+            )
+        is_alone = self._run.manifest.world_size == 1 or self._run.manifest.source == "emulated"
+        if not self._boxes and not is_alone:
+            return self._make(
+                Status.CANNOT_TELL, None, is_certain=False, unknown=Unknown.NO_BLACK_BOX
+            )
+        return None
+
+    # --- what the answers share
+
+    @property
+    def _complete(self) -> tuple[int, ...]:
+        """The ranks that ended in order."""
+        return tuple(rank for rank, end in self._ends.items() if end.kind is EndKind.COMPLETE)
+
+    @property
+    def _is_running(self) -> bool:
+        return any(end.kind is EndKind.RUNNING for end in self._ends.values())
+
+    def _state(self, rank: int) -> RankState:
+        box = self._boxes.get(rank)
+        phase = None if box is None else phase_of(box.header.phase)
+        last = None
+        if box is not None and len(box.entries):
+            last = read_entry(box, box.entries[-1])
+        return RankState(
+            rank=rank,
+            end=self._ends[rank],
+            last=last,
+            waits=any(rank in wait.waiting for wait in self._waits),
+            idle_s=self._idle_s(rank),
+            step=None if box is None else box.header.step,
+            phase=phase,
+            activity=self._activity(rank, phase),
+            hang_seen=box is not None and bool(box.header.hang_seen_ns),
+        )
+
+    def _idle_s(self, rank: int) -> float | None:
+        """Seconds since the rank's last collective, until any rank was last seen alive.
+
+        A rank whose watchdog is silent, such as a stopped process, has older signs than the others.
+        """
+        box = self._boxes.get(rank)
+        seconds = None if box is None else seconds_since_last_collective(box)
+        if box is None or seconds is None:
+            return None
+        latest = max(each.header.sign_unix_ns for each in self._boxes.values())
+        end = box.header.ended_unix_ns or latest
+        return seconds + max(min(latest, end) - box.header.sign_unix_ns, 0) / 1e9
+
+    def _activity(self, rank: int, phase: Phase | None) -> Activity | None:
+        for dump in self._dumps[rank]:
+            if dump.training is not None:
+                statement = dump.statement_of(dump.training.user_frame)
+                return find_activity(dump.training, statement, phase or Phase.OUTSIDE)
+        return None
+
+    def _location_of(self, rank: int) -> str:
+        state = self._states.get(rank)
+        if state is None:
+            return ""
+        if state.activity is not None and state.activity.frame is not None:
+            return str(state.activity.frame)
+        return str(state.last.place) if state.last is not None and state.last.place else ""
+
+    def _wait_for(self, ranks: tuple[int, ...]) -> Wait | None:
+        """The collective in which others wait for these ranks."""
+        return next((wait for wait in self._waits if set(ranks) & set(wait.absent)), None)
+
+    def _make(
+        self,
+        status: Status,
+        problem: ProblemClass | None,
+        *,
+        unit: int | None = None,
+        **known: Any,
+    ) -> Diagnosis:
+        """The diagnosis with the fields that are known; the rest is empty."""
+        names = tuple(each.fqn for each in self._run.manifest.units)
+        empty = Diagnosis(
+            status=status,
+            problem=problem,
+            ranks=(),
+            is_certain=True,
+            unit=None if unit in (None, NO_UNIT) else name_unit(unit, names),
+            phase=None,
+            step=None,
+            location="",
+            wait=None,
+            difference=None,
+            failure="",
+            states=tuple(self._states.values()),
+            missing_ranks=self._missing,
+            is_running=self._is_running,
+            oom_kills=max((box.header.oom_kills for box in self._boxes.values()), default=0),
+            unknown=None,
+            unit_names=names,
+        )
+        return replace(empty, **known)
+
+
+def _position(issued: Issued) -> dict[str, Any]:
+    """The fields of a diagnosis that a collective gives."""
+    return {"unit": issued.unit, "phase": issued.phase, "step": issued.step}
+
+
+def _line_of(issued: Issued) -> str:
+    return "" if issued.place is None else str(issued.place)
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0].rpartition(": ")[2]

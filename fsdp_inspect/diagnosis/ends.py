@@ -1,0 +1,112 @@
+"""Tell how each rank ended, and which end came first by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fsdp_inspect.trace.black_box import BlackBox
+from fsdp_inspect.trace.run import RankRecord, RunStatus
+from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump
+
+
+class EndKind(StrEnum):
+    """How a rank ended."""
+
+    RUNNING = "running"
+    COMPLETE = "complete"
+    EXCEPTION = "exception"
+    OUT_OF_MEMORY = "out of memory"
+    PEER_LOST = "peer lost"
+    """An exception because another rank had gone."""
+    FATAL_SIGNAL = "fatal signal"
+    """A crash inside native code, such as a segmentation fault."""
+    SIGTERM = "sigterm"
+    VANISHED = "vanished"
+    """It ended without a word: SIGKILL, `os._exit`, or a crash that nothing could note."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    kind: EndKind
+    detail: str
+    """The exception or the signal; empty without one."""
+    failed_at: str
+    """The user's line of the exception, `file:line`; empty if unknown."""
+    unix_ns: int
+    """Wall time of its end, or of its last sign of life; 0: unknown."""
+
+
+_PEER_LOST = re.compile(
+    r"connection (closed|reset|refused)|closed by peer|broken pipe|socket|remote (error|process)"
+    r"|ncclRemoteError|nccl.*(abort|watchdog)|gloo/transport|timed? ?out|SignalException"
+    r"|recvValue failed|DistNetworkError|DistStoreError",
+    re.IGNORECASE,
+)
+_OUT_OF_MEMORY = re.compile(
+    r"^(OutOfMemoryError|MemoryError|.*DefaultCPUAllocator: (not enough|can't))"
+)
+
+
+def find_ends(
+    records: Mapping[int, RankRecord],
+    boxes: Mapping[int, BlackBox],
+    dumps: Mapping[int, Sequence[StackDump]],
+) -> dict[int, RankEnd]:
+    """How each recorded rank ended."""
+    return {
+        rank: _find_end(record, boxes.get(rank), dumps.get(rank, ()))
+        for rank, record in records.items()
+    }
+
+
+def _find_end(record: RankRecord, box: BlackBox | None, dumps: Sequence[StackDump]) -> RankEnd:
+    last = record.flushed_unix_ns
+    if box is not None:
+        last = box.header.ended_unix_ns or max(last, box.header.sign_unix_ns)
+    fatal = next((each.fatal for each in dumps if each.source is DumpSource.CRASH), None)
+    at = record.failed_at
+    if record.status is RunStatus.RUNNING:
+        return RankEnd(record.rank, EndKind.RUNNING, "", at, last)
+    if record.status is RunStatus.COMPLETE:
+        return RankEnd(record.rank, EndKind.COMPLETE, "", at, last)
+    if fatal is not None:
+        return RankEnd(record.rank, EndKind.FATAL_SIGNAL, fatal, at, last)
+    if record.failure:
+        return RankEnd(record.rank, _sort(record.failure), record.failure, at, last)
+    if record.status is RunStatus.CRASHED:
+        was_told = any(each.source is DumpSource.SIGTERM for each in dumps)
+        return RankEnd(record.rank, EndKind.SIGTERM if was_told else EndKind.VANISHED, "", at, last)
+    return RankEnd(record.rank, EndKind.UNKNOWN, "", at, last)
+
+
+def _sort(failure: str) -> EndKind:
+    if _OUT_OF_MEMORY.search(failure):
+        return EndKind.OUT_OF_MEMORY
+    return EndKind.PEER_LOST if _PEER_LOST.search(failure) else EndKind.EXCEPTION
+
+
+def first_ends(ends: Mapping[int, RankEnd]) -> list[RankEnd]:
+    """The ends that no other rank's end explains; empty if no rank died by itself.
+
+    An exception of its own comes before a lost peer, and a rank that vanished before ranks that got
+    SIGTERM, because the launcher ends the ranks that are left.
+    """
+    order = (
+        (EndKind.FATAL_SIGNAL, EndKind.OUT_OF_MEMORY, EndKind.EXCEPTION),
+        (EndKind.VANISHED,),
+        (EndKind.PEER_LOST,),
+    )
+    for kinds in order:
+        found = sorted(
+            (end for end in ends.values() if end.kind in kinds), key=lambda end: end.unix_ns
+        )
+        if found:
+            return found
+    return []

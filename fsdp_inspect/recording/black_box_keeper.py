@@ -1,0 +1,80 @@
+"""Copy a rank's black box into its folder, from a small process that outlives the rank.
+
+The rank starts `python -I -S black_box_keeper.py DESCRIPTOR PID FILE` with the memory of its black
+box as an open descriptor. Each second this process writes the blocks that changed, and a last time
+when the rank has ended, however it did. The rank itself never waits for the disk, and a rank whose
+Python is blocked by native code is saved too. The process ends with the rank, or when a byte
+arrives on its standard input. It imports nothing but the standard library.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import signal
+import sys
+import time
+
+INTERVAL_MS = 1000
+ENDED_OFFSET = 256
+"""See `trace.black_box`."""
+_BLOCK = 4096
+
+
+def keep(descriptor: int, pid: int, target: str) -> None:
+    """Save the black box until the rank ends or asks to stop.
+
+    Args:
+        descriptor: The memory of the black box.
+        pid: The process of the rank.
+        target: The file to write.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole job: the rank must end first
+    size = os.fstat(descriptor).st_size
+    memory = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+    ends = select.poll()
+    ends.register(0, select.POLLIN)
+    try:
+        process = os.pidfd_open(pid)
+        ends.register(process, select.POLLIN)
+    except OSError:  # it has ended already
+        _save(_with_end(memory[:]), bytes(size), target)
+        return
+    saved = bytes(size)
+    is_over = False
+    while not is_over:
+        events = [descriptor for descriptor, _ in ends.poll(INTERVAL_MS)]
+        is_over = bool(events)
+        # The pipe of a rank that dies closes a moment before its process has ended.
+        is_asked = 0 in events and os.read(0, 1) != b""
+        content = _with_end(memory[:]) if is_over and not is_asked else memory[:]
+        if not os.path.exists(target):  # noqa: PTH110 - pathlib takes 10 ms to import
+            saved = bytes(size)
+        with contextlib.suppress(OSError):  # the disk may work again next time
+            _save(content, saved, target)
+            saved = content
+
+
+def _with_end(content: bytes) -> bytes:
+    """The black box with the time at which the rank ended, now."""
+    end = time.time_ns().to_bytes(8, "little")
+    return content[:ENDED_OFFSET] + end + content[ENDED_OFFSET + len(end) :]
+
+
+def _save(content: bytes, saved: bytes, target: str) -> None:
+    """Write the blocks that differ from what is saved."""
+    if content == saved:
+        return
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        for start in range(0, len(content), _BLOCK):
+            block = content[start : start + _BLOCK]
+            if block != saved[start : start + _BLOCK]:
+                os.pwrite(descriptor, block, start)
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    keep(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

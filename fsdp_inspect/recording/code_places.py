@@ -1,0 +1,117 @@
+"""Find the line of the user's code that the running thread came from."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+
+from fsdp_inspect.trace.black_box import CodePlace
+
+OWN_PACKAGES = ("fsdp_inspect", "instrumented_trainer")
+FRAMEWORKS = frozenset(
+    {
+        "accelerate",
+        "axolotl",
+        "lightning",
+        "lightning_fabric",
+        "nemo",
+        "peft",
+        "pytorch_lightning",
+        "torchtitan",
+        "torchtune",
+        "transformers",
+        "trl",
+        "verl",
+    }
+)
+"""Packages that are often run from a clone, outside the installed packages."""
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = ("site-packages", "dist-packages")
+_SKIPPED, _LIBRARY, _USER = range(3)
+_MAX_PLACES = 1000
+
+
+def package_of(frame: FrameType) -> str | None:
+    """The package of a frame; empty: the user's code; None: the standard library."""
+    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+    top = module.partition(".")[0]
+    if top in OWN_PACKAGES or top in FRAMEWORKS or top == "torch":
+        return top
+    parts = Path(file).parts
+    for name in _INSTALLED:
+        if name in parts:
+            return parts[parts.index(name) + 1].removesuffix(".py")
+    return None if file.startswith(("<", _STANDARD_LIBRARY)) else ""
+
+
+class CodePlaces:
+    """Numbers the lines of code that lead to collectives, from 1.
+
+    A place is the innermost line of the user's code on the stack, with the innermost line of a
+    library (not torch) that it called. Without a line of the user's, the place is the library's.
+    """
+
+    def __init__(self) -> None:
+        self._sorts: dict[str, int] = {}
+        """By file: whether it is skipped (torch, standard library, FSDP Inspect), a library or the
+        user's."""
+        self._numbers: dict[tuple[int, int, int, int], int] = {}
+        self._kept: list[CodeType] = []
+        """The code objects whose ids are in `_numbers`, so that no other object gets these ids."""
+        self.new: list[tuple[int, CodePlace]] = []
+        """Places found since the list was emptied."""
+
+    def find(self, frame: FrameType | None) -> int:
+        """The number of the place of a frame; 0: no such line, or there are too many places."""
+        inner: FrameType | None = None
+        sorts = self._sorts
+        while frame is not None:
+            sort = sorts.get(frame.f_code.co_filename)
+            if sort is None:
+                sort = self._sort(frame)
+            if sort == _USER:
+                break
+            if sort == _LIBRARY and inner is None:
+                inner = frame
+            frame = frame.f_back
+        if frame is None:
+            frame, inner = inner, None
+            if frame is None:
+                return 0
+        within = (0, 0) if inner is None else (id(inner.f_code), inner.f_lasti)
+        key = (id(frame.f_code), frame.f_lasti, *within)
+        return self._numbers.get(key) or self._add(key, frame, inner)
+
+    def _sort(self, frame: FrameType) -> int:
+        package = package_of(frame)
+        sort = _LIBRARY if package else _USER
+        if package is None or package == "torch" or package in OWN_PACKAGES:
+            sort = _SKIPPED
+        self._sorts[frame.f_code.co_filename] = sort
+        return sort
+
+    def _add(
+        self, key: tuple[int, int, int, int], frame: FrameType, inner: FrameType | None
+    ) -> int:
+        if len(self._numbers) >= _MAX_PLACES:
+            return 0
+        self._kept.append(frame.f_code)
+        called = ""
+        if inner is not None:
+            self._kept.append(inner.f_code)
+            called = f"{Path(inner.f_code.co_filename).name}:{inner.f_lineno}"
+        number = self._numbers[key] = len(self._numbers) + 1
+        code = frame.f_code
+        place = CodePlace(_short(code.co_filename), frame.f_lineno, code.co_name, called)
+        self.new.append((number, place))
+        return number
+
+
+def _short(file: str) -> str:
+    """A file relative to the working directory, if it lies in it."""
+    path = Path(file)
+    try:
+        return str(path.relative_to(Path.cwd())) if path.is_absolute() else file
+    except (ValueError, OSError):
+        return file

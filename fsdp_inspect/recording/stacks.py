@@ -1,0 +1,108 @@
+"""Write the Python stacks of all threads of this rank into its folder.
+
+`stacks.txt` holds the stacks that the watchdog asked for. `crash.txt` holds those of a fatal signal
+(a segmentation fault, an abort), and `sigterm.txt` those of SIGTERM, which launchers send to the
+ranks that are left after one has died. Python's `faulthandler` writes the last two from the signal
+handler itself, and the signal then has its usual effect. Each is installed only where nobody else
+has: a handler of the script stays, and a later one replaces ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import linecache
+import os
+import signal
+import sys
+import threading
+import time
+from io import TextIOWrapper
+from pathlib import Path
+
+from fsdp_inspect.recording.code_places import package_of
+from fsdp_inspect.recording.environment import mask_secrets
+from fsdp_inspect.store.schema import CRASH_FILE, SIGTERM_FILE, STACKS_FILE
+
+
+class StackFiles:
+    """The stack files of this rank."""
+
+    def __init__(self, folder: Path, *, with_source: bool) -> None:
+        """`with_source`: whether the user's lines on the training thread's stack are written."""
+        self._folder = folder
+        self._with_source = with_source
+        self._crash: TextIOWrapper | None = None
+        self._sigterm: TextIOWrapper | None = None
+        self._pid = os.getpid()
+
+    def install(self) -> None:
+        """Catch the stacks of fatal signals and of SIGTERM, unless others do."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if not faulthandler.is_enabled():
+                self._crash = self._open(CRASH_FILE)
+                faulthandler.enable(self._crash)
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                self._sigterm = self._open(SIGTERM_FILE)
+                faulthandler.register(signal.SIGTERM, self._sigterm, all_threads=True, chain=True)
+            if self._crash is not None or self._sigterm is not None:
+                os.register_at_fork(after_in_child=self.uninstall)
+
+    def uninstall(self) -> None:
+        """Undo `install`, and delete the files if they are empty; also in forked children."""
+        crash, self._crash = self._crash, None
+        sigterm, self._sigterm = self._sigterm, None
+        if crash is not None:
+            faulthandler.disable()
+        if sigterm is not None:
+            faulthandler.unregister(signal.SIGTERM)
+        for file in (crash, sigterm):
+            if file is not None and os.getpid() == self._pid:
+                _close(file)
+
+    def write_now(self, training_thread: int, clock_ns: int) -> None:
+        """Write the stacks of all threads.
+
+        Args:
+            training_thread: The thread that trains, first in the reader's interest.
+            clock_ns: The rank's clock now.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        names = {f"{thread.ident or 0:#018x}": thread.name for thread in threading.enumerate()}
+        head = {
+            "unix_ns": time.time_ns(),
+            "clock_ns": clock_ns,
+            "training_thread": f"{training_thread:#018x}",
+            "threads": names,
+            "statements": _read_statements(training_thread) if self._with_source else {},
+        }
+        with self._open(STACKS_FILE) as file:
+            file.write(json.dumps(head) + "\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _open(self, name: str) -> TextIOWrapper:
+        return (self._folder / name).open("w")
+
+
+def _read_statements(thread: int) -> dict[str, str]:
+    """The lines of the user's source on a thread's stack, by `file:line`."""
+    frame = sys._current_frames().get(thread)
+    found = {}
+    while frame is not None:
+        if package_of(frame) == "":
+            file, line = frame.f_code.co_filename, frame.f_lineno
+            found[f"{file}:{line}"] = mask_secrets(linecache.getline(file, line).strip())[:200]
+        frame = frame.f_back
+    return found
+
+
+def _close(file: TextIOWrapper) -> None:
+    with contextlib.suppress(OSError):
+        is_empty = os.fstat(file.fileno()).st_size == 0
+        file.close()
+        if is_empty:
+            Path(file.name).unlink()

@@ -1,0 +1,97 @@
+"""Start and stop what watches the ranks together: the watchdog, the order check, the stack files.
+
+[Note: The store]
+The ranks speak through the key-value store of the default process group. A store client serves one
+call at a time, so each thread has a clone: the training never waits for a call of the watchdog. A
+store that cannot be cloned (torch before 2.7, or a store of the script's own) is not used, and the
+run notes it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed.distributed_c10d as c10d
+
+from fsdp_inspect.errors import DesyncError
+from fsdp_inspect.recording.order_check import OrderCheck
+from fsdp_inspect.recording.stacks import StackFiles
+from fsdp_inspect.recording.watchdog import Watchdog, WatchSettings
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.black_box import BlackBoxWriter
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.store.writer import RankWriter
+
+
+class Surveillance:
+    """The watchers of one rank."""
+
+    def __init__(
+        self,
+        session: Session,
+        box: BlackBoxWriter,
+        writer: RankWriter,
+        key: str,
+        settings: WatchSettings,
+    ) -> None:
+        """Prepare the watchers; `key` is the prefix of this recording's keys in the store."""
+        self._session = session
+        self._box = box
+        self._settings = settings
+        self._stacks = StackFiles(writer.folder, with_source=settings.with_source)
+        self._watchdog = Watchdog(session, box, writer, self._stacks, settings)
+        self._gate: OrderCheck | None = None
+        """The comparison before each optimizer step; None: not asked for."""
+        store = self._clone_store() if settings.world_size > 1 else None
+        if store is None:
+            return
+        order = self._order_check(store, key) if settings.on_desync != "off" else None
+        self._watchdog.connect(store, key, order)
+        if settings.on_desync == "raise":
+            self._gate = self._order_check(self._clone_store(), f"{key}/gate")
+
+    def _order_check(self, store: Any, prefix: str) -> OrderCheck:
+        given = self._settings
+        return OrderCheck(
+            store, prefix, given.rank, self._box, self._watchdog.contents, given.unit_names
+        )
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._stacks.install()
+        self._watchdog.start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._watchdog.stop()
+        self._stacks.uninstall()
+
+    def before_update(self) -> None:
+        """With `on_desync="raise"`: compare all ranks, and wait for them.
+
+        Raises:
+            DesyncError: The ranks issued different collectives.
+        """
+        if self._gate is None:
+            return
+        try:
+            sentence = self._gate.agree()
+        except RuntimeError as error:  # the store is gone
+            self._gate = None
+            self._session.problem(f"The ranks are no longer compared before updates: {error}.")
+            return
+        if sentence is not None:
+            self._session.problem(sentence)
+            raise DesyncError(f"{sentence} The optimizer step was not taken.")
+
+    def _clone_store(self) -> Any:
+        try:
+            store: Any = c10d._get_default_store()
+            return store.clone()
+        except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+            self._session.problem(
+                f"The process group's store cannot be shared ({error}): ranks are neither compared "
+                "nor asked for their stacks."
+            )
+            return None

@@ -1,0 +1,272 @@
+"""Notice that the training does not move, and report it while the job still hangs.
+
+A background thread of each rank saves the black box, compares the order of collectives and looks
+for progress: a collective issued or finished, a step ended. Without progress for `hang_after_s` it
+asks every rank, through the process group's store, for the stacks of all threads. Rank 0 then runs
+`fsdp-inspect diagnose` in a child process and prints what it says. Nothing is ended.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fsdp_inspect.recording.black_box import num_oom_kills
+from fsdp_inspect.recording.order_check import OrderCheck, interval_s
+from fsdp_inspect.recording.verdict import run_command
+from fsdp_inspect.store.schema import BLACK_BOX_FILE
+from fsdp_inspect.trace.black_box import Header
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.black_box import BlackBoxWriter
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.recording.stacks import StackFiles
+    from fsdp_inspect.store.writer import RankWriter
+
+SHORTEST_HANG_S = 60.0
+_HANG_STEPS = 20
+"""A hang is no progress for this many mean steps, and at least `SHORTEST_HANG_S`."""
+_LONGEST_INTERVAL_S = 1.0
+_STOP_S = 2.0
+"""How long the end of a recording waits for the thread and the process."""
+_GATHER_S = 2.0
+"""How long rank 0 waits for the stacks of the others before it explains the hang."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchSettings:
+    """What a rank watches for, and where it reports."""
+
+    rank: int
+    world_size: int
+    run_folder: Path
+    hang_after_s: float | None
+    """Seconds without progress; None: `SHORTEST_HANG_S` or 20 mean steps."""
+    on_desync: Literal["warn", "raise", "off"]
+    with_source: bool
+    """Whether the user's lines of code are written with the stacks."""
+    unit_names: Callable[[], Sequence[str]]
+    """Returns the fqns of the units."""
+    report_problems: Callable[[], None]
+    """Stores the session's new problems in the run."""
+
+
+class Watchdog:
+    """The background thread of one rank."""
+
+    def __init__(
+        self,
+        session: Session,
+        box: BlackBoxWriter,
+        writer: RankWriter,
+        stacks: StackFiles,
+        settings: WatchSettings,
+    ) -> None:
+        """Prepare the thread.
+
+        Args:
+            session: The recording.
+            box: Its black box.
+            writer: Writes files of the rank's folder.
+            stacks: The stack files of the rank.
+            settings: What to watch for.
+        """
+        self._session = session
+        self._box = box
+        self._writer = writer
+        self._stacks = stacks
+        self._rank = settings.rank
+        self._run_folder = settings.run_folder
+        self._hang_after_s = settings.hang_after_s
+        self._report_problems = settings.report_problems
+        world_size = settings.world_size
+        self._interval_s = min(interval_s(world_size), _LONGEST_INTERVAL_S)
+        self._compare_s = interval_s(world_size)
+        self._order: OrderCheck | None = None
+        self._store: Any = None
+        self._hang_key = ""
+        self._num_requests = 0
+        self._now = session.clock.host_now
+        self._pid = writer.record.pid
+        self._begun_ns = self._changed_ns = self._now()
+        self._compared_ns = 0
+        self._seen = (0, 0, 0)
+        self._has_keeper = False
+        self._hang_seen_ns = 0
+        self._oom_kills = num_oom_kills()
+        self._is_closed = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._work, name="fsdp-inspect-watchdog", daemon=True
+        )
+
+    def connect(self, store: Any, prefix: str, order: OrderCheck | None) -> None:
+        """Use the process group's store from now on; without it the ranks do not speak.
+
+        Args:
+            store: A clone of the store that only the watchdog uses.
+            prefix: Of its keys; the same on all ranks.
+            order: The comparison of orders, on the same store; None: none.
+        """
+        self._hang_key = f"{prefix}/hang"
+        self._order = order
+        self._store = store
+
+    def start(self) -> None:
+        """Start the thread and the process that saves the black box."""
+        self._has_keeper = self._box.start_keeper(self._writer.folder / BLACK_BOX_FILE)
+        self._save()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread, and save the black box a last time."""
+        self._stop.set()
+        self._thread.join(timeout=_STOP_S)
+        self._is_closed = True
+        self._save()
+        self._box.stop_keeper(_STOP_S)
+
+    def header(self) -> Header:
+        """The state of this rank now."""
+        session, box = self._session, self._box
+        unit, phase = session.position()
+        return Header(
+            rank=self._rank,
+            pid=self._pid,
+            num_issued=box.num_issued,
+            num_finished=box.num_finished,
+            sign_ns=self._now(),
+            sign_unix_ns=time.time_ns(),
+            changed_ns=self._changed_ns,
+            loader_ended_ns=session.loader_ended_ns,
+            loader_ended_step=max(session.loader_ended_step, 0),
+            hang_seen_ns=self._hang_seen_ns,
+            step=session.step,
+            unit=unit,
+            phase=phase,
+            is_closed=self._is_closed,
+            oom_kills=max(num_oom_kills() - self._oom_kills, 0),
+            hang_after_ns=round(self._limit_s() * 1e9),
+        )
+
+    def contents(self) -> bytes:
+        """The black box as bytes."""
+        self._box.write_header(self.header())
+        return self._box.contents()
+
+    # --- the thread
+
+    def _work(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            try:
+                self._tick()
+                self._report_problems()
+            except Exception as error:  # the watchdog must never disturb the training
+                self._session.problem(f"The watchdog stopped: {error!r}.")
+                return
+
+    def _tick(self) -> None:
+        now = self._now()
+        self._watch_progress(now)
+        self._save()
+        if self._store is None:
+            if self._sees_hang(now):
+                self._explain()
+            return
+        try:
+            if self._order is not None and now - self._compared_ns >= self._compare_s * 1e9:
+                self._compared_ns = now
+                self._order.is_stopped = not self._session.active
+                for sentence in self._order.compare():
+                    tell(sentence, self._rank)
+                    self._session.problem(sentence)
+            self._handle_hang(now)
+        except (RuntimeError, OSError) as error:  # DistStoreError and others: rank 0 has exited
+            self._store = None
+            first = " ".join(str(error).split())[:200]
+            self._session.problem(
+                f"The process group's store does not answer ({first}): from step "
+                f"{self._session.step} on, ranks are neither compared nor asked for their stacks."
+            )
+
+    def _watch_progress(self, now: int) -> None:
+        box, session = self._box, self._session
+        seen = (box.num_issued, box.num_finished, session.step)
+        if seen == self._seen:
+            return
+        self._seen, self._changed_ns = seen, now
+        if self._hang_seen_ns:
+            waited = (now - self._hang_seen_ns) / 1e9
+            self._hang_seen_ns = 0
+            session.problem(
+                f"Nothing moved for over {self._limit_s():.0f} s until step {session.step}; "
+                f"{waited:.0f} s after the watchdog reported it, the training went on."
+            )
+
+    def _limit_s(self) -> float:
+        if self._hang_after_s is not None:
+            return self._hang_after_s
+        steps = self._session.step
+        mean_s = (self._changed_ns - self._begun_ns) / 1e9 / steps if steps else 0.0
+        return max(SHORTEST_HANG_S, _HANG_STEPS * mean_s)
+
+    def _sees_hang(self, now: int) -> bool:
+        """Whether nothing has moved for too long, which this rank has not noticed before."""
+        is_stuck = now - self._changed_ns > self._limit_s() * 1e9
+        if not is_stuck or self._hang_seen_ns:
+            return False
+        self._hang_seen_ns = now
+        return True
+
+    def _handle_hang(self, now: int) -> None:
+        """Ask all ranks for their stacks if this one is stuck, and answer a request."""
+        if self._sees_hang(now) and self._store.add(self._hang_key, 0) == self._num_requests:
+            self._store.add(self._hang_key, 1)
+        requests = self._store.add(self._hang_key, 0)
+        if requests > self._num_requests:
+            self._num_requests = requests
+            self._explain()
+
+    def _has_ended(self, communication: Any) -> bool:
+        return self._session.journal.has_ended(communication.end)
+
+    def _explain(self) -> None:
+        """Write what this rank does; rank 0 then explains the hang."""
+        self._hang_seen_ns = self._hang_seen_ns or self._now()
+        self._box.look_at_pending(self._has_ended)
+        self._save()
+        try:
+            self._stacks.write_now(self._session.training_thread, self._now())
+        except OSError as error:
+            self._session.problem(f"The stacks could not be written: {error}.")
+        self._writer.flush()
+        if self._rank == 0:
+            self._stop.wait(_GATHER_S)
+            _print_diagnosis(self._run_folder)
+
+    def _save(self) -> None:
+        """Note the state of the rank; without a keeper, let the next flush write the black box."""
+        self._box.write_header(self.header())
+        if not self._has_keeper:
+            self._writer.write_file(BLACK_BOX_FILE, self._write_box)
+
+    def _write_box(self) -> None:
+        (self._writer.folder / BLACK_BOX_FILE).write_bytes(self._box.contents())
+
+
+def tell(sentence: str, rank: int) -> None:
+    """Print a finding on this rank's stderr."""
+    print(f"fsdp_inspect: rank {rank}: {sentence}", file=sys.stderr, flush=True)
+
+
+def _print_diagnosis(run_folder: Path) -> None:
+    """Run `diagnose` in a child process, which cannot disturb this one, and print its answer."""
+    result = run_command("diagnose", str(run_folder), "--brief")
+    text = "" if result is None else result.stdout.strip()
+    if text:
+        print(f"fsdp_inspect: {text}", file=sys.stderr, flush=True)

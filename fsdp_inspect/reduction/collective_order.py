@@ -1,0 +1,302 @@
+"""Find the first collective in which the ranks of a communicator differ.
+
+FSDP2 pairs collectives by their position in a communicator, not by unit. A rank that leaves one out
+therefore computes with the parameters of another unit, without an error while the sizes agree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.trace.black_box import BlackBox, CodePlace
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
+
+
+class Issued(NamedTuple):
+    """One collective as a rank issued it."""
+
+    kind: EventKind
+    unit: int
+    """-1: not issued by FSDP."""
+    bytes: int
+    dtype: int
+    step: int
+    phase: Phase
+    sequence: int
+    """Position in the communicator, from 0."""
+    place: CodePlace | None
+    has_finished: bool
+
+    @property
+    def signature(self) -> tuple[int, int, int, int]:
+        """What must be equal on all ranks; the sizes of an all-to-all may differ."""
+        size = 0 if self.kind == EventKind.ALL_TO_ALL else self.bytes
+        return int(self.kind), self.unit, size, self.dtype
+
+
+class Difference(StrEnum):
+    """How the order of the culprits differs from that of the other ranks."""
+
+    SKIPPED = "skipped"
+    """They left out a collective that the others issued."""
+    EXTRA = "extra"
+    """They issued a collective that the others did not."""
+    SWAPPED = "swapped"
+    """They issued two collectives in the other order."""
+    SIZE = "size"
+    """The same collective with another message size."""
+    DTYPE = "dtype"
+    """The same collective in another dtype."""
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class OrderDifference:
+    """The first collective in which the ranks of a communicator differ."""
+
+    communicator: str
+    sequence: int
+    """Its position in the communicator, from 0."""
+    is_first: bool
+    """False: the ranks already differed before the oldest collective that is kept."""
+    issued: tuple[tuple[tuple[int, ...], Issued], ...]
+    """What each set of ranks issued at this position; the largest set first."""
+    culprits: tuple[int, ...]
+    """The ranks that differ from the others; empty: cannot tell."""
+    is_majority: bool
+    """True: the culprits differ from most ranks. False: they differ from their step before, and the
+    others do not."""
+    difference: Difference
+    """Seen from the culprits; OTHER without culprits."""
+    num_since: int
+    """Collectives that have finished on some rank since this position: their results are wrong."""
+
+    @property
+    def usual(self) -> Issued:
+        """What the ranks issued that are no culprits; without culprits, of the largest set."""
+        return next(
+            (each for ranks, each in self.issued if not set(ranks) <= set(self.culprits)),
+            self.issued[0][1],
+        )
+
+    @property
+    def deviant(self) -> Issued | None:
+        """What the first culprit issued; None without culprits."""
+        first = self.culprits[:1]
+        return next((each for ranks, each in self.issued if {*first} & {*ranks}), None)
+
+
+def find_differences(boxes: Mapping[int, BlackBox]) -> list[OrderDifference]:
+    """The first difference of every communicator that has one, the oldest by step first.
+
+    Args:
+        boxes: Black boxes by rank; ranks may be missing.
+    """
+    found = [find_difference(boxes, name) for name in members_by_communicator(boxes)]
+    return sorted(
+        (each for each in found if each is not None),
+        key=lambda each: min(issued.step for _, issued in each.issued),
+    )
+
+
+def members_by_communicator(boxes: Mapping[int, BlackBox]) -> dict[str, tuple[int, ...]]:
+    """The ranks of each communicator that any of the black boxes names."""
+    groups = (group for box in boxes.values() for group in box.groups.values())
+    return {group.name: group.ranks for group in groups}
+
+
+def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference | None:
+    """The first difference of a communicator; None if the ranks agree as far as is kept.
+
+    Args:
+        boxes: Black boxes by rank; ranks may be missing.
+        name: The communicator.
+    """
+    rows = {rank: box.of_group(name) for rank, box in boxes.items()}
+    rows = {rank: each for rank, each in rows.items() if len(each)}
+    if len(rows) < 2:
+        return None
+    position, is_first = _first_position(list(rows.values()))
+    if position is None:
+        return None
+    reader = _Reader(boxes, rows)
+    sets = reader.sets_at(position)
+    if len(sets) == 1:  # they differed before what is kept, and agree here again
+        return None
+    culprits, is_majority = _culprits(sets, reader, position)
+    others = [rank for rank in rows if rank not in culprits]
+    difference = Difference.OTHER
+    if culprits and others:
+        difference = _classify(reader, culprits[0], others[0], position)
+    return OrderDifference(
+        communicator=name,
+        sequence=position,
+        is_first=is_first,
+        issued=tuple((tuple(ranks), reader.at(ranks[0], position)) for ranks in sets),
+        culprits=tuple(culprits),
+        is_majority=is_majority,
+        difference=difference,
+        num_since=max(_num_finished(each, position) for each in rows.values()),
+    )
+
+
+def _first_position(rows: Sequence[NDArray[np.void]]) -> tuple[int | None, bool]:
+    """The first common position whose digests differ, and whether all before it are equal."""
+    low = max(int(each["sequence"][0]) for each in rows)
+    high = min(int(each["sequence"][-1]) for each in rows)
+    if high < low:
+        return None, False
+    digests = [_between(each, low, high)["digest"] for each in rows]
+    shortest = min(map(len, digests))
+    table = np.stack([each[:shortest] for each in digests])
+    differs = np.flatnonzero((table != table[0]).any(axis=0))
+    if len(differs) == 0:
+        return None, False
+    return low + int(differs[0]), int(differs[0]) > 0 or low == 0
+
+
+def _between(rows: NDArray[np.void], low: int, high: int) -> NDArray[np.void]:
+    return rows[(rows["sequence"] >= low) & (rows["sequence"] <= high)]
+
+
+def _num_finished(rows: NDArray[np.void], position: int) -> int:
+    return int(((rows["sequence"] >= position) & (rows["finished_ns"] != 0)).sum())
+
+
+class _Reader:
+    """Rows of several ranks, by rank and position."""
+
+    def __init__(self, boxes: Mapping[int, BlackBox], rows: Mapping[int, NDArray[np.void]]) -> None:
+        self._boxes = boxes
+        self._rows = rows
+
+    def at(self, rank: int, position: int) -> Issued:
+        """What a rank issued at a position that it has reached."""
+        found = self.maybe_at(rank, position)
+        assert found is not None
+        return found
+
+    def maybe_at(self, rank: int, position: int) -> Issued | None:
+        """What a rank issued at a position; None: not reached, or no longer kept."""
+        rows = self._rows[rank]
+        place = np.searchsorted(rows["sequence"], position)
+        if place >= len(rows) or int(rows["sequence"][place]) != position:
+            return None
+        return read_entry(self._boxes[rank], rows[place])
+
+    def sets_at(self, position: int) -> list[list[int]]:
+        """The ranks with equal collectives at a position, the largest set first."""
+        sets: dict[tuple[int, ...], list[int]] = {}
+        for rank in sorted(self._rows):
+            issued = self.maybe_at(rank, position)
+            if issued is not None:
+                sets.setdefault(issued.signature, []).append(rank)
+        return sorted(sets.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+
+    def departs(self, rank: int, position: int) -> bool | None:
+        """Whether a rank's order up to a position differs from its own step before.
+
+        None: the step before is not kept.
+        """
+        here = self.maybe_at(rank, position)
+        if here is None:
+            return None
+        before = self._signatures(rank, here.step - 1)
+        now = self._signatures(rank, here.step, last=position)
+        if not before or len(now) > len(before):
+            return None if not before else True
+        return now != before[: len(now)]
+
+    def _signatures(self, rank: int, step: int, last: int | None = None) -> list[tuple[int, ...]]:
+        rows = self._rows[rank]
+        rows = rows[rows["step"] == step]
+        if last is not None:
+            rows = rows[rows["sequence"] <= last]
+        return [read_entry(self._boxes[rank], row).signature for row in rows]
+
+
+def read_entry(box: BlackBox, row: np.void) -> Issued:
+    """An entry of a black box as a record."""
+    return Issued(
+        kind=_KINDS.get(int(row["kind"]), EventKind.OTHER_COLLECTIVE),
+        unit=int(row["unit"]),
+        bytes=int(row["bytes"]),
+        dtype=int(row["dtype"]),
+        step=int(row["step"]),
+        phase=phase_of(int(row["phase"])),
+        sequence=int(row["sequence"]),
+        place=box.places.get(int(row["place"])),
+        has_finished=int(row["finished_ns"]) != 0,
+    )
+
+
+_KINDS = {int(kind): kind for kind in EventKind}
+_PHASES = {int(phase): phase for phase in Phase}
+
+
+def phase_of(code: int) -> Phase:
+    """The phase of a code in a black box; outside for a code of another version."""
+    return _PHASES.get(code, Phase.OUTSIDE)
+
+
+def _culprits(sets: list[list[int]], reader: _Reader, position: int) -> tuple[list[int], bool]:
+    """The ranks that differ: from most ranks, or alone from their own step before."""
+    num_ranks = sum(map(len, sets))
+    if len(sets[0]) * 2 > num_ranks:
+        return sorted(rank for ranks in sets[1:] for rank in ranks), True
+    departed = [reader.departs(ranks[0], position) for ranks in sets]
+    if Counter(departed)[True] == 1 and Counter(departed)[False] == len(sets) - 1:
+        return sets[departed.index(True)], False
+    return [], False
+
+
+def _classify(reader: _Reader, culprit: int, other: int, position: int) -> Difference:
+    here, usual = reader.at(culprit, position), reader.at(other, position)
+    if (here.kind, here.unit) == (usual.kind, usual.unit) and here.unit != NO_UNIT:
+        return Difference.DTYPE if here.dtype != usual.dtype else Difference.SIZE
+    next_here, next_usual = _after(reader, culprit, position), _after(reader, other, position)
+    is_skip = _starts_like([here, *next_here], next_usual)
+    is_extra = _starts_like([usual, *next_usual], next_here)
+    if _are_swapped(here, usual, next_here, next_usual):
+        return Difference.SWAPPED
+    if is_skip and not is_extra:
+        return Difference.SKIPPED
+    if is_extra and not is_skip:
+        return Difference.EXTRA
+    is_same_call = here.place is not None and here.place == usual.place
+    if here.kind == usual.kind and here.unit == usual.unit and is_same_call:
+        return Difference.DTYPE if here.dtype != usual.dtype else Difference.SIZE
+    return Difference.OTHER
+
+
+_AHEAD = 3
+
+
+def _after(reader: _Reader, rank: int, position: int) -> list[Issued]:
+    found = (reader.maybe_at(rank, position + ahead) for ahead in range(1, _AHEAD + 1))
+    return [each for each in found if each is not None]
+
+
+def _starts_like(one: Sequence[Issued], other: Sequence[Issued]) -> bool:
+    """Whether two sequences begin with the same collectives, as far as both are known."""
+    pairs = list(zip(_signatures(one), _signatures(other), strict=False))
+    return bool(pairs) and all(mine == theirs for mine, theirs in pairs)
+
+
+def _signatures(issued: Iterable[Issued]) -> list[tuple[int, ...]]:
+    return [each.signature for each in issued]
+
+
+def _are_swapped(
+    here: Issued, usual: Issued, next_here: Sequence[Issued], next_usual: Sequence[Issued]
+) -> bool:
+    if not next_here or not next_usual:
+        return False
+    return here.signature == next_usual[0].signature and usual.signature == next_here[0].signature

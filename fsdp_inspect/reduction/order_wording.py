@@ -1,0 +1,107 @@
+"""Say in words how the order of collectives differs between ranks.
+
+The recorder prints this sentence while the ranks train, and `report` shows the same one later. It
+is here, below both, so that they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp_inspect.formatting import capitalize, format_bytes, format_ranks, format_unit
+from fsdp_inspect.reduction.collective_order import Difference, Issued, OrderDifference
+from fsdp_inspect.trace.codes import DTYPES, NO_UNIT, Phase
+
+
+def describe_difference(found: OrderDifference, unit_names: Sequence[str]) -> str:
+    """The difference in one or two sentences: who issued what, where, and what follows.
+
+    Args:
+        found: The difference.
+        unit_names: The fqns of the units, by index.
+    """
+    return f"{_subject(found, unit_names)} {_consequence(found)}"
+
+
+def describe_issued(issued: Issued, unit_names: Sequence[str], *, with_size: bool = True) -> str:
+    """A collective as `the all-gather of layers.7 in forward`."""
+    kind = name_kind(issued)
+    article = "an" if kind[0] in "aeiou" else "a"
+    if issued.unit == NO_UNIT:
+        what = f"{article} {kind} that FSDP did not issue"
+        size = f" ({format_bytes(issued.bytes)})" if issued.bytes > 0 and with_size else ""
+        return f"{what}{size}{_in_phase(issued.phase)}"
+    return f"the {kind} of {name_unit(issued.unit, unit_names)}{_in_phase(issued.phase)}"
+
+
+def name_kind(issued: Issued) -> str:
+    """`all-gather`, `reduce-scatter`, ..."""
+    return issued.kind.label.replace("_", "-")
+
+
+def name_unit(unit: int, unit_names: Sequence[str]) -> str:
+    """The name of a unit by index; `unit 7` if the run does not name it."""
+    return format_unit(unit_names[unit]) if 0 <= unit < len(unit_names) else f"unit {unit}"
+
+
+def _in_phase(phase: Phase) -> str:
+    return "" if phase == Phase.OUTSIDE else f" in {phase.label}"
+
+
+def _subject(found: OrderDifference, names: Sequence[str]) -> str:
+    usual, deviant = found.usual, found.deviant
+    where = f"step {usual.step}" + ("" if found.is_first else " or earlier")
+    if deviant is None:
+        return f"The ranks issued different collectives in {where}: {_each_set(found, names)}."
+    who = capitalize(format_ranks(found.culprits))
+    others = [rank for ranks, _ in found.issued for rank in ranks if rank not in found.culprits]
+    rest = capitalize(format_ranks(sorted(others)))
+    at, usual_at = _at(deviant), _at(usual)
+    mine, theirs = describe_issued(deviant, names), describe_issued(usual, names)
+    match found.difference:
+        case Difference.SKIPPED:
+            return f"{who} left out {theirs} in {where}{usual_at}, and issued {mine}{at} instead."
+        case Difference.EXTRA:
+            return f"{who} issued {mine} in {where}{at}. {rest} did not, and issued {theirs}."
+        case Difference.SWAPPED:
+            return f"{who} issued {mine} before {theirs} in {where}{at}. {rest} did the opposite."
+        case Difference.SIZE:
+            what = describe_issued(deviant, names, with_size=False)
+            return (
+                f"{who} issued {what} with {format_bytes(deviant.bytes)} in {where}{at}. {rest} "
+                f"sent {format_bytes(usual.bytes)}."
+            )
+        case Difference.DTYPE:
+            return (
+                f"{who} issued {mine} in {DTYPES[deviant.dtype]} in {where}{at}. {rest} used "
+                f"{DTYPES[usual.dtype]}."
+            )
+        case _:
+            return f"{who} issued {mine} in {where}{at}. {rest} issued {theirs}{usual_at}."
+
+
+def _each_set(found: OrderDifference, names: Sequence[str]) -> str:
+    return "; ".join(
+        f"{format_ranks(ranks)} {describe_issued(issued, names)}{_at(issued)}"
+        for ranks, issued in found.issued
+    )
+
+
+def _at(issued: Issued) -> str:
+    return "" if issued.place is None else f" ({shorten_place(str(issued.place))})"
+
+
+def shorten_place(place: str) -> str:
+    """`file:line` with at most one folder: `models/llama.py:31`."""
+    return "/".join(place.replace("\\", "/").split("/")[-2:])
+
+
+def _consequence(found: OrderDifference) -> str:
+    place = f"position {found.sequence + 1} of this process group"
+    if found.num_since:
+        finished = "1 has" if found.num_since == 1 else f"{found.num_since} have"
+        return (
+            f"The collectives from {place} on pair different tensors: {finished} finished, and "
+            "what was computed with them is wrong."
+        )
+    return f"The collectives from {place} on cannot pair: the job hangs or fails there."

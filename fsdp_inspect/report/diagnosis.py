@@ -1,0 +1,519 @@
+"""Say what went wrong in a run: one sentence, the evidence, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from fsdp_inspect.diagnosis.activities import Activity, ActivityKind
+from fsdp_inspect.diagnosis.diagnose import (
+    Diagnosis,
+    ProblemClass,
+    RankState,
+    Status,
+    Unknown,
+)
+from fsdp_inspect.diagnosis.ends import EndKind
+from fsdp_inspect.diagnosis.waits import Wait
+from fsdp_inspect.formatting import capitalize, format_numbers, format_ranks
+from fsdp_inspect.reduction.order_wording import (
+    describe_difference,
+    describe_issued,
+    shorten_place,
+)
+
+MOST_RANKS = 16
+_MAX_FAILURE = 300
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnosisText:
+    """A diagnosis in words."""
+
+    sentence: str
+    evidence: tuple[str, ...]
+    next: tuple[str, ...]
+
+
+def describe_diagnosis(found: Diagnosis) -> DiagnosisText:
+    """The diagnosis in words: what happened, why that is known, and what to do."""
+    return DiagnosisText(_sentence(found), tuple(_evidence(found)), tuple(_next(found)))
+
+
+def render_diagnosis(found: Diagnosis, *, brief: bool = False) -> RenderableType:
+    """Render a diagnosis for a terminal.
+
+    Args:
+        found: The diagnosis.
+        brief: Only the sentence and the next step.
+    """
+    text = describe_diagnosis(found)
+    style = {Status.HEALTHY: "bold green", Status.PROBLEM: "bold red"}.get(found.status, "bold")
+    parts: list[RenderableType] = [Text(text.sentence, style=style)]
+    if not brief and text.evidence:
+        parts += ["", Text("Evidence", style="bold"), *map(_bullet, text.evidence)]
+    if text.next:
+        parts += ["", Text("Next", style="bold"), *map(_bullet, text.next)]
+    return Group(*parts)
+
+
+def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:
+    """The diagnosis as JSON values: the answer, then the words, then the state of each rank."""
+    text = describe_diagnosis(found)
+    return {
+        "status": found.status.value,
+        "class": None if found.problem is None else found.problem.value,
+        "is_certain": found.is_certain,
+        "ranks": list(found.ranks),
+        "unit": found.unit,
+        "phase": None if found.phase is None else found.phase.label,
+        "step": found.step,
+        "location": found.location or None,
+        "sentence": text.sentence,
+        "evidence": list(text.evidence),
+        "next": list(text.next),
+        "failure": found.failure or None,
+        "missing_ranks": list(found.missing_ranks),
+        "states": [_state_to_dict(state, found) for state in found.states],
+    }
+
+
+def _state_to_dict(state: RankState, found: Diagnosis) -> dict[str, Any]:
+    activity = state.activity
+    last = state.last
+    return {
+        "rank": state.rank,
+        "end": state.end.kind.value,
+        "step": state.step,
+        "phase": None if state.phase is None else state.phase.label,
+        "last_collective": None if last is None else describe_issued(last, found.unit_names),
+        "waits": state.waits,
+        "idle_s": None if state.idle_s is None else round(state.idle_s, 3),
+        "activity": None if activity is None else activity.kind.value,
+        "location": None if activity is None or activity.frame is None else str(activity.frame),
+        "failure": state.end.detail or None,
+    }
+
+
+def _bullet(text: str) -> RenderableType:
+    return Padding(Text(f"- {text}"), (0, 0, 0, 2))
+
+
+# --- the sentence
+
+
+def _sentence(found: Diagnosis) -> str:
+    if found.difference is not None and found.problem is not ProblemClass.UNEVEN_BATCHES:
+        return describe_difference(found.difference, found.unit_names)
+    if found.problem is None:
+        return _no_problem(found)
+    return {
+        ProblemClass.UNEVEN_BATCHES: _uneven,
+        ProblemClass.RANK_DIED: _died,
+        ProblemClass.OUT_OF_MEMORY: _out_of_memory,
+        ProblemClass.RANK_EXITED_EARLY: _exited,
+        ProblemClass.STOPPED: _stopped,
+        ProblemClass.ORDER_DIVERGED: _circle,
+        ProblemClass.TRANSPORT_STUCK: _transport,
+    }.get(found.problem, _late)(found)
+
+
+def _exited(found: Diagnosis) -> str:
+    return (
+        f"{capitalize(format_ranks(found.ranks))} ended in order{_in_step(found)}.{_waits(found)}"
+    )
+
+
+def _late(found: Diagnosis) -> str:
+    if found.wait is not None and set(found.wait.absent) != set(found.ranks):
+        return _circle(found)
+    if found.wait is None:
+        return f"No rank has issued a collective for {_longest_idle(found)}.{_common(found)}"
+    who = capitalize(format_ranks(found.ranks))
+    what = describe_issued(found.wait.issued, found.unit_names)
+    first = found.state_of(found.ranks[0]) if found.ranks else None
+    doing = "" if first is None else f" {_doing(first, found)}"
+    return f"{who} never reached {what} of step {found.step}.{doing}{_waits(found)}"
+
+
+def _doing(state: RankState, found: Diagnosis) -> str:
+    who = "It" if len(found.ranks) == 1 else f"Rank {state.rank}"
+    has = "has been" if found.is_running else "had been"
+    since = "" if state.idle_s is None else f" for {_seconds(state.idle_s)}"
+    if state.activity is None:
+        silent = (
+            "It does not answer: its process is stopped or gone, or native code holds Python's "
+            "lock."
+        )
+        return silent if not state.hang_seen and _was_asked(found) else _unseen(state, since)
+    return f"{who} {has} {_activity(state.activity)}{since}."
+
+
+def _unseen(state: RankState, since: str) -> str:
+    phase = "" if state.phase is None else f" in {state.phase.label}"
+    return f"It was last seen{phase}; it issued nothing{since}, and its stack is unknown."
+
+
+def _was_asked(found: Diagnosis) -> bool:
+    return any(state.hang_seen for state in found.states)
+
+
+_DOING = {
+    ActivityKind.BREAKPOINT: "in a breakpoint",
+    ActivityKind.DATA: "waiting for the next batch",
+    ActivityKind.CHECKPOINT: "saving or loading a checkpoint",
+    ActivityKind.EVALUATION: "in an evaluation",
+    ActivityKind.GARBAGE_COLLECTION: "collecting garbage",
+    ActivityKind.COMPILE: "compiling",
+    ActivityKind.SLEEP: "sleeping",
+    ActivityKind.LOCK: "waiting for a lock, a queue or a thread",
+    ActivityKind.NETWORK: "in a network request",
+    ActivityKind.CHILD_PROCESS: "waiting for a child process",
+    ActivityKind.FILE: "reading or writing a file",
+    ActivityKind.COLLECTIVE: "in a collective",
+    ActivityKind.COMPARISON: "in the comparison of ranks before an optimizer step",
+    ActivityKind.CODE: "in its own code",
+}
+
+
+def _activity(activity: Activity) -> str:
+    words = _DOING[activity.kind]
+    if activity.frame is None:
+        return words
+    statement = f" (`{activity.statement}`)" if activity.statement else ""
+    return f"{words} at {shorten_place(str(activity.frame))}{statement}"
+
+
+def _waits(found: Diagnosis) -> str:
+    if found.wait is None:
+        return ""
+    count = len(found.wait.waiting)
+    verb = "waits" if count == 1 else "wait"
+    if not found.is_running:
+        verb = "waited"
+    ranks = f"{count} {'rank' if count == 1 else 'ranks'}"
+    return f" {ranks} {verb} for {'it' if len(found.ranks) == 1 else 'them'}."
+
+
+def _uneven(found: Diagnosis) -> str:
+    who = capitalize(format_ranks(found.ranks))
+    verb = "has" if len(found.ranks) == 1 else "have"
+    rest = "the other ranks"
+    if found.difference is not None:
+        others = [
+            rank
+            for ranks, _ in found.difference.issued
+            for rank in ranks
+            if rank not in found.ranks
+        ]
+        rest = format_ranks(sorted(others))
+    elif found.wait is not None:
+        rest = format_ranks(found.wait.waiting)
+    return (
+        f"{who} {verb} no batch left, while {rest} began step {found.step}: the ranks have "
+        "different numbers of batches."
+    )
+
+
+def _died(found: Diagnosis) -> str:
+    who = capitalize(format_ranks(found.ranks))
+    first = found.state_of(found.ranks[0]) if found.ranks else None
+    kind = None if first is None else first.end.kind
+    where = _position(first)
+    if kind is EndKind.FATAL_SIGNAL:
+        at = f" at {shorten_place(found.location)}" if found.location else ""
+        return f"{who} crashed in native code ({found.failure}){where}{at}.{_waited(found)}"
+    if kind is EndKind.EXCEPTION:
+        return f"{who} failed with {_clip(found.failure)}.{_waited(found)}"
+    if kind is EndKind.VANISHED:
+        killed = "was killed, or left with os._exit"
+        if found.oom_kills:
+            killed = (
+                f"was killed, probably for memory: the kernel killed {found.oom_kills} "
+                f"{'process' if found.oom_kills == 1 else 'processes'} of this machine for memory"
+            )
+        return f"{who} {killed}{where}: it ended without an error.{_waited(found)}"
+    return f"{who} is gone: the other ranks lost the connection to it.{_waited(found)}"
+
+
+def _out_of_memory(found: Diagnosis) -> str:
+    return f"{capitalize(format_ranks(found.ranks))} ran out of memory: {_clip(found.failure)}."
+
+
+def _position(state: RankState | None) -> str:
+    if state is None or state.step is None:
+        return ""
+    phase = "" if state.phase is None or not state.phase else f", in {state.phase.label}"
+    return f" in step {state.step}{phase}"
+
+
+def _waited(found: Diagnosis) -> str:
+    if found.wait is None:
+        return ""
+    what = describe_issued(found.wait.issued, found.unit_names)
+    count = len(found.wait.waiting)
+    return f" {count} {'rank' if count == 1 else 'ranks'} waited for it in {what}."
+
+
+def _stopped(found: Diagnosis) -> str:
+    vanished = all(state.end.kind is EndKind.VANISHED for state in found.states)
+    how = "were killed" if vanished else "were ended by SIGTERM"
+    if len(found.states) == 1:
+        how = how.replace("were", "was")
+    who = capitalize(format_ranks([state.rank for state in found.states]))
+    return (
+        f"{who} {how} from outside{_in_step(found)}, by a launcher, a scheduler or a user. Nothing "
+        "recorded shows that a rank hung or failed before."
+    )
+
+
+def _circle(found: Diagnosis) -> str:
+    assert found.wait is not None
+    what = describe_issued(found.wait.issued, found.unit_names)
+    place = found.wait.issued.place
+    at = "" if place is None else f" ({shorten_place(str(place))})"
+    absent = found.state_of(found.wait.absent[0])
+    other = "in another process group"
+    if absent is not None and absent.waits and absent.last is not None:
+        other = f"in {describe_issued(absent.last, found.unit_names)}"
+    elif absent is not None and absent.activity is not None:
+        other = f"{_activity(absent.activity)}, which was not recorded"
+    return (
+        f"The ranks wait for each other: {format_ranks(found.wait.waiting)} in "
+        f"{what}{at} of step {found.step}, and {format_ranks(found.wait.absent)} "
+        f"{other}."
+    )
+
+
+def _transport(found: Diagnosis) -> str:
+    assert found.wait is not None
+    what = describe_issued(found.wait.issued, found.unit_names)
+    return (
+        f"All {len(found.wait.waiting)} ranks are in {what} of step {found.step} for "
+        f"{_seconds(found.wait.seconds)}, and none has finished: the transport does not move."
+    )
+
+
+def _common(found: Diagnosis) -> str:
+    kinds = {state.activity.kind for state in found.states if state.activity is not None}
+    if len(kinds) != 1:
+        first = found.state_of(found.ranks[0]) if found.ranks else None
+        return "" if first is None else f" {_doing(first, found)}"
+    state = next(state for state in found.states if state.activity is not None)
+    assert state.activity is not None
+    has = "have been" if found.is_running else "had been"
+    return f" All {has} {_activity(state.activity)}."
+
+
+def _no_problem(found: Diagnosis) -> str:
+    if found.status is Status.HEALTHY:
+        if found.is_running:
+            return "Healthy so far: the ranks move, and their collectives agree."
+        return "Healthy: every rank ended in order, and their collectives agree."
+    missing = format_ranks(found.missing_ranks) if found.missing_ranks else ""
+    verb = "is" if len(found.missing_ranks) == 1 else "are"
+    match found.unknown:
+        case Unknown.MISSING_RANKS if found.wait is not None:
+            what = describe_issued(found.wait.issued, found.unit_names)
+            waiting = format_ranks(found.wait.waiting)
+            return (
+                f"Cannot tell which rank is late: {waiting} waited in {what} of step {found.step}, "
+                f"and {missing or 'the other ranks'} {verb} not in this folder."
+            )
+        case Unknown.MISSING_RANKS:
+            return f"Cannot tell: {missing} {verb} not in this folder."
+        case Unknown.IMPORTED:
+            return "Cannot tell: an imported trace does not show how the ranks ended."
+        case Unknown.NO_BLACK_BOX:
+            return (
+                "Cannot tell whether the ranks agreed: the run has no black box. Every rank that "
+                "is recorded ended in order."
+            )
+        case _:
+            return (
+                "Cannot tell which rank failed first: the ranks lost each other "
+                f"({_clip(found.failure)})."
+            )
+
+
+# --- the evidence
+
+
+def _evidence(found: Diagnosis) -> Iterator[str]:
+    if found.difference is not None:
+        for ranks, issued in found.difference.issued:
+            what = describe_issued(issued, found.unit_names)
+            place = "" if issued.place is None else f" at {shorten_place(str(issued.place))}"
+            inner = (
+                f", called from {issued.place.inner}" if issued.place and issued.place.inner else ""
+            )
+            yield (
+                f"{capitalize(format_ranks(ranks))} issued {what} as collective "
+                f" {issued.sequence + 1} of the process group{place}{inner}."
+            )
+        yield _why_culprits(found)
+    if found.wait is not None:
+        yield _describe_wait(found.wait, found)
+    for state in _shown(found):
+        yield _describe_state(state, found)
+    if found.missing_ranks:
+        verb = "is" if len(found.missing_ranks) == 1 else "are"
+        yield f"{capitalize(format_ranks(found.missing_ranks))} {verb} not in this folder."
+    if found.oom_kills:
+        yield f"The kernel killed {found.oom_kills} processes for memory during the run."
+
+
+def _why_culprits(found: Diagnosis) -> str:
+    assert found.difference is not None
+    if not found.difference.culprits:
+        return (
+            "Which of them is wrong cannot be told: no set of ranks is the majority, and the step "
+            "before does not decide it."
+        )
+    who = capitalize(format_ranks(found.difference.culprits))
+    verb = "differs" if len(found.difference.culprits) == 1 else "differ"
+    if found.difference.is_majority:
+        return f"{who} {verb} from most ranks."
+    return f"{who} {verb} from the step before; the other ranks do not."
+
+
+def _describe_wait(wait: Wait, found: Diagnosis) -> str:
+    what = describe_issued(wait.issued, found.unit_names)
+    place = (
+        "" if wait.issued.place is None else f", issued at {shorten_place(str(wait.issued.place))}"
+    )
+    text = (
+        f"{capitalize(format_ranks(wait.waiting))} waited in {what}{place}, for up to "
+        f"{_seconds(wait.seconds)} when last seen."
+    )
+    if wait.absent:
+        text += f" {capitalize(format_ranks(wait.absent))} had not issued it."
+    return text
+
+
+def _shown(found: Diagnosis) -> Sequence[RankState]:
+    """The culprits, then some others."""
+    first = [state for state in found.states if state.rank in found.ranks]
+    rest = [state for state in found.states if state.rank not in found.ranks]
+    if found.status is Status.HEALTHY:
+        return []
+    return [*first, *rest][:MOST_RANKS]
+
+
+def _describe_state(state: RankState, found: Diagnosis) -> str:
+    parts = []
+    if state.activity is not None:
+        parts.append(_activity(state.activity))
+    if state.last is not None:
+        verb = "waits in" if state.waits else "last issued"
+        parts.append(
+            f"{verb} {describe_issued(state.last, found.unit_names)} of step {state.last.step}"
+        )
+    if state.idle_s is not None and not state.waits:
+        parts.append(f"nothing for {_seconds(state.idle_s)}")
+    parts.append(_END[state.end.kind])
+    if state.end.detail:
+        parts.append(_clip(state.end.detail))
+    return f"Rank {state.rank}: {'; '.join(parts)}."
+
+
+_END = {
+    EndKind.RUNNING: "still running",
+    EndKind.COMPLETE: "ended in order",
+    EndKind.EXCEPTION: "ended with an exception",
+    EndKind.OUT_OF_MEMORY: "ran out of memory",
+    EndKind.PEER_LOST: "lost another rank",
+    EndKind.FATAL_SIGNAL: "crashed in native code",
+    EndKind.SIGTERM: "ended by SIGTERM",
+    EndKind.VANISHED: "ended without a word",
+    EndKind.UNKNOWN: "its end is unknown",
+}
+
+
+# --- what to do
+
+
+def _next(found: Diagnosis) -> Iterator[str]:
+    if found.missing_ranks and found.status is not Status.HEALTHY:
+        yield (
+            f"Copy the folders of ranks {format_numbers(found.missing_ranks)} into the run, and "
+            "run `fsdp-inspect diagnose` again."
+        )
+    yield from _NEXT.get(found.problem, ()) if found.problem is not None else ()
+    state = found.state_of(found.ranks[0]) if found.ranks else None
+    if found.problem is ProblemClass.RANK_LATE and state is not None and state.activity is not None:
+        yield from _NEXT_FOR.get(state.activity.kind, ())
+    if found.unknown is Unknown.NO_BLACK_BOX:
+        yield "Record the training again with this version, which writes a black box."
+
+
+_NEXT: dict[ProblemClass, tuple[str, ...]] = {
+    ProblemClass.ORDER_DIVERGED: (
+        "Make every rank run the same units in the same order: a branch that depends on the data "
+        "or the rank must be taken by all ranks, or call the unit on dummy input.",
+        "Stop at the next such step with Recorder(on_desync='raise').",
+        "Do not use the weights of this run: results since that step are wrong.",
+    ),
+    ProblemClass.SIZE_MISMATCH: (
+        "Compare the model and the dtypes of the ranks: they must build the same model.",
+    ),
+    ProblemClass.UNEVEN_BATCHES: (
+        "Give all ranks equally many batches: DistributedSampler(drop_last=True), or stop all "
+        "ranks at the smallest number.",
+    ),
+    ProblemClass.RANK_DIED: ("Read the log of that rank at its last moment.",),
+    ProblemClass.RANK_EXITED_EARLY: (
+        "Find the condition on which that rank left the training loop before the others.",
+    ),
+    ProblemClass.FOREIGN_COLLECTIVE: (
+        "All ranks of a process group must call each of its collectives: look for a call under a "
+        "condition on the rank.",
+    ),
+    ProblemClass.TRANSPORT_STUCK: (
+        "Look at the network: links, firewalls, NCCL_DEBUG=INFO, and the driver's log.",
+    ),
+    ProblemClass.HOST_DEADLOCK: ("Look at the stacks of all threads in stacks.txt.",),
+    ProblemClass.OUT_OF_MEMORY: (
+        "Show what filled the memory: `fsdp-inspect memory RUN`.",
+        "Find a plan that needs less: `fsdp-inspect advise RUN --memory-limit SIZE`.",
+    ),
+    ProblemClass.STOPPED: ("Read the log of the launcher or the scheduler.",),
+}
+_NEXT_FOR: dict[ActivityKind, tuple[str, ...]] = {
+    ActivityKind.DATA: (
+        "Look at the data loader of that rank: its workers, its files and its network.",
+    ),
+    ActivityKind.CHECKPOINT: (
+        "Save on all ranks together, or let all ranks wait in a barrier with a long timeout.",
+    ),
+    ActivityKind.EVALUATION: ("Evaluate on all ranks, or let the others wait for it.",),
+    ActivityKind.BREAKPOINT: ("Leave the debugger, or remove the breakpoint.",),
+    ActivityKind.GARBAGE_COLLECTION: (
+        "Call gc.disable() and collect on all ranks in the same step.",
+    ),
+}
+
+
+# --- numbers and text
+
+
+def _in_step(found: Diagnosis) -> str:
+    return "" if found.step is None else f" in step {found.step}"
+
+
+def _longest_idle(found: Diagnosis) -> str:
+    return _seconds(max((state.idle_s or 0.0 for state in found.states), default=0.0))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def _clip(text: str) -> str:
+    line = " ".join(text.split()).rstrip(".")
+    return line if len(line) <= _MAX_FAILURE else f"{line[:_MAX_FAILURE]}..."

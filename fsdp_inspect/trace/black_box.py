@@ -1,0 +1,286 @@
+"""Define the black box: the last collectives of one rank, in a buffer of fixed size.
+
+The recorder writes each collective into a ring before it calls torch, and its end when the end is
+known. A small process copies the ring into the rank's folder as `black_box.bin`. The file has three
+parts, all numbers are little-endian:
+
+====== ================== =====================================================================
+offset size               contents
+====== ================== =====================================================================
+0      `HEADER_BYTES`     `HEADER`: the rank, its position and its last signs of life
+512    `RING_BYTES`       `CAPACITY` entries of `ENTRY`; entry `number` is at `number % CAPACITY`
+262656 up to `TEXT_BYTES` JSON lines: the process groups and the lines of code that entries name
+====== ================== =====================================================================
+
+[Note: Why the ring is not a memory-mapped file]
+A write to a mapped page of a file can wait for the disk: for the journal of ext4, or for the server
+of NFS. Then a slow disk stops the training. The ring is in memory that a small process shares
+(`recording.black_box_keeper`). It writes what changed every second, and a last time after the rank
+has ended, whether by an exit, an abort or SIGKILL. Only if that process is killed with the rank is
+the last second lost. A rank that hangs changes nothing any more, so its file is exact.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"FSDPIBB1"
+HEADER_BYTES = 512
+CAPACITY = 4096
+"""Entries of the ring: a step of 100 units with gradient accumulation has some hundreds."""
+TEXT_BYTES = 128 << 10
+
+ENTRY = np.dtype(
+    [
+        ("issued_ns", "<i8"),
+        ("finished_ns", "<i8"),
+        ("bytes", "<i8"),
+        ("digest", "<u8"),
+        ("number", "<u8"),
+        ("sequence", "<i4"),
+        ("step", "<i4"),
+        ("unit", "<i4"),
+        ("place", "<u2"),
+        ("group", "<u2"),
+        ("microbatch", "<u2"),
+        ("kind", "u1"),
+        ("phase", "u1"),
+        ("dtype", "u1"),
+        ("state", "u1"),
+        ("unused", "<u2"),
+    ]
+)
+"""One collective.
+
+`issued_ns` and `finished_ns` are on the rank's clock; a `finished_ns` of 0 means that no end was
+seen. `number` counts the rank's collectives from 1. `sequence` counts those of the process group
+from 0, without point-to-point messages, which have -1. `digest` is the running digest of the
+group's order up to this entry. `place` is the line of code that led to it, 0: unknown.
+"""
+ENTRY_STRUCT = struct.Struct("<qqqQQiiiHHHBBBBH")
+assert ENTRY_STRUCT.size == ENTRY.itemsize
+FINISHED_OFFSET = 8
+"""Offset of `finished_ns` in an entry."""
+RING_BYTES = CAPACITY * ENTRY.itemsize
+TEXT_START = HEADER_BYTES + RING_BYTES
+MAX_BYTES = TEXT_START + TEXT_BYTES
+
+ENDED_OFFSET = 256
+"""Offset of the wall time, ns, at which the keeper saw the process end; 0: it had not ended."""
+TEXT_BYTES_OFFSET = 24
+"""Offset of the length of the text in the header."""
+STEP_OFFSET = 88
+"""Offset of the step in the header."""
+HEADER_STRUCT = struct.Struct("<8sIIIIqQqqqqqqiiBBHIq")
+_TIME = struct.Struct("<q")
+_HEADER_FIELDS = (
+    "magic",
+    "entry_bytes",
+    "capacity",
+    "rank",
+    "pid",
+    "text_bytes",
+    "num_issued",
+    "num_finished",
+    "sign_ns",
+    "sign_unix_ns",
+    "changed_ns",
+    "loader_ended_ns",
+    "hang_seen_ns",
+    "step",
+    "unit",
+    "phase",
+    "is_closed",
+    "loader_ended_step",
+    "oom_kills",
+    "hang_after_ns",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The state of a rank when its black box was last written. Times are on its clock, 0: none."""
+
+    rank: int
+    pid: int
+    num_issued: int
+    """Collectives since the recording began."""
+    num_finished: int
+    sign_ns: int
+    """The last time at which the background thread ran."""
+    sign_unix_ns: int
+    """The same moment as wall time."""
+    changed_ns: int
+    """The last time at which that thread saw progress: a collective issued or finished, or a
+    step ended."""
+    loader_ended_ns: int
+    """When the training's data loader ended last."""
+    loader_ended_step: int
+    hang_seen_ns: int
+    """When the watchdog reported that nothing moves; 0: never, or progress went on."""
+    step: int
+    unit: int
+    """The innermost running unit; -1: none."""
+    phase: int
+    is_closed: bool
+    """Whether the recording ended in order."""
+    oom_kills: int
+    """Processes of this machine's cgroup that the kernel killed for memory since the start."""
+    hang_after_ns: int
+    """How long the watchdog waits."""
+    ended_unix_ns: int = 0
+    """Wall time at which the process ended; 0: it had not, or nobody saw it."""
+
+    @property
+    def hang_seen_unix_ns(self) -> int:
+        """The wall time of `hang_seen_ns`; 0: no hang was seen."""
+        if not self.hang_seen_ns:
+            return 0
+        return self.sign_unix_ns - (self.sign_ns - self.hang_seen_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class CodePlace:
+    """The line of code that led to a collective."""
+
+    file: str
+    line: int
+    function: str
+    inner: str = ""
+    """The line in a library that the user's line called, as `modeling_llama.py:312`; empty: none.
+    """
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """A process group, as the rank knows it."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+class BlackBoxError(ValueError):
+    """The bytes are no black box of this version."""
+
+
+@dataclass(frozen=True)
+class BlackBox:
+    """The contents of one rank's black box."""
+
+    header: Header
+    entries: NDArray[np.void]
+    """`ENTRY` rows in the order of issue, oldest first."""
+    groups: dict[int, Communicator]
+    """By `group` of the entries."""
+    places: dict[int, CodePlace]
+    """By `place` of the entries."""
+
+    def of_group(self, name: str) -> NDArray[np.void]:
+        """The entries of a communicator, in the order of issue, without point-to-point."""
+        numbers = [number for number, group in self.groups.items() if group.name == name]
+        entries = self.entries
+        chosen: NDArray[np.void] = entries[
+            np.isin(entries["group"], numbers) & (entries["sequence"] >= 0)
+        ]
+        return chosen
+
+
+def decode(content: bytes | bytearray) -> BlackBox:
+    """Read a black box; entries and lines of text that a kill cut off are left out.
+
+    Raises:
+        BlackBoxError: It is no black box, or of another version.
+    """
+    if len(content) < HEADER_BYTES:
+        raise BlackBoxError(
+            f"{len(content)} bytes; expected at least the {HEADER_BYTES} bytes of a header"
+        )
+    fields = dict(zip(_HEADER_FIELDS, HEADER_STRUCT.unpack_from(content), strict=True))
+    layout = fields.pop("magic"), fields.pop("entry_bytes"), fields.pop("capacity")
+    if layout != (MAGIC, ENTRY.itemsize, CAPACITY):
+        raise BlackBoxError("the header does not have the mark of this version")
+    text_bytes = fields.pop("text_bytes")
+    fields["is_closed"] = bool(fields["is_closed"])
+    (ended,) = _TIME.unpack_from(content, ENDED_OFFSET)
+    header = Header(**fields, ended_unix_ns=ended)
+    text = bytes(content[TEXT_START : TEXT_START + max(min(text_bytes, TEXT_BYTES), 0)])
+    groups, places = _decode_text(text)
+    return BlackBox(header, _decode_entries(content, header), groups, places)
+
+
+def encode_header(header: Header, text_bytes: int) -> bytes:
+    """The header as bytes."""
+    values = {
+        "magic": MAGIC,
+        "entry_bytes": ENTRY.itemsize,
+        "capacity": CAPACITY,
+        "text_bytes": text_bytes,
+        **{name: getattr(header, name) for name in Header.__slots__},
+    }
+    return HEADER_STRUCT.pack(*(values[name] for name in _HEADER_FIELDS))
+
+
+def encode_group(index: int, group: Communicator) -> bytes:
+    """The line of text that describes a process group."""
+    return _line({"group": index, "name": group.name, "ranks": list(group.ranks)})
+
+
+def encode_place(index: int, place: CodePlace) -> bytes:
+    """The line of text that describes a place in the code."""
+    known = {"file": place.file, "line": place.line, "function": place.function}
+    return _line({"place": index, **known, "inner": place.inner})
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def _decode_entries(content: bytes | bytearray, header: Header) -> NDArray[np.void]:
+    available = max(min(len(content) - HEADER_BYTES, RING_BYTES), 0) // ENTRY.itemsize
+    entries: NDArray[np.void] = np.frombuffer(bytes(content), ENTRY, available, HEADER_BYTES)
+    entries = entries[entries["number"] > 0]
+    if len(entries):  # a torn write may leave entries of the round before
+        newest = int(entries["number"].max())
+        entries = entries[entries["number"] + CAPACITY > newest]
+    ordered: NDArray[np.void] = entries[np.argsort(entries["number"], kind="stable")]
+    return ordered
+
+
+def _decode_text(text: bytes) -> tuple[dict[int, Communicator], dict[int, CodePlace]]:
+    groups, places = {}, {}
+    for fields in _read_lines(text.split(b"\n")[:-1]):
+        try:
+            if "group" in fields:
+                ranks = tuple(int(rank) for rank in fields["ranks"])
+                groups[int(fields["group"])] = Communicator(str(fields["name"]), ranks)
+            elif "place" in fields:
+                place = CodePlace(
+                    str(fields["file"]),
+                    int(fields["line"]),
+                    str(fields["function"]),
+                    str(fields["inner"]),
+                )
+                places[int(fields["place"])] = place
+        except (KeyError, TypeError, ValueError, OverflowError):
+            continue
+    return groups, places
+
+
+def _read_lines(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(fields, dict):
+            yield fields

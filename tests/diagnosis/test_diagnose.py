@@ -1,0 +1,170 @@
+"""The class, the ranks and the certainty of a diagnosis, from boxes and records by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown, diagnose
+from fsdp_inspect.report.diagnosis import describe_diagnosis, diagnosis_to_dict
+from fsdp_inspect.trace.black_box import BlackBox
+from fsdp_inspect.trace.run import ClockPair, RankRecord, RunManifest, RunStatus
+from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
+from tests.boxes import HEADER, SECOND, Call, make_box
+from tests.builders import InMemoryRun
+
+RANKS = (0, 1, 2)
+CLOCK = ClockPair(monotonic_ns=0, unix_ns=0, uncertainty_ns=0)
+DONE = [Call(0), Call(1), Call(2)]
+HUNG = replace(HEADER, sign_ns=90 * SECOND, hang_seen_ns=70 * SECOND, sign_unix_ns=90 * SECOND)
+
+
+def run_of(
+    boxes: dict[int, BlackBox],
+    statuses: dict[int, RunStatus] | None = None,
+    dumps: dict[int, list[StackDump]] | None = None,
+    world_size: int = 3,
+    **fields: str,
+) -> InMemoryRun:
+    statuses = statuses or dict.fromkeys(boxes, RunStatus.RUNNING)
+    ranks = [
+        RankRecord(rank=rank, world_size=world_size, clock_start=CLOCK, status=status, **fields)
+        for rank, status in statuses.items()
+    ]
+    manifest = RunManifest(
+        run_id="r",
+        created="",
+        created_unix_ns=0,
+        world_size=world_size,
+        backend="gloo",
+        device_type="cpu",
+    )
+    return InMemoryRun(
+        manifest,
+        ranks,
+        {},
+        status=RunStatus.RUNNING,
+        black_boxes=boxes,
+        dumps=dumps or {},
+    )
+
+
+def dump_at(line: str, source: DumpSource = DumpSource.WATCHDOG) -> list[StackDump]:
+    text = (
+        f'{{"training_thread": "0x01", "statements": {{"train.py:88": "{line}"}}}}\n'
+        "Thread 0x01 (most recent call first):\n"
+        '  File "train.py", line 88 in main\n'
+    )
+    found = parse_dump(text, source)
+    assert found is not None
+    return [found]
+
+
+def waiting(rank: int) -> BlackBox:
+    calls = [*DONE, Call(3, has_finished=rank == 9)] if rank != 1 else DONE
+    return make_box(calls, RANKS, HUNG)
+
+
+def test_a_run_that_ended_in_order_is_healthy() -> None:
+    done = dict.fromkeys(RANKS, RunStatus.COMPLETE)
+    found = diagnose(run_of({rank: make_box(DONE, RANKS) for rank in RANKS}, done))
+    assert (found.status, found.problem) == (Status.HEALTHY, None)
+
+
+def test_the_rank_that_never_came_is_late_with_its_line() -> None:
+    boxes = {rank: waiting(rank) for rank in RANKS}
+
+    found = diagnose(run_of(boxes, dumps={1: dump_at("batch = next(loader)")}))
+
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (1,), True)
+    assert found.location == "train.py:88"
+    assert describe_diagnosis(found).sentence == (
+        "Rank 1 never reached the all-gather of unit 3 in forward of step 0. It has been waiting "
+        "for the next batch at train.py:88 (`batch = next(loader)`) for 87 s. 2 ranks wait for it."
+    )
+
+
+def test_a_missing_folder_of_the_late_rank_is_said() -> None:
+    found = diagnose(run_of({rank: waiting(rank) for rank in (0, 2)}))
+
+    assert (found.status, found.ranks) == (Status.CANNOT_TELL, ())
+    assert found.unknown is Unknown.MISSING_RANKS
+    assert "rank 1 is not in this folder" in describe_diagnosis(found).sentence
+
+
+def test_all_ranks_in_one_collective_is_the_transport() -> None:
+    calls = [*DONE, Call(3, has_finished=False)]
+    found = diagnose(run_of({rank: make_box(calls, RANKS, HUNG) for rank in RANKS}))
+    assert (found.problem, found.ranks) == (ProblemClass.TRANSPORT_STUCK, ())
+
+
+def test_a_rank_that_vanished_before_the_hang_died() -> None:
+    gone = replace(HUNG, ended_unix_ns=20 * SECOND, hang_seen_ns=0)
+    boxes = {0: waiting(0), 1: make_box(DONE, RANKS, gone), 2: waiting(2)}
+    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CRASHED, 2: RunStatus.RUNNING}
+
+    found = diagnose(run_of(boxes, statuses))
+
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_DIED, (1,))
+
+
+def test_a_rank_that_was_killed_after_the_hang_did_not_cause_it() -> None:
+    boxes = {rank: waiting(rank) for rank in RANKS}
+    late = replace(HUNG, ended_unix_ns=95 * SECOND, hang_seen_ns=0, sign_unix_ns=4 * SECOND)
+    boxes[1] = make_box(DONE, RANKS, late)
+    statuses = dict.fromkeys(RANKS, RunStatus.CRASHED)
+
+    found = diagnose(run_of(boxes, statuses))
+
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_LATE, (1,))
+    assert "does not answer" in describe_diagnosis(found).sentence
+
+
+def test_ranks_without_a_black_box_are_not_called_healthy() -> None:
+    found = diagnose(run_of({}, dict.fromkeys(RANKS, RunStatus.COMPLETE)))
+    assert (found.status, found.unknown) == (Status.CANNOT_TELL, Unknown.NO_BLACK_BOX)
+
+
+def test_an_exception_of_its_own_comes_before_lost_peers() -> None:
+    boxes = {rank: make_box(DONE, RANKS) for rank in RANKS}
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.FAILED), failure="Connection closed by peer")
+    own = run.ranks[2].model_copy(
+        update={"failure": "ValueError at step 3: bad", "failed_at": "t.py:4"}
+    )
+
+    found = diagnose(replace(run, ranks=[*run.ranks[:2], own]))
+
+    assert (found.problem, found.ranks, found.location) == (ProblemClass.RANK_DIED, (2,), "t.py:4")
+
+
+def test_lost_peers_alone_name_nobody() -> None:
+    boxes = {rank: make_box(DONE, RANKS) for rank in RANKS}
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.FAILED), failure="Connection closed by peer")
+
+    found = diagnose(run)
+
+    assert (found.status, found.ranks) == (Status.CANNOT_TELL, ())
+
+
+@pytest.mark.parametrize("is_hung", [True, False])
+def test_json_has_the_promised_keys(is_hung: bool) -> None:
+    boxes = {rank: waiting(rank) if is_hung else make_box(DONE, RANKS) for rank in RANKS}
+    found: Diagnosis = diagnose(run_of(boxes))
+    wanted = {"status", "class", "ranks", "unit", "phase", "step", "location", "evidence", "next"}
+    assert wanted <= set(diagnosis_to_dict(found))
+
+
+def test_an_end_that_nobody_saw_is_no_wait() -> None:
+    forgotten = [Call(0, has_finished=False, group=1), *DONE, Call(3, step=2)]
+    seen = replace(HEADER, sign_ns=90 * SECOND, step=3)
+    boxes = {rank: make_box(forgotten, RANKS, seen) for rank in RANKS}
+
+    found = diagnose(run_of(boxes, dict.fromkeys(RANKS, RunStatus.CRASHED)))
+
+    assert (found.problem, found.wait) == (ProblemClass.STOPPED, None)
+
+
+def test_a_later_collective_that_ended_ends_the_earlier_one() -> None:
+    calls = [Call(0), Call(1, has_finished=False), Call(2)]
+    boxes = {rank: make_box(calls, RANKS, HUNG) for rank in RANKS}
+    found = diagnose(run_of(boxes))
+    assert found.wait is None

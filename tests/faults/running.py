@@ -1,0 +1,156 @@
+"""Run a faulty training under the recorder's launcher, as a launcher of ranks would."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests import forked_ranks
+from tests.faults.cases import Case
+from tests.faults.faulty_training import FAULT_TIME
+from tests.forked_process import ForkedProcess
+
+SCRIPT = Path(__file__).with_name("faulty_training.py")
+HANG_AFTER_S = 3.0
+_TERM_S = 3.0
+_LIMIT_S = 60.0
+_AFTER_REPORT_S = 1.0
+"""How long the ranks go on after the report: the other ranks print it too."""
+_STARTING = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was said about one case."""
+
+    case: Case
+    found: dict[str, Any]
+    """The JSON of `fsdp-inspect diagnose` after everything was killed."""
+    said_after_s: float | None
+    """Seconds from the begin of the faulty step to the first report on stderr; None: no report, or
+    the step did not begin."""
+    stderr: str
+
+
+class Ranks(NamedTuple):
+    """Running ranks."""
+
+    processes: list[ForkedProcess]
+    stderr: Path
+    store: Any
+    """The store of the process group, which lives as long as this object."""
+
+
+def run_case(case: Case, folder: Path) -> Outcome:
+    """Train with a fault, kill everything as a launcher does, and diagnose what is left."""
+    folder.mkdir(parents=True)
+    arguments = (
+        *("-m", "fsdp_inspect.record", "--out", str(folder / "runs"), "--no-verdict"),
+        *("--hang-after", str(HANG_AFTER_S), "--memory-steps", "none", str(SCRIPT), case.fault),
+        *("--model", case.model, "--rank", str(case.rank), "--step", str(case.step)),
+    )
+    ranks = start_ranks(arguments, case.num_ranks, folder)
+    try:
+        said_at = _wait(ranks, time.monotonic())
+    finally:
+        end_ranks(ranks)
+    fault = folder / FAULT_TIME
+    fault_at = float(fault.read_text()) if fault.exists() else None
+    said = None if said_at is None or fault_at is None else said_at - fault_at
+    return Outcome(case, diagnose_run(folder / "runs"), said, ranks.stderr.read_text())
+
+
+def diagnose_run(runs: Path) -> dict[str, Any]:
+    """The JSON of `fsdp-inspect diagnose` for the only run in a folder."""
+    run = next(runs.iterdir())
+    command = [sys.executable, "-m", "fsdp_inspect", "diagnose", str(run), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1, 2) or not done.stdout:
+        raise RuntimeError(f"diagnose failed: {done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found | {"exit_code": done.returncode}
+
+
+def start_ranks(arguments: Sequence[str], num_ranks: int, folder: Path) -> Ranks:
+    """Start `python ARGUMENTS` on each rank."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outputs = (folder / "stdout", folder / "stderr")
+    command = [sys.executable, *arguments]
+    with outputs[0].open("ab") as stdout, outputs[1].open("ab") as stderr, _STARTING:
+        ranks = [
+            ForkedProcess(command, cwd=folder, env=own, stdout=stdout, stderr=stderr)
+            for own in forked_ranks.rank_environments(num_ranks, store.port, {})
+        ]
+    return Ranks(ranks, outputs[1], store)
+
+
+def _wait(ranks: Ranks, begun: float) -> float | None:
+    """Wait for a finding, the end of all ranks, or the death of one; returns when it was said.
+
+    Times are those of the machine's monotonic clock.
+    """
+    said: float | None = None
+    failed: float | None = None
+    while time.monotonic() - begun < _LIMIT_S:
+        time.sleep(0.1)
+        now = time.monotonic()
+        if said is None and _has_report(ranks.stderr.read_text()):
+            said = now
+        if all(rank.poll() is not None for rank in ranks.processes):
+            return said
+        if failed is None and any(rank.poll() for rank in ranks.processes):
+            failed = now
+        if failed is not None and now - failed > 1.0:
+            return said
+        if said is not None and now > said + _AFTER_REPORT_S:
+            return said
+    return said
+
+
+def _has_report(stderr: str) -> bool:
+    """Whether the recorder has reported a problem."""
+    lines = [line for line in stderr.split("\n") if line.startswith("fsdp_inspect: ")]
+    return any("recorded in" not in line for line in lines)
+
+
+def end_ranks(ranks: Ranks) -> None:
+    """End the ranks that are left as `torchrun` does: SIGTERM, then SIGKILL."""
+    for rank in ranks.processes:
+        rank.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + _TERM_S
+    for rank in ranks.processes:
+        rank.join(max(deadline - time.monotonic(), 0))
+        rank.kill()
+        rank.join()
+
+
+def run_healthy(folder: Path, *, num_ranks: int, model: str) -> str:
+    """Train without a fault; returns what was said that is an alarm, or nothing."""
+    folder.mkdir(parents=True)
+    arguments = (
+        *("-m", "fsdp_inspect.record", "--out", str(folder / "runs"), "--no-verdict"),
+        *("--hang-after", "2", "--memory-steps", "none", str(SCRIPT), "none", "--model", model),
+        *("--steps", "12", "--pause", "0.02"),
+    )
+    ranks = start_ranks(arguments, num_ranks, folder)
+    deadline = time.monotonic() + _LIMIT_S
+    for rank in ranks.processes:
+        rank.join(max(deadline - time.monotonic(), 0))
+    end_ranks(ranks)
+    found = diagnose_run(folder / "runs")
+    alarms = [
+        line
+        for line in ranks.stderr.read_text().split("\n")
+        if line.startswith("fsdp_inspect: ") and "recorded in" not in line
+    ]
+    return "; ".join(alarms) if found["status"] == "healthy" else str(found["sentence"])

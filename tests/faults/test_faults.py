@@ -1,0 +1,53 @@
+"""One training for each fault; `make faults` runs more of them, on more ranks."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cases import EXPECTED, Case
+from tests.faults.judging import RIGHT, judge
+from tests.faults.running import SCRIPT, end_ranks, run_case, run_healthy, start_ranks
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def test_every_fault_is_named_with_its_rank_and_line(tmp_path: Path) -> None:
+    cases = [
+        Case(fault, ("mlp", "llama")[number % 2], 3, number % 3, 4)
+        for number, fault in enumerate(EXPECTED)
+    ]
+
+    with ThreadPoolExecutor(3) as pool:  # most of the time they wait
+        outcomes = pool.map(run_case, cases, [tmp_path / case.fault for case in cases])
+        verdicts = [judge(outcome) for outcome in outcomes]
+
+    wrong = [
+        (each.outcome.case.name, each.outcome.found)
+        for each in verdicts
+        if (each.problem, each.ranks, each.line) != (RIGHT, RIGHT, RIGHT)
+    ]
+    assert not wrong
+    assert not any(each.is_false_culprit for each in verdicts)
+
+
+@pytest.mark.parametrize("model", ["mlp", "llama"])
+def test_a_healthy_training_raises_no_alarm(tmp_path: Path, model: str) -> None:
+    assert run_healthy(tmp_path / "healthy", num_ranks=2, model=model) == ""
+
+
+@pytest.mark.parametrize(("fault", "codes"), [("swap-equal", [1, 1, 1]), ("none", [0, 0, 0])])
+def test_raise_stops_every_rank_before_the_update(
+    tmp_path: Path, fault: str, codes: list[int]
+) -> None:
+    options = ("--out", "runs", "--no-verdict", "--memory-steps", "none", "--on-desync", "raise")
+    training = (str(SCRIPT), fault, "--rank", "1", "--step", "4")
+    ranks = start_ranks(("-m", "fsdp_inspect.record", *options, *training), 3, tmp_path)
+    for process in ranks.processes:
+        process.join(60)
+    end_ranks(ranks)
+
+    assert [process.returncode for process in ranks.processes] == codes
+    said = [line for line in ranks.stderr.read_text().split("\n") if "DesyncError: Rank 1" in line]
+    assert len(said) == (3 if fault != "none" else 0)
+    assert all(line.endswith("The optimizer step was not taken.") for line in said)

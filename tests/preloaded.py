@@ -1,0 +1,32 @@
+"""Import all modules that a forked rank uses, in the server that ranks are forked from.
+
+torch loads `torch._dynamo` when an optimizer or a module is first called, which takes 1.2 s of
+every rank. The objects are then frozen: a rank neither collects them nor copies their pages.
+"""
+
+import gc
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.run
+import torch.distributed.tensor.parallel
+import torch.onnx
+import torch.profiler
+import torch.testing._internal.distributed.fake_pg
+import torch.utils.checkpoint
+
+import fsdp_inspect.forecast.forecast
+import fsdp_inspect.recording.launcher
+import fsdp_inspect.recording.recorder
+import fsdp_inspect.recording.verdict
+import instrumented_trainer.command_line
+import instrumented_trainer.forecasting
+import instrumented_trainer.trainer
+
+__all__ = ["fsdp_inspect", "instrumented_trainer", "torch"]
+
+gc.collect()
+gc.freeze()

@@ -1,0 +1,132 @@
+"""The black box of a rank in memory, and the process that saves it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_inspect.recording.black_box import BlackBoxWriter
+from fsdp_inspect.recording.dist_calls import uses_compile
+from fsdp_inspect.trace.black_box import CAPACITY, Header, decode
+from fsdp_inspect.trace.codes import EventKind, Phase
+
+GATHER = int(EventKind.ALL_GATHER)
+HEADER = Header(**dict.fromkeys(Header.__slots__, 0))
+_DIES = """
+import os, sys, time
+import torch.distributed as dist
+from pathlib import Path
+from fsdp_inspect.recording.black_box import BlackBoxWriter
+from fsdp_inspect.trace.black_box import Header
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+box = BlackBoxWriter(time.perf_counter_ns)
+box.write_header(Header(**dict.fromkeys(Header.__slots__, 0)))
+assert box.start_keeper(Path(sys.argv[1]))
+for unit in range(5):
+    box.issue(11, unit, dist.group.WORLD, 64, 1, 2, 3, 0, 0)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def group() -> dist.ProcessGroup:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def issue(box: BlackBoxWriter, group: dist.ProcessGroup, unit: int, kind: int = GATHER) -> int:
+    return box.issue(kind, unit, group, 64, 1, Phase.FORWARD, 3, 0, 0)
+
+
+def test_entries_are_in_order_with_their_ends(group: dist.ProcessGroup) -> None:
+    box = BlackBoxWriter(lambda: 5)
+    numbers = [issue(box, group, unit) for unit in range(3)]
+    box.finish(numbers[1], 9)
+    box.write_header(HEADER)
+
+    entries = decode(box.contents()).entries
+
+    assert entries["unit"].tolist() == [0, 1, 2]
+    assert entries["finished_ns"].tolist() == [0, 9, 0]
+    assert entries["sequence"].tolist() == [0, 1, 2]
+
+
+def test_the_ring_keeps_the_newest(group: dist.ProcessGroup) -> None:
+    box = BlackBoxWriter(lambda: 5)
+    for unit in range(CAPACITY + 10):
+        issue(box, group, unit)
+    box.write_header(HEADER)
+
+    entries = decode(box.contents()).entries
+
+    assert entries["unit"].tolist() == list(range(10, CAPACITY + 10))
+
+
+def test_equal_orders_have_equal_digests_and_others_do_not(group: dist.ProcessGroup) -> None:
+    one, same, other = (BlackBoxWriter(lambda: 5) for _ in range(3))
+    for unit in (0, 1, 2):
+        issue(one, group, unit)
+        issue(same, group, unit)
+    for unit in (0, 2, 1):
+        issue(other, group, unit)
+
+    assert one.orders[0].last == same.orders[0].last != other.orders[0].last
+    assert one.orders[0].digest_at(1) == other.orders[0].digest_at(1)
+    assert one.orders[0].digest_at(4) is None
+
+
+def test_point_to_point_is_no_part_of_the_order(group: dist.ProcessGroup) -> None:
+    box = BlackBoxWriter(lambda: 5)
+    issue(box, group, 0)
+    before = box.orders[0].last
+    issue(box, group, 0, int(EventKind.POINT_TO_POINT))
+    assert (box.orders[0].last, box.orders[0].count) == (before, 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the keeper needs Linux")
+def test_a_rank_that_is_killed_leaves_all_of_its_collectives(tmp_path: Path) -> None:
+    target = tmp_path / "black_box.bin"
+
+    done = subprocess.run([sys.executable, "-c", _DIES, str(target)], check=False)
+
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if target.exists() and decode(target.read_bytes()).header.ended_unix_ns:
+            break
+        time.sleep(0.05)
+    box = decode(target.read_bytes())
+    assert box.entries["unit"].tolist() == [0, 1, 2, 3, 4]
+    assert abs(box.header.ended_unix_ns - time.time_ns()) < 60e9
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the keeper needs Linux")
+def test_the_keeper_ends_when_it_is_asked_to(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    box = BlackBoxWriter(lambda: 5)
+    issue(box, group, 7)
+    box.write_header(HEADER)
+    assert box.start_keeper(tmp_path / "black_box.bin")
+
+    box.stop_keeper(20)
+
+    assert decode((tmp_path / "black_box.bin").read_bytes()).entries["unit"].tolist() == [7]
+    assert decode((tmp_path / "black_box.bin").read_bytes()).header.ended_unix_ns == 0
+
+
+def test_a_compiled_frame_is_noticed() -> None:
+    """torch 2.13: `torch._dynamo.utils.counters` counts the frames that dynamo has seen."""
+    torch._dynamo.utils.counters["frames"].clear()
+    assert not uses_compile()
+
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
+
+    assert uses_compile()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters["frames"].clear()
