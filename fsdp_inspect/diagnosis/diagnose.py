@@ -350,13 +350,13 @@ class _Case:
         return self._no_collective()
 
     def _is_stuck(self) -> bool:
-        headers = [box.header for box in self._boxes.values()]
-        if any(header.hang_seen_ns for header in headers):
+        if all(end.kind is EndKind.COMPLETE for end in self._ends.values()):
+            return False
+        if any(box.header.hang_seen_ns for box in self._boxes.values()):
             return True
-        over = all(end.kind is EndKind.COMPLETE for end in self._ends.values())
         longest = self._waits[0].seconds if self._waits else 0.0
         limit = max(LEAST_WAIT_S, *(self._mean_step_s(rank) * 3 for rank in self._boxes), 0.0)
-        return not over and not self._is_running and longest > limit
+        return not self._is_running and longest > limit
 
     def _mean_step_s(self, rank: int) -> float:
         entries = self._boxes[rank].entries

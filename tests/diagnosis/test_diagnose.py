@@ -70,6 +70,12 @@ def test_a_run_that_ended_in_order_is_healthy() -> None:
     assert (found.status, found.problem) == (Status.HEALTHY, None)
 
 
+def test_a_hang_that_ended_before_the_watchdog_looked_again_is_no_hang() -> None:
+    done = dict.fromkeys(RANKS, RunStatus.COMPLETE)
+    found = diagnose(run_of({rank: make_box(DONE, RANKS, HUNG) for rank in RANKS}, done))
+    assert (found.status, found.problem) == (Status.HEALTHY, None)
+
+
 def test_the_rank_that_never_came_is_late_with_its_line() -> None:
     boxes = {rank: waiting(rank) for rank in RANKS}
 
