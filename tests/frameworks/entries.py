@@ -44,8 +44,8 @@ ENTRIES = (
         "Transformers Trainer",
         ("transformers",),
         "`integrations.transformers.FsdpInspectCallback`",
-        "Transformers shards the model while it loads it (`distributed_config`). That also works "
-        "on CPU. The other way, `fsdp_config`, goes through Accelerate.",
+        "Transformers shards the model while it loads it (`distributed_config`), also on CPU. Its "
+        "other setting, `fsdp_config`, uses Accelerate.",
         scalars=frozenset({"loss", "grad_norm", "learning_rate", "eval_loss"}),
     ),
     Entry(
@@ -53,7 +53,7 @@ ENTRIES = (
         "Accelerate",
         ("accelerate",),
         "`integrations.accelerate.accelerate_recorder`",
-        "Accelerate has no supported way to FSDP2 on CPU. The fixture sets the state that an "
+        "Accelerate does not support FSDP2 on CPU. The test sets the state that an "
         "accelerator would set. `prepare` and the loop are Accelerate's own.",
         scalars=frozenset({"loss"}),
     ),
@@ -70,9 +70,9 @@ ENTRIES = (
         "torchtitan, `llama3_debugmodel`",
         ("torchtitan",),
         "`--override.imports` with `integrations.torchtitan.record`",
-        "On CPU the fixture replaces the device module, FlexAttention (by SDPA) and PREMUL_SUM "
+        "On CPU, the test replaces the device module, FlexAttention (by SDPA) and PREMUL_SUM "
         "(by SUM), and sets `--parallelism.spmd-backend partial_dtensor`. torch 2.13 lacks "
-        "`set_timeout`, which the fixture adds without effect. Sequences are short, and the data "
+        "`set_timeout`, so the test adds one that does nothing. Sequences are short, and the data "
         "are random tokens. The script calls `unshard()` on the head, so the plan check does not "
         "compare the all-gathers of that unit.",
         scalars=frozenset({"loss", "grad_norm", "validation_loss"}),
@@ -115,8 +115,8 @@ ENTRIES = (
         "PPO, hand-written",
         ("torch",),
         "`Recorder({'actor': actor, ...})`",
-        "Actor, critic and reference are one recording. Without a change of the script, a step is "
-        "a round of both optimizers, of which one iteration has two.",
+        "Actor, critic and reference are one recording. In the unmodified script, a step is "
+        "a round of both optimizers, so one PPO iteration has two steps.",
         ends=(1, 2),
         callback_ends=(3, 4),
         first_compared=2,

@@ -58,7 +58,7 @@ def _line(entry: Entry, row: Measured, way: str) -> str:
         "identical" if not recording.losses else "differ",
         f"{recording.num_collectives:,} equal" if not recording.counts else "differ",
         "complete" if not recording.recording else "incomplete",
-        "holds" if not recording.plan else "fails",
+        "passes" if not recording.plan else "fails",
         f"all {len(COMMANDS)} answer" if not failed else f"{', '.join(failed)} fail",
         _percent(recording.replay_error),
         _percent(recording.memory_error),

@@ -47,7 +47,7 @@ def test_a_row_shows_what_was_measured() -> None:
 
     assert (
         "| Transformers Trainer 1.2 | unmodified script | identical | 1,234 equal | complete "
-        "| holds | all 6 answer | -2.1% | unknown | ranked |\n"
+        "| passes | all 6 answer | -2.1% | unknown | ranked |\n"
     ) in matrix
 
 
