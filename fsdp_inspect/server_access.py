@@ -25,10 +25,10 @@ from fsdp_inspect.errors import FsdpInspectError
 TOKEN_VARIABLE = "FSDP_INSPECT_TOKEN"
 TOKEN_PARAMETER = "token"
 TOKEN_HELP = (
-    f"Require a token in the URL, or `Authorization: Bearer`. {TOKEN_VARIABLE} sets its value. "
-    f"Default: required if --host or {TOKEN_VARIABLE} is given, or if other users may exist: "
-    "another account with a login shell, accounts from a directory service, or an unreadable user "
-    "database."
+    f"Require a token in the URL, or as `Authorization: Bearer`. {TOKEN_VARIABLE} sets its value. "
+    f"By default, a token is required if --host or {TOKEN_VARIABLE} is given, or if the machine "
+    "may have other users: another account with a login shell, accounts from a directory service, "
+    "or an unreadable user database."
 )
 PROXY_HELP = (
     "Host name under which a reverse proxy or a tunnel serves this server. NAME means "

@@ -75,7 +75,9 @@ class TrainerConfig(BaseModel):
 
     preset: Preset = _setting(Section.MODEL, "tiny", "Shape of the decoder to train.")
     dim: PositiveInt | None = _setting(
-        Section.MODEL, None, "Width; this and the next five settings override the preset."
+        Section.MODEL,
+        None,
+        "Width of the model. This and the next five settings override the preset.",
     )
     num_layers: PositiveInt | None = _setting(Section.MODEL, None, "Number of blocks.")
     num_heads: PositiveInt | None = _setting(Section.MODEL, None, "Query heads.")
@@ -118,8 +120,9 @@ class TrainerConfig(BaseModel):
     accumulation_sync: Literal["every", "last", "all_reduce_last"] = _setting(
         Section.TRAINING,
         "every",
-        "When microbatches reduce their gradients: after each one; after the last one only "
-        "(gradients stay unsharded until then); or, with replicas, all-reduce after the last only.",
+        "Microbatches that reduce gradients. `every`: each one. `last`: the last one only, and "
+        "gradients stay unsharded until then. `all_reduce_last` (replicas only): each one "
+        "reduce-scatters, and only the last one all-reduces.",
     )
     eval_every: NonNegativeInt = _setting(
         Section.TRAINING, 0, "Evaluate after every N steps; 0: never."
@@ -128,8 +131,8 @@ class TrainerConfig(BaseModel):
     log_every: PositiveInt = _setting(
         Section.TRAINING,
         1,
-        "Reduce and print the loss after every N steps. A GPU never waits for it: the line of a "
-        "step appears when the GPU has finished the step, one or a few steps later.",
+        "Reduce and print the loss after every N steps. Training on a GPU does not wait for it: "
+        "the line of a step appears one or a few steps later.",
     )
     seed: NonNegativeInt = _setting(
         Section.TRAINING, 0, "Seed of the initial weights and of the order of the data."
@@ -179,16 +182,16 @@ class TrainerConfig(BaseModel):
         Section.SHARDING,
         "auto",
         "Free full parameters after forward and gather them again in backward. `auto`: yes, except "
-        "for the head and the root, which backward needs at once. An integer keeps a copy on each "
-        "group of that many ranks.",
+        "for the head and the root, which backward needs at once. An integer N reshards to groups "
+        "of N ranks.",
         legal="auto, true, false, a divisor of the sharding ranks; after `;` also per unit "
         "(true; layers.5=false)",
     )
     forward_prefetch: NonNegativeInt = _setting(
-        Section.SHARDING, 0, "Units to prefetch in forward; 0: torch's own order."
+        Section.SHARDING, 0, "Units to prefetch explicitly in forward; 0: torch's default."
     )
     backward_prefetch: NonNegativeInt = _setting(
-        Section.SHARDING, 0, "Units to prefetch in backward; 0: torch's own order."
+        Section.SHARDING, 0, "Units to prefetch explicitly in backward; 0: torch's default."
     )
     param_dtype: ComputeDtype = _setting(
         Section.SHARDING,
@@ -205,7 +208,9 @@ class TrainerConfig(BaseModel):
         legal="auto, N, or RxS with R x S ranks (2x4)",
     )
     offload: Literal["none", "cpu", "cpu_pinned"] = _setting(
-        Section.SHARDING, "none", "Keep sharded parameters, gradients and optimizer state on host."
+        Section.SHARDING,
+        "none",
+        "Keep sharded parameters, gradients and optimizer state in host memory.",
     )
     reshard_after_backward: bool = _setting(
         Section.SHARDING, True, "Free full parameters after backward too, between microbatches."
@@ -213,10 +218,11 @@ class TrainerConfig(BaseModel):
     unshard_async_op: bool = _setting(
         Section.SHARDING,
         False,
-        "Gather on the compute stream; with prefetch this overlaps on CPU too.",
+        "Issue all-gathers asynchronously on the compute stream. With prefetch, they then overlap "
+        "with compute on CPU too.",
     )
     reduce_scatter_buffers: PositiveInt = _setting(
-        Section.SHARDING, 1, "Largest number of reduce-scatter inputs alive at once."
+        Section.SHARDING, 1, "Largest number of reduce-scatter inputs that exist at once."
     )
     separate_reduce_scatter_group: bool = _setting(
         Section.SHARDING, False, "Give the reduce-scatter its own communicator."
@@ -244,7 +250,7 @@ class TrainerConfig(BaseModel):
     )
 
     record: bool = _setting(
-        Section.RECORDING, True, "Record the run with fsdp_inspect.Recorder (--no-record: do not)."
+        Section.RECORDING, True, "Record the run with fsdp_inspect.Recorder. --no-record: do not."
     )
     runs_dir: str = _setting(Section.RECORDING, "runs", "Folder of recorded runs.", legal="a path")
     name: str | None = _setting(
@@ -256,19 +262,19 @@ class TrainerConfig(BaseModel):
     memory_steps: str = _setting(
         Section.RECORDING,
         "auto",
-        "Memory steps, which attribute every live byte to its unit. They are slow, and no time "
-        "uses them.",
+        "Memory steps, which attribute every live byte to its unit. They are slow, so they are not "
+        "timed.",
         legal="auto, none, or step numbers separated by commas (5,9)",
     )
     record_warmup: NonNegativeInt = _setting(
-        Section.RECORDING, 3, "Number of warm-up steps, which no time uses."
+        Section.RECORDING, 3, "Number of warm-up steps, which are not timed."
     )
 
     emulate: str | None = _setting(
         Section.EMULATION,
         None,
-        "Run one process as rank 0 of many: real kernels, memory and scheduling, and a model of "
-        "the network. The loss is then meaningless and not shown.",
+        "Run one process as rank 0 of many ranks. Kernels, memory and scheduling are real, and a "
+        "model replaces the network. The loss is then meaningless and not shown.",
         legal=EMULATION_LEGAL,
     )
     fixed_compute: str | None = _setting(

@@ -107,8 +107,8 @@ KNOBS_OF_REDUCTION = (
         "Of its own: it does not queue behind all-gathers.",
         ("of its own", "shared"), False, lambda text: text == "of its own",
         {
-            "of its own": "--separate-reduce-scatter-group",
-            "shared": "--shared-reduce-scatter-group",
+            "of its own": "--reduce-scatter-group=separate",
+            "shared": "--reduce-scatter-group=shared",
         },
     ),
     Knob(

@@ -47,7 +47,7 @@ def advise(  # noqa: PLR0913 - one argument an option
     memory_limit: Annotated[
         int | None,
         typer.Option(
-            help="Highest allowed peak of a plan. Default: the memory of the device.",
+            help="Highest allowed peak memory of a plan. Default: the memory of the device.",
             metavar="SIZE",
             parser=parse_memory,
         ),
@@ -55,7 +55,8 @@ def advise(  # noqa: PLR0913 - one argument an option
     time_limit: Annotated[
         str | None,
         typer.Option(
-            help="Longest allowed step of the smallest plan. Default: the recorded step.",
+            help="Longest allowed step time, for the search of the plan with the lowest peak. "
+            "Default: the recorded step time.",
             metavar="TIME",
         ),
     ] = None,
@@ -69,16 +70,18 @@ def advise(  # noqa: PLR0913 - one argument an option
     write: Annotated[
         Path | None,
         typer.Option(
-            help="Write the fastest plan within the limit, and next to it its prediction for "
-            "`verify` and the diff of the script, if one can be written: plan.toml, "
-            "plan.prediction.json and plan.patch.",
+            help="Write the recommended plan to this file, for example plan.toml. Also writes its "
+            "prediction for `verify` (plan.prediction.json) and, if possible, a diff of the script "
+            "(plan.patch).",
             metavar="FILE",
         ),
     ] = None,
     take: Annotated[
         int | None,
         typer.Option(
-            help="With --write: only the first N changes.", parser=whole_number(1), metavar="N"
+            help="With --write: write only the first N changes.",
+            parser=whole_number(1),
+            metavar="N",
         ),
     ] = None,
     rules: Annotated[
@@ -94,16 +97,16 @@ def advise(  # noqa: PLR0913 - one argument an option
         bool,
         typer.Option(
             "--details",
-            help="Show all changes and findings, evidence, simulated plans, assumptions and "
-            "earlier predictions. JSON always has them.",
+            help="Show all changes and findings, with evidence, simulated plans, assumptions and "
+            "earlier predictions. --json always contains them.",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Recommend a change with its gain, memory cost, risk and code.
 
-    Problems that no sharding plan can fix come first, then plans by predicted gain. Each plan is
-    simulated from the recorded run. The gains of the changes add up.
+    Problems that no sharding plan can fix come first, then changes of the plan, each with its
+    predicted gain. Every plan is simulated from the recorded run. The gains of the changes add up.
 
     Example: `fsdp-inspect advise runs/demo --memory-limit 80GiB --write plan.toml`
     """

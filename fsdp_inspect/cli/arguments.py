@@ -22,7 +22,7 @@ RunArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="Run folder, its URL, or a folder with exactly one run.",
+        help="A run folder, its URL, or a folder that contains exactly one run.",
     ),
 ]
 
@@ -30,7 +30,7 @@ BandwidthOption = Annotated[
     str | None,
     typer.Option(
         "--bandwidth",
-        help="Bus bandwidth of the network, for example 50GB/s; default as recorded.",
+        help="Bus bandwidth of the network, for example 50GB/s. Default: that of the run.",
         metavar="RATE",
     ),
 ]
@@ -38,7 +38,7 @@ LatencyOption = Annotated[
     str | None,
     typer.Option(
         "--latency",
-        help="Latency of the network, for example 20us; default as recorded.",
+        help="Latency of the network, for example 20us. Default: that of the run.",
         metavar="TIME",
     ),
 ]

@@ -41,13 +41,13 @@ def check(  # noqa: PLR0913 - one argument an option
         list[str] | None,
         typer.Argument(
             metavar="[RUN...]",
-            help="A run or a forecast; several, or a folder of them, are repeats.",
+            help="A run or a forecast. Several runs, or a folder of runs, are repeats.",
             show_default=False,
         ),
     ] = None,
     baseline: Annotated[
         Path | None,
-        typer.Option(help="Baseline file, as --update writes it.", metavar="FILE"),
+        typer.Option(help="Baseline file. --update writes it.", metavar="FILE"),
     ] = None,
     budget: Annotated[
         Path | None,
@@ -75,7 +75,14 @@ def check(  # noqa: PLR0913 - one argument an option
         Path | None,
         typer.Option(help="New folder to keep the recorded runs in.", metavar="DIR"),
     ] = None,
-    output: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    output: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="Output format: text, markdown, junit or github.",
+        ),
+    ] = Format.TEXT,
     markdown: Annotated[
         Path | None, typer.Option(help="File to append the result to as Markdown.", metavar="FILE")
     ] = None,
@@ -86,12 +93,12 @@ def check(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Compare a run with its baseline, a budget, or both.
 
-    Exits with 0 if all limits hold, with 1 for a regression, and with 2 if the result is unknown.
+    Exit code 0: the run passes. 1: a regression. 2: the run cannot be judged.
 
-    Memory of forecasts and emulated runs is compared exactly; memory of real ranks may vary. Times
-    require five repeats a side, and a change within noise is unknown, not a pass. A baseline
-    belongs to one torch version, world size, mesh, device and declared plan. Warm-up steps never
-    count.
+    Memory of forecasts and emulated runs must equal the baseline to the byte. Memory of recorded
+    runs has a tolerance of 1%. Times require five runs on each side, and a change within noise
+    cannot be judged. A baseline belongs to one torch version, world size, mesh, device and declared
+    plan. Warm-up steps never count.
 
     Example: `fsdp-inspect check forecasts/llama-8b-8-ranks --baseline baselines/llama-8b-8.json`
     """

@@ -24,9 +24,9 @@ SidesArgument = Annotated[
 def compare(sides: SidesArgument, as_json: JsonOption = False) -> None:
     """Compare two or more runs: settings, times, units and memory.
 
-    Runs with equal settings are repeats of one side. Each run gives one time, because steps of one
-    process are not independent. With five runs a side, a rank test compares the times. With fewer,
-    changes below 10% are within noise. Counts and bytes are compared exactly.
+    Runs with equal settings are repeats of one side. Each run gives one step time, because steps of
+    one process are not independent. With five runs on each side, a rank test compares the times.
+    With fewer runs, changes below 10% are within noise. Counts and bytes are compared exactly.
 
     Example: `fsdp-inspect compare runs/before runs/after`
     """

@@ -35,16 +35,16 @@ def import_(
         typer.Option(
             metavar="SIZE",
             parser=parse_memory,
-            help="Largest uncompressed size of a trace, or memory of a snapshot; default 64GiB and "
-            "200 times the size of a compressed file.",
+            help="Largest uncompressed size of a trace, or largest memory for reading a snapshot. "
+            "Default: 64GiB, and at most 200 times the size of a compressed file.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Import traces of torch.profiler (CUDA, ROCm, CPU) or CUDA memory snapshots as a run.
 
-    Units come from the profiler ranges of FSDP. Notes list the data that a trace lacks. Large
-    traces are read in little memory, and a failed import leaves no partial run.
+    Units come from the profiler ranges of FSDP. Notes list the data that a trace does not contain.
+    Traces are read in bounded memory, and a failed import leaves no partial run.
 
     Example: `fsdp-inspect import traces/ --out runs/imported`
     """

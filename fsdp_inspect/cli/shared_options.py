@@ -16,13 +16,13 @@ def _shared(
         int | None,
         typer.Option(
             "--max-memory",
-            help="Largest memory for reading one file of a run. [default: 8GiB]",
+            help="Most memory that reading one file of a run may use. [default: 8GiB]",
             metavar="SIZE",
             parser=parse_memory,
         ),
     ] = None,
     traceback: Annotated[
-        bool, typer.Option("--traceback", help="Show the traceback of an error, for a report.")
+        bool, typer.Option("--traceback", help="Show the traceback of an error, for a bug report.")
     ] = False,
 ) -> None:
     """Apply the shared options; `cli.main` reads `--traceback` itself."""

@@ -23,6 +23,8 @@ from fsdp_inspect.cli.arguments import (
     whole_number,
 )
 
+_SEPARATE = "separate"
+
 
 def _parse_wrap(text: str) -> str:
     from fsdp_inspect.simulation.changes import WRAPS, is_wrap
@@ -42,6 +44,10 @@ def _parse_reshard(text: str) -> bool | int:
     )
 
 
+def _parse_reduce_scatter_group(text: str) -> str:
+    return _choose(text, (_SEPARATE, "shared"))
+
+
 def _parse_sync(text: str) -> str:
     from fsdp_inspect.trace.plan import AccumulationSync
 
@@ -57,7 +63,7 @@ def _parse_dtype(text: str) -> str:
 def _parse_checkpointing(text: str) -> str:
     from fsdp_inspect.simulation.changes import CheckpointingMode
 
-    hint = " A run does not record what selective checkpointing keeps: use fsdp-inspect forecast."
+    hint = " For selective checkpointing, use fsdp-inspect forecast."
     return _choose(text, get_args(CheckpointingMode), hint)
 
 
@@ -91,8 +97,9 @@ def simulate(  # noqa: PLR0913 - one argument an option
     reshard_after_forward: Annotated[
         Any,
         typer.Option(
-            help="Setting of all units except the root; N reshards to groups of N ranks.",
-            metavar="true|false|N",
+            help="Setting of all units except the root: true, false, or N to reshard to groups of "
+            "N ranks.",
+            metavar="VALUE",
             parser=_parse_reshard,
         ),
     ] = None,
@@ -109,17 +116,17 @@ def simulate(  # noqa: PLR0913 - one argument an option
     reduce_scatter_buffers: Annotated[
         int | None,
         typer.Option(
-            help="Reduce-scatter inputs that may be alive at once.",
+            help="Largest number of reduce-scatter inputs that exist at once.",
             parser=whole_number(1),
             metavar="N",
         ),
     ] = None,
-    separate_reduce_scatter_group: Annotated[
-        bool | None,
+    reduce_scatter_group: Annotated[
+        Any,
         typer.Option(
-            "--separate-reduce-scatter-group/--shared-reduce-scatter-group",
-            help="Whether reduce-scatter uses a separate communicator.",
-            show_default=False,
+            help="Communicator of reduce-scatter: separate, or shared with all-gather.",
+            metavar="KIND",
+            parser=_parse_reduce_scatter_group,
         ),
     ] = None,
     world_size: Annotated[
@@ -128,7 +135,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
     replicas: Annotated[
         int | None,
         typer.Option(
-            help="Replicas of the model (HSDP); with 1, all ranks shard.",
+            help="Number of replicas of the model (HSDP); 1 means that all ranks shard.",
             parser=whole_number(1),
             metavar="N",
         ),
@@ -171,9 +178,9 @@ def simulate(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Predict a step under another plan, from one recorded run.
 
-    The recorded plan is simulated first. Its error (self-check) is shown with the prediction.
-    Options change the recorded plan, or the plan of `--plan`. After you run the plan,
-    `fsdp-inspect verify` compares a written prediction with the run.
+    Options change the recorded plan, or the plan of `--plan`. The recorded plan is simulated first,
+    as a self-check, and the error of its step time is shown with the prediction. After you run the
+    plan, `fsdp-inspect verify` compares a written prediction with the run.
 
     Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
     """
@@ -199,7 +206,9 @@ def simulate(  # noqa: PLR0913 - one argument an option
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         reduce_scatter_buffers=reduce_scatter_buffers,
-        separate_reduce_scatter_group=separate_reduce_scatter_group,
+        separate_reduce_scatter_group=(
+            None if reduce_scatter_group is None else reduce_scatter_group == _SEPARATE
+        ),
         world_size=world_size,
         replicas=replicas,
         microbatches=microbatches,

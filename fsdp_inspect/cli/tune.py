@@ -30,7 +30,8 @@ def tune(  # noqa: PLR0913 - one argument an option
         typer.Argument(
             metavar="-- COMMAND",
             help="Your training command. {plan}, {runs} and {name} are replaced by the plan file, "
-            "the folder of runs and the name of the run. The baseline omits {plan} and its option.",
+            "the folder of runs and the name of the run. For the baseline, {plan} and the option "
+            "before it are removed.",
             show_default=False,
         ),
     ] = None,
@@ -56,11 +57,15 @@ def tune(  # noqa: PLR0913 - one argument an option
     ] = None,
     nproc_per_node: Annotated[
         int | None,
-        typer.Option(help="Ranks on this machine; default 2.", parser=whole_number(1), metavar="K"),
+        typer.Option(help="Ranks on this machine; default 2.", parser=whole_number(1), metavar="N"),
     ] = None,
     emulate: Annotated[
         str | None,
-        typer.Option(help="Emulate rank 0 of many ranks: world_size=8,...", metavar="SPEC"),
+        typer.Option(
+            help="Run the trainer as rank 0 of many emulated ranks: "
+            "world_size=8,bandwidth=50GB/s,latency=20us.",
+            metavar="SPEC",
+        ),
     ] = None,
     fixed_compute: Annotated[
         str | None,
@@ -84,29 +89,30 @@ def tune(  # noqa: PLR0913 - one argument an option
     ] = False,
     runs_dir: Annotated[
         Path,
-        typer.Option(help="Folder of runs, in which the session gets a folder.", metavar="DIR"),
+        typer.Option(help="Parent folder of the tuning session's folder.", metavar="DIR"),
     ] = Path("runs"),
     write: Annotated[
         Path | None,
         typer.Option(
-            help=f"File for the best plan; default {_BEST_PLAN} in the session.",
+            help=f"File for the best plan; default {_BEST_PLAN} in the session's folder.",
             metavar="FILE",
         ),
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Continue the session in this folder.", metavar="DIR"),
+        typer.Option(help="Continue the tuning session in this folder.", metavar="DIR"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Record, advise, run the best plans and the baseline, and verify.
 
-    The session records the baseline, simulates plans on it, and runs the best plans and the
-    baseline in turn. It writes each prediction before its plan runs, and each outcome to
-    predictions.jsonl. A plan that crashes or runs out of memory is an outcome. The fastest plan
-    beyond noise is written to a file. Ctrl-C keeps all completed runs.
+    `tune` records the baseline, simulates plans from it, and runs the best plans and the baseline
+    in turn. It writes each prediction before its plan runs, and each outcome to predictions.jsonl.
+    If a plan crashes or runs out of memory, its outcome is "failed". At the end, `tune` writes the
+    fastest plan to a file, if its gain is larger than process noise. Ctrl-C keeps all completed
+    runs.
 
-    With `--config`, the reference trainer runs with these settings.
+    Give either your own command, or settings of the trainer with `--config`.
 
     Example: `fsdp-inspect tune --budget 3 -- torchrun train.py --plan {plan} --runs-dir {runs}`
     """

@@ -39,28 +39,29 @@ def verify(
         list[str] | None,
         typer.Option(
             metavar="RUN",
-            help="A run of the baseline plan, or a folder of them; repeat for more. Default the "
-            "run of the prediction, if it is next to RUN.",
+            help="A run of the baseline plan, or a folder of them. Repeat the option for more "
+            "runs. Default: the run that the prediction comes from, if it is next to RUN.",
         ),
     ] = None,
-    ledger: Annotated[
+    history: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File for the outcome; default predictions.jsonl next to the baseline.",
+            help="Prediction history, to which the outcome is added. Default: predictions.jsonl "
+            "next to the baseline.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare a prediction with the run of its plan: step time, exposed time, peak memory.
 
-    The ruling compares the change from the baseline. With fewer than five runs a side, changes
-    below 10% of a step are within noise. The outcome is added to a file next to the runs, and
-    `advise` shows it.
+    The measured change from the baseline is compared with the predicted change. With fewer than
+    five runs on each side, changes below 10% of a step are within noise. The outcome is added to a
+    file next to the runs, and `advise --details` shows it.
 
-    Exits with 0 if the prediction held or is within noise, with 1 if it did not hold, and with 2 if
-    it cannot be judged: another plan, machine, model or network, or an unreadable file. In the last
-    case, no outcome is written.
+    Exit code 0: the prediction held, or the change is not significant. 1: the prediction did not
+    hold. 2: it cannot be judged, because the plan, machine, model or network differs or a file is
+    unreadable. With exit code 2, no outcome is written.
 
     Example: `fsdp-inspect verify plan.prediction.json runs/after --baseline runs/before`
     """
@@ -69,7 +70,7 @@ def verify(
     from fsdp_inspect.predictions.records import Ruling
 
     try:
-        ruling = _verify(prediction, runs, baseline or [], ledger, as_json=as_json).ruling
+        ruling = _verify(prediction, runs, baseline or [], history, as_json=as_json).ruling
     except FsdpInspectError as error:
         print(show_controls(f"fsdp-inspect: {error}"), file=sys.stderr)
         raise typer.Exit(CANNOT_BE_JUDGED) from error
@@ -138,9 +139,7 @@ def _keep(verification: "Verification", ledger: Path | None, beside: "StoredRun"
     if verification.ruling is Ruling.NOT_COMPARABLE:
         return "No outcome is written."
     if ledger is None and "://" in beside.path:
-        return (
-            "The outcome is not written: the runs are behind a URL. Give a file with --ledger FILE."
-        )
+        return "The outcome is not written: the runs are at a URL. Add --history FILE."
     place = ledger or find_ledger(Path(beside.path))
     prediction = verification.prediction
     try:

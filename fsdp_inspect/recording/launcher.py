@@ -11,10 +11,10 @@ ends, with the script's exception if there is one.
 A failure of the recording never stops the script or changes its exit code.
 
 Without a shared file system every node records below its own `--out`, into a folder with the name
-that rank 0 chose. Copy the parts together, rank 0's node last, and compact once:
+that rank 0 chose. Copy the parts to one machine and merge them:
 
-    rsync -a node1:/scratch/runs/ runs/ && rsync -a node0:/scratch/runs/ runs/
-    fsdp-inspect compact runs/<run>
+    rsync -a node0:/scratch/runs/ parts/0/ && rsync -a node1:/scratch/runs/ parts/1/
+    fsdp-inspect merge parts/*/<run> --out runs/<run>
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ Record an unmodified training script.
 
 Every rank runs the script as Python would run it, with the same results and exit code. The recorder
 attaches to every model sharded with fully_shard (FSDP2) when the first of them runs a forward pass
-with gradients. A step ends when an optimizer steps; with several models, when each optimizer has
-stepped. At the end rank 0 prints on stderr what limits the step, and the path of the recording.
+with gradients. A step ends when the optimizer steps. With several models, it ends when each
+optimizer has stepped. At the end, rank 0 prints what limits the step and the path of the run folder
+on stderr.
 """
 
 _EPILOG = """\
@@ -52,8 +53,8 @@ examples:
   fsdp-inspect summary runs/<run>        show the result in the terminal
   fsdp-inspect app runs                  show all runs in the browser
 
-Several nodes without a shared file system: each node records below its own --out, into a folder of
-the same name. Copy the parts into one folder, rank 0's node last, and run `fsdp-inspect compact`.
+On several nodes without a shared file system, each node records below its own --out, into a folder
+of the same name. Copy the parts to one machine, and join them with `fsdp-inspect merge`.
 
 To record the loss, mark the steps or choose the model, use fsdp_inspect.Recorder in the script.
 """
@@ -245,29 +246,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--warmup-steps",
         type=_step_count,
         metavar="N",
-        help="warm-up steps, which no time uses (default: 2)",
+        help="number of warm-up steps, not timed (default: 2)",
     )
     parser.add_argument(
         "--memory-steps",
         type=_memory_steps,
         default="auto",
         metavar="STEPS",
-        help="memory steps, which run under the storage tracker (about twice as slow, and no time "
-        "uses them): a list such as 3,50, counted from 0; 'none'; or 'auto', the first step after "
+        help="memory steps, which run under the storage tracker (about twice as slow, and not "
+        "timed): a list such as 3,50, counted from 0; 'none'; or 'auto', the first step after "
         "the warm-up (default: %(default)s)",
     )
     parser.add_argument(
         "--no-source",
         dest="record_source",
         action="store_false",
-        help="do not store the lines of the script around its fully_shard calls; `advise` then "
-        "writes no diff of the script",
+        help="do not store the source lines around the fully_shard calls; `advise` then writes no "
+        "diff of the script",
     )
     parser.add_argument(
         "--no-verdict",
         dest="print_verdict",
         action="store_false",
-        help="do not print at the end what limits the step",
+        help="do not print the verdict (what limits the step) at the end",
     )
     parser.add_argument(
         "--hang-after",
@@ -275,15 +276,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         metavar="SECONDS",
         help="report a hang after this time without progress: every rank writes its stacks, and "
-        "rank 0 prints what waits for what; nothing is ended (default: 60, or 20 steps if longer)",
+        "rank 0 prints the diagnosis; the job continues (default: 60, or the time of 20 steps if "
+        "longer)",
     )
     parser.add_argument(
         "--on-desync",
         choices=("warn", "raise", "off"),
         default="warn",
-        help="what to do when ranks issue different collectives: print it on every rank, or also "
-        "compare all ranks before each optimizer step and stop the training there, or compare "
-        "nothing (default: %(default)s)",
+        help="if ranks issue different collectives: `warn` prints the difference on every rank; "
+        "`raise` also compares all ranks before each optimizer step, and stops the training there; "
+        "`off` compares nothing (default: %(default)s)",
     )
     parser.add_argument(
         "-m",

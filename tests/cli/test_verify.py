@@ -27,7 +27,7 @@ def told(tmp_path, invoke):
 def test_a_prediction_that_holds_ends_with_0_and_is_kept(tuned, invoke, tmp_path):
     ledger = tmp_path / LEDGER_FILE
     files = (tuned.folder / "plan-1.prediction.json", tuned.run("plan-1-1"))
-    ended = invoke("verify", *files, "--ledger", ledger)
+    ended = invoke("verify", *files, "--history", ledger)
     assert ended.code == 0
     assert ended.out.startswith("Held: predicted -")
     for words in ("step time", "exposed", "peak allocated", "storage tracker", "emulated"):
@@ -40,7 +40,7 @@ def test_a_prediction_that_holds_ends_with_0_and_is_kept(tuned, invoke, tmp_path
 @pytest.mark.distributed
 def test_numbers_are_side_by_side_with_their_intervals(tuned, invoke, tmp_path):
     files = (tuned.folder / "plan-1.prediction.json", tuned.run("plan-1-1"))
-    options = ("--json", "--ledger", tmp_path / LEDGER_FILE)
+    options = ("--json", "--history", tmp_path / LEDGER_FILE)
     result = json.loads(invoke("verify", *files, *options).out)
     step, exposed, peak = result["quantities"]
     for each in (step, exposed, peak):
@@ -60,7 +60,7 @@ def test_a_prediction_that_does_not_hold_ends_with_1(tuned, invoke, tmp_path):
     wrong = json.loads((tuned.folder / "plan-1.prediction.json").read_text())
     wrong["step_time_ns"] = {"value": 10**6, "low": 10**6, "high": 2 * 10**6}
     file.write_text(json.dumps(wrong))
-    ended = invoke("verify", file, tuned.run("plan-1-1"), "--ledger", tmp_path / LEDGER_FILE)
+    ended = invoke("verify", file, tuned.run("plan-1-1"), "--history", tmp_path / LEDGER_FILE)
     assert ended.code == 1
     assert ended.out.startswith("Did not hold: predicted -9")
 
