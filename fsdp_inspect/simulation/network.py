@@ -65,6 +65,8 @@ class CostLine:
     """The extremes of an uncertain latency; None: fitted or given."""
     source: str = ""
     """Where the latency comes from in words; empty: the run's own collectives, or the user."""
+    missing: str = ""
+    """Why another source than the run has no latency either, in one sentence; empty: not tried."""
     pace: Pace = Pace.TYPICAL
 
     def duration_ns(self, message_bytes: int, factor: float) -> int:
@@ -259,9 +261,13 @@ def _assume_latency(name: str, line: CostLine, bounds: Bounds) -> str:
         latency = format_ns(line.latency_ns)
         extent = "" if least == most else f", {between}"
         return f"The latency of {name} is {latency}{extent}, from {line.source}."
+    remedy = "`python -m fsdp_inspect.probe` measures the latency."
+    if line.missing:
+        why = f"{why} {line.missing}"
+        remedy = "Run `python -m fsdp_inspect.probe` again while the machines are idle."
     return (
         f"The latency of {name} is {between}: {why} The prediction takes the middle, and its "
-        "interval covers both ends. `python -m fsdp_inspect.probe` measures the latency."
+        f"interval covers both ends. {remedy}"
     )
 
 
@@ -274,7 +280,7 @@ def _check(bus_bytes_per_s: float | None, latency_ns: float | None) -> None:
 
 KnownLine = Callable[[EventKind, Sequence[int]], CostLine | None]
 """The line of a kind of collective in a group, by its ranks, from another source than the run's
-own collectives; None: unknown."""
+own collectives; None: unknown. If its fit has a refusal, the source has no latency either."""
 
 
 def fit_network(
@@ -359,6 +365,10 @@ class _Sample:
             ratio = self.mean_ns / self.fit.predict_ns(self.mean_bytes)
             return CostLine(self.fit.latency_ns * ratio, self.fit.bus_bytes_per_s / ratio, self.fit)
         least, most, typical = 0.0, most_latency_ns, most_latency_ns / 2
+        missing = ""
+        if known is not None and known.fit is not None and known.fit.refusal is not None:
+            missing = f"{known.source.capitalize()} does not show it either: {known.fit.refusal}"
+            known = None
         if known is not None:
             typical = known.latency_ns
             error = _NORMAL_90 * known.fit.error_ns(0) if known.fit else 0.0
@@ -372,6 +382,7 @@ class _Sample:
             fit=self.fit,
             bounds=bounds,
             source="" if known is None else known.source,
+            missing=missing,
         )
 
     def _through_mean(self, latency_ns: float) -> CostLine:

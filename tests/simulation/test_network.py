@@ -123,22 +123,36 @@ def test_an_emulated_network_states_its_latency():
     ]
 
 
-def test_a_probe_of_the_same_group_gives_the_latency():
-    probed = [
+def probed_network(*probed: tuple[int, int]) -> Network:
+    """The network of a run with one all-gather of 10 ms and a probe: bytes and durations."""
+    messages = [
         ProbedMessage(kind="all_gather", ranks=[0, 1, 2, 3], bytes=size, count=9, duration_ns=ns)
-        for size, ns in ((1000, 8 * MS), (4000, 11 * MS), (8000, 15 * MS))
+        for size, ns in probed
     ]
     builder = RunBuilder(("layers.0",), world_size=4)
     builder.rank(0).all_gather("layers.0", 0, 10 * MS, bytes=4000)
     run = builder.build()
-    probe = NetworkProbe(world_size=4, backend="gloo", device_type="cpu", messages=probed)
-    network = fit_network(
-        run.events(0), run.manifest.process_groups, known_lines(_with_probe(run, probe))
-    )
-    line = gather_line(network)
+    probe = NetworkProbe(world_size=4, backend="gloo", device_type="cpu", messages=messages)
+    known = known_lines(_with_probe(run, probe))
+    return fit_network(run.events(0), run.manifest.process_groups, known)
+
+
+def test_a_probe_of_the_same_group_gives_the_latency():
+    line = gather_line(probed_network((1000, 8 * MS), (4000, 11 * MS), (8000, 15 * MS)))
     assert line.latency_ns == pytest.approx(7 * MS, rel=0.01)
     assert line.duration_ns(4000, FACTOR) == 10 * MS  # the run's own mean, not that of the probe
     assert line.source == "the network probe of the run"
+
+
+def test_a_probe_that_scatters_too_much_says_so_and_leaves_the_latency_unknown():
+    network = probed_network((1000, 9 * MS), (2000, 3 * MS), (4000, 9 * MS), (8000, 3 * MS))
+    assert gather_line(network).bounds == gather_line(network_of((4000, 10 * MS))).bounds
+    [assumption] = unknown_latencies(network)
+    assert assumption.startswith(
+        "The latency of all-gather is between 0 ns and 10.0 ms: All 1 mess"
+    )
+    assert "The network probe of the run does not show it either: The " in assumption
+    assert "Run `python -m fsdp_inspect.probe` again while the machines are idle." in assumption
 
 
 def test_a_probe_of_another_group_is_ignored():
