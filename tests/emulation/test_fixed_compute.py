@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from fsdp_inspect.emulation.specification import parse_specification
 from fsdp_inspect.errors import ConfigError
 
 TIMES = parse_fixed_times("forward=10ms,backward=20ms")
-SLACK_S = 0.02
+MS = 1_000_000
 
 
 @pytest.fixture
@@ -36,29 +37,51 @@ def fixed_parts(emulation: Emulation, *modules: nn.Module) -> FixedCompute:
     return fixed
 
 
-def seconds(action: object) -> float:
-    begin = time.perf_counter()
-    action()  # type: ignore[operator]
-    return time.perf_counter() - begin
+class Clock:
+    """A clock that only sleeping moves: computation takes no time, so durations are exact."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def perf_counter_ns(self) -> int:
+        return self.now_ns
+
+    def sleep_until(self, deadline_ns: int) -> None:
+        self.now_ns = max(self.now_ns, deadline_ns)
+
+    def duration_ns(self, action: Callable[[], object]) -> int:
+        begin = self.now_ns
+        action()
+        return self.now_ns - begin
 
 
-def test_each_part_lasts_its_time_in_forward_and_backward(emulation: Emulation):
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Replaces the clock of the parts. The clock of the network stays the machine's."""
+    clock = Clock()
+    name = "fsdp_inspect.emulation.fixed_compute"
+    monkeypatch.setattr(f"{name}.time", SimpleNamespace(perf_counter_ns=clock.perf_counter_ns))
+    monkeypatch.setattr(f"{name}.sleep_until", clock.sleep_until)
+    return clock
+
+
+def test_each_part_lasts_its_time_in_forward_and_backward(emulation: Emulation, clock: Clock):
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     fixed = fixed_parts(emulation, first, second)
     x = torch.ones(2, 8, requires_grad=True)
     outputs: list[torch.Tensor] = []
 
-    assert 0.02 <= seconds(lambda: outputs.append(second(first(x)).sum())) < 0.02 + SLACK_S
-    assert 0.04 <= seconds(outputs[0].backward) < 0.04 + SLACK_S
+    assert clock.duration_ns(lambda: outputs.append(second(first(x)).sum())) == 20 * MS
+    assert clock.duration_ns(outputs[0].backward) == 40 * MS
     assert (fixed.num_spans, fixed.num_overruns) == (4, 0)
 
 
-def test_a_part_whose_input_has_no_gradient_has_a_backward_too(emulation: Emulation):
+def test_a_part_whose_input_has_no_gradient_has_a_backward_too(emulation: Emulation, clock: Clock):
     embedding = nn.Embedding(8, 8)
     fixed = fixed_parts(emulation, embedding)
     loss = embedding(torch.zeros(2, dtype=torch.int64)).sum()
 
-    assert 0.02 <= seconds(loss.backward) < 0.02 + SLACK_S
+    assert clock.duration_ns(loss.backward) == 20 * MS
     assert fixed.num_spans == 2
 
 
@@ -71,13 +94,13 @@ def test_an_evaluation_has_no_backward(emulation: Emulation):
     assert fixed.num_spans == 1
 
 
-def test_recomputation_lasts_a_forward_more(emulation: Emulation):
+def test_recomputation_lasts_a_forward_more(emulation: Emulation, clock: Clock):
     linear = nn.Linear(8, 8)
     fixed = fixed_parts(emulation, linear)
     x = torch.ones(2, 8, requires_grad=True)
     loss = checkpoint(linear, x, use_reentrant=False).sum()
 
-    assert 0.03 <= seconds(loss.backward) < 0.03 + SLACK_S
+    assert clock.duration_ns(loss.backward) == 30 * MS
     assert fixed.num_spans == 3
 
 
@@ -89,9 +112,11 @@ def test_fsdp_inside_a_part_is_not_counted_as_its_computation(emulation: Emulati
         fully_shard(inner)
         fully_shard(outer)
         fixed_parts(emulation, outer)
-        elapsed = seconds(lambda: outer(torch.ones(2, 8)))
+        begin = time.perf_counter()
+        outer(torch.ones(2, 8))
+        elapsed_s = time.perf_counter() - begin
 
-    assert elapsed >= 0.04
+    assert elapsed_s >= 0.04
 
 
 def emulate_slowly(emulation: Emulation) -> pytest.MonkeyPatch:

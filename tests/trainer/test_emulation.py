@@ -87,14 +87,15 @@ def test_no_loss_is_recorded(trained: tuple[str, Path]):
     assert run.ranks[0].problems == []
 
 
-def test_a_block_lasts_its_two_halves(trained: tuple[str, Path]):
+def test_a_block_lasts_at_least_its_two_halves(trained: tuple[str, Path]):
     run = open_run(trained[1])
     block = next(unit.index for unit in run.manifest.units if unit.fqn == "layers.0")
-    forwards = run.events(0, steps=[3], kinds=[EventKind.FORWARD])
+    forwards = run.events(0, kinds=[EventKind.FORWARD])
     mine = (forwards.unit == block) & (forwards.phase == Phase.FORWARD)
     duration_ns = (forwards.end_ns - forwards.start_ns)[mine]
 
-    assert 4_000_000 <= duration_ns[0] < 14_000_000
+    assert len(duration_ns) == 4
+    assert duration_ns.min() >= 4_000_000
 
 
 @pytest.mark.parametrize(
