@@ -36,7 +36,7 @@ def command():
             text=True,
             cwd=cwd,
             env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
-            timeout=60,
+            timeout=300,
         )
         return Ended(done.returncode, done.stdout, done.stderr)
 
@@ -61,15 +61,7 @@ def invoke(capsys, monkeypatch):
 
 @pytest.fixture(scope="session")
 def tuned(tmp_path_factory):
-    """One tuning session under emulation: baseline, a plan, the baseline again.
-
-    One in which the prediction did not hold is given a second chance, from the start: other work
-    may come to the machine between the runs of a session, and no plan is to blame for that.
-    """
-    for _ in range(2):
-        folder = tmp_path_factory.mktemp("tuned")
-        (folder / "config.toml").write_text(CONFIG)
-        session = tune(folder / "runs", "--config", folder / "config.toml", "--budget", "1")
-        if session.result["plans"][0]["ruling"] == "held":
-            break
-    return session
+    """One tuning session under emulation: baseline, a plan, the baseline again."""
+    folder = tmp_path_factory.mktemp("tuned")
+    (folder / "config.toml").write_text(CONFIG)
+    return tune(folder / "runs", "--config", folder / "config.toml", "--budget", "1")
