@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
@@ -113,13 +113,13 @@ def test_a_run_that_goes_on_is_followed(recorded, address):
 
 
 def scrape(address):
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=300) as answer:
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
         return parse(answer.read().decode())
 
 
 def status(address, path, **headers):
-    with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+    with closing(http.client.HTTPConnection(address, timeout=300)) as connection:
         connection.request("GET", path, headers=headers)
         return connection.getresponse().status
 
@@ -183,7 +183,7 @@ def test_an_address_that_others_reach_says_what_that_exposes(invoke, runs_folder
 
 
 def test_requests_that_are_never_finished_are_closed(monkeypatch):
-    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.5)
     before = threading.active_count()
     with metrics._listen("127.0.0.1", 0) as server:
         serve_in_thread(server, token=None)
@@ -193,22 +193,30 @@ def test_requests_that_are_never_finished_are_closed(monkeypatch):
                 for _ in range(50)
             ]
             for connection in connections:
-                connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n")
-            for connection in connections:
-                connection.settimeout(20)
-                assert connection.recv(1) == b""  # the server has closed it
+                with suppress(ConnectionError):  # on a busy machine it can be closed already
+                    connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n")
+            assert all(is_closed(connection) for connection in connections)
+        monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 60)
         assert status(f"127.0.0.1:{server.server_address[1]}", "/metrics") == 200
         server.shutdown()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert threading.active_count() <= before
 
 
+def is_closed(connection):
+    """Whether the server closes the connection, without an answer, within a minute."""
+    connection.settimeout(60)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
 @pytest.fixture
 def server(monkeypatch):
-    """A server of two connections at once, with a short time for a request."""
-    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 1.0)
+    """A server of two connections at once."""
     monkeypatch.setattr(metrics, "MAX_CONNECTIONS", 2)
     with metrics._listen("127.0.0.1", 0) as running:
         serve_in_thread(running, token=None)
@@ -216,12 +224,13 @@ def server(monkeypatch):
         running.shutdown()
 
 
-def test_a_request_that_arrives_byte_by_byte_is_cut_off(server):
+def test_a_request_that_arrives_byte_by_byte_is_cut_off(server, monkeypatch):
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 1.0)
     with socket.create_connection(server.server_address) as slow:
-        started = time.monotonic()
-        while time.monotonic() - started < 20 and not is_closed_after(slow, b"G"):
+        deadline = time.monotonic() + 60
+        while not is_closed_after(slow, b"G"):
+            assert time.monotonic() < deadline
             time.sleep(0.2)
-        assert time.monotonic() - started < 10
 
 
 def is_closed_after(connection, content):
@@ -232,14 +241,22 @@ def is_closed_after(connection, content):
     return False
 
 
-def test_connections_above_the_limit_are_closed_and_later_ones_answered(server):
+def test_connections_above_the_limit_are_closed_and_later_ones_answered(server, monkeypatch):
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 300)  # only the limit closes a connection
     with ExitStack() as opened:
         for _ in range(2):
             opened.enter_context(socket.create_connection(server.server_address))
-        time.sleep(0.2)
-        third = opened.enter_context(socket.create_connection(server.server_address))
-        third.settimeout(0.7)
-        assert third.recv(1) == b""
-    time.sleep(0.3)
+        assert is_closed(opened.enter_context(socket.create_connection(server.server_address)))
     address = f"127.0.0.1:{server.server_address[1]}"
-    assert status(address, "/metrics") == 200
+    deadline = time.monotonic() + 60
+    while not is_answered(address):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_answered(address):
+    """Whether a place is free: the server notices a little later that a client has gone."""
+    try:
+        return status(address, "/metrics") == 200
+    except (ConnectionError, http.client.BadStatusLine):
+        return False
