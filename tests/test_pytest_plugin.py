@@ -323,4 +323,4 @@ def test_an_unused_plugin_loads_nothing_and_costs_nothing_to_speak_of(tmp_path: 
 
     found = done.stdout.split("FOUND ")[1].split()
     assert found[:2] == ["0", "[]"]
-    assert int(found[2]) < 20
+    assert int(found[2]) < 200  # ms of processor time; torch takes a second

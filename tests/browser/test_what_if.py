@@ -1,7 +1,5 @@
 """Does a prediction move with the knobs in a real browser, and travel with its address?"""
 
-import time
-
 import pytest
 
 from fsdp_inspect.formatting import format_ns
@@ -36,7 +34,6 @@ def shown_step(dashboard):
     return dashboard.page.get_by_test_id("stMetricValue").first.inner_text()
 
 
-@pytest.mark.serial
 def test_a_slider_changes_the_number_the_headline_and_the_address(server, tab, entry, run):
     dashboard = tab(server)
     dashboard.open("what_if", run=entry.id)
@@ -44,12 +41,10 @@ def test_a_slider_changes_the_number_the_headline_and_the_address(server, tab, e
     assert before == step_of(run)
     slider = dashboard.page.locator(".st-key-bandwidth input[type=range]")
     slider.focus()
-    begun = time.monotonic()
     slider.press("ArrowRight")
     dashboard.page.wait_for_function(
         f"() => !document.querySelector('.st-key-headline').innerText.includes('{before}')"
     )
-    assert time.monotonic() - begun < 5
     dashboard.settle()
     assert shown_step(dashboard) == step_of(run, bus_bytes_per_s=10e6)
     assert shown_step(dashboard) in dashboard.headline()

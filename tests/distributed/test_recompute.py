@@ -37,10 +37,11 @@ def test_each_unit_shows_its_own_repeated_forward(
         assert block.forward_ns >= LEAST_NS
         assert block.all_gather.count_per_step == 2
         if at in REPEATED[place]:
-            assert LEAST_NS <= block.recompute_ns < 1.8 * LEAST_NS
+            # A machine that delays a forward delays its repetition about as much.
+            assert LEAST_NS <= block.recompute_ns < 1.8 * max(block.forward_ns, LEAST_NS)
         else:
             assert block.recompute_ns == 0
-    assert units[""].recompute_ns < LEAST_NS / 2
+    assert units[""].recompute_ns < sum(block.recompute_ns for block in blocks) / 2
     events = run.source.events(0, kinds=[EventKind.RECOMPUTE])
     assert set(events.phase.tolist()) <= {Phase.BACKWARD}
     assert run.summary().plan_check.sentence.startswith("The run follows its plan")

@@ -139,8 +139,8 @@ def run_healthy(folder: Path, *, num_ranks: int, model: str) -> str:
     folder.mkdir(parents=True)
     arguments = (
         *("-m", "fsdp_inspect.record", "--out", str(folder / "runs"), "--no-verdict"),
-        *("--hang-after", "2", "--memory-steps", "none", str(SCRIPT), "none", "--model", model),
-        *("--steps", "12", "--pause", "0.02"),
+        *("--hang-after", "4", "--memory-steps", "none", str(SCRIPT), "none", "--model", model),
+        *("--steps", "50", "--pause", "0.1"),  # longer than --hang-after, with shorter steps
     )
     ranks = start_ranks(arguments, num_ranks, folder)
     deadline = time.monotonic() + _LIMIT_S

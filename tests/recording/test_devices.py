@@ -159,7 +159,7 @@ def sample(
     rows: list[tuple[int, ...]] = []
     sampler = DeviceSampler(rows.append, interval_s, cuda_index)
     sampler.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(rows) < num_rows and time.monotonic() < deadline:
         time.sleep(0.001)
     sampler.stop()
@@ -208,15 +208,18 @@ def test_rows_fit_the_device_table():
     assert len(DeviceTable.from_rows(rows)) == len(rows) >= 2
 
 
-@pytest.mark.serial
 def test_cpu_share_counts_every_core_that_this_process_keeps_busy():
+    """Two intervals, just within and just around that of the sampler, bound its share."""
+    outer = time.perf_counter(), time.process_time()
     share = devices._CpuShare()
-    until = time.perf_counter() + 0.1
-    cpu_before = time.process_time()
-    while time.perf_counter() < until:
+    inner = time.perf_counter(), time.process_time()
+    while time.perf_counter() < inner[0] + 0.1:
         pass
-    busy = 100 * (time.process_time() - cpu_before) / 0.1
-    assert share()["process_cpu_pct"] == pytest.approx(busy, abs=25)
+    inner_s, inner_cpu_s = time.perf_counter() - inner[0], time.process_time() - inner[1]
+    percent = share()["process_cpu_pct"]
+    outer_s, outer_cpu_s = time.perf_counter() - outer[0], time.process_time() - outer[1]
+    assert percent > 0
+    assert 100 * inner_cpu_s / outer_s - 1 <= percent <= 100 * outer_cpu_s / inner_s + 1
 
 
 def test_short_training_has_a_sample_at_its_start_and_its_end():
