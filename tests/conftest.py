@@ -122,7 +122,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
     def run(
         *arguments: str | Path,
         num_ranks: int = 2,
-        timeout_s: float = 120,
+        timeout_s: float = 300,
         check: bool = True,
         cwd: Path | None = None,
         python: Path | str = sys.executable,
@@ -162,7 +162,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
     def run(
         *arguments: str | Path,
         num_ranks: int = 2,
-        timeout_s: float = 120,
+        timeout_s: float = 300,
         check: bool = True,
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
@@ -186,7 +186,7 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
 
     def run(
         *arguments: str | Path,
-        timeout_s: float = 120,
+        timeout_s: float = 300,
         check: bool = True,
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,

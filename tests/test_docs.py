@@ -105,7 +105,7 @@ def flags_of(words: list[str]) -> set[str]:
 
 def output_of(*command: str | Path) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+        command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -40,7 +40,7 @@ def run_gate(folder: Path, *arguments: str, **answers: str) -> tuple[int, list[s
         env={**environment, "PYTHON": str(interpreter), "ASKED": str(asked), **answers},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     lines = asked.read_text().splitlines() if asked.exists() else []

@@ -20,7 +20,7 @@ HEAVY = ("torch", "streamlit", "plotly", "pandas")
 
 def run_python(script: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

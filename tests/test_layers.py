@@ -25,7 +25,7 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": sources, "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

@@ -56,7 +56,7 @@ class Environment:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
@@ -85,7 +85,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", built, source],
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=300,
     )
     return next(built.glob("*.whl"))
 
@@ -119,7 +119,7 @@ def _install(wheel: Path, extra: str, folder: Path) -> Environment:
 def _pip(environment: Environment, *arguments: str) -> None:
     pip = [sys.executable, "-m", "pip", "--isolated", "--python", str(environment.python)]
     done = subprocess.run(
-        [*pip, *arguments], capture_output=True, text=True, timeout=120, check=False
+        [*pip, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

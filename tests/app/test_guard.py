@@ -45,7 +45,7 @@ class Server:
         self.origin = f"http://127.0.0.1:{port}"
 
     def ask(self, path, *, method="GET", **headers):
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)) as connection:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, headers=named)
             answer = connection.getresponse()
@@ -90,7 +90,7 @@ def server(tmp_path_factory, free_port):
         yield found
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
         process.stdout.close()
 
 
@@ -182,7 +182,7 @@ def test_a_proxy_may_pass_on_its_own_host_or_the_servers(server):
 
 
 def test_two_hosts_are_refused(server):
-    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)) as connection:
         connection.putrequest("GET", "/", skip_host=True)
         connection.putheader("Host", f"127.0.0.1:{server.port}")
         connection.putheader("Host", "evil.example")

@@ -34,7 +34,7 @@ def large(folder):
     return path
 
 
-def finished(jobs, timeout_s=60):
+def finished(jobs, timeout_s=500):
     deadline = time.monotonic() + timeout_s
     while jobs.view.state is JobState.RUNNING:
         assert time.monotonic() < deadline

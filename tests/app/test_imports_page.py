@@ -17,7 +17,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def until(app, text, timeout_s=60):
+def until(app, text, timeout_s=500):
     deadline = time.monotonic() + timeout_s
     while text not in shown_by(app):
         assert time.monotonic() < deadline, shown_by(app)

@@ -59,7 +59,7 @@ def test_a_folder_that_does_not_exist_ends_before_any_server_starts(tmp_path):
         [sys.executable, "-m", "fsdp_inspect_app", str(tmp_path / "nowhere")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == 2

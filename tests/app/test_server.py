@@ -12,7 +12,7 @@ def printed_after_loading(expression):
         f"print({expression})"
     )
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     ).stdout
 
 
@@ -39,7 +39,7 @@ def test_it_is_streamlits_own_server():
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=300,
     ).stdout
     assert "streamlit run" in said
     assert "--server.port" in said

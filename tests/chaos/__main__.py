@@ -117,7 +117,7 @@ def break_disk(folder: Path, choose: random.Random, fault: str) -> None:
         [*command, str(choose.randrange(2**32))],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ class LimitedNetwork:
         self.interfaces = (f"v{name}a", f"v{name}b")
 
     def run(
-        self, *arguments: str | Path, timeout_s: float = 120
+        self, *arguments: str | Path, timeout_s: float = 300
     ) -> list[subprocess.CompletedProcess[str]]:
         """Run `python ARGUMENTS` as rank 0 and rank 1, to its end.
 

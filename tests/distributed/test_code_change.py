@@ -201,7 +201,7 @@ def command(*words: str | Path, cwd: Path) -> str:
         capture_output=True,
         text=True,
         cwd=cwd,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -22,7 +22,7 @@ What lies between is not in the trace: 0.1 to 0.2 ms a call on a quiet machine."
 def seen_by_both(run_ranks, tmp_path_factory):
     """(recorded run, imported run) by case."""
     folder = tmp_path_factory.mktemp("both")
-    run_ranks("-m", "tests.distributed.profiled_trainer", folder, timeout_s=300)
+    run_ranks("-m", "tests.distributed.profiled_trainer", folder, timeout_s=500)
     return {case: _open_both(folder / case) for case in CASES}
 
 

@@ -32,7 +32,7 @@ def printed(*words: str | Path) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     return done.stdout
 

@@ -63,8 +63,8 @@ class Recorded:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Recorded:
     folder = tmp_path_factory.mktemp("scenarios")
-    run_ranks(DRIVER, folder, num_ranks=2, timeout_s=300)
-    run_ranks(DRIVER, folder, num_ranks=4, timeout_s=300)
+    run_ranks(DRIVER, folder, num_ranks=2, timeout_s=500)
+    run_ranks(DRIVER, folder, num_ranks=4, timeout_s=500)
     return Recorded(folder)
 
 

@@ -21,7 +21,7 @@ SHORT = ("--steps", "3", "--data", argparse.__file__, "--no-record")
     ids=["default", "offload", "checkpointing", "compile"],
 )
 def test_the_trainer_trains_on_a_gpu(torchrun: Any, settings: tuple[str, ...]):
-    done = torchrun("-m", "instrumented_trainer", *SHORT, *settings, num_ranks=1, timeout_s=300)
+    done = torchrun("-m", "instrumented_trainer", *SHORT, *settings, num_ranks=1, timeout_s=500)
     first, *steps = done.stdout.splitlines()
     assert " on 1 cuda rank (1 shard)" in first
     losses = [float(line.split("loss ")[1].split()[0]) for line in steps]

@@ -18,7 +18,7 @@ LINK = ("--world-size", "16", "--gpus-per-node", "8", "--bandwidth", "9GB/s")
 def launch(*arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "fsdp_inspect.emulate", *map(str, arguments)]
     return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
     )
 
 
