@@ -70,6 +70,9 @@ if TYPE_CHECKING:
         UnitSide,
     )
     from fsdp_inspect.comparison.settings import SettingDifference, SharedSetting
+    from fsdp_inspect.diagnosis.collective_grid import CellState, CollectiveGrid
+    from fsdp_inspect.diagnosis.diagnose import Diagnosis
+    from fsdp_inspect.diagnosis.stack_groups import StackGroup
     from fsdp_inspect.predictions.creation import Origin
     from fsdp_inspect.predictions.records import Prediction
     from fsdp_inspect.predictions.track_record import VerifiedPrediction
@@ -93,15 +96,18 @@ __all__ = [
     "CategoryBytes",
     "CategoryComparison",
     "Cause",
+    "CellState",
     "Changes",
     "CheckResult",
     "Checkpointing",
     "CodeChange",
+    "CollectiveGrid",
     "CollectiveHistory",
     "CollectiveSkew",
     "Comparison",
     "Composition",
     "DeviceSeries",
+    "Diagnosis",
     "EventFacts",
     "Exposed",
     "ExposedOwner",
@@ -156,6 +162,7 @@ __all__ = [
     "SharedSetting",
     "Side",
     "Simulation",
+    "StackGroup",
     "StepBreakdown",
     "StepMemory",
     "StepPoint",
@@ -187,15 +194,18 @@ _HOMES = {
     "CategoryBytes": "fsdp_inspect.analysis.memory.peak",
     "CategoryComparison": "fsdp_inspect.comparison.differences",
     "Cause": "fsdp_inspect.analysis.wait_causes",
+    "CellState": "fsdp_inspect.diagnosis.collective_grid",
     "Changes": "fsdp_inspect.simulation.changes",
     "CheckResult": "fsdp_inspect.checks.check",
     "Checkpointing": "fsdp_inspect.trace.plan",
     "CodeChange": "fsdp_inspect.advice.code_change",
+    "CollectiveGrid": "fsdp_inspect.diagnosis.collective_grid",
     "CollectiveHistory": "fsdp_inspect.analysis.unit_history",
     "CollectiveSkew": "fsdp_inspect.analysis.stragglers.ranks",
     "Comparison": "fsdp_inspect.comparison.comparison",
     "Composition": "fsdp_inspect.analysis.memory.step",
     "DeviceSeries": "fsdp_inspect.analysis.live.view",
+    "Diagnosis": "fsdp_inspect.diagnosis.diagnose",
     "EventFacts": "fsdp_inspect.analysis.step_waits",
     "Exposed": "fsdp_inspect.analysis.exposed",
     "ExposedOwner": "fsdp_inspect.analysis.exposed",
@@ -250,6 +260,7 @@ _HOMES = {
     "SharedSetting": "fsdp_inspect.comparison.settings",
     "Side": "fsdp_inspect.comparison.comparison",
     "Simulation": "fsdp_inspect.simulation.simulate",
+    "StackGroup": "fsdp_inspect.diagnosis.stack_groups",
     "StepBreakdown": "fsdp_inspect.analysis.breakdown",
     "StepMemory": "fsdp_inspect.analysis.memory.step",
     "StepPoint": "fsdp_inspect.analysis.step_times",

@@ -1,11 +1,12 @@
 """Show the name, state and notes of a run at the top of its pages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import streamlit as st
 
+from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.result_types import Heading, RunManifest, RunStatus
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.selection import chosen_entry, page_link
@@ -36,13 +37,12 @@ _ADVICE: dict[RunStatus, _Advice] = {
         *("live", "Open Live", ":material/sensors:"),
     ),
     RunStatus.CRASHED: _Advice(
-        "The pages show what was written before. A rank that exits silently was killed externally: "
-        "check the node's log for the out-of-memory killer, the scheduler or a lost connection.",
-        *("memory", "Memory before the end", ":material/memory:"),
+        "The pages show what was written before.",
+        *("diagnosis", "Open Diagnosis", ":material/troubleshoot:"),
     ),
     RunStatus.FAILED: _Advice(
         "The pages show what was recorded before the failure.",
-        *("memory", "Memory before the failure", ":material/memory:"),
+        *("diagnosis", "Open Diagnosis", ":material/troubleshoot:"),
     ),
     RunStatus.PARTIAL: _Advice(
         "All results are of the ranks in this folder. Copy the folders of the missing ranks to it, "
@@ -57,6 +57,7 @@ def show_run_header(
     heading: Heading,
     *,
     refreshes: bool = True,
+    is_diagnosis: bool = False,
     beside: Callable[[], None] | None = None,
 ) -> None:
     """Name, state and set-up of the run, what is missing or odd about it, and what to do then.
@@ -65,6 +66,7 @@ def show_run_header(
         manifest: Of the run.
         heading: Of the run: its digest, or its outline.
         refreshes: Whether the page of a run that is still recorded is made anew as it grows.
+        is_diagnosis: Whether the page itself says what went wrong.
         beside: Shows what stands at the right of the name.
     """
     status = RunStatus(heading.status)
@@ -76,7 +78,12 @@ def show_run_header(
             _show_name(manifest, heading, status)
         with right:
             beside()
-    _show_state(status, heading)
+    if not is_diagnosis:
+        problem = _problem()
+        if problem:
+            _show_problem(problem, heading.notes)
+        else:
+            _show_state(status, heading.notes)
     if refreshes and status is RunStatus.RUNNING:
         _refresh_as_it_grows()
 
@@ -89,9 +96,27 @@ def _show_name(manifest: RunManifest, heading: Heading, status: RunStatus) -> No
         st.caption(plain(" · ".join(fact for fact in facts if fact)), width="content")
 
 
-def _show_state(status: RunStatus, heading: Heading) -> None:
+def _problem() -> str:
+    """What went wrong in the chosen run; empty if nothing is known to be wrong."""
+    entry = chosen_entry()
+    if entry is None:
+        return ""
+    found = loading.read_diagnosis(entry)
+    return describe_diagnosis(found).sentence if found.is_problem else ""
+
+
+def _show_problem(problem: str, notes: Sequence[str]) -> None:
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.error(plain(problem), icon=":material/error:")
+        page_link("diagnosis", "Open Diagnosis", icon=":material/troubleshoot:")
+    if notes:
+        with st.expander("Notes of the run"):
+            st.markdown("\n".join(f"- {plain(note)}" for note in notes))
+
+
+def _show_state(status: RunStatus, notes: Sequence[str]) -> None:
     advice = _ADVICE.get(status)
-    lines = [*heading.notes, *([advice.sentence] if advice else [])]
+    lines = [*notes, *([advice.sentence] if advice else [])]
     if not lines:
         return
     text = "\n".join(f"- {plain(line)}" for line in lines) if len(lines) > 1 else plain(lines[0])

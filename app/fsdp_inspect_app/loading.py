@@ -18,7 +18,7 @@ import streamlit as st
 
 from fsdp_inspect import Run
 from fsdp_inspect.report.html import ComparisonContents, read_comparison
-from fsdp_inspect.result_types import Ranks, RunEntry, RunSource, Summary
+from fsdp_inspect.result_types import Diagnosis, Ranks, RunEntry, RunSource, Summary
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.live_tables import LiveTables
 from fsdp_inspect.store.reader import StoredRun, open_run
@@ -102,6 +102,11 @@ def read_summary(entry: RunEntry) -> Summary:
 def read_ranks(entry: RunEntry) -> Ranks:
     """The ranks of an entry's run, compared under a spinner; raises as `open_entry`."""
     return _read_ranks(str(entry.path), _state_of(entry.path))
+
+
+def read_diagnosis(entry: RunEntry) -> Diagnosis:
+    """What went wrong in an entry's run, found out under a spinner; raises as `open_entry`."""
+    return _read_diagnosis(str(entry.path), _state_of(entry.path))
 
 
 def result_of(entry: RunEntry, measure: Callable[..., T], **arguments: Hashable) -> T:
@@ -196,6 +201,11 @@ def _read_summary(path: str, state: _State) -> Summary:
 @st.cache_resource(max_entries=512, show_spinner="Comparing the ranks")
 def _read_ranks(path: str, state: _State) -> Ranks:
     return _open(path, state).run.ranks()
+
+
+@st.cache_resource(max_entries=512, show_spinner="Comparing the collectives of the ranks")
+def _read_diagnosis(path: str, state: _State) -> Diagnosis:
+    return _open(path, state).run.diagnose()
 
 
 @st.cache_resource(max_entries=512, show_spinner="Reading the run")

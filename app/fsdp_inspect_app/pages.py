@@ -40,6 +40,7 @@ SECTIONS: dict[str, tuple[PageFile, ...]] = {
     ),
     "This run": (
         PageFile("overview", "Overview", ":material/insights:"),
+        PageFile("diagnosis", "Diagnosis", ":material/troubleshoot:"),
         PageFile("timeline", "Timeline", ":material/view_timeline:"),
         PageFile("units", "Units", ":material/stacks:"),
         PageFile("memory", "Memory", ":material/memory:"),

@@ -138,6 +138,7 @@ def _export_metrics(
     run: "StoredRun", selection: "Selection", out: Path, *, replaces: bool
 ) -> "MetricsExport":
     from fsdp_inspect.analysis.live.monitor import monitor_run
+    from fsdp_inspect.diagnosis.diagnose import diagnose
     from fsdp_inspect.report.openmetrics import write_openmetrics
     from fsdp_inspect.report.output import whole_file
 
@@ -147,7 +148,7 @@ def _export_metrics(
             param_hint="--steps",
         )
     with whole_file(out, replaces=replaces) as place:
-        return write_openmetrics(monitor_run(run, selection.ranks), out, place=place)
+        return write_openmetrics(monitor_run(run, selection.ranks), diagnose(run), out, place=place)
 
 
 def _export_tables(

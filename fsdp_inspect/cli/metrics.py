@@ -102,6 +102,7 @@ class _Source:
 
     def render(self) -> str:
         """The numbers now; of a run that is over they are worked out once."""
+        from fsdp_inspect.diagnosis.diagnose import diagnose
         from fsdp_inspect.report.openmetrics import find_families, render_openmetrics
         from fsdp_inspect.trace.run import RunStatus
 
@@ -109,7 +110,7 @@ class _Source:
             if self._over is not None:
                 return self._over
             run = open_stored_argument(self._argument)
-            text = render_openmetrics(find_families(self._look(run)))
+            text = render_openmetrics(find_families(self._look(run), diagnose(run)))
             if run.status is not RunStatus.RUNNING:
                 self._over = text
             return text

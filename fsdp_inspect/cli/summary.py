@@ -19,6 +19,8 @@ def summary(
 ) -> None:
     """Show one run: the limit of the step, its parts, memory and ranks.
 
+    If the run hung, died or went wrong, the diagnosis comes first (`fsdp-inspect diagnose`).
+
     Times are those of the typical step of the median rank. Warm-up and memory steps are not timed,
     and the output lists them.
 
@@ -31,6 +33,11 @@ def summary(
     if as_json:
         print(render_run_json(opened.source, digest.verdict if verdict else digest))
         return
+    from fsdp_inspect.report.diagnosis import render_diagnosis
     from fsdp_inspect.report.text import render_summary, render_verdict
 
+    found = opened.diagnose()
+    if found.is_problem:
+        print_renderable(render_diagnosis(found, brief=True))
+        print()
     print_renderable(render_verdict(digest.verdict) if verdict else render_summary(digest))

@@ -12,7 +12,9 @@ from enum import StrEnum
 from typing import Any
 
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind, find_activity
+from fsdp_inspect.diagnosis.collective_grid import CollectiveGrid, lay_out_collectives
 from fsdp_inspect.diagnosis.ends import EndKind, RankEnd, find_ends, first_ends
+from fsdp_inspect.diagnosis.stack_groups import StackGroup, group_stacks
 from fsdp_inspect.diagnosis.waits import (
     Wait,
     find_waits,
@@ -121,6 +123,15 @@ class Diagnosis:
     """What is missing for a certain answer."""
     unit_names: tuple[str, ...]
     """The fqns of all units, by index."""
+    grid: CollectiveGrid | None
+    """What each rank issued around the collective in question; None without a black box."""
+    stacks: tuple[StackGroup, ...]
+    """The distinct stacks of the training threads, that of the fewest ranks first."""
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether something went wrong."""
+        return self.status is Status.PROBLEM
 
     def state_of(self, rank: int) -> RankState | None:
         """The state of one rank."""
@@ -147,6 +158,10 @@ class _Case:
         self._dumps = {rank: tuple(run.stack_dumps(rank)) for rank in self._records}
         self._ends = find_ends(self._records, self._boxes, self._dumps)
         self._waits = find_waits(self._boxes)
+        self._waiting = {rank for wait in self._waits for rank in wait.waiting}
+        signs = [box.header.sign_unix_ns for box in self._boxes.values()]
+        self._latest_ns = max(signs, default=0)
+        """Wall time of the last sign of life of any rank."""
         world = range(run.manifest.world_size)
         is_whole = run.manifest.source in ("emulated", "predicted")
         self._missing = () if is_whole else tuple(r for r in world if r not in self._records)
@@ -513,11 +528,13 @@ class _Case:
         last = None
         if box is not None and len(box.entries):
             last = read_entry(box, box.entries[-1])
+            if int(box.entries[-1]["issued_ns"]) > box.header.sign_ns:
+                phase = None  # it may have ended since the background thread noted it
         return RankState(
             rank=rank,
             end=self._ends[rank],
             last=last,
-            waits=any(rank in wait.waiting for wait in self._waits),
+            waits=rank in self._waiting,
             idle_s=self._idle_s(rank),
             step=None if box is None else box.header.step,
             phase=phase,
@@ -534,9 +551,8 @@ class _Case:
         seconds = None if box is None else seconds_since_last_collective(box)
         if box is None or seconds is None:
             return None
-        latest = max(each.header.sign_unix_ns for each in self._boxes.values())
-        end = box.header.ended_unix_ns or latest
-        return seconds + max(min(latest, end) - box.header.sign_unix_ns, 0) / 1e9
+        end = box.header.ended_unix_ns or self._latest_ns
+        return seconds + max(min(self._latest_ns, end) - box.header.sign_unix_ns, 0) / 1e9
 
     def _activity(self, rank: int, phase: Phase | None) -> Activity | None:
         for dump in self._dumps[rank]:
@@ -585,8 +601,12 @@ class _Case:
             oom_kills=max((box.header.oom_kills for box in self._boxes.values()), default=0),
             unknown=None,
             unit_names=names,
+            grid=None,
+            stacks=group_stacks(self._dumps),
         )
-        return replace(empty, **known)
+        found = replace(empty, **known)
+        grid = lay_out_collectives(self._boxes, found.difference, found.wait, self._waits)
+        return replace(found, grid=grid)
 
 
 def _position(issued: Issued) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_inspect.emulation.process import active_emulation
-from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.errors import DesyncError, RecordingError
 from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import Clock, CudaClock, HostClock, TorchCudaBackend
 from fsdp_inspect.recording.devices import DeviceSampler
@@ -59,7 +59,11 @@ from fsdp_inspect.recording.units import (
     refuse_recorded_groups,
     register_groups,
 )
-from fsdp_inspect.recording.verdict import print_verdict
+from fsdp_inspect.recording.verdict import (
+    claim_explanation,
+    print_diagnosis_of_failure,
+    print_verdict,
+)
 from fsdp_inspect.recording.watchdog import WatchSettings
 from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.store import folder
@@ -269,6 +273,7 @@ class Attachment:
             with_source=self._options.record_source,
             unit_names=lambda: [unit.fqn for unit in self._manifest.units],
             report_problems=self._report_problems,
+            explains_end=self._options.print_verdict,
         )
         return Surveillance(
             self.session, self.session.black_box, self._writer, self.folder.key, settings
@@ -459,8 +464,19 @@ class Attachment:
         finally:
             self._writer.close(status, failure if status == RunStatus.FAILED else None)
             self._release()
+        if error is not None and status == RunStatus.FAILED:
+            self._explain(error)
         if self._rank == 0 and status == RunStatus.COMPLETE and not self._writer.is_stalled:
             self._conclude(show=show and self._options.print_verdict)
+
+    def _explain(self, error: BaseException) -> None:
+        """Print why the training failed, on the first rank that failed."""
+        is_own_end = isinstance(error, DesyncError | KeyboardInterrupt | SystemExit)
+        is_wanted = self._options.print_verdict and self._manifest.world_size > 1
+        if is_own_end or self._surveillance is None or not is_wanted:
+            return
+        if claim_explanation(self._writer.folder):
+            print_diagnosis_of_failure(self.folder.path)
 
     def _stop(self, timeout_s: float) -> None:
         session = self.session

@@ -229,21 +229,27 @@ class BlackBoxWriter:
         """The whole black box."""
         return bytes(self._buffer[:])
 
-    def start_keeper(self, path: Path) -> bool:
+    def start_keeper(self, path: Path, explained_run: Path | None) -> bool:
         """Start the process that copies the black box into a file; returns whether it runs.
 
         Without such a process (another system than Linux, no processes left), the caller writes
         `contents` itself.
+
+        Args:
+            path: The file, in the rank's folder.
+            explained_run: The run whose diagnosis the process prints if this rank ends without
+                closing its recording; None: it prints nothing.
         """
         if self._descriptor is None or not hasattr(os, "pidfd_open"):
             return False
-        arguments = (str(self._descriptor), str(os.getpid()), str(path))
+        run = "" if explained_run is None else str(explained_run)
+        arguments = (str(self._descriptor), str(os.getpid()), str(path), run)
         try:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_KEEPER), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=None if run else subprocess.DEVNULL,
                 pass_fds=[self._descriptor],
                 start_new_session=True,  # a launcher ends the process group of its rank
             )

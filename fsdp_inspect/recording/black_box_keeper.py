@@ -1,10 +1,14 @@
 """Copy a rank's black box into its folder, from a small process that outlives the rank.
 
-The rank starts `python -I -S black_box_keeper.py DESCRIPTOR PID FILE` with the memory of its black
-box as an open descriptor. Each second this process writes the blocks that changed, and a last time
-when the rank has ended, however it did. The rank itself never waits for the disk, and a rank whose
-Python is blocked by native code is saved too. The process ends with the rank, or when a byte
+The rank starts `python -I -S black_box_keeper.py DESCRIPTOR PID FILE RUN` with the memory of its
+black box as an open descriptor. Each second this process writes the blocks that changed, and a last
+time when the rank has ended, however it did. The rank itself never waits for the disk, and a rank
+whose Python is blocked by native code is saved too. The process ends with the rank, or when a byte
 arrives on its standard input. It imports nothing but the standard library.
+
+If the rank ended without closing its recording, as after SIGKILL, the rank itself can explain
+nothing. The first such process of a run then becomes `fsdp-inspect diagnose RUN`, which prints on
+the rank's stderr.
 """
 
 import contextlib
@@ -18,16 +22,23 @@ import time
 INTERVAL_MS = 1000
 ENDED_OFFSET = 256
 """See `trace.black_box`."""
+CLOSED_OFFSET = 97
+"""See `trace.black_box`."""
+EXPLAINED_FILE = "explained"
+"""See `recording.verdict`."""
 _BLOCK = 4096
 
 
-def keep(descriptor: int, pid: int, target: str) -> None:
+def keep(descriptor: int, pid: int, target: str) -> bool:
     """Save the black box until the rank ends or asks to stop.
 
     Args:
         descriptor: The memory of the black box.
         pid: The process of the rank.
         target: The file to write.
+
+    Returns:
+        Whether the rank ended without closing its recording.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole job: the rank must end first
@@ -40,9 +51,9 @@ def keep(descriptor: int, pid: int, target: str) -> None:
         ends.register(process, select.POLLIN)
     except OSError:  # it has ended already
         _save(_with_end(memory[:]), bytes(size), target)
-        return
+        return not memory[CLOSED_OFFSET]
     saved = bytes(size)
-    is_over = False
+    is_over = is_asked = False
     while not is_over:
         events = [descriptor for descriptor, _ in ends.poll(INTERVAL_MS)]
         is_over = bool(events)
@@ -54,6 +65,23 @@ def keep(descriptor: int, pid: int, target: str) -> None:
         with contextlib.suppress(OSError):  # the disk may work again next time
             _save(content, saved, target)
             saved = content
+    return not is_asked and not memory[CLOSED_OFFSET]
+
+
+def explain(run_folder: str, marker: str) -> None:
+    """Become `fsdp-inspect diagnose`, unless another rank of the run has explained its end.
+
+    Args:
+        run_folder: The run.
+        marker: The file that the first rank creates.
+    """
+    try:
+        os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        os.dup2(2, 1)
+    except OSError:
+        return
+    command = ("-m", "fsdp_inspect", "diagnose", run_folder, "--brief", "--at-end")
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 def _with_end(content: bytes) -> bytes:
@@ -77,4 +105,8 @@ def _save(content: bytes, saved: bytes, target: str) -> None:
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    _, memory_descriptor, rank_pid, box_file, run = sys.argv
+    has_vanished = keep(int(memory_descriptor), int(rank_pid), box_file)
+    if has_vanished and run:
+        rank_folder = os.path.dirname(box_file)  # noqa: PTH120
+        explain(run, os.path.join(os.path.dirname(rank_folder), EXPLAINED_FILE))  # noqa: PTH118, PTH120

@@ -1,14 +1,19 @@
-"""Print the run's verdict at the end, from a child process on rank 0.
+"""Print the run's verdict, or why the training failed, at its end, from a child process.
 
-Recording and analysis share only the run folder, so this module runs the `summary` command. A
-failure of that command cannot affect the training, which is already over.
+Recording and analysis share only the run folder, so this module runs the `summary` and `diagnose`
+commands. A failure of a command cannot affect the training, which is already over.
 """
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
 
+EXPLAINED_FILE = "explained"
+"""Beside the folders of the ranks: the run's end, or a hang, has been explained on stderr."""
 _TIMEOUT_S = 60.0
+_DIAGNOSIS_S = 15.0
+"""How long a rank that failed waits for the diagnosis."""
 
 
 def print_verdict(run_folder: Path, emulated: str | None = None) -> None:
@@ -26,6 +31,35 @@ def print_verdict(run_folder: Path, emulated: str | None = None) -> None:
         if emulated is not None:
             text = f"Emulated, not real ranks ({emulated}).\n{text}"
         print(text.rstrip(), file=sys.stderr, flush=True)
+
+
+def claim_explanation(rank_folder: Path) -> bool:
+    """Whether this rank is the first of the run that explains its end, or a hang."""
+    try:
+        with (rank_folder.parent / EXPLAINED_FILE).open("x"):
+            return True
+    except OSError:  # another rank was first, or the disk is gone
+        return False
+
+
+def print_diagnosis_of_failure(run_folder: Path) -> None:
+    """Print on stderr why the training failed, as far as all ranks show it.
+
+    The child has a session of its own and prints by itself: a launcher that ends this process
+    meanwhile does not end the explanation.
+
+    Args:
+        run_folder: The recording, in which some ranks may still be running.
+    """
+    command = [sys.executable, "-m", "fsdp_inspect", "diagnose", str(run_folder)]
+    with contextlib.suppress(OSError, AttributeError, subprocess.SubprocessError):
+        child = subprocess.Popen(
+            [*command, "--brief", "--at-end"],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,
+        )
+        child.wait(_DIAGNOSIS_S)
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str] | None:

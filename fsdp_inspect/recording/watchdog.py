@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_inspect.recording.black_box import num_oom_kills
 from fsdp_inspect.recording.order_check import OrderCheck, interval_s
-from fsdp_inspect.recording.verdict import run_command
+from fsdp_inspect.recording.verdict import claim_explanation, run_command
 from fsdp_inspect.store.schema import BLACK_BOX_FILE
 from fsdp_inspect.trace.black_box import Header
 
@@ -54,6 +54,8 @@ class WatchSettings:
     """Returns the fqns of the units."""
     report_problems: Callable[[], None]
     """Stores the session's new problems in the run."""
+    explains_end: bool
+    """Whether the end of a rank that closes no recording is explained on stderr."""
 
 
 class Watchdog:
@@ -82,6 +84,7 @@ class Watchdog:
         self._stacks = stacks
         self._rank = settings.rank
         self._run_folder = settings.run_folder
+        self._explains = settings.explains_end and settings.world_size > 1
         self._hang_after_s = settings.hang_after_s
         self._report_problems = settings.report_problems
         world_size = settings.world_size
@@ -119,7 +122,9 @@ class Watchdog:
 
     def start(self) -> None:
         """Start the thread and the process that saves the black box."""
-        self._has_keeper = self._box.start_keeper(self._writer.folder / BLACK_BOX_FILE)
+        self._has_keeper = self._box.start_keeper(
+            self._writer.folder / BLACK_BOX_FILE, self._run_folder if self._explains else None
+        )
         self._save()
         self._thread.start()
 
@@ -247,6 +252,7 @@ class Watchdog:
         self._writer.flush()
         if self._rank == 0:
             self._stop.wait(_GATHER_S)
+            claim_explanation(self._writer.folder)  # its end needs no second one
             _print_diagnosis(self._run_folder)
 
     def _save(self) -> None:

@@ -26,6 +26,7 @@ from fsdp_inspect.reduction.order_wording import (
     describe_issued,
     shorten_place,
 )
+from fsdp_inspect.report.diagnosis_pictures import pictures_to_dict, render_pictures
 
 MOST_RANKS = 16
 _MAX_FAILURE = 300
@@ -57,6 +58,8 @@ def render_diagnosis(found: Diagnosis, *, brief: bool = False) -> RenderableType
     parts: list[RenderableType] = [Text(text.sentence, style=style)]
     if not brief and text.evidence:
         parts += ["", Text("Evidence", style="bold"), *map(_bullet, text.evidence)]
+    if not brief:
+        parts.append(render_pictures(found))
     if text.next:
         parts += ["", Text("Next", style="bold"), *map(_bullet, text.next)]
     return Group(*parts)
@@ -80,6 +83,7 @@ def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:
         "failure": found.failure or None,
         "missing_ranks": list(found.missing_ranks),
         "states": [_state_to_dict(state, found) for state in found.states],
+        **pictures_to_dict(found),
     }
 
 
@@ -102,6 +106,35 @@ def _state_to_dict(state: RankState, found: Diagnosis) -> dict[str, Any]:
 
 def _bullet(text: str) -> RenderableType:
     return Padding(Text(f"- {text}"), (0, 0, 0, 2))
+
+
+# --- the headline
+
+
+def headline_diagnosis(found: Diagnosis) -> str:
+    """The diagnosis in at most 12 words: the class, the ranks, the step."""
+    if found.problem is None:
+        return "Healthy." if found.status is Status.HEALTHY else "Cannot tell what went wrong."
+    who = format_ranks(found.ranks) if 0 < len(found.ranks) <= 2 else f"{len(found.ranks)} ranks"
+    words = _HEADLINES[found.problem].format(who=who if found.ranks else "a rank")
+    text = f"{words}{_in_step(found)}."
+    return capitalize(text if found.is_certain else f"probably, {text}")
+
+
+_HEADLINES = {
+    ProblemClass.ORDER_DIVERGED: "{who} left the common order of collectives",
+    ProblemClass.SIZE_MISMATCH: "{who} used another size or dtype",
+    ProblemClass.RANK_LATE: "{who} did not reach a collective",
+    ProblemClass.UNEVEN_BATCHES: "{who} had no batch left",
+    ProblemClass.RANK_DIED: "{who} died",
+    ProblemClass.RANK_EXITED_EARLY: "{who} ended before the others",
+    ProblemClass.FOREIGN_COLLECTIVE: "a collective outside FSDP does not pair",
+    ProblemClass.TRANSPORT_STUCK: "the transport between the ranks does not move",
+    ProblemClass.HOST_DEADLOCK: "{who} waits for a lock",
+    ProblemClass.SLOW_BUT_ALIVE: "the ranks run, but issue no collective",
+    ProblemClass.OUT_OF_MEMORY: "{who} ran out of memory",
+    ProblemClass.STOPPED: "the run was stopped from outside",
+}
 
 
 # --- the sentence
@@ -354,13 +387,12 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
             )
             yield (
                 f"{capitalize(format_ranks(ranks))} issued {what} as collective "
-                f" {issued.sequence + 1} of the process group{place}{inner}."
+                f"{issued.sequence + 1} of the process group{place}{inner}."
             )
         yield _why_culprits(found)
     if found.wait is not None:
         yield _describe_wait(found.wait, found)
-    for state in _shown(found):
-        yield _describe_state(state, found)
+    yield from _describe_states(found)
     if found.missing_ranks:
         verb = "is" if len(found.missing_ranks) == 1 else "are"
         yield f"{capitalize(format_ranks(found.missing_ranks))} {verb} not in this folder."
@@ -405,21 +437,30 @@ def _shown(found: Diagnosis) -> Sequence[RankState]:
     return [*first, *rest][:MOST_RANKS]
 
 
+def _describe_states(found: Diagnosis) -> Iterator[str]:
+    """The last state of each rank, the culprits first; ranks in the same state share a line."""
+    ranks: dict[str, list[int]] = {}
+    for state in _shown(found):
+        ranks.setdefault(_describe_state(state, found), []).append(state.rank)
+    for text, each in ranks.items():
+        yield f"{capitalize(format_ranks(each))}: {text}."
+
+
 def _describe_state(state: RankState, found: Diagnosis) -> str:
     parts = []
     if state.activity is not None:
         parts.append(_activity(state.activity))
     if state.last is not None:
-        verb = "waits in" if state.waits else "last issued"
+        verb = "waiting in" if state.waits else "last issued"
         parts.append(
             f"{verb} {describe_issued(state.last, found.unit_names)} of step {state.last.step}"
         )
     if state.idle_s is not None and not state.waits:
         parts.append(f"nothing for {_seconds(state.idle_s)}")
     parts.append(_END[state.end.kind])
-    if state.end.detail:
+    if state.end.detail and state.end.kind is not EndKind.PEER_LOST:
         parts.append(_clip(state.end.detail))
-    return f"Rank {state.rank}: {'; '.join(parts)}."
+    return "; ".join(parts)
 
 
 _END = {

@@ -35,8 +35,8 @@ def advise_live(live: LiveStatus) -> str:
         case LiveState.STALLED:
             return (
                 "All processes exist, but no step ends. A rank hangs in a collective or a "
-                "checkpoint, or waits for data. The timeline of the last step shows its last "
-                "events. `py-spy dump --pid` shows the stack of a process."
+                "checkpoint, or waits for data. If that goes on, Diagnosis names the rank and its "
+                "line of code."
             )
         case LiveState.DIED:
             others = len(live.culprits) < len(live.ranks)

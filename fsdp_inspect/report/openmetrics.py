@@ -15,6 +15,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, genera
 
 from fsdp_inspect.analysis.live.feed import LiveState
 from fsdp_inspect.analysis.live.monitor import MonitoredRank, MonitoredRun
+from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -111,15 +112,18 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def write_openmetrics(run: MonitoredRun, path: Path, *, place: Path) -> MetricsExport:
+def write_openmetrics(
+    run: MonitoredRun, found: Diagnosis, path: Path, *, place: Path
+) -> MetricsExport:
     """Write a run's numbers.
 
     Args:
         run: What is told.
+        found: What went wrong in it.
         path: The file's name, for the reader.
         place: Where to write.
     """
-    families = [family for family in find_families(run) if family.samples]
+    families = [family for family in find_families(run, found) if family.samples]
     place.write_text(render_openmetrics(families), encoding="utf-8")
     return MetricsExport(path, len(families), sum(len(one.samples) for one in families))
 
@@ -127,11 +131,23 @@ def write_openmetrics(run: MonitoredRun, path: Path, *, place: Path) -> MetricsE
 # --- what a run says
 
 
-def find_families(run: MonitoredRun) -> list[Family]:
-    """Every metric of a run; those that nobody measured have no samples."""
-    found = [*_about(run), *_of_steps(run), *_of_ranks(run), *_of_units(run), *_logged(run)]
+def find_families(run: MonitoredRun, found: Diagnosis) -> list[Family]:
+    """Every metric of a run; those that nobody measured have no samples.
+
+    Args:
+        run: The numbers.
+        found: What went wrong in the run.
+    """
+    families = [
+        *_about(run),
+        *_of_diagnosis(found),
+        *_of_steps(run),
+        *_of_ranks(run),
+        *_of_units(run),
+        *_logged(run),
+    ]
     joined: dict[str, Family] = {}
-    for family in found:
+    for family in families:
         joined[family.name] = _join(joined.get(family.name), family)
     return list(joined.values())
 
@@ -161,6 +177,31 @@ def _about(run: MonitoredRun) -> Iterator[Family]:
         "How the run goes.",
         tuple(Sample({"fsdp_run_state": one.value}, one is run.state) for one in LiveState),
         type=FamilyType.STATESET,
+    )
+
+
+def _of_diagnosis(found: Diagnosis) -> Iterator[Family]:
+    """What an alert needs: the class, the culprits, and how long each rank has been silent."""
+    yield Family(
+        "fsdp_problem",
+        "What went wrong, as fsdp-inspect diagnose says; all 0 if nothing is known to be wrong.",
+        tuple(Sample({"fsdp_problem": one.value}, one is found.problem) for one in ProblemClass),
+        type=FamilyType.STATESET,
+    )
+    yield Family(
+        "fsdp_problem_rank",
+        "1 for each rank that the diagnosis names.",
+        tuple(Sample({"rank": str(rank)}, 1) for rank in found.ranks),
+    )
+    yield Family(
+        "fsdp_since_collective_seconds",
+        "Time since a rank issued a collective or saw one end, up to its last sign of life.",
+        tuple(
+            Sample({"rank": str(state.rank)}, state.idle_s)
+            for state in found.states
+            if state.idle_s is not None
+        ),
+        unit="seconds",
     )
 
 

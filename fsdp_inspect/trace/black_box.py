@@ -78,6 +78,8 @@ TEXT_BYTES_OFFSET = 24
 """Offset of the length of the text in the header."""
 STEP_OFFSET = 88
 """Offset of the step in the header."""
+CLOSED_OFFSET = 97
+"""Offset of `is_closed` in the header."""
 HEADER_STRUCT = struct.Struct("<8sIIIIqQqqqqqqiiBBHIq")
 _TIME = struct.Struct("<q")
 _HEADER_FIELDS = (

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 _THREAD = re.compile(
@@ -45,18 +46,23 @@ class StackFrame:
     @property
     def is_library(self) -> bool:
         """Whether it belongs to an installed package, Python itself or FSDP Inspect."""
-        parts = self.file.replace("\\", "/").split("/")
-        return (
-            self.file.startswith("<")
-            or "site-packages" in parts
-            or "dist-packages" in parts
-            or "fsdp_inspect" in parts
-            or any(part.startswith("python3.") for part in parts)
-            or ("torch" in parts and "distributed" in parts)
-        )
+        return _is_library(self.file)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+
+@lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    parts = file.replace("\\", "/").split("/")
+    return (
+        file.startswith("<")
+        or "site-packages" in parts
+        or "dist-packages" in parts
+        or "fsdp_inspect" in parts
+        or any(part.startswith("python3.") for part in parts)
+        or ("torch" in parts and "distributed" in parts)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from fsdp_inspect.report.figures import draw_alive
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
 from tests.app.conftest import HOSTILE_UNIT
-from tests.app.test_pages import SAMPLES, read
+from tests.app.test_pages import SAMPLES, errors_of, read
 from tests.builders import RunBuilder
 from tests.importing.snapshots import FakeAllocator, train
 
@@ -121,7 +121,7 @@ def test_what_is_alive_adds_up_to_the_peak(sample):
 def test_a_damaged_run_shows_what_there_is(shown, run):
     app = shown("memory", run)
     assert not app.exception
-    assert not app.error
+    assert not errors_of(app)
 
 
 def test_names_of_units_are_text_in_every_chart():

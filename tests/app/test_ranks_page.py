@@ -13,7 +13,7 @@ from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.report import ranks_wording
 from fsdp_inspect.store.reader import open_run
-from tests.app.test_pages import SAMPLES, read
+from tests.app.test_pages import SAMPLES, errors_of, read
 
 SAMPLE = "hsdp-4-ranks/run"
 
@@ -79,7 +79,7 @@ def test_a_link_opens_one_step_of_one_rank(open_app, sample):
 def test_a_damaged_run_shows_what_there_is(shown, run):
     app = shown("ranks", run)
     assert not app.exception
-    assert not app.error
+    assert not errors_of(app)
 
 
 def test_the_table_of_the_map_is_sent_only_once_it_is_opened(open_app):

@@ -1,7 +1,8 @@
 """The README's pictures of every page, light and dark: `make screenshots`.
 
-Two emulated runs of the trainer that differ in one setting, and the samples, in one folder; a third
-run is being recorded while its Live page is pictured. Pictures are reduced to 256 colours.
+Two emulated runs of the trainer that differ in one setting, a run that hung in its data loader, and
+the samples, in one folder; one more run is being recorded while its Live page is pictured. Pictures
+are reduced to 256 colours.
 """
 
 import argparse
@@ -21,10 +22,13 @@ from playwright.sync_api import sync_playwright
 from fsdp_inspect.store.folder import list_runs
 from tests.browser.conftest import CHROMIUM_ARGUMENTS, SAMPLES, Dashboard, Scheme, serve
 from tests.browser.states import write_traces
+from tests.faults.cases import Case
+from tests.faults.running import run_case
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 WIDTH, TALLEST = 1280, 1500
 _SEVERAL_RANKS = "hsdp-4-ranks"
+_HUNG = "hung"
 TRAINING = (
     *("--preset", "tiny", "--emulate", "world_size=8,bandwidth=100MB/s,latency=500us"),
     *("--fixed-compute", "forward=6ms,backward=12ms"),
@@ -41,6 +45,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         runs = Path(folder) / "runs"
         base, other = record_runs(runs)
+        hung = Path(folder) / "hung"
+        run_case(Case("data", "llama", num_ranks=4, rank=1, step=3), hung)
+        shutil.copytree(next((hung / "runs").iterdir()), runs / _HUNG)
         log = Path(folder) / "server.log"
         browser = playwright.chromium.launch(executable_path=program, args=list(CHROMIUM_ARGUMENTS))
         with serve(runs, free_port(), log) as address:
@@ -86,6 +93,7 @@ def picture_pages(dashboard: Dashboard, scheme: Scheme, base: str, other: str, o
     pages = {
         "runs": ("", {}),
         "overview": ("overview", {"run": base}),
+        "diagnosis": ("diagnosis", {"run": _HUNG}),
         "timeline": ("timeline", {"run": base}),
         "units": ("units", {"run": base}),
         "unit": ("units", {"run": base, "unit": "layers.1"}),

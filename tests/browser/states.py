@@ -12,12 +12,13 @@ from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record, replace_file
-from fsdp_inspect.store.schema import RANK_FILE
+from fsdp_inspect.store.schema import BLACK_BOX_FILE, RANK_FILE
 from fsdp_inspect.store.summary_files import write_run_summary_file
 from fsdp_inspect.trace.tables import SummaryTable
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
 from tests.benchmarks import large_run
 from tests.benchmarks.large_run import Shape
+from tests.boxes import HEADER, SECOND, Call, encode_box, make_box
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 HOSTILE = (
@@ -61,10 +62,31 @@ def write_hostile(path: Path) -> None:
 
 
 def write_crashed(path: Path) -> None:
-    """Its processes are gone and never said so."""
+    """Its processes are gone and never said so; rank 1 had not reached a collective."""
     write_run(path, make_run(num_steps=5))
     for rank in range(2):
-        _change(rank_folder(path, 0, rank) / RANK_FILE, status="running", pid=2**22 - 1)
+        folder = rank_folder(path, 0, rank)
+        _change(folder / RANK_FILE, status="running", pid=2**22 - 1)
+        write_hang(folder, rank, late=1)
+
+
+def write_hang(folder: Path, rank: int, *, late: int) -> None:
+    """The black box and the stacks of a rank of two: one waits for the late one."""
+    calls = [Call(unit, step=4) for unit in range(1, 4)]
+    if rank != late:
+        calls.append(Call(4, step=4, has_finished=False))
+    header = dataclasses.replace(
+        HEADER, rank=rank, step=4, sign_ns=90 * SECOND, hang_seen_ns=70 * SECOND
+    )
+    (folder / BLACK_BOX_FILE).write_bytes(encode_box(make_box(calls, (0, 1), header)))
+    line, statement = (88, "batch = next(loader)") if rank == late else (91, "loss = model(batch)")
+    head = {"training_thread": "0x01", "statements": {f"/home/ann/train.py:{line}": statement}}
+    (folder / "stacks.txt").write_text(
+        f"{json.dumps(head)}\nThread 0x01 (most recent call first):\n"
+        f'  File "/home/ann/train.py", line {line} in train\n'
+        '  File "/home/ann/train.py", line 120 in main\n'
+        '  File "/home/ann/train.py", line 130 in <module>\n'
+    )
 
 
 def write_newer(path: Path) -> None:

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 WHOLE = ("recorded", "imported", "many-ranks")
 OTHERS = {
-    "crashed": "stopped without reporting an error",
+    "crashed": "Rank 1 did not reach a collective in step 4.",
     "partial": "fsdp-inspect merge",
     "newer": "newer version of FSDP Inspect",
 }

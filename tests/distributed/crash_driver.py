@@ -43,6 +43,7 @@ def train(folder: Path, rank: int) -> None:
         path=folder / "run",
         flush_interval_s=FLUSH_INTERVAL_S,
         device_interval_s=0.1,
+        print_verdict=False,
     )
     progress = os.open(folder / f"progress-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     step = 0

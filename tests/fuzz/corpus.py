@@ -23,16 +23,9 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import EVENTS
 from fsdp_inspect.store.streams import RowEncoder
-from fsdp_inspect.trace.black_box import (
-    ENTRY,
-    HEADER_BYTES,
-    TEXT_START,
-    encode_group,
-    encode_header,
-)
 from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
 from fsdp_inspect.trace.plan import Plan
-from tests.boxes import Call, make_box
+from tests.boxes import Call, encode_box, make_box
 from tests.builders import steady_run, write_run
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 from tests.importing.snapshots import FakeAllocator, train
@@ -129,7 +122,9 @@ def make_corpus(folder: Path) -> Corpus:
     message = ProbedMessage(kind="all_gather", ranks=[0, 1], bytes=64, count=3, duration_ns=9)
     probe = NetworkProbe(world_size=2, backend="gloo", device_type="cpu", messages=[message])
     (corpus.sample / "network.json").write_bytes(encode_record(probe))
-    (corpus.sample / RANK / "black_box.bin").write_bytes(_black_box())
+    (corpus.sample / RANK / "black_box.bin").write_bytes(
+        encode_box(make_box([Call(0), Call(1), Call(2, has_finished=False)], (0, 1)))
+    )
     (corpus.sample / RANK / "stacks.txt").write_text(_STACKS)
     trace = TraceWriter()
     fsdp2_step(trace)
@@ -140,17 +135,6 @@ def make_corpus(folder: Path) -> Corpus:
     shutil.copytree(folder, folder.with_name(f"{folder.name}-kept"))
     folder.with_name(f"{folder.name}-kept").rename(folder / "kept")
     return corpus
-
-
-def _black_box() -> bytes:
-    """A black box with three collectives, cut off after them."""
-    box = make_box([Call(0), Call(1), Call(2, has_finished=False)], (0, 1))
-    text = b"".join(encode_group(index, group) for index, group in box.groups.items())
-    content = bytearray(encode_header(box.header, len(text)).ljust(TEXT_START, b"\0") + text)
-    for row in box.entries:
-        start = HEADER_BYTES + int(row["number"]) * ENTRY.itemsize
-        content[start : start + ENTRY.itemsize] = row.tobytes()
-    return bytes(content)
 
 
 def _write_streams(folder: Path) -> None:

@@ -5,16 +5,27 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_inspect.recording import black_box_keeper
 from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.dist_calls import uses_compile
-from fsdp_inspect.trace.black_box import CAPACITY, Header, decode
+from fsdp_inspect.recording.verdict import EXPLAINED_FILE
+from fsdp_inspect.trace.black_box import (
+    CAPACITY,
+    CLOSED_OFFSET,
+    ENDED_OFFSET,
+    Header,
+    decode,
+    encode_header,
+)
 from fsdp_inspect.trace.codes import EventKind, Phase
+from tests.browser.states import write_crashed
 
 GATHER = int(EventKind.ALL_GATHER)
 HEADER = Header(**dict.fromkeys(Header.__slots__, 0))
@@ -27,7 +38,8 @@ from fsdp_inspect.trace.black_box import Header
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 box = BlackBoxWriter(time.perf_counter_ns)
 box.write_header(Header(**dict.fromkeys(Header.__slots__, 0)))
-assert box.start_keeper(Path(sys.argv[1]))
+run = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+assert box.start_keeper(Path(sys.argv[1]), run)
 for unit in range(5):
     box.issue(11, unit, dist.group.WORLD, 64, 1, 2, 3, 0, 0)
 os.kill(os.getpid(), 9)
@@ -108,11 +120,36 @@ def test_a_rank_that_is_killed_leaves_all_of_its_collectives(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the keeper needs Linux")
+def test_the_keeper_of_the_first_rank_that_vanished_prints_the_diagnosis(tmp_path: Path) -> None:
+    write_crashed(tmp_path / "run")
+    box_file = tmp_path / "run" / "attempt-000" / "rank-00001" / "black_box.bin"
+    command = [sys.executable, "-c", _DIES, str(box_file), str(tmp_path / "run")]
+
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        for _ in range(2)
+    )
+
+    assert (first.returncode, second.returncode) == (-signal.SIGKILL, -signal.SIGKILL)
+    assert first.stderr.startswith("fsdp_inspect: The ranks wait for each other")
+    assert second.stderr == ""
+
+
+def test_the_keeper_knows_the_layout_and_the_name_of_the_mark() -> None:
+    assert black_box_keeper.ENDED_OFFSET == ENDED_OFFSET
+    assert black_box_keeper.CLOSED_OFFSET == CLOSED_OFFSET
+    assert black_box_keeper.EXPLAINED_FILE == EXPLAINED_FILE
+    closed = encode_header(replace(HEADER, is_closed=True), 0)
+    opened = encode_header(HEADER, 0)
+    assert (closed[CLOSED_OFFSET], opened[CLOSED_OFFSET]) == (1, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the keeper needs Linux")
 def test_the_keeper_ends_when_it_is_asked_to(tmp_path: Path, group: dist.ProcessGroup) -> None:
     box = BlackBoxWriter(lambda: 5)
     issue(box, group, 7)
     box.write_header(HEADER)
-    assert box.start_keeper(tmp_path / "black_box.bin")
+    assert box.start_keeper(tmp_path / "black_box.bin", None)
 
     box.stop_keeper(20)
 

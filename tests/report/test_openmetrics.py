@@ -8,14 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_inspect.analysis.live.monitor import monitor_run
+from fsdp_inspect.diagnosis.diagnose import diagnose
 from fsdp_inspect.report.openmetrics import Family, Sample, find_families, render_openmetrics
 from fsdp_inspect.trace.codes import MemoryPoint
+from fsdp_inspect.trace.run import RunStatus
+from tests.boxes import HEADER, SECOND, Call, make_box
 from tests.builders import InMemoryRun, RunBuilder, add_steady_step, steady_run
 from tests.openmetrics import parse
 
 
 def render(run: InMemoryRun) -> str:
-    return render_openmetrics(find_families(monitor_run(run, range(run.manifest.world_size))))
+    return render_openmetrics(
+        find_families(monitor_run(run, range(run.manifest.world_size)), diagnose(run))
+    )
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -67,7 +72,34 @@ def test_units_of_one_name_are_told_apart() -> None:
 
 
 def test_a_run_without_a_step_says_only_what_it_is() -> None:
-    assert list(parse(render(RunBuilder(world_size=1).build()))) == ["fsdp_run", "fsdp_run_state"]
+    found = parse(render(RunBuilder(world_size=1).build()))
+
+    assert list(found) == ["fsdp_run", "fsdp_run_state", "fsdp_problem"]
+    assert sum(value for _, value in found["fsdp_problem"].samples) == 0
+
+
+def test_a_late_rank_raises_an_alert_with_its_number() -> None:
+    waiting = [Call(0), Call(1, has_finished=False)]
+    header = replace(HEADER, sign_ns=90 * SECOND, hang_seen_ns=70 * SECOND)
+    run = replace(
+        steady_run(),
+        status=RunStatus.RUNNING,
+        ranks=[
+            record.model_copy(update={"status": RunStatus.RUNNING}) for record in steady_run().ranks
+        ],
+        black_boxes={0: make_box(waiting, (0, 1), header), 1: make_box([Call(0)], (0, 1), header)},
+    )
+
+    found = parse(render(run))
+
+    assert {labels["fsdp_problem"] for labels, value in found["fsdp_problem"].samples if value} == {
+        "rank late"
+    }
+    assert found["fsdp_problem_rank"].samples == [({"rank": "1"}, 1.0)]
+    silent = {
+        labels["rank"]: value for labels, value in found["fsdp_since_collective_seconds"].samples
+    }
+    assert silent == {"0": 88.0, "1": 89.0 - 1e-9}
 
 
 def test_what_the_loop_logged_has_torchtitans_name_where_it_has_one() -> None:

@@ -8,6 +8,7 @@ from fsdp_inspect import Run
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.report.live_wording import advise_live, describe_live, describe_pace
 from fsdp_inspect.result_types import (
     DeviceSeries,
@@ -152,12 +153,22 @@ def _show_answer(entry: RunEntry, rank: int) -> LiveStatus | None:
         return None
     _rerun_on_news(entry, live)
     show_headline(plain(describe_live(live)))
-    advice = advise_live(live)
-    if advice:
-        st.warning(plain(advice), icon=":material/warning:")
+    _show_problem(entry, live)
     if live.state not in _GOING_ON:
         _show_links()
     return live
+
+
+def _show_problem(entry: RunEntry, live: LiveStatus) -> None:
+    """Show the diagnosis; without one, what the state of the run means."""
+    found = loading.read_diagnosis(entry)
+    if found.is_problem:
+        st.error(plain(describe_diagnosis(found).sentence), icon=":material/error:")
+        page_link("diagnosis", "Open Diagnosis", icon=":material/troubleshoot:")
+        return
+    advice = advise_live(live)
+    if advice:
+        st.warning(plain(advice), icon=":material/warning:")
 
 
 def _rerun_on_news(entry: RunEntry, live: LiveStatus) -> None:

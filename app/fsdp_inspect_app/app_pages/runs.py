@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import pandas as pd
 import streamlit as st
 
+from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headline
 from fsdp_inspect_app.empty_states import show_no_runs
 from fsdp_inspect_app.frames.runs import BASELINE_SUFFIX, frame_runs, matching_runs
+from fsdp_inspect_app.pages import find_page
 from fsdp_inspect_app.selection import (
     BASELINE_KEY,
     PIN_KEY,
@@ -157,8 +159,18 @@ def _show_table(frame: pd.DataFrame) -> list[str]:
     remember(WITH_KEY, chosen)
     for row, column in selection["cells"]:
         if column == _NAME_COLUMN and row < len(ids):
-            switch_page("overview", run=ids[row])
+            switch_page(_first_page(ids[row]), run=ids[row])
     return chosen
+
+
+def _first_page(run: str) -> str:
+    """The page that a run opens with: Diagnosis if something went wrong, else Overview."""
+    entry = next(entry for entry in loading.list_entries() if entry.id == run)
+    try:
+        is_problem = loading.read_diagnosis(entry).is_problem
+    except FsdpInspectError:
+        return "overview"
+    return "diagnosis" if is_problem else "overview"
 
 
 def _height(num_rows: int) -> int:
@@ -175,7 +187,8 @@ def _show_actions(chosen: Sequence[str], pinned: Sequence[str], baseline: str | 
             width="content",
         )
     if len(chosen) == 1:
-        page_link("overview", f"Open {code(chosen[0])}", icon=":material/insights:", run=chosen[0])
+        first = find_page(_first_page(chosen[0]))
+        page_link(first.name, f"Open {code(chosen[0])}", icon=first.icon, run=chosen[0])
     compared = _compared(chosen, baseline)
     if len(compared) > _MOST_COMPARED:
         st.caption(f"{len(compared)} runs chosen. Compare at most {_MOST_COMPARED}.")

@@ -12,6 +12,8 @@ from fsdp_inspect.analysis.stragglers.ranks import Ranks, measure_ranks
 from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.comparison.comparison import Comparison, compare_sides
 from fsdp_inspect.comparison.sides import form_sides
+from fsdp_inspect.diagnosis.diagnose import diagnose
+from fsdp_inspect.report.diagnosis import DiagnosisText, describe_diagnosis
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 
@@ -20,6 +22,8 @@ class RunContents:
     """The results about one run. A result is None if its files are damaged."""
 
     manifest: RunManifest
+    problem: DiagnosisText | None
+    """What went wrong in the run; None if nothing is known to be wrong."""
     digest: Summary
     times: StepTimes
     scalars: tuple[ScalarSeries, ...]
@@ -36,8 +40,10 @@ def read_contents(run: RunSource) -> RunContents:
     """Run all analyses that the report of a run shows."""
     damage: list[str] = []
     digest = measure_summary(run)
+    found = diagnose(run)
     contents = RunContents(
         manifest=run.manifest,
+        problem=describe_diagnosis(found) if found.is_problem else None,
         digest=digest,
         times=measure_step_times(run),
         scalars=try_measure(measure_scalars, run, damage) or (),

@@ -1,0 +1,25 @@
+"""Table of the ranks of a diagnosis."""
+
+import pandas as pd
+
+from fsdp_inspect.report.diagnosis import diagnosis_to_dict
+from fsdp_inspect.result_types import Diagnosis
+
+_COLUMNS = {
+    "rank": "rank",
+    "end": "end",
+    "step": "step",
+    "phase": "phase",
+    "last_collective": "last collective",
+    "waits": "waits",
+    "idle_s": "seconds without a collective",
+    "activity": "activity",
+    "location": "line",
+    "failure": "failure",
+}
+
+
+def frame_rank_states(found: Diagnosis) -> pd.DataFrame:
+    """One row a rank: how it ended, its last collective, and what it did."""
+    rows = diagnosis_to_dict(found)["states"]
+    return pd.DataFrame(rows, columns=list(_COLUMNS)).rename(columns=_COLUMNS)

@@ -1,0 +1,78 @@
+"""The Diagnosis page: the sentence, the picture, the stacks; and how the other pages lead to it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.app.conftest import OpenApp
+from tests.app.synthetic import make_run, write_run
+from tests.app.test_pages import read
+from tests.browser.states import write_crashed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run that hung and was killed, and one that ended in order."""
+    folder = tmp_path_factory.mktemp("diagnosed")
+    write_crashed(folder / "hung")
+    write_run(folder / "whole", make_run(num_steps=5))
+    return folder
+
+
+def html_of(app) -> str:
+    return "\n".join(element.proto.body for element in app.get("html"))
+
+
+def test_a_hang_is_one_sentence_a_picture_and_two_stacks(open_app: OpenApp, folder: Path) -> None:
+    app = open_app(folder, "diagnosis", run="hung")
+
+    assert not app.exception
+    text = read(app)
+    assert "Rank 1 did not reach a collective in step 4." in text
+    assert "waiting for the next batch at ann/train.py:88 (`batch = next(loader)`)" in text
+    assert "1 rank waited for it." in text
+    html = html_of(app)
+    assert "<td class='waits'>waits</td><td class='not_issued'>not issued</td>" in html
+    assert "<th scope='col' class='culprit'>rank 1 (gone)</th>" in html
+    assert "<li class='user'>train (ann/train.py:88)<code>batch = next(loader)</code></li>" in html
+    assert "2 frames as in the other stacks, to main (ann/train.py:120)" in html
+
+
+def test_a_run_without_a_black_box_says_what_cannot_be_told(
+    open_app: OpenApp, folder: Path
+) -> None:
+    app = open_app(folder, "diagnosis", run="whole")
+    assert not app.exception
+    assert "Cannot tell what went wrong." in read(app)
+    assert "the run has no black box" in read(app)
+
+
+@pytest.mark.parametrize("page", ["overview", "units", "live"])
+def test_every_page_says_that_something_went_wrong(
+    open_app: OpenApp, folder: Path, page: str
+) -> None:
+    app = open_app(folder, page, run="hung")
+    assert not app.exception
+    (error,) = app.error
+    assert error.value.startswith("Rank 1 ")
+    assert any("diagnosis" in link.proto.page for link in app.get("page_link"))
+
+
+def test_a_run_that_went_wrong_opens_with_its_diagnosis(open_app: OpenApp, folder: Path) -> None:
+    links = {
+        run: [link.proto for link in open_app(folder, "runs", **{"with": run}).get("page_link")]
+        for run in ("hung", "whole")
+    }
+    assert [link.page for link in links["hung"]] == ["diagnosis"]
+    assert [link.page for link in links["whole"]] == ["overview"]
+
+
+def test_names_of_code_are_escaped(open_app: OpenApp, tmp_path: Path) -> None:
+    write_crashed(tmp_path / "hung")
+    stacks = next(tmp_path.glob("hung/**/rank-00001/stacks.txt"))
+    stacks.write_text(stacks.read_text().replace(" in train", " in <img src=x>"))
+
+    html = html_of(open_app(tmp_path, "diagnosis", run="hung"))
+
+    assert "&lt;img src=x&gt; (ann/train.py:88)" in html
+    assert "<img" not in html
