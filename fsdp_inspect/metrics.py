@@ -74,7 +74,8 @@ _ALL = (
         "exposed floor",
         _NS,
         "exposed time of the first all-gather of each forward and the last reduction of each "
-        "backward; no compute runs next to them, so no setting hides it",
+        "backward, with their waits for stragglers; no compute runs next to them, so no setting "
+        "hides it",
         Better.NEITHER,
     ),
     Metric("step_ratio", "share of the step", _RATIO, "time / step time"),
@@ -89,7 +90,7 @@ _ALL = (
         "straggler_ns",
         "straggler",
         _NS,
-        "exposed time before the last rank arrives, where clocks can be aligned",
+        "exposed time before the last rank arrives; known only if clocks can be aligned",
     ),
     Metric(
         "blocking_ns",
@@ -103,8 +104,8 @@ _ALL = (
         "late issue",
         _NS,
         "exposed time that an earlier issue would have saved: min(exposed, issue - earliest); "
-        "earliest: the dependencies of its stream and the previous collective on its "
-        "communicator have ended",
+        "earliest: the moment at which the dependencies of its stream and the previous "
+        "collective on its communicator have ended",
     ),
     Metric(
         "bandwidth_ns",

@@ -357,7 +357,7 @@ class _Gate:
         from fsdp_inspect.checks.check import CheckOutcome
         from fsdp_inspect.report.check import render_check
 
-        if result.outcome is CheckOutcome.HOLDS:
+        if result.outcome is CheckOutcome.PASSES:
             return
         text = _in_words_of_pytest(_print(render_check(result)))
         if result.outcome is CheckOutcome.UNTOLD:

@@ -56,7 +56,6 @@ class TraceRow:
 
 
 def _row_of(wait: ExposedWait) -> TraceRow:
-    cause = wait.cause.replace("_", " ")
     return TraceRow(
         step=wait.step,
         microbatch=wait.microbatch,
@@ -66,7 +65,7 @@ def _row_of(wait: ExposedWait) -> TraceRow:
         start_ns=wait.start_ns,
         end_ns=wait.end_ns,
         exposed_ns=wait.exposed_ns,
-        what=f"exposed {format_ns(wait.exposed_ns)}, most of it {cause}",
+        what=f"exposed {format_ns(wait.exposed_ns)}",
     )
 
 

@@ -45,7 +45,8 @@ RULES: Mapping[str, Rule] = {
     "R3": Rule(
         "split a unit that is too large",
         ("finding", "change"),
-        "A unit gathers over twice as much as the median unit, and at least 2% of the peak more.",
+        "A unit gathers more than twice the bytes of the median unit, and the difference is at "
+        "least 2% of the peak.",
     ),
     "R4": Rule(
         "keep the last unit unsharded after forward",
@@ -55,8 +56,8 @@ RULES: Mapping[str, Rule] = {
     "R5": Rule(
         "let the last block reshard",
         ("check", "change"),
-        "Simulated: resharding the last block makes room. Or it stayed unsharded, although its "
-        "plan reshards it.",
+        "Simulated: resharding the last block lowers the peak. Or the last block stayed unsharded, "
+        "although its plan reshards it.",
     ),
     "R6": Rule(
         "keep parameters unsharded after forward",
@@ -73,7 +74,7 @@ RULES: Mapping[str, Rule] = {
     "R8": Rule(
         "do not reshard the root when backward follows at once",
         ("check",),
-        "A unit was gathered again in backward, but its plan keeps it unsharded. The search "
+        "A unit was gathered again in backward, although its plan keeps it unsharded. The search "
         "also tries other settings for units inside the root.",
     ),
     "R9": Rule(
@@ -81,7 +82,7 @@ RULES: Mapping[str, Rule] = {
         ("change", "check"),
         "Simulated: an all-gather that is issued earlier causes a shorter wait. Or a prefetch of "
         "the plan never ran.",
-        "Synchronizations inside a unit (cudaStreamSynchronize): recorded runs hold no CUDA calls.",
+        "Synchronizations inside a unit (cudaStreamSynchronize): a run contains no CUDA calls.",
     ),
     "R10": Rule(
         "prefetch deeper, or allow more reduce-scatter inputs",
@@ -92,7 +93,7 @@ RULES: Mapping[str, Rule] = {
         "set the units that backward prefetches",
         ("change", "check"),
         "Simulated: these all-gathers are issued earlier. Or a backward prefetch of the plan never "
-        "ran, or torch's own prefetch gathers a unit in vain.",
+        "ran, or torch's default prefetch gathers a unit that is not needed.",
     ),
     "R12": Rule(
         "limit_all_gathers=True (FSDP1)",
@@ -131,7 +132,7 @@ RULES: Mapping[str, Rule] = {
         "activation checkpointing on, off or selective",
         ("change",),
         "Simulated if memory is limited and the memory step records the memory of the blocks.",
-        "Runs that could drop checkpointing: the size of their activations is unknown.",
+        "Whether a run fits without its checkpointing: the size of the activations is unknown.",
     ),
     "R19": Rule(
         "reduce the host's work",
@@ -152,7 +153,8 @@ RULES: Mapping[str, Rule] = {
         "gather asynchronously, with explicit prefetch",
         ("change",),
         "Simulated if the backend blocks the host in its all-gathers.",
-        "Idle memory in the pool of the all-gather stream: the allocator counts by device.",
+        "Unused memory in the pool of the all-gather stream: the allocator's counters are those of "
+        "the whole device.",
     ),
     "R23": Rule(
         "communication buffers of the process group (symmetric memory)",
@@ -163,8 +165,8 @@ RULES: Mapping[str, Rule] = {
     "R24": Rule(
         "count the slowdown of compute by communication",
         ("always",),
-        "The same compute ran alone and next to communication, and the times clearly differ. "
-        "Each wait that a plan hides costs (slowdown - 1) of its time in compute.",
+        "The same compute took clearly longer during communication than alone. If a plan hides a "
+        "wait, compute then takes (slowdown - 1) times the hidden time longer.",
     ),
     "R25": Rule(
         "a separate communicator for reduce-scatter",
@@ -214,7 +216,7 @@ RULES: Mapping[str, Rule] = {
     "R34": Rule(
         "ignore warm-up steps",
         ("always",),
-        "No time uses the first steps of a run (2 by default).",
+        "The first steps of a run (2 by default) are not timed.",
     ),
 }
 

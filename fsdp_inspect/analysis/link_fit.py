@@ -111,9 +111,9 @@ def fit_link(
     fit = sample.describe(latency, slope, None)
     if fit.explained_ratio < MIN_EXPLAINED_RATIO:
         return sample.bandwidth_only(
-            f"The size explains {max(fit.explained_ratio, 0):.0%} of the differences between "
-            f"durations, less than {MIN_EXPLAINED_RATIO:.0%}: they scatter by "
-            f"{fit.residual_ratio:.0%} around the best line."
+            f"The size of a message explains only {max(fit.explained_ratio, 0):.0%} of the "
+            f"differences between durations, and at least {MIN_EXPLAINED_RATIO:.0%} are required. "
+            f"The durations differ from the fitted line by {fit.residual_ratio:.0%} (median)."
         )
     return fit
 
@@ -135,8 +135,8 @@ class _Sample:
             return f"All {len(self.sizes)} messages have the same size, {smallest} bytes."
         if largest < MIN_SIZE_RATIO * smallest:
             return (
-                f"The message sizes are too similar: {smallest} to {largest} bytes, less than "
-                f"{MIN_SIZE_RATIO}x."
+                f"The message sizes are too similar: {smallest} to {largest} bytes. The largest "
+                f"must be at least {MIN_SIZE_RATIO} times the smallest."
             )
         return None
 

@@ -69,12 +69,12 @@ DECLARED = tuple(name for name in DECIDED_BY_PLAN if name != "mesh")
 class CheckOutcome(StrEnum):
     """The outcome of a metric, or of the whole check."""
 
-    HOLDS = "holds"
+    PASSES = "passes"
     REGRESSION = "regression"
     UNTOLD = "cannot be judged"
 
 
-EXIT_CODES = {CheckOutcome.HOLDS: 0, CheckOutcome.REGRESSION: 1, CheckOutcome.UNTOLD: 2}
+EXIT_CODES = {CheckOutcome.PASSES: 0, CheckOutcome.REGRESSION: 1, CheckOutcome.UNTOLD: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,11 +329,11 @@ def _altogether(metrics: Sequence[MetricCheck], reasons: Sequence[str]) -> Check
     """A regression overrides metrics that cannot be judged."""
     if any(one.outcome is CheckOutcome.REGRESSION for one in metrics):
         return CheckOutcome.REGRESSION
-    return CheckOutcome.UNTOLD if reasons else CheckOutcome.HOLDS
+    return CheckOutcome.UNTOLD if reasons else CheckOutcome.PASSES
 
 
 def _is_improved(one: MetricCheck) -> bool:
-    if one.outcome is not CheckOutcome.HOLDS or one.change is None or one.change >= 0:
+    if one.outcome is not CheckOutcome.PASSES or one.change is None or one.change >= 0:
         return False
     return one.name not in TIME_METRICS or one.reason != ""  # a change beyond noise
 
@@ -347,7 +347,7 @@ def _other_keys(baseline: Baseline | None, reading: GateMeasurements) -> Iterato
         return
     before = baseline.manifest
     after = _comparable(reading.manifest, before)
-    remedy = "Write a new baseline with --update, or run the check as for the baseline."
+    remedy = "Write a new baseline with --update, or check a run with the baseline's settings."
     pairs = {name: (value_of(before), value_of(after)) for name, value_of in _KEYS.items()}
     if baseline.method and reading.method:
         pairs["memory counter"] = (baseline.method, reading.method)
@@ -355,14 +355,14 @@ def _other_keys(baseline: Baseline | None, reading: GateMeasurements) -> Iterato
         del pairs["mesh"]  # follows from it
     for name, (was, now) in pairs.items():
         if was != now:
-            yield f"The baseline has {name} {was}, and the run has {now}: no comparison. {remedy}"
+            yield f"The baseline has {name} {was}, and the run has {now}. {remedy}"
     for name in DECLARED:
         if name in before.config and name in after.config:
             was, now = before.config[name], after.config[name]
             if was != now:
                 yield (
-                    f"The declared plan changed: {name} is {now!r} in the run's "
-                    f"configuration and {was!r} in the baseline's. {remedy}"
+                    f"The declared plan changed: {name} is {was!r} in the baseline and {now!r} in "
+                    f"the run. {remedy}"
                 )
 
 
@@ -432,7 +432,7 @@ def _judge_memory(
             "from the limits."
         )
         return MetricCheck(name, CheckOutcome.UNTOLD, before, after, allowed, limit.text, reason)
-    outcome = CheckOutcome.REGRESSION if after > allowed else CheckOutcome.HOLDS
+    outcome = CheckOutcome.REGRESSION if after > allowed else CheckOutcome.PASSES
     return MetricCheck(name, outcome, before, after, allowed, limit.text, "")
 
 
@@ -539,7 +539,7 @@ def _judge_absolute(
             f"{name} is within {PROCESS_NOISE_RATIO:.0%} of its limit. With {len(times)} of "
             f"{RUNS_FOR_A_TEST} runs this is not significant. {_more(len(times))}"
         )
-    return (CheckOutcome.REGRESSION if after > allowed else CheckOutcome.HOLDS), ""
+    return (CheckOutcome.REGRESSION if after > allowed else CheckOutcome.PASSES), ""
 
 
 def _judge_change(name: str, judgement: Judgement, room: float) -> tuple[CheckOutcome, str]:
@@ -554,10 +554,10 @@ def _judge_change(name: str, judgement: Judgement, room: float) -> tuple[CheckOu
     amount = "from nothing" if judgement.change is None else f"by {change:+.1%}"
     if judgement.telling is Telling.DIFFERENT:
         is_over = change > room
-        return (CheckOutcome.REGRESSION if is_over else CheckOutcome.HOLDS), f"changed {amount}"
+        return (CheckOutcome.REGRESSION if is_over else CheckOutcome.PASSES), f"changed {amount}"
     is_bounded = judgement.high is not None and judgement.high < room
     if judgement.telling is Telling.SAME or is_bounded:
-        return CheckOutcome.HOLDS, ""
+        return CheckOutcome.PASSES, ""
     lacking = max(judgement.more_runs)
     sentence = f"{name} changed {amount}, which is not significant"
     return CheckOutcome.UNTOLD, f"{sentence}. {_more(RUNS_FOR_A_TEST - lacking)}"

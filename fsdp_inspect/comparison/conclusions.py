@@ -153,7 +153,8 @@ def _phrase_step_time(
     direction = "slower" if judged.change > 0 else "faster"
     headline = f"{label} is {abs(judged.change):.1%} {direction} than {first}."
     if judged.p_value is None:
-        return f"{headline} {times}. Not tested: {_phrase_missing_runs(evidence, judged, other)}."
+        missing = _phrase_missing_runs(evidence, judged, other)
+        return f"{headline} {times}. To test the difference, {missing}."
     return f"{headline} {times} ({_interval(judged)}, p = {judged.p_value:.2g})."
 
 
@@ -328,5 +329,5 @@ def _phrase_settings(
     else:
         more = f" and {len(names) - _MOST_SETTINGS} more" if len(names) > _MOST_SETTINGS else ""
         listed = f"{len(names)} settings differ ({', '.join(names[:_MOST_SETTINGS])}{more})"
-        reason = "; these runs do not show which of them is the reason" if is_different else ""
-        yield f"{listed}{reason}."
+        reason = " These runs do not show which setting is the reason." if is_different else ""
+        yield f"{listed}.{reason}"

@@ -51,8 +51,7 @@ def _cut_otherwise(asked: Plan, ran: Plan) -> Iterator[PlanDifference]:
     if first != second:
         only_asked = [name for name in asked.unit_names if name not in second]
         only_ran = [name for name in ran.unit_names if name not in first]
-        where = "units of one plan only"
-        yield PlanDifference(UNITS, where, _name_units(only_asked), _name_units(only_ran))
+        yield PlanDifference(UNITS, "", _name_units(only_asked), _name_units(only_ran))
 
 
 def _unit_settings(

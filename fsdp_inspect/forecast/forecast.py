@@ -40,7 +40,8 @@ NOTES = (
     "Predicted on fake tensors. The forecast counts every storage of one step of rank 0, to the "
     "byte. It predicts no times.",
     "Not counted: rounding and fragmentation of CUDA's caching allocator, the CUDA context, "
-    "workspaces of cuBLAS and NCCL, and tensors that CUDA's kernels save and CPU's do not.",
+    "workspaces of cuBLAS and NCCL, and tensors that only CUDA kernels save, except those of "
+    "attention, RMSNorm and dropout.",
 )
 
 

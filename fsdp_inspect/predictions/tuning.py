@@ -179,8 +179,8 @@ def _answer(plans: Sequence[TunedPlan], best: TunedPlan | None) -> str:
     first = min(measured, key=_change)
     return (
         f"No plan is significantly faster than the baseline. The fastest measured plan is plan "
-        f"{first.number}, {_saving(first)} a step. Use {RUNS_FOR_A_TEST} runs a side to detect "
-        "smaller changes."
+        f"{first.number}, {_saving(first)} a step. To detect smaller changes, use --repeats "
+        f"{RUNS_FOR_A_TEST}."
     )
 
 

@@ -404,15 +404,16 @@ def _about_compute(moved: _Moved | None, step: JudgedTime | None) -> tuple[str, 
         return ()
     if abs(moved.shift_ns) < PROCESS_NOISE_RATIO * step.baseline_ns:
         return ()
-    longer = "longer" if moved.change > 0 else "less"
-    numbers = f"{format_ns(moved.before_ns)} before, {format_ns(moved.after_ns)} after"
-    reason = "the plan does not change it"
+    longer = "more" if moved.change > 0 else "less"
+    numbers = f"baseline {format_ns(moved.before_ns)}, run {format_ns(moved.after_ns)}"
+    reason = "the plan does not change compute"
     if moved.paid_ns:
         numbers = f"{numbers}, including {format_ns(moved.paid_ns)} for hiding communication"
         reason = "the plan does not explain the rest"
     return (
-        f"Compute takes {format_ratio(abs(moved.change))} {longer} than in the baseline "
-        f"({numbers}), and {reason}: the machine was busier in one of them. Repeat both in turn.",
+        f"Compute takes {format_ratio(abs(moved.change))} {longer} time than in the baseline "
+        f"({numbers}), and {reason}. The machine was probably busier in one of them. Record both "
+        "again, in turn.",
     )
 
 
@@ -486,7 +487,7 @@ def _answer(
     beginning = {
         Ruling.HELD: "Held",
         Ruling.DID_NOT_HOLD: "Did not hold",
-        Ruling.CANNOT_BE_TOLD: "Cannot tell",
+        Ruling.CANNOT_BE_TOLD: "Not significant",
     }[ruling]
     return f"{beginning}: {numbers}.{'' if step.is_tested else _say_noise(ruling, step)}"
 
@@ -495,5 +496,8 @@ def _say_noise(ruling: Ruling, step: JudgedTime) -> str:
     """The resolution of fewer runs than a test needs."""
     noise = format_ns(step.noise_ns)
     if ruling is Ruling.CANNOT_BE_TOLD:
-        return f" With fewer than {RUNS_FOR_A_TEST} runs a side, only changes above {noise} count."
-    return f" With fewer than {RUNS_FOR_A_TEST} runs a side, the noise is {noise}."
+        return (
+            f" With fewer than {RUNS_FOR_A_TEST} runs on each side, only changes above {noise} "
+            "are significant."
+        )
+    return f" With fewer than {RUNS_FOR_A_TEST} runs on each side, the noise is {noise}."

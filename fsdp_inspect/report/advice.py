@@ -174,7 +174,7 @@ def _code_of_plan(plan: PlanAdvice, options: str) -> list[str]:
 def _rest(advice: Advice) -> Iterator[RenderableType]:
     """The whole plan in a sentence, and the options that show and write the rest."""
     finding, _ = _recommended(advice)
-    plan, options = advice.plan, ["--details shows the evidence and everything else."]
+    plan, options = advice.plan, ["--details shows the evidence and the other changes."]
     yield ""
     if plan is not None and plan.suggestions:
         if finding is not None or (len(plan.suggestions) > 1 and not _exceeds_limit(plan)):
@@ -188,7 +188,7 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
 
 def _whole_plan(plan: PlanAdvice) -> str:
     number = len(plan.suggestions)
-    changes = "The change of the plan" if number == 1 else f"All {number} changes of the plan"
+    changes = "With this change" if number == 1 else f"With all {number} changes"
     return (
         f"{changes}: {format_ns(plan.fastest.step_ns)} a step instead of "
         f"{format_ns(plan.replayed_step_ns)}, peak {describe_plan_peak(plan.fastest)}."
@@ -302,21 +302,24 @@ def render_rules() -> RenderableType:
     parts += [
         "",
         dim(
-            "finding: a problem that no plan fixes. change: a change of the plan, simulated on the "
-            "recorded run. check: the run differs from its plan. always: part of every number."
+            "finding: a problem that no sharding plan can fix. change: a change of the plan, "
+            "simulated from the recorded run. check: a difference between the run and its plan. "
+            "always: included in all numbers. Simulated: the change is suggested if its simulation "
+            "shows this effect."
         ),
     ]
     return Group(*parts)
 
 
 def describe_saving(suggestion: Suggestion, plan: PlanAdvice) -> str:
-    """The gain or the cost: `saves 4.1 ms a step (3.2%; 2.0 ms to 5.0 ms)`."""
+    """The gain or the cost: `saves 4.1 ms a step (3.2%; interval 2.0 ms to 5.0 ms)`."""
     saved, low, high = suggestion.saved_ns, suggestion.saved_low_ns, suggestion.saved_high_ns
     verb = "saves"
     if saved < 0:
         verb, saved, low, high = "costs", -saved, -high, -low
     ratio = format_ratio(saved / plan.replayed_step_ns)
-    return f"{verb} {format_ns(saved)} a step ({ratio}; {format_ns(low)} to {format_ns(high)})"
+    interval = f"interval {format_ns(low)} to {format_ns(high)}"
+    return f"{verb} {format_ns(saved)} a step ({ratio}; {interval})"
 
 
 def describe_alternative(proposal: Proposal, plan: PlanAdvice) -> str:
@@ -373,8 +376,8 @@ def describe_plans(plan: PlanAdvice) -> str:
     return (
         f"{plan.num_plans} plans were simulated on {network}, from {plan.num_steps} steps of rank "
         f"{plan.rank}. The recorded plan takes {format_ns(plan.recorded_step_ns)} a step "
-        f"(measured). Self-check: its simulation is {format_error(plan.replay_error)} off. Every "
-        "interval includes this error. Among equally fast plans, the advice takes the simplest."
+        f"(measured). Self-check: its simulation has an error of {format_error(plan.replay_error)}."
+        " Every interval includes this error. Of equally fast plans, the simplest is recommended."
     )
 
 
@@ -384,7 +387,7 @@ def _rule(rules: Iterable[str]) -> str:
 
 
 def describe_row(row: TraceRow) -> str:
-    """`step 7, all-gather of layers.3 in backward: exposed 4.1 ms, most of it bandwidth`."""
+    """`step 7, all-gather of layers.3 in backward: exposed 4.1 ms`."""
     owner = "" if row.fqn is None else f" of {format_unit(row.fqn)}"
     return f"step {row.step}, {row.kind.replace('_', '-')}{owner} in {row.phase}: {row.what}."
 

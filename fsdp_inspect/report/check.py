@@ -28,7 +28,7 @@ from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.values import format_method
 
 _STYLES = {
-    CheckOutcome.HOLDS: "green",
+    CheckOutcome.PASSES: "green",
     CheckOutcome.REGRESSION: "red",
     CheckOutcome.UNTOLD: "yellow",
 }
@@ -44,7 +44,7 @@ def describe_outcome(result: CheckResult) -> str:
         count = len(result.metrics)
         lower = f" Lower than before: {', '.join(result.improved)}." if result.improved else ""
         metrics = f"{count} {'metric' if count == 1 else 'metrics'}"
-        return f"{result.name}: holds ({metrics}).{_growth_within_limits(result)}{lower}"
+        return f"{result.name}: passes ({metrics}).{_growth_within_limits(result)}{lower}"
     worst = failed[0]
     return f"{result.name}: {worst.name} {_excess(worst)}.{_where(result, worst)}"
 
@@ -87,7 +87,7 @@ def _describe_others(result: CheckResult) -> Iterable[str]:
         where = "in resting memory" if one.phase == RESTING else f"at the peak of {one.phase}"
         grew = f" What grew {where}: {_describe_growth(one.growth[0])}." if one.growth else ""
         cause = "; ".join(one.causes) or "unknown"
-        yield f"cause of {one.metric} (+{format_bytes(one.increase)}): {cause}.{grew}"
+        yield f"likely cause of {one.metric} (+{format_bytes(one.increase)}): {cause}.{grew}"
 
 
 def _excess(one: MetricCheck) -> str:
@@ -244,7 +244,7 @@ def _markdown_lines(result: CheckResult) -> Iterable[str]:
         yield f"- {_escape(UNEXPLAINED)}"
     yield from (f"- {_escape(line)}" for line in _describe_others(result))
     yield from (f"- Differs: {_escape(line)}" for line in describe_settings(result.settings))
-    if result.outcome is not CheckOutcome.HOLDS:
+    if result.outcome is not CheckOutcome.PASSES:
         yield from (f"- {_escape(reason)}" for reason in result.reasons)
     yield ""
     yield f"<sub>{_escape(_provenance(result))}</sub>"
@@ -281,7 +281,7 @@ def render_annotations(results: Iterable[CheckResult]) -> str:
     """Render GitHub workflow commands: errors for regressions, warnings for unknown outcomes."""
     lines = []
     for result in results:
-        if result.outcome is CheckOutcome.HOLDS:
+        if result.outcome is CheckOutcome.PASSES:
             continue
         level = "error" if result.outcome is CheckOutcome.REGRESSION else "warning"
         message = " ".join([describe_outcome(result), *(f"Likely: {c}." for c in result.causes)])

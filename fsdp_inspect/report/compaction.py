@@ -14,7 +14,7 @@ def render_compaction(result: CompactionResult) -> RenderableType:
     ranks = f"{len(result.compacted)} {'rank' if len(result.compacted) == 1 else 'ranks'}"
     lines = [
         Text(
-            f"{ranks} compacted, {result.rows} rows, {format_bytes(result.bytes_before)} -> "
+            f"{ranks} compacted, {result.rows:,} rows, {format_bytes(result.bytes_before)} -> "
             f"{format_bytes(result.bytes_after)}: {result.path}"
         )
     ]

@@ -44,7 +44,7 @@ MOST_MESSAGES = 8
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _TELLINGS = {
-    Telling.EQUAL: "exactly equal",
+    Telling.EQUAL: "equal",
     Telling.DIFFERENT: "",
     Telling.SAME: "no difference",
     Telling.UNKNOWN: "within noise",
@@ -280,11 +280,11 @@ def _names(fqns: Sequence[str], short: ShortNames = _WHOLE) -> str:
 
 def _footer(comparison: Comparison) -> Text:
     limit = format_ratio(PROCESS_NOISE_RATIO)
-    lines = ["Each run gives one time, because steps of one process are not independent."]
+    lines = ["Each run gives one step time, because steps of one process are not independent."]
     if any(len(side.runs) < RUNS_FOR_A_TEST for side in comparison.sides):
         lines.append(
-            f"With fewer than {RUNS_FOR_A_TEST} runs a side, changes of times below {limit} are "
-            "within noise. Counts and bytes are compared exactly."
+            f"With fewer than {RUNS_FOR_A_TEST} runs on each side, changes of times below {limit} "
+            "are within noise. Counts and bytes are compared exactly."
         )
     else:
         lines.append("Intervals: 95% confidence (Hodges-Lehmann, exact rank test).")

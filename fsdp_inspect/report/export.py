@@ -24,7 +24,7 @@ def _render_trace(result: PerfettoExport) -> RenderableType:
     ranks = f"{len(result.ranks)} {'rank' if len(result.ranks) == 1 else 'ranks'}"
     size = format_bytes(result.uncompressed_bytes)
     lines = [
-        Text(f"Wrote {result.path}: {result.num_events} events of {ranks}, {size} unpacked."),
+        Text(f"Wrote {result.path}: {result.num_events:,} events of {ranks}, {size} unpacked."),
         Text(f"{result.time_axis}"),
         Text("Open it at https://ui.perfetto.dev (the file stays in your browser)."),
     ]

@@ -48,6 +48,7 @@ _LINK_COLUMNS = (
     "latency_ns",
     "residual_ratio",
 )
+_COMPARED_WITH = {"itself": "the same unit, without communication", "alike": "similar units"}
 _TRANSFERS = {
     "all_ranks": "shortest duration over the ranks",
     "rank": "time on this rank, which may include waits for other ranks",
@@ -81,17 +82,18 @@ def render_waits(digest: RankWaits) -> RenderableType:
 def _headline(digest: RankWaits, exposed: Exposed) -> str:
     if digest.unit is not None:
         return _unit_headline(digest.unit, exposed)
-    step = format_metric("step_time_ns", exposed.step_time_ns)
     if not exposed.exposed_ns:
-        return f"Rank {exposed.rank} has no exposed communication in its {step} step."
+        return f"Rank {exposed.rank} has no exposed communication in its typical step."
     waited = format_metric("exposed_ns", exposed.exposed_ns)
-    return f"Rank {exposed.rank} waits {waited} of its {step} step for communication."
+    return f"Rank {exposed.rank} waits {waited} per step for communication."
 
 
 def _details(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
     """The main cause and the longest wait, below the headline."""
     if digest.unit is not None or not exposed.exposed_ns:
         return
+    step = format_metric("step_time_ns", exposed.step_time_ns)
+    yield indented(f"Step time: {step} (typical step).")
     for cause, duration in list(exposed.causes_ns.items())[:1]:
         ratio = format_ratio(duration / exposed.exposed_ns)
         yield indented(f"Main cause: {_phrase(cause, digest)} ({ratio} of the exposed time).")
@@ -165,7 +167,7 @@ def _evidence(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
         *(wait.ahead for wait in exposed.evidence if wait.ahead),
     ]
     short = shorten_names(format_owner(owner.fqn, owner.is_fsdp) for owner in owners)
-    table = new_table("step", "<waited for", "issued", "needed", "ended", "exposed", "<mostly")
+    table = new_table("step", "<collective", "issued", "needed", "ended", "exposed", "<main cause")
     for wait in exposed.evidence:
         table.add_row(
             str(wait.step),
@@ -213,9 +215,9 @@ def _prefetch(prefetch: Prefetch | None, unit: str | None) -> Iterator[Renderabl
         yield Text(f"Unused all-gathers: {wasted} over these steps.", style="yellow")
     for pair in prefetch.swapped:
         yield Text(
-            f"In {pair.phase}, {format_unit(pair.issued_first)} is issued before "
-            f"{format_unit(pair.needed_first)}, but needed later: {pair.num_times} times, "
-            f"{format_ns(pair.waited_ns)} waited in the queue.",
+            f"In {pair.phase}, the all-gather of {format_unit(pair.issued_first)} is issued before "
+            f"that of {format_unit(pair.needed_first)}, but needed later ({pair.num_times} times). "
+            f"The rank waits {format_ns(pair.waited_ns)} for this queue.",
             style="yellow",
         )
 
@@ -247,22 +249,25 @@ def _contention(contention: Contention | None, unit: str | None) -> Iterator[Ren
     if contention.slowdown is None:
         yield Text(f"Unknown. {contention.reason}")
         return
-    spread = f"{contention.low:.2f} to {contention.high:.2f} in single passes"
+    spread = f"single passes: {contention.low:.2f} to {contention.high:.2f}"
     noise = "" if contention.is_clear else " This is within noise."
-    yield Text(f"Compute takes {contention.slowdown:.2f} times as long ({spread}).{noise}")
+    yield Text(
+        f"During communication, compute takes {contention.slowdown:.2f} times as long ({spread})."
+        f"{noise}"
+    )
     if unit is not None:
         yield _contention_table(contention)
 
 
 def _contention_table(contention: Contention) -> Table:
-    table = new_table("phase", "compute", "beside", "slowdown", "<compared with")
+    table = new_table("phase", "compute", "during comm.", "slowdown", "<compared with")
     for row in contention.units:
         table.add_row(
             row.phase,
             format_metric("compute_ns", row.compute_ns),
             format_metric("beside_ratio", row.beside_ratio),
             MISSING if row.slowdown is None else f"{row.slowdown:.2f}",
-            row.compared_with or row.reason or "",
+            _COMPARED_WITH.get(row.compared_with, row.compared_with) or row.reason or "",
         )
     return table
 

@@ -64,7 +64,7 @@ def _describe_fit(fit: Fit, allowance_bytes: int | None) -> Iterable[str]:
     limit, on_ranks = format_bytes(fit.limit_bytes), f"on {_ranks(fit.world_size)}"
     needed = "It"
     if allowance_bytes:
-        needed = f"With the allowance it needs {format_bytes(fit.peak_bytes)}: it"
+        needed = f"Required with the allowance: {format_bytes(fit.peak_bytes)}. It"
     if fit.fits:
         yield f"{needed} fits into {limit} {on_ranks}. Headroom: {format_bytes(fit.spare_bytes)}."
     else:
@@ -81,9 +81,9 @@ def _describe_fit(fit: Fit, allowance_bytes: int | None) -> Iterable[str]:
     if fit.remedies:
         found = next((remedy for remedy in fit.remedies if remedy.fits), None)
         if found is None:
-            yield "It does not fit with any of the changes below."
+            yield f"None of the changes below makes it fit {on_ranks}."
         else:
-            yield f"It fits with {_settings(found.settings)}."
+            yield f"It fits {on_ranks} with {_settings(found.settings)}."
     yield from fit.unknown
 
 

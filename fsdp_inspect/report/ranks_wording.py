@@ -6,10 +6,22 @@ The text is plain: each report escapes it for its format.
 from collections.abc import Sequence
 
 from fsdp_inspect.analysis.stragglers.rank_pricing import StepReplay
-from fsdp_inspect.analysis.stragglers.ranks import LEAST_COST_RATIO, RankRow, Ranks, Straggler
+from fsdp_inspect.analysis.stragglers.ranks import (
+    LEAST_BUSIEST_RATIO,
+    LEAST_COST_RATIO,
+    RankRow,
+    Ranks,
+    Straggler,
+)
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.values import format_metric
+
+_NO_STRAGGLER = "No rank is a straggler."
+_DEFINITION = (
+    f"A straggler has the most own work in at least {format_ratio(LEAST_BUSIEST_RATIO)} of the "
+    f"steps, delays the other ranks, and costs at least {format_ratio(LEAST_COST_RATIO)} of a step."
+)
 
 
 def describe_answer(ranks: Ranks) -> tuple[str, ...]:
@@ -22,6 +34,8 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
         ]
     else:
         lines = [_no_straggler(ranks)]
+        if ranks.replay is not None and lines[0] == _NO_STRAGGLER:
+            lines.append(_DEFINITION)
         if ranks.replay is not None:
             lines.append(_imbalance(ranks, ranks.replay))
     if ranks.skewed_ratio is not None:
@@ -80,8 +94,8 @@ def _self_check(replay: StepReplay) -> str:
     """State the error of the replay on the recorded steps."""
     return (
         "Self-check: the replay differs from the recorded steps by "
-        f"{format_metric('error_ratio', replay.error_ratio)}. Its error on changed steps is "
-        "unknown."
+        f"{format_metric('error_ratio', replay.error_ratio)}. The error of the replay with changed "
+        "work is unknown."
     )
 
 
@@ -93,17 +107,14 @@ def _no_straggler(ranks: Ranks) -> str:
     if ranks.straggler_refusal is not None:
         return f"It is unknown whether there is a straggler: {ranks.straggler_refusal}"
     if ranks.replay is not None:
-        return (
-            "No straggler: no rank works longest in 75% of the steps, delays the other ranks and "
-            f"costs {format_ratio(LEAST_COST_RATIO)} of a step."
-        )
+        return _NO_STRAGGLER
     least = _waits_least(ranks.ranks)
     if least is None:
         return "It is unknown whether there is a straggler: no collective of two ranks matches."
     return (
         f"The cost of a straggler is unknown. Rank {least.rank} waits least: "
         f"{format_metric('shortest_ratio', least.shortest_ratio)} of the collectives are shortest "
-        "on it, a sign that it arrives last."
+        "on this rank. It probably arrives last."
     )
 
 
@@ -114,20 +125,20 @@ def _waits_least(rows: Sequence[RankRow]) -> RankRow | None:
 
 def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
     return (
-        f"Imbalance costs {format_metric('imbalance_ns', ranks.imbalance_ns)} of a step of "
-        f"{format_metric('step_time_ns', replay.replayed_ns)} (predicted from "
-        f"{_steps(replay.steps)}, with equal work on all ranks; random differences count). "
-        f"{_self_check(replay)}"
+        f"Imbalance costs {format_metric('imbalance_ns', ranks.imbalance_ns)} a step: with equal "
+        f"work on all ranks, the replay of {_steps(replay.steps)} takes this much less than "
+        f"{format_metric('step_time_ns', replay.replayed_ns)} a step. Random differences between "
+        f"the ranks are included. {_self_check(replay)}"
     )
 
 
 def _steps(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def describe_comparing(ranks: Ranks) -> str:
     """Describe how the ranks were compared, one sentence a line."""
-    lines = ["Times are measured, of the typical step of each rank."]
+    lines = ["Times are measured. They are those of the typical step of each rank."]
     if ranks.sampled_ranks and ranks.sampled_steps:
         lines.append(
             f"Collectives: {len(ranks.sampled_ranks)} of {len(ranks.ranks)} ranks in "

@@ -45,15 +45,16 @@ def answer_simulation(simulation: Simulation) -> str:
     predicted, change = simulation.predicted, simulation.change
     step = f"Predicted: {format_ns(predicted.step_time_ns)} a step"
     if abs(change) < _NO_CHANGE:
-        return f"{step}, as the recorded plan."
+        return f"{step}, as with the recorded plan."
     word = "less" if change < 0 else "more"
-    return f"{step}, {format_ratio(abs(change))} {word} than the recorded plan."
+    return f"{step}, {format_ratio(abs(change))} {word} than with the recorded plan."
 
 
 def _reasons(simulation: Simulation) -> Iterable[str]:
     before, after = simulation.replayed, simulation.predicted
     yield f"Interval: {format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}."
     yield (
+        "Changes from the recorded plan, both simulated. "
         f"Exposed communication: {format_ns(before.exposed_ns)} -> {format_ns(after.exposed_ns)}. "
         f"Communication: {format_ns(before.communication_ns)} -> "
         f"{format_ns(after.communication_ns)}."
@@ -121,7 +122,7 @@ def describe_simulation(simulation: Simulation) -> str:
     return (
         f"Predicted from {simulation.num_steps} recorded steps of rank {simulation.rank}, "
         f"simulated on {_EXECUTIONS[simulation.execution]}. The recorded plan is simulated too, so "
-        "that the error of the simulation cancels in the difference. The interval covers "
-        "this error, the fit of the collectives, the spread of the steps, the spread between "
-        "processes, other units than recorded, and the time without a CPU core."
+        "that the error of the simulation cancels in the difference. The interval includes this "
+        "error, the error of the fit, the spread of the recorded steps, the process noise, the "
+        "error for units that were not recorded, and the wait for a core."
     )

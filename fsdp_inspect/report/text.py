@@ -199,7 +199,7 @@ def _of_device(digest: Summary, name: str) -> str:
     if name != "peak_reserved_bytes":
         return ""
     if memory.device_ratio is None:
-        return "not reserved on CPU" if digest.identity.device_type == "cpu" else ""
+        return "missing on CPU" if digest.identity.device_type == "cpu" else ""
     return f"{format_ratio(memory.device_ratio)} of {format_bytes(memory.device_bytes)}"
 
 

@@ -73,10 +73,10 @@ def _provenance(tuning: Tuning) -> str:
     )
     return (
         f"Baseline: {format_ns(tuning.baseline_step_ns)} a step, the median of "
-        f"{len(tuning.baseline_run_ids)} runs; {same}. *: faster than the baseline beyond noise. "
+        f"{len(tuning.baseline_run_ids)} runs; {same}. *: significantly faster than the baseline. "
         "Change: compared with the baseline. First error: of the change of the step time; second "
-        f"error: of the peak. With fewer than {RUNS_FOR_A_TEST} runs a side, changes below 10% of "
-        "the step, or below the spread between runs of one plan, are within noise. "
+        f"error: of the peak. With fewer than {RUNS_FOR_A_TEST} runs on each side, changes below "
+        "10% of the step, or below the spread between runs of one plan, are within noise. "
         f"{tuning.num_held} of {tuning.num_judged} judged predictions held."
     )
 

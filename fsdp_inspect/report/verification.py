@@ -24,19 +24,19 @@ MOST_UNITS = 8
 RULINGS = {
     Ruling.HELD: "held",
     Ruling.DID_NOT_HOLD: "did not hold",
-    Ruling.CANNOT_BE_TOLD: "within noise",
+    Ruling.CANNOT_BE_TOLD: "not significant",
     Ruling.FAILED: "failed",
-    Ruling.NOT_COMPARABLE: "not judged",
+    Ruling.NOT_COMPARABLE: "cannot be judged",
 }
-"""The rulings as tables show them."""
+"""The outcomes as tables show them."""
 
 
 def render_verification(verification: Verification) -> RenderableType:
     """Render whether a prediction held: in a sentence, then by number, then by unit."""
     prediction = verification.prediction
     parts: list[RenderableType] = [Text(verification.answer, style="bold")]
-    parts += [_line(f"Predicted: {prediction.what}.")]
-    parts += [_line(f"Plan differs in {_difference(each)}") for each in _differences(verification)]
+    parts += [_line(f"Predicted plan: {prediction.what}.")]
+    parts += [_line(f"Difference in {_difference(each)}") for each in _differences(verification)]
     parts += [_line(obstacle) for obstacle in verification.obstacles[1:]]
     parts += [Text(f"caution: {caveat}", style="yellow") for caveat in verification.caveats]
     parts += section("Predicted and measured", _quantities(verification.quantities))
@@ -69,7 +69,7 @@ def _differences(verification: Verification) -> Iterator[tuple[str, str, str]]:
 
 def _difference(words: tuple[str, str, str]) -> str:
     name, asked, ran = words
-    return f"{name}: {asked} was predicted, {ran} ran."
+    return f"{name}: predicted `{asked}`, measured `{ran}`."
 
 
 def _written(value: object) -> str:
@@ -144,13 +144,13 @@ def _provenance(verification: Verification) -> Iterator[str]:
     yield (
         f"Measured ({verification.source}): medians of {_processes(num_runs)} of the plan and "
         f"{_processes(num_baselines) if num_baselines else 'the run in the prediction'} of the "
-        "baseline. The ruling compares the changes from the baseline, so effects of the machine on "
-        "both cancel. "
+        "baseline. The outcome compares the predicted and the measured change from the baseline, "
+        "so effects of the machine on both runs cancel. "
         + (
             "Intervals: 95% confidence (rank test)."
             if verification.is_tested
-            else "Too few runs for a test. Noise is the largest of 10% of the step, the spread "
-            "between runs of one plan, and the spread of compute."
+            else "There are too few runs for a rank test. Noise is the largest of: 10% of the "
+            "step, the spread between runs of one plan, and the spread of compute."
         )
     )
     yield from (f"Assumed: {assumption}" for assumption in prediction.assumptions)

@@ -108,12 +108,12 @@ def describe_judgement(judgement: Judgement) -> str:
         interval = f"{format_change(judgement.low)} to {format_change(judgement.high)}"
         return f"{_TELLINGS[judgement.telling]} ({interval})"
     if judgement.telling is Telling.DIFFERENT and any(judgement.more_runs):
-        return "beyond noise, not tested"
+        return "above process noise, no rank test"
     return _TELLINGS[judgement.telling]
 
 
 _TELLINGS = {
-    Telling.EQUAL: "exactly equal",
+    Telling.EQUAL: "equal",
     Telling.DIFFERENT: "different",
     Telling.SAME: "no difference",
     Telling.UNKNOWN: "within noise",

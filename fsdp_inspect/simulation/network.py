@@ -266,8 +266,8 @@ def _assume_latency(name: str, line: CostLine, bounds: Bounds) -> str:
         why = f"{why} {line.missing}"
         remedy = "Run `python -m fsdp_inspect.probe` again while the machines are idle."
     return (
-        f"The latency of {name} is {between}: {why} The prediction takes the middle, and its "
-        f"interval covers both ends. {remedy}"
+        f"The latency of {name} is unknown, {between}. {why} The prediction uses the middle of "
+        f"this range, and its interval covers both ends. {remedy}"
     )
 
 

@@ -58,7 +58,10 @@ def test_eight_in_ten_collectives_lie_in_the_interval_of_their_prediction():
         pytest.param([64, 64, 80], [8, 16, 30], "too similar: 64 to 80 bytes", id="alike"),
         pytest.param([64, 64, 640], [16, 16, 16], "does not grow with the message", id="flat"),
         pytest.param(
-            [64, 64, 640, 640, 64], [1, 99, 2, 198, 16], "The size explains", id="scatter"
+            [64, 64, 640, 640, 64],
+            [1, 99, 2, 198, 16],
+            "The size of a message explains",
+            id="scatter",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_settings_that_differ_come_before_what_they_cost(compared, comparison):
 
 def test_every_change_has_a_verdict_on_noise(compared):
     cost = compared.dataframe[2].value.set_index("")
-    assert cost.loc["communicated bytes", "verdict on B"] == "exactly equal"
+    assert cost.loc["communicated bytes", "verdict on B"] == "equal"
     assert cost.loc["communication", "verdict on B"] == "within noise"
 
 

@@ -31,7 +31,7 @@ def test_a_forecast_is_held_to_the_byte(reading):
     assert result.outcome is CheckOutcome.REGRESSION
 
 
-@pytest.mark.parametrize(("by", "outcome"), [(1.0099, "holds"), (1.02, "regression")])
+@pytest.mark.parametrize(("by", "outcome"), [(1.0099, "passes"), (1.02, "regression")])
 def test_memory_of_a_recorded_run_may_grow_by_one_percent(reading, by, outcome):
     recorded = changed(reading, source="recorded")
 
@@ -46,7 +46,7 @@ def test_four_more_bytes_are_no_regression_of_a_recorded_run(reading):
 
     result = check_run(dataclasses.replace(recorded, memory=memory), make_baseline(recorded))
 
-    assert result.outcome is CheckOutcome.HOLDS
+    assert result.outcome is CheckOutcome.PASSES
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_baseline_of_several_runs_learns_its_tolerance(reading, spread, limit)
     beyond = check_run(changed(recorded, allowed + 0.002), baseline)
 
     assert {one.limit for one in within.metrics} == {f"{limit}, learned from 4 runs"}
-    assert within.outcome is CheckOutcome.HOLDS
+    assert within.outcome is CheckOutcome.PASSES
     assert beyond.outcome is CheckOutcome.REGRESSION
 
 
@@ -93,7 +93,7 @@ def test_a_check_that_passes_says_what_grew(reading):
 
     result = check_run(grown, make_baseline(recorded))
 
-    assert result.outcome is CheckOutcome.HOLDS
+    assert result.outcome is CheckOutcome.PASSES
     assert "rose by 100 B" in describe_outcome(result)
     assert "activation of layers.0 +100 B" in describe_outcome(result)
 

@@ -40,7 +40,7 @@ def test_an_unchanged_program_holds(invoke, forecasts, baseline):
     ended = invoke("check", forecasts / "renamed", "--baseline", baseline)
 
     assert ended.code == 0
-    assert "holds" in ended.out
+    assert "passes" in ended.out
 
 
 def test_a_regression_exits_with_1_and_says_where(invoke, forecasts, baseline):

@@ -3,7 +3,7 @@ import json
 
 def test_how_long_a_rank_waits_is_said_first(invoke, runs_folder):
     ended = invoke("exposed", runs_folder / "steady")
-    assert ended.out.startswith("Rank 0 waits 250 ns of its 1.00 µs step for communication.")
+    assert ended.out.startswith("Rank 0 waits 250 ns per step for communication.")
 
 
 def test_json_holds_causes_prefetch_bandwidth_and_evidence(invoke, runs_folder):

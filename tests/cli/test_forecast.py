@@ -79,8 +79,8 @@ def test_the_fit_includes_an_estimated_allowance_that_is_shown_by_part(builder, 
     ended = invoke("forecast", builder, "--fit", "1GiB")
 
     words = " ".join(ended.out.split())
-    assert "With the allowance it needs 1.6" in words
-    assert "it does not fit into 1.00 GiB on 8 ranks." in words
+    assert "Required with the allowance: 1.6" in words
+    assert "It does not fit into 1.00 GiB on 8 ranks." in words
     assert "reserved and not allocated (20% of the peak) + 1.30 GiB for the CUDA context" in words
 
 

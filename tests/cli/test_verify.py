@@ -98,7 +98,7 @@ def test_a_run_of_another_plan_cannot_be_judged_and_is_named(told, invoke):
     words = " ".join(ended.out.split())
     assert words.startswith("Cannot be judged: ")
     assert "The plan of the run differs from the predicted plan." in words
-    assert "Plan differs in reshard_after_forward of" in words
+    assert "Difference in reshard_after_forward of" in words
     assert "No outcome is written." in words
     assert not (run.parent / LEDGER_FILE).exists()
 

@@ -117,7 +117,7 @@ def test_of_several_settings_none_is_called_the_reason():
     second = run_of_step(200, config={"a": 1, "b": 2})
     [conclusion] = compare_runs(run_of_step(100), second).conclusions
     assert conclusion.reasons[-1] == (
-        "2 settings differ (a, b); these runs do not show which of them is the reason."
+        "2 settings differ (a, b). These runs do not show which setting is the reason."
     )
 
 

@@ -52,7 +52,7 @@ def test_a_busier_machine_is_told_from_a_wrong_prediction():
     assert busy.compute_change == pytest.approx(0.3)
     assert busy.ruling is Ruling.CANNOT_BE_TOLD  # off by 19 ms, and compute by 21
     assert busy.caveats[0].startswith(
-        "Compute takes 30% longer than in the baseline (70.0 ms before, 91.0 ms after)"
+        "Compute takes 30% more time than in the baseline (baseline 70.0 ms, run 91.0 ms)"
     )
 
 
@@ -78,7 +78,7 @@ def test_what_the_plan_adds_is_scaled_to_the_measured_baseline_and_named():
     )
     assert busy.compute_change == pytest.approx(0.2)
     assert busy.caveats[0].startswith(
-        "Compute takes 20% longer than in the baseline (70.0 ms before, 91.0 ms after, "
+        "Compute takes 20% more time than in the baseline (baseline 70.0 ms, run 91.0 ms, "
         "including 7.00 ms for hiding communication), and the plan does not explain the rest"
     )
 

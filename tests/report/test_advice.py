@@ -83,7 +83,7 @@ def test_one_screen_shows_the_change_its_gain_memory_risk_and_code(advice: Advic
     assert "Peak 28.1 MiB (+2.94 MiB)" in lines[first + 3]
     assert "The peak rises by 2.94 MiB." in lines[first + 4]
     assert lines[first + 7] == ("      fully_shard(module, mesh=mesh, reshard_after_forward=False)")
-    assert any(line.startswith("All 3 changes of the plan: 158 ms a step") for line in lines)
+    assert any(line.startswith("With all 3 changes: 158 ms a step") for line in lines)
     assert "--details" in lines[-1]
 
 
@@ -139,7 +139,7 @@ def test_a_finding_that_limits_the_step_comes_before_the_plan(advice: Advice) ->
         "  Gain    Saves at most 40.0 ms a step, the whole cost.",
     ]
     assert "  Code    None: no line of code fixes this" in lines
-    assert any(line.startswith("All 3 changes of the plan: ") for line in lines)
+    assert any(line.startswith("With all 3 changes: ") for line in lines)
     assert "Recommended change" not in "\n".join(lines)
 
 
@@ -179,13 +179,25 @@ def suggestion(plan: PlanAdvice) -> Suggestion:
     ("saved", "low", "high", "words"),
     [
         pytest.param(
-            4_100, 2_000, 5_000, "saves 4.10 ms a step (3.2%; 2.00 ms to 5.00 ms)", id="saves"
+            4_100,
+            2_000,
+            5_000,
+            "saves 4.10 ms a step (3.2%; interval 2.00 ms to 5.00 ms)",
+            id="saves",
         ),
         pytest.param(
-            -4_100, -5_000, -2_000, "costs 4.10 ms a step (3.2%; 2.00 ms to 5.00 ms)", id="costs"
+            -4_100,
+            -5_000,
+            -2_000,
+            "costs 4.10 ms a step (3.2%; interval 2.00 ms to 5.00 ms)",
+            id="costs",
         ),
         pytest.param(
-            4_100, -100, 5_000, "saves 4.10 ms a step (3.2%; -100 µs to 5.00 ms)", id="may cost"
+            4_100,
+            -100,
+            5_000,
+            "saves 4.10 ms a step (3.2%; interval -100 µs to 5.00 ms)",
+            id="may cost",
         ),
     ],
 )
@@ -253,4 +265,6 @@ def test_an_alternative_says_its_memory_and_its_step(
 
 
 def test_a_replay_that_is_all_but_right_has_no_sign(plan: PlanAdvice) -> None:
-    assert "its simulation is 0.0% off" in describe_plans(replace(plan, replay_error=-0.00001))
+    assert "its simulation has an error of 0.0%" in describe_plans(
+        replace(plan, replay_error=-0.00001)
+    )

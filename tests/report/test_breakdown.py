@@ -24,16 +24,17 @@ other                     60 ns     6%  ██
 
 Causes of the exposed communication
 cause       exposed  share  definition
-floor        150 ns    60%  exposed time of the first all-gather of each
-                            forward and the last reduction of each backward;
-                            no compute runs next to them, so no setting hides
-                            it
+floor        150 ns    60%  the rest of the exposed time of the first
+                            all-gather of each forward and the last reduction
+                            of each backward; no compute runs next to them, so
+                            no setting hides it
 bandwidth     60 ns    24%  the rest of the exposed time: the transfer takes
                             longer than the compute that could hide it
 late issue    40 ns    16%  exposed time that an earlier issue would have
                             saved: min(exposed, issue - earliest); earliest:
-                            the dependencies of its stream and the previous
-                            collective on its communicator have ended
+                            the moment at which the dependencies of its stream
+                            and the previous collective on its communicator
+                            have ended
 
 Typical step of each rank (--rank shows all parts)
 rank  steps  step time  exposed  forward  backward  optimizer   data

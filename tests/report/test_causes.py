@@ -16,5 +16,7 @@ def test_every_cause_has_words_and_a_definition(cause):
 def test_causes_are_listed_with_their_fraction_and_definition():
     lines = text_of(causes_table({"floor": 150, "late_issue": 100})).splitlines()
     assert lines[0].split() == ["cause", "exposed", "share", "definition"]
-    assert lines[1].startswith("floor        150 ns    60%  exposed time of the first all-gather")
+    assert lines[1].startswith(
+        "floor        150 ns    60%  the rest of the exposed time of the first"
+    )
     assert any(line.startswith("late issue   100 ns    40%  exposed time") for line in lines)

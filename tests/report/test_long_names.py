@@ -80,7 +80,7 @@ unit         collective      phase     exposed  causes
 (not FSDP)   all-reduce      backward    20 ns  bandwidth 100%
 """,
     ("exposed", "Longest wait of each"): """\
-step  waited for                    issued  needed  ended  exposed  mostly
+step  collective                    issued  needed  ended  exposed  main cause
 1     ...layers.0 reduce-scatter     0.001   0.001  0.001   100 ns  floor
       (backward)
 1     ...layers.0 all-gather         0.000   0.000  0.000    50 ns  floor

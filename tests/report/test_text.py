@@ -36,7 +36,7 @@ exposed communication   250 ns
 exposed floor           150 ns
 overlap                    50%
 peak allocated               –
-peak reserved                –  not reserved on CPU
+peak reserved                –  missing on CPU
 loss                         1  from 4
 
 Longest exposed waits of rank 0

@@ -259,10 +259,10 @@ def _show_metrics(comparison: Comparison) -> None:
 
 def _describe_noise() -> str:
     return (
-        "Times are those of the typical step, one number a run, because the steps of one process "
-        f"are not independent. With fewer than {RUNS_FOR_A_TEST} runs a side, a difference below "
-        f"{format_ratio(PROCESS_NOISE_RATIO)} is not significant. With more runs, the table shows "
-        "the 95% confidence interval of the change. Counts and bytes are compared exactly."
+        "Times are those of the typical step, one per run, because the steps of one process are "
+        f"not independent. With fewer than {RUNS_FOR_A_TEST} runs on each side, a difference "
+        f"below {format_ratio(PROCESS_NOISE_RATIO)} is within noise. With more runs, the table "
+        "shows the 95% confidence interval of the change. Counts and bytes are compared exactly."
     )
 
 

@@ -398,7 +398,7 @@ def _unused_units(
 ) -> Iterator[PlanFinding]:
     unused = [count.unit.fqn for count in counts if len(observed.passes_of(count.unit.index)) == 0]
     if unused:
-        yield PlanFinding("", tuple(unused), False, "never runs: its shards only cost memory")
+        yield PlanFinding("", tuple(unused), False, "never runs, so its shards only use memory")
 
 
 def _phrase_result(
@@ -411,11 +411,11 @@ def _phrase_result(
     over = f"{num_steps} {'step' if num_steps == 1 else 'steps'} of {num_units} units"
     if not wrong:
         ran = sum(total.observed_count for total in totals)
-        return f"The run follows its plan: {ran} collectives in {over}, as expected."
+        return f"The run follows its plan: {ran:,} collectives in {over}, as expected."
     off = [total for total in totals if total.observed_count != total.expected_count]
     counted = "".join(
-        f" {total.observed_count} {total.kind.replace('_', '-')}s ran in {over}; "
-        f"{total.expected_count} are expected."
+        f" {total.observed_count:,} {total.kind.replace('_', '-')}s ran in {over}; "
+        f"{total.expected_count:,} are expected."
         for total in off[:1]
     )
     return f"The run does not follow its plan.{counted} {_phrase_finding(wrong[0])}"

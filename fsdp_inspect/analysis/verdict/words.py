@@ -122,7 +122,7 @@ def _phrase_input(facts: StepFacts) -> Words:
 
 def _phrase_host(facts: StepFacts) -> Words:
     idle = _of_step(facts, facts.host_bound_ns)
-    why = f"The compute stream idles for {idle}, because the host has not issued work."
+    why = f"The compute stream is idle for {idle}, because the host has not issued work."
     if facts.is_kernel_trace:
         why = (
             f"No kernel and no collective runs for {idle}. The trace does not record what the "
@@ -189,7 +189,7 @@ def _phrase_communication(facts: StepFacts) -> Words:
     why = [_phrase_kinds(facts), causes, _phrase_most_exposed(facts)]
     if facts.blocks_host:
         why.append(
-            f"All-gathers and reduce-scatters block the host by default on {facts.backend}, so "
+            f"By default, all-gathers and reduce-scatters block the host on {facts.backend}, so "
             "every plan exposes them: this is a property of the backend."
         )
     elif facts.floor_ns and not facts.causes_ns and not facts.is_unwrapped:
@@ -255,7 +255,7 @@ _DIMENSIONS = {
 def _phrase_kinds(facts: StepFacts) -> str:
     """`171.1 ms of the typical step of 1.20 s are exposed: all-gather 92.0 ms, ...`."""
     exposed = sorted(facts.exposed_by_kind_ns.items(), key=lambda kind: -kind[1])
-    other = "not FSDP" if facts.knows_fsdp else "other collectives"
+    other = "other" if facts.knows_fsdp else "other collectives"
     named = [
         f"{other if kind == 'other' else kind.replace('_', '-')} {format_ns(duration)}"
         for kind, duration in exposed
@@ -298,9 +298,10 @@ def _advise_communication(facts: StepFacts) -> list[str]:
     steps = []
     if 2 * facts.late_ranks_ns > facts.exposed_ns:
         steps.append(
-            f"Balance the ranks first: {format_ns(facts.late_ranks_ns)} of the exposed time is "
-            "waiting for ranks that arrive late, and no single rank costs "
-            f"{format_ratio(STRAGGLER_RATIO)} of the step. `fsdp-inspect ranks RUN` shows when."
+            f"Balance the ranks first: {format_ns(facts.late_ranks_ns)} of the exposed time are "
+            "waits for ranks that arrive late, and no single rank costs "
+            f"{format_ratio(STRAGGLER_RATIO)} of the step. `fsdp-inspect ranks RUN` shows the "
+            "ranks."
         )
     if facts.has_plan:
         steps.append(COMPARE_PLANS)
@@ -314,14 +315,14 @@ def _advise_communication(facts: StepFacts) -> list[str]:
         )
     if facts.ratio(facts.backward_gathers_ns) >= WORTH_NAMING_RATIO:
         steps.append(
-            "Try reshard_after_forward=False if memory allows: the backward gathers again, "
+            "Try reshard_after_forward=False if memory allows: the all-gathers of backward are "
             f"exposed for {format_ns(facts.backward_gathers_ns)}."
         )
     if facts.ratio(facts.causes_ns.get(Cause.SERIALIZED.label, 0)) >= WORTH_NAMING_RATIO:
         steps.append(
             "Give reduce-scatter its own communicator (set_separate_reduce_scatter_group): "
-            "collectives queue behind each other, exposed for "
-            f"{format_ns(facts.causes_ns[Cause.SERIALIZED.label])}."
+            f"{format_ns(facts.causes_ns[Cause.SERIALIZED.label])} are exposed because "
+            "collectives queue behind each other."
         )
     steps += _advise_most_exposed(facts)
     return steps or ["Start with the most exposed collective: `fsdp-inspect exposed RUN` shows it."]
@@ -349,8 +350,8 @@ def _advise_most_exposed(facts: StepFacts) -> list[str]:
 def _phrase_other(facts: StepFacts) -> Words:
     return (
         f"Other code of the training loop takes {_ratio(facts, facts.other_ns)} of the step.",
-        f"{_of_step(facts, facts.other_ns)} are neither forward, backward, optimizer, data nor "
-        "communication, but the loss, logging, metrics or other code.",
+        f"The loss, logging, metrics or other code take {_of_step(facts, facts.other_ns)}. This "
+        "time is outside forward, backward, optimizer, data and communication.",
         (f"Profile the training loop before you change {_plan(facts)}.",),
     )
 

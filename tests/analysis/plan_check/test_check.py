@@ -259,7 +259,7 @@ def test_a_unit_that_never_runs_costs_memory_and_contradicts_nothing():
     check = check_plan(builder.build())
     assert check.is_consistent is True
     assert [(f.fqns, f.sentence) for f in check.findings] == [
-        (("spare",), "never runs: its shards only cost memory")
+        (("spare",), "never runs, so its shards only use memory")
     ]
 
 
