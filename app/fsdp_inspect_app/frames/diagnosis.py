@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from fsdp_inspect.reduction.order_wording import shorten_place
 from fsdp_inspect.report.diagnosis import diagnosis_to_dict
 from fsdp_inspect.result_types import Diagnosis
 
@@ -22,4 +23,6 @@ _COLUMNS = {
 def frame_rank_states(found: Diagnosis) -> pd.DataFrame:
     """One row a rank: how it ended, its last collective, and what it did."""
     rows = diagnosis_to_dict(found)["states"]
+    for row in rows:
+        row["location"] = shorten_place(row["location"] or "")
     return pd.DataFrame(rows, columns=list(_COLUMNS)).rename(columns=_COLUMNS)
