@@ -64,34 +64,34 @@ def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
     groups = tuple(f"every:{size}" for size in _GROUP_SIZES if size < num_modules)
     return (
         Knob(
-            "wrap", "Units", "Which blocks are gathered together; split: halves of blocks.",
+            "wrap", "Units", "Blocks that form one unit. split: halves of blocks.",
             ("root", *groups[::-1], "block", "split"), False, str,
         ),
         Knob(
             "reshard_after_forward", "Reshard after forward",
-            "Of every unit but the root: false keeps the parameters for backward, a number keeps "
-            "a copy on each group of so many ranks.",
+            "For all units except the root. false: keep the parameters until backward. N: reshard "
+            "to groups of N ranks.",
             ("true", "false", *_doubling(2, 64)), False, _read_reshard,
         ),
         Knob(
             "checkpointing", "Activation checkpointing",
-            "Of every block: full forgets its activations, and backward repeats its forward.",
+            "For all blocks. full: drop activations in forward, and recompute them in backward.",
             get_args(CheckpointingMode), False, str,
         ),
         Knob(
-            "forward_prefetch", "Prefetch in forward", "Units gathered ahead in forward.",
+            "forward_prefetch", "Prefetch in forward", "Units to prefetch in forward.",
             _up_to(6), True, int,
         ),
         Knob(
-            "backward_prefetch", "Prefetch in backward", "Units gathered ahead in backward.",
+            "backward_prefetch", "Prefetch in backward", "Units to prefetch in backward.",
             _up_to(6), True, int,
         ),
         Knob(
-            "param_dtype", "Gather and compute in", "Compute is taken to last as it was recorded.",
+            "param_dtype", "Parameter dtype", "Dtype of all-gathers. Compute stays as recorded.",
             get_args(FloatDtype), False, str,
         ),
         Knob(
-            "reduce_dtype", "Reduce gradients in", "Of the gradients' messages.",
+            "reduce_dtype", "Reduce dtype", "Dtype of gradient reductions.",
             get_args(FloatDtype), False, str,
         ),
     )  # fmt: skip
@@ -99,33 +99,37 @@ def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
 
 KNOBS_OF_REDUCTION = (
     Knob(
-        "reduce_scatter_buffers", "Reduce-scatter inputs at once", "1 is torch's own.",
+        "reduce_scatter_buffers", "Reduce-scatter inputs", "Largest number at once. Default: 1.",
         ("1", "2", "3", "4"), True, int,
     ),
     Knob(
-        "separate_reduce_scatter_group", "Reduce-scatter has a communicator",
-        "Of its own: it does not queue behind all-gathers.",
-        ("of its own", "shared"), False, lambda text: text == "of its own",
+        "separate_reduce_scatter_group", "Reduce-scatter group",
+        "separate: its own communicator, so it does not queue behind all-gathers.",
+        ("separate", "shared"), False, lambda text: text == "separate",
         {
-            "of its own": "--reduce-scatter-group=separate",
+            "separate": "--reduce-scatter-group=separate",
             "shared": "--reduce-scatter-group=shared",
         },
     ),
     Knob(
-        "microbatches", "Microbatches", "Forward and backward passes of a step: each one trains "
-        "as many tokens as it did.", ("1", "2", "4", "8", "16"), True, int,
+        "microbatches", "Microbatches", "Forward and backward passes of a step. Each one keeps its "
+        "number of tokens.", ("1", "2", "4", "8", "16"), True, int,
     ),
     Knob(
-        "accumulation_sync", "Microbatches that reduce",
-        "last: gradients stay unsharded until then; all_reduce_last: with replicas.",
+        "accumulation_sync", "Gradient reduction",
+        "Microbatches that reduce. last: gradients stay unsharded until the last one. "
+        "all_reduce_last: only the all-reduce waits for it.",
         get_args(AccumulationSync), False, str,
     ),
 )  # fmt: skip
 
 KNOBS_OF_RANKS = (
-    Knob("world_size", "Ranks", "Each computes what it did.", _doubling(1, _MOST_RANKS), True, int),
     Knob(
-        "replicas", "Replicas", "Copies of the model (HSDP) that all-reduce their gradients.",
+        "world_size", "Ranks", "The compute of each rank stays as recorded.",
+        _doubling(1, _MOST_RANKS), True, int,
+    ),
+    Knob(
+        "replicas", "Replicas", "Copies of the sharded model (HSDP), which all-reduce gradients.",
         ("1", "2", "4", "8", "16", "32"), True, int,
     ),
 )  # fmt: skip
@@ -134,7 +138,7 @@ _SERIES = (1, 2, 5)
 
 KNOBS_OF_LINK = (
     Knob(
-        "bandwidth", "Bus bandwidth", "Of every kind of collective.",
+        "bandwidth", "Bus bandwidth", "For all collectives.",
         (
             *(f"{step * scale}MB/s" for scale in (10, 100) for step in _SERIES),
             *(f"{step * scale}GB/s" for scale in (1, 10, 100) for step in _SERIES),
@@ -142,7 +146,7 @@ KNOBS_OF_LINK = (
         True, parse_bytes_per_s,
     ),
     Knob(
-        "latency", "Latency", "Of every collective.",
+        "latency", "Latency", "For all collectives.",
         (
             "0us",
             *(f"{step * scale}us" for scale in (1, 10, 100) for step in _SERIES),
@@ -155,13 +159,13 @@ KNOBS_OF_LINK = (
 
 KNOBS_OF_NODE = (
     Knob(
-        "node_bandwidth", "Bus bandwidth in a node",
-        "Where a number of ranks keeps the parameters, backward gathers among them.",
+        "node_bandwidth", "Bandwidth within a node",
+        "For the all-gathers of backward, if units reshard to groups of N ranks.",
         tuple(f"{step * scale}GB/s" for scale in (1, 10, 100) for step in _SERIES),
         True, parse_bytes_per_s,
     ),
     Knob(
-        "node_latency", "Latency in a node", "Of these gathers.",
+        "node_latency", "Latency within a node", "For the same all-gathers.",
         ("0us", *(f"{step * scale}us" for scale in (1, 10, 100) for step in _SERIES)),
         True, parse_time_ns,
     ),

@@ -41,13 +41,20 @@ class ExportFormat(StrEnum):
 def export(  # noqa: PLR0913 (every option is a parameter)
     run: RunArgument,
     export_format: Annotated[
-        ExportFormat, typer.Option("--format", help="The format to write.", show_default=False)
+        ExportFormat,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="perfetto, csv, parquet or openmetrics.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         Path,
         typer.Option(
             metavar="PATH",
-            help="A .json or .json.gz file for perfetto, a file for openmetrics, else a folder.",
+            help="For perfetto a .json or .json.gz file, for openmetrics a file, for csv and "
+            "parquet a folder.",
             show_default=False,
         ),
     ],
@@ -59,7 +66,11 @@ def export(  # noqa: PLR0913 (every option is a parameter)
     ] = None,
     max_mb: Annotated[
         int,
-        typer.Option(help="Largest uncompressed size of a perfetto trace.", parser=whole_number(1)),
+        typer.Option(
+            help="Largest uncompressed size of a perfetto trace, in MB.",
+            metavar="N",
+            parser=whole_number(1),
+        ),
     ] = DEFAULT_MAX_MB,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an earlier export at --out.")

@@ -40,7 +40,7 @@ _NO_TOKEN = (
 def metrics(  # noqa: PLR0913 - one argument an option
     run: RunArgument,
     port: Annotated[
-        int, typer.Option(help="Port; 0: any that is free.", parser=whole_number(0, 65535))
+        int, typer.Option(help="Port; 0 means any free port.", parser=whole_number(0, 65535))
     ] = DEFAULT_PORT,
     host: Annotated[
         str | None,
@@ -51,9 +51,9 @@ def metrics(  # noqa: PLR0913 - one argument an option
     ] = None,
     ranks: Annotated[
         str | None,
-        typer.Option(metavar="0,1", help="Only these ranks; the first 16 unless given."),
+        typer.Option(metavar="0,1", help="Ranks to serve; default the first 16."),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print the numbers and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the numbers and exit.")] = False,
     proxy_name: Annotated[
         str | None, typer.Option(metavar="NAME", help=PROXY_HELP, show_default=False)
     ] = None,
@@ -63,9 +63,9 @@ def metrics(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Serve the numbers of a run as OpenMetrics, for Prometheus, until Ctrl-C.
 
-    For a live run, each request reads only new data, and the numbers are the typical step of the
-    last 20 steps. For a finished run, they are the typical step of the whole run. Step time, data
-    loading and memory have torchtitan's names, the others begin with fsdp_: see docs/gate.md.
+    Times are those of the typical step: for a live run of the last 20 steps, for a finished run of
+    all timed steps. Each request reads only the new data of a live run. Step time, data loading and
+    memory have the names of torchtitan. The other names begin with fsdp_. docs/gate.md lists them.
 
     Example: `fsdp-inspect metrics runs/demo --port 9464`
     """

@@ -171,10 +171,10 @@ def _about(run: MonitoredRun) -> Iterator[Family]:
         "torch": manifest.versions.get("torch", ""),
         "world_size": str(manifest.world_size),
     }
-    yield Family("fsdp_run", "What runs.", (Sample(known, 1),), type=FamilyType.INFO)
+    yield Family("fsdp_run", "Facts about the run.", (Sample(known, 1),), type=FamilyType.INFO)
     yield Family(
         "fsdp_run_state",
-        "How the run goes.",
+        "State of the run.",
         tuple(Sample({"fsdp_run_state": one.value}, one is run.state) for one in LiveState),
         type=FamilyType.STATESET,
     )

@@ -76,7 +76,7 @@ SETTINGS = [
     pytest.param({"wrap": "every:2", "forward_prefetch": "1"}, id="units"),
     pytest.param({"reshard_after_forward": "false", "reduce_dtype": "bfloat16"}, id="reshard"),
     pytest.param(
-        {"separate_reduce_scatter_group": "of its own", "reduce_scatter_buffers": "2"}, id="queues"
+        {"separate_reduce_scatter_group": "separate", "reduce_scatter_buffers": "2"}, id="queues"
     ),
     pytest.param({"microbatches": "2", "accumulation_sync": "last"}, id="accumulation"),
     pytest.param(

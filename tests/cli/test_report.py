@@ -7,14 +7,14 @@ def test_one_run_becomes_a_report(invoke, runs_folder, tmp_path):
     out = tmp_path / "report.html"
     ended = invoke("report", runs_folder / "steady", "--out", out)
     assert (ended.code, str(out) in ended.out.replace("\n", "")) == (0, True)
-    assert "Where a step goes" in out.read_text()
+    assert "Parts of the step" in out.read_text()
 
 
 def test_several_runs_become_a_comparison(invoke, runs_folder, tmp_path):
     out = tmp_path / "change.html"
     invoke("report", runs_folder / "steady", runs_folder / "four", "--out", out)
     text = out.read_text()
-    assert "What differs in their settings" in text
+    assert "<h2>Settings" in text
     assert "world_size" in text
 
 
@@ -46,7 +46,7 @@ def test_programs_are_told_what_was_written(invoke, runs_folder, tmp_path):
     told = json.loads(invoke("report", runs_folder / "steady", "--out", out, "--json").out)
     assert (told["path"], told["bytes"]) == (str(out), out.stat().st_size)
     assert told["runs"] == ["hand-made"]
-    assert told["sections"][0] == "Where a step goes"
+    assert told["sections"][0] == "Parts of the step"
     several = [runs_folder / "steady", runs_folder / "four"]
     told = json.loads(invoke("report", *several, "--out", out, "--force", "--json").out)
     assert told["runs"] == ["hand-made", "four"]

@@ -32,8 +32,8 @@ def show_page() -> None:
     if not sources:
         show_nothing(
             "This folder has nothing to import.",
-            f"Looked in {loading.runs_folder()} and four folders down for profiler traces (.json, "
-            ".json.gz) and memory snapshots (.pickle). Copy them there; a folder with one "
+            f"Searched {loading.runs_folder()} and four levels below for profiler traces (.json, "
+            ".json.gz) and memory snapshots (.pickle). Copy such files there. A folder with one "
             "trace for each rank becomes one run.",
             remedy=_HOW,
         )
@@ -144,7 +144,7 @@ def _show_progress(jobs: ImportJobs, *, is_running: bool) -> None:
             )
         case JobState.CANCELLED:
             st.info(
-                f"The import of {code(view.source.name)} was cancelled; nothing of it is left\\.",
+                f"The import of {code(view.source.name)} was cancelled and left no files\\.",
                 icon=":material/info:",
             )
 

@@ -200,13 +200,13 @@ def _show_numbers(simulation: Simulation) -> None:
         (
             "Exposed",
             format_ns(after.exposed_ns),
-            f"was {format_ns(before.exposed_ns)}",
+            f"recorded plan: {format_ns(before.exposed_ns)}",
             "Predicted exposed communication in a step.",
         ),
         (
             "Peak",
             format_bytes(after.peak_bytes),
-            f"was {format_bytes(before.peak_bytes)}",
+            f"recorded plan: {format_bytes(before.peak_bytes)}",
             "Predicted peak of allocated memory.",
         ),
         (

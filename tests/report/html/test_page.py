@@ -63,7 +63,7 @@ def test_causes_have_their_time_and_their_fraction_of_the_exposed_time(contents)
 
 def test_a_report_says_how_its_numbers_were_obtained(contents):
     text, provenance = Page(render_run(contents)).text, contents.digest.provenance
-    assert "How the numbers were obtained" in text
+    assert "Sources and methods" in text
     assert contents.digest.left_out.sentence in text
     assert "host-blocking" in text
     assert provenance.memory.replace("_", " ") in text
@@ -175,7 +175,7 @@ def test_long_lists_say_what_they_leave_out():
 
 def test_a_comparison_names_settings_before_what_they_changed(compared):
     text = Page(render_comparison_page(compared)).text
-    settings = text.index("What differs in their settings")
+    settings = text.index("Settings ")
     assert settings < text.index(compared.comparison.conclusions[0].sentence)
     for setting in compared.comparison.settings:
         assert setting.name in text
@@ -194,7 +194,7 @@ def test_a_comparison_holds_every_unit_of_every_side(compared):
 def test_equal_runs_say_that_nothing_differs():
     runs = [steady_run(run_id=name) for name in ("one", "two")]
     text = Page(render_comparison_page(read_comparison(runs))).text
-    assert "Their settings are the same." in text
+    assert "The settings are the same." in text
     assert "step time 1.00 µs 1.00 µs = " in text
 
 
