@@ -28,11 +28,13 @@ from fsdp_inspect.recording.launcher import (
 )
 
 _DESCRIPTION = """\
-Run a training script as rank 0 of many emulated ranks on one device, and record it.
+Run a training script as rank 0 of many emulated ranks on one device, and
+record it.
 
-The kernels, the memory and FSDP2's scheduling are real; a model replaces the network. Step time,
-exposed communication and peak memory are those of rank 0 of N. The loss is meaningless, because
-the other ranks' data and parameters are missing.
+The kernels, the memory and FSDP2's scheduling are real; a model replaces the
+network. Step time, exposed communication and peak memory are those of rank 0
+of N. The loss is meaningless, because the other ranks' data and parameters are
+missing.
 """
 
 _EPILOG = """\

@@ -30,16 +30,18 @@ from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
 from fsdp_inspect.trace.run import RunManifest
 
 _DESCRIPTION = """\
-Measure latency and bandwidth between the ranks of a job, for a run that does not show the latency.
+Measure the latency and bandwidth between the ranks of a job.
 
-Start it with the launcher of the training, on the same machines, while they are idle. It sends
-messages of many sizes through process groups like those of the run, and writes network.json into
-the run folder. Then simulate, advise and the What-if page use the measured latency.
+A run whose messages all have one size does not show the latency. Start the
+probe with the launcher of the training, on the same machines, while they are
+idle. It sends messages of many sizes through process groups like those of the
+run, and writes network.json into the run folder. Then simulate, advise and the
+What-if page use the measured latency.
 """
 _EPILOG = """\
 examples:
   torchrun --nproc-per-node 8 -m fsdp_inspect.probe runs/<run>
-  fsdp-inspect advise runs/<run>         predictions now use the measured latency
+  fsdp-inspect advise runs/<run>      predictions now use the measured latency
 """
 _KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
 _SMALLEST_BYTES, _LARGEST_BYTES = 4 << 10, 64 << 20

@@ -125,10 +125,9 @@ def _waits_least(rows: Sequence[RankRow]) -> RankRow | None:
 
 def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
     return (
-        f"Imbalance costs {format_metric('imbalance_ns', ranks.imbalance_ns)} a step: with equal "
-        f"work on all ranks, the replay of {_steps(replay.steps)} takes this much less than "
-        f"{format_metric('step_time_ns', replay.replayed_ns)} a step. Random differences between "
-        f"the ranks are included. {_self_check(replay)}"
+        f"Imbalance costs {format_metric('imbalance_ns', ranks.imbalance_ns)} a step, compared "
+        f"with a replay of {_steps(replay.steps)} in which all ranks have equal work. This "
+        f"includes random differences between the ranks. {_self_check(replay)}"
     )
 
 

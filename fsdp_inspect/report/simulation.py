@@ -54,9 +54,9 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
     before, after = simulation.replayed, simulation.predicted
     yield f"Interval: {format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}."
     yield (
-        "Changes from the recorded plan, both simulated. "
-        f"Exposed communication: {format_ns(before.exposed_ns)} -> {format_ns(after.exposed_ns)}. "
-        f"Communication: {format_ns(before.communication_ns)} -> "
+        "From the recorded plan to this plan, both simulated: "
+        f"exposed communication {format_ns(before.exposed_ns)} -> {format_ns(after.exposed_ns)}, "
+        f"communication {format_ns(before.communication_ns)} -> "
         f"{format_ns(after.communication_ns)}."
     )
     if after.causes_ns:
