@@ -122,12 +122,13 @@ def _given(given: argparse.Namespace, name: str) -> str | None:
 
 def _describe_presets() -> str:
     return "\n".join(
-        f"  {preset.name:<14} {preset}\n" + _indent(preset.source) for preset in PRESETS.values()
+        f"  {preset.name}\n{_indent(f'{preset}')}\n{_indent(f'Source: {preset.source}')}"
+        for preset in PRESETS.values()
     )
 
 
 def _indent(text: str) -> str:
-    margin = " " * 17
+    margin = " " * 4
     return textwrap.fill(
-        text, 100, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
+        text, 79, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
     )

@@ -85,7 +85,7 @@ def _describe_others(result: CheckResult) -> Iterable[str]:
     """State what grew in other metrics than the first line's, and why."""
     for one in result.others:
         where = "in resting memory" if one.phase == RESTING else f"at the peak of {one.phase}"
-        grew = f" What grew {where}: {_describe_growth(one.growth[0])}." if one.growth else ""
+        grew = f" Largest growth {where}: {_describe_growth(one.growth[0])}." if one.growth else ""
         cause = "; ".join(one.causes) or "unknown"
         yield f"likely cause of {one.metric} (+{format_bytes(one.increase)}): {cause}.{grew}"
 
@@ -95,17 +95,18 @@ def _excess(one: MetricCheck) -> str:
     if one.before is None or not one.change or one.change < 0:
         return f"is {_value(one, one.after)}, above the limit {one.limit}"
     share = f" ({one.change / one.before:+.1%})" if one.before else ""
-    course = f"from {_value(one, one.before)} to {_value(one, one.after)}"
-    return f"rose by {_value(one, one.change)}{share}, {course}"
+    return f"rose by {_value(one, one.change)}{share} to {_value(one, one.after)}"
 
 
 def _where(result: CheckResult, worst: MetricCheck) -> str:
     if worst.name in TIME_METRICS:
         named = "; ".join(_describe_longer(one) for one in _most_told(result.longer))
-        return f" What takes longer: {named}." if named else ""
+        return f" Longer: {named}." if named else ""
     if not result.growth:
         return ""
-    return f" What grew{_place(result)}: {_describe_growth(result.growth[0])}."
+    most = result.growth[0]
+    growth = f"{format_category(most.category)} of {most.where} +{format_bytes(most.increase)}"
+    return f" Largest growth{_place(result)}: {growth}."
 
 
 def _most_told(longer: Sequence[Increase]) -> list[Increase]:
@@ -176,9 +177,9 @@ def _parts(result: CheckResult) -> Iterable[RenderableType]:
     if result.metrics:
         yield from section("Metrics", _metrics_table(result))
     if result.growth:
-        yield from section(f"What grew{_place(result)}", _growth_table(result.growth, format_bytes))
+        yield from section(f"Growth{_place(result)}", _growth_table(result.growth, format_bytes))
     if result.longer:
-        yield from section("What takes longer in a step", _growth_table(result.longer, format_ns))
+        yield from section("Longer in a step", _growth_table(result.longer, format_ns))
     differences = describe_settings(result.settings)
     if differences:
         shown = [Text(f"  {line}") for line in differences[:_MOST_SETTINGS]]
@@ -237,8 +238,8 @@ def _markdown_lines(result: CheckResult) -> Iterable[str]:
             cells = [one.name, *values, one.limit, one.outcome.value]
             yield f"| {' | '.join(_escape(cell) for cell in cells)} |"
         yield ""
-    yield from _growth_lines(f"grew{_place(result)}", result.growth, format_bytes)
-    yield from _growth_lines("takes longer in a step", result.longer, format_ns)
+    yield from _growth_lines(f"growth{_place(result)}", result.growth, format_bytes)
+    yield from _growth_lines("longer in a step", result.longer, format_ns)
     yield from (f"- Likely cause: {_escape(cause)}" for cause in result.causes)
     if is_unexplained(result):
         yield f"- {_escape(UNEXPLAINED)}"
