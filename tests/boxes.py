@@ -8,18 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdp_inspect.trace.black_box import (
-    ENTRY,
-    HEADER_BYTES,
-    TEXT_START,
-    BlackBox,
-    CodePlace,
-    Communicator,
-    Header,
-    encode_group,
-    encode_header,
-    encode_place,
-)
+from fsdp_inspect.trace.black_box import ENTRY, BlackBox, CodePlace, Communicator, Header
 from fsdp_inspect.trace.codes import EventKind, Phase
 
 SECOND = 1_000_000_000
@@ -61,14 +50,3 @@ def make_box(
             rows[at][name] = getattr(call, name)
     groups = {0: Communicator("all", tuple(ranks)), 1: Communicator("apart", tuple(ranks))}
     return BlackBox(replace(header, **fields), rows, groups, {1: CodePlace("train.py", 7, "f")})
-
-
-def encode_box(box: BlackBox) -> bytes:
-    """The bytes of a black box, as its file has them."""
-    text = b"".join(encode_group(index, group) for index, group in box.groups.items())
-    text += b"".join(encode_place(index, place) for index, place in box.places.items())
-    content = bytearray(encode_header(box.header, len(text)).ljust(TEXT_START, b"\0") + text)
-    for row in box.entries:
-        start = HEADER_BYTES + int(row["number"]) * ENTRY.itemsize
-        content[start : start + ENTRY.itemsize] = row.tobytes()
-    return bytes(content)

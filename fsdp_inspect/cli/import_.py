@@ -1,4 +1,4 @@
-"""`fsdp-inspect import`: convert profiler traces or memory snapshots to a run."""
+"""`fsdp-inspect import`: convert traces, memory snapshots or flight recorder dumps to a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ import typer
 from fsdp_inspect.cli.arguments import JsonOption, parse_memory, print_renderable
 
 if TYPE_CHECKING:
+    from fsdp_inspect.importing.flight_recorder import ImportedDumps
     from fsdp_inspect.importing.kineto import ImportedTraces, OnProgress
     from fsdp_inspect.importing.snapshot import ImportedSnapshot
     from fsdp_inspect.importing.trace_file import ImportLimits
@@ -20,8 +21,8 @@ def import_(
         Path,
         typer.Argument(
             metavar="PATH",
-            help="A torch.profiler trace (.json, .json.gz), a CUDA memory snapshot, or a folder "
-            "with one file per rank.",
+            help="A torch.profiler trace (.json, .json.gz), a CUDA memory snapshot, a flight "
+            "recorder dump (pickle or JSON), or a folder with one file per rank.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="RUN", help="The run folder to create.")],
@@ -41,14 +42,18 @@ def import_(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Import traces of torch.profiler (CUDA, ROCm, CPU) or CUDA memory snapshots as a run.
+    """Import profiler traces, CUDA memory snapshots or flight recorder dumps as a run.
 
-    Units come from the profiler ranges of FSDP. Notes list the data that a trace does not contain.
-    Traces are read in bounded memory, and a failed import leaves no partial run.
+    Traces are those of torch.profiler (CUDA, ROCm, CPU). Units come from the profiler ranges of
+    FSDP. Flight recorder dumps (NCCL, gloo) are for `fsdp-inspect diagnose`. Notes list the data
+    that a file does not contain. Memory is bounded, and a failed import leaves no partial run.
 
     Example: `fsdp-inspect import traces/ --out runs/imported`
     """
     _check_path(path)
+    if _is_dump(path):
+        _import_dumps(path, out, name, as_json=as_json)
+        return
     if _is_snapshot(path):
         if by_step:
             raise typer.BadParameter(
@@ -75,7 +80,7 @@ def import_(
         print_renderable(render_import(imported))
 
 
-def _print_json(out: Path, imported: "ImportedTraces | ImportedSnapshot") -> None:
+def _print_json(out: Path, imported: "ImportedTraces | ImportedSnapshot | ImportedDumps") -> None:
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.store.reader import open_run
 
@@ -94,6 +99,23 @@ def _check_path(path: Path) -> None:
             "its content to a file first.",
             param_hint="PATH",
         )
+
+
+def _is_dump(path: Path) -> bool:
+    from fsdp_inspect.importing.flight_recorder import looks_like_dumps
+
+    return looks_like_dumps(path)
+
+
+def _import_dumps(path: Path, out: Path, name: str, *, as_json: bool) -> None:
+    from fsdp_inspect.importing.flight_recorder import import_dumps
+    from fsdp_inspect.report.importing import render_dumps
+
+    imported = import_dumps(path, out, name=name)
+    if as_json:
+        _print_json(out, imported)
+    else:
+        print_renderable(render_dumps(imported))
 
 
 def _is_snapshot(path: Path) -> bool:

@@ -31,7 +31,7 @@ from fsdp_inspect.reduction.collective_order import (
 )
 from fsdp_inspect.reduction.order_wording import name_unit
 from fsdp_inspect.trace.black_box import BlackBox
-from fsdp_inspect.trace.codes import NO_UNIT, Phase
+from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
 from fsdp_inspect.trace.run import RunSource
 
 LEAST_WAIT_S = 5.0
@@ -70,6 +70,8 @@ class Unknown(StrEnum):
     MISSING_RANKS = "missing ranks"
     NO_CULPRIT = "no culprit"
     IMPORTED = "imported"
+    TIME_OF_DUMP = "time of dump"
+    """A flight recorder dump does not say when it was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ class Diagnosis:
     """All ranks that left something, by rank."""
     missing_ranks: tuple[int, ...]
     is_running: bool
+    is_imported: bool
+    """Whether it comes from flight recorder dumps: without units, steps, stacks and durations."""
     oom_kills: int
     """Processes that the kernel killed for memory on a rank's machine."""
     unknown: Unknown | None
@@ -398,12 +402,17 @@ class _Case:
             Status.PROBLEM,
             problem,
             ranks=ranks,
-            is_certain=(not wait.unknown or is_stopped) and bool(ranks),
+            is_certain=(not wait.unknown or is_stopped) and bool(ranks) and not self._is_imported,
             **_position(wait.issued),
             location=self._location_of(state.rank),
             wait=wait,
-            unknown=Unknown.MISSING_RANKS if wait.unknown else None,
+            unknown=self._unknown_of(wait),
         )
+
+    def _unknown_of(self, wait: Wait) -> Unknown | None:
+        if wait.unknown:
+            return Unknown.MISSING_RANKS
+        return Unknown.TIME_OF_DUMP if self._is_imported else None
 
     def _does_not_answer(self, rank: int) -> bool:
         """Whether the rank's watchdog was silent while another one reported the hang."""
@@ -498,8 +507,9 @@ class _Case:
 
     def _unsaid(self) -> Diagnosis | None:
         """Whether too little is known to call the run healthy."""
-        if self._run.manifest.source == "imported" and not self._boxes:
-            return self._make(Status.CANNOT_TELL, None, is_certain=False, unknown=Unknown.IMPORTED)
+        if self._is_imported:
+            unknown = Unknown.TIME_OF_DUMP if self._boxes else Unknown.IMPORTED
+            return self._make(Status.CANNOT_TELL, None, is_certain=False, unknown=unknown)
         if self._missing:
             return self._make(
                 Status.CANNOT_TELL, None, is_certain=False, unknown=Unknown.MISSING_RANKS
@@ -519,6 +529,10 @@ class _Case:
         return tuple(rank for rank, end in self._ends.items() if end.kind is EndKind.COMPLETE)
 
     @property
+    def _is_imported(self) -> bool:
+        return self._run.manifest.source == "imported"
+
+    @property
     def _is_running(self) -> bool:
         return any(end.kind is EndKind.RUNNING for end in self._ends.values())
 
@@ -536,7 +550,7 @@ class _Case:
             last=last,
             waits=rank in self._waiting,
             idle_s=self._idle_s(rank),
-            step=None if box is None else box.header.step,
+            step=None if box is None or box.header.step == UNKNOWN_STEP else box.header.step,
             phase=phase,
             activity=self._activity(rank, phase),
             hang_seen=box is not None and bool(box.header.hang_seen_ns),
@@ -549,7 +563,7 @@ class _Case:
         """
         box = self._boxes.get(rank)
         seconds = None if box is None else seconds_since_last_collective(box)
-        if box is None or seconds is None:
+        if box is None or seconds is None or self._is_imported:
             return None
         end = box.header.ended_unix_ns or self._latest_ns
         return seconds + max(min(self._latest_ns, end) - box.header.sign_unix_ns, 0) / 1e9
@@ -588,7 +602,7 @@ class _Case:
             problem=problem,
             ranks=(),
             is_certain=True,
-            unit=None if unit in (None, NO_UNIT) else name_unit(unit, names),
+            unit=None if unit in (None, NO_UNIT, UNKNOWN_UNIT) else name_unit(unit, names),
             phase=None,
             step=None,
             location="",
@@ -598,6 +612,7 @@ class _Case:
             states=tuple(self._states.values()),
             missing_ranks=self._missing,
             is_running=self._is_running,
+            is_imported=self._is_imported,
             oom_kills=max((box.header.oom_kills for box in self._boxes.values()), default=0),
             unknown=None,
             unit_names=names,
@@ -605,6 +620,8 @@ class _Case:
             stacks=group_stacks(self._dumps),
         )
         found = replace(empty, **known)
+        if found.step == UNKNOWN_STEP:
+            found = replace(found, step=None)
         grid = lay_out_collectives(self._boxes, found.difference, found.wait, self._waits)
         return replace(found, grid=grid)
 

@@ -35,7 +35,10 @@ FIRST_PROTOCOL, LAST_PROTOCOL = 2, 5
 _MAX_INTEGER_BYTES = 16
 _LONG_GETS = re.compile(rb"(?:j.{4})+", re.DOTALL)
 _LONG_NUMBER = struct.Struct("<xI")
-_REMEDY = "Dump the snapshot again with torch.cuda.memory._dump_snapshot."
+_REMEDY = (
+    "Write the file again: a memory snapshot with torch.cuda.memory._dump_snapshot, a flight "
+    "recorder dump with torch."
+)
 
 # Sizes of objects in 64-bit CPython 3.11, rounded up.
 _NUMBER_BYTES = 32
@@ -110,7 +113,7 @@ class _Machine:
         if not starts_like_pickle(data[:2]):
             raise _Refusal(
                 f"begins with {bytes(data[:4])!r}. Expected a pickle of protocol {FIRST_PROTOCOL} "
-                f"to {LAST_PROTOCOL}, as torch writes snapshots. {_REMEDY}"
+                f"to {LAST_PROTOCOL}, as torch writes them. {_REMEDY}"
             )
         self._pay(_ITEM_BYTES * len(data))  # an instruction leaves at most one reference
         while True:
@@ -308,7 +311,7 @@ class _Machine:
         opcode = self._data[self.at - 1]
         raise _Refusal(
             f"contains {self._describe(bytes([opcode]))} at byte {self.at - 1}. Expected "
-            "dictionaries, lists, text and numbers only, as torch writes snapshots. No code of it "
+            "dictionaries, lists, text and numbers only, as torch writes them. No code of it "
             f"was run. Do not unpickle this file with other tools unless you trust it. {_REMEDY}"
         )
 

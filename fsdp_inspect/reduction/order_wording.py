@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from fsdp_inspect.formatting import capitalize, format_bytes, format_ranks, format_unit
 from fsdp_inspect.reduction.collective_order import Difference, Issued, OrderDifference
-from fsdp_inspect.trace.codes import DTYPES, NO_UNIT, Phase
+from fsdp_inspect.trace.codes import DTYPES, NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
 
 
 def describe_difference(found: OrderDifference, unit_names: Sequence[str]) -> str:
@@ -20,7 +20,10 @@ def describe_difference(found: OrderDifference, unit_names: Sequence[str]) -> st
         found: The difference.
         unit_names: The fqns of the units, by index.
     """
-    return f"{_subject(found, unit_names)} {_consequence(found)}"
+    earlier = ""
+    if found.usual.unit == UNKNOWN_UNIT:
+        earlier = " Before it, they may have differed in collectives of equal kind and size."
+    return f"{_subject(found, unit_names)} {_consequence(found)}{earlier}"
 
 
 def describe_issued(issued: Issued, unit_names: Sequence[str], *, with_size: bool = True) -> str:
@@ -31,6 +34,9 @@ def describe_issued(issued: Issued, unit_names: Sequence[str], *, with_size: boo
         what = f"{article} {kind} that FSDP did not issue"
         size = f" ({format_bytes(issued.bytes)})" if issued.bytes > 0 and with_size else ""
         return f"{what}{size}{_in_phase(issued.phase)}"
+    if issued.unit == UNKNOWN_UNIT:
+        size = f" ({format_bytes(issued.bytes)})" if issued.bytes > 0 and with_size else ""
+        return f"{kind} {issued.sequence + 1}{size}{_in_phase(issued.phase)}"
     return f"the {kind} of {name_unit(issued.unit, unit_names)}{_in_phase(issued.phase)}"
 
 
@@ -44,15 +50,21 @@ def name_unit(unit: int, unit_names: Sequence[str]) -> str:
     return format_unit(unit_names[unit]) if 0 <= unit < len(unit_names) else f"unit {unit}"
 
 
+def of_step(step: int | None) -> str:
+    """` of step 41`; empty if the step is not known."""
+    return "" if step in (None, UNKNOWN_STEP) else f" of step {step}"
+
+
 def _in_phase(phase: Phase) -> str:
     return "" if phase == Phase.OUTSIDE else f" in {phase.label}"
 
 
 def _subject(found: OrderDifference, names: Sequence[str]) -> str:
     usual, deviant = found.usual, found.deviant
-    where = f"step {usual.step}" + ("" if found.is_first else " or earlier")
+    where = "" if usual.step == UNKNOWN_STEP else f" in step {usual.step}"
+    where += "" if found.is_first else " or earlier"
     if deviant is None:
-        return f"The ranks issued different collectives in {where}: {_each_set(found, names)}."
+        return f"The ranks issued different collectives{where}: {_each_set(found, names)}."
     who = capitalize(format_ranks(found.culprits))
     others = [rank for ranks, _ in found.issued for rank in ranks if rank not in found.culprits]
     rest = capitalize(format_ranks(sorted(others)))
@@ -60,24 +72,24 @@ def _subject(found: OrderDifference, names: Sequence[str]) -> str:
     mine, theirs = describe_issued(deviant, names), describe_issued(usual, names)
     match found.difference:
         case Difference.SKIPPED:
-            return f"{who} left out {theirs} in {where}{usual_at}, and issued {mine}{at} instead."
+            return f"{who} left out {theirs}{where}{usual_at}, and issued {mine}{at} instead."
         case Difference.EXTRA:
-            return f"{who} issued {mine} in {where}{at}. {rest} did not, and issued {theirs}."
+            return f"{who} issued {mine}{where}{at}. {rest} did not, and issued {theirs}."
         case Difference.SWAPPED:
-            return f"{who} issued {mine} before {theirs} in {where}{at}. {rest} did the opposite."
+            return f"{who} issued {mine} before {theirs}{where}{at}. {rest} did the opposite."
         case Difference.SIZE:
             what = describe_issued(deviant, names, with_size=False)
             return (
-                f"{who} issued {what} with {format_bytes(deviant.bytes)} in {where}{at}. {rest} "
+                f"{who} issued {what} with {format_bytes(deviant.bytes)}{where}{at}. {rest} "
                 f"sent {format_bytes(usual.bytes)}."
             )
         case Difference.DTYPE:
             return (
-                f"{who} issued {mine} in {DTYPES[deviant.dtype]} in {where}{at}. {rest} used "
+                f"{who} issued {mine} in {DTYPES[deviant.dtype]}{where}{at}. {rest} used "
                 f"{DTYPES[usual.dtype]}."
             )
         case _:
-            return f"{who} issued {mine} in {where}{at}. {rest} issued {theirs}{usual_at}."
+            return f"{who} issued {mine}{where}{at}. {rest} issued {theirs}{usual_at}."
 
 
 def _each_set(found: OrderDifference, names: Sequence[str]) -> str:

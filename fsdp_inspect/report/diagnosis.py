@@ -20,10 +20,11 @@ from fsdp_inspect.diagnosis.diagnose import (
 )
 from fsdp_inspect.diagnosis.ends import EndKind
 from fsdp_inspect.diagnosis.waits import Wait
-from fsdp_inspect.formatting import capitalize, format_numbers, format_ranks
+from fsdp_inspect.formatting import capitalize, format_ranks
 from fsdp_inspect.reduction.order_wording import (
     describe_difference,
     describe_issued,
+    of_step,
     shorten_place,
 )
 from fsdp_inspect.report.diagnosis_pictures import pictures_to_dict, render_pictures
@@ -171,13 +172,15 @@ def _late(found: Diagnosis) -> str:
     what = describe_issued(found.wait.issued, found.unit_names)
     first = found.state_of(found.ranks[0]) if found.ranks else None
     doing = "" if first is None else f" {_doing(first, found)}"
-    return f"{who} never reached {what} of step {found.step}.{doing}{_waits(found)}"
+    return f"{who} never reached {what}{of_step(found.step)}.{doing}{_waits(found)}"
 
 
 def _doing(state: RankState, found: Diagnosis) -> str:
     who = "It" if len(found.ranks) == 1 else f"Rank {state.rank}"
     has = "has been" if found.is_running else "had been"
     since = "" if state.idle_s is None else f" for {_seconds(state.idle_s)}"
+    if state.activity is None and found.is_imported:
+        return _last_seen(state, found)
     if state.activity is None:
         silent = (
             "It does not answer: its process is stopped or gone, or native code holds Python's "
@@ -185,6 +188,14 @@ def _doing(state: RankState, found: Diagnosis) -> str:
         )
         return silent if not state.hang_seen and _was_asked(found) else _unseen(state, since)
     return f"{who} {has} {_activity(state.activity)}{since}."
+
+
+def _last_seen(state: RankState, found: Diagnosis) -> str:
+    if state.last is None:
+        return "Its dump has no collective."
+    place = "" if state.last.place is None else f" ({shorten_place(str(state.last.place))})"
+    what = describe_issued(state.last, found.unit_names)
+    return f"Its last collective was {what}{place}; what it does since is not in a dump."
 
 
 def _unseen(state: RankState, since: str) -> str:
@@ -318,7 +329,7 @@ def _circle(found: Diagnosis) -> str:
         other = f"{_activity(absent.activity)}, which was not recorded"
     return (
         f"The ranks wait for each other: {format_ranks(found.wait.waiting)} in "
-        f"{what}{at} of step {found.step}, and {format_ranks(found.wait.absent)} "
+        f"{what}{at}{of_step(found.step)}, and {format_ranks(found.wait.absent)} "
         f"{other}."
     )
 
@@ -327,8 +338,8 @@ def _transport(found: Diagnosis) -> str:
     assert found.wait is not None
     what = describe_issued(found.wait.issued, found.unit_names)
     return (
-        f"All {len(found.wait.waiting)} ranks are in {what} of step {found.step} for "
-        f"{_seconds(found.wait.seconds)}, and none has finished: the transport does not move."
+        f"All {len(found.wait.waiting)} ranks are in {what}{of_step(found.step)}"
+        f"{_for(found, found.wait.seconds)}, and none has finished: the transport does not move."
     )
 
 
@@ -355,13 +366,18 @@ def _no_problem(found: Diagnosis) -> str:
             what = describe_issued(found.wait.issued, found.unit_names)
             waiting = format_ranks(found.wait.waiting)
             return (
-                f"Cannot tell which rank is late: {waiting} waited in {what} of step {found.step}, "
+                f"Cannot tell which rank is late: {waiting} waited in {what}{of_step(found.step)}, "
                 f"and {missing or 'the other ranks'} {verb} not in this folder."
             )
         case Unknown.MISSING_RANKS:
             return f"Cannot tell: {missing} {verb} not in this folder."
         case Unknown.IMPORTED:
             return "Cannot tell: an imported trace does not show how the ranks ended."
+        case Unknown.TIME_OF_DUMP:
+            return (
+                "Cannot tell whether the job hung: the dumps were written less than 5 s after the "
+                "last collective. All ranks issued the same collectives, as far as a dump shows."
+            )
         case Unknown.NO_BLACK_BOX:
             return (
                 "Cannot tell whether the ranks agreed: the run has no black box. Every rank that "
@@ -419,10 +435,8 @@ def _describe_wait(wait: Wait, found: Diagnosis) -> str:
     place = (
         "" if wait.issued.place is None else f", issued at {shorten_place(str(wait.issued.place))}"
     )
-    text = (
-        f"{capitalize(format_ranks(wait.waiting))} waited in {what}{place}, for up to "
-        f"{_seconds(wait.seconds)} when last seen."
-    )
+    since = "" if found.is_imported else f", for up to {_seconds(wait.seconds)} when last seen"
+    text = f"{capitalize(format_ranks(wait.waiting))} waited in {what}{place}{since}."
     if wait.absent:
         text += f" {capitalize(format_ranks(wait.absent))} had not issued it."
     return text
@@ -453,11 +467,12 @@ def _describe_state(state: RankState, found: Diagnosis) -> str:
     if state.last is not None:
         verb = "waiting in" if state.waits else "last issued"
         parts.append(
-            f"{verb} {describe_issued(state.last, found.unit_names)} of step {state.last.step}"
+            f"{verb} {describe_issued(state.last, found.unit_names)}{of_step(state.last.step)}"
         )
     if state.idle_s is not None and not state.waits:
         parts.append(f"nothing for {_seconds(state.idle_s)}")
-    parts.append(_END[state.end.kind])
+    if not found.is_imported:
+        parts.append(_END[state.end.kind])
     if state.end.detail and state.end.kind is not EndKind.PEER_LOST:
         parts.append(_clip(state.end.detail))
     return "; ".join(parts)
@@ -481,14 +496,23 @@ _END = {
 
 def _next(found: Diagnosis) -> Iterator[str]:
     if found.missing_ranks and found.status is not Status.HEALTHY:
-        yield (
-            f"Copy the folders of ranks {format_numbers(found.missing_ranks)} into the run, and "
-            "run `fsdp-inspect diagnose` again."
-        )
+        missing = format_ranks(found.missing_ranks)
+        if found.is_imported:
+            yield f"Import the dumps again, with those of {missing}."
+        else:
+            yield (
+                f"Copy the folders of {missing} into the run, and run `fsdp-inspect diagnose` "
+                "again."
+            )
     yield from _NEXT.get(found.problem, ()) if found.problem is not None else ()
     state = found.state_of(found.ranks[0]) if found.ranks else None
     if found.problem is ProblemClass.RANK_LATE and state is not None and state.activity is not None:
         yield from _NEXT_FOR.get(state.activity.kind, ())
+    if found.unknown is Unknown.TIME_OF_DUMP:
+        yield (
+            "A dump of ranks that move can look the same: dump again after a minute, and compare. "
+            "With FSDP Inspect's recorder, the answer names units, steps and stacks."
+        )
     if found.unknown is Unknown.NO_BLACK_BOX:
         yield "Record the training again with this version, which writes a black box."
 
@@ -545,6 +569,11 @@ _NEXT_FOR: dict[ActivityKind, tuple[str, ...]] = {
 
 def _in_step(found: Diagnosis) -> str:
     return "" if found.step is None else f" in step {found.step}"
+
+
+def _for(found: Diagnosis, seconds: float) -> str:
+    """How long; a dump does not show it."""
+    return "" if found.is_imported else f" for {_seconds(seconds)}"
 
 
 def _longest_idle(found: Diagnosis) -> str:

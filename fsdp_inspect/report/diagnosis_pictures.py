@@ -34,7 +34,7 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.reduction.collective_order import Issued
 from fsdp_inspect.reduction.order_wording import name_kind, name_unit, shorten_place
-from fsdp_inspect.trace.codes import DTYPES, NO_UNIT, Phase
+from fsdp_inspect.trace.codes import DTYPES, NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
 from fsdp_inspect.trace.stack_dumps import StackFrame
 
 MOST_COLUMNS = 12
@@ -90,8 +90,10 @@ def column_label(column: GridColumn, found: Diagnosis) -> str:
 
 def row_label(issued: Issued, names: ShortNames, unit_names: Sequence[str]) -> str:
     """A collective as `step 41 backward: all-gather layers.7`."""
-    phase = "" if issued.phase == Phase.OUTSIDE else f" {issued.phase.label}"
-    return f"step {issued.step}{phase}: {_short_name(issued, names, unit_names)}"
+    step = "" if issued.step == UNKNOWN_STEP else f"step {issued.step}"
+    phase = "" if issued.phase == Phase.OUTSIDE else issued.phase.label
+    where = " ".join(filter(None, (step, phase)))
+    return f"{where}{': ' if where else ''}{_short_name(issued, names, unit_names)}"
 
 
 def cell_label(cell: Cell, usual: Issued, names: ShortNames, unit_names: Sequence[str]) -> str:
@@ -114,6 +116,8 @@ def grid_names(found: Diagnosis) -> ShortNames:
 def _short_name(issued: Issued, names: ShortNames, unit_names: Sequence[str]) -> str:
     if issued.unit == NO_UNIT:
         return f"{name_kind(issued)}, not FSDP"
+    if issued.unit == UNKNOWN_UNIT:
+        return f"{name_kind(issued)} {issued.sequence + 1}"
     return f"{name_kind(issued)} {names(name_unit(issued.unit, unit_names))}"
 
 

@@ -5,6 +5,7 @@ import shlex
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from fsdp_inspect.importing.flight_recorder import ImportedDumps
 from fsdp_inspect.importing.kineto import ImportedTraces
 from fsdp_inspect.importing.snapshot import ImportedSnapshot
 
@@ -39,6 +40,19 @@ def render_snapshot(imported: ImportedSnapshot) -> RenderableType:
         Text(_describe_units(imported.units)),
         *(Text(f"note: {note}", style="yellow") for note in imported.notes),
         Text(f"Next: fsdp-inspect memory {shlex.quote(str(imported.path))}"),
+    ]
+    return Group(*lines)
+
+
+def render_dumps(imported: ImportedDumps) -> RenderableType:
+    """Render the imported flight recorder dumps, the notes, and the next command."""
+    lines = [
+        Text(
+            f"{_count(len(imported.ranks), 'flight recorder dump')} of {imported.world_size} ranks "
+            f"imported, {_count(imported.num_collectives, 'collective')}: {imported.path}"
+        ),
+        *(Text(f"note: {note}", style="yellow") for note in imported.notes),
+        Text(f"Next: fsdp-inspect diagnose {shlex.quote(str(imported.path))}"),
     ]
     return Group(*lines)
 

@@ -19,7 +19,8 @@ from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import rank_folder, write_manifest_if_absent
 from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.records import encode_record, replace_file
-from fsdp_inspect.store.schema import EVENTS, RANK_FILE, attempt_name, rank_name
+from fsdp_inspect.store.schema import BLACK_BOX_FILE, EVENTS, RANK_FILE, attempt_name, rank_name
+from fsdp_inspect.trace.black_box import BlackBox, encode
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
@@ -51,6 +52,14 @@ class FinishedRun:
         folder = rank_folder(self.path, _ATTEMPT, record.rank)
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / RANK_FILE, encode_record(record))
+
+    def write_black_box(self, rank: int, box: BlackBox) -> None:
+        """Write the black box of a rank.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        (rank_folder(self.path, _ATTEMPT, rank) / BLACK_BOX_FILE).write_bytes(encode(box))
 
     def forget_sequences(self, rank: int, groups: Collection[int]) -> None:
         """Remove the sequence numbers of the collectives of some process groups of a rank."""

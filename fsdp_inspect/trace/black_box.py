@@ -220,6 +220,26 @@ def decode(content: bytes | bytearray) -> BlackBox:
     return BlackBox(header, _decode_entries(content, header), groups, places)
 
 
+def encode(box: BlackBox) -> bytes:
+    """A whole black box as bytes, as `decode` reads it.
+
+    Text beyond `TEXT_BYTES` is left out: first the lines of code, then process groups.
+    """
+    lines = [
+        *(encode_group(index, group) for index, group in box.groups.items()),
+        *(encode_place(index, place) for index, place in box.places.items()),
+    ]
+    text = b""
+    for line in lines:
+        if len(text) + len(line) <= TEXT_BYTES:
+            text += line
+    content = bytearray(encode_header(box.header, len(text)).ljust(TEXT_START, b"\0") + text)
+    for row in box.entries:
+        start = HEADER_BYTES + int(row["number"]) % CAPACITY * ENTRY.itemsize
+        content[start : start + ENTRY.itemsize] = row.tobytes()
+    return bytes(content)
+
+
 def encode_header(header: Header, text_bytes: int) -> bytes:
     """The header as bytes."""
     values = {

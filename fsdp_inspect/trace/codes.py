@@ -257,6 +257,10 @@ ITEMSIZE = {
 
 NO_UNIT = -1
 """The `unit` of an event that belongs to no FSDP unit."""
+UNKNOWN_UNIT = -2
+"""The `unit` of a collective in a black box from a dump that names no units."""
+UNKNOWN_STEP = -1
+"""The `step` of such a collective."""
 
 
 class StepPart(NamedCode):

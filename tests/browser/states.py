@@ -14,11 +14,12 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import BLACK_BOX_FILE, RANK_FILE
 from fsdp_inspect.store.summary_files import write_run_summary_file
+from fsdp_inspect.trace.black_box import encode as encode_black_box
 from fsdp_inspect.trace.tables import SummaryTable
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
 from tests.benchmarks import large_run
 from tests.benchmarks.large_run import Shape
-from tests.boxes import HEADER, SECOND, Call, encode_box, make_box
+from tests.boxes import HEADER, SECOND, Call, make_box
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 HOSTILE = (
@@ -78,7 +79,7 @@ def write_hang(folder: Path, rank: int, *, late: int) -> None:
     header = dataclasses.replace(
         HEADER, rank=rank, step=4, sign_ns=90 * SECOND, hang_seen_ns=70 * SECOND
     )
-    (folder / BLACK_BOX_FILE).write_bytes(encode_box(make_box(calls, (0, 1), header)))
+    (folder / BLACK_BOX_FILE).write_bytes(encode_black_box(make_box(calls, (0, 1), header)))
     line, statement = (88, "batch = next(loader)") if rank == late else (91, "loss = model(batch)")
     head = {"training_thread": "0x01", "statements": {f"/home/ann/train.py:{line}": statement}}
     (folder / "stacks.txt").write_text(

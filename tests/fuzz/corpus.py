@@ -23,10 +23,12 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import EVENTS
 from fsdp_inspect.store.streams import RowEncoder
+from fsdp_inspect.trace.black_box import encode as encode_black_box
 from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
 from fsdp_inspect.trace.plan import Plan
-from tests.boxes import Call, encode_box, make_box
+from tests.boxes import Call, make_box
 from tests.builders import steady_run, write_run
+from tests.importing.flight_recorder_dumps import WAITING, entry
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 from tests.importing.snapshots import FakeAllocator, train
 from tests.prediction_records import outcome
@@ -123,12 +125,17 @@ def make_corpus(folder: Path) -> Corpus:
     probe = NetworkProbe(world_size=2, backend="gloo", device_type="cpu", messages=[message])
     (corpus.sample / "network.json").write_bytes(encode_record(probe))
     (corpus.sample / RANK / "black_box.bin").write_bytes(
-        encode_box(make_box([Call(0), Call(1), Call(2, has_finished=False)], (0, 1)))
+        encode_black_box(make_box([Call(0), Call(1), Call(2, has_finished=False)], (0, 1)))
     )
     (corpus.sample / RANK / "stacks.txt").write_text(_STACKS)
     trace = TraceWriter()
     fsdp2_step(trace)
     trace.write(folder / "trace.json")
+    entries = [entry(0), entry(1), entry(2, **WAITING)]
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    (folder / "dump_rank_0.json").write_text(
+        json.dumps({"version": "2.10", "pg_config": config, "entries": entries})
+    )
     allocator = FakeAllocator()
     train(allocator)
     allocator.dump(folder / "snapshot.pickle")

@@ -22,6 +22,7 @@ from fsdp_inspect.checks.check import check_run
 from fsdp_inspect.checks.limits import read_budget
 from fsdp_inspect.cli import main
 from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.importing.flight_recorder import import_dumps
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.predictions.files import read_prediction
@@ -309,6 +310,15 @@ def _import_snapshot(corpus: Corpus, content: bytes) -> None:
     _analyse(out, content)
 
 
+def _import_dump(corpus: Corpus, content: bytes) -> None:
+    out = corpus.file("imported")
+    shutil.rmtree(out, ignore_errors=True)
+    with corpus.replaced("dump_rank_0.json", content) as path:
+        import_dumps(path, out)
+    _analyse(out, content)
+    Run(open_run(out)).diagnose()
+
+
 # --- commands
 
 
@@ -469,6 +479,7 @@ TARGETS = (
     Target("session", 20, _make_session, _read_session),
     Target("trace", 3, _json_of("trace.json"), _import_trace),
     Target("snapshot", 3, _bytes_of("snapshot.pickle"), _import_snapshot),
+    Target("flight recorder", 4, _json_of("dump_rank_0.json"), _import_dump),
     Target("command words", 4, _make_words, _run_command),
     Target("command on run.json", 2, _json_of("compacted/run.json"), _command_on_manifest),
     Target(

@@ -1,0 +1,369 @@
+"""Import dumps of torch's flight recorder: one black box per rank, for `fsdp-inspect diagnose`.
+
+A dump lists the last collectives of one rank. NCCL writes it when its watchdog sees a timeout
+(`TORCH_NCCL_DUMP_ON_TIMEOUT`); gloo's is read with `torch._C._distributed_c10d._dump_fr_trace` or
+`_dump_fr_trace_json`. A dump has no units, no steps, and no time of the dump itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.errors import CorruptFileError, FsdpInspectError, ImportingError, NotARunError
+from fsdp_inspect.formatting import format_numbers
+from fsdp_inspect.importing.flight_recorder_file import Dump, read_dump
+from fsdp_inspect.store.finished import write_finished_run
+from fsdp_inspect.trace.black_box import (
+    CAPACITY,
+    ENTRY,
+    BlackBox,
+    CodePlace,
+    Communicator,
+    Header,
+)
+from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, EventKind
+from fsdp_inspect.trace.run import (
+    UNPLACED_CLOCK,
+    ClockPair,
+    RankRecord,
+    RunManifest,
+    RunStatus,
+)
+
+LEAST_STANDSTILL_NS = 5_000_000_000
+"""A dump that was written so long after the last collective of all ranks shows a standstill."""
+_EMPTY_HEADER = Header(
+    **{**dict.fromkeys(Header.__slots__, 0), "step": UNKNOWN_STEP, "unit": NO_UNIT},  # type: ignore[arg-type]
+)
+_MARKS = (b"collective_seq_id", b"pg_config", b"nccl_comm_state")
+_HEAD_BYTES = 1 << 16
+_RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)|(\d{1,6})(?:\.\w+)?$", re.IGNORECASE)
+_MAX_PLACES = 400
+"""Lines of code that are kept: the text of a black box is limited."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedDumps:
+    """The result of an import of flight recorder dumps."""
+
+    path: Path
+    """The run folder."""
+    files: tuple[str, ...]
+    """Names of the files, by rank."""
+    ranks: tuple[int, ...]
+    world_size: int
+    num_collectives: int
+    notes: tuple[str, ...]
+
+
+def looks_like_dumps(path: Path) -> bool:
+    """Whether a file, or a file of a folder, begins like a dump of the flight recorder."""
+    try:
+        return any(_begins_like_dump(file) for file in _files_of(path))
+    except OSError:
+        return False
+
+
+def import_dumps(path: Path, out: Path, *, name: str = "") -> ImportedDumps:
+    """Turn dumps of the flight recorder into a run folder that holds a black box per rank.
+
+    Args:
+        path: One dump, or a folder of one per rank. The rank is the number in the file's name.
+        out: The run folder to create; must not exist, or be empty.
+        name: Name of the run; the default is the name of `path`.
+
+    Raises:
+        NotARunError: `path` has no dump.
+        CorruptFileError: No dump can be read.
+        ImportingError: Two files are of one rank, or a name has no rank.
+        StoreError: `out` exists already or cannot be written.
+    """
+    files = _by_rank([file for file in _files_of(path) if _begins_like_dump(file)])
+    if not files:
+        raise NotARunError(
+            f"No flight recorder dump found at {str(path)!r}. Expected files such as "
+            "nccl_trace_rank_0, as pickle or JSON. Name a folder of them."
+        )
+    dumps, notes = _read_all(files)
+    members = _members(dumps)
+    world_size = _world_size(dumps, members)
+    latest_ns = max(each.time_ns for dump in dumps.values() for each in dump.collectives)
+    written_ns = min(files[rank].stat().st_mtime_ns for rank in dumps)
+    stands_still = written_ns - latest_ns >= LEAST_STANDSTILL_NS
+    boxes = _make_boxes(dumps, members, latest_ns, stands_still=stands_still)
+    notes = [*_general_notes(), *notes, *_notes_of_times(dumps)]
+    manifest = _describe(out, path, files, world_size, latest_ns, notes)
+    manifest = manifest.model_copy(
+        update={"name": name or path.name, "backend": next(iter(dumps.values())).backend}
+    )
+    with write_finished_run(out) as run:
+        for rank, box in boxes.items():
+            run.write_record(_record(rank, world_size, latest_ns))
+            run.write_black_box(rank, box)
+        run.finish(manifest)
+    return ImportedDumps(
+        path=out,
+        files=tuple(files[rank].name for rank in boxes),
+        ranks=tuple(boxes),
+        world_size=world_size,
+        num_collectives=sum(len(dump.collectives) for dump in dumps.values()),
+        notes=tuple(notes),
+    )
+
+
+# --- reading
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        return []
+    return [file for file in sorted(path.iterdir()) if file.is_file() and file.name[0] not in "._"]
+
+
+def _begins_like_dump(file: Path) -> bool:
+    with file.open("rb") as opened:
+        head = opened.read(_HEAD_BYTES)
+    return any(mark in head for mark in _MARKS)
+
+
+def _by_rank(files: Sequence[Path]) -> dict[int, Path]:
+    """The files by rank; a pickle comes before the JSON of the same rank, which has no stacks."""
+    found: dict[int, Path] = {}
+    for file in sorted(files, key=lambda file: file.suffix == ".json"):
+        number = _RANK_IN_NAME.search(file.name)
+        if number is None:
+            raise ImportingError(
+                f"{file.name} has no rank in its name. Expected a name that ends in the rank, as "
+                "nccl_trace_rank_0. Rename the file."
+            )
+        rank = int(number[1] or number[2])
+        other = found.setdefault(rank, file)
+        if other is not file and (other.suffix == ".json") == (file.suffix == ".json"):
+            raise ImportingError(
+                f"{other.name} and {file.name} are both of rank {rank}. Expected one dump per "
+                "rank. Move one of them to another folder."
+            )
+    return dict(sorted(found.items()))
+
+
+def _read_all(files: dict[int, Path]) -> tuple[dict[int, Dump], list[str]]:
+    """The dumps by rank, and why others cannot be read."""
+    dumps, notes, first_error = {}, [], None
+    for rank, file in files.items():
+        try:
+            dump = read_dump(file)
+        except (FsdpInspectError, OSError) as error:
+            first_error = first_error or error
+            notes.append(f"Rank {rank} is missing, because its dump cannot be read: {error}")
+            continue
+        if dump.collectives:
+            dumps[rank] = dump
+        else:
+            notes.append(
+                f"Rank {rank} is missing: {file.name} lists no collective. Set "
+                "TORCH_FR_BUFFER_SIZE=2000 before the training starts."
+            )
+    if not dumps:
+        if isinstance(first_error, FsdpInspectError):
+            raise first_error
+        raise CorruptFileError(f"No dump can be read. {' '.join(notes)}")
+    return dumps, notes
+
+
+def _members(dumps: dict[int, Dump]) -> dict[str, tuple[int, ...]]:
+    """The ranks of each group: as a dump lists them, else those that issued a collective in it.
+
+    Of a group whose ranks no dump lists, an all-gather shows the size. If that is also the largest
+    size, the group is the world.
+    """
+    listed = {name: ranks for dump in dumps.values() for name, ranks in dump.groups.items()}
+    sizes: dict[str, int] = {}
+    users: dict[str, set[int]] = {}
+    for rank, dump in dumps.items():
+        for each in dump.collectives:
+            users.setdefault(each.group, set()).add(rank)
+            sizes[each.group] = max(sizes.get(each.group, 0), each.group_size)
+    largest = max(sizes.values(), default=0)
+    found = {}
+    for name, ranks in users.items():
+        known = tuple(sorted(ranks))
+        is_world = sizes[name] == largest and sizes[name] > max(known)
+        found[name] = listed.get(name) or (tuple(range(largest)) if is_world else known)
+    return found
+
+
+def _world_size(dumps: dict[int, Dump], members: dict[str, tuple[int, ...]]) -> int:
+    largest = max((max(ranks) for ranks in members.values()), default=0)
+    return max(largest, *dumps) + 1
+
+
+# --- black boxes
+
+
+def _make_boxes(
+    dumps: dict[int, Dump],
+    members: dict[str, tuple[int, ...]],
+    latest_ns: int,
+    *,
+    stands_still: bool,
+) -> dict[int, BlackBox]:
+    begins, ends = {}, {}
+    for name in members:
+        sequences = [dump.sequences(name) for dump in dumps.values()]
+        begins[name] = max((each[0] for each in sequences if each), default=0)
+        ends[name] = min((each[-1] for each in sequences if each), default=0)
+        differs = _first_difference(dumps, name, begins[name], ends[name])
+        ends[name] = min(ends[name], differs - 1)
+    has_ends = any(each.completed_ns for dump in dumps.values() for each in dump.collectives)
+    return {
+        rank: _make_box(
+            rank,
+            dump,
+            members,
+            begins,
+            {} if has_ends else ends,
+            replace(
+                _EMPTY_HEADER,
+                rank=rank,
+                num_issued=len(dump.collectives),
+                sign_ns=latest_ns,
+                sign_unix_ns=latest_ns,
+                hang_seen_ns=latest_ns if stands_still else 0,
+            ),
+        )
+        for rank, dump in dumps.items()
+    }
+
+
+def _first_difference(dumps: dict[int, Dump], name: str, begin: int, end: int) -> int:
+    """The first position at which the ranks issued different collectives; `end + 1` without one."""
+    found: dict[int, set[tuple[EventKind, int, int]]] = {}
+    for dump in dumps.values():
+        for each in dump.collectives:
+            is_ordered = each.kind is not EventKind.POINT_TO_POINT
+            if is_ordered and each.group == name and begin <= each.sequence <= end:
+                size = 0 if each.kind is EventKind.ALL_TO_ALL else each.bytes
+                found.setdefault(each.sequence, set()).add((each.kind, size, each.dtype))
+    return min((at for at, kinds in found.items() if len(kinds) > 1), default=end + 1)
+
+
+def _make_box(
+    rank: int,
+    dump: Dump,
+    members: dict[str, tuple[int, ...]],
+    begins: dict[str, int],
+    ends: dict[str, int],
+    header: Header,
+) -> BlackBox:
+    """The black box of a rank.
+
+    Args:
+        rank: The rank.
+        dump: Its dump.
+        members: The ranks of each group.
+        begins: By group, the first position that all dumps have: digests begin there.
+        ends: By group, the last position that all dumps have. A dump without ends of collectives
+            (gloo) shows so that the ones after it cannot have finished. Empty: the ends are known.
+        header: Of the box.
+    """
+    shown = dump.collectives[-(CAPACITY - 1) :]
+    groups = {name: index for index, name in enumerate(sorted(members))}
+    places: dict[CodePlace, int] = {}
+    digests: dict[str, int] = {}
+    rows: NDArray[np.void] = np.zeros(len(shown), ENTRY)
+    for at, each in enumerate(shown):
+        row = rows[at]
+        if each.place is not None and len(places) < _MAX_PLACES:
+            places.setdefault(each.place, len(places) + 1)
+        is_ordered = each.kind is not EventKind.POINT_TO_POINT
+        if is_ordered and each.sequence >= begins[each.group]:
+            size = 0 if each.kind is EventKind.ALL_TO_ALL else each.bytes
+            signature = (digests.get(each.group, 0), int(each.kind), each.unit, size, each.dtype)
+            digests[each.group] = hash(signature) & (1 << 64) - 1
+        finished = each.completed_ns
+        if ends:
+            finished = each.time_ns + 1 if each.sequence <= ends[each.group] else 0
+        row["issued_ns"], row["finished_ns"] = each.time_ns, finished
+        row["bytes"], row["dtype"], row["kind"] = each.bytes, each.dtype, each.kind
+        row["digest"] = digests.get(each.group, 0)
+        row["number"] = at + 1
+        row["sequence"] = each.sequence if is_ordered else -1
+        row["step"], row["unit"], row["phase"] = UNKNOWN_STEP, each.unit, each.phase
+        row["place"] = 0 if each.place is None else places.get(each.place, 0)
+        row["group"] = groups[each.group]
+    return BlackBox(
+        header,
+        rows,
+        {index: Communicator(name, members[name]) for name, index in groups.items()},
+        {index: place for place, index in places.items()},
+    )
+
+
+# --- the run
+
+
+def _general_notes() -> list[str]:
+    return [
+        "Flight recorder dumps hold the order of collectives, not units, steps, compute or memory. "
+        "They cannot show that ranks exchanged two units of equal size."
+    ]
+
+
+def _notes_of_times(dumps: dict[int, Dump]) -> list[str]:
+    """A note if the times of the ranks do not overlap: the dumps may be of different runs."""
+    first = {rank: dump.collectives[0].time_ns for rank, dump in dumps.items()}
+    last = {rank: dump.collectives[-1].time_ns for rank, dump in dumps.items()}
+    apart = [rank for rank in dumps if last[rank] < max(first.values())]
+    if not apart:
+        return []
+    return [
+        f"The dumps of rank {format_numbers(apart)} end before others begin: they may be of "
+        "another run."
+    ]
+
+
+def _record(rank: int, world_size: int, moment_ns: int) -> RankRecord:
+    wall = ClockPair(monotonic_ns=moment_ns, unix_ns=moment_ns, uncertainty_ns=1_000_000)
+    return RankRecord(
+        rank=rank,
+        world_size=world_size,
+        clock=UNPLACED_CLOCK,
+        clock_start=wall,
+        clock_end=wall,
+        status=RunStatus.IMPORTED,
+    )
+
+
+def _describe(
+    out: Path,
+    path: Path,
+    files: dict[int, Path],
+    world_size: int,
+    moment_ns: int,
+    notes: Sequence[str],
+) -> RunManifest:
+    names = [file.name for file in files.values()]
+    identity = hashlib.sha256("\n".join([*names, str(moment_ns)]).encode()).hexdigest()[:8]
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name) or "dumps"
+    return RunManifest(
+        run_id=f"{stem}-{identity}",
+        name=path.name,
+        created=datetime.fromtimestamp(moment_ns // 10**9, UTC).isoformat(),
+        created_unix_ns=moment_ns,
+        world_size=world_size,
+        backend="unknown",
+        device_type="cpu",
+        source="imported",
+        recorder={"imported_from": names},
+        notes=list(notes),
+    )

@@ -1,0 +1,210 @@
+"""Dumps of torch's flight recorder become runs that `diagnose` explains."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown
+from fsdp_inspect.errors import CorruptFileError, FsdpInspectError, ImportingError, NotARunError
+from fsdp_inspect.importing.flight_recorder import import_dumps, looks_like_dumps
+from fsdp_inspect.importing.flight_recorder_file import read_dump
+from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.run import open_run
+from tests.conftest import Torchrun
+from tests.importing.flight_recorder_dumps import BEGIN_NS, SECOND, USER_FRAMES, WAITING, entry
+
+
+def write(folder: Path, entries: dict[int, list[dict[str, Any]]], *, ranks: str = "[0, 1, 2]"):
+    """The dumps of some ranks, written a minute after the last collective."""
+    folder.mkdir(exist_ok=True)
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
+    for rank, each in entries.items():
+        file = folder / f"nccl_trace_rank_{rank}"
+        file.write_text(json.dumps({"version": "2.10", "pg_config": config, "entries": each}))
+        moment = BEGIN_NS + 90 * SECOND
+        os.utime(file, ns=(moment, moment))
+    return folder
+
+
+def diagnose_dumps(folder: Path) -> Diagnosis:
+    import_dumps(folder, folder.parent / "run")
+    return open_run(folder.parent / "run").diagnose()
+
+
+def test_the_rank_that_did_not_issue_a_collective_is_late(tmp_path: Path) -> None:
+    done = [entry(0), entry(1)]
+    waiting = [*done, entry(2, **WAITING)]
+
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: waiting, 1: done, 2: waiting}))
+
+    assert (found.problem, found.ranks, found.step) == (ProblemClass.RANK_LATE, (1,), None)
+    assert (found.is_certain, found.unknown) == (False, Unknown.TIME_OF_DUMP)
+    assert describe_diagnosis(found).sentence == (
+        "Rank 1 never reached all-gather 3 (600 B) in forward. Its last collective was all-gather "
+        "2 (600 B) in forward (ann/train.py:40); what it does since is not in a dump. 2 ranks "
+        "waited for it."
+    )
+
+
+def test_a_collective_that_all_have_issued_is_the_transport(tmp_path: Path) -> None:
+    waiting = [entry(0), entry(1, **WAITING)]
+    found = diagnose_dumps(write(tmp_path / "dumps", dict.fromkeys(range(3), waiting)))
+    assert (found.problem, found.ranks) == (ProblemClass.TRANSPORT_STUCK, ())
+
+
+def test_a_collective_of_the_script_is_told_from_those_of_fsdp(tmp_path: Path) -> None:
+    loss = entry(1, profiling_name="nccl:all_reduce", frames=USER_FRAMES, output_sizes=[[100]])
+    entries = {0: [entry(0), loss], 1: [entry(0), entry(1)], 2: [entry(0), entry(1)]}
+
+    found = diagnose_dumps(write(tmp_path / "dumps", entries))
+
+    assert (found.problem, found.ranks) == (ProblemClass.ORDER_DIVERGED, (0,))
+    assert found.location == "/home/ann/train.py:55"
+    assert "an all-reduce that FSDP did not issue (200 B)" in describe_diagnosis(found).sentence
+
+
+def test_a_rank_without_a_dump_is_missing(tmp_path: Path) -> None:
+    waiting = [entry(0), entry(1, **WAITING)]
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: waiting, 2: waiting}))
+    assert (found.status, found.missing_ranks) == (Status.CANNOT_TELL, (1,))
+
+
+def test_equal_dumps_of_ranks_that_moved_show_no_hang(tmp_path: Path) -> None:
+    folder = write(tmp_path / "dumps", {key: [entry(0), entry(1)] for key in range(3)})
+    for file in folder.iterdir():
+        os.utime(file, ns=(BEGIN_NS + 2 * SECOND,) * 2)
+    found = diagnose_dumps(folder)
+    assert (found.status, found.unknown) == (Status.CANNOT_TELL, Unknown.TIME_OF_DUMP)
+
+
+def test_dumps_that_begin_at_other_positions_are_compared_where_all_have_them(
+    tmp_path: Path,
+) -> None:
+    entries = [entry(number) for number in range(6)]
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: entries, 1: entries[2:], 2: entries[3:]}))
+    assert found.difference is None
+
+
+def test_a_damaged_dump_is_a_missing_rank_with_the_reason(tmp_path: Path) -> None:
+    folder = write(tmp_path / "dumps", {key: [entry(0)] for key in range(3)})
+    (folder / "nccl_trace_rank_1").write_text('{"version": "2.10", "pg_config": {}, "entr')
+
+    imported = import_dumps(folder, tmp_path / "run")
+
+    assert imported.ranks == (0, 2)
+    assert any(
+        "Rank 1 is missing" in note and "no complete JSON" in note for note in imported.notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "words"),
+    [
+        (["a_rank_1", "b_rank_1"], ImportingError, "both of rank 1"),
+        (["trace"], ImportingError, "no rank in its name"),
+        ([], NotARunError, "No flight recorder dump found"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(
+    tmp_path: Path, names: list[str], error: type[FsdpInspectError], words: str
+) -> None:
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text(json.dumps({"version": "2.10", "pg_config": {}, "entries": []}))
+    with pytest.raises(error, match=words):
+        import_dumps(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("version", ["1.5", "3.0", None])
+def test_another_version_is_refused(tmp_path: Path, version: str | None) -> None:
+    file = tmp_path / "dump_rank_0"
+    file.write_text(json.dumps({"version": version, "pg_config": {}, "entries": []}))
+    with pytest.raises(CorruptFileError, match="Expected version 2"):
+        read_dump(file)
+
+
+def test_dumps_of_different_times_are_noted(tmp_path: Path) -> None:
+    later = [entry(0, time_created_ns=BEGIN_NS + 80 * SECOND)]
+    imported = import_dumps(
+        write(tmp_path / "dumps", {0: [entry(0)], 1: later, 2: later}), tmp_path / "run"
+    )
+    assert any("may be of another run" in note for note in imported.notes)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(entry(0))), _VALUES))
+def test_damaged_values_are_left_out_or_read(tmp_path_factory, fields: dict[str, Any]) -> None:
+    folder = write(
+        tmp_path_factory.mktemp("fuzz") / "dumps", {0: [{**entry(0), **fields}], 1: [entry(0)]}
+    )
+    imported = import_dumps(folder, folder.parent / "run")
+    assert 1 in imported.ranks
+    open_run(folder.parent / "run").diagnose()
+
+
+HANG = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+for layer in model:
+    fully_shard(layer)
+
+def dump():
+    while not all(os.path.exists(f"at-{each}") for each in range(2)):
+        time.sleep(0.05)
+    time.sleep(6)
+    if sys.argv[1] == "json":
+        text = _dump_fr_trace_json(True, False)
+        open(f"fr_rank_{rank}.json", "wb").write(text if isinstance(text, bytes) else text.encode())
+    else:
+        open(f"fr_rank_{rank}", "wb").write(_dump_fr_trace(True, True, False))
+    os._exit(0)
+
+threading.Thread(target=dump, daemon=True).start()
+for step in range(4):
+    if step == 3:
+        open(f"at-{rank}", "w").close()
+        if rank == 1:
+            time.sleep(1000)
+    model(torch.ones(2, 8)).sum().backward()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["pickle", "json"])
+def test_real_dumps_of_gloo_name_the_late_rank(
+    run_ranks: Torchrun, tmp_path: Path, form: str
+) -> None:
+    """torch 2.13: gloo's dumps have no ends, and no ranks of groups for a sub-group."""
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    (folder / "hang.py").write_text(HANG)
+    ring = {"TORCH_FR_BUFFER_SIZE": "2000"}
+
+    run_ranks("hang.py", form, cwd=folder, environment=ring, check=False)
+
+    assert looks_like_dumps(folder)
+    found = diagnose_dumps(folder)
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_LATE, (1,))
+    assert found.wait is not None
+    assert found.wait.waiting == (0,)
