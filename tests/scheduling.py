@@ -1,19 +1,16 @@
-"""Share tests out to the workers of pytest-xdist, and keep the machine quiet for some of them.
+"""Share tests out to the workers of pytest-xdist.
 
 Tests that use the same expensive fixture form a group, which one worker runs from start to end:
 the tests of one file, all browser tests, and all tests that ask for a fixture of `SHARED_FIXTURES`.
-Long groups start first. A test marked `serial` runs while no other worker runs a test.
+Long groups start first.
 
 The groups do not use `--dist loadgroup`: xdist 3.8 writes the group into a private attribute of a
 test that pytest 9.2 no longer reads. Instead, each worker writes the groups to a shared folder.
 """
 
-import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +85,6 @@ class Scheduling:
         written.write_text(json.dumps(groups))
         written.replace(self._shared / _GROUPS)  # all workers write the same
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Hold the lock of a test, from its setup to its teardown."""
-        if self._shared is None:
-            return (yield)
-        with locked(self._shared, alone=item.get_closest_marker("serial") is not None):
-            return (yield)
-
     def pytest_unconfigure(self) -> None:
         """Remove the shared folder."""
         if self._made is not None:
@@ -118,28 +107,3 @@ def _rank_of(item: pytest.Item) -> int:
     return next(
         (rank for rank, name in enumerate(_LONG_FIRST) if name in markers), len(_LONG_FIRST)
     )
-
-
-@contextmanager
-def locked(folder: Path, *, alone: bool) -> Iterator[None]:
-    """Share the machine with the other workers for a test, or have it alone.
-
-    Each test holds `running`: exclusively to be alone, otherwise shared. Each worker waits for
-    `running` behind `door`, so a test that must be alone is not overtaken by later ones.
-    """
-    with _opened(folder / "door") as door, _opened(folder / "running") as running:
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        yield
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """A file to lock. The lock is released even if a forked child still has the file open."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        yield descriptor
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)

@@ -72,7 +72,6 @@ def test_a_million_spans_become_a_few_columns_of_the_right_darkness(million):
     assert drawing.span.tolist() == [-1] * NUM_LANES
 
 
-@pytest.mark.serial
 def test_a_million_spans_are_answered_while_one_zooms(million):
     """Processor time: what else runs on the machine does not count."""
     spent = []

@@ -47,7 +47,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory, num_kills: int) -> list[Pat
     return sorted(folder.iterdir())
 
 
-@pytest.mark.serial
 def test_every_killed_run_opens_as_crashed(killed: list[Path], num_kills: int) -> None:
     assert len(killed) == num_kills
     for folder in killed:
@@ -57,7 +56,6 @@ def test_every_killed_run_opens_as_crashed(killed: list[Path], num_kills: int) -
         assert run.manifest.units
 
 
-@pytest.mark.serial
 def test_at_most_the_last_flush_interval_is_missing(killed: list[Path]) -> None:
     """A busy machine delays a flush now and then, so one run of five may miss more."""
     in_time = []
@@ -74,7 +72,6 @@ def test_at_most_the_last_flush_interval_is_missing(killed: list[Path]) -> None:
     assert sum(in_time) >= 0.8 * len(in_time)
 
 
-@pytest.mark.serial
 def test_what_is_there_is_whole(killed: list[Path]) -> None:
     for folder in killed:
         run = open_run(folder / "run")
@@ -85,7 +82,6 @@ def test_what_is_there_is_whole(killed: list[Path]) -> None:
             assert (events.end_ns >= events.start_ns).all()
 
 
-@pytest.mark.serial
 def test_killed_runs_can_be_compacted(killed: list[Path]) -> None:
     for folder in killed[:5]:
         before = open_run(folder / "run").events(0)

@@ -12,7 +12,7 @@ from fsdp_inspect.trace.codes import EventKind
 from tests.distributed.limited_driver import NUM_BYTES
 from tests.distributed.limited_network import limited_network, why_not
 
-pytestmark = [pytest.mark.distributed, pytest.mark.serial, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 DRIVER = Path(__file__).with_name("limited_driver.py")
 RATE_MBIT = 200

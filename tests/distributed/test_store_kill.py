@@ -18,7 +18,7 @@ from tests.store.appending_process import (
 )
 from tests.store.run_files import make_manifest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.serial]
+pytestmark = pytest.mark.distributed
 
 INTERVAL_S = 0.2
 RANKS = (0, 1)
