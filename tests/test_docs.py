@@ -8,7 +8,6 @@ Blocks marked `console` or `bash` contain commands.
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -103,14 +102,6 @@ def flags_of(words: list[str]) -> set[str]:
     return {word.split("=")[0] for word in words if word.startswith("--")}
 
 
-def output_of(*command: str | Path) -> str:
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_in_the_readme_and_has_help(command: str) -> None:
     assert "Example: " in (COMMANDS[command].help or "")
@@ -128,17 +119,17 @@ def test_commands_in_the_guides_exist_with_their_options() -> None:
         assert flags_of(words) <= options, words
 
 
-def test_commands_on_samples_in_the_guides_run() -> None:
+def test_commands_on_samples_in_the_guides_run(run_python: Torchrun) -> None:
     lines = [line for line in command_lines("fsdp-inspect ") if "samples" in " ".join(line)]
 
     for _, command, *words in lines:
         if command != "app":
-            assert output_of(sys.executable, "-m", "fsdp_inspect", command, *words)
+            assert run_python("-m", "fsdp_inspect", command, *words, cwd=ROOT).stdout
 
 
-def test_trainer_options_in_the_guides_exist() -> None:
+def test_trainer_options_in_the_guides_exist(run_python: Torchrun) -> None:
     lines = [line for line in command_lines("torchrun ") if "instrumented_trainer" in line]
-    shown = output_of(sys.executable, "-m", "instrumented_trainer", "--help")
+    shown = run_python("-m", "instrumented_trainer", "--help", cwd=ROOT).stdout
 
     assert lines
     for line in lines:
@@ -165,7 +156,9 @@ def test_shell_blocks_in_the_guides_are_shell() -> None:
 
 
 @pytest.mark.distributed
-def test_python_blocks_in_the_guides_run(tmp_path: Path, run_ranks: Torchrun) -> None:
+def test_python_blocks_in_the_guides_run(
+    tmp_path: Path, run_ranks: Torchrun, run_python: Torchrun
+) -> None:
     blocks = code_blocks("python")
     script = tmp_path / "reader.py"
     script.write_text(f"BLOCKS = {blocks!r}\n{READER}")
@@ -177,7 +170,7 @@ def test_python_blocks_in_the_guides_run(tmp_path: Path, run_ranks: Torchrun) ->
     recorded = list(tmp_path.rglob("run.json"))
     assert recorded
     for manifest in recorded:
-        assert output_of(sys.executable, "-m", "fsdp_inspect", "summary", manifest.parent)
+        assert run_python("-m", "fsdp_inspect", "summary", manifest.parent).stdout
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

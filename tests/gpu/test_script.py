@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import tarfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import torch
 from fsdp_inspect.store.reader import open_run
 from tests.benchmarks.figures import Figure
 from tests.benchmarks.machine import describe_machine
+from tests.forked_process import ForkedProcess
 from tests.gpu import __main__ as script
 from tests.gpu.outcome import Judge, Row, Verdict
 from tests.gpu.setting import NEEDS_CUDA
@@ -90,10 +94,23 @@ def test_without_a_gpu_every_step_says_why_and_nothing_fails(
     assert "torch sees no CUDA device" in table
 
 
+def forked(command: list[str], *, cwd: Path, stdin: int, stdout: Any, stderr: int) -> ForkedProcess:
+    """A step that starts with torch imported. Other tests start steps as the script does."""
+    assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
+    return ForkedProcess(command, cwd=cwd, stdout=stdout, stderr=stdout)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_every_step_runs_on_a_cpu_in_little(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--quick", "--limit-s", "900"]
+@pytest.mark.timeout(1200)
+def test_every_step_runs_on_a_cpu_in_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        script, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked})
+    )
+    monkeypatch.setattr(script, "STEPS", dict.fromkeys(script.STEPS, 600.0))
+    options = ["--device", "cpu", "--quick", "--limit-s", "1000"]
     assert script.main([*options, "--out", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "figures.json").read_text())
     verdicts = Counter(figure["verdict"] for figure in content["figures"])

@@ -12,6 +12,7 @@ import pytest
 
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
+from tests.conftest import Torchrun
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 NAMES = sorted(path.parent.name for path in SAMPLES.glob("*/expected.json"))
@@ -44,13 +45,8 @@ def test_a_sample_opens_complete_and_without_notes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_summary_of_a_sample_has_its_expected_numbers(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_inspect", "summary", SAMPLES / name / "run", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_the_summary_of_a_sample_has_its_expected_numbers(name: str, run_python: Torchrun) -> None:
+    done = run_python("-m", "fsdp_inspect", "summary", SAMPLES / name / "run", "--json")
     summary = json.loads(done.stdout)
     assert {key: summary[key] for key in expected(name)} == expected(name)
 

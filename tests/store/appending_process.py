@@ -8,7 +8,6 @@ was appended, 0 if it never was. It outlives the process without any flush.
 
 import mmap
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import numpy as np
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.tables import EventTable
+from tests.forked_process import ForkedProcess
 from tests.store.run_files import assert_same_rows, event_row, make_record, sorted_by, table_of
 
 MAX_EVENTS = 200_000
@@ -45,17 +45,18 @@ def append_until_killed(
 @contextmanager
 def appending_rank(
     run: Path, rank: int, world_size: int, interval_s: float
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[ForkedProcess]:
     """A process that appends; it is killed at the end, whatever happened."""
     ledger = ledger_of(run, rank)
     ledger.write_bytes(bytes(8 * MAX_EVENTS))
     arguments = [str(run), str(rank), str(world_size), str(ledger), str(interval_s)]
     command = [sys.executable, "-m", "tests.store.appending_process", *arguments]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as child:
-        try:
-            yield child
-        finally:
-            child.kill()
+    child = ForkedProcess(command, cwd=Path(__file__).parents[2])
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.join()
 
 
 def ledger_of(run: Path, rank: int) -> Path:
