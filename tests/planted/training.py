@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from fsdp_inspect import ForecastTarget, Recorder
 
-WIDTH, HEADS, BLOCKS, VOCABULARY, MICROBATCHES, STEPS = 64, 4, 4, 512, 2, 4
+WIDTH, HEADS, BLOCKS, VOCABULARY, MICROBATCHES, STEPS = 64, 4, 4, 512, 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
