@@ -145,6 +145,10 @@ def _listen(host: str, port: int) -> "_BoundedServer":
 class _BoundedServer(ThreadingHTTPServer):
     """A server with a limit on concurrent connections."""
 
+    request_queue_size = 128
+    """Connections that wait to be accepted. With Python's default of 5, the clients of a burst
+    retry after 1, 3 and 7 s."""
+
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(address, handler)
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
