@@ -266,6 +266,8 @@ class BlackBoxWriter:
             keeper.stdin.write(b"q")
             keeper.stdin.close()
             keeper.wait(timeout_s)
+        if keeper.poll() is None:  # a busy machine: end its entry in the process table later
+            threading.Thread(target=keeper.wait, daemon=True).start()
 
 
 def _new_memory() -> tuple[int | None, mmap.mmap]:
