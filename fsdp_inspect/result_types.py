@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         RankMemory,
     )
     from fsdp_inspect.analysis.memory.step import Composition, PlaceSpan, StepMemory
+    from fsdp_inspect.analysis.numerics import NonFinite, Numerics, UnitNumerics
     from fsdp_inspect.analysis.plan_check.check import PlanCheck
     from fsdp_inspect.analysis.prefetch import UnitPrefetch
     from fsdp_inspect.analysis.rank_grid import RankGrid
@@ -128,6 +129,8 @@ __all__ = [
     "MemoryOverview",
     "MetricComparison",
     "NodeLink",
+    "NonFinite",
+    "Numerics",
     "OneCollective",
     "Origin",
     "OwnerBytes",
@@ -177,6 +180,7 @@ __all__ = [
     "UnitCosts",
     "UnitHistory",
     "UnitMeasure",
+    "UnitNumerics",
     "UnitPrefetch",
     "UnitSide",
     "Verdict",
@@ -226,6 +230,8 @@ _HOMES = {
     "MemoryOverview": "fsdp_inspect.analysis.memory.overview",
     "MetricComparison": "fsdp_inspect.comparison.differences",
     "NodeLink": "fsdp_inspect.simulation.network",
+    "NonFinite": "fsdp_inspect.analysis.numerics",
+    "Numerics": "fsdp_inspect.analysis.numerics",
     "OneCollective": "fsdp_inspect.analysis.unit_history",
     "Origin": "fsdp_inspect.predictions.creation",
     "OwnerBytes": "fsdp_inspect.analysis.memory.peak",
@@ -275,6 +281,7 @@ _HOMES = {
     "UnitCosts": "fsdp_inspect.analysis.units",
     "UnitHistory": "fsdp_inspect.analysis.unit_history",
     "UnitMeasure": "fsdp_inspect.comparison.differences",
+    "UnitNumerics": "fsdp_inspect.analysis.numerics",
     "UnitPrefetch": "fsdp_inspect.analysis.prefetch",
     "UnitSide": "fsdp_inspect.comparison.differences",
     "Verdict": "fsdp_inspect.analysis.verdict",

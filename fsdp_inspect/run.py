@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.advice.advise import Advice
     from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
     from fsdp_inspect.analysis.memory.overview import MemoryOverview
+    from fsdp_inspect.analysis.numerics import Numerics
     from fsdp_inspect.analysis.rank_waits import RankWaits
     from fsdp_inspect.analysis.scalars import ScalarSeries
     from fsdp_inspect.analysis.step_times import StepTimes
@@ -241,6 +242,12 @@ class Run:
         return self._ask(
             "scalars", lambda: {series.name: series for series in measure_scalars(self._context)}
         )
+
+    def numerics(self) -> Numerics | None:
+        """Norms, values that are not finite, and lost updates; None without numerics steps."""
+        from fsdp_inspect.analysis.numerics import measure_numerics
+
+        return self._ask("numerics", lambda: measure_numerics(self._context))
 
     def diagnose(self) -> Diagnosis:
         """Why the run hung, died or went wrong, with the evidence; or that it is healthy."""

@@ -266,6 +266,12 @@ class TrainerConfig(BaseModel):
         "timed.",
         legal="auto, none, or step numbers separated by commas (5,9)",
     )
+    numerics_every: NonNegativeInt = _setting(
+        Section.RECORDING,
+        0,
+        "In every Nth step, look at the values of the model: norms, values that are not finite, "
+        "updates that are rounded away. Such steps are not timed. 0: none.",
+    )
     record_warmup: NonNegativeInt = _setting(
         Section.RECORDING, 3, "Number of warm-up steps, which are not timed."
     )

@@ -485,6 +485,7 @@ def _recording(
         tags=list(config.tag),
         warmup_steps=config.record_warmup,
         memory_steps=prepared.memory_steps,
+        numerics_every=config.numerics_every,
     ) as recorder:
         yield recorder
 

@@ -35,6 +35,7 @@ from fsdp_inspect.trace.codes import (
     Stream,
 )
 from fsdp_inspect.trace.network_probe import NetworkProbe
+from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.run import (
     ClockPair,
     ModelInfo,
@@ -76,9 +77,13 @@ class InMemoryRun:
     network_probe: NetworkProbe | None = None
     black_boxes: Mapping[int, BlackBox] = field(default_factory=dict)
     dumps: Mapping[int, Sequence[StackDump]] = field(default_factory=dict)
+    numerics_steps: dict[int, Sequence[NumericsStep]] = field(default_factory=dict)
 
     def black_box(self, rank: int) -> BlackBox | None:
         return self.black_boxes.get(rank)
+
+    def numerics(self, rank: int) -> Sequence[NumericsStep]:
+        return self.numerics_steps.get(rank, ())
 
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
         return self.dumps.get(rank, ())

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.network_probe import NetworkProbe
+from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
 from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
@@ -75,6 +76,10 @@ class RunContext:
     def black_box(self, rank: int) -> BlackBox | None:
         """See `RunSource`."""
         return self.source.black_box(rank)
+
+    def numerics(self, rank: int) -> Sequence[NumericsStep]:
+        """See `RunSource`."""
+        return self.source.numerics(rank)
 
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
         """See `RunSource`."""

@@ -42,6 +42,8 @@ class StepSelection:
     """Left out: the first steps contain allocator growth, communicator set-up, compilation."""
     memory: tuple[int, ...]
     """Left out: memory steps run under the storage tracker, which slows them."""
+    numerics: tuple[int, ...] = ()
+    """Left out: numerics steps look at the values of the model."""
 
     @property
     def sentence(self) -> str:
@@ -51,6 +53,7 @@ class StepSelection:
             for steps, reason in (
                 (self.warmup, "(warm-up)"),
                 (self.memory, "(memory)"),
+                (self.numerics, "(numerics)"),
             )
             if steps
         ]
@@ -59,7 +62,7 @@ class StepSelection:
 
 
 def select_steps(run: RunSource) -> StepSelection:
-    """Classify the completed steps as timed, warm-up or memory; warm-up wins over memory."""
+    """Classify the completed steps: timed, warm-up, memory or numerics; warm-up comes first."""
     return remember(run, "step selection", partial(_select_steps, run))
 
 
@@ -68,14 +71,20 @@ def _select_steps(run: RunSource) -> StepSelection:
     finished = [int(step) for step in np.unique(rows.step)]
     first = finished[0] if finished else 0
     flagged = rows.step[(rows.flags & StepFlag.MEMORY_STEP) != 0]
-    memory = {*run.manifest.memory_steps, *(int(step) for step in np.unique(flagged))}
+    planned = set(run.manifest.memory_steps)
+    every = run.manifest.recorder.get("numerics_every")
+    every = every if type(every) is int and every > 0 else 0
+    slowed = {int(step) for step in np.unique(flagged)} - planned
+    numerics = {step for step in slowed if every and step % every == 0}
+    memory = planned | (slowed - numerics)
     warmup = [step for step in finished if step < first + run.manifest.warmup_steps]
     rest = finished[len(warmup) :]
     return StepSelection(
         finished=tuple(finished),
-        timed=tuple(step for step in rest if step not in memory),
+        timed=tuple(step for step in rest if step not in memory and step not in numerics),
         warmup=tuple(warmup),
         memory=tuple(step for step in rest if step in memory),
+        numerics=tuple(step for step in rest if step in numerics),
     )
 
 

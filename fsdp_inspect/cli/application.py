@@ -19,6 +19,7 @@ from fsdp_inspect.cli.import_ import import_
 from fsdp_inspect.cli.memory import memory
 from fsdp_inspect.cli.merge import merge
 from fsdp_inspect.cli.metrics import metrics
+from fsdp_inspect.cli.numerics import numerics
 from fsdp_inspect.cli.ranks import ranks
 from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.runs import runs
@@ -38,6 +39,7 @@ _COMMANDS = (
     breakdown,
     exposed,
     units,
+    numerics,
     memory,
     ranks,
     compare,

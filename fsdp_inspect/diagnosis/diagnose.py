@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from fsdp_inspect.analysis.numerics import LOW_PRECISION, Numerics, measure_numerics
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind, find_activity
 from fsdp_inspect.diagnosis.collective_grid import CollectiveGrid, lay_out_collectives
 from fsdp_inspect.diagnosis.ends import EndKind, RankEnd, find_ends, first_ends
@@ -21,6 +22,7 @@ from fsdp_inspect.diagnosis.waits import (
     root_ranks,
     seconds_since_last_collective,
 )
+from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.reduction.collective_order import (
     Difference,
     Issued,
@@ -34,6 +36,8 @@ from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
 from fsdp_inspect.trace.run import RunSource
 
+MOST_LOST_RATIO = 0.5
+"""Updates that are rounded away / all: beyond it, the training mostly stands still."""
 LEAST_WAIT_S = 5.0
 """A shorter wait of a run that ended from outside shows no hang."""
 
@@ -61,6 +65,12 @@ class ProblemClass(StrEnum):
     SLOW_BUT_ALIVE = "slow but alive"
     OUT_OF_MEMORY = "out of memory"
     STOPPED = "stopped from outside"
+    NOT_FINITE = "values not finite"
+    PRECISION_LOSS = "precision loss"
+
+
+_OF_VALUES = (ProblemClass.NOT_FINITE, ProblemClass.PRECISION_LOSS)
+"""Problems of the values, on which collectives throw no light."""
 
 
 class Unknown(StrEnum):
@@ -127,10 +137,17 @@ class Diagnosis:
     """What is missing for a certain answer."""
     unit_names: tuple[str, ...]
     """The fqns of all units, by index."""
+    numerics: Numerics | None
+    """None without numerics steps."""
     grid: CollectiveGrid | None
     """What each rank issued around the collective in question; None without a black box."""
     stacks: tuple[StackGroup, ...]
     """The distinct stacks of the training threads, that of the fewest ranks first."""
+
+    @property
+    def is_of_values(self) -> bool:
+        """Whether values went wrong, not ranks or collectives."""
+        return self.problem in _OF_VALUES
 
     @property
     def is_problem(self) -> bool:
@@ -177,6 +194,8 @@ class _Case:
             self._differs,
             self._died,
             self._hangs,
+            self._overflows,
+            self._rounds_away,
             self._stopped,
             self._unsaid,
         )
@@ -274,6 +293,8 @@ class _Case:
         culprits = [end for end in firsts if end.kind is kind]
         if kind is EndKind.EXCEPTION and len(culprits) > 1:
             culprits = self._earliest(culprits)
+        if kind is EndKind.VANISHED:  # one that waited for another was ended after it
+            culprits = [end for end in culprits if end.rank not in self._waiting] or culprits
         ranks = tuple(sorted(end.rank for end in culprits))
         state = self._states[ranks[0]]
         is_oom = kind is EndKind.OUT_OF_MEMORY
@@ -489,6 +510,27 @@ class _Case:
             location=self._location_of(first.rank),
         )
 
+    def _overflows(self) -> Diagnosis | None:
+        """Whether parameters or optimizer states stopped being finite."""
+        numerics = measure_numerics(self._run)
+        first = None if numerics is None else numerics.first_non_finite
+        if first is None:
+            return None
+        found = self._make(
+            Status.PROBLEM, ProblemClass.NOT_FINITE, ranks=(first.rank,), step=first.step
+        )
+        return replace(found, unit=None if first.fqn is None else format_unit(first.fqn))
+
+    def _rounds_away(self) -> Diagnosis | None:
+        """Whether most updates change no stored parameter, because its dtype is too coarse."""
+        numerics = measure_numerics(self._run)
+        if numerics is None or numerics.lost_ratio is None:
+            return None
+        is_low = bool(LOW_PRECISION & set(numerics.stored_dtypes))
+        if numerics.lost_ratio < MOST_LOST_RATIO or not is_low:
+            return None
+        return self._make(Status.PROBLEM, ProblemClass.PRECISION_LOSS, step=numerics.steps[-1])
+
     def _stopped(self) -> Diagnosis | None:
         """Whether the launcher, the scheduler or the user ended all ranks."""
         kinds = {end.kind for end in self._ends.values()}
@@ -616,12 +658,15 @@ class _Case:
             oom_kills=max((box.header.oom_kills for box in self._boxes.values()), default=0),
             unknown=None,
             unit_names=names,
+            numerics=measure_numerics(self._run),
             grid=None,
             stacks=group_stacks(self._dumps),
         )
         found = replace(empty, **known)
         if found.step == UNKNOWN_STEP:
             found = replace(found, step=None)
+        if found.problem in _OF_VALUES:
+            return found
         grid = lay_out_collectives(self._boxes, found.difference, found.wait, self._waits)
         return replace(found, grid=grid)
 

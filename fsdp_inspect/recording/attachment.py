@@ -41,6 +41,7 @@ from fsdp_inspect.recording.launch_command import describe_launch
 from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
 from fsdp_inspect.recording.memory_steps import MemorySteps
 from fsdp_inspect.recording.models import Models
+from fsdp_inspect.recording.numerics import NumericsSteps
 from fsdp_inspect.recording.observed_settings import observe_settings
 from fsdp_inspect.recording.optimizer_rounds import OptimizerRound
 from fsdp_inspect.recording.patches import warn
@@ -95,6 +96,7 @@ class Options:
     tags: list[str]
     warmup_steps: int
     memory_steps: Sequence[int] | Literal["auto"]
+    numerics_every: int
     device_interval_s: float
     flush_interval_s: float
     memory_snapshot: bool
@@ -132,16 +134,7 @@ class Attachment:
         self._writer = RankWriter(
             self.folder.path, self._rank_record(), flush_interval_s=options.flush_interval_s
         )
-        clock = self._make_clock()
-        emulated = self._manifest.source == "emulated"
-        self.session = Session(
-            clock,
-            self._writer.events.append,
-            self._process_groups,
-            Source.EMULATED if emulated else Source.RECORDED,
-            self._emulation,
-            None if emulated else BlackBoxWriter(clock.host_now),
-        )
+        self.session = self._make_session()
         self._reported_problems = 0
         self._problem_lock = threading.Lock()
         self._is_finished = False
@@ -154,6 +147,12 @@ class Attachment:
             self.session, self._writer.memory.append, model, self._handles, options.memory_steps
         )
         self._memory_steps.plan(options.warmup_steps)
+        self._numerics = NumericsSteps(
+            self.session,
+            self._writer,
+            options.numerics_every if self._emulation is None else 0,
+            self._handles,
+        )
         self._sampler = self._start_sampler()
         self._history = MemoryHistory()
         if options.memory_snapshot and self._device.type == "cuda":
@@ -173,6 +172,7 @@ class Attachment:
         self._recorded_by = self._instruments.attach()
         mark_recorded(self._handles, self.folder.path)
         self._settle_units()
+        self._guarded(self._numerics.begin)
         self._write_manifest()
         self._writer.flush()
         if self._surveillance is not None:
@@ -260,6 +260,18 @@ class Attachment:
             return CudaClock(TorchCudaBackend(self._device))
         return HostClock()
 
+    def _make_session(self) -> Session:
+        clock = self._make_clock()
+        emulated = self._manifest.source == "emulated"
+        return Session(
+            clock,
+            self._writer.events.append,
+            self._process_groups,
+            Source.EMULATED if emulated else Source.RECORDED,
+            self._emulation,
+            None if emulated else BlackBoxWriter(clock.host_now),
+        )
+
     def _watch(self) -> Surveillance | None:
         """Watch for hangs and desyncs; None under emulation, which has no other ranks."""
         if self.session.black_box is None:
@@ -303,13 +315,14 @@ class Attachment:
             return
         session.explicit_steps = session.in_step = True
         self._guarded(session.open_step)
-        self._guarded(self._memory_steps.begin)
+        self._guarded(self._begin_step)
         try:
             yield
         except BaseException:
             session.in_step = False
             if not self._is_finished:
                 self._memory_steps.abandon()
+                self._numerics.abandon()
             raise
         session.in_step = False
         self._guarded(self._end_step)
@@ -352,12 +365,17 @@ class Attachment:
             self._round is None or self._round.is_complete(optimizer)
         ):
             self._end_step()
-            self._memory_steps.begin()
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._memory_steps.begin()
+        self._numerics.begin()
 
     def _end_step(self) -> None:
         session = self.session
         self._memory.sample(MemoryPoint.STEP_END)
         self._memory_steps.end()
+        self._numerics.end()
         session.end_step()
         self._memory.begin_step()
         self._instruments.end_step()
@@ -420,6 +438,7 @@ class Attachment:
                 "process_groups": self._process_groups.describe(),
                 "memory_steps": self._memory_steps.steps,
                 "recorder": {
+                    "numerics_every": self._options.numerics_every,
                     "clock": self.session.clock.name,
                     "flush_interval_s": self._options.flush_interval_s,
                     "steps_end_at": "step()" if self.session.explicit_steps else "optimizer",
@@ -483,6 +502,7 @@ class Attachment:
         was_active, session.active = session.active, False
         try:
             self._memory_steps.abandon()
+            self._numerics.abandon()
         finally:
             if self._surveillance is not None:
                 self._surveillance.stop()
@@ -508,7 +528,7 @@ class Attachment:
         mark_released(self._handles)
         self._model = nn.Module()
         self._handles = []
-        del self._instruments, self._memory_steps
+        del self._instruments, self._memory_steps, self._numerics
 
     def _settle(self, timeout_s: float) -> None:
         try:

@@ -72,6 +72,7 @@ class LauncherArguments(NamedTuple):
     warmup_steps: int | None
     """None means the recorder's default."""
     memory_steps: Sequence[int] | Literal["auto"]
+    numerics_every: int
     record_source: bool
     print_verdict: bool
     hang_after_s: float | None
@@ -160,6 +161,7 @@ class Launch:
             name=name,
             warmup_steps=DEFAULT_WARMUP_STEPS if steps is None else steps,
             memory_steps=given.memory_steps,
+            numerics_every=given.numerics_every,
             record_source=given.record_source,
             print_verdict=given.print_verdict,
             hang_after_s=given.hang_after_s,
@@ -227,6 +229,7 @@ def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -
         name=given.name,
         warmup_steps=given.warmup_steps,
         memory_steps=given.memory_steps,
+        numerics_every=given.numerics_every,
         record_source=given.record_source,
         print_verdict=given.print_verdict,
         hang_after_s=given.hang_after_s,
@@ -259,6 +262,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="memory steps, which run under the storage tracker (about twice as slow, and not "
         "timed): a list such as 3,50, counted from 0; 'none'; or 'auto', the first step after "
         "the warm-up (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--numerics-every",
+        type=_step_count,
+        default=0,
+        metavar="N",
+        help="look at the values of the model in every Nth step, which is then not timed: norms, "
+        "values that are not finite, and updates that are rounded away (default: 0, no step)",
     )
     parser.add_argument(
         "--no-source",

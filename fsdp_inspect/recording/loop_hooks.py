@@ -119,6 +119,8 @@ class LoopHooks:
             self._before_update()
         try:
             session.phase = Phase.OPTIMIZER
+            if session.numerics is not None:
+                session.numerics.before_update(optimizer)
             self._optimizer_start = session.clock.mark()
         except Exception as error:
             session.fail(error)
@@ -135,6 +137,8 @@ class LoopHooks:
                 phase=Phase.OPTIMIZER,
             )
             self._optimizer_start = None
+            if session.numerics is not None:
+                session.numerics.after_update(optimizer)
             session.phase = Phase.BACKWARD if session.in_backward else Phase.OUTSIDE
             if session.in_backward:
                 self._stepped_in_backward = optimizer

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Method
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
@@ -184,14 +185,8 @@ class MemoryProbe:
             self._session.skips_reduction = True
         if self._session.tracker is None:
             return
-        for param in group.fsdp_params:
-            full = getattr(param, "_unsharded_param", None)
-            for gradient in (
-                None if full is None else full.grad,
-                param.unsharded_accumulated_grad,
-            ):
-                if gradient is not None:
-                    self._name((gradient,), MemoryCategory.UNSHARDED_GRADIENT, unit)
+        for gradient in torch_fsdp.unsharded_gradients_of(group):
+            self._name((gradient,), MemoryCategory.UNSHARDED_GRADIENT, unit)
 
     def sharded_gradients(self, group: FSDPParamGroup, unit: int) -> None:
         """Classify a unit's reduced gradients."""

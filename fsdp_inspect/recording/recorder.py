@@ -62,6 +62,9 @@ class Recorder:
         warmup_steps: The number of warm-up steps, which no time uses.
         memory_steps: Steps that run under the storage tracker (about twice as slow, never timed).
             "auto" means the first step after the warm-up, or none under torch.compile.
+        numerics_every: In each step whose number is a multiple of this, look at outputs, gradients,
+            optimizer states and parameters (never timed; the update holds a copy of the shards). 0
+            means no step.
         device_interval_s: Seconds between samples of GPU, CPU and host memory; 0 means no samples.
         flush_interval_s: Longest time that rows stay in memory while the disk works; a killed
             process may lose them.
@@ -95,6 +98,7 @@ class Recorder:
         tags: Sequence[str] = (),
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
         memory_steps: Sequence[int] | Literal["auto"] = "auto",
+        numerics_every: int = 0,
         device_interval_s: float = 0.5,
         flush_interval_s: float = 1.0,
         hang_after_s: float | None = None,
@@ -110,6 +114,7 @@ class Recorder:
         if not enabled:
             return
         _check_arguments(warmup_steps, device_interval_s, flush_interval_s)
+        _check_numerics(numerics_every)
         _check_watching(hang_after_s, on_desync)
         options = Options(
             path=None if path is None else Path(path),
@@ -118,6 +123,7 @@ class Recorder:
             tags=list(tags),
             warmup_steps=warmup_steps,
             memory_steps=memory_steps,
+            numerics_every=numerics_every,
             device_interval_s=device_interval_s,
             flush_interval_s=flush_interval_s,
             hang_after_s=hang_after_s,
@@ -243,6 +249,11 @@ def _check_arguments(warmup_steps: int, device_interval_s: float, flush_interval
         )
     if flush_interval_s <= 0:
         raise ValueError(f"flush_interval_s must be above 0, got {flush_interval_s}.")
+
+
+def _check_numerics(numerics_every: int) -> None:
+    if numerics_every < 0:
+        raise ValueError(f"numerics_every must be 0 (no step) or more, got {numerics_every}.")
 
 
 def _check_watching(hang_after_s: float | None, on_desync: str) -> None:

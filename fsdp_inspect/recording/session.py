@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.emulation.network import Transfer
     from fsdp_inspect.emulation.process import Emulation
     from fsdp_inspect.recording.black_box import BlackBoxWriter
+    from fsdp_inspect.recording.numerics import Numerics
     from fsdp_inspect.recording.storage_tracker import StorageTracker
 
 logger = logging.getLogger("fsdp_inspect")
@@ -62,6 +63,8 @@ class Session:
     _next_collective = 0
     samples_boundaries = False
     """Whether this step reads the allocator's counters at unit boundaries."""
+    numerics: Numerics | None = None
+    """Looks at the values of this step; None: it is no numerics step."""
     watches_memory = False
     """Whether this step records any memory data at unit boundaries."""
     will_repeat = False
@@ -257,7 +260,7 @@ class Session:
         Step, microbatch and phase default to the current ones, and the stream to the compute
         stream. The issue time is the host time at which the mark `start` was taken.
         """
-        if self.tracker is not None:
+        if self.tracker is not None or self.numerics is not None:
             flags |= _MEMORY_STEP
         self.journal.add(
             (

@@ -425,6 +425,8 @@ class UnitHooks:
         end = self._clock.mark()
         if session.watches_memory:
             self._memory.sample(_FORWARD_END, self.index)
+        if session.numerics is not None:
+            session.numerics.outputs(args[-1] if args else kwargs.get("output"), self.index)
         session.close_unit(self.index)
         session.leave_forward(end)
         session.add(_FORWARD, start, end, unit=self.index, phase=phase, flags=flags)
@@ -465,6 +467,8 @@ class UnitHooks:
             if session.watches_memory:
                 self._memory.unsharded_gradients(self._group, self.index)
                 self._memory.sample(_BACKWARD_END, self.index)
+            if session.numerics is not None:
+                session.numerics.gradients(self._group, self.index)
         session.close_unit(self.index)
         self._outer_hooks.append(session.hook_unit)
         session.hook_unit = self.index

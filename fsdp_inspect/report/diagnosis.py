@@ -20,7 +20,13 @@ from fsdp_inspect.diagnosis.diagnose import (
 )
 from fsdp_inspect.diagnosis.ends import EndKind
 from fsdp_inspect.diagnosis.waits import Wait
-from fsdp_inspect.formatting import capitalize, format_ranks
+from fsdp_inspect.formatting import (
+    capitalize,
+    format_owner,
+    format_ranks,
+    format_ratio,
+    format_unit,
+)
 from fsdp_inspect.reduction.order_wording import (
     describe_difference,
     describe_issued,
@@ -28,6 +34,7 @@ from fsdp_inspect.reduction.order_wording import (
     shorten_place,
 )
 from fsdp_inspect.report.diagnosis_pictures import pictures_to_dict, render_pictures
+from fsdp_inspect.trace.numerics import Place
 
 MOST_RANKS = 16
 _MAX_FAILURE = 300
@@ -135,6 +142,8 @@ _HEADLINES = {
     ProblemClass.SLOW_BUT_ALIVE: "the ranks run, but issue no collective",
     ProblemClass.OUT_OF_MEMORY: "{who} ran out of memory",
     ProblemClass.STOPPED: "the run was stopped from outside",
+    ProblemClass.NOT_FINITE: "{who} computed values that are not finite",
+    ProblemClass.PRECISION_LOSS: "most updates change no stored parameter",
 }
 
 
@@ -154,6 +163,8 @@ def _sentence(found: Diagnosis) -> str:
         ProblemClass.STOPPED: _stopped,
         ProblemClass.ORDER_DIVERGED: _circle,
         ProblemClass.TRANSPORT_STUCK: _transport,
+        ProblemClass.NOT_FINITE: _not_finite,
+        ProblemClass.PRECISION_LOSS: _precision_loss,
     }.get(found.problem, _late)(found)
 
 
@@ -343,6 +354,44 @@ def _transport(found: Diagnosis) -> str:
     )
 
 
+def _not_finite(found: Diagnosis) -> str:
+    assert found.numerics is not None
+    first = found.numerics.first_non_finite
+    assert first is not None
+    of_unit = "parameters of no unit" if first.fqn is None else format_unit(first.fqn)
+    before = (
+        ""
+        if first.last_finite_step is None
+        else (
+            f" In step {first.last_finite_step}, the numerics step before, parameters and "
+            "optimizer states were finite."
+        )
+    )
+    if first.place is Place.PARAMETER:
+        return (
+            f"The parameters of {of_unit} are not finite at the begin of step {first.step} on rank "
+            f"{first.rank}: {first.count:,} of {first.total:,} values.{before}"
+        )
+    return (
+        f"The first values that are not finite are in step {first.step} on rank {first.rank}: "
+        f"{first.count:,} of {first.total:,} values of the {first.place.value} of {of_unit}."
+        f"{before}"
+    )
+
+
+def _precision_loss(found: Diagnosis) -> str:
+    numerics = found.numerics
+    assert numerics is not None
+    stored = ", ".join(numerics.stored_dtypes)
+    steps = (
+        "1 numerics step" if len(numerics.steps) == 1 else f"{len(numerics.steps)} numerics steps"
+    )
+    return (
+        f"{format_ratio(numerics.lost_ratio)} of the updates changed no stored parameter (median "
+        f"of {steps}): they are smaller than the rounding of {stored}."
+    )
+
+
 def _common(found: Diagnosis) -> str:
     kinds = {state.activity.kind for state in found.states if state.activity is not None}
     if len(kinds) != 1:
@@ -409,6 +458,12 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
     if found.wait is not None:
         yield _describe_wait(found.wait, found)
     yield from _describe_states(found)
+    if found.problem is ProblemClass.PRECISION_LOSS and found.numerics is not None:
+        for unit in sorted(found.numerics.units, key=lambda each: -(each.lost_ratio or 0.0))[:4]:
+            yield (
+                f"{format_owner(unit.fqn, None)}: {format_ratio(unit.lost_ratio)} of the updates "
+                f"lost; parameters in {unit.parameter_dtype}, states in {unit.state_dtype}."
+            )
     if found.missing_ranks:
         verb = "is" if len(found.missing_ranks) == 1 else "are"
         yield f"{capitalize(format_ranks(found.missing_ranks))} {verb} not in this folder."
@@ -446,7 +501,7 @@ def _shown(found: Diagnosis) -> Sequence[RankState]:
     """The culprits, then some others."""
     first = [state for state in found.states if state.rank in found.ranks]
     rest = [state for state in found.states if state.rank not in found.ranks]
-    if found.status is Status.HEALTHY:
+    if found.status is Status.HEALTHY or found.is_of_values:
         return []
     return [*first, *rest][:MOST_RANKS]
 
@@ -508,6 +563,11 @@ def _next(found: Diagnosis) -> Iterator[str]:
     state = found.state_of(found.ranks[0]) if found.ranks else None
     if found.problem is ProblemClass.RANK_LATE and state is not None and state.activity is not None:
         yield from _NEXT_FOR.get(state.activity.kind, ())
+    if found.problem is ProblemClass.NOT_FINITE and not _is_exact(found):
+        yield (
+            "To find the exact step, start from the last checkpoint before, and record with "
+            "numerics_every=1."
+        )
     if found.unknown is Unknown.TIME_OF_DUMP:
         yield (
             "A dump of ranks that move can look the same: dump again after a minute, and compare. "
@@ -515,6 +575,12 @@ def _next(found: Diagnosis) -> Iterator[str]:
         )
     if found.unknown is Unknown.NO_BLACK_BOX:
         yield "Record the training again with this version, which writes a black box."
+
+
+def _is_exact(found: Diagnosis) -> bool:
+    """Whether the step before the first values that are not finite was looked at."""
+    first = None if found.numerics is None else found.numerics.first_non_finite
+    return first is not None and first.last_finite_step == first.step - 1
 
 
 _NEXT: dict[ProblemClass, tuple[str, ...]] = {
@@ -546,6 +612,13 @@ _NEXT: dict[ProblemClass, tuple[str, ...]] = {
     ProblemClass.OUT_OF_MEMORY: (
         "Show what filled the memory: `fsdp-inspect memory RUN`.",
         "Find a plan that needs less: `fsdp-inspect advise RUN --memory-limit SIZE`.",
+    ),
+    ProblemClass.NOT_FINITE: ("Show all units: `fsdp-inspect numerics RUN`.",),
+    ProblemClass.PRECISION_LOSS: (
+        "Store the parameters in float32, and compute in bfloat16: "
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16), without model.to(torch.bfloat16).",
+        "Ignore this if the optimizer rounds stochastically, or keeps its own copy of the "
+        "parameters in float32.",
     ),
     ProblemClass.STOPPED: ("Read the log of the launcher or the scheduler.",),
 }

@@ -13,6 +13,7 @@ from rich.text import Text
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.peak import Memory
+from fsdp_inspect.analysis.numerics import Numerics
 from fsdp_inspect.analysis.overlap import RankOverlap
 from fsdp_inspect.analysis.plan_check.check import PlanCheck
 from fsdp_inspect.analysis.rank_waits import RankWaits
@@ -20,7 +21,13 @@ from fsdp_inspect.analysis.stragglers.ranks import Ranks
 from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.units import UnitCosts
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
-from fsdp_inspect.formatting import format_bytes, format_count, format_ratio, format_unit
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_count,
+    format_ranks,
+    format_ratio,
+    format_unit,
+)
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.breakdown import parts_table
 from fsdp_inspect.report.layout import dim, new_table, render_table, section
@@ -79,6 +86,22 @@ def render_verdict(verdict: Verdict) -> RenderableType:
     for number, step in enumerate(verdict.next_steps):
         lines.append(Padding(Text(f"{'Next' if number == 0 else 'Or'}: {step}"), (0, 0, 0, 2)))
     return Group(*lines)
+
+
+def render_numerics(found: Numerics) -> RenderableType:
+    """Render the numerics of each unit in the last numerics step."""
+    steps = f"{len(found.steps)} numerics {'step' if len(found.steps) == 1 else 'steps'}"
+    return Group(
+        Text(f"{Numerics.TABLE.title}, step {found.steps[-1]}", style="bold"),
+        render_table(Numerics.TABLE, found.rows()),
+        dim(
+            f"{steps} on {format_ranks(found.ranks)}. Gradient: its norm over the whole unit. "
+            "Update: norm of the update / norm of the parameters. Output: largest magnitude. Lost: "
+            "updates that changed no stored value / updates that should have, median over the "
+            f"steps; over all units {format_ratio(found.lost_ratio)}. Stored, states: dtypes. "
+            "Measured."
+        ),
+    )
 
 
 def render_units(costs: UnitCosts) -> RenderableType:

@@ -270,6 +270,15 @@ def sharded_parameters_of(group: FSDPParamGroup) -> list[nn.Parameter]:
     return [param.sharded_param for param in group.fsdp_params]
 
 
+def unsharded_gradients_of(group: FSDPParamGroup) -> list[torch.Tensor]:
+    """The full gradients of a group after its backward and before their reduction."""
+    found = []
+    for param in group.fsdp_params:
+        full = getattr(param, "_unsharded_param", None)
+        found += [None if full is None else full.grad, param.unsharded_accumulated_grad]
+    return [gradient for gradient in found if gradient is not None]
+
+
 def original_sizes(group: FSDPParamGroup) -> list[torch.Size]:
     """The full shapes of a group's parameters, in the same order as `sharded_parameters_of`."""
     return [param._orig_size for param in group.fsdp_params]

@@ -41,6 +41,7 @@ from fsdp_inspect.store.schema import (
     EVENTS,
     MANIFEST_FILE,
     MEMORY,
+    NUMERICS_FILE,
     PROBE_FILE,
     RANK_FILE,
     SCALARS,
@@ -59,6 +60,7 @@ from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError
 from fsdp_inspect.trace.black_box import decode as decode_black_box
 from fsdp_inspect.trace.network_probe import NetworkProbe
+from fsdp_inspect.trace.numerics import NumericsStep, decode_steps
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from fsdp_inspect.trace.tables import (
@@ -72,6 +74,7 @@ from fsdp_inspect.trace.tables import (
 
 _MAX_NEARBY = 5
 _MAX_STACK_BYTES = 4 << 20
+_MAX_NUMERICS_BYTES = 64 << 20
 _STACK_FILES = {
     CRASH_FILE: DumpSource.CRASH,
     STACKS_FILE: DumpSource.WATCHDOG,
@@ -199,6 +202,14 @@ class StoredRun:
                         f"rank {rank} are unknown."
                     ) from error
         return None
+
+    def numerics(self, rank: int) -> Sequence[NumericsStep]:
+        """The numerics steps of a rank; of a file beyond the limit, the first ones."""
+        with noting(self._found):
+            content = self._files.read(f"{self._folder(rank)}/{NUMERICS_FILE}")
+            found = decode_steps((content or b"")[:_MAX_NUMERICS_BYTES])
+            return sorted(found, key=lambda each: each.step)
+        return ()
 
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
         """The stacks that a rank wrote: at a crash, for the watchdog, at SIGTERM."""

@@ -126,6 +126,8 @@ from fsdp_inspect.trace.tables import (
 MANIFEST_FILE = "run.json"
 PROBE_FILE = "network.json"
 RANK_FILE = "rank.json"
+NUMERICS_FILE = "numerics.jsonl"
+"""In a rank's folder: its numerics steps, see `trace.numerics`."""
 BLACK_BOX_FILE = "black_box.bin"
 """In a rank's folder: its last collectives, see `trace.black_box`."""
 STACKS_FILE = "stacks.txt"

@@ -13,6 +13,7 @@ from pydantic import Field
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
 from fsdp_inspect.trace.network_probe import NetworkProbe
+from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
 from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
@@ -328,6 +329,10 @@ class RunSource(Protocol):
 
     def scalars(self, rank: int) -> ScalarTable:
         """The numbers that the training loop logged on a rank."""
+        ...
+
+    def numerics(self, rank: int) -> Sequence[NumericsStep]:
+        """The numerics steps of a rank, in the order of their steps."""
         ...
 
     def summary(

@@ -23,6 +23,7 @@ from fsdp_inspect.trace.codes import (
     Phase,
     Stream,
 )
+from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.run import (
     ClockPair,
     ModelInfo,
@@ -330,6 +331,9 @@ class SyntheticRun:
 
     def black_box(self, rank: int) -> None:
         return None
+
+    def numerics(self, rank: int) -> Sequence[NumericsStep]:
+        return ()
 
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
         return ()

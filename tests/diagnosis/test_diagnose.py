@@ -113,6 +113,18 @@ def test_a_rank_that_vanished_before_the_hang_died() -> None:
     assert (found.problem, found.ranks) == (ProblemClass.RANK_DIED, (1,))
 
 
+def test_of_two_ranks_that_vanished_the_one_that_waited_is_no_culprit() -> None:
+    gone = replace(HUNG, ended_unix_ns=20 * SECOND, hang_seen_ns=0)
+    later = replace(gone, ended_unix_ns=25 * SECOND)
+    calls = [*DONE, Call(3, has_finished=False)]
+    boxes = {0: make_box(calls, RANKS, later), 1: make_box(DONE, RANKS, gone)}
+    statuses = {0: RunStatus.CRASHED, 1: RunStatus.CRASHED, 2: RunStatus.RUNNING}
+
+    found = diagnose(run_of({**boxes, 2: waiting(2)}, statuses))
+
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_DIED, (1,))
+
+
 def test_a_rank_that_was_killed_after_the_hang_did_not_cause_it() -> None:
     boxes = {rank: waiting(rank) for rank in RANKS}
     late = replace(HUNG, ended_unix_ns=95 * SECOND, hang_seen_ns=0, sign_unix_ns=4 * SECOND)

@@ -25,6 +25,7 @@ from fsdp_inspect.store.schema import EVENTS
 from fsdp_inspect.store.streams import RowEncoder
 from fsdp_inspect.trace.black_box import encode as encode_black_box
 from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
+from fsdp_inspect.trace.numerics import NumericsStep, Observation, Place, Update, encode_step
 from fsdp_inspect.trace.plan import Plan
 from tests.boxes import Call, make_box
 from tests.builders import steady_run, write_run
@@ -128,6 +129,9 @@ def make_corpus(folder: Path) -> Corpus:
         encode_black_box(make_box([Call(0), Call(1), Call(2, has_finished=False)], (0, 1)))
     )
     (corpus.sample / RANK / "stacks.txt").write_text(_STACKS)
+    place = Observation(0, Place.PARAMETER, 0, 9, 1, None, 4.0, ("bfloat16",))
+    step = NumericsStep(3, (place,), (Update(0, 9, 8, 0.5),))
+    (corpus.sample / RANK / "numerics.jsonl").write_bytes(encode_step(step) * 3)
     trace = TraceWriter()
     fsdp2_step(trace)
     trace.write(folder / "trace.json")

@@ -434,6 +434,12 @@ TARGETS = (
         _bytes_of(f"sample/{RANK}/black_box.bin"),
         _diagnose_with("black_box.bin"),
     ),
+    Target(
+        "numerics.jsonl",
+        2,
+        _bytes_of(f"sample/{RANK}/numerics.jsonl"),
+        _diagnose_with("numerics.jsonl"),
+    ),
     Target("stacks.txt", 2, _bytes_of(f"sample/{RANK}/stacks.txt"), _diagnose_with("stacks.txt")),
     Target(
         "events.parquet",

@@ -14,6 +14,7 @@ class RecorderOptions(TypedDict, total=False):
     tags: Sequence[str]
     warmup_steps: int
     memory_steps: Sequence[int] | Literal["auto"]
+    numerics_every: int
     device_interval_s: float
     flush_interval_s: float
     hang_after_s: float | None

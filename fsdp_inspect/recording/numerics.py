@@ -1,0 +1,300 @@
+"""Look at the values of a model in the numerics steps: finite or not, norms, lost updates.
+
+A numerics step only reads: outputs, gradients, optimizer states and parameters. Results stay on the
+device until the end of the step, which then waits for it once. During the optimizer's update, the
+rank holds a copy of its shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.store.schema import NUMERICS_FILE
+from fsdp_inspect.trace.codes import NO_UNIT
+from fsdp_inspect.trace.numerics import (
+    NumericsStep,
+    Observation,
+    Place,
+    Update,
+    encode_step,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+    from fsdp_inspect.store.writer import RankWriter
+
+_MASTER_KEYS = ("master", "param")
+"""Parts of the names of optimizer states that keep a copy of the parameter in higher precision."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Values of one unit at one place, as tensors on the device."""
+
+    order: int
+    count: int = 0
+    non_finite: list[torch.Tensor] = field(default_factory=list)
+    largest: list[torch.Tensor] = field(default_factory=list)
+    squared_norms: list[torch.Tensor] = field(default_factory=list)
+    dtypes: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Changed:
+    """What the optimizer changed in one unit, as tensors on the device."""
+
+    meant: list[torch.Tensor] = field(default_factory=list)
+    lost: list[torch.Tensor] = field(default_factory=list)
+    squared_changes: list[torch.Tensor] = field(default_factory=list)
+
+
+class Numerics:
+    """The observations of the numerics step that runs; one object per step.
+
+    An error ends the observations, never the training: see `problem`.
+    """
+
+    def __init__(self, step: int, handles: Sequence[GroupHandle]) -> None:
+        """Look at the parameters before the step's first forward."""
+        self._step = step
+        self.problem: Exception | None = None
+        self._seen: dict[tuple[int, Place], _Seen] = {}
+        self._changed: dict[int, _Changed] = {}
+        self._before: dict[int, torch.Tensor] = {}
+        self._unit_of: dict[int, int] = {}
+        for index, handle in enumerate(handles):
+            parameters = torch_fsdp.sharded_parameters_of(handle.group)
+            self._unit_of |= {id(parameter): index for parameter in parameters}
+            self._see(index, Place.PARAMETER, parameters)
+
+    def outputs(self, output: Any, unit: int) -> None:
+        """Look at the output of a unit's forward, a tree of tensors."""
+        self._guarded(lambda: self._see(unit, Place.OUTPUT, _tensors(output)))
+
+    def gradients(self, group: FSDPParamGroup, unit: int) -> None:
+        """Look at the unsharded gradients of a unit, before their reduction."""
+        self._guarded(
+            lambda: self._see(unit, Place.GRADIENT, torch_fsdp.unsharded_gradients_of(group))
+        )
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the gradients that an optimizer receives, and keep the parameters."""
+        self._guarded(lambda: self._before_update(optimizer))
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at what an optimizer changed, and at its states."""
+        self._guarded(lambda: self._after_update(optimizer))
+
+    def _guarded(self, look: Callable[[], None]) -> None:
+        if self.problem is None:
+            try:
+                look()
+            except Exception as error:  # such as out of memory: the training goes on
+                self.problem = error
+                self._before.clear()
+
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                unit = self._unit_of.get(id(parameter), NO_UNIT)
+                self._see(unit, Place.REDUCED_GRADIENT, [parameter.grad])
+                self._before[id(parameter)] = _local(parameter).clone()
+
+    def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        frozen, decayed = _with(optimizer, "lr", 0.0), _with(optimizer, "weight_decay", 0.0)
+        is_random = bool(getattr(optimizer, "bf16_stochastic_round", False))
+        for parameter in _parameters(optimizer):
+            before = self._before.pop(id(parameter), None)
+            if before is None:
+                continue
+            unit = self._unit_of.get(id(parameter), NO_UNIT)
+            states = optimizer.state.get(parameter, {})
+            held = {
+                key: each
+                for key, each in states.items()
+                if torch.is_tensor(each) and each.dim() > 0
+            }
+            self._see(unit, Place.STATE, held.values())
+            self._see(unit, Place.UPDATED_PARAMETER, [parameter])
+            has_master = any(part in str(key).lower() for key in held for part in _MASTER_KEYS)
+            if not (has_master or is_random or id(parameter) in frozen):
+                decays = id(parameter) not in decayed
+                sources = [parameter.grad, *held.values(), before if decays else None]
+                known = [each for each in sources if each is not None]
+                self._compare(unit, parameter, before, known)
+
+    def encode(self) -> bytes:
+        """The line of the step; waits for the device."""
+        observations = tuple(
+            Observation(
+                unit,
+                place,
+                seen.order,
+                seen.count,
+                int(_total(seen.non_finite)),
+                _finite(max(_values(seen.largest), default=0.0)),
+                _finite(_total(seen.squared_norms)),
+                tuple(sorted(seen.dtypes)),
+            )
+            for (unit, place), seen in self._seen.items()
+        )
+        updates = tuple(
+            Update(
+                unit,
+                int(_total(changed.meant)),
+                int(_total(changed.lost)),
+                _finite(_total(changed.squared_changes)),
+            )
+            for unit, changed in self._changed.items()
+        )
+        return encode_step(NumericsStep(self._step, observations, updates))
+
+    @torch.no_grad()
+    def _see(self, unit: int, place: Place, tensors: Any) -> None:
+        for tensor in tensors:
+            local = _local(tensor)
+            if not local.is_floating_point() or local.numel() == 0:
+                continue
+            seen = self._seen.setdefault((unit, place), _Seen(order=len(self._seen)))
+            seen.count += local.numel()
+            seen.dtypes.add(str(local.dtype).removeprefix("torch."))
+            seen.non_finite.append(local.numel() - torch.isfinite(local).sum())
+            seen.largest.append(local.abs().max().float())
+            seen.squared_norms.append(_squared_norm(local))
+
+    @torch.no_grad()
+    def _compare(
+        self,
+        unit: int,
+        parameter: torch.Tensor,
+        before: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+    ) -> None:
+        """Count the updates of a parameter that were meant, and those that were lost.
+
+        An element is meant to change if a source of its update is not zero: the gradient, a state
+        such as the momentum, or with weight decay the element itself.
+        """
+        after = _local(parameter)
+        meant = torch.zeros_like(after, dtype=torch.bool)
+        for local in map(_local, sources):
+            if local.shape == after.shape and local.is_floating_point():
+                meant |= local != 0
+        changed = self._changed.setdefault(unit, _Changed())
+        changed.meant.append(meant.sum())
+        changed.lost.append((meant & (after == before)).sum())
+        changed.squared_changes.append(_squared_norm(after.float() - before.float()))
+
+
+class NumericsSteps:
+    """Runs the numerics steps of a recording, and keeps their lines until they are written."""
+
+    def __init__(
+        self,
+        session: Session,
+        writer: RankWriter,
+        every: int,
+        handles: Sequence[GroupHandle],
+    ) -> None:
+        """Choose each step whose number is a multiple of `every`; 0: none."""
+        self._session = session
+        self._writer = writer
+        self._every = every
+        self._handles = handles
+        self._lines: list[bytes] = []
+
+    def begin(self) -> None:
+        """Look at the values of the step that begins now, if it is a numerics step.
+
+        A memory step is none: its storage tracker would count the copies.
+        """
+        session = self._session
+        is_chosen = self._every > 0 and session.step % self._every == 0
+        if is_chosen and session.tracker is None and session.numerics is None:
+            session.numerics = Numerics(session.step, self._handles)
+
+    def end(self) -> None:
+        """Write the line of the step, if it was a numerics step."""
+        numerics, self._session.numerics = self._session.numerics, None
+        if numerics is None:
+            return
+        try:
+            line = numerics.encode() if numerics.problem is None else b""
+        except Exception as error:
+            numerics.problem, line = error, b""
+        if numerics.problem is not None:
+            self._session.problem(
+                f"Step {self._session.step} has no numerics: {numerics.problem!r}."
+            )
+            return
+        self._lines.append(line)
+        self._writer.write_file(NUMERICS_FILE, self._write)
+
+    def abandon(self) -> None:
+        """Look at nothing any more; nothing is written."""
+        self._session.numerics = None
+
+    def _write(self) -> None:
+        lines = list(self._lines)
+        with (self._writer.folder / NUMERICS_FILE).open("ab") as file:
+            file.write(b"".join(lines))
+        del self._lines[: len(lines)]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an output: of tuples, lists, dictionaries and objects of Transformers."""
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _with(optimizer: torch.optim.Optimizer, setting: str, value: float) -> set[int]:
+    """The parameters, by id, whose group has a setting of that value, or not the setting."""
+    return {
+        id(parameter)
+        for group in optimizer.param_groups
+        if float(group.get(setting, value)) == value
+        for parameter in group["params"]
+    }
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def _squared_norm(tensor: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm * norm
+
+
+def _values(tensors: Sequence[torch.Tensor]) -> list[float]:
+    return torch.stack([each.double() for each in tensors]).tolist() if tensors else []
+
+
+def _total(tensors: Sequence[torch.Tensor]) -> float:
+    return math.fsum(_values(tensors)) if all(map(math.isfinite, _values(tensors))) else math.nan
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,152 @@
+"""Define the numerics of a run: finite or not, norms and lost updates, by unit and place.
+
+A rank appends one line of JSON to `numerics.jsonl` for each numerics step. All values are of its
+own shards, or of its own outputs. Squared norms can be added over the ranks of a shard group.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Place(StrEnum):
+    """Where a value was looked at, in the order of a step."""
+
+    PARAMETER = "parameter"
+    """Before the step's first forward."""
+    OUTPUT = "forward output"
+    GRADIENT = "gradient"
+    """Unsharded, before its reduction."""
+    REDUCED_GRADIENT = "reduced gradient"
+    """As the optimizer receives it: after the reduction, and after clipping."""
+    STATE = "optimizer state"
+    """After the update."""
+    UPDATED_PARAMETER = "updated parameter"
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """All values of one unit at one place, in one step of one rank."""
+
+    unit: int
+    """-1: parameters of no unit."""
+    place: Place
+    order: int
+    """Number of its first observation in the step, from 0."""
+    count: int
+    num_non_finite: int
+    largest: float | None
+    """Largest magnitude; None if a value is not finite."""
+    squared_norm: float | None
+    """Sum of the squares; None if a value is not finite."""
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an optimizer changed in the shards of one unit, in one step of one rank."""
+
+    unit: int
+    num_meant: int
+    """Elements that should change: gradient, optimizer state or weight decay is not zero."""
+    num_lost: int
+    """Of these, elements whose stored value did not change: the update was rounded away."""
+    squared_change: float | None
+    """Sum of the squares of the changes; None if a value is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumericsStep:
+    """One numerics step of one rank."""
+
+    step: int
+    observations: tuple[Observation, ...]
+    updates: tuple[Update, ...]
+
+
+def encode_step(found: NumericsStep) -> bytes:
+    """The line of a step."""
+    line = {
+        "step": found.step,
+        "observations": [
+            [
+                each.unit,
+                each.place.value,
+                each.order,
+                each.count,
+                each.num_non_finite,
+                each.largest,
+                each.squared_norm,
+                list(each.dtypes),
+            ]
+            for each in found.observations
+        ],
+        "updates": [
+            [each.unit, each.num_meant, each.num_lost, each.squared_change]
+            for each in found.updates
+        ],
+    }
+    return json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def decode_steps(content: bytes) -> Iterator[NumericsStep]:
+    """The steps of a file; lines that were cut off or damaged are left out."""
+    for line in content.split(b"\n"):
+        try:
+            fields = json.loads(line)
+            yield NumericsStep(
+                _whole(fields["step"]),
+                tuple(_observation(*each) for each in fields["observations"]),
+                tuple(_update(*each) for each in fields["updates"]),
+            )
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+
+
+def _observation(  # noqa: PLR0913 - one argument a value of the line
+    unit: Any,
+    place: Any,
+    order: Any,
+    count: Any,
+    non_finite: Any,
+    largest: Any,
+    norm: Any,
+    dtypes: Any,
+) -> Observation:
+    return Observation(
+        _unit(unit),
+        Place(place),
+        _whole(order),
+        _whole(count),
+        _whole(non_finite),
+        _number(largest),
+        _number(norm),
+        tuple(str(each) for each in dtypes),
+    )
+
+
+def _update(unit: Any, meant: Any, lost: Any, change: Any) -> Update:
+    return Update(_unit(unit), _whole(meant), _whole(lost), _number(change))
+
+
+def _unit(value: Any) -> int:
+    if type(value) is int and -1 <= value < 1 << 31:
+        return value
+    raise ValueError(value)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is int and 0 <= value < 1 << 62:
+        return value
+    raise ValueError(value)
+
+
+def _number(value: Any) -> float | None:
+    if value is None or (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+        return None if value is None else float(value)
+    raise ValueError(value)

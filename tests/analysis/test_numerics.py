@@ -1,0 +1,105 @@
+"""Norms, lost updates and the first values that are not finite, from steps written by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect.analysis.numerics import Numerics, measure_numerics
+from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, diagnose
+from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.trace.numerics import NumericsStep, Observation, Place, Update
+from tests.builders import InMemoryRun, steady_run
+
+UNIT = 1
+
+
+def seen(place: Place, order: int = 0, bad: int = 0, square: float = 9.0) -> Observation:
+    value = None if bad else square
+    return Observation(UNIT, place, order, 100, bad, value, value, ("bfloat16",))
+
+
+def step_of(number: int, *observations: Observation, lost: int = 0) -> NumericsStep:
+    shown = observations or (seen(Place.PARAMETER), seen(Place.REDUCED_GRADIENT, 1))
+    return NumericsStep(number, shown, (Update(UNIT, 100, lost, 4.0),))
+
+
+def run_of(*ranks: list[NumericsStep]) -> InMemoryRun:
+    return replace(steady_run(), numerics_steps=dict(enumerate(ranks)))
+
+
+def numerics_of(*ranks: list[NumericsStep]) -> Numerics:
+    found = measure_numerics(run_of(*ranks))
+    assert found is not None
+    return found
+
+
+def diagnose_steps(*ranks: list[NumericsStep]) -> Diagnosis:
+    return diagnose(run_of(*ranks))
+
+
+def test_a_run_without_numerics_steps_has_none() -> None:
+    assert measure_numerics(steady_run()) is None
+
+
+def test_norms_are_those_of_the_whole_unit() -> None:
+    (unit,) = numerics_of([step_of(0)], [step_of(0)]).units
+    assert unit.gradient_norm == pytest.approx(18**0.5)
+    assert unit.update_ratio == pytest.approx((8 / 18) ** 0.5)
+
+
+def test_lost_updates_are_the_median_over_the_steps() -> None:
+    found = numerics_of([step_of(step, lost=lost) for step, lost in enumerate((100, 20, 30))])
+    assert found.lost_ratio == 0.3
+
+
+def test_a_gradient_that_overflows_alone_is_no_problem() -> None:
+    overflow = step_of(4, seen(Place.PARAMETER), seen(Place.REDUCED_GRADIENT, 1, bad=3))
+
+    found = diagnose_steps([step_of(0), overflow], [step_of(0), step_of(4)])
+
+    assert found.problem is None
+    assert numerics_of([overflow]).first_non_finite is None
+
+
+def test_the_first_values_are_those_looked_at_first_in_the_step_that_stored_them() -> None:
+    bad = step_of(
+        8,
+        seen(Place.PARAMETER),
+        seen(Place.OUTPUT, 1),
+        seen(Place.GRADIENT, 2, bad=7),
+        seen(Place.UPDATED_PARAMETER, 3, bad=100),
+    )
+    later = step_of(8, seen(Place.PARAMETER), seen(Place.UPDATED_PARAMETER, 3, bad=100))
+
+    found = diagnose_steps([step_of(0), step_of(4), later], [step_of(0), step_of(4), bad])
+
+    assert (found.problem, found.ranks, found.step) == (ProblemClass.NOT_FINITE, (1,), 8)
+    assert describe_diagnosis(found).sentence == (
+        "The first values that are not finite are in step 8 on rank 1: 7 of 100 values of the "
+        "gradient of layers.1. In step 4, the numerics step before, parameters and optimizer "
+        "states were finite."
+    )
+    assert any("numerics_every=1" in step for step in describe_diagnosis(found).next)
+
+
+def test_parameters_that_were_not_finite_before_the_step_are_told_so() -> None:
+    found = diagnose_steps([step_of(0, seen(Place.PARAMETER, bad=100))])
+    assert describe_diagnosis(found).sentence == (
+        "The parameters of layers.1 are not finite at the begin of step 0 on rank 0: 100 of 100 "
+        "values."
+    )
+
+
+def test_most_updates_lost_in_a_low_precision_is_a_problem() -> None:
+    found = diagnose_steps([step_of(0, lost=98)], [step_of(0, lost=98)])
+    assert found.problem is ProblemClass.PRECISION_LOSS
+    assert describe_diagnosis(found).sentence == (
+        "98% of the updates changed no stored parameter (median of 1 numerics step): they are "
+        "smaller than the rounding of bfloat16."
+    )
+
+
+@pytest.mark.parametrize(("lost", "dtype"), [(49, "bfloat16"), (98, "float32")])
+def test_few_lost_updates_or_full_precision_are_none(lost: int, dtype: str) -> None:
+    observations = (replace(seen(Place.PARAMETER), dtypes=(dtype,)),)
+    assert diagnose_steps([step_of(0, *observations, lost=lost)]).problem is None
