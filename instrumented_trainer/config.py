@@ -272,6 +272,13 @@ class TrainerConfig(BaseModel):
         "In every Nth step, look at the values of the model: norms, values that are not finite, "
         "updates that are rounded away. Such steps are not timed. 0: none.",
     )
+    device_memory: str | None = _setting(
+        Section.RECORDING,
+        None,
+        "Limit the memory of the device: an allocation that passes the limit fails as on a device "
+        "of that size, also on CPU, and `fsdp-inspect diagnose` explains it.",
+        legal="an amount above 0 with a unit (2GiB, 512MB)",
+    )
     record_warmup: NonNegativeInt = _setting(
         Section.RECORDING, 3, "Number of warm-up steps, which are not timed."
     )

@@ -23,7 +23,9 @@ from torch.nn import functional as F
 from fsdp_inspect.emulation.fixed_times import FixedTimes
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.formatting import format_count
+from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.trace.limits import MAX_NS
 from fsdp_inspect.trace.plan import Plan, owned_parameters
 from instrumented_trainer.checkpoint import (
     SavedCheckpoint,
@@ -71,6 +73,8 @@ class PreparedRun:
     loader: Loader
     resumed: SavedCheckpoint | None
     memory_steps: tuple[int, ...] | Literal["auto"]
+    device_memory: int | None = None
+    """The limit of the device's memory, bytes; None: no limit."""
     fixed_times: FixedTimes | None = None
     """Fixed compute times of the timed parts; None means real times."""
     timed_parts: tuple[str, ...] = ()
@@ -104,6 +108,7 @@ def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
     config = complete(config)
     fixed_times = check_emulation(config)
     memory_steps = _parse_memory_steps(config.memory_steps)
+    device_memory = _parse_device_memory(config)
     recipe = make_recipe(config)
     skeleton = recipe.skeleton()
     parts = find_parts(skeleton)
@@ -125,6 +130,7 @@ def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
         loader=_make_loader(config, plan, runtime, recipe.vocab_size),
         resumed=find_checkpoint(config),
         memory_steps=memory_steps,
+        device_memory=device_memory,
         fixed_times=fixed_times,
         timed_parts=timed_parts(parts),
     )
@@ -423,6 +429,23 @@ def _parse_memory_steps(text: str) -> tuple[int, ...] | Literal["auto"]:
     return tuple(int(part) for part in parts)
 
 
+def _parse_device_memory(config: TrainerConfig) -> int | None:
+    if config.device_memory is None:
+        return None
+    amount = parse_bytes(config.device_memory, needs_unit=True)
+    if not amount or amount > MAX_NS:
+        raise ConfigError(
+            f"device_memory is {config.device_memory!r}. Expected {legal_values('device_memory')}. "
+            "Set --device-memory to that."
+        )
+    if not config.record:
+        raise ConfigError(
+            f"device_memory is {config.device_memory!r}, but record is false. The recorder applies "
+            "the limit, so it is expected. Remove --no-record or --device-memory."
+        )
+    return amount
+
+
 def _describe_run(prepared: PreparedRun, model: nn.Module) -> str:
     config, plan = prepared.config, prepared.parallelism.plan
     groups = torch_fsdp.find_groups(model)
@@ -486,6 +509,7 @@ def _recording(
         warmup_steps=config.record_warmup,
         memory_steps=prepared.memory_steps,
         numerics_every=config.numerics_every,
+        device_memory=prepared.device_memory,
     ) as recorder:
         yield recorder
 

@@ -36,6 +36,7 @@ from fsdp_inspect.trace.codes import (
 )
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
+from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.run import (
     ClockPair,
     ModelInfo,
@@ -78,6 +79,7 @@ class InMemoryRun:
     black_boxes: Mapping[int, BlackBox] = field(default_factory=dict)
     dumps: Mapping[int, Sequence[StackDump]] = field(default_factory=dict)
     numerics_steps: dict[int, Sequence[NumericsStep]] = field(default_factory=dict)
+    failed_allocations: Mapping[int, OutOfMemoryRecord] = field(default_factory=dict)
 
     def black_box(self, rank: int) -> BlackBox | None:
         return self.black_boxes.get(rank)
@@ -87,6 +89,9 @@ class InMemoryRun:
 
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
         return self.dumps.get(rank, ())
+
+    def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
+        return self.failed_allocations.get(rank)
 
     def events(
         self,

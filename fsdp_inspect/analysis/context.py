@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
+from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
 from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
@@ -84,6 +85,10 @@ class RunContext:
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
         """See `RunSource`."""
         return self.source.stack_dumps(rank)
+
+    def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
+        """See `RunSource`."""
+        return self.source.out_of_memory(rank)
 
     def events(
         self,

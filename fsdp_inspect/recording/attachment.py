@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import threading
 import time
@@ -39,11 +40,17 @@ from fsdp_inspect.recording.folders import RecordingFolder, agree_on_folder, def
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.launch_command import describe_launch
 from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
-from fsdp_inspect.recording.memory_steps import MemorySteps
+from fsdp_inspect.recording.memory_steps import MemorySteps, is_compiled
 from fsdp_inspect.recording.models import Models
 from fsdp_inspect.recording.numerics import NumericsSteps
 from fsdp_inspect.recording.observed_settings import observe_settings
 from fsdp_inspect.recording.optimizer_rounds import OptimizerRound
+from fsdp_inspect.recording.out_of_memory import (
+    CudaLimit,
+    Surroundings,
+    find_limit_failure,
+    make_record,
+)
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.scalars import ScalarLog
 from fsdp_inspect.recording.session import Session
@@ -65,11 +72,13 @@ from fsdp_inspect.recording.verdict import (
     print_diagnosis_of_failure,
     print_verdict,
 )
-from fsdp_inspect.recording.watchdog import WatchSettings
+from fsdp_inspect.recording.watchdog import WatchSettings, tell
+from fsdp_inspect.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.store import folder
 from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_run
-from fsdp_inspect.store.schema import MANIFEST_FILE
+from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.store.schema import MANIFEST_FILE, OUT_OF_MEMORY_FILE
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
@@ -97,6 +106,7 @@ class Options:
     warmup_steps: int
     memory_steps: Sequence[int] | Literal["auto"]
     numerics_every: int
+    device_memory: int | None
     device_interval_s: float
     flush_interval_s: float
     memory_snapshot: bool
@@ -108,6 +118,8 @@ class Options:
 
 class Attachment:
     """A recording in progress: hooks on a model, a writer, a sampler."""
+
+    _cuda_limit: CudaLimit | None = None
 
     def __init__(
         self,
@@ -144,7 +156,12 @@ class Attachment:
         self._counters = CudaAllocator(self._device) if self._device.type == "cuda" else None
         self._memory = MemoryProbe(self.session, self._writer.memory.append, self._counters)
         self._memory_steps = MemorySteps(
-            self.session, self._writer.memory.append, model, self._handles, options.memory_steps
+            self.session,
+            self._writer.memory.append,
+            model,
+            self._handles,
+            options.memory_steps,
+            limit_bytes=None if self._device.type == "cuda" else options.device_memory,
         )
         self._memory_steps.plan(options.warmup_steps)
         self._numerics = NumericsSteps(
@@ -154,9 +171,7 @@ class Attachment:
             self._handles,
         )
         self._sampler = self._start_sampler()
-        self._history = MemoryHistory()
-        if options.memory_snapshot and self._device.type == "cuda":
-            self._history.start()
+        self._history = self._start_history()
         self._surveillance = self._watch()
         self._instruments = Instruments(
             self.session,
@@ -177,6 +192,7 @@ class Attachment:
         self._writer.flush()
         if self._surveillance is not None:
             self._surveillance.start()
+        self._guarded(self._limit_memory)
 
     # --- starting
 
@@ -238,6 +254,9 @@ class Attachment:
 
     def _rank_record(self) -> RankRecord:
         cuda = self._device.type == "cuda"
+        sizes = [self._options.device_memory] if self._options.device_memory else []
+        if cuda:
+            sizes.append(torch.cuda.get_device_properties(self._device).total_memory)
         return RankRecord(
             rank=self._rank,
             world_size=dist.get_world_size(),
@@ -246,14 +265,33 @@ class Attachment:
             host=socket.gethostname(),
             pid=os.getpid(),
             device=str(self._device),
-            device_memory_bytes=(
-                torch.cuda.get_device_properties(self._device).total_memory if cuda else None
-            ),
+            device_memory_bytes=min(sizes, default=None),
             clock="cuda_event" if cuda else "host",
             clock_start=read_clock_pair(),
             flush_interval_s=self._options.flush_interval_s,
             memory_from="cuda_allocator" if cuda else "storage_tracker",
         )
+
+    def _limit_memory(self) -> None:
+        """Apply the requested limit; on CPU, follow storages from now on."""
+        limit_bytes = self._options.device_memory
+        if limit_bytes is None:
+            return
+        if self._device.type == "cuda":
+            self._cuda_limit = CudaLimit(self._device, limit_bytes)
+            problem = self._cuda_limit.start()
+            if problem is not None:
+                self.session.problem(problem)
+            return
+        self.session.problem(
+            "The memory is limited on CPU: every step runs under the storage tracker, which takes "
+            "time. Compare times with runs that have a limit too."
+        )
+        if is_compiled(self._model):
+            self.session.problem(
+                "Storages inside torch.compile's regions are not visible: they pass the limit."
+            )
+        self._memory_steps.begin()
 
     def _make_clock(self) -> Clock:
         if self._device.type == "cuda":
@@ -290,6 +328,12 @@ class Attachment:
         return Surveillance(
             self.session, self.session.black_box, self._writer, self.folder.key, settings
         )
+
+    def _start_history(self) -> MemoryHistory:
+        history = MemoryHistory()
+        if self._options.memory_snapshot and self._device.type == "cuda":
+            history.start()
+        return history
 
     def _start_sampler(self) -> DeviceSampler | None:
         interval_s = self._options.device_interval_s
@@ -501,8 +545,10 @@ class Attachment:
         session = self.session
         was_active, session.active = session.active, False
         try:
-            self._memory_steps.abandon()
+            self._memory_steps.close()
             self._numerics.abandon()
+            if self._cuda_limit is not None:
+                self._cuda_limit.stop()
         finally:
             if self._surveillance is not None:
                 self._surveillance.stop()
@@ -549,6 +595,7 @@ class Attachment:
         if not is_out_of_memory(error):
             return sentences[0]
         try:
+            self._report_out_of_memory(error)
             if self._counters is not None:
                 sentences.append(
                     describe_allocated(
@@ -563,6 +610,39 @@ class Attachment:
         except Exception as second:  # memory is short: the first sentence is the important one
             self.session.problem(f"The memory use at the failure is unknown: {second!r}.")
         return " ".join(sentences)
+
+    def _report_out_of_memory(self, error: BaseException) -> None:
+        """Write the report of a failed allocation into the rank's folder, and say it on stderr."""
+        failure = find_limit_failure(error)
+        if failure is not None:
+            self._memory_steps.write_failed_step(failure)
+        identity = {
+            "run_id": self.folder.path.name,
+            "rank": self._rank,
+            "attempt": self.folder.attempt,
+        }
+        where = Surroundings(
+            session=self.session,
+            units=self._manifest.units,
+            handles=self._handles,
+            optimizers=self._memory_steps.optimizers,
+            counters=self._counters,
+            device=self._device,
+            limit_bytes=self._options.device_memory,
+            followed=self._memory_steps.followed,
+            name_place=self._memory_steps.name_place,
+        )
+        record = make_record(error, identity, where, find_failing_line(error))
+        path = self._writer.folder / OUT_OF_MEMORY_FILE
+        self._writer.write_file(
+            OUT_OF_MEMORY_FILE, lambda: replace_file(path, encode_record(record))
+        )
+        names = [unit.fqn for unit in self._manifest.units]
+        tell(
+            f"{describe_out_of_memory(record, names)} To see what filled the memory and which "
+            f"plans fit: fsdp-inspect diagnose {shlex.quote(str(self.folder.path))}",
+            self._rank,
+        )
 
     def _conclude(self, *, show: bool) -> None:
         """Wait briefly for the other ranks' files, write the summary, print the verdict."""

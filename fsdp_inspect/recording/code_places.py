@@ -35,6 +35,8 @@ _MAX_PLACES = 1000
 def package_of(frame: FrameType) -> str | None:
     """The package of a frame; empty: the user's code; None: the standard library."""
     file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+    if module == "__main__":  # `python -m package` runs the package's __main__
+        module = getattr(frame.f_globals.get("__spec__"), "name", module)
     top = module.partition(".")[0]
     if top in OWN_PACKAGES or top in FRAMEWORKS or top == "torch":
         return top

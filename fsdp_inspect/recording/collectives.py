@@ -72,7 +72,7 @@ class Communication:
         self.phase = session.communication_phase()
         self.issued_by = session.issuing_unit()
         self.identity = session.next_collective()
-        self.flags = 0 if session.tracker is None else _MEMORY_STEP
+        self.flags = _MEMORY_STEP if session.is_memory_step else 0
         self.method = _MEASURED
         self.group = -1
         self.sequence = -1

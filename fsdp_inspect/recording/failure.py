@@ -103,9 +103,9 @@ def describe_allocated(
         f"unsharded parameters of {len(unsharded)} of {len(units)} units": sum(
             unit.unsharded_bytes for unit in unsharded
         ),
-        "sharded parameters": _local_bytes(parameters),
-        "sharded gradients": _local_bytes([p.grad for p in parameters]),
-        "optimizer state": _local_bytes(
+        "sharded parameters": local_bytes(parameters),
+        "sharded gradients": local_bytes([p.grad for p in parameters]),
+        "optimizer state": local_bytes(
             [
                 value
                 for optimizer in optimizers
@@ -137,7 +137,7 @@ def keep_snapshot(folder: Path) -> Path:
     return target
 
 
-def _local_bytes(values: Sequence[Any]) -> int:
+def local_bytes(values: Sequence[Any]) -> int:
     """Bytes of this rank's part of all tensors in the values; a shared storage counts once."""
     sizes: dict[int, int] = {}
     for value in values:

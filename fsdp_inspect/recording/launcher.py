@@ -27,8 +27,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.recording.script import Target, run_as_main, trim_traceback
+from fsdp_inspect.trace.limits import MAX_NS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,6 +78,7 @@ class LauncherArguments(NamedTuple):
     record_source: bool
     print_verdict: bool
     hang_after_s: float | None
+    device_memory: int | None
     on_desync: Literal["warn", "raise", "off"]
 
 
@@ -165,6 +168,7 @@ class Launch:
             record_source=given.record_source,
             print_verdict=given.print_verdict,
             hang_after_s=given.hang_after_s,
+            device_memory=given.device_memory,
             on_desync=given.on_desync,
         )
 
@@ -233,6 +237,7 @@ def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -
         record_source=given.record_source,
         print_verdict=given.print_verdict,
         hang_after_s=given.hang_after_s,
+        device_memory=given.device_memory,
         on_desync=given.on_desync,
     )
 
@@ -270,6 +275,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="look at the values of the model in every Nth step, which is then not timed: norms, "
         "values that are not finite, and updates that are rounded away (default: 0, no step)",
+    )
+    parser.add_argument(
+        "--device-memory",
+        type=_device_memory,
+        metavar="SIZE",
+        help="limit the memory of the device, such as 2GiB: an allocation that passes the limit "
+        "fails with torch.OutOfMemoryError, as on a device of that size, and `fsdp-inspect "
+        "diagnose` shows what filled the memory and which plans fit. On CPU every step then runs "
+        "under the storage tracker (default: no limit)",
     )
     parser.add_argument(
         "--no-source",
@@ -322,6 +336,16 @@ def _step_count(text: str) -> int:
             f"invalid number of steps: {text!r}. Expected a whole number, 0 or more"
         )
     return int(text)
+
+
+def _device_memory(text: str) -> int:
+    amount = parse_bytes(text, needs_unit=True)
+    if not amount or amount > MAX_NS:
+        raise argparse.ArgumentTypeError(
+            f"invalid amount of memory: {text!r}. Expected an amount above 0 with a unit, such as "
+            "2GiB or 512MB"
+        )
+    return amount
 
 
 def _seconds(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Choose the memory steps and run the storage tracker in them."""
+"""Choose the memory steps and run the storage tracker in them, or in all steps under a limit."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from fsdp_inspect.recording.code_places import CodePlaces
+from fsdp_inspect.recording.out_of_memory import FollowedStep, LimitFailure, make_limit_error
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.storage_tracker import StorageTracker
+from fsdp_inspect.recording.storage_tracker import FailedAllocation, MemoryLimit, StorageTracker
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.torch_fsdp import GroupHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
 
 
 class MemorySteps:
-    """Follows every storage in the memory steps; does nothing in other steps."""
+    """Follows every storage in the memory steps; does nothing in other steps.
 
-    def __init__(
+    Under a limit of memory, it follows all steps with one tracker, from the first `begin` to
+    `close`. Times count in all of them but the memory steps.
+    """
+
+    def __init__(  # noqa: PLR0913 - two options of the same thing
         self,
         session: Session,
         append: Callable[[tuple[int, ...]], None],
@@ -29,7 +35,14 @@ class MemorySteps:
         wanted: Sequence[int] | Literal["auto"],
         *,
         host_units: Collection[int] = (),
+        limit_bytes: int | None = None,
     ) -> None:
+        self._limit_bytes = limit_bytes
+        self._places = CodePlaces()
+        self._place_names: dict[int, str] = {}
+        self.followed: FollowedStep | None = None
+        """The last complete step that was followed."""
+        self._has_written = False
         self._session = session
         self._append = append
         self._model = model
@@ -63,14 +76,18 @@ class MemorySteps:
             self.steps = [warmup_steps]
 
     def begin(self) -> None:
-        """Start following storages if the step that begins now is a memory step."""
+        """Start following storages if the step that begins now is a memory step, or limited."""
         session = self._session
-        if session.step not in self.steps or session.tracker is not None:
+        is_memory_step = session.step in self.steps
+        if session.tracker is not None:
+            session.is_memory_step |= is_memory_step
+            return
+        if not is_memory_step and self._limit_bytes is None:
             return
         if _other_modes():
+            what = "is not a memory step" if self._limit_bytes is None else "has no limit of memory"
             session.problem(
-                f"Step {session.step} is not a memory step: another torch dispatch mode was active "
-                "when it began."
+                f"Step {session.step} {what}: another torch dispatch mode was active when it began."
             )
             return
         # The group's device: an offload policy keeps the parameters on the host.
@@ -80,25 +97,76 @@ class MemorySteps:
             device_type=device,
             is_in_collective=lambda: session.collective_depth > 0,
             host_units=self._host_units,
+            find_place=self._places.find,
+            limit=None
+            if self._limit_bytes is None
+            else MemoryLimit(self._limit_bytes, self._make_error),
         )
         self._register(tracker)
         tracker.__enter__()
-        session.follow_storages(tracker)
+        session.follow_storages(tracker, is_memory_step=is_memory_step)
 
     def end(self) -> None:
-        """Stop following storages and write the rows."""
-        tracker = self._leave()
+        """End the step: write the rows of a memory step."""
+        session, tracker = self._session, self._session.tracker
         if tracker is None:
             return
+        is_memory_step, session.is_memory_step = session.is_memory_step, False
+        if self._limit_bytes is None or tracker.problem is not None:
+            self._leave()
+            log = tracker.log
+        else:
+            log = tracker.end_step()
         if tracker.problem is not None:
-            self._session.problem(f"The memory step is missing: {tracker.problem}.")
+            session.problem(f"The memory step is missing: {tracker.problem}.")
+            if self._limit_bytes is not None:
+                session.problem(f"The memory is not limited from step {session.step} on.")
             return
-        for row in tracker.rows(self._session.step):
-            self._append(row)
+        self.followed = FollowedStep(session.step, log)
+        if is_memory_step:
+            self._write(self.followed)
 
     def abandon(self) -> None:
-        """Stop following storages in an incomplete step; nothing is written."""
+        """Leave an incomplete step; nothing is written."""
+        tracker = self._session.tracker
+        if self._limit_bytes is None or tracker is None:
+            self._leave()
+        else:
+            self._session.is_memory_step = False
+            tracker.end_step()
+
+    def close(self) -> None:
+        """Stop following storages."""
         self._leave()
+
+    def write_failed_step(self, failure: LimitFailure) -> None:
+        """Write the rows of the step until its failure, and of the last complete step before it.
+
+        The latter shows what the failed step did not reach; not if there was a memory step.
+        """
+        if self.followed is not None and not self._has_written:
+            self._write(self.followed)
+        failed = failure.failed
+        self._write(FollowedStep(failure.step, failed.log.until(failed.position, failed.moment)))
+
+    def name_place(self, number: int) -> str:
+        """The line behind a number of the tracker, `file:line`; empty: unknown."""
+        while self._places.new:
+            known, place = self._places.new.pop()
+            self._place_names[known] = str(place)
+        return self._place_names.get(number, "")
+
+    def _make_error(self, failed: FailedAllocation) -> BaseException:
+        session = self._session
+        assert self._limit_bytes is not None
+        return make_limit_error(
+            LimitFailure(session.step, session.microbatch, self._limit_bytes, failed)
+        )
+
+    def _write(self, followed: FollowedStep) -> None:
+        self._has_written = True
+        for row in followed.log.summarize(host_units=self._host_units).rows(followed.step):
+            self._append(row)
 
     def name_optimizer_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember an optimizer that stepped, and classify its states in a memory step."""
@@ -111,7 +179,7 @@ class MemorySteps:
         tracker = self._session.tracker
         if tracker is not None:
             tracker.__exit__(None, None, None)
-            self._session.follow_storages(None)
+            self._session.follow_storages(None, is_memory_step=False)
         return tracker
 
     def _register(self, tracker: StorageTracker) -> None:

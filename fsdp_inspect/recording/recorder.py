@@ -16,12 +16,14 @@ import torch
 from torch import nn
 
 from fsdp_inspect.emulation.process import active_emulation
+from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.attachment import Attachment, Options
 from fsdp_inspect.recording.models import as_one_module
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.sharding_calls import note_sharding_calls
 from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.limits import MAX_NS
 
 DEFAULT_WARMUP_STEPS = 2
 
@@ -65,6 +67,10 @@ class Recorder:
         numerics_every: In each step whose number is a multiple of this, look at outputs, gradients,
             optimizer states and parameters (never timed; the update holds a copy of the shards). 0
             means no step.
+        device_memory: A limit of the memory of the device, as bytes or as `"2GiB"`; None: no limit.
+            An allocation that passes it raises `torch.OutOfMemoryError`, as on a device of that
+            size. On CUDA the allocator limits its reserved memory. On CPU every step runs under
+            the storage tracker, which limits the bytes of live storages.
         device_interval_s: Seconds between samples of GPU, CPU and host memory; 0 means no samples.
         flush_interval_s: Longest time that rows stay in memory while the disk works; a killed
             process may lose them.
@@ -99,6 +105,7 @@ class Recorder:
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
         memory_steps: Sequence[int] | Literal["auto"] = "auto",
         numerics_every: int = 0,
+        device_memory: int | str | None = None,
         device_interval_s: float = 0.5,
         flush_interval_s: float = 1.0,
         hang_after_s: float | None = None,
@@ -124,6 +131,7 @@ class Recorder:
             warmup_steps=warmup_steps,
             memory_steps=memory_steps,
             numerics_every=numerics_every,
+            device_memory=_read_device_memory(device_memory),
             device_interval_s=device_interval_s,
             flush_interval_s=flush_interval_s,
             hang_after_s=hang_after_s,
@@ -254,6 +262,16 @@ def _check_arguments(warmup_steps: int, device_interval_s: float, flush_interval
 def _check_numerics(numerics_every: int) -> None:
     if numerics_every < 0:
         raise ValueError(f"numerics_every must be 0 (no step) or more, got {numerics_every}.")
+
+
+def _read_device_memory(value: int | str | None) -> int | None:
+    amount = parse_bytes(value) if isinstance(value, str) else value
+    if value is not None and (type(amount) is not int or not 0 < amount <= MAX_NS):
+        raise ValueError(
+            f"device_memory must be an amount above 0 such as '2GiB' or a number of bytes, got "
+            f"{value!r}."
+        )
+    return amount
 
 
 def _check_watching(hang_after_s: float | None, on_desync: str) -> None:

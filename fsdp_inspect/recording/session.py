@@ -106,7 +106,9 @@ class Session:
         """Units whose forward or backward is open, outermost first. In backward, a unit around
         the last one opens after it."""
         self.tracker: StorageTracker | None = None
-        """Set during a memory step; see `follow_storages`."""
+        """Set during a memory step, and always under a limit of memory; see `follow_storages`."""
+        self.is_memory_step = False
+        """Whether no time of this step counts."""
         self.collective_depth = 0
         """Above 0 inside a recorded collective: inner calls are part of it."""
         self.execution_order: list[int] = []
@@ -192,9 +194,10 @@ class Session:
         """The times of an emulated collective that was just issued; None: measure them."""
         return None if self.emulation is None else self.emulation.take_transfer()
 
-    def follow_storages(self, tracker: StorageTracker | None) -> None:
-        """Begin a memory step; None ends it."""
+    def follow_storages(self, tracker: StorageTracker | None, *, is_memory_step: bool) -> None:
+        """Follow storages with a tracker from now on; None: no longer."""
         self.tracker = tracker
+        self.is_memory_step = is_memory_step
         self.watch_memory()
 
     def watch_memory(self) -> None:
@@ -260,7 +263,7 @@ class Session:
         Step, microbatch and phase default to the current ones, and the stream to the compute
         stream. The issue time is the host time at which the mark `start` was taken.
         """
-        if self.tracker is not None or self.numerics is not None:
+        if self.is_memory_step or self.numerics is not None:
             flags |= _MEMORY_STEP
         self.journal.add(
             (

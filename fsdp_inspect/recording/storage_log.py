@@ -67,6 +67,8 @@ class TrackedStorage:
     owner_unit: int
     category: MemoryCategory | None = None
     """None: derived from its allocation and release, see `StorageLog.categories`."""
+    place: int = 0
+    """The number of the user's line that allocated it; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,17 @@ class TrackedStepMemory:
             )
 
 
+class LiveStorages(NamedTuple):
+    """Storages that are alive together and have the same owner, category and line."""
+
+    owner_unit: int
+    category: MemoryCategory
+    place: int
+    """The number of the line that allocated them; 0: unknown."""
+    num_bytes: int
+    num_storages: int
+
+
 @dataclass(slots=True)
 class StorageLog:
     """The storage events of one step, in their order."""
@@ -278,6 +291,67 @@ class StorageLog:
             else _default_category(lifetimes.get(index))
             for index, storage in enumerate(self.storages)
         ]
+
+    def until(self, position: int, moment: Moment) -> "StorageLog":
+        """The log as if the step had ended after the first `position` events.
+
+        Storages that are freed later count as alive: what an exception frees on its way out does
+        not change their categories.
+        """
+        assert self._start is not None, "begin() comes before until()"
+        passes = [
+            UnitPass(
+                each.unit,
+                each.microbatch,
+                {name: cut for name, cut in each.uses.items() if cut.position <= position},
+                None if each.end is None or each.end > position else each.end,
+            )
+            for each in self._passes
+        ]
+        return StorageLog(
+            storages=self.storages,
+            events=self.events[:position],
+            _marks=[mark for mark in self._marks if mark.cut.position <= position],
+            _passes=[each for each in passes if each.uses],
+            _start=self._start,
+            _end=_Cut(position, moment),
+        )
+
+    def alive_at(self, position: int) -> list[LiveStorages]:
+        """What is alive after the first `position` events, by owner, category and line."""
+        sizes: dict[int, int] = {}
+        for event in self.events[:position]:
+            sizes[event.storage] = event.num_bytes
+        categories = self.categories()
+        totals: Counter[tuple[int, MemoryCategory, int]] = Counter()
+        counts: Counter[tuple[int, MemoryCategory, int]] = Counter()
+        for index, num_bytes in sizes.items():
+            if num_bytes:
+                storage = self.storages[index]
+                key = (storage.owner_unit, categories[index], storage.place)
+                totals[key] += num_bytes
+                counts[key] += 1
+        return [LiveStorages(*key, num_bytes, counts[key]) for key, num_bytes in totals.items()]
+
+    def highest(self, unit: int, phase: int) -> tuple[int, Moment]:
+        """The highest moment of the finished step in a unit and phase, or else its peak.
+
+        Returns:
+            The number of events before it, and the moment.
+        """
+        assert self._start is not None, "begin() comes before highest()"
+        assert self._end is not None, "finish() comes before highest()"
+        totals = self._totals()
+        own = [
+            position
+            for position in range(self._start.position + 1, self._end.position + 1)
+            if self.events[position - 1].moment[:2] == (unit, phase)
+        ]
+        if not own:
+            peak = self._peak(totals, self._start, self._end)
+            return peak.position, peak.moment
+        position = max(own, key=totals.__getitem__)
+        return position, self.events[position - 1].moment
 
     def _of_device(self, host_units: Collection[int]) -> "StorageLog":
         """The same log with the size of storages on the host set to 0; all cuts stay the same.

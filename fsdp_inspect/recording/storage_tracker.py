@@ -1,9 +1,14 @@
 """Track every live storage of one training step, with its owning unit and category.
 
-`StorageTracker` is a context around one step (a *memory step*). On CPU and on CUDA, it sees every
-storage that an operation returns or takes, the resizes by which FSDP frees and restores unsharded
-parameters, and the release of each storage. It changes nothing: it adds no hook to the model, and
-the step computes the same results with and without it.
+`StorageTracker` is a context around one step (a *memory step*), or under a limit of memory around
+all steps. On CPU and on CUDA, it sees every storage that an operation returns or takes, the resizes
+by which FSDP frees and restores unsharded parameters, and the release of each storage. It changes
+nothing: it adds no hook to the model, and the step computes the same results with and without it.
+
+[Note: The limit]
+With a `MemoryLimit`, an allocation that passes the limit raises, as on a device of that size. An
+operation has run when its result is seen, so its result is dropped. Workspaces inside an operation
+are not seen and do not count.
 
 [Note: What is counted]
 The tracker counts the bytes of each live storage once, however many tensors view it, without
@@ -26,9 +31,12 @@ blocking collective the tracker waits until no more references than before exist
 """
 
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Self
 from weakref import ref
 
@@ -73,6 +81,31 @@ _count_references = getattr(torch._C, "_storage_Use_Count", None)
 _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
 
+@dataclass(frozen=True, slots=True)
+class FailedAllocation:
+    """An allocation that would have passed the limit."""
+
+    num_bytes: int
+    live_bytes: int
+    """Before it."""
+    place: int
+    """The number of the user's line; 0: unknown."""
+    moment: Moment
+    position: int
+    """The number of events in `log` before it."""
+    log: StorageLog
+    """Of its step, which goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A limit of the live bytes. See [Note: The limit]."""
+
+    num_bytes: int
+    make_error: Callable[[FailedAllocation], BaseException]
+    """Makes the exception of an allocation that would pass the limit."""
+
+
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows all live storages during one step; enter it once, at the step's begin.
 
@@ -89,6 +122,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             there, such as gloo's copy of a reduce-scatter's input, are buffers of communication.
         host_units: Units whose shards, gradients and optimizer state count as on the host, where
             the tensors' devices do not show it (on fake ranks).
+        find_place: Returns the number of the user's line that a frame came from; None: no lines.
+        limit: The limit of the live bytes; None: no limit.
     """
 
     supports_higher_order_operators = True
@@ -100,8 +135,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device_type: str | None = None,
         is_in_collective: Callable[[], bool] = lambda: False,
         host_units: Collection[int] = (),
+        find_place: Callable[[FrameType], int] | None = None,
+        limit: MemoryLimit | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._find_place = find_place
+        self._limit = limit
+        self._live_bytes = 0
+        self._late_frees: list[_LiveStorage] | None = None
+        """Storages that are freed while `end_step` runs; None at other times."""
         self._position = position
         self._device_type = device_type
         self._is_in_collective = is_in_collective
@@ -192,6 +234,35 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             deadline = time.monotonic() + _LONGEST_RELEASE_S
             self._guarded(self._await_release, sent, deadline)
 
+    @property
+    def log(self) -> StorageLog:
+        """The log of the step."""
+        return self._log
+
+    def end_step(self) -> StorageLog:
+        """End the step and begin the next one, which the tracker follows too.
+
+        Returns:
+            The log of the step that has ended.
+        """
+        with self._follow_lock:
+            moment, finished, following = self._now(), self._log, StorageLog()
+            finished.finish(moment)
+            categories = finished.categories()
+            self._late_frees = []
+            for live in list(self._live.values()):
+                tracked = replace(finished.storages[live.index], category=categories[live.index])
+                live.index = len(following.storages)
+                following.storages.append(tracked)
+                following.events.append(StorageEvent(live.index, live.num_bytes, moment))
+            following.begin(moment)
+            self._log, late, self._late_frees = following, self._late_frees, None
+            self._passes.clear()
+            self._live_bytes = sum(live.num_bytes for live in list(self._live.values()))
+            for live in late:
+                self._note_free(live)
+        return finished
+
     def result(self) -> TrackedStepMemory:
         """The memory of the step.
 
@@ -253,8 +324,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in _OF_COLLECTIVES:
             self._guarded(self._note_sent, (args, kwargs))
         result = func(*args, **kwargs)
-        self._guarded(self._observe, func, (args, kwargs), result)
-        return result
+        try:
+            self._guarded(self._observe, func, (args, kwargs), result)
+        except _LimitPassed as passed:
+            failed = passed.failed
+        else:
+            return result
+        del result  # the traceback keeps this frame
+        raise self._error(failed)
 
     # --- observing
 
@@ -270,7 +347,42 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_use(live, live.parameter)
         for tensor, storage in _storages_in(result):
             if storage._cdata not in self._live:
+                self._check_limit(tensor, storage.nbytes())
                 self._follow(tensor, storage)
+
+    def _check_limit(self, tensor: TensorLike, added_bytes: int) -> None:
+        """Check that so many more bytes fit.
+
+        Raises:
+            _LimitPassed: They do not.
+        """
+        limit = self._limit
+        if limit is None or self._live_bytes + added_bytes <= limit.num_bytes or added_bytes <= 0:
+            return
+        with self._follow_lock:
+            # Other threads free storages at the same time, so the running sum may be too high.
+            self._live_bytes = sum(live.num_bytes for live in list(self._live.values()))
+            if self._live_bytes + added_bytes > limit.num_bytes and self._counts(tensor):
+                raise _LimitPassed(
+                    FailedAllocation(
+                        added_bytes,
+                        self._live_bytes,
+                        self._place(),
+                        self._now(),
+                        len(self._log.events),
+                        self._log,
+                    )
+                )
+
+    def _error(self, failed: FailedAllocation) -> BaseException:
+        assert self._limit is not None
+        return self._limit.make_error(failed)
+
+    def _place(self) -> int:
+        """The number of the user's line that runs now; 0: unknown, or the step has not begun."""
+        if self._find_place is None or not self._begun:
+            return 0
+        return self._find_place(sys._getframe(1))
 
     def _note_sent(self, arguments: object) -> None:
         """Count the references to the storages of a collective before it begins."""
@@ -318,8 +430,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             live.parameter = None
             if category is MemoryCategory.REDUCE_SCATTER_BUFFER and self._is_in_collective():
                 self._sent[live.key] = 1  # the backend's own copy: only the weak reference remains
-            self._log.storages.append(TrackedStorage(moment.unit, category))
+            self._log.storages.append(TrackedStorage(moment.unit, category, self._place()))
             self._live[live.key] = live
+            self._live_bytes += live.num_bytes
             self._log.events.append(StorageEvent(live.index, live.num_bytes, moment))
             return live
 
@@ -335,7 +448,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._device_type in (None, tensor.device.type)
 
     def _note_size(self, live: "_LiveStorage", storage: torch.UntypedStorage) -> None:
-        live.num_bytes = storage.nbytes()
+        num_bytes = storage.nbytes()
+        self._live_bytes += num_bytes - live.num_bytes
+        if not live.num_bytes:  # FSDP reuses a storage: it belongs to the line that fills it
+            self._log.storages[live.index].place = self._place()
+        live.num_bytes = num_bytes
         self._log.events.append(StorageEvent(live.index, live.num_bytes, self._now()))
 
     def _note_use(self, live: "_LiveStorage", parameter: int) -> None:
@@ -357,9 +474,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_size(live, storage)
 
     def _note_free(self, live: "_LiveStorage") -> None:
+        if self._late_frees is not None:
+            self._late_frees.append(live)
+            return
         if self._live.get(live.key) is live:
             del self._live[live.key]
         if live.num_bytes:
+            self._live_bytes -= live.num_bytes
             self._log.events.append(StorageEvent(live.index, 0, self._now()))
 
     def _now(self) -> Moment:
@@ -382,8 +503,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         @functools.wraps(original)
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = original(storage, size)
             tracker = tracker_of()
+            if tracker is not None:
+                try:
+                    tracker._guarded(tracker._check_limit, storage, size - storage.nbytes())
+                except _LimitPassed as passed:
+                    raise tracker._error(passed.failed) from None
+            result = original(storage, size)
             if tracker is not None:
                 tracker._guarded(tracker._note_resize, storage)
             return result
@@ -391,13 +517,27 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._patches.set_attribute(torch.UntypedStorage, "resize_", resize_)
 
     def _guarded(self, note: Callable[..., None], *args: Any) -> None:
-        """Run the tracker's code; its failure ends the tracking and never the training."""
+        """Run the tracker's code; its failure ends the tracking and never the training.
+
+        Raises:
+            _LimitPassed: The code checks the limit that the user asked for, and it is passed.
+        """
         if self._ended or self.problem is not None:
             return
         try:
             note(*args)
+        except _LimitPassed:
+            raise
         except Exception as error:
             self.problem = repr(error)
+
+
+class _LimitPassed(Exception):
+    """An allocation would pass the limit."""
+
+    def __init__(self, failed: FailedAllocation) -> None:
+        super().__init__()
+        self.failed = failed
 
 
 class _LiveStorage(ref[torch.UntypedStorage]):

@@ -42,6 +42,7 @@ from fsdp_inspect.store.schema import (
     MANIFEST_FILE,
     MEMORY,
     NUMERICS_FILE,
+    OUT_OF_MEMORY_FILE,
     PROBE_FILE,
     RANK_FILE,
     SCALARS,
@@ -61,6 +62,7 @@ from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError
 from fsdp_inspect.trace.black_box import decode as decode_black_box
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep, decode_steps
+from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from fsdp_inspect.trace.tables import (
@@ -222,6 +224,25 @@ class StoredRun:
                 if dump is not None:
                     dumps.append(dump)
         return dumps
+
+    def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
+        """The report of a failed allocation; None without one, or if damaged (see `notes`)."""
+        name = f"{self._folder(rank)}/{OUT_OF_MEMORY_FILE}"
+        with noting(self._found):
+            encoded = self._files.read(name)
+            if encoded is None:
+                return None
+            label = _label(self._files, name)
+            record = decode_record(encoded, OutOfMemoryRecord, label)
+            found = (record.run_id, record.rank, record.attempt)
+            if found == (self._manifest.run_id, rank, self.attempt):
+                return record
+            raise CorruptFileError(
+                f"{label} belongs to another recording: run {record.run_id!r}, rank {record.rank}, "
+                f"attempt {record.attempt}. Expected run {self._manifest.run_id!r}, rank {rank}, "
+                f"attempt {self.attempt}. It is ignored."
+            )
+        return None
 
     def events(
         self,

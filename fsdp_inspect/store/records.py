@@ -1,4 +1,4 @@
-"""Write and read `run.json`, `rank.json` and `network.json`.
+"""Write and read `run.json`, `rank.json`, `network.json` and `out_of_memory.json`.
 
 A record is written to a temporary file and renamed, so that a reader never sees half of it.
 """
@@ -18,15 +18,16 @@ from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
 from fsdp_inspect.reading import InvalidTextError, parse_json
 from fsdp_inspect.store.checksums import checksum_text
 from fsdp_inspect.trace.network_probe import NetworkProbe
+from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 
-RecordT = TypeVar("RecordT", RunManifest, RankRecord, NetworkProbe)
+RecordT = TypeVar("RecordT", RunManifest, RankRecord, NetworkProbe, OutOfMemoryRecord)
 
 _CHECKSUM_FIELD = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 
 
-def encode_record(record: RunManifest | RankRecord | NetworkProbe) -> bytes:
+def encode_record(record: RunManifest | RankRecord | NetworkProbe | OutOfMemoryRecord) -> bytes:
     """Encode a record as JSON, with a checksum as the last field."""
     text = record.model_dump_json(indent=1, fallback=str)
     body = text.removesuffix("\n}") + ",\n "

@@ -23,6 +23,7 @@ file of an earlier attempt::
           stacks.txt, crash.txt, sigterm.txt
                                       stacks at a hang, a fatal signal or SIGTERM, as written by
                                       Python's faulthandler; see `trace.stack_dumps`
+          out_of_memory.json          the allocation that failed, and what was alive
 
 A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes,
 possibly of a killed process: ignore them. A folder may lack ranks, and may lack `run.json`, if
@@ -30,8 +31,9 @@ other nodes wrote them to their own disks. The other data stays usable. Copying 
 nodes of one run into one folder gives the complete run (`fsdp-inspect merge` also checks them).
 
 **JSON files** are UTF-8 objects: the fields of `trace.run.RunManifest` (`run.json`),
-`trace.run.RankRecord` (`rank.json`) and `trace.network_probe.NetworkProbe` (`network.json`), whose
-docstrings give meaning and units. Unknown fields are ignored. The last field may be `crc32`: eight
+`trace.run.RankRecord` (`rank.json`), `trace.network_probe.NetworkProbe` (`network.json`) and
+`trace.out_of_memory.OutOfMemoryRecord` (`out_of_memory.json`), whose docstrings give meaning and
+units. Unknown fields are ignored. The last field may be `crc32`: eight
 lower-case hexadecimal digits, the CRC-32 (IEEE 802.3, as in zlib and gzip) of all bytes of the file
 before that field's opening quote. Without the field the file is not checked (remove the field when
 you edit the file by hand). The files are replaced atomically (written to a temporary file, then
@@ -136,6 +138,8 @@ CRASH_FILE = "crash.txt"
 """In a rank's folder: the stacks at a fatal signal; missing without one."""
 SIGTERM_FILE = "sigterm.txt"
 """In a rank's folder: the stacks when SIGTERM ended the process; missing without one."""
+OUT_OF_MEMORY_FILE = "out_of_memory.json"
+"""In a rank's folder: the allocation that failed; missing without one."""
 LIVE_SUFFIX = ".arrows"
 COMPACTED_SUFFIX = ".parquet"
 

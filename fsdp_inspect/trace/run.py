@@ -14,6 +14,7 @@ from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
+from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
 from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
@@ -241,7 +242,7 @@ class RankRecord(Record):
     """The boot and PID namespace in which `pid` is valid; set by the store."""
     device: str = ""
     device_memory_bytes: Amount | None = None
-    """Total memory of the device; None on CPU."""
+    """Total memory of the device, or the requested limit; None on CPU without a limit."""
     clock: str = "host"
     """`host` (CPU) or `cuda_event`; imports have `IMPORTED_CLOCK` or `UNPLACED_CLOCK`."""
     clock_start: ClockPair
@@ -307,6 +308,10 @@ class RunSource(Protocol):
 
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
         """The Python stacks that a rank wrote when it hung or died, the most telling first."""
+        ...
+
+    def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
+        """The report of a rank's failed allocation; None: none failed, or it was not reported."""
         ...
 
     def events(

@@ -338,6 +338,9 @@ class SyntheticRun:
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
         return ()
 
+    def out_of_memory(self, rank: int) -> None:
+        return None
+
     def events(
         self,
         rank: int,

@@ -13,7 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.storage_log import TrackedStepMemory
-from fsdp_inspect.recording.storage_tracker import StorageTracker
+from fsdp_inspect.recording.storage_tracker import (
+    FailedAllocation,
+    MemoryLimit,
+    StorageTracker,
+)
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.tables import MemoryTable
 
@@ -431,3 +435,112 @@ def test_rows_have_the_columns_of_the_memory_table(tracker):
         (MemoryPoint.END_BY_OWNER, -1),
     ]
     assert {row["allocated"] for row in rows} == {kept.nbytes}
+
+
+# --- a limit of the live bytes
+
+
+class Limited:
+    """A tracker with a limit, which keeps what it was told about failed allocations."""
+
+    def __init__(self, num_kib: int) -> None:
+        self.failed: list[FailedAllocation] = []
+        self.place = Place()
+        self.tracker = StorageTracker(
+            self.place,
+            find_place=lambda frame: 7,
+            limit=MemoryLimit(num_kib * KIB, self._make_error),
+        )
+
+    def _make_error(self, failed: FailedAllocation) -> BaseException:
+        self.failed.append(failed)
+        return torch.OutOfMemoryError("too much")
+
+
+def test_an_allocation_that_passes_the_limit_raises_with_its_size_and_is_dropped() -> None:
+    limited = Limited(100)
+    with limited.tracker:
+        kept = kib(60)
+        limited.place.unit, limited.place.phase = 3, Phase.BACKWARD
+        with pytest.raises(torch.OutOfMemoryError):
+            kib(41)
+        fits = kib(40)
+
+    [failed] = limited.failed
+    assert (failed.num_bytes, failed.live_bytes, failed.place) == (41 * KIB, 60 * KIB, 7)
+    assert failed.moment[:2] == (3, Phase.BACKWARD)
+    assert [each.num_bytes for each in failed.log.alive_at(failed.position)] == [60 * KIB]
+    del kept, fits
+
+
+def test_a_freed_storage_makes_room_under_the_limit() -> None:
+    limited = Limited(100)
+    with limited.tracker:
+        for _ in range(5):
+            kib(90)
+    assert not limited.failed
+
+
+def test_a_resize_that_passes_the_limit_raises_before_it_allocates() -> None:
+    limited = Limited(100)
+    with limited.tracker:
+        kept = kib(60)
+        freed = kib(20)
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(torch.OutOfMemoryError):
+            freed.untyped_storage().resize_(41 * KIB)
+        assert freed.untyped_storage().nbytes() == 0
+    assert limited.failed[0].num_bytes == 41 * KIB
+    del kept
+
+
+def test_storages_from_before_the_tracker_count_for_the_limit() -> None:
+    limited, parameter = Limited(100), kib(90)
+    limited.tracker.register_known(MemoryCategory.SHARDED_PARAMETER, [parameter], 0)
+    with limited.tracker, pytest.raises(torch.OutOfMemoryError):
+        kib(11)
+    assert [(each.category, each.place) for each in limited.failed[0].log.alive_at(1)] == [
+        (MemoryCategory.SHARDED_PARAMETER, 0)
+    ]
+
+
+def test_a_tracker_of_several_steps_keeps_what_is_alive_with_its_category_and_line() -> None:
+    limited = Limited(100)
+    with limited.tracker:
+        kept, dropped = kib(10), kib(20)
+        limited.tracker.classify(kept, MemoryCategory.BUFFER, 2)
+        first = limited.tracker.end_step()
+        del dropped
+        more = kib(30)
+        second = limited.tracker.end_step()
+
+    assert first.summarize().peak.total_bytes == 30 * KIB
+    assert second.summarize().start.total_bytes == 30 * KIB
+    assert second.summarize().end.total_bytes == 40 * KIB
+    [buffer] = [each for each in second.alive_at(4) if each.category is MemoryCategory.BUFFER]
+    assert (buffer.owner_unit, buffer.place, buffer.num_bytes) == (2, 7, 10 * KIB)
+    del kept, more
+
+
+def test_what_an_exception_frees_does_not_change_the_categories_at_the_failure() -> None:
+    limited = Limited(100)
+    limited.place.phase = Phase.FORWARD
+    with limited.tracker, pytest.raises(torch.OutOfMemoryError):
+        _ = [kib(60), kib(60)]
+    [failed] = limited.failed
+    log = failed.log.until(failed.position, failed.moment)
+    assert [each.category for each in log.alive_at(failed.position)] == [MemoryCategory.ACTIVATION]
+
+
+def test_the_highest_moment_of_a_unit_and_phase_is_found() -> None:
+    limited = Limited(1000)
+    with limited.tracker:
+        limited.place.unit, limited.place.phase = 1, Phase.FORWARD
+        first = kib(50)
+        limited.place.unit = 2
+        second = kib(30)
+    log = limited.tracker.log
+    assert log.highest(1, Phase.FORWARD)[0] == 1
+    assert log.highest(2, Phase.FORWARD)[0] == 2
+    assert log.highest(9, Phase.BACKWARD)[0] == 2  # the peak of the step
+    del first, second

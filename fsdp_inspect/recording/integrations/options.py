@@ -15,6 +15,7 @@ class RecorderOptions(TypedDict, total=False):
     warmup_steps: int
     memory_steps: Sequence[int] | Literal["auto"]
     numerics_every: int
+    device_memory: int | str | None
     device_interval_s: float
     flush_interval_s: float
     hang_after_s: float | None

@@ -1,0 +1,272 @@
+"""Limit the memory of the device, and report what was alive when an allocation failed.
+
+On CUDA the allocator itself limits reserved memory. On CPU the storage tracker limits the bytes of
+live storages: it follows every step, and `FailedAllocation` is attached to the exception that it
+raises, so that the report shows the moment of the failure and not that of its handling.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.quantities import parse_bytes
+from fsdp_inspect.recording.failure import local_bytes
+from fsdp_inspect.recording.memory import AllocatorCounters
+from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.storage_log import StorageLog
+from fsdp_inspect.recording.storage_tracker import FailedAllocation
+from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+from fsdp_inspect.trace.codes import MemoryCategory, Phase
+from fsdp_inspect.trace.out_of_memory import (
+    STORAGE_TRACKER,
+    TENSORS,
+    LiveBytes,
+    LiveMoment,
+    OutOfMemoryRecord,
+    keep_largest,
+)
+from fsdp_inspect.trace.run import Unit
+
+_REQUEST = re.compile(r"[Tt]ried to allocate (?P<size>[\d.]+ [KMGT]?i?B(?:ytes)?|\d+ bytes)")
+_ATTRIBUTE = "fsdp_inspect_failure"
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedStep:
+    """A complete step whose storages were followed."""
+
+    step: int
+    log: StorageLog
+
+
+@dataclass(frozen=True, slots=True)
+class LimitFailure:
+    """A failed allocation under a limit, with its position in the training."""
+
+    step: int
+    microbatch: int
+    limit_bytes: int
+    failed: FailedAllocation
+
+
+def make_limit_error(failure: LimitFailure) -> torch.OutOfMemoryError:
+    """The exception of an allocation that passes the requested limit."""
+    failed = failure.failed
+    error = torch.OutOfMemoryError(
+        f"Tried to allocate {format_bytes(failed.num_bytes)}. The device memory is limited to "
+        f"{format_bytes(failure.limit_bytes)} by --device-memory of FSDP Inspect, of which "
+        f"{format_bytes(failed.live_bytes)} are allocated."
+    )
+    setattr(error, _ATTRIBUTE, failure)
+    return error
+
+
+def find_limit_failure(error: BaseException) -> LimitFailure | None:
+    """The failure behind an exception, also if it was raised again as another one."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        found = getattr(current, _ATTRIBUTE, None)
+        if isinstance(found, LimitFailure):
+            return found
+        current = current.__cause__ or current.__context__
+    return None
+
+
+class CudaLimit:
+    """Limits the memory that torch's CUDA allocator reserves in this process."""
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        self._device = device
+        self._limit_bytes = limit_bytes
+        self._before: float | None = None
+
+    def start(self) -> str | None:
+        """Set the limit; returns why it has no effect, or None."""
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        if self._limit_bytes >= total:
+            return (
+                f"The requested device memory of {format_bytes(self._limit_bytes)} has no effect: "
+                f"{self._device} has {format_bytes(total)}."
+            )
+        ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        self._before = 1.0 if ask is None else float(ask(self._device))
+        torch.cuda.set_per_process_memory_fraction(self._limit_bytes / total, self._device)
+        return None
+
+    def stop(self) -> None:
+        """Restore the fraction from before; a second call does nothing."""
+        if self._before is not None:
+            before, self._before = self._before, None
+            torch.cuda.set_per_process_memory_fraction(before, self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the report of a failed allocation is made from."""
+
+    session: Session
+    units: Sequence[Unit]
+    handles: Sequence[GroupHandle]
+    optimizers: Sequence[torch.optim.Optimizer]
+    counters: AllocatorCounters | None
+    device: torch.device
+    limit_bytes: int | None
+    """The requested limit."""
+    followed: FollowedStep | None
+    """The last complete step whose storages were followed."""
+    name_place: Callable[[int], str]
+    """Returns `file:line` of a numbered line of the storage tracker."""
+
+
+def make_record(
+    error: BaseException, identity: dict[str, Any], where: Surroundings, location: str
+) -> OutOfMemoryRecord:
+    """Describe a failed allocation.
+
+    Args:
+        error: The out-of-memory.
+        identity: `run_id`, `rank` and `attempt` of the record.
+        where: The recording.
+        location: The user's line that the error passed; empty: none.
+    """
+    message = " ".join(str(error).split())
+    failure = find_limit_failure(error)
+    if failure is not None:
+        return _of_limit(failure, message, identity, where, location)
+    session = where.session
+    unit, phase = session.position()
+    live = list(_kept_tensors(where))
+    return OutOfMemoryRecord(
+        **identity,
+        message=message[:2000],
+        requested_bytes=parse_request(message),
+        is_limit_requested=where.limit_bytes is not None,
+        step=session.step,
+        microbatch=session.microbatch,
+        phase=Phase(phase).label,
+        unit=unit,
+        location=location,
+        live_from=TENSORS if live else "",
+        live=keep_largest(live),
+        reference=_reference(where, unit, phase),
+        **_allocator_state(where),
+    )
+
+
+def _of_limit(
+    failure: LimitFailure,
+    message: str,
+    identity: dict[str, Any],
+    where: Surroundings,
+    location: str,
+) -> OutOfMemoryRecord:
+    failed = failure.failed
+    log = failed.log.until(failed.position, failed.moment)
+    unit, phase = failed.moment.unit, failed.moment.phase
+    return OutOfMemoryRecord(
+        **identity,
+        message=message[:2000],
+        requested_bytes=failed.num_bytes,
+        limit_bytes=failure.limit_bytes,
+        is_limit_requested=True,
+        allocated_bytes=failed.live_bytes,
+        step=failure.step,
+        microbatch=failure.microbatch,
+        phase=Phase(phase).label,
+        unit=unit,
+        location=where.name_place(failed.place) or location,
+        live_from=STORAGE_TRACKER,
+        live=_live_rows(log, failed.position, where),
+        reference=_reference(where, unit, phase),
+    )
+
+
+def _reference(where: Surroundings, unit: int, phase: int) -> LiveMoment | None:
+    if where.followed is None:
+        return None
+    log = where.followed.log
+    position, moment = log.highest(unit, phase)
+    live = _live_rows(log, position, where)
+    return LiveMoment(
+        step=where.followed.step,
+        phase=Phase(moment.phase).label,
+        unit=moment.unit,
+        bytes=sum(row.bytes for row in live),
+        live=live,
+    )
+
+
+def _live_rows(log: StorageLog, position: int, where: Surroundings) -> list[LiveBytes]:
+    """The rows of a moment; places that differ only within a line are joined."""
+    found: dict[tuple[int, str, str], LiveBytes] = {}
+    for each in log.alive_at(position):
+        key = (each.owner_unit, each.category.label, where.name_place(each.place))
+        known = found.get(key)
+        found[key] = LiveBytes(
+            unit=key[0],
+            category=key[1],
+            place=key[2],
+            bytes=each.num_bytes + (known.bytes if known else 0),
+            count=each.num_storages + (known.count if known else 0),
+        )
+    return keep_largest(list(found.values()))
+
+
+def parse_request(message: str) -> int | None:
+    """The requested bytes in torch's message, to its three digits; None: it states none."""
+    found = _REQUEST.search(message)
+    return None if found is None else parse_bytes(found["size"].replace("bytes", "B"))
+
+
+def _allocator_state(where: Surroundings) -> dict[str, int | None]:
+    """The fields of the record that the CUDA allocator knows; empty without one."""
+    if where.counters is None:
+        return {}
+    allocated, reserved, *_ = where.counters.read()
+    free, total = torch.cuda.mem_get_info(where.device)
+    blocks = [
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        for block in segment["blocks"]
+        if block["state"] == "inactive" and segment["device"] == (where.device.index or 0)
+    ]
+    return {
+        "limit_bytes": min(total, where.limit_bytes or total),
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "device_free_bytes": free,
+        "largest_free_block_bytes": max(blocks, default=0),
+    }
+
+
+def _kept_tensors(where: Surroundings) -> Iterable[LiveBytes]:
+    """The tensors that FSDP and the optimizer keep, by unit: parameters, gradients, states."""
+    states = {
+        id(parameter): list(state.values())
+        for optimizer in where.optimizers
+        for parameter, state in optimizer.state.items()
+    }
+    for unit, handle in enumerate(where.handles):
+        parameters = torch_fsdp.sharded_parameters_of(handle.group)
+        kept: dict[MemoryCategory, Sequence[Any]] = {
+            MemoryCategory.SHARDED_PARAMETER: parameters,
+            MemoryCategory.SHARDED_GRADIENT: [each.grad for each in parameters],
+            MemoryCategory.OPTIMIZER_STATE: [
+                value for each in parameters for value in states.get(id(each), ())
+            ],
+        }
+        sizes = {category: local_bytes(tensors) for category, tensors in kept.items()}
+        if handle.group.is_unsharded:
+            sizes[MemoryCategory.UNSHARDED_PARAMETER] = where.units[unit].unsharded_bytes
+        for category, size in sizes.items():
+            if size:
+                yield LiveBytes(unit=unit, category=category.label, bytes=size)

@@ -1,0 +1,101 @@
+"""Define the report that a rank writes when an allocation fails: `out_of_memory.json`.
+
+Sizes are bytes. The live bytes are those of storages (`live_from` is `storage_tracker`), of tensors
+that FSDP and the optimizer keep (`tensors`), or of the blocks of a memory snapshot
+(`memory_snapshot`). Only `storage_tracker` and `memory_snapshot` list everything that was alive.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from fsdp_inspect.trace.codes import NO_UNIT
+from fsdp_inspect.trace.limits import Amount, Index
+from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
+
+MOST_ROWS = 1000
+"""The largest rows of a moment that a report keeps; the rest is one row without unit and line."""
+OTHER = "other"
+"""The category of that row."""
+STORAGE_TRACKER, TENSORS, MEMORY_SNAPSHOT = "storage_tracker", "tensors", "memory_snapshot"
+
+
+class LiveBytes(Record):
+    """Live storages of one unit and category, allocated at one line."""
+
+    unit: int = NO_UNIT
+    """The owner, as index into the manifest's units; -1: none."""
+    category: str
+    """A `MemoryCategory`, or `OTHER`."""
+    place: str = ""
+    """The user's line that allocated them, `file:line`; empty: before the recording, or unknown."""
+    bytes: Amount
+    count: Amount = 0
+    """The number of storages; 0: unknown."""
+
+
+class LiveMoment(Record):
+    """What was alive at one moment of a step."""
+
+    step: Index
+    phase: str
+    unit: int = NO_UNIT
+    """The innermost unit on the host's stack."""
+    bytes: Amount
+    live: list[LiveBytes] = Field(default_factory=list)
+    """The largest first; they add up to `bytes`."""
+
+
+class OutOfMemoryRecord(Record):
+    """`out_of_memory.json`: the allocation that failed on one rank, and what was alive."""
+
+    schema_version: Index = SCHEMA_VERSION
+    run_id: str
+    rank: Index
+    attempt: Index = 0
+    message: str = ""
+    """The allocator's own message."""
+    requested_bytes: Amount | None = None
+    """None: the message does not state it."""
+    limit_bytes: Amount | None = None
+    """The limit that was passed: the device's memory, or the requested limit."""
+    is_limit_requested: bool = False
+    """Whether the user asked for the limit (`--device-memory`)."""
+    allocated_bytes: Amount | None = None
+    """Before the request."""
+    reserved_bytes: Amount | None = None
+    """None: there is no allocator that reserves (CPU), or it is unknown."""
+    device_free_bytes: Amount | None = None
+    largest_free_block_bytes: Amount | None = None
+    """The largest free block within reserved memory; None: unknown."""
+    step: Index = 0
+    microbatch: Index = 0
+    phase: str = "outside"
+    unit: int = NO_UNIT
+    location: str = ""
+    """The user's line, `file:line`; empty: none or unknown."""
+    live_from: str = ""
+    """`storage_tracker`, `tensors` or `memory_snapshot`; empty: nothing is known."""
+    live: list[LiveBytes] = Field(default_factory=list)
+    """Alive before the request, the largest first."""
+    reference: LiveMoment | None = None
+    """The last complete step that was followed, at its highest moment in the same unit and phase,
+    or else at its peak; None: no step was followed to its end."""
+
+    @property
+    def is_at_same_place(self) -> bool:
+        """Whether `reference` is a moment of the same unit and phase."""
+        then = self.reference
+        return then is not None and (then.unit, then.phase) == (self.unit, self.phase)
+
+
+def keep_largest(rows: list[LiveBytes]) -> list[LiveBytes]:
+    """The rows, the largest first; all beyond `MOST_ROWS` are joined into one."""
+    rows = sorted(rows, key=lambda row: -row.bytes)
+    rest = rows[MOST_ROWS:]
+    if not rest:
+        return rows
+    joined = LiveBytes(
+        category=OTHER, bytes=sum(row.bytes for row in rest), count=sum(row.count for row in rest)
+    )
+    return [*rows[:MOST_ROWS], joined]
