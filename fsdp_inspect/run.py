@@ -249,11 +249,19 @@ class Run:
 
         return self._ask("numerics", lambda: measure_numerics(self._context))
 
-    def diagnose(self) -> Diagnosis:
-        """Why the run hung, died or went wrong, with the evidence; or that it is healthy."""
-        from fsdp_inspect.diagnosis.diagnose import diagnose
+    def diagnose(self, *, with_plans: bool = True) -> Diagnosis:
+        """Why the run hung, died or went wrong, with the evidence; or that it is healthy.
 
-        return self._ask("diagnosis", lambda: diagnose(self._context))
+        Args:
+            with_plans: After an out-of-memory, also search the plans that would have fitted, which
+                takes seconds.
+        """
+        from fsdp_inspect.diagnosis import diagnose
+
+        found = self._ask("diagnosis", lambda: diagnose.diagnose(self._context))
+        if not with_plans:
+            return found
+        return self._ask("diagnosis with plans", lambda: diagnose.with_plans(found, self._context))
 
     # --- other runs, other plans
 

@@ -27,17 +27,22 @@ def find_candidates(
         search: A search on `bench`, with the memory limit.
         count: The highest number of plans.
     """
+    narrator = Narrator(bench, evidence)
+    return tuple(narrator.proposal(each) for each in choose_candidates(bench, search, count))
+
+
+def choose_candidates(bench: PlanScorer, search: Search, count: int) -> list[Choice]:
+    """As `find_candidates`, without the descriptions."""
     found = search.run()
     if not found.fits:
-        return ()
+        return []
     increments = split_gain(bench, found.fastest, search.fits)
     advised = increments[-1].after if increments else AS_RECORDED
-    narrator = Narrator(bench, evidence)
     chosen: list[Choice] = []
     for choice in (advised, *_best_of_each_kind(bench, search.noise_ns)):
         if len(chosen) < count and _is_worth_a_run(bench, search, choice, chosen):
             chosen.append(choice)
-    return tuple(narrator.proposal(choice) for choice in chosen)
+    return chosen
 
 
 def _best_of_each_kind(bench: PlanScorer, noise_ns: float) -> Iterator[Choice]:

@@ -61,7 +61,7 @@ class Score:
 class PlanScorer:
     """Simulates the plans of one run, each once."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the network and the work have defaults
         self,
         run: RunSource,
         on_play: Callable[[int], object] = lambda _: None,
@@ -70,6 +70,7 @@ class PlanScorer:
         latency_ns: float | None = None,
         slowdown: Slowdown | None = None,
         node: NodeLink | None = None,
+        work: RecordedWork | None = None,
     ) -> None:
         """Read the recorded work of the run.
 
@@ -80,6 +81,7 @@ class PlanScorer:
             latency_ns: Latency of another network; None: the run's own.
             slowdown: The slowdown of compute by communication; None: no slowdown.
             node: The link within a node; None: as measured in the run.
+            work: The work to simulate, if it is known already; None: that of the median rank.
 
         Raises:
             MissingDataError: The run lacks data that the simulation needs.
@@ -87,7 +89,7 @@ class PlanScorer:
         """
         self._run = run
         self._on_play = on_play
-        self.work: RecordedWork = measure_work(run)
+        self.work: RecordedWork = measure_work(run) if work is None else work
         own = self.work.network if node is None else self.work.network.change_node(node)
         self.network: Network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
         self._cautious = self.network.at(Pace.CAUTIOUS)

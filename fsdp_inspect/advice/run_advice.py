@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsdp_inspect.advice.advise import Advice, give_advice, slowdown_of
-from fsdp_inspect.advice.candidates import find_candidates
+from fsdp_inspect.advice.candidates import choose_candidates, find_candidates
+from fsdp_inspect.advice.code_change import CodeChange
 from fsdp_inspect.advice.evidence import Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.advice.gain_attribution import leave_out_plans
@@ -12,7 +13,7 @@ from fsdp_inspect.advice.node_links import find_node_links
 from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.search import Search
-from fsdp_inspect.advice.suggestions import Proposal
+from fsdp_inspect.advice.suggestions import Narrator, Proposal
 from fsdp_inspect.analysis.contention import Contention, measure_contention
 from fsdp_inspect.analysis.damage import try_measure
 from fsdp_inspect.analysis.gathers_in_flight import measure_gathers_in_flight
@@ -21,8 +22,33 @@ from fsdp_inspect.analysis.memory.peak import PeakMoment
 from fsdp_inspect.analysis.optimizer_wait import measure_optimizer_wait
 from fsdp_inspect.analysis.pipeline import measure_pipeline
 from fsdp_inspect.analysis.summary import Summary, measure_summary
+from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.trace.codes import MemoryCategory
 from fsdp_inspect.trace.run import RunSource
+
+
+@dataclass(frozen=True, slots=True)
+class RunnablePlan:
+    """A plan, and how the code of the recorded run applies it."""
+
+    proposal: Proposal
+    change: CodeChange
+
+
+@dataclass(frozen=True, slots=True)
+class FittingPlans:
+    """The fastest plans of different kinds within a memory limit."""
+
+    plans: tuple[RunnablePlan, ...]
+    """By predicted step time; empty: no simulated plan fits."""
+    num_plans: int
+    """The number of simulated plans."""
+    recorded_peak_bytes: int
+    """Simulated peak of the recorded plan."""
+    least_peak_bytes: int
+    """The lowest simulated peak of all plans."""
+    tries_checkpointing: bool
+    """Whether plans with more activation checkpointing were simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +105,48 @@ def find_plans_to_run(
     search = Search(bench, limit, allow_dtypes=request.allow_dtypes)
     proposals = find_candidates(bench, evidence, search, count)
     return PlansToRun(proposals, len(bench.scores))
+
+
+def find_fitting_plans(
+    run: RunSource,
+    work: RecordedWork,
+    limit_bytes: int,
+    *,
+    count: int,
+    name_file: Callable[[int], str],
+) -> FittingPlans:
+    """Choose the fastest plans of different kinds within a memory limit.
+
+    Args:
+        run: A recorded or emulated run.
+        work: The work to simulate, with its memory.
+        limit_bytes: The highest simulated peak.
+        count: The highest number of plans.
+        name_file: Returns the file of the n-th plan, from 1, as the commands name it.
+
+    Raises:
+        MissingDataError: The run lacks data that the simulation needs.
+    """
+    evidence = _evidence(run, measure_summary(run))
+    bench = PlanScorer(run, slowdown=slowdown_of(evidence), work=work)
+    search = Search(bench, limit_bytes, allow_dtypes=False)
+    choices = sorted(
+        choose_candidates(bench, search, count),
+        key=lambda choice: (bench.score(choice).step_ns, choice.effort),
+    )
+    peaks = [score.peak_bytes for score in bench.scores.values() if score.peak_bytes is not None]
+    assert bench.recorded.peak_bytes is not None, "the work has memory"
+    narrators = [Narrator(bench, evidence, name_file(at)) for at in range(1, len(choices) + 1)]
+    return FittingPlans(
+        plans=tuple(
+            RunnablePlan(narrator.proposal(choice), narrator.code_change(choice))
+            for narrator, choice in zip(narrators, choices, strict=True)
+        ),
+        num_plans=len(bench.scores),
+        recorded_peak_bytes=bench.recorded.peak_bytes,
+        least_peak_bytes=min(peaks),
+        tries_checkpointing=any("checkpointing" in choice.changed for choice in bench.scores),
+    )
 
 
 def find_findings(run: RunSource, *, digest: Summary | None = None) -> tuple[Finding, ...]:

@@ -1,10 +1,24 @@
 """`fsdp-inspect diagnose`: explain why a run hung, died or went wrong."""
 
-from typing import Annotated
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
+from fsdp_inspect.cli.advise import patch_file_of
+from fsdp_inspect.cli.arguments import (
+    JsonOption,
+    RunArgument,
+    open_run_argument,
+    print_renderable,
+    require_new_file,
+)
+
+if TYPE_CHECKING:
+    from fsdp_inspect.diagnosis.diagnose import Diagnosis
+    from fsdp_inspect.run import Run
 
 HEALTHY, PROBLEM, CANNOT_TELL = range(3)
 SETTLE_S = 1.5
@@ -25,11 +39,23 @@ def diagnose(
             help="Wait for ranks that still write, and name the tool: for the end of a training.",
         ),
     ] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            help="After an out-of-memory, write the plans that would have fitted: the fastest one "
+            "as plan.toml, the others as plan-2.toml and plan-3.toml. Next to each, the diff of "
+            "the script that applies it, if one can be written: plan.patch.",
+            metavar="FILE",
+        ),
+    ] = None,
 ) -> None:
     """Explain why a run hung, died or went wrong: the rank, the unit, the line of code.
 
     It works while the job still hangs, and after it was killed. It reads what each rank left in
     its folder: the last collectives, the stacks of its threads, and how it ended.
+
+    After an out-of-memory it shows what filled the memory by category, unit and line of code, what
+    grew since the last good step, and up to three plans that would have fitted, by simulation.
 
     Exit codes: 0 healthy, 1 a problem, 2 cannot tell.
 
@@ -43,7 +69,9 @@ def diagnose(
     if is_end:
         time.sleep(SETTLE_S)
     opened = open_run_argument(run)
-    found = opened.diagnose()
+    found = opened.diagnose(with_plans=False)
+    if not brief or write is not None:
+        found = _with_plans(opened, found, write)
     if as_json:
         head = {"run_id": opened.id, "source": opened.manifest.source, "notes": list(opened.notes)}
         print(json.dumps({**head, **diagnosis_to_dict(found)}, indent=2, allow_nan=False))
@@ -53,3 +81,31 @@ def diagnose(
         print_renderable(render_diagnosis(found, brief=brief))
     codes = {"healthy": HEALTHY, "problem": PROBLEM}
     raise typer.Exit(codes.get(found.status.value, CANNOT_TELL))
+
+
+def _with_plans(run: "Run", found: "Diagnosis", write: Path | None) -> "Diagnosis":
+    """Search the plans that would have fitted, and write them into files."""
+    from fsdp_inspect.diagnosis.diagnose import with_plans
+    from fsdp_inspect.report.out_of_memory import name_plan_file
+
+    first = str(write or "plan.toml")
+    found = with_plans(found, run.source, name_file=lambda at: name_plan_file(first, at))
+    plans = found.plans.plans if found.plans is not None else ()
+    if write is not None and not plans:
+        raise typer.BadParameter(
+            "No plan to write. Expected a run that ran out of memory and plans that would have "
+            "fitted. Run the command without --write to see why there is none.",
+            param_hint="--write",
+        )
+    for at, each in enumerate(plans if write is not None else (), 1):
+        path = Path(name_plan_file(first, at))
+        patch = patch_file_of(path)
+        require_new_file("--write", path)
+        require_new_file("--write", patch)
+        each.proposal.plan.dump(path)
+        written = f"Wrote {path}"
+        if each.change.diff:
+            patch.write_text(f"{each.change.diff}\n", encoding="utf-8")
+            written += f". To apply it: patch -p0 < {shlex.quote(str(patch))}"
+        print(f"{written}.", file=sys.stderr)
+    return found

@@ -6,7 +6,7 @@ a hang, and a rank that died explains why others wait. What cannot be decided is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -15,6 +15,8 @@ from fsdp_inspect.analysis.numerics import LOW_PRECISION, Numerics, measure_nume
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind, find_activity
 from fsdp_inspect.diagnosis.collective_grid import CollectiveGrid, lay_out_collectives
 from fsdp_inspect.diagnosis.ends import EndKind, RankEnd, find_ends, first_ends
+from fsdp_inspect.diagnosis.fitting_plans import PlanSearch, search_plans
+from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory, read_out_of_memory
 from fsdp_inspect.diagnosis.stack_groups import StackGroup, group_stacks
 from fsdp_inspect.diagnosis.waits import (
     Wait,
@@ -143,6 +145,11 @@ class Diagnosis:
     """What each rank issued around the collective in question; None without a black box."""
     stacks: tuple[StackGroup, ...]
     """The distinct stacks of the training threads, that of the fewest ranks first."""
+    out_of_memory: OutOfMemory | None = None
+    """What filled the memory; None: nothing ran out of memory, or no rank reported it."""
+    plans: PlanSearch | None = None
+    """The plans that would have fitted; None: nothing ran out of memory, or they were not searched.
+    """
 
     @property
     def is_of_values(self) -> bool:
@@ -166,6 +173,21 @@ def diagnose(run: RunSource) -> Diagnosis:
         run: A run in any state.
     """
     return _Case(run).decide()
+
+
+def with_plans(
+    found: Diagnosis, run: RunSource, *, name_file: Callable[[int], str] = "plan-{}.toml".format
+) -> Diagnosis:
+    """Add the plans that would have fitted to a diagnosis; takes seconds after an out-of-memory.
+
+    Args:
+        found: The diagnosis of the run.
+        run: The run.
+        name_file: Returns the file of the n-th plan, from 1, as the commands name it.
+    """
+    if found.out_of_memory is None:
+        return found
+    return replace(found, plans=search_plans(run, found.out_of_memory, name_file=name_file))
 
 
 class _Case:
@@ -297,6 +319,10 @@ class _Case:
             culprits = [end for end in culprits if end.rank not in self._waiting] or culprits
         ranks = tuple(sorted(end.rank for end in culprits))
         state = self._states[ranks[0]]
+        if kind is EndKind.OUT_OF_MEMORY:
+            reported = read_out_of_memory(self._run, ranks)
+            if reported is not None:
+                return self._out_of_memory(ranks, reported, culprits[0])
         is_oom = kind is EndKind.OUT_OF_MEMORY
         return self._make(
             Status.PROBLEM,
@@ -309,6 +335,24 @@ class _Case:
             location=culprits[0].failed_at or self._location_of(ranks[0]),
             wait=self._wait_for(ranks),
             failure=culprits[0].detail,
+        )
+
+    def _out_of_memory(
+        self, ranks: tuple[int, ...], reported: OutOfMemory, end: RankEnd | None = None
+    ) -> Diagnosis:
+        """The diagnosis with the position that the report states."""
+        record = reported.record
+        return self._make(
+            Status.PROBLEM,
+            ProblemClass.OUT_OF_MEMORY,
+            ranks=ranks,
+            unit=record.unit,
+            phase=_phase_named(record.phase),
+            step=record.step,
+            location=record.location or ("" if end is None else end.failed_at),
+            wait=self._wait_for(ranks),
+            failure=record.message if end is None else end.detail,
+            out_of_memory=reported,
         )
 
     def _before_hang(self) -> dict[int, RankEnd]:
@@ -550,6 +594,10 @@ class _Case:
     def _unsaid(self) -> Diagnosis | None:
         """Whether too little is known to call the run healthy."""
         if self._is_imported:
+            failed = tuple(rank for rank, each in self._records.items() if each.failed_request)
+            reported = read_out_of_memory(self._run, failed)
+            if reported is not None:
+                return self._out_of_memory(failed, reported)
             unknown = Unknown.TIME_OF_DUMP if self._boxes else Unknown.IMPORTED
             return self._make(Status.CANNOT_TELL, None, is_certain=False, unknown=unknown)
         if self._missing:
@@ -674,6 +722,10 @@ class _Case:
 def _position(issued: Issued) -> dict[str, Any]:
     """The fields of a diagnosis that a collective gives."""
     return {"unit": issued.unit, "phase": issued.phase, "step": issued.step}
+
+
+def _phase_named(label: str) -> Phase:
+    return next((phase for phase in Phase if phase.label == label), Phase.OUTSIDE)
 
 
 def _line_of(issued: Issued) -> str:

@@ -33,7 +33,14 @@ from fsdp_inspect.reduction.order_wording import (
     of_step,
     shorten_place,
 )
+from fsdp_inspect.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.report.diagnosis_pictures import pictures_to_dict, render_pictures
+from fsdp_inspect.report.out_of_memory import (
+    describe_memory_at_failure,
+    describe_plans,
+    list_next_steps,
+    out_of_memory_to_dict,
+)
 from fsdp_inspect.trace.numerics import Place
 
 MOST_RANKS = 16
@@ -68,6 +75,9 @@ def render_diagnosis(found: Diagnosis, *, brief: bool = False) -> RenderableType
         parts += ["", Text("Evidence", style="bold"), *map(_bullet, text.evidence)]
     if not brief:
         parts.append(render_pictures(found))
+    if not brief and found.out_of_memory is not None and found.plans is not None:
+        fitting = describe_plans(found.out_of_memory, found.plans)
+        parts += ["", Text("Plans that fit", style="bold"), *map(_bullet, fitting)]
     if text.next:
         parts += ["", Text("Next", style="bold"), *map(_bullet, text.next)]
     return Group(*parts)
@@ -92,6 +102,9 @@ def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:
         "missing_ranks": list(found.missing_ranks),
         "states": [_state_to_dict(state, found) for state in found.states],
         **pictures_to_dict(found),
+        "out_of_memory": None
+        if found.out_of_memory is None
+        else out_of_memory_to_dict(found.out_of_memory, found.plans),
     }
 
 
@@ -297,6 +310,10 @@ def _died(found: Diagnosis) -> str:
 
 
 def _out_of_memory(found: Diagnosis) -> str:
+    if found.out_of_memory is not None:
+        others = f" {capitalize(format_ranks(found.ranks))} failed." if len(found.ranks) > 1 else ""
+        sentence = describe_out_of_memory(found.out_of_memory.record, found.unit_names)
+        return f"{sentence}{others}"
     return f"{capitalize(format_ranks(found.ranks))} ran out of memory: {_clip(found.failure)}."
 
 
@@ -457,6 +474,8 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
         yield _why_culprits(found)
     if found.wait is not None:
         yield _describe_wait(found.wait, found)
+    if found.out_of_memory is not None:
+        yield from describe_memory_at_failure(found.out_of_memory)
     yield from _describe_states(found)
     if found.problem is ProblemClass.PRECISION_LOSS and found.numerics is not None:
         for unit in sorted(found.numerics.units, key=lambda each: -(each.lost_ratio or 0.0))[:4]:
@@ -559,6 +578,9 @@ def _next(found: Diagnosis) -> Iterator[str]:
                 f"Copy the folders of {missing} into the run, and run `fsdp-inspect diagnose` "
                 "again."
             )
+    if found.out_of_memory is not None:
+        yield from list_next_steps(found.plans)
+        return
     yield from _NEXT.get(found.problem, ()) if found.problem is not None else ()
     state = found.state_of(found.ranks[0]) if found.ranks else None
     if found.problem is ProblemClass.RANK_LATE and state is not None and state.activity is not None:

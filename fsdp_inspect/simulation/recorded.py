@@ -29,7 +29,7 @@ from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, fit_network
 from fsdp_inspect.simulation.nodes import find_node, known_lines
 from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
-from fsdp_inspect.simulation.recorded_memory import measure_memory_work
+from fsdp_inspect.simulation.recorded_memory import grow_memory, measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
 from fsdp_inspect.simulation.step_pieces import (
     ClockPart,
@@ -184,6 +184,32 @@ def _with_checked_memory(work: RecordedWork) -> RecordedWork:
     )
     workload = replace(work.workload, memory=None)
     return replace(work, workload=workload, memory_error=error, memory_refusal=refusal)
+
+
+def with_memory_of_failed_step(
+    work: RecordedWork, run: RunSource, step: int
+) -> tuple[RecordedWork, float]:
+    """Change the memory of a work to that of a step that ran out of memory.
+
+    Returns:
+        The work, and what its forwards keep in relation to the recorded steps (1.0: the same).
+
+    Raises:
+        MissingDataError: The memory of the work or of the failed step is unknown.
+    """
+    if work.memory_refusal is not None:
+        raise MissingDataError(work.memory_refusal)
+    samples = run.memory(work.rank)
+    samples = samples.where(samples.step == step)
+    if work.workload.memory is None or not len(samples):
+        raise MissingDataError(
+            f"The storages of step {step} of rank {work.rank}, or of a step before it, were not "
+            "followed. Expected a memory step, and a failed step under --device-memory. Record the "
+            "run with --device-memory."
+        )
+    grown = grow_memory(samples, work.units, work.workload)
+    workload = replace(work.workload, memory=grown.work, passes=tuple(grown.passes))
+    return replace(work, workload=workload), grown.ratio
 
 
 def _expect_sharded_units(run: RunSource) -> None:

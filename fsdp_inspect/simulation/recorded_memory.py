@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.parameters import last_gradient_of, share_of
 from fsdp_inspect.simulation.parts import Course, FirstUse
-from fsdp_inspect.simulation.workload import Op, Pass, Piece
+from fsdp_inspect.simulation.workload import Op, Pass, Piece, Workload
 from fsdp_inspect.trace.codes import OF_COMMUNICATION, MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
@@ -64,6 +65,83 @@ def measure_memory_work(
             return MeasuredMemory(reader.work(pieces), reader.between_passes(), peak)
     return None
 
+
+class GrownMemory(NamedTuple):
+    """The memory of a workload, changed to that of a step that did not end."""
+
+    work: MemoryWork
+    passes: Sequence[Pass]
+    ratio: float
+    """What forwards keep for backward, in relation to the complete step, over the pieces that the
+    unfinished step ran."""
+
+
+def grow_memory(samples: MemoryTable, units: Sequence[Unit], workload: Workload) -> GrownMemory:
+    """Change the memory of a workload to that of a step that did not end, as after a larger batch.
+
+    The resting memory and the pieces that the step ran are measured. What it did not reach is in
+    proportion to what its forwards keep: the same piece's, or that of all pieces. Gradients stay.
+
+    Args:
+        samples: Samples of the unfinished step of one rank.
+        units: Units by index in the workload.
+        workload: With the memory of a complete step.
+
+    Raises:
+        MissingDataError: The step ended before it ran the forward of a unit.
+    """
+    known = workload.memory
+    assert known is not None, "the workload has memory"
+    reader = _Reader(samples, units, workload.passes, shard=1)
+    now = reader.pieces_of_forward(workload.pieces)
+    then_kept = sum(known.pieces[at].kept for at in now)
+    if then_kept <= 0:
+        raise MissingDataError(
+            "The failed step ended before the forward of the first unit did, so its memory by unit "
+            "is unknown. Expected one forward of a unit. Record a step with a smaller batch."
+        )
+    ratio = sum(each.kept for each in now.values()) / then_kept
+    grown = [_grow(memory, now.get(at), ratio) for at, memory in enumerate(known.pieces)]
+    resting = [reader.resting_bytes(unit) for unit in units]
+    now_units = [
+        replace(memory, resting=own) for memory, own in zip(known.units, resting, strict=True)
+    ]
+    work = replace(known, pieces=grown, units=now_units, rest=reader.rest_beyond(sum(resting)))
+    passes = [replace(one, before_memory=_scale(one.before_memory, ratio))
+              for one in workload.passes]  # fmt: skip
+    return GrownMemory(work, passes, ratio)
+
+
+def _grow(memory: PieceMemory, now: PieceMemory | None, ratio: float) -> PieceMemory:
+    """The memory of a piece whose forward was measured (`now`) or not reached (None)."""
+    own = now.kept / memory.kept if now is not None and memory.kept > 0 else ratio
+    scaled = _scale(memory, own)
+    if now is None:
+        return scaled
+    return replace(
+        scaled, kept=now.kept, forward_rise=now.forward_rise, forward=now.forward or scaled.forward
+    )
+
+
+def _scale(memory: PieceMemory, ratio: float) -> PieceMemory:
+    """The memory with all but gradients in proportion; unchanged within `_SAME_RATIO`."""
+    if abs(ratio - 1) <= _SAME_RATIO:
+        return memory
+    return replace(
+        memory,
+        kept=round(memory.kept * ratio),
+        forward_rise=round(memory.forward_rise * ratio),
+        backward_rise=memory.gradients
+        + round(max(memory.backward_rise - memory.gradients, 0) * ratio),
+        left=round(memory.left * ratio),
+        output=round(memory.output * ratio),
+        forward=None,
+        backward=None,
+    )
+
+
+_SAME_RATIO = 0.002
+"""A smaller difference comes from storages whose release the step before did not see."""
 
 _PHASE_OF = {
     MemoryPoint.FORWARD_START: Phase.FORWARD,
@@ -167,6 +245,23 @@ class _Reader:
                 memory[at] = read(memory[at], stretch, pieces[at])
         memory = [replace(each, used=_used(each)) for each in memory]
         return memory if self._records_rises else self._with_late_gradients(memory, pieces)
+
+    def pieces_of_forward(self, pieces: Sequence[Piece]) -> dict[int, PieceMemory]:
+        """By piece, the memory of the forwards that the step ran, without their backward."""
+        found: dict[int, PieceMemory] = {}
+        for one, rows in self._first_of_each_tape():
+            for stretch in self._stretches(one, rows) if one.is_forward else ():
+                at = _longest(stretch, pieces)
+                found[at] = self._forward(PieceMemory(), stretch, pieces[at])
+        return found
+
+    def resting_bytes(self, unit: Unit) -> int:
+        """The sharded parameters and optimizer state of a unit at the first sample."""
+        return self._unit(unit).resting
+
+    def rest_beyond(self, resting_bytes: int) -> int:
+        """The other memory at the first sample, without communication."""
+        return self._compute(self._first) - resting_bytes
 
     def _forward(self, memory: PieceMemory, stretch: _Stretch, piece: Piece) -> PieceMemory:
         return replace(
@@ -292,7 +387,7 @@ class _Reader:
 
     def _rest(self, units: Sequence[UnitMemory]) -> int:
         """Memory at the first sample without the units' resting memory and communication."""
-        return self._compute(self._first) - sum(unit.resting for unit in units)
+        return self.rest_beyond(sum(unit.resting for unit in units))
 
     # --- samples
 

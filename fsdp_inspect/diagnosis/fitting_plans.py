@@ -1,0 +1,158 @@
+"""Find plans that would have fitted where a run ran out of memory.
+
+The recorded steps are simulated under other plans, with the memory of the step that failed: what it
+ran is measured, and the rest is in proportion. The simulation must first explain the failure: its
+peak of the recorded plan must reach what was alive plus the request. Otherwise no plan is proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from fsdp_inspect.advice.run_advice import RunnablePlan, find_fitting_plans
+from fsdp_inspect.analysis.context import RunContext
+from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
+from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory
+from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.simulation.recorded import (
+    RecordedWork,
+    measure_work,
+    with_memory_of_failed_step,
+)
+from fsdp_inspect.trace.codes import Phase
+from fsdp_inspect.trace.out_of_memory import STORAGE_TRACKER
+from fsdp_inspect.trace.run import RunManifest, RunSource
+
+NUM_PLANS = 3
+_LEAST_MARGIN = 0.005
+_GROWN_MARGIN = 0.02
+"""Added to the error of the simulated peak if the failed step is larger than the recorded ones."""
+_EXPLAINED = 0.98
+"""The part of the memory at the failure that the simulated peak must reach."""
+
+
+class NoPlans(StrEnum):
+    """Why no plan is proposed."""
+
+    IMPORTED = "imported"
+    """A snapshot has no times and no plan."""
+    NO_LIMIT = "no limit"
+    """The memory of the device is unknown."""
+    FIRST_STEP = "first step"
+    """No step has ended."""
+    NOT_TRAINING = "not training"
+    """The allocation belongs to an evaluation."""
+    NOT_FOLLOWED = "not followed"
+    """The storages of the failed step were not followed (CUDA)."""
+    NOT_EXPLAINED = "not explained"
+    """The simulated peak of the recorded plan is below what was alive."""
+    NOT_SIMULATED = "not simulated"
+    """The simulation misses data; `detail` has the reason."""
+    NONE_FITS = "none fits"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSearch:
+    """The plans that would have fitted, or why none is proposed."""
+
+    limit_bytes: int | None
+    """The highest peak of a proposed plan, with its margin; None: unknown."""
+    plans: tuple[RunnablePlan, ...]
+    """By predicted step time."""
+    reason: NoPlans | None
+    """None: `plans` has at least one plan."""
+    detail: str = ""
+    """A sentence of the simulation about the missing data."""
+    num_plans: int = 0
+    """The number of simulated plans."""
+    recorded_peak_bytes: int | None = None
+    """Simulated peak of the recorded plan with the memory of the failed step."""
+    least_peak_bytes: int | None = None
+    """The lowest simulated peak."""
+    tries_checkpointing: bool = True
+    """Whether plans with more activation checkpointing were simulated."""
+    growth_ratio: float | None = None
+    """What forwards keep in the failed step, in relation to the recorded steps; None: unknown."""
+    has_timed_steps: bool = True
+    """False: all steps are warm-up steps, so the predicted times are rough."""
+
+
+def search_plans(
+    run: RunSource, found: OutOfMemory, *, name_file: Callable[[int], str]
+) -> PlanSearch:
+    """Find the plans that would have fitted, by predicted step time.
+
+    Args:
+        run: The run that ran out of memory.
+        found: Its failed allocation.
+        name_file: Returns the file of the n-th plan, from 1, as the commands name it.
+    """
+    record = found.record
+    reason = _refusal(run, found)
+    if reason is not None:
+        return PlanSearch(record.limit_bytes, (), reason)
+    has_timed_steps = timed_rank(run) is not None
+    source = run if has_timed_steps else _WithoutWarmup(run)
+    try:
+        work, ratio = _work_of_failure(source, found)
+    except FsdpInspectError as error:
+        return PlanSearch(record.limit_bytes, (), NoPlans.NOT_SIMULATED, str(error))
+    peak = work.play().peak_bytes
+    reached = (record.allocated_bytes or 0) + (record.requested_bytes or 0)
+    searched = PlanSearch(
+        limit_bytes=record.limit_bytes,
+        plans=(),
+        reason=NoPlans.NOT_EXPLAINED,
+        recorded_peak_bytes=peak,
+        growth_ratio=ratio,
+        has_timed_steps=has_timed_steps,
+    )
+    if peak is None or peak < _EXPLAINED * reached:
+        return searched
+    margin = max(abs(work.memory_error or 0.0), _LEAST_MARGIN)
+    margin += _GROWN_MARGIN if abs(ratio - 1) > _LEAST_MARGIN else 0.0
+    assert record.limit_bytes is not None, "checked by _refusal"
+    limit = round(record.limit_bytes / (1 + margin))
+    try:
+        fitting = find_fitting_plans(source, work, limit, count=NUM_PLANS, name_file=name_file)
+    except FsdpInspectError as error:
+        return replace(searched, reason=NoPlans.NOT_SIMULATED, detail=str(error))
+    return replace(
+        searched,
+        limit_bytes=limit,
+        plans=fitting.plans,
+        reason=None if fitting.plans else NoPlans.NONE_FITS,
+        num_plans=fitting.num_plans,
+        least_peak_bytes=fitting.least_peak_bytes,
+        tries_checkpointing=fitting.tries_checkpointing,
+    )
+
+
+def _refusal(run: RunSource, found: OutOfMemory) -> NoPlans | None:
+    record = found.record
+    if run.manifest.source == "imported":
+        return NoPlans.IMPORTED
+    if record.limit_bytes is None:
+        return NoPlans.NO_LIMIT
+    if record.phase == Phase.EVALUATION.label:
+        return NoPlans.NOT_TRAINING
+    if not select_steps(run).finished:
+        return NoPlans.FIRST_STEP
+    return NoPlans.NOT_FOLLOWED if record.live_from != STORAGE_TRACKER else None
+
+
+def _work_of_failure(run: RunSource, found: OutOfMemory) -> tuple[RecordedWork, float]:
+    record = found.record
+    is_timed = timed_rank(run, record.rank) is not None
+    work = measure_work(run, rank=record.rank if is_timed else None)
+    return with_memory_of_failed_step(work, run, record.step)
+
+
+class _WithoutWarmup(RunContext):
+    """The run with its warm-up steps as timed steps, if there are no others."""
+
+    @property
+    def manifest(self) -> RunManifest:
+        return self.source.manifest.model_copy(update={"warmup_steps": 0, "memory_steps": []})
