@@ -17,6 +17,7 @@ from pathlib import Path
 from fsdp_inspect.errors import CorruptFileError, NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.importing.snapshot_contents import SnapshotContents, parse_snapshot
+from fsdp_inspect.importing.snapshot_failure import describe_failure
 from fsdp_inspect.importing.snapshot_pickle import (
     MAX_MEMORY_BYTES,
     read_plain_pickle,
@@ -25,6 +26,8 @@ from fsdp_inspect.importing.snapshot_pickle import (
 from fsdp_inspect.importing.snapshot_positions import FsdpActivity, follow_annotations, unit_names
 from fsdp_inspect.importing.snapshot_rows import RankSnapshot, find_failed_request, memory_rows
 from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.store.schema import OUT_OF_MEMORY_FILE
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.run import (
     UNPLACED_CLOCK,
@@ -166,7 +169,7 @@ def _place(contents: SnapshotContents, name: str) -> RankSnapshot:
             "_dump_snapshot after it, in the same process."
         )
     device = max(devices, key=lambda one: (one.reserved_bytes, len(one.trace)))
-    return RankSnapshot.of(device, follow_annotations(contents.annotations))
+    return RankSnapshot.of(device, follow_annotations(contents.annotations), contents.places)
 
 
 # --- notes and the manifest
@@ -347,6 +350,11 @@ def _write(
             writer = RankWriter(out, record.model_copy(update={"attempt": attempt}))
             writer.memory.extend(rows)
             writer.close(RunStatus.IMPORTED)
+            failure = describe_failure(rank, index)
+            if failure is not None:
+                identity = {"run_id": manifest.run_id, "rank": number, "attempt": attempt}
+                failure = failure.model_copy(update=identity)
+                replace_file(writer.folder / OUT_OF_MEMORY_FILE, encode_record(failure))
             if writer.record.problems:
                 raise OSError("; ".join(writer.record.problems))
     except BaseException as error:

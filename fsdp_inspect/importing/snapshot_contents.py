@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.errors import CorruptFileError
 from fsdp_inspect.importing.snapshot_labels import UNLABELLED, Labels
+from fsdp_inspect.importing.snapshot_places import NO_PLACE, Places
 
 Int64Array = NDArray[np.int64]
 
@@ -83,6 +84,8 @@ class Blocks:
     """Index of the segment that contains the block."""
     label: NDArray[np.int8]
     """The code of `Labels` for the block's metadata and stack."""
+    place: NDArray[np.int32]
+    """The number of the line that allocated it, see `Places`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,8 @@ class Trace:
     """Requested size before rounding; for segments, the size taken from the device."""
     time_us: Int64Array
     label: NDArray[np.int8]
+    place: NDArray[np.int32]
+    """Of allocations and failed requests; 0 for other actions."""
 
     def __len__(self) -> int:
         return len(self.action)
@@ -157,6 +162,8 @@ class SnapshotContents:
     """The annotations, by time."""
     settings: Mapping[str, str]
     """The allocator's settings, as text."""
+    places: tuple[str, ...] = ("",)
+    """Lines of the user's code by number, `file:line`; number 0 is none."""
 
 
 def parse_snapshot(value: Any, name: str) -> SnapshotContents:
@@ -192,8 +199,8 @@ def _as_snapshot(value: Any) -> Mapping[str, Any]:
 
 
 def _parse(snapshot: Mapping[str, Any]) -> SnapshotContents:
-    labels = Labels()
-    builders: defaultdict[int, _DeviceBuilder] = defaultdict(lambda: _DeviceBuilder(labels))
+    labels, places = Labels(), Places()
+    builders: defaultdict[int, _DeviceBuilder] = defaultdict(lambda: _DeviceBuilder(labels, places))
     budget = _RowBudget()
     budget.spend(len(_list(snapshot, "external_annotations")))
     annotations = [
@@ -219,6 +226,7 @@ def _parse(snapshot: Mapping[str, Any]) -> SnapshotContents:
         devices=tuple(builder.build(device) for device, builder in sorted(builders.items())),
         annotations=tuple(sorted(annotations, key=lambda annotation: annotation.time_us)),
         settings=_settings(snapshot.get("allocator_settings")),
+        places=tuple(places.names),
     )
 
 
@@ -240,9 +248,10 @@ class _DeviceBuilder:
     """Gathers the rows of one device."""
 
     labels: Labels
+    places: Places
     segments: list[int] = field(default_factory=list)
-    blocks: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
-    entries: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    blocks: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
+    entries: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
     is_profile: bool = False
 
     def add_segment(self, segment: Mapping[str, Any]) -> None:
@@ -256,9 +265,10 @@ class _DeviceBuilder:
             if state not in _STATES:
                 raise _Complaint(f"a block has the state {state!r}. Expected {', '.join(_STATES)}.")
             requested = _integer(block, "requested_size", _old_requested(block, size))
-            label = self.labels.of(block, _frames(block))
+            frames = _frames(block)
+            label, place = self.labels.of(block, frames), self.places.of(frames)
             here = _integer(block, "address", address, is_address=True)
-            self.blocks.append((here, size, requested, _STATES[state], number, label))
+            self.blocks.append((here, size, requested, _STATES[state], number, label, place))
             address = here + size
             total -= size
         if total < 0:
@@ -271,6 +281,7 @@ class _DeviceBuilder:
         action = _ACTIONS.get(_text(entry, "action"), Action.OTHER)
         where = "device_free" if action is Action.OOM else "addr"
         self.is_profile |= "category" in entry
+        has_place = action in (Action.ALLOC, Action.OOM)
         self.entries.append(
             (
                 action,
@@ -278,6 +289,7 @@ class _DeviceBuilder:
                 _integer(entry, "size", 0),
                 _time(entry),
                 self.labels.of(entry, _frames(entry)) if action is Action.ALLOC else UNLABELLED,
+                self.places.of(_frames(entry)) if has_place else NO_PLACE,
             )
         )
 
@@ -288,18 +300,29 @@ class _DeviceBuilder:
                 f"device {device} has segments of {sum(self.segments)} bytes. Expected the memory "
                 "of one device."
             )
-        blocks = np.array(self.blocks, dtype=np.int64).reshape(-1, 6)
-        address, size, requested, state, segment, label = blocks.T.copy()
-        entries = np.array(self.entries, dtype=np.int64).reshape(-1, 5)
-        action, where, amount, time_us, entry_label = entries.T.copy()
+        blocks = np.array(self.blocks, dtype=np.int64).reshape(-1, 7)
+        address, size, requested, state, segment, label, place = blocks.T.copy()
+        entries = np.array(self.entries, dtype=np.int64).reshape(-1, 6)
+        action, where, amount, time_us, entry_label, entry_place = entries.T.copy()
         return DeviceMemory(
             device=device,
             segment_sizes=np.array(self.segments, dtype=np.int64),
             blocks=Blocks(
-                address, size, requested, state.astype(np.int8), segment, label.astype(np.int8)
+                address,
+                size,
+                requested,
+                state.astype(np.int8),
+                segment,
+                label.astype(np.int8),
+                place.astype(np.int32),
             ),
             trace=Trace(
-                action.astype(np.int8), where, amount, time_us, entry_label.astype(np.int8)
+                action.astype(np.int8),
+                where,
+                amount,
+                time_us,
+                entry_label.astype(np.int8),
+                entry_place.astype(np.int32),
             ),
             is_profile=self.is_profile,
         )

@@ -32,12 +32,16 @@ class RankSnapshot:
     positions: Positions
     timeline: Timeline | None
     """None if the trace is empty, or contradicts the segments."""
+    places: Sequence[str] = ("",)
+    """Lines of the user's code by number."""
 
     @classmethod
-    def of(cls, device: DeviceMemory, positions: Positions) -> "RankSnapshot":
+    def of(
+        cls, device: DeviceMemory, positions: Positions, places: Sequence[str]
+    ) -> "RankSnapshot":
         """Compute the timeline of a device."""
         timeline = follow_trace(device) if len(device.trace) else None
-        return cls(device, positions, timeline)
+        return cls(device, positions, timeline, places)
 
     @property
     def peak_alive(self) -> Alive | None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.importing.snapshot_contents import Action, BlockState, DeviceMemory
 from fsdp_inspect.importing.snapshot_labels import FROM_MODULE, FROM_OPTIMIZER, UNLABELLED
+from fsdp_inspect.importing.snapshot_places import NO_PLACE
 from fsdp_inspect.importing.snapshot_positions import FsdpActivity, Positions
 from fsdp_inspect.trace.codes import MemoryCategory, Phase
 
@@ -35,6 +36,8 @@ class Allocations:
     """The trace entry that freed it; the largest integer: live at the end."""
     label: Int64Array
     """A code of `Labels`."""
+    place: Int64Array
+    """The number of the line that allocated it; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +109,13 @@ class _LifeWalk:
         self._addresses = trace.address.tolist()
         self._labels = trace.label.tolist()
         used = blocks.state == BlockState.ACTIVE
-        live = (column[used].tolist() for column in (blocks.address, blocks.size, blocks.label))
-        self._live = {address: (size, label) for address, size, label in zip(*live, strict=True)}
+        self._places = trace.place.tolist()
+        columns = (blocks.address, blocks.size, blocks.label, blocks.place)
+        live = (column[used].tolist() for column in columns)
+        self._live = {address: rest for address, *rest in zip(*live, strict=True)}
         self._open: dict[int, int] = {}
         self._freed_size: dict[int, int] = {}
-        self._rows: list[tuple[int, int, int, int]] = []
+        self._rows: list[tuple[int, int, int, int, int]] = []
 
     def pass_by(self, entry: int) -> None:
         """Process the next entry."""
@@ -129,15 +134,16 @@ class _LifeWalk:
     def finish(self) -> Allocations:
         """All allocations, after the last entry."""
         self.contradicts |= not self._open.keys() <= self._live.keys()
-        for address, (size, label) in self._live.items():
+        for address, (size, label, place) in self._live.items():
             born = self._open.get(address, -1)
             if born >= 0:
                 self.sizes[born] = size
                 label = label if self._labels[born] == UNLABELLED else self._labels[born]
-            self._rows.append((size, born, _NEVER, label))
-        rows = np.array(self._rows, dtype=np.int64).reshape(-1, 4)
-        sizes, born_column, died, labels = rows.T.copy()
-        return Allocations(sizes, born_column, died, labels)
+                place = self._places[born] or place
+            self._rows.append((size, born, _NEVER, label, place))
+        rows = np.array(self._rows, dtype=np.int64).reshape(-1, 5)
+        sizes, born_column, died, labels, places = rows.T.copy()
+        return Allocations(sizes, born_column, died, labels, places)
 
     def _end_life(self, address: int, entry: int) -> int:
         """End the allocation at an address; returns its size."""
@@ -146,7 +152,8 @@ class _LifeWalk:
             self.sizes[entry] = self.sizes[born]
         self.frees[entry] = True
         label = self._labels[born] if born >= 0 else UNLABELLED
-        self._rows.append((self.sizes[entry], born, entry, label))
+        place = self._places[born] if born >= 0 else NO_PLACE
+        self._rows.append((self.sizes[entry], born, entry, label, place))
         return self.sizes[entry]
 
 
@@ -159,6 +166,8 @@ class Alive:
     """The owner, as index into the positions' units; -1: unknown, or no unit."""
     category: Int64Array
     """A `MemoryCategory`; -1: unknown."""
+    place: Int64Array
+    """The number of the line that allocated it; 0: unknown."""
 
 
 def find_alive(timeline: Timeline, positions: Positions, moment: int) -> Alive:
@@ -186,6 +195,7 @@ def find_alive(timeline: Timeline, positions: Positions, moment: int) -> Alive:
         category=_categorise(
             lives.label[chosen], birth, np.where(died == _NEVER, -1, death), positions
         ),
+        place=lives.place[chosen],
     )
 
 
