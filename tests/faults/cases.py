@@ -49,8 +49,8 @@ class Case:
     def expected_line(self) -> int | None:
         """The line of the culprit; None: any."""
         marker = self.expected.line
-        if marker == "order" and self.model == "llama":
-            marker = "llama"
+        if self.model == "llama":
+            marker = {"order": "llama", "batch": "tokens"}.get(marker, marker)
         return line_of(marker) if marker else None
 
 
@@ -80,6 +80,8 @@ EXPECTED: dict[str, Expected] = {
     "uneven": Expected((P.UNEVEN_BATCHES,), ""),
     "exception": Expected((P.RANK_DIED,), ""),
     "memory": Expected((P.OUT_OF_MEMORY,), ""),
+    "memory-hoard": Expected((P.OUT_OF_MEMORY,), "hoard"),
+    "memory-batch": Expected((P.OUT_OF_MEMORY,), "batch"),
     "segmentation": Expected((P.RANK_DIED,), "segmentation"),
     "abort": Expected((P.RANK_DIED,), "abort"),
     "vanish": Expected((P.RANK_DIED,), ""),

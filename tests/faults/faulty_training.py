@@ -24,6 +24,8 @@ FOREVER_S = 600.0
 FAULT_TIME = "fault-time"
 """File with the time at which the faulty step began, on the machine's monotonic clock."""
 WIDTH = 32
+LIMIT_BYTES = 64 << 20
+"""The limit of the device's memory in the faults `memory-*`."""
 
 
 class Block(nn.Module):
@@ -36,7 +38,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output."""
-        return x + self.down(torch.relu(self.up(x)))
+        return x + self.down(torch.relu(self.up(x)))  # fault: batch
 
 
 class Model(nn.Module):
@@ -85,7 +87,7 @@ class LlamaLoss(nn.Module):
             chosen = [self._all[int(name)] for name in self.order.split()]
             self.inner.model.layers = nn.ModuleList(chosen)
             self.inner.model.config.num_hidden_layers = len(chosen)
-        tokens = (x.abs() * 1000).long() % 64
+        tokens = (x.abs() * 1000).long() % 64  # fault: tokens
         return self.inner(input_ids=tokens, labels=tokens).loss  # fault: llama
 
 
@@ -194,6 +196,11 @@ def fail_for_memory() -> None:
     raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")  # fault: memory
 
 
+def hoard() -> None:
+    """Allocate more than the limit of the device's memory."""
+    torch.zeros(LIMIT_BYTES)  # fault: hoard
+
+
 def crash() -> None:
     """Read address 0."""
     ctypes.string_at(0)  # fault: segmentation
@@ -235,6 +242,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "child": wait_for_child,
     "exception": fail,
     "memory": fail_for_memory,
+    "memory-hoard": hoard,
     "segmentation": crash,
     "abort": abort,
     "vanish": vanish,
@@ -285,6 +293,8 @@ def train(given: argparse.Namespace) -> None:
             dist.all_reduce(torch.zeros(3), group=apart)  # fault: absent
         if given.fault == "foreign-hidden" and step == given.step and not is_faulty:
             all_reduce_by_name(torch.zeros(3), group=apart)  # fault: hidden
+        if given.fault == "memory-batch" and is_faulty and step == given.step:
+            batch = batch.repeat(LIMIT_BYTES // batch.numel() // 16, 1)
         size = 5 if given.fault == "user-size" and is_faulty and step == given.step else 4
         dist.all_reduce(torch.zeros(size))  # fault: user
         model(batch).backward()

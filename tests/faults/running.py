@@ -17,7 +17,7 @@ import psutil
 
 from tests import forked_ranks
 from tests.faults.cases import Case
-from tests.faults.faulty_training import FAULT_TIME
+from tests.faults.faulty_training import FAULT_TIME, LIMIT_BYTES
 from tests.forked_process import ForkedProcess
 
 SCRIPT = Path(__file__).with_name("faulty_training.py")
@@ -63,6 +63,8 @@ def run_case(case: Case, folder: Path) -> Outcome:
         *("--hang-after", str(HANG_AFTER_S), "--memory-steps", "none", str(SCRIPT), case.fault),
         *("--model", case.model, "--rank", str(case.rank), "--step", str(case.step)),
     )
+    if case.fault.startswith("memory-"):
+        arguments = (*arguments[:2], "--device-memory", f"{LIMIT_BYTES}B", *arguments[2:])
     ranks = start_ranks(arguments, case.num_ranks, folder)
     try:
         said_at = _wait(ranks, time.monotonic())
