@@ -26,6 +26,7 @@ from fsdp_inspect.store.streams import RowEncoder
 from fsdp_inspect.trace.black_box import encode as encode_black_box
 from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
 from fsdp_inspect.trace.numerics import NumericsStep, Observation, Place, Update, encode_step
+from fsdp_inspect.trace.out_of_memory import LiveBytes, LiveMoment, OutOfMemoryRecord
 from fsdp_inspect.trace.plan import Plan
 from tests.boxes import Call, make_box
 from tests.builders import steady_run, write_run
@@ -132,6 +133,8 @@ def make_corpus(folder: Path) -> Corpus:
     place = Observation(0, Place.PARAMETER, 0, 9, 1, None, 4.0, ("bfloat16",))
     step = NumericsStep(3, (place,), (Update(0, 9, 8, 0.5),))
     (corpus.sample / RANK / "numerics.jsonl").write_bytes(encode_step(step) * 3)
+    failed = _failed_allocation(sample.manifest.run_id)
+    (corpus.sample / RANK / "out_of_memory.json").write_bytes(encode_record(failed))
     trace = TraceWriter()
     fsdp2_step(trace)
     trace.write(folder / "trace.json")
@@ -146,6 +149,24 @@ def make_corpus(folder: Path) -> Corpus:
     shutil.copytree(folder, folder.with_name(f"{folder.name}-kept"))
     folder.with_name(f"{folder.name}-kept").rename(folder / "kept")
     return corpus
+
+
+def _failed_allocation(run_id: str) -> OutOfMemoryRecord:
+    """The report of a failed allocation, with a step before it."""
+    live = [LiveBytes(unit=1, category="activation", place="net.py:8", bytes=1000, count=2)]
+    return OutOfMemoryRecord(
+        run_id=run_id,
+        rank=0,
+        requested_bytes=512,
+        limit_bytes=1200,
+        allocated_bytes=1000,
+        step=5,
+        phase="forward",
+        unit=1,
+        live_from="storage_tracker",
+        live=live,
+        reference=LiveMoment(step=4, phase="forward", unit=1, bytes=1000, live=live),
+    )
 
 
 def _write_streams(folder: Path) -> None:

@@ -21,6 +21,8 @@ from fsdp_inspect.checks.baseline import read_baseline
 from fsdp_inspect.checks.check import check_run
 from fsdp_inspect.checks.limits import read_budget
 from fsdp_inspect.cli import main
+from fsdp_inspect.diagnosis.fitting_plans import search_plans
+from fsdp_inspect.diagnosis.out_of_memory import read_out_of_memory
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.importing.flight_recorder import import_dumps
 from fsdp_inspect.importing.kineto import import_traces
@@ -33,6 +35,11 @@ from fsdp_inspect.predictions.verification import verify_prediction
 from fsdp_inspect.report.check import render_junit, render_markdown
 from fsdp_inspect.report.diagnosis import diagnosis_to_dict
 from fsdp_inspect.report.json import render_json
+from fsdp_inspect.report.out_of_memory import (
+    describe_memory_at_failure,
+    describe_plans,
+    out_of_memory_to_dict,
+)
 from fsdp_inspect.results import to_plain
 from fsdp_inspect.run import Run
 from fsdp_inspect.simulation.scenario import resolve_plan
@@ -143,6 +150,20 @@ def _diagnose_with(name: str) -> Callable[[Corpus, bytes], None]:
             diagnosis_to_dict(Run(open_run(corpus.file("sample"))).diagnose())
 
     return diagnose
+
+
+def _read_failure(corpus: Corpus, content: bytes) -> None:
+    with corpus.replaced(f"sample/{RANK}/out_of_memory.json", content):
+        run = open_run(corpus.file("sample"))
+        found = read_out_of_memory(run, [0])
+        if found is None:
+            return
+        searches = zlib.crc32(content) % 20 == 0  # a search takes a second
+        searched = search_plans(run, found, name_file=str) if searches else None
+        render_json(out_of_memory_to_dict(found, searched))
+        list(describe_memory_at_failure(found))
+        if searched is not None:
+            list(describe_plans(found, searched))
 
 
 def _reader_of(run: str, name: str) -> Callable[[Corpus, bytes], None]:
@@ -440,6 +461,7 @@ TARGETS = (
         _bytes_of(f"sample/{RANK}/numerics.jsonl"),
         _diagnose_with("numerics.jsonl"),
     ),
+    Target("out_of_memory.json", 6, _json_of(f"sample/{RANK}/out_of_memory.json"), _read_failure),
     Target("stacks.txt", 2, _bytes_of(f"sample/{RANK}/stacks.txt"), _diagnose_with("stacks.txt")),
     Target(
         "events.parquet",
