@@ -36,7 +36,7 @@ def summary(
     from fsdp_inspect.report.diagnosis import render_diagnosis
     from fsdp_inspect.report.text import render_summary, render_verdict
 
-    found = opened.diagnose()
+    found = opened.diagnose(with_plans=False)
     if found.is_problem:
         print_renderable(render_diagnosis(found, brief=True))
         print()

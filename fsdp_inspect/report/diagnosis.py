@@ -73,7 +73,7 @@ def render_diagnosis(found: Diagnosis, *, brief: bool = False) -> RenderableType
     parts: list[RenderableType] = [Text(text.sentence, style=style)]
     if not brief and text.evidence:
         parts += ["", Text("Evidence", style="bold"), *map(_bullet, text.evidence)]
-    if not brief:
+    if not brief and found.out_of_memory is None:
         parts.append(render_pictures(found))
     if not brief and found.out_of_memory is not None and found.plans is not None:
         fitting = describe_plans(found.out_of_memory, found.plans)
@@ -547,7 +547,8 @@ def _describe_state(state: RankState, found: Diagnosis) -> str:
         parts.append(f"nothing for {_seconds(state.idle_s)}")
     if not found.is_imported:
         parts.append(_END[state.end.kind])
-    if state.end.detail and state.end.kind is not EndKind.PEER_LOST:
+    is_told = state.end.kind is EndKind.OUT_OF_MEMORY and found.out_of_memory is not None
+    if state.end.detail and state.end.kind is not EndKind.PEER_LOST and not is_told:
         parts.append(_clip(state.end.detail))
     return "; ".join(parts)
 

@@ -67,7 +67,8 @@ def _list(rows: Sequence[Filling], name: Any, *, with_category: bool = False) ->
         parts.append(f"{name(row.name)} {format_bytes(row.bytes)}{most}")
     left = rows[_MOST_LISTED:]
     if left:
-        parts.append(f"{len(left)} others {format_bytes(sum(row.bytes for row in left))}")
+        others = "1 other" if len(left) == 1 else f"{len(left)} others"
+        parts.append(f"{others} {format_bytes(sum(row.bytes for row in left))}")
     return ", ".join(parts)
 
 
