@@ -23,6 +23,8 @@ _RESTING = {
     MemoryCategory.OPTIMIZER_STATE.label,
     MemoryCategory.BUFFER.label,
 }
+_FEWEST_STEPS = 3
+"""Steps between two moments that show what steps leave behind."""
 _SMALLEST_GROWTH = 0.01
 """Growth below this fraction of the live bytes is not listed."""
 
@@ -77,6 +79,8 @@ class OutOfMemory:
     """None: no good step before is known."""
     grown_bytes: int | None
     """Live bytes now - in the good step; None: unknown, as for `growth`."""
+    leak: tuple[Growth, ...]
+    """What was alive when the failed step began, and was not when an early step began."""
     fragmented_bytes: int | None
     """Reserved - allocated; None: there is no allocator that reserves."""
     unsharded_elsewhere_bytes: int
@@ -146,6 +150,7 @@ def _read(run: RunSource, record: OutOfMemoryRecord) -> OutOfMemory:
         unattributed_bytes=None if allocated is None or not live else max(allocated - total, 0),
         growth=None if then is None else tuple(_grown(live, then.live)),
         grown_bytes=None if then is None else total - then.bytes,
+        leak=tuple(_leak(record)),
         fragmented_bytes=None
         if reserved is None or allocated is None
         else max(reserved - allocated, 0),
@@ -157,6 +162,14 @@ def _read(run: RunSource, record: OutOfMemoryRecord) -> OutOfMemory:
         ),
         resting_bytes=sum(row.bytes for row in live if row.category in _RESTING),
     )
+
+
+def _leak(record: OutOfMemoryRecord) -> Iterable[Growth]:
+    """What steps have left behind; nothing if the early step is the one before."""
+    before, now = record.resting_before, record.resting_now
+    if before is None or now is None or now.step - before.step < _FEWEST_STEPS:
+        return ()
+    return _grown(now.live, before.live)
 
 
 def _fill(

@@ -42,6 +42,8 @@ class MemorySteps:
         self._place_names: dict[int, str] = {}
         self.followed: FollowedStep | None = None
         """The last complete step that was followed."""
+        self.first_followed: FollowedStep | None = None
+        """The first one that began with the optimizer's state, under a limit."""
         self._has_written = False
         self._session = session
         self._append = append
@@ -123,6 +125,8 @@ class MemorySteps:
                 session.problem(f"The memory is not limited from step {session.step} on.")
             return
         self.followed = FollowedStep(session.step, log)
+        if self.first_followed is None and session.step > 0 and self._limit_bytes is not None:
+            self.first_followed = self.followed
         if is_memory_step:
             self._write(self.followed)
 

@@ -123,6 +123,8 @@ class Surroundings:
     """The requested limit."""
     followed: FollowedStep | None
     """The last complete step whose storages were followed."""
+    first_followed: FollowedStep | None
+    """An early one, which shows what later steps leave behind."""
     name_place: Callable[[int], str]
     """Returns `file:line` of a numbered line of the storage tracker."""
 
@@ -187,7 +189,18 @@ def _of_limit(
         live_from=STORAGE_TRACKER,
         live=_live_rows(log, failed.position, where),
         reference=_reference(where, unit, phase),
+        resting_before=_resting(where.first_followed, where),
+        resting_now=_resting(FollowedStep(failure.step, log), where),
     )
+
+
+def _resting(followed: FollowedStep | None, where: Surroundings) -> LiveMoment | None:
+    """What was alive when a step began."""
+    if followed is None:
+        return None
+    live = _live_rows(followed.log, followed.log.begin_position, where)
+    num_bytes = sum(row.bytes for row in live)
+    return LiveMoment(step=followed.step, phase=Phase.OUTSIDE.label, bytes=num_bytes, live=live)
 
 
 def _reference(where: Surroundings, unit: int, phase: int) -> LiveMoment | None:

@@ -333,6 +333,12 @@ class StorageLog:
                 counts[key] += 1
         return [LiveStorages(*key, num_bytes, counts[key]) for key, num_bytes in totals.items()]
 
+    @property
+    def begin_position(self) -> int:
+        """The number of events before the step."""
+        assert self._start is not None, "begin() comes before begin_position"
+        return self._start.position
+
     def highest(self, unit: int, phase: int) -> tuple[int, Moment]:
         """The highest moment of the finished step in a unit and phase, or else its peak.
 

@@ -89,6 +89,8 @@ def describe_limit(digest: MemoryOverview, rank: RankMemory) -> str:
     """Describe how close reserved memory comes to the memory of the device."""
     if digest.source == "predicted":
         return "Memory that the CUDA allocator reserves beyond that is not predicted."
+    if rank.peak_reserved_bytes is None and rank.device_bytes is not None:
+        return f"The limit of memory (--device-memory) is {format_bytes(rank.device_bytes)}."
     if rank.peak_reserved_bytes is None:
         return "On CPU, there is no reserved memory and no device limit."
     reserved = f"Peak reserved: {format_bytes(rank.peak_reserved_bytes)}"

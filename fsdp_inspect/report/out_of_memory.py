@@ -39,6 +39,7 @@ def describe_memory_at_failure(found: OutOfMemory) -> Iterator[str]:
             listed = _list(named, shorten_place, with_category=True)
             yield f"By line that allocated it: {listed}.{rest}"
     yield from _growth(found)
+    yield from _leak(found)
     if found.fragmented_bytes is not None:
         yield _fragmentation(found)
 
@@ -87,6 +88,17 @@ def _growth(found: OutOfMemory) -> Iterator[str]:
         return
     listed = "; ".join(map(_one_growth, found.growth[:_MOST_LISTED]))
     yield (f"Step {then.step} held {format_bytes(then.bytes)} {where}. More than then: {listed}.")
+
+
+def _leak(found: OutOfMemory) -> Iterator[str]:
+    before, now = found.record.resting_before, found.record.resting_now
+    if not found.leak or before is None or now is None:
+        return
+    listed = "; ".join(map(_one_growth, found.leak[:_MOST_LISTED]))
+    yield (
+        f"Between steps, memory grew from {format_bytes(before.bytes)} (step {before.step}) to "
+        f"{format_bytes(now.bytes)} (step {now.step}): {listed}. Steps leave storages behind."
+    )
 
 
 def _largest(rows: Sequence[LiveBytes]) -> str:
@@ -280,7 +292,8 @@ def name_plan_file(first: str, at: int) -> str:
 def out_of_memory_to_dict(found: OutOfMemory, searched: PlanSearch | None) -> dict[str, Any]:
     """The failed allocation, what was alive, and the plans, as JSON values."""
     record = found.record
-    head = record.model_dump(mode="json", exclude={"live", "reference", "schema_version"})
+    left_out = {"live", "reference", "resting_before", "resting_now", "schema_version"}
+    head = record.model_dump(mode="json", exclude=left_out)
     then = record.reference
     return {
         **head,
@@ -292,6 +305,7 @@ def out_of_memory_to_dict(found: OutOfMemory, searched: PlanSearch | None) -> di
         "growth": None
         if found.growth is None
         else [{**to_plain_row(row), "bytes": row.bytes} for row in found.growth],
+        "leak": [{**to_plain_row(row), "bytes": row.bytes} for row in found.leak],
         "last_good_step": None
         if then is None
         else {"step": then.step, "phase": then.phase, "bytes": then.bytes},

@@ -81,6 +81,10 @@ class OutOfMemoryRecord(Record):
     reference: LiveMoment | None = None
     """The last complete step that was followed, at its highest moment in the same unit and phase,
     or else at its peak; None: no step was followed to its end."""
+    resting_before: LiveMoment | None = None
+    """After an early step that was followed; None: there was none before the last one."""
+    resting_now: LiveMoment | None = None
+    """When the failed step began; None: unknown."""
 
     @property
     def is_at_same_place(self) -> bool:

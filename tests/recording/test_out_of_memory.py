@@ -27,6 +27,7 @@ from fsdp_inspect.recording.out_of_memory import (
 )
 from fsdp_inspect.recording.storage_log import Moment, StorageLog
 from fsdp_inspect.recording.storage_tracker import FailedAllocation
+from fsdp_inspect.report.out_of_memory import describe_memory_at_failure
 from fsdp_inspect.run import Run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import Phase
@@ -165,6 +166,31 @@ def test_steps_under_a_limit_are_timed(one_rank: None, tmp_path: Path) -> None:
     assert run.steps.timed == (2, 3, 4, 5, 6)
 
 
+def test_what_every_step_leaves_behind_is_found(one_rank: None, tmp_path: Path) -> None:
+    model = fully_shard(nn.Linear(64, 64))
+    kept: list[torch.Tensor] = []
+
+    def loop() -> None:
+        with Recorder(model, path=tmp_path / "run", device_memory="256KiB") as recorder:
+            while True:
+                with recorder.step():
+                    model(torch.ones(8, 64)).sum().backward()
+                    kept.append(torch.ones(4, KIB))  # 16 KiB that stay
+
+    with pytest.raises(torch.OutOfMemoryError):
+        loop()
+    found = Run(open_run(tmp_path / "run")).diagnose().out_of_memory
+    assert found is not None
+    [leak] = found.leak
+    assert Path(leak.place.rpartition(":")[0]).name == "test_out_of_memory.py"
+    now, before = found.record.resting_now, found.record.resting_before
+    assert now is not None
+    assert before is not None
+    assert leak.bytes == (now.step - before.step) * 16 * KIB
+    text = " ".join(describe_memory_at_failure(found))
+    assert "Between steps, memory grew from" in text
+
+
 # --- CUDA, without a device
 
 
@@ -202,6 +228,7 @@ def test_the_report_on_cuda_has_the_allocator_s_state(monkeypatch: pytest.Monkey
         device=torch.device("cuda", 0),
         limit_bytes=None,
         followed=FollowedStep(1, log),
+        first_followed=None,
         name_place=lambda number: "",
     )
     identity = {"run_id": "r", "rank": 0, "attempt": 0}

@@ -65,6 +65,11 @@ def test_presets_say_how_they_train_unless_told():
         ({"num_kv_heads": 3}, "num_heads is 4 and num_kv_heads is 3"),
         ({"data": "absent.txt"}, "Data not found: 'absent.txt'"),
         ({"checkpoint_every": 5}, "checkpoint_every is 5 but checkpoint_dir is not set"),
+        ({"device_memory": "2"}, "device_memory is '2'. Expected an amount above 0 with a unit"),
+        (
+            {"device_memory": "1GiB", "record": False},
+            "device_memory is '1GiB', but record is false",
+        ),
         ({"memory_steps": "soon"}, "memory_steps is 'soon'. Expected auto, none, or step numbers"),
         (
             {"reshard_after_backward": False},
