@@ -630,7 +630,8 @@ class Attachment:
             device=self._device,
             limit_bytes=self._options.device_memory,
             followed=self._memory_steps.followed,
-            first_followed=self._memory_steps.first_followed,
+            resting_before=self._memory_steps.resting_before,
+            memory_step_peak=self._memory_steps.peak,
             name_place=self._memory_steps.name_place,
         )
         record = make_record(error, identity, where, find_failing_line(error))

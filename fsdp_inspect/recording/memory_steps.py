@@ -17,6 +17,9 @@ from fsdp_inspect.recording.storage_tracker import FailedAllocation, MemoryLimit
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.torch_fsdp import GroupHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
+from fsdp_inspect.trace.out_of_memory import LiveMoment
+
+_NO_PHASE = -1
 
 
 class MemorySteps:
@@ -41,9 +44,11 @@ class MemorySteps:
         self._places = CodePlaces()
         self._place_names: dict[int, str] = {}
         self.followed: FollowedStep | None = None
-        """The last complete step that was followed."""
-        self.first_followed: FollowedStep | None = None
-        """The first one that began with the optimizer's state, under a limit."""
+        """The last complete step, under a limit. Its log may hold megabytes."""
+        self.resting_before: LiveMoment | None = None
+        """When the first step began that has the optimizer's state, under a limit."""
+        self.peak: LiveMoment | None = None
+        """Of the last memory step, without a limit."""
         self._has_written = False
         self._session = session
         self._append = append
@@ -124,11 +129,15 @@ class MemorySteps:
             if self._limit_bytes is not None:
                 session.problem(f"The memory is not limited from step {session.step} on.")
             return
-        self.followed = FollowedStep(session.step, log)
-        if self.first_followed is None and session.step > 0 and self._limit_bytes is not None:
-            self.first_followed = self.followed
+        followed = FollowedStep(session.step, log)
         if is_memory_step:
-            self._write(self.followed)
+            self._write(followed)
+        if self._limit_bytes is None:
+            self.peak = followed.highest(NO_UNIT, _NO_PHASE, self.name_place)
+            return
+        self.followed = followed
+        if self.resting_before is None and session.step > 0:
+            self.resting_before = followed.at_begin(self.name_place)
 
     def abandon(self) -> None:
         """Leave an incomplete step; nothing is written."""

@@ -19,11 +19,11 @@ from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.failure import local_bytes
 from fsdp_inspect.recording.memory import AllocatorCounters
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.storage_log import StorageLog
+from fsdp_inspect.recording.storage_log import Moment, StorageLog
 from fsdp_inspect.recording.storage_tracker import FailedAllocation
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.torch_fsdp import GroupHandle
-from fsdp_inspect.trace.codes import MemoryCategory, Phase
+from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, Phase
 from fsdp_inspect.trace.out_of_memory import (
     STORAGE_TRACKER,
     TENSORS,
@@ -44,6 +44,26 @@ class FollowedStep:
 
     step: int
     log: StorageLog
+
+    def at(self, position: int, moment: Moment, name_place: Callable[[int], str]) -> LiveMoment:
+        """What was alive after the first `position` events, which end at `moment`."""
+        live = live_rows(self.log, position, name_place)
+        return LiveMoment(
+            step=self.step,
+            phase=Phase(moment.phase).label,
+            unit=moment.unit,
+            bytes=sum(row.bytes for row in live),
+            live=live,
+        )
+
+    def at_begin(self, name_place: Callable[[int], str]) -> LiveMoment:
+        """What was alive when the step began."""
+        position = self.log.begin_position
+        return self.at(position, Moment(NO_UNIT, Phase.OUTSIDE, 0), name_place)
+
+    def highest(self, unit: int, phase: int, name_place: Callable[[int], str]) -> LiveMoment:
+        """The highest moment in a unit and phase, or else the peak of the step."""
+        return self.at(*self.log.highest(unit, phase), name_place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +142,11 @@ class Surroundings:
     limit_bytes: int | None
     """The requested limit."""
     followed: FollowedStep | None
-    """The last complete step whose storages were followed."""
-    first_followed: FollowedStep | None
-    """An early one, which shows what later steps leave behind."""
+    """The last complete step, under a limit."""
+    resting_before: LiveMoment | None
+    """When an early step began, under a limit."""
+    memory_step_peak: LiveMoment | None
+    """Of the last memory step."""
     name_place: Callable[[int], str]
     """Returns `file:line` of a numbered line of the storage tracker."""
 
@@ -159,7 +181,7 @@ def make_record(
         location=location,
         live_from=TENSORS if live else "",
         live=keep_largest(live),
-        reference=_reference(where, unit, phase),
+        reference=where.memory_step_peak,
         **_allocator_state(where),
     )
 
@@ -173,7 +195,9 @@ def _of_limit(
 ) -> OutOfMemoryRecord:
     failed = failure.failed
     log = failed.log.until(failed.position, failed.moment)
+    step, name_place = FollowedStep(failure.step, log), where.name_place
     unit, phase = failed.moment.unit, failed.moment.phase
+    good = where.followed
     return OutOfMemoryRecord(
         **identity,
         message=message[:2000],
@@ -185,44 +209,20 @@ def _of_limit(
         microbatch=failure.microbatch,
         phase=Phase(phase).label,
         unit=unit,
-        location=where.name_place(failed.place) or location,
+        location=name_place(failed.place) or location,
         live_from=STORAGE_TRACKER,
-        live=_live_rows(log, failed.position, where),
-        reference=_reference(where, unit, phase),
-        resting_before=_resting(where.first_followed, where),
-        resting_now=_resting(FollowedStep(failure.step, log), where),
+        live=live_rows(log, failed.position, name_place),
+        reference=None if good is None else good.highest(unit, phase, name_place),
+        resting_before=where.resting_before,
+        resting_now=step.at_begin(name_place),
     )
 
 
-def _resting(followed: FollowedStep | None, where: Surroundings) -> LiveMoment | None:
-    """What was alive when a step began."""
-    if followed is None:
-        return None
-    live = _live_rows(followed.log, followed.log.begin_position, where)
-    num_bytes = sum(row.bytes for row in live)
-    return LiveMoment(step=followed.step, phase=Phase.OUTSIDE.label, bytes=num_bytes, live=live)
-
-
-def _reference(where: Surroundings, unit: int, phase: int) -> LiveMoment | None:
-    if where.followed is None:
-        return None
-    log = where.followed.log
-    position, moment = log.highest(unit, phase)
-    live = _live_rows(log, position, where)
-    return LiveMoment(
-        step=where.followed.step,
-        phase=Phase(moment.phase).label,
-        unit=moment.unit,
-        bytes=sum(row.bytes for row in live),
-        live=live,
-    )
-
-
-def _live_rows(log: StorageLog, position: int, where: Surroundings) -> list[LiveBytes]:
+def live_rows(log: StorageLog, position: int, name_place: Callable[[int], str]) -> list[LiveBytes]:
     """The rows of a moment; places that differ only within a line are joined."""
     found: dict[tuple[int, str, str], LiveBytes] = {}
     for each in log.alive_at(position):
-        key = (each.owner_unit, each.category.label, where.name_place(each.place))
+        key = (each.owner_unit, each.category.label, name_place(each.place))
         known = found.get(key)
         found[key] = LiveBytes(
             unit=key[0],

@@ -227,8 +227,9 @@ def test_the_report_on_cuda_has_the_allocator_s_state(monkeypatch: pytest.Monkey
         counters=Counters(),
         device=torch.device("cuda", 0),
         limit_bytes=None,
-        followed=FollowedStep(1, log),
-        first_followed=None,
+        followed=None,
+        resting_before=None,
+        memory_step_peak=FollowedStep(1, log).at_begin(str),
         name_place=lambda number: "",
     )
     identity = {"run_id": "r", "rank": 0, "attempt": 0}
