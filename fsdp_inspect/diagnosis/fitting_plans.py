@@ -26,9 +26,12 @@ from fsdp_inspect.trace.out_of_memory import STORAGE_TRACKER
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 NUM_PLANS = 3
-_LEAST_MARGIN = 0.005
+_LEAST_MARGIN = 0.02
+"""Of the predicted peak. Measured peaks of 16 proposed plans were up to 1.1% above it."""
 _GROWN_MARGIN = 0.02
-"""Added to the error of the simulated peak if the failed step is larger than the recorded ones."""
+"""Added if the failed step is larger than the recorded ones."""
+_GROWN_RATIO = 0.005
+"""The least growth for that."""
 _EXPLAINED = 0.98
 """The part of the memory at the failure that the simulated peak must reach."""
 
@@ -111,8 +114,8 @@ def search_plans(
     )
     if peak is None or peak < _EXPLAINED * reached:
         return searched
-    margin = max(abs(work.memory_error or 0.0), _LEAST_MARGIN)
-    margin += _GROWN_MARGIN if abs(ratio - 1) > _LEAST_MARGIN else 0.0
+    margin = _LEAST_MARGIN + abs(work.memory_error or 0.0)
+    margin += _GROWN_MARGIN if abs(ratio - 1) > _GROWN_RATIO else 0.0
     assert record.limit_bytes is not None, "checked by _refusal"
     limit = round(record.limit_bytes / (1 + margin))
     try:

@@ -176,7 +176,8 @@ def _assumptions(found: OutOfMemory, searched: PlanSearch) -> Iterator[str]:
     recorded = format_bytes(searched.recorded_peak_bytes)
     yield (
         f"{searched.num_plans} plans were simulated. The recorded plan needs {recorded} in step "
-        f"{found.record.step}, and the limit is {format_bytes(found.record.limit_bytes)}."
+        f"{found.record.step}. The limit is {format_bytes(found.record.limit_bytes)}. A plan is "
+        f"proposed up to {format_bytes(searched.limit_bytes)}: simulated peaks have errors."
     )
     if ratio is not None and abs(ratio - 1) > 0.005:
         yield (
@@ -200,8 +201,9 @@ def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
                 )
             return (
                 f"None of {searched.num_plans} simulated plans fits: the lowest peak is "
-                f"{format_bytes(searched.least_peak_bytes)}. More ranks, a smaller batch or CPU "
-                f"offload need less.{left_out}"
+                f"{format_bytes(searched.least_peak_bytes)}, and with a margin for errors at most "
+                f"{format_bytes(searched.limit_bytes)} would fit. More ranks, a smaller batch or "
+                f"CPU offload need less.{left_out}"
             )
         case NoPlans.FIRST_STEP:
             return (
