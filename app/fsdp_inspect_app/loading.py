@@ -109,6 +109,11 @@ def read_diagnosis(entry: RunEntry) -> Diagnosis:
     return _read_diagnosis(str(entry.path), _state_of(entry.path))
 
 
+def read_diagnosis_with_plans(entry: RunEntry) -> Diagnosis:
+    """As `read_diagnosis`, with the plans that would have fitted after an out-of-memory."""
+    return _read_diagnosis_with_plans(str(entry.path), _state_of(entry.path))
+
+
 def result_of(entry: RunEntry, measure: Callable[..., T], **arguments: Hashable) -> T:
     """The result of an analysis that `Run` has no method for.
 
@@ -205,6 +210,11 @@ def _read_ranks(path: str, state: _State) -> Ranks:
 
 @st.cache_resource(max_entries=512, show_spinner="Comparing the collectives of the ranks")
 def _read_diagnosis(path: str, state: _State) -> Diagnosis:
+    return _open(path, state).run.diagnose(with_plans=False)
+
+
+@st.cache_resource(max_entries=64, show_spinner="Searching plans that fit")
+def _read_diagnosis_with_plans(path: str, state: _State) -> Diagnosis:
     return _open(path, state).run.diagnose()
 
 

@@ -16,6 +16,7 @@ from fsdp_inspect.report.diagnosis_pictures import (
     fold_stack,
     stack_title,
 )
+from fsdp_inspect.report.out_of_memory import describe_plans
 from fsdp_inspect.result_types import Diagnosis, RunEntry, RunHeading, StackGroup
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.banner import show_run_header
@@ -38,6 +39,7 @@ def show_page(run: Run, heading: RunHeading, found: Diagnosis) -> None:
     show_headline(plain(headline_diagnosis(found)))
     st.markdown(plain(text.sentence))
     _show_next(text.next, found, run.steps.finished)
+    _show_plans(found)
     _show_grid(found)
     _show_stacks(found.stacks)
     _show_evidence(text.evidence)
@@ -57,6 +59,14 @@ def _show_next(steps: Sequence[str], found: Diagnosis, finished: Sequence[int]) 
             ", the last that ended before" if last != found.step else ""
         )
         page_link("timeline", label, icon=":material/view_timeline:", **{STEP_KEY: last})
+
+
+def _show_plans(found: Diagnosis) -> None:
+    if found.out_of_memory is None or found.plans is None:
+        return
+    with show_card("Plans that fit", key="diagnosis-plans"):
+        lines = describe_plans(found.out_of_memory, found.plans)
+        st.markdown("\n".join(f"- {plain(line)}" for line in lines))
 
 
 def _show_grid(found: Diagnosis) -> None:
@@ -103,4 +113,4 @@ def _heading(entry: RunEntry) -> RunHeading:
 
 
 entry = entry_or_stop(_heading)
-show_page(loading.open_entry(entry), _heading(entry), loading.read_diagnosis(entry))
+show_page(loading.open_entry(entry), _heading(entry), loading.read_diagnosis_with_plans(entry))
