@@ -484,6 +484,21 @@ _ALL = (
         "absolute difference between the replayed and the recorded step / recorded step, for the "
         "steps that the replay was read from; not the error of a prediction",
     ),
+    Metric(
+        "goodput_ratio",
+        "goodput",
+        _RATIO,
+        "time of the training steps that count / wall time; the first step of each attempt and "
+        "steps lost at a restart do not count",
+        Better.HIGHER,
+    ),
+    Metric(
+        "wall_ns",
+        "wall time",
+        _NS,
+        "from the start of the first process to the end of the last recording, restarts included",
+    ),
+    Metric("wall_ratio", "share of the wall time", _RATIO, "time / wall time", Better.NEITHER),
     Metric("loss", "loss", MetricUnit.NUMBER, "as logged by the training loop"),
 )
 

@@ -28,6 +28,7 @@ from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
 if TYPE_CHECKING:
     from fsdp_inspect.advice.advise import Advice
     from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
+    from fsdp_inspect.analysis.lifetime import Lifetime
     from fsdp_inspect.analysis.memory.overview import MemoryOverview
     from fsdp_inspect.analysis.numerics import Numerics
     from fsdp_inspect.analysis.rank_waits import RankWaits
@@ -234,6 +235,20 @@ class Run:
         from fsdp_inspect.analysis.step_times import measure_step_times
 
         return self._ask("step times", lambda: measure_step_times(self._context))
+
+    def lifetime(self, *, rank: int | None = None) -> Lifetime:
+        """The wall time of the run by phase, over all attempts, and its goodput.
+
+        Args:
+            rank: Default the lowest recorded rank.
+
+        Raises:
+            IncompleteRunError: The run holds nothing of that rank.
+            MissingDataError: The run is imported: a trace does not show its processes.
+        """
+        from fsdp_inspect.analysis.lifetime import measure_lifetime
+
+        return measure_lifetime(self._context, rank=rank)
 
     def scalars(self) -> Mapping[str, ScalarSeries]:
         """The numbers that the training loop logged, by name; empty if it logged none."""

@@ -75,6 +75,7 @@ class InMemoryRun:
     device_tables: Mapping[int, DeviceTable] = field(default_factory=dict)
     status: RunStatus = RunStatus.COMPLETE
     notes: Sequence[str] = ()
+    earlier_attempts: Sequence["InMemoryRun"] = ()
     network_probe: NetworkProbe | None = None
     black_boxes: Mapping[int, BlackBox] = field(default_factory=dict)
     dumps: Mapping[int, Sequence[StackDump]] = field(default_factory=dict)

@@ -70,6 +70,11 @@ class RunContext:
         return self.source.ranks
 
     @property
+    def earlier_attempts(self) -> Sequence[RunSource]:
+        """See `RunSource`."""
+        return self.source.earlier_attempts
+
+    @property
     def network_probe(self) -> NetworkProbe | None:
         """See `RunSource`."""
         return self.source.network_probe

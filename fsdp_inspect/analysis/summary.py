@@ -14,6 +14,7 @@ from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.damage import try_measure
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
+from fsdp_inspect.analysis.lifetime import Lifetime, measure_lifetime
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
 from fsdp_inspect.analysis.memory.growth import measure_memory_growth
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
@@ -75,6 +76,10 @@ class Summary(Result):
     median_rank: int | None
     """The rank that the times of this object come from; None without a timed step."""
     provenance: Provenance | None
+    goodput_ratio: float | None
+    """Time of the training steps that count / wall time; None for imports and old runs."""
+    wall_ns: int | None
+    """Wall time of the run, over all attempts; None for imports and old runs."""
     step_time_ns: Distribution | None
     communication_ns: int | None
     exposed_ns: int | None
@@ -116,6 +121,7 @@ def measure_summary(run: RunSource) -> Summary:
     exposed = try_measure(_measure_waits, run, damage)
     units = try_measure(measure_units, run, damage)
     provenance = try_measure(measure_provenance, run, damage)
+    lifetime = try_measure(_measure_lifetime, run, damage)
     loss = try_measure(_find_loss, run, damage)
     plan_check = try_measure(check_plan, run, damage)
     verdict, rank_verdicts = judge(
@@ -149,6 +155,8 @@ def measure_summary(run: RunSource) -> Summary:
         left_out=StepsLeftOut(steps.warmup, steps.memory, steps.sentence),
         median_rank=times.median_rank,
         provenance=provenance,
+        goodput_ratio=lifetime.goodput_ratio if lifetime else None,
+        wall_ns=lifetime.wall_ns if lifetime else None,
         step_time_ns=times.step_time_ns,
         communication_ns=typical.communication_ns if typical else None,
         exposed_ns=typical.exposed_ns if typical else None,
@@ -180,6 +188,13 @@ def _measure_waits(run: RunSource) -> Exposed | None:
     last_arrival_ns = np.full(len(collectives), -1, dtype=np.int64)
     _, last_arrival_ns[known] = find_last_arrivals(run, member.rank, collectives.where(known))
     return measure_exposed(run, last_arrival_ns=last_arrival_ns)
+
+
+def _measure_lifetime(run: RunSource) -> Lifetime | None:
+    """Measure the phases of a run that recorded its processes; None for other runs."""
+    if not any(record.life for record in run.ranks):
+        return None
+    return measure_lifetime(run)
 
 
 def _measure_allocator(run: RunSource, memory: Memory) -> AllocatorUse | None:

@@ -16,6 +16,7 @@ from fsdp_inspect.cli.export import export
 from fsdp_inspect.cli.exposed import exposed
 from fsdp_inspect.cli.forecast import forecast
 from fsdp_inspect.cli.import_ import import_
+from fsdp_inspect.cli.lifetime import lifetime
 from fsdp_inspect.cli.memory import memory
 from fsdp_inspect.cli.merge import merge
 from fsdp_inspect.cli.metrics import metrics
@@ -36,6 +37,7 @@ _COMMANDS = (
     runs,
     summary,
     diagnose,
+    lifetime,
     breakdown,
     exposed,
     units,

@@ -52,6 +52,7 @@ from fsdp_inspect.recording.out_of_memory import (
     make_record,
 )
 from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.recording.process_life import describe_process
 from fsdp_inspect.recording.scalars import ScalarLog
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharding_calls import read_noted_calls
@@ -268,6 +269,7 @@ class Attachment:
             device_memory_bytes=min(sizes, default=None),
             clock="cuda_event" if cuda else "host",
             clock_start=read_clock_pair(),
+            life=describe_process(),
             flush_interval_s=self._options.flush_interval_s,
             memory_from="cuda_allocator" if cuda else "storage_tracker",
         )
@@ -372,21 +374,24 @@ class Attachment:
         self._guarded(self._end_step)
 
     @contextlib.contextmanager
-    def span(self, kind: EventKind, phase: Phase) -> Iterator[None]:
-        """Time a part of the training loop that the script marks."""
+    def span(self, kind: EventKind, phase: Phase, flags: int = 0) -> Iterator[None]:
+        """Time a part of the training loop that the script marks; `flags` if it succeeds."""
         session = self.session
         if not session.active:
             yield
             return
         outer, session.phase = session.phase, phase
         session.open_step()
-        start = session.clock.mark()
+        start, given = session.clock.mark(), 0
         try:
             yield
+            given = flags
         finally:
             session.phase = outer
             if session.active:
-                self._guarded(lambda: session.add(kind, start, session.clock.mark(), phase=phase))
+                self._guarded(
+                    lambda: session.add(kind, start, session.clock.mark(), phase=phase, flags=given)
+                )
 
     def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Record training metrics at the current step."""
@@ -427,6 +432,8 @@ class Attachment:
         if session.step == 1:
             self._settle_units()
             self._write_manifest()
+        if session.step == 1 or self._instruments.checkpoints.has_news:
+            self._describe_life()
         self._report_problems()
 
     def _report_problems(self) -> None:
@@ -444,6 +451,13 @@ class Attachment:
             action()
         except Exception as error:
             self.session.fail(error)
+
+    def _describe_life(self) -> None:
+        """Update the record with loads before the first step and background saves."""
+        checkpoints = self._instruments.checkpoints
+        checkpoints.has_news = False
+        life = describe_process(self.session.opened_ns, checkpoints.background_saves)
+        self._writer.update(life=life)
 
     # --- the manifest
 
@@ -561,6 +575,7 @@ class Attachment:
             self._settle(timeout_s)
 
     def _describe_rank(self) -> None:
+        self._describe_life()
         self._writer.update(
             num_steps=self.session.step,
             scalar_names=self._scalars.names,

@@ -33,6 +33,7 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.recording.models import Models, class_name_of, name_models
 from fsdp_inspect.recording.patches import Patches
+from fsdp_inspect.recording.process_life import note_process
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -88,6 +89,7 @@ class Discovery:
         self._attached_patches = Patches()
         handle = register_module_module_registration_hook(self._note_wrapper)
         self._search_patches.on_undo(handle.remove)
+        note_process()
         call_after_import("torch.distributed.fsdp", self._await_fully_shard)
 
     def finish(self, error: BaseException | None) -> Path | None:

@@ -11,6 +11,7 @@ from fsdp_inspect.recording.graph_capture import pause_during_capture
 from fsdp_inspect.recording.loop_hooks import LoopHooks
 from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.patches import Patches
+from fsdp_inspect.recording.process_life import CheckpointHooks
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.unit_hooks import ReductionsByContext, UnitHooks
 from fsdp_inspect.sharding.torch_fsdp import GroupHandle
@@ -37,6 +38,7 @@ class Instruments:
             for index, handle in enumerate(handles)
         ]
         self._dist_calls = DistCalls(session, lambda unit: self._units[unit].reductions)
+        self.checkpoints = CheckpointHooks(session)
         self._loop = LoopHooks(session, optimizers, on_optimizer_step, before_update)
 
     def attach(self) -> list[str]:
@@ -48,6 +50,7 @@ class Instruments:
         recorded_by = [hooks.attach(self._patches) for hooks in self._units]
         self._dist_calls.attach(self._patches)
         self._loop.attach(self._patches)
+        self.checkpoints.attach(self._patches)
         pause_during_capture(self._session, self._patches)
         return recorded_by
 

@@ -20,13 +20,15 @@ from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.attachment import Attachment, Options
 from fsdp_inspect.recording.models import as_one_module
 from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.recording.process_life import note_process
 from fsdp_inspect.recording.sharding_calls import note_sharding_calls
 from fsdp_inspect.store.at_exit import call_at_exit
-from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
 from fsdp_inspect.trace.limits import MAX_NS
 
 DEFAULT_WARMUP_STEPS = 2
 
+note_process()
 note_sharding_calls()  # a script imports the recorder before it shards its model
 
 
@@ -200,12 +202,17 @@ class Recorder:
     def between_steps(self, label: str = "") -> Iterator[None]:
         """Mark an evaluation or a checkpoint: it is recorded, and not part of any step's time.
 
-        Forward passes without gradients outside `step()` are recognised without this block.
+        Forward passes without gradients outside `step()`, and checkpoints that torch saves, are
+        recognised without this block.
+
+        Args:
+            label: "checkpoint" if the block saves a checkpoint; other text has no effect.
         """
         if self._attachment is None or self._closed:
             yield
             return
-        with self._attachment.span(EventKind.BETWEEN_STEPS, Phase.EVALUATION):
+        flags = EventFlag.CHECKPOINT if label == "checkpoint" else 0
+        with self._attachment.span(EventKind.BETWEEN_STEPS, Phase.EVALUATION, flags):
             yield
 
     def log(self, **values: float | torch.Tensor) -> None:

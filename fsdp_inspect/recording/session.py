@@ -60,6 +60,8 @@ class Session:
     loader_ended_ns = 0
     """When the training's data loader ended last; 0: never."""
     loader_ended_step = -1
+    opened_ns: int | None = None
+    """When step 0 began, on the host; None before it."""
     _next_collective = 0
     samples_boundaries = False
     """Whether this step reads the allocator's counters at unit boundaries."""
@@ -294,6 +296,7 @@ class Session:
     def open_step(self) -> None:
         """Fix the start of step 0 at the first training event."""
         if self.step_start is None:
+            self.opened_ns = self.clock.host_now()
             self.step_start = self.clock.mark()
 
     def end_step(self) -> None:

@@ -12,6 +12,7 @@ Source lines are read when the recorder attaches, on rank 0 only.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from weakref import WeakKeyDictionary
 from fsdp_inspect.recording.call_statements import read_calls, read_user_statement
 from fsdp_inspect.recording.code_places import FRAMEWORKS, package_of
 from fsdp_inspect.recording.environment import mask_secrets
+from fsdp_inspect.recording.process_life import begin_sharding, end_sharding
 from fsdp_inspect.trace.training_code import ShardingCall, SourceLines, UserStatement
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ _places: WeakKeyDictionary[FSDPState, _Place] = WeakKeyDictionary()
 
 def note_sharding_calls() -> None:
     """Note the lines that call `fully_shard` from now on; does nothing if it is already noted."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     original = FSDPState.init
@@ -62,6 +65,7 @@ def note_sharding_calls() -> None:
         return
 
     def init(state: FSDPState, modules: Any, *args: Any, **kwargs: Any) -> None:
+        begin_sharding()
         original(state, modules, *args, **kwargs)
         try:
             place = _find_place(sys._getframe(1), modules)
@@ -72,6 +76,14 @@ def note_sharding_calls() -> None:
 
     init.notes_calls = True  # type: ignore[attr-defined]
     FSDPState.init = init  # type: ignore[assignment, method-assign]
+    make_group = FSDPParamGroup.__init__
+
+    @functools.wraps(make_group)
+    def shard(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
+        make_group(group, *args, **kwargs)  # shards the parameters
+        end_sharding()
+
+    FSDPParamGroup.__init__ = shard  # type: ignore[assignment, method-assign]
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,13 @@ def _numbers_table(digest: Summary) -> Table:
             format_metric("loss", value) for value in (digest.loss.first, digest.loss.last)
         )
         table.add_row(find_metric("loss").label, last, f"from {first}")
+    if digest.goodput_ratio is not None:
+        wall = format_metric("wall_ns", digest.wall_ns)
+        table.add_row(
+            find_metric("goodput_ratio").label,
+            format_metric("goodput_ratio", digest.goodput_ratio),
+            f"of {wall} (fsdp-inspect lifetime)",
+        )
     return table
 
 

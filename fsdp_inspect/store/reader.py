@@ -182,6 +182,21 @@ class StoredRun:
         return [record for record in self._records.values() if record is not None]
 
     @property
+    def earlier_attempts(self) -> "Sequence[StoredRun]":
+        """The attempts of the run before this one, oldest first."""
+        return [
+            StoredRun(
+                self._files,
+                self._manifest,
+                attempts=self.attempts,
+                attempt=number,
+                reuse=self._reuse,
+            )
+            for number in self.attempts
+            if number < self.attempt
+        ]
+
+    @property
     def network_probe(self) -> NetworkProbe | None:
         """The probe of the network; None without one, or if it is damaged (see `notes`)."""
         with noting(self._found):

@@ -147,6 +147,8 @@ class EventFlag(IntFlag):
     """The event lies in a memory step: its times are not representative."""
     LATEST_END = 64
     """The end is an upper bound: the moment at which the collective was seen to have ended."""
+    CHECKPOINT = 128
+    """BETWEEN_STEPS: a checkpoint was saved. With ASYNC, it is written in the background."""
 
 
 class MemoryPoint(NamedCode):

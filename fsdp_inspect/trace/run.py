@@ -15,6 +15,7 @@ from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
+from fsdp_inspect.trace.process_life import ProcessLife
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
 from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
@@ -258,6 +259,8 @@ class RankRecord(Record):
     flush_interval_s: float = 1.0
     flushed_unix_ns: Moment = 0
     """The time of the last write of this file; the live streams are newer."""
+    life: ProcessLife | None = None
+    """The process outside its steps; None: not recorded."""
     memory_from: str = ""
     """The source of memory samples: `cuda_allocator`, `storage_tracker` or `memory_snapshot`."""
     failed_request: FailedRequest | None = None
@@ -295,6 +298,11 @@ class RunSource(Protocol):
     @property
     def ranks(self) -> Sequence[RankRecord]:
         """The records of the ranks that have data, by rank."""
+        ...
+
+    @property
+    def earlier_attempts(self) -> "Sequence[RunSource]":
+        """The attempts of the run before this one, oldest first."""
         ...
 
     @property

@@ -1,0 +1,491 @@
+"""Split the wall time of a run into phases that add up to it, and measure its goodput.
+
+[Note: Phases of a run] One rank is followed over all attempts of the run, in wall time. Each moment
+belongs to the first of these phases that applies: checkpoint, evaluation, first step, training,
+lost, load, shard, start, build, end. A moment of an attempt in none of them is `other`, and a
+moment between two attempts is `restart`. Attempts that overlap (clocks of two hosts) are cut at the
+end of the earlier one. So the phases are disjoint and cover the wall time for any recorded times.
+
+[Note: Steps that count] A completed step counts unless a restart lost it. The steps of an attempt
+that another attempt follows survive up to the start of the last checkpoint that the attempt saved
+completely, and only if the next attempt loaded a checkpoint. The first step of an attempt sets up
+and compiles, so its time is no goodput.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.columns import TableSpec, metric_column, text_column, value_column
+from fsdp_inspect.errors import IncompleteRunError, MissingDataError
+from fsdp_inspect.formatting import format_numbers
+from fsdp_inspect.metrics import MetricUnit
+from fsdp_inspect.results import TableResult
+from fsdp_inspect.trace.codes import (
+    EXPOSED_PART_CODES,
+    EventFlag,
+    EventKind,
+    StepPart,
+)
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.process_life import ProcessLife, TimeSpan
+from fsdp_inspect.trace.run import RankRecord, RunSource, RunStatus
+from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+
+
+class LifePhase(StrEnum):
+    """A phase of a run. See [Note: Phases of a run]."""
+
+    START = "start"
+    """From the start of the process until torch and the recorder are imported."""
+    BUILD = "build"
+    """From the imports to the first step, without sharding and loading: process groups, model,
+    optimizer, data."""
+    LOAD = "load"
+    """Calls of torch that load a checkpoint, before the first step."""
+    SHARD = "shard"
+    """From the start of the first `fully_shard` call to the end of the last one."""
+    FIRST_STEP = "first step"
+    """The first step of an attempt, with compilation and the set-up of communicators."""
+    TRAINING = "training"
+    """The other steps that count."""
+    LOST = "lost"
+    """Steps lost at a restart, and the time after the last step of an attempt that failed or
+    crashed."""
+    EVALUATION = "evaluation"
+    """Between steps, and no checkpoint."""
+    CHECKPOINT = "checkpoint"
+    """Saving a checkpoint while the training waits."""
+    RESTART = "restart"
+    """Between two attempts."""
+    END = "end"
+    """After the last step of an attempt that ended normally."""
+    OTHER = "other"
+    """Not known, for example the step that a live run is in."""
+
+
+_IN_ORDER = (
+    LifePhase.CHECKPOINT,
+    LifePhase.EVALUATION,
+    LifePhase.FIRST_STEP,
+    LifePhase.TRAINING,
+    LifePhase.LOST,
+    LifePhase.LOAD,
+    LifePhase.SHARD,
+    LifePhase.START,
+    LifePhase.BUILD,
+    LifePhase.END,
+)
+"""The phase of a moment is the first one that applies."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """One phase of a run, or one part of the training."""
+
+    phase: str
+    duration_ns: int
+    wall_ratio: float
+    process_peak_bytes: int | None = None
+    """Highest known resident memory of the process in this phase; None: unknown."""
+    host_peak_bytes: int | None = None
+    """Highest known used memory of the host in this phase; None: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime(TableResult):
+    """The wall time of a run by phase, for one rank."""
+
+    run_id: str
+    rank: int
+    wall_ns: int
+    goodput_ratio: float
+    """Time of the phase training / wall time; 0.0 for a run without wall time."""
+    phases: tuple[PhaseTime, ...]
+    """The phases with time, in the order of `LifePhase`; they add up to `wall_ns` exactly."""
+    training_parts: tuple[PhaseTime, ...]
+    """Exposed communication and data of the phase training."""
+    background_checkpoint_ns: int
+    """Time in which a checkpoint was written next to other phases."""
+    num_attempts: int
+    num_steps: int
+    """Completed steps of all attempts."""
+    num_lost_steps: int
+    """Those that a restart lost."""
+    notes: tuple[str, ...]
+
+    TABLE: ClassVar[TableSpec] = TableSpec(
+        "Phases of the run",
+        (
+            text_column("phase", "The phase; the phases add up to the wall time."),
+            value_column("duration_ns", MetricUnit.NS, "Time in this phase.", label="time"),
+            metric_column("wall_ratio", label="share"),
+            value_column(
+                "process_peak_bytes",
+                MetricUnit.BYTES,
+                "Highest known resident memory of the process in this phase.",
+                label="process",
+            ),
+            value_column(
+                "host_peak_bytes",
+                MetricUnit.BYTES,
+                "Highest known used memory of the host in this phase.",
+                label="host",
+            ),
+        ),
+    )
+
+    def rows(self) -> Sequence[PhaseTime]:
+        """The phases with time."""
+        return self.phases
+
+    def duration_ns(self, phase: str) -> int:
+        """The time in a phase; 0 if the run was never in it."""
+        return next((each.duration_ns for each in self.phases if each.phase == phase), 0)
+
+
+def measure_lifetime(run: RunSource, *, rank: int | None = None) -> Lifetime:
+    """Split the wall time of a run, up to the opened attempt, into phases.
+
+    Args:
+        run: A recorded or emulated run.
+        rank: Default the lowest recorded rank, which usually saves the checkpoints.
+
+    Raises:
+        MissingDataError: The run is imported: a trace does not show the life of its processes.
+        IncompleteRunError: The run has no data of the rank.
+    """
+    return remember(run, ("lifetime", rank), partial(_measure_lifetime, run, rank))
+
+
+def _measure_lifetime(run: RunSource, rank: int | None) -> Lifetime:
+    if run.manifest.source == "imported":
+        raise MissingDataError(
+            f"Run {run.manifest.run_id!r} is imported: a trace does not show when its processes "
+            "started and ended. Expected a run of the recorder. Record the training to see its "
+            "phases."
+        )
+    known = [record.rank for record in run.ranks]
+    if not known or (rank is not None and rank not in known):
+        raise IncompleteRunError(
+            f"Rank {0 if rank is None else rank} not found in run {run.manifest.run_id!r}. The run "
+            f"has the ranks {format_numbers(known) or 'none'}. Choose one of them."
+        )
+    chosen = min(known) if rank is None else rank
+    sources = [*run.earlier_attempts, run]
+    attempts = [each for source in sources if (each := _read_attempt(source, chosen)) is not None]
+    notes = [note for each in attempts for note in each.notes]
+    if len(attempts) < len(sources):
+        notes.append(f"Some attempts have no data of rank {chosen}: their time is a restart.")
+    return _Life(attempts).measure(run.manifest.run_id, chosen, notes)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One attempt of one rank; times are wall times in ns."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+    status: RunStatus
+    life: ProcessLife
+    """Its times are still on the clock of the rank; add `offset_ns`."""
+    offset_ns: int
+    first_step_ns: int
+    """When the training begins; without a step, when the recorder attached."""
+    steps: NDArray[np.int64]
+    """Shape (S, 3): number, start and end of each completed step, by start."""
+    exposed_ns: NDArray[np.int64]
+    """Shape (S,)."""
+    data_ns: NDArray[np.int64]
+    """Shape (S,)."""
+    evaluation: Intervals
+    checkpoint: Intervals
+    saved_ns: int | None
+    """Start of the last checkpoint that was saved completely."""
+    samples: NDArray[np.int64]
+    """Shape (n, 3): time, resident memory of the process, used memory of the host; -1: unknown."""
+    notes: tuple[str, ...]
+
+    def span(self, span: TimeSpan) -> Intervals:
+        return Intervals.of([span.start_ns + self.offset_ns], [span.end_ns + self.offset_ns])
+
+    def spans(self, spans: Sequence[TimeSpan]) -> Intervals:
+        starts, ends = ([getattr(span, name) for span in spans] for name in ("start_ns", "end_ns"))
+        return Intervals.of(
+            np.array(starts, np.int64) + self.offset_ns, np.array(ends, np.int64) + self.offset_ns
+        )
+
+    def lost_since_ns(self, following: "_Attempt | None") -> int | None:
+        """The time after which steps are lost; None: none are. See [Note: Steps that count]."""
+        if following is None:
+            return None
+        loads = following.spans(following.life.loads).ends
+        has_loaded = bool(len(loads)) and int(loads[-1]) > self.end_ns
+        return self.saved_ns if has_loaded and self.saved_ns is not None else self.start_ns
+
+
+def _read_attempt(run: RunSource, rank: int) -> _Attempt | None:
+    record = next((each for each in run.ranks if each.rank == rank), None)
+    if record is None:
+        return None
+    offset = record.clock_start.unix_ns - record.clock_start.monotonic_ns
+    life = record.life or ProcessLife()
+    events = run.events(rank)
+    is_step = events.kind == EventKind.STEP
+    found = events.where(is_step)
+    steps = np.stack([found.step, found.start_ns + offset, found.end_ns + offset], axis=1)
+    between = events.where(events.kind == EventKind.BETWEEN_STEPS)
+    is_save = (between.flags & EventFlag.CHECKPOINT) != 0
+    is_complete = is_save & ((between.flags & EventFlag.ASYNC) == 0)
+    saves = [
+        *(between.start_ns[is_complete] + offset).tolist(),
+        *(span.start_ns + offset for span in life.background_saves),
+    ]
+    exposed_ns, data_ns = _parts_of(run, rank, found.step)
+    started = [life.started_ns, life.imported_ns, record.clock_start.monotonic_ns]
+    notes = []
+    if life.started_ns is None:
+        notes.append(
+            f"The start of the process of attempt {record.attempt} is unknown: its time begins "
+            "later."
+        )
+    return _Attempt(
+        number=record.attempt,
+        start_ns=min([each + offset for each in started if each is not None], default=0)
+        if life.started_ns is None
+        else life.started_ns + offset,
+        end_ns=_end_of(run, record, events, offset),
+        status=record.status,
+        life=life,
+        offset_ns=offset,
+        first_step_ns=int(steps[0, 1]) if len(steps) else record.clock_start.monotonic_ns + offset,
+        steps=steps,
+        exposed_ns=exposed_ns,
+        data_ns=data_ns,
+        evaluation=_shifted(between, ~is_save, offset),
+        checkpoint=_shifted(between, is_save, offset),
+        saved_ns=max(saves, default=None),
+        samples=_samples_of(run, rank, life, offset),
+        notes=tuple(notes),
+    )
+
+
+def _shifted(rows: EventTable, mask: NDArray[np.bool_], offset: int) -> Intervals:
+    return Intervals.of(rows.start_ns[mask] + offset, rows.end_ns[mask] + offset)
+
+
+def _end_of(run: RunSource, record: RankRecord, events: EventTable, offset: int) -> int:
+    """The end of a recording; of one that did not end in order, its last sign of life."""
+    if record.clock_end is not None:
+        return record.clock_end.monotonic_ns + offset
+    signs = [record.clock_start.unix_ns, record.flushed_unix_ns]
+    signs += [int(events.end_ns.max()) + offset] if len(events) else []
+    times = run.devices(record.rank).time_ns
+    signs += [int(times.max()) + offset] if len(times) else []
+    box = run.black_box(record.rank)
+    if box is not None:
+        signs.append(box.header.ended_unix_ns or box.header.sign_unix_ns)
+    return max(signs)
+
+
+def _parts_of(
+    run: RunSource, rank: int, steps: NDArray[np.int32]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Exposed and data time of each step, shape (S,); 0 where the summary lacks the step."""
+    rows = run.summary(ranks=[rank], kinds=[*EXPOSED_PART_CODES, StepPart.DATA])
+
+    def of(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+        sums = np.zeros(int(max(steps.max(initial=0), rows.step.max(initial=0))) + 1, np.int64)
+        np.add.at(sums, rows.step[mask], rows.duration_ns[mask])
+        taken: NDArray[np.int64] = sums[steps]
+        return taken
+
+    is_data = rows.kind == StepPart.DATA
+    return of(~is_data), of(is_data)
+
+
+def _samples_of(run: RunSource, rank: int, life: ProcessLife, offset: int) -> NDArray[np.int64]:
+    devices = run.devices(rank)
+    sampled = np.stack([devices.time_ns, devices.process_rss, devices.host_memory_used], axis=1)
+    marks = [(mark.time_ns, mark.rss_bytes, MISSING_INT) for mark in life.memory_marks]
+    samples = np.concatenate([sampled, np.array(marks, np.int64).reshape(-1, 3)])
+    samples[:, 0] += offset
+    return samples
+
+
+class _Life:
+    """The phases of all attempts of one rank."""
+
+    def __init__(self, attempts: Sequence[_Attempt]) -> None:
+        self._attempts = attempts
+        self._spans: dict[LifePhase, Intervals] = dict.fromkeys(LifePhase, Intervals.empty())
+        self._covered = Intervals.empty()
+        for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
+            self._add_attempt(attempt, following)
+        wall = Intervals.of(
+            [min(each.start_ns for each in attempts)],
+            [max(max(each.start_ns, each.end_ns) for each in attempts)],
+        )
+        self._spans[LifePhase.RESTART] = wall.subtract(self._covered)
+        self._wall_ns = wall.duration_ns
+
+    def measure(self, run_id: str, rank: int, notes: Sequence[str]) -> Lifetime:
+        durations = {phase: spans.duration_ns for phase, spans in self._spans.items()}
+        num_lost = sum(int(mask.sum()) for mask in map(self._is_lost, range(len(self._attempts))))
+        return Lifetime(
+            run_id=run_id,
+            rank=rank,
+            wall_ns=self._wall_ns,
+            goodput_ratio=self._ratio(durations[LifePhase.TRAINING]),
+            phases=tuple(
+                self._phase(phase, duration) for phase, duration in durations.items() if duration
+            ),
+            training_parts=self._training_parts(),
+            background_checkpoint_ns=self._background_ns(),
+            num_attempts=len(self._attempts),
+            num_steps=sum(len(each.steps) for each in self._attempts),
+            num_lost_steps=num_lost,
+            notes=(*notes, *self._lost_notes()),
+        )
+
+    # --- the phases
+
+    def _add_attempt(self, attempt: _Attempt, following: _Attempt | None) -> None:
+        """Give each moment of an attempt that no earlier attempt has to its phase."""
+        own = Intervals.of([attempt.start_ns], [attempt.end_ns]).subtract(self._covered)
+        left = own
+        spans = _phases_of(attempt, following)
+        for phase in _IN_ORDER:
+            taken = spans.get(phase, Intervals.empty()).intersect(left)
+            self._spans[phase] = self._spans[phase].union(taken)
+            left = left.subtract(taken)
+        self._spans[LifePhase.OTHER] = self._spans[LifePhase.OTHER].union(left)
+        self._covered = self._covered.union(own)
+
+    def _is_lost(self, place: int) -> NDArray[np.bool_]:
+        following = self._attempts[place + 1] if place + 1 < len(self._attempts) else None
+        return _is_lost(self._attempts[place], following)
+
+    def _lost_notes(self) -> list[str]:
+        notes = []
+        for place, (attempt, following) in enumerate(pairwise(self._attempts)):
+            lost = int(self._is_lost(place).sum())
+            if not lost:
+                continue
+            why = f"attempt {following.number} loaded a checkpoint saved before them"
+            if attempt.saved_ns is None:
+                why = "the recorder saw no complete checkpoint of it"
+            elif attempt.lost_since_ns(following) == attempt.start_ns:
+                why = f"the recorder saw attempt {following.number} load no checkpoint"
+            notes.append(
+                f"{lost} of {len(attempt.steps)} steps of attempt {attempt.number} are lost: {why}."
+            )
+        return notes
+
+    # --- numbers of a phase
+
+    def _ratio(self, duration_ns: int) -> float:
+        return duration_ns / self._wall_ns if self._wall_ns else 0.0
+
+    def _phase(self, phase: LifePhase, duration_ns: int) -> PhaseTime:
+        spans = self._spans[phase]
+        process, host = [], []
+        for attempt in self._attempts:
+            inside = attempt.samples[spans.holds(attempt.samples[:, 0])]
+            process += [int(inside[:, 1].max(initial=MISSING_INT)), _rise(attempt, spans)]
+            host.append(int(inside[:, 2].max(initial=MISSING_INT)))
+        return PhaseTime(
+            phase.value,
+            duration_ns,
+            self._ratio(duration_ns),
+            _known(max(process)),
+            _known(max(host)),
+        )
+
+    def _training_parts(self) -> tuple[PhaseTime, ...]:
+        exposed = data = 0
+        for place, attempt in enumerate(self._attempts):
+            counts = ~self._is_lost(place)
+            counts[:1] = False  # the first step
+            exposed += int(attempt.exposed_ns[counts].sum())
+            data += int(attempt.data_ns[counts].sum())
+        return tuple(
+            PhaseTime(name, duration, self._ratio(duration))
+            for name, duration in (("exposed communication", exposed), ("data", data))
+        )
+
+    def _background_ns(self) -> int:
+        written = Intervals.empty()
+        for attempt in self._attempts:
+            written = written.union(attempt.spans(attempt.life.background_saves))
+        return written.subtract(self._spans[LifePhase.CHECKPOINT]).duration_ns
+
+
+def _phases_of(attempt: _Attempt, following: _Attempt | None) -> Mapping[LifePhase, Intervals]:
+    """The spans of each phase; they may overlap."""
+    steps, is_lost = attempt.steps, _is_lost(attempt, following)
+    life, offset = attempt.life, attempt.offset_ns
+    imported = attempt.start_ns if life.imported_ns is None else life.imported_ns + offset
+
+    def of_steps(mask: NDArray[np.bool_]) -> Intervals:
+        return Intervals.of(steps[mask, 1], steps[mask, 2])
+
+    is_first = np.arange(len(steps)) == 0
+    rest = Intervals.of([steps[-1, 2] if len(steps) else attempt.first_step_ns], [attempt.end_ns])
+    has_failed = attempt.status in (RunStatus.FAILED, RunStatus.CRASHED)
+    lost = of_steps(is_lost & ~is_first)
+    phases = {
+        LifePhase.CHECKPOINT: attempt.checkpoint,
+        LifePhase.EVALUATION: attempt.evaluation,
+        LifePhase.FIRST_STEP: of_steps(is_first),
+        LifePhase.TRAINING: of_steps(~is_lost & ~is_first),
+        LifePhase.LOST: lost.union(rest) if has_failed else lost,
+        LifePhase.LOAD: attempt.spans(life.loads),
+        LifePhase.START: Intervals.of([attempt.start_ns], [imported]),
+        LifePhase.BUILD: Intervals.of([imported], [attempt.first_step_ns]),
+    }
+    if life.shard is not None:
+        phases[LifePhase.SHARD] = attempt.span(life.shard)
+    if attempt.status is RunStatus.COMPLETE:
+        phases[LifePhase.END] = rest
+    return phases
+
+
+def _is_lost(attempt: _Attempt, following: _Attempt | None) -> NDArray[np.bool_]:
+    """Whether a restart lost each step, shape (S,). See [Note: Steps that count]."""
+    since = attempt.lost_since_ns(following)
+    if since is None:
+        return np.zeros(len(attempt.steps), dtype=bool)
+    lost: NDArray[np.bool_] = attempt.steps[:, 2] > since
+    return lost
+
+
+def _rise(attempt: _Attempt, spans: Intervals) -> int:
+    """The peak that the process reached inside the spans, -1 if unknown.
+
+    The high-water mark rose between two marks. The peak lies in these spans if they hold the whole
+    time between them.
+    """
+    marks = attempt.life.memory_marks
+    begin = attempt.life.started_ns
+    times = [*([] if begin is None else [begin]), *(mark.time_ns for mark in marks)]
+    peaks = [*([] if begin is None else [0]), *(mark.high_water_bytes for mark in marks)]
+    moments = np.array(times, np.int64) + attempt.offset_ns
+    known = [
+        after
+        for (low, before), (high, after) in pairwise(zip(moments.tolist(), peaks, strict=True))
+        if after > before and spans.clip(low, high).duration_ns == high - low > 0
+    ]
+    return max(known, default=MISSING_INT)
+
+
+def _known(value: int) -> int | None:
+    return None if value == MISSING_INT else value

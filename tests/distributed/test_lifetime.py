@@ -1,0 +1,69 @@
+"""The phases of a real run: an evaluation, checkpoints, a failure and a restart."""
+
+from pathlib import Path
+
+import pytest
+
+import fsdp_inspect
+from fsdp_inspect.analysis.lifetime import Lifetime
+from fsdp_inspect.trace.codes import EventKind
+from tests.conftest import Torchrun
+from tests.distributed.lifetime_script import SLEEP_S
+
+SCRIPT = Path(__file__).with_name("lifetime_script.py")
+STEPS = 8
+SLEEP_NS = round(SLEEP_S * 1e9)
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Path:
+    run = tmp_path_factory.mktemp("lifetime") / "run"
+    run_ranks(SCRIPT, run, STEPS, check=False)
+    run_ranks(SCRIPT, run, STEPS, "resume")
+    return run
+
+
+@pytest.fixture(scope="module")
+def lifetime(folder: Path) -> Lifetime:
+    return fsdp_inspect.open_run(folder).lifetime()
+
+
+def test_the_phases_add_up_to_the_wall_time(lifetime: Lifetime) -> None:
+    assert sum(phase.duration_ns for phase in lifetime.phases) == lifetime.wall_ns
+    assert not lifetime.duration_ns("other")
+
+
+def test_what_the_script_does_is_found(lifetime: Lifetime) -> None:
+    # Both attempts build and evaluate.
+    assert lifetime.duration_ns("build") >= 2 * SLEEP_NS
+    assert lifetime.duration_ns("evaluation") >= 2 * SLEEP_NS
+    for phase in ("shard", "load", "checkpoint", "restart", "first step"):
+        assert lifetime.duration_ns(phase) > 0, phase
+    assert lifetime.background_checkpoint_ns > 0
+
+
+def test_steps_after_the_last_checkpoint_of_the_failed_attempt_are_lost(
+    lifetime: Lifetime,
+) -> None:
+    assert (lifetime.num_attempts, lifetime.num_steps) == (2, 2 * STEPS)
+    assert lifetime.num_lost_steps == STEPS - 5
+    assert lifetime.duration_ns("lost") > 0
+
+
+def test_the_training_is_the_sum_of_the_steps_that_count(folder: Path, lifetime: Lifetime) -> None:
+    total = 0
+    for number, counted in ((0, range(1, 5)), (1, range(1, STEPS))):
+        rows = fsdp_inspect.open_run(folder, attempt=number).source.summary(
+            ranks=[0], kinds=[EventKind.STEP]
+        )
+        total += int(rows.duration_ns[[step in counted for step in rows.step.tolist()]].sum())
+    assert lifetime.duration_ns("training") == total
+    assert lifetime.goodput_ratio == total / lifetime.wall_ns
+
+
+def test_memory_before_the_first_sample_is_known(lifetime: Lifetime) -> None:
+    peaks = {phase.phase: phase.process_peak_bytes for phase in lifetime.phases}
+    assert peaks["build"]
+    assert peaks["shard"]
