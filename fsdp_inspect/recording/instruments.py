@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fsdp_inspect.recording.checkpoints import CheckpointHooks
 from fsdp_inspect.recording.dist_calls import DistCalls
 from fsdp_inspect.recording.graph_capture import pause_during_capture
 from fsdp_inspect.recording.loop_hooks import LoopHooks
 from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.patches import Patches
-from fsdp_inspect.recording.process_life import CheckpointHooks
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.unit_hooks import ReductionsByContext, UnitHooks
 from fsdp_inspect.sharding.torch_fsdp import GroupHandle
