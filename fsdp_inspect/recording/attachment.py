@@ -42,7 +42,7 @@ from fsdp_inspect.recording.launch_command import describe_launch
 from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
 from fsdp_inspect.recording.memory_steps import MemorySteps, is_compiled
 from fsdp_inspect.recording.models import Models
-from fsdp_inspect.recording.numerics import NumericsSteps
+from fsdp_inspect.recording.numerics_steps import NumericsSteps
 from fsdp_inspect.recording.observed_settings import observe_settings
 from fsdp_inspect.recording.optimizer_rounds import OptimizerRound
 from fsdp_inspect.recording.out_of_memory import (

@@ -1,0 +1,69 @@
+"""Choose the numerics steps of a recording, and write their lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fsdp_inspect.recording.numerics import Numerics
+from fsdp_inspect.store.schema import NUMERICS_FILE
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+    from fsdp_inspect.store.writer import RankWriter
+
+
+class NumericsSteps:
+    """Runs the numerics steps of a recording, and keeps their lines until they are written."""
+
+    def __init__(
+        self,
+        session: Session,
+        writer: RankWriter,
+        every: int,
+        handles: Sequence[GroupHandle],
+    ) -> None:
+        """Choose each step whose number is a multiple of `every`; 0: none."""
+        self._session = session
+        self._writer = writer
+        self._every = every
+        self._handles = handles
+        self._lines: list[bytes] = []
+
+    def begin(self) -> None:
+        """Look at the values of the step that begins now, if it is a numerics step.
+
+        A memory step is none: its storage tracker would count the copies.
+        """
+        session = self._session
+        is_chosen = self._every > 0 and session.step % self._every == 0
+        if is_chosen and session.tracker is None and session.numerics is None:
+            session.numerics = Numerics(session.step, self._handles)
+
+    def end(self) -> None:
+        """Write the line of the step, if it was a numerics step."""
+        numerics, self._session.numerics = self._session.numerics, None
+        if numerics is None:
+            return
+        try:
+            line = numerics.encode() if numerics.problem is None else b""
+        except Exception as error:
+            numerics.problem, line = error, b""
+        if numerics.problem is not None:
+            self._session.problem(
+                f"Step {self._session.step} has no numerics: {numerics.problem!r}."
+            )
+            return
+        self._lines.append(line)
+        self._writer.write_file(NUMERICS_FILE, self._write)
+
+    def abandon(self) -> None:
+        """Look at nothing any more; nothing is written."""
+        self._session.numerics = None
+
+    def _write(self) -> None:
+        lines = list(self._lines)
+        with (self._writer.folder / NUMERICS_FILE).open("ab") as file:
+            file.write(b"".join(lines))
+        del self._lines[: len(lines)]
