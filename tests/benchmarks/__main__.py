@@ -87,6 +87,12 @@ def _gate(options: argparse.Namespace, folder: Path) -> list[Figure]:
     return measure_gate(folder, runs=options.gate_runs, checks=options.gate_checks)
 
 
+def _order(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.order_check import measure_order_check
+
+    return measure_order_check((8, 64, options.ranks), (2, 8, 64), rounds=20)
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "overhead": _overhead,
     "accuracy": _accuracy,
@@ -96,6 +102,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "scale": _scale,
     "dashboard": _dashboard,
     "gate": _gate,
+    "order": _order,
 }
 
 
@@ -114,7 +121,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_count(parser, "--accuracy-steps", 20, "profiled steps of the accuracy benchmark")
     _add_count(parser, "--size-steps", 120, "steps of the longer run of the size benchmark", 6)
     _add_count(parser, "--startup-repeats", 20, "fresh interpreters of the startup benchmark")
-    _add_count(parser, "--ranks", 1000, "ranks of the scale benchmark; 1.2 MB of disk each", 8)
+    _add_count(parser, "--ranks", 1000, "ranks of the scale and order benchmarks", 8)
     _add_count(parser, "--trace-events", 200_000, "least events of the trace that is imported")
     _add_count(parser, "--import-rounds", 5, "rounds of the import benchmark, in turn with HTA")
     parser.add_argument(
