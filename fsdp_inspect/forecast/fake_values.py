@@ -15,6 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 _ASKING = torch.ops.aten._local_scalar_dense.default
+_GROUPED = torch.ops.aten._grouped_mm.default
+_NEW_EMPTY = torch.ops.aten.new_empty.default
 _OURS = Path(__file__).parents[1]
 _PYTHON = Path(traceback.__file__).parent
 
@@ -31,6 +33,9 @@ class ValuelessTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Dispatch as torch does; see the class."""
+        if func is _GROUPED and args[0].dtype is not torch.bfloat16:
+            shape = _grouped_shape(*args[:3], **(kwargs or {}))
+            return super().dispatch(_NEW_EMPTY, types, (args[0], shape), {})
         try:
             return super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -39,6 +44,22 @@ class ValuelessTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.num_asked += 1
         self.first_asked = self.first_asked or describe_user_line(traceback.extract_stack())
         return _zero(args[0].dtype)
+
+
+def _grouped_shape(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None = None, **_: Any
+) -> list[int]:
+    """The shape of a grouped matrix product.
+
+    torch 2.13: its own shape function refuses other dtypes than bfloat16, which the kernels take.
+    """
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.dim() == 3 and right.dim() == 3:
+        return [left.shape[0], rows, columns]
+    if left.dim() == 2 and right.dim() == 2:
+        assert offsets is not None
+        return [offsets.shape[0], rows, columns]
+    return [rows, columns]
 
 
 def _zero(dtype: torch.dtype) -> complex:

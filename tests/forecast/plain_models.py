@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from fsdp_inspect import ForecastTarget
 
 WIDTH, VOCABULARY, BATCH, TOKENS, LAYERS = 64, 128, 2, 16, 3
+EXPERTS = 4
 Step = Callable[[Any, Any, torch.Tensor], None]
 
 
@@ -53,6 +54,22 @@ class Model(nn.Module):
             else:
                 hidden = layer(hidden)
         return self.head(self.norm(hidden))
+
+
+class Experts(nn.Module):
+    """A mixture of experts in float32, by grouped matrix products, as in Transformers' Mixtral."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 4 * WIDTH))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 4 * WIDTH, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(-1, WIDTH)
+        ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=rows.device)
+        ends = ends * (len(rows) // EXPERTS)
+        inner = F.gelu(torch._grouped_mm(rows, self.up, offs=ends))
+        return hidden + torch._grouped_mm(inner, self.down, offs=ends).view_as(hidden)
 
 
 class LowRank(nn.Module):
@@ -102,6 +119,14 @@ def tied_weights() -> ForecastTarget:
 
 def dropout() -> ForecastTarget:
     return target(shard(Model(dropout=0.1)))
+
+
+def experts_in_float32() -> ForecastTarget:
+    model = Model()
+    for layer in model.layers:
+        layer.up = Experts()
+        layer.down = nn.Identity()
+    return target(shard(model))
 
 
 def mixed_precision() -> ForecastTarget:
@@ -218,6 +243,7 @@ def values_asked() -> ForecastTarget:
 ALIKE = (
     tied_weights,
     dropout,
+    experts_in_float32,
     mixed_precision,
     frozen,
     low_rank,
