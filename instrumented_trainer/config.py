@@ -89,9 +89,9 @@ class TrainerConfig(BaseModel):
     hf: str | None = _setting(
         Section.MODEL,
         None,
-        "Train a Hugging Face causal language model instead, built from its config with random "
-        "weights.",
-        legal="a model type (llama, gpt2), a config.json or its folder, or a hub name (org/name)",
+        "Train a Hugging Face language model instead (causal, encoder-decoder or masked), built "
+        "from its config with random weights.",
+        legal="a model type (llama, t5), a config.json or its folder, or a hub name (org/name)",
     )
     hf_config: Annotated[dict[str, Any], BeforeValidator(_read_json)] = _setting(
         Section.MODEL, {}, "Changes to the Hugging Face config.", legal="a JSON object"

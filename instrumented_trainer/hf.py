@@ -1,4 +1,4 @@
-"""Build any Hugging Face causal language model from its config.
+"""Build any Hugging Face language model from its config: causal, encoder-decoder or masked.
 
 Weights are random, from the seed; nothing is downloaded, except the config of a hub name.
 """
@@ -45,28 +45,26 @@ def make_config(name: str, changes: dict[str, Any]) -> Any:
             f"{suggest(name, list(CONFIG_MAPPING), what='model types')} Set --hf to one of them, "
             "or to a config.json."
         )
-    _expect_causal(config)
+    _find_class(config)
     config.use_cache = False
     return config
 
 
 def make_model(config: Any) -> nn.Module:
-    """Make a causal language model with random float32 weights, on the context's device.
+    """Make a language model with random float32 weights, on the context's device.
 
     Raises:
-        ConfigError: The config has no causal language model, or has invalid values.
+        ConfigError: The config has no language model, or has invalid values.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    name = _find_class(config)
     try:
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=torch.float32
-        )
+        model = getattr(transformers, name).from_config(config, dtype=torch.float32)
     except Exception as error:  # any error of its layers is about the user's sizes
         raise ConfigError(
-            f"The Hugging Face config of type {config.model_type!r} builds no causal language "
-            f"model: {error}. Expected one that AutoModelForCausalLM can build. Correct --hf or "
-            "--hf-config."
+            f"The Hugging Face config of type {config.model_type!r} builds no language model: "
+            f"{error}. Expected one that {name} can build. Correct --hf or --hf-config."
         ) from error
     assert isinstance(model, nn.Module)
     return model
@@ -84,14 +82,45 @@ def _configure(model_type: str, changes: dict[str, Any]) -> Any:
         ) from error
 
 
-def _expect_causal(config: Any) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def compute_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of a model for tokens of shape (B, T): (B, T, vocabulary).
 
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(
-            f"The Hugging Face type {config.model_type!r} is not a causal language model. Expected "
-            "one that AutoModelForCausalLM builds, such as 'llama'. Set --hf to such a type."
-        )
+    An encoder-decoder gets the same tokens for both of its parts.
+    """
+    config = getattr(model, "config", None)
+    is_pair = bool(getattr(config, "is_encoder_decoder", False))
+    output = model(tokens, decoder_input_ids=tokens) if is_pair else model(tokens)
+    logits: torch.Tensor = getattr(output, "logits", output)
+    return logits
+
+
+def _find_class(config: Any) -> str:
+    """The auto class that builds a model of this config: the one of its architecture, if named.
+
+    Raises:
+        ConfigError: No language model belongs to the config.
+    """
+    from transformers.models.auto import modeling_auto
+
+    mappings = {
+        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }
+    named = next(iter(config.architectures or ()), None)
+    known = {name: each.get(config.model_type) for name, each in mappings.items()}
+    for name, architecture in known.items():
+        if architecture is not None and architecture == named:
+            return name
+    for name, architecture in known.items():
+        if architecture is not None:
+            return name
+    raise ConfigError(
+        f"The Hugging Face type {config.model_type!r} has no language model. Expected a causal, "
+        "encoder-decoder or masked one, such as 'llama', 't5' or 'bert', because the trainer feeds "
+        "tokens. Set --hf to such a type. To forecast another model, write a builder "
+        "(module:function): see docs/gate.md."
+    )
 
 
 def _find_file(name: str) -> Path | None:

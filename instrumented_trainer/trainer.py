@@ -41,6 +41,7 @@ from instrumented_trainer.emulation import (
     fix_compute,
     timed_parts,
 )
+from instrumented_trainer.hf import compute_logits
 from instrumented_trainer.models import ModelRecipe, complete, make_recipe
 from instrumented_trainer.optimization import (
     clip_gradients,
@@ -347,8 +348,7 @@ class TrainingLoop:
 
 def compute_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Mean cross-entropy of a rank's part of a microbatch, 0-d, in float32."""
-    output = model(batch.tokens)
-    logits = getattr(output, "logits", output)
+    logits = compute_logits(model, batch.tokens)
     return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
 
 

@@ -28,6 +28,32 @@ def test_a_model_type_with_changes_gives_a_model():
     assert model(torch.zeros(1, 3, dtype=torch.long)).logits.shape == (1, 3, 32)
 
 
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 32}
+BERT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "architecture"),
+    [
+        ("t5", T5, "T5ForConditionalGeneration"),
+        ("bert", {**BERT, "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+        ("roberta", BERT, "RobertaForCausalLM"),
+    ],
+)
+def test_language_models_of_every_kind_give_logits(model_type, changes, architecture):
+    recipe = make_recipe(check_settings({"hf": model_type, "hf_config": changes}))
+    model = recipe.build_for_sharding()
+    assert type(model).__name__ == architecture
+    logits = hf.compute_logits(model, torch.zeros(1, 3, dtype=torch.long))
+    assert logits.shape == (1, 3, 32)
+
+
 def test_a_config_file_or_its_folder_gives_the_same_model(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", **LLAMA}))
@@ -70,7 +96,7 @@ def test_the_parts_of_a_gpt2_are_found_with_its_tied_weights():
     ("settings", "complaint"),
     [
         ({"hf": "lama"}, r"an unknown model type, file or hub name. Nearest: 'llama'"),
-        ({"hf": "vit"}, r"type 'vit' is not a causal language model"),
+        ({"hf": "vit"}, r"type 'vit' has no language model. .*write a builder"),
         (
             {"hf": "llama", "hf_config": {"hidden_size": "wide"}},
             r"config of 'llama' has invalid values: .*'hidden_size' expected int, got str",
@@ -83,7 +109,7 @@ def test_the_parts_of_a_gpt2_are_found_with_its_tied_weights():
         ({"hf_config": {"vocab_size": 3}}, r"hf_config is .* but hf is not set"),
     ],
 )
-def test_what_gives_no_causal_language_model_is_refused(settings, complaint):
+def test_what_gives_no_language_model_is_refused(settings, complaint):
     with pytest.raises(ConfigError, match=complaint):
         make_recipe(check_settings(settings)).skeleton()
 
