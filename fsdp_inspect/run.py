@@ -28,6 +28,7 @@ from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
 if TYPE_CHECKING:
     from fsdp_inspect.advice.advise import Advice
     from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
+    from fsdp_inspect.analysis.drift import Drift
     from fsdp_inspect.analysis.lifetime import Lifetime
     from fsdp_inspect.analysis.memory.overview import MemoryOverview
     from fsdp_inspect.analysis.numerics import Numerics
@@ -235,6 +236,12 @@ class Run:
         from fsdp_inspect.analysis.step_times import measure_step_times
 
         return self._ask("step times", lambda: measure_step_times(self._context))
+
+    def drift(self) -> Drift:
+        """The steps from which on the step time differs, and what changed at the same time."""
+        from fsdp_inspect.analysis.drift import measure_drift
+
+        return measure_drift(self._context)
 
     def lifetime(self, *, rank: int | None = None) -> Lifetime:
         """The wall time of the run by phase, over all attempts, and its goodput.

@@ -12,6 +12,7 @@ import numpy as np
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.damage import try_measure
+from fsdp_inspect.analysis.drift import Drift, measure_drift
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
 from fsdp_inspect.analysis.lifetime import Lifetime, measure_lifetime
@@ -81,6 +82,8 @@ class Summary(Result):
     wall_ns: int | None
     """Wall time of the run, over all attempts; None for imports and old runs."""
     step_time_ns: Distribution | None
+    drift: Drift | None
+    """Changes of the step time during the run; None if files are damaged."""
     communication_ns: int | None
     exposed_ns: int | None
     overlap_ratio: float | None
@@ -121,6 +124,7 @@ def measure_summary(run: RunSource) -> Summary:
     exposed = try_measure(_measure_waits, run, damage)
     units = try_measure(measure_units, run, damage)
     provenance = try_measure(measure_provenance, run, damage)
+    drift = try_measure(measure_drift, run, damage)
     lifetime = try_measure(_measure_lifetime, run, damage)
     loss = try_measure(_find_loss, run, damage)
     plan_check = try_measure(check_plan, run, damage)
@@ -158,6 +162,7 @@ def measure_summary(run: RunSource) -> Summary:
         goodput_ratio=lifetime.goodput_ratio if lifetime else None,
         wall_ns=lifetime.wall_ns if lifetime else None,
         step_time_ns=times.step_time_ns,
+        drift=drift,
         communication_ns=typical.communication_ns if typical else None,
         exposed_ns=typical.exposed_ns if typical else None,
         overlap_ratio=typical.overlap_ratio if typical else None,

@@ -30,6 +30,7 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.breakdown import parts_table
+from fsdp_inspect.report.drift import render_drift
 from fsdp_inspect.report.layout import dim, new_table, render_table, section
 from fsdp_inspect.report.values import format_kind, format_method, format_metric
 from fsdp_inspect.report.wording import name_backend
@@ -146,6 +147,8 @@ def _sections(digest: Summary) -> Iterable[RenderableType]:
         yield from section(_breakdown_title(digest.breakdown), parts_table(digest.breakdown))
     if digest.step_time_ns is not None:
         yield from section(_numbers_title(digest), _numbers_table(digest))
+    if digest.drift is not None and digest.drift.changes:
+        yield from section("Changes of the step time", *render_drift(digest.drift))
     if digest.exposed is not None:
         exposed = [owner for owner in digest.exposed.owners if owner.exposed_ns > 0]
         if exposed:
