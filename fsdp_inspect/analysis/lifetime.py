@@ -419,7 +419,7 @@ class _Life:
             data += int(attempt.data_ns[counts].sum())
         return tuple(
             PhaseTime(name, duration, self._ratio(duration))
-            for name, duration in (("exposed communication", exposed), ("data", data))
+            for name, duration in (("exposed", exposed), ("data", data))
         )
 
     def _background_ns(self) -> int:
