@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 WHOLE = ("recorded", "imported", "many-ranks")
 OTHERS = {
-    "crashed": "Rank 1 did not reach a collective in step 4.",
+    "crashed": "Rank 1 never reached the all-gather",
     "partial": "fsdp-inspect merge",
     "newer": "newer version of FSDP Inspect",
 }
