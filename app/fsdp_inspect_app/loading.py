@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,8 +105,13 @@ def read_ranks(entry: RunEntry) -> Ranks:
 
 
 def read_diagnosis(entry: RunEntry) -> Diagnosis:
-    """What went wrong in an entry's run, found out under a spinner; raises as `open_entry`."""
-    return _read_diagnosis(str(entry.path), _state_of(entry.path))
+    """What went wrong in an entry's run, found out under a spinner; raises as `open_entry`.
+
+    Of a run with live streams it is up to `_LIVE_LIFE_S` old: it reads every black box.
+    """
+    state = _state_of(entry.path)
+    known = replace(state, newest_ns=0, num_bytes=0) if state.moment else state
+    return _read_diagnosis(str(entry.path), known, state)
 
 
 def read_diagnosis_with_plans(entry: RunEntry) -> Diagnosis:
@@ -209,8 +214,8 @@ def _read_ranks(path: str, state: _State) -> Ranks:
 
 
 @st.cache_resource(max_entries=512, show_spinner="Comparing the collectives of the ranks")
-def _read_diagnosis(path: str, state: _State) -> Diagnosis:
-    return _open(path, state).run.diagnose(with_plans=False)
+def _read_diagnosis(path: str, known: _State, _state: _State) -> Diagnosis:
+    return _open(path, _state).run.diagnose(with_plans=False)
 
 
 @st.cache_resource(max_entries=64, show_spinner="Searching plans that fit")

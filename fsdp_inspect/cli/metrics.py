@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from email.message import Message
 
     from fsdp_inspect.analysis.live.monitor import Monitor, MonitoredRun
+    from fsdp_inspect.diagnosis.diagnose import Diagnosis
     from fsdp_inspect.server_access import Origin, ServerAccess
     from fsdp_inspect.store.reader import StoredRun
 
@@ -26,6 +28,8 @@ REQUEST_TIMEOUT_S = 10.0
 """A request that is not complete, or an answer that is not taken, after so long is cut off."""
 MAX_CONNECTIONS = 16
 """Connections at once. Further ones are closed at once, so that threads and files stay bounded."""
+DIAGNOSIS_LIFE_S = 10.0
+"""A diagnosis reads the black boxes of all ranks, 0.3 MB each."""
 _PATH = "/metrics"
 _EXPOSURE = (
     "Listening on {host}: everyone who {who} port {port} of this machine can read the names and "
@@ -99,10 +103,10 @@ class _Source:
         self._lock = threading.Lock()
         self._followed: tuple[tuple[int, tuple[int, ...]], Monitor] | None = None
         self._over: str | None = None
+        self._diagnosed: tuple[float, Diagnosis] | None = None
 
     def render(self) -> str:
         """The numbers now; of a run that is over they are worked out once."""
-        from fsdp_inspect.diagnosis.diagnose import diagnose
         from fsdp_inspect.report.openmetrics import find_families, render_openmetrics
         from fsdp_inspect.trace.run import RunStatus
 
@@ -110,10 +114,21 @@ class _Source:
             if self._over is not None:
                 return self._over
             run = open_stored_argument(self._argument)
-            text = render_openmetrics(find_families(self._look(run), diagnose(run)))
+            text = render_openmetrics(find_families(self._look(run), self._diagnose(run)))
             if run.status is not RunStatus.RUNNING:
                 self._over = text
             return text
+
+    def _diagnose(self, run: "StoredRun") -> "Diagnosis":
+        """What went wrong; of a live run at most `DIAGNOSIS_LIFE_S` old."""
+        from fsdp_inspect.diagnosis.diagnose import diagnose
+        from fsdp_inspect.trace.run import RunStatus
+
+        now = time.monotonic()
+        is_live = run.status is RunStatus.RUNNING
+        if self._diagnosed is None or not is_live or now - self._diagnosed[0] > DIAGNOSIS_LIFE_S:
+            self._diagnosed = now, diagnose(run)
+        return self._diagnosed[1]
 
     def _look(self, run: "StoredRun") -> "MonitoredRun":
         from pathlib import Path

@@ -17,8 +17,8 @@ from fsdp_inspect.diagnosis.waits import Wait
 from fsdp_inspect.reduction.collective_order import (
     Issued,
     OrderDifference,
+    find_issued,
     members_by_communicator,
-    read_entry,
 )
 from fsdp_inspect.trace.black_box import BlackBox
 
@@ -104,7 +104,7 @@ def lay_out_collectives(
     high = min(focus + ROWS_AFTER, last)
     waiting = {rank for each in waits if each.communicator == name for rank in each.waiting}
     table = {
-        rank: [_find(boxes[rank], rows, position) for position in range(low, high + 1)]
+        rank: [find_issued(boxes[rank], rows, position) for position in range(low, high + 1)]
         for rank, rows in kept.items()
     }
     usual = [_usual(column) for column in zip(*table.values(), strict=True)]
@@ -136,13 +136,6 @@ def _communicator(
     }
     name = max(longest, key=lambda name: longest[name], default=None)
     return name if name is not None and longest[name] else None
-
-
-def _find(box: BlackBox, rows: NDArray[np.void], position: int) -> Issued | None:
-    at = np.searchsorted(rows["sequence"], position)
-    if at >= len(rows) or int(rows["sequence"][at]) != position:
-        return None
-    return read_entry(box, rows[at])
 
 
 def _usual(column: Sequence[Issued | None]) -> Issued | None:

@@ -200,6 +200,7 @@ class _Case:
         self._boxes = {rank: box for rank, box in boxes.items() if box is not None}
         self._dumps = {rank: tuple(run.stack_dumps(rank)) for rank in self._records}
         self._ends = find_ends(self._records, self._boxes, self._dumps)
+        self._numerics = measure_numerics(run)
         self._waits = find_waits(self._boxes)
         self._waiting = {rank for wait in self._waits for rank in wait.waiting}
         signs = [box.header.sign_unix_ns for box in self._boxes.values()]
@@ -420,7 +421,7 @@ class _Case:
 
     def _hangs(self) -> Diagnosis | None:
         """Whether ranks wait, now or when they were ended."""
-        if not self._is_stuck():
+        if not self._is_stuck() or (self._is_imported and not self._waits):
             return None
         absent = self._waits[0].absent if self._waits else ()
         exited = tuple(rank for rank in self._complete if rank in absent)
@@ -556,7 +557,7 @@ class _Case:
 
     def _overflows(self) -> Diagnosis | None:
         """Whether parameters or optimizer states stopped being finite."""
-        numerics = measure_numerics(self._run)
+        numerics = self._numerics
         first = None if numerics is None else numerics.first_non_finite
         if first is None:
             return None
@@ -567,7 +568,7 @@ class _Case:
 
     def _rounds_away(self) -> Diagnosis | None:
         """Whether most updates change no stored parameter, because its dtype is too coarse."""
-        numerics = measure_numerics(self._run)
+        numerics = self._numerics
         if numerics is None or numerics.lost_ratio is None:
             return None
         is_low = bool(LOW_PRECISION & set(numerics.stored_dtypes))
@@ -706,7 +707,7 @@ class _Case:
             oom_kills=max((box.header.oom_kills for box in self._boxes.values()), default=0),
             unknown=None,
             unit_names=names,
-            numerics=measure_numerics(self._run),
+            numerics=self._numerics,
             grid=None,
             stacks=group_stacks(self._dumps),
         )

@@ -93,6 +93,8 @@ def import_dumps(path: Path, out: Path, *, name: str = "") -> ImportedDumps:
             "nccl_trace_rank_0, as pickle or JSON. Name a folder of them."
         )
     dumps, notes = _read_all(files)
+    if not all(dump.has_stacks for dump in dumps.values()):
+        dumps = {rank: dump.without_stacks() for rank, dump in dumps.items()}
     members = _members(dumps)
     world_size = _world_size(dumps, members)
     latest_ns = max(each.time_ns for dump in dumps.values() for each in dump.collectives)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Collective:
     phase: Phase
     place: CodePlace | None
     """The user's line; None without a stack."""
+    has_stack: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,17 @@ class Dump:
     groups: Mapping[str, tuple[int, ...]]
     """The ranks of the groups that the dump lists."""
     collectives: tuple[Collective, ...]
+
+    @property
+    def has_stacks(self) -> bool:
+        """Whether every collective has a stack, which JSON dumps of gloo have not."""
+        return all(each.has_stack for each in self.collectives)
+
+    def without_stacks(self) -> Dump:
+        """The dump without what only a stack shows, so that ranks without stacks compare equal."""
+        return replace(
+            self, collectives=tuple(replace(each, unit=UNKNOWN_UNIT) for each in self.collectives)
+        )
 
     def sequences(self, group: str) -> list[int]:
         """The positions of a group that the dump has, without point-to-point messages."""
@@ -168,6 +180,7 @@ def _parse(entry: Mapping[str, Any]) -> tuple[int, Collective] | None:
         completed_ns=completed,
         phase=_phase(frames),
         place=_place(frames),
+        has_stack=bool(frames),
     )
 
 

@@ -45,6 +45,11 @@ class _Seen:
     squared_norms: list[torch.Tensor] = field(default_factory=list)
     dtypes: set[str] = field(default_factory=set)
 
+    @property
+    def numbers(self) -> tuple[list[torch.Tensor], ...]:
+        """The tensors in the order of `Observation`."""
+        return self.non_finite, self.largest, self.squared_norms
+
 
 @dataclass(slots=True)
 class _Changed:
@@ -53,6 +58,11 @@ class _Changed:
     meant: list[torch.Tensor] = field(default_factory=list)
     lost: list[torch.Tensor] = field(default_factory=list)
     squared_changes: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def numbers(self) -> tuple[list[torch.Tensor], ...]:
+        """The tensors in the order of `Update`."""
+        return self.meant, self.lost, self.squared_changes
 
 
 class Numerics:
@@ -131,28 +141,30 @@ class Numerics:
                 self._compare(unit, parameter, before, known)
 
     def encode(self) -> bytes:
-        """The line of the step; waits for the device."""
+        """The line of the step; waits once for each device."""
+        parts: list[_Seen | _Changed] = [*self._seen.values(), *self._changed.values()]
+        values = iter(_read([numbers for part in parts for numbers in part.numbers]))
         observations = tuple(
             Observation(
                 unit,
                 place,
-                seen.order,
-                seen.count,
-                int(_total(seen.non_finite)),
-                _finite(max(_values(seen.largest), default=0.0)),
-                _finite(_total(seen.squared_norms)),
-                tuple(sorted(seen.dtypes)),
+                one.order,
+                one.count,
+                int(sum(next(values))),
+                _finite(next(values), max),
+                _finite(next(values), math.fsum),
+                tuple(sorted(one.dtypes)),
             )
-            for (unit, place), seen in self._seen.items()
+            for (unit, place), one in self._seen.items()
         )
         updates = tuple(
             Update(
                 unit,
-                int(_total(changed.meant)),
-                int(_total(changed.lost)),
-                _finite(_total(changed.squared_changes)),
+                int(sum(next(values))),
+                int(sum(next(values))),
+                _finite(next(values), math.fsum),
             )
-            for unit, changed in self._changed.items()
+            for unit in self._changed
         )
         return encode_step(NumericsStep(self._step, observations, updates))
 
@@ -230,13 +242,19 @@ def _squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     return norm * norm
 
 
-def _values(tensors: Sequence[torch.Tensor]) -> list[float]:
-    return torch.stack([each.double() for each in tensors]).tolist() if tensors else []
+def _read(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[float]]:
+    """The values of groups of 0-d tensors; waits once for each device."""
+    flat = [tensor for group in groups for tensor in group]
+    found: dict[int, float] = {}
+    for device in {tensor.device for tensor in flat}:
+        places = [at for at, tensor in enumerate(flat) if tensor.device == device]
+        stacked = torch.stack([flat[at].double() for at in places])
+        found |= dict(zip(places, stacked.tolist(), strict=True))
+    values = (found[at] for at in range(len(flat)))
+    return [[next(values) for _ in group] for group in groups]
 
 
-def _total(tensors: Sequence[torch.Tensor]) -> float:
-    return math.fsum(_values(tensors)) if all(map(math.isfinite, _values(tensors))) else math.nan
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(values: Sequence[float], combine: Callable[[Sequence[float]], float]) -> float | None:
+    """The values combined; None if one is not finite."""
+    combined = combine(values) if all(map(math.isfinite, values)) else math.nan
+    return combined if math.isfinite(combined) else None

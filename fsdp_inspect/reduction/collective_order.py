@@ -185,11 +185,7 @@ class _Reader:
 
     def maybe_at(self, rank: int, position: int) -> Issued | None:
         """What a rank issued at a position; None: not reached, or no longer kept."""
-        rows = self._rows[rank]
-        place = np.searchsorted(rows["sequence"], position)
-        if place >= len(rows) or int(rows["sequence"][place]) != position:
-            return None
-        return read_entry(self._boxes[rank], rows[place])
+        return find_issued(self._boxes[rank], self._rows[rank], position)
 
     def sets_at(self, position: int) -> list[list[int]]:
         """The ranks with equal collectives at a position, the largest set first."""
@@ -220,6 +216,20 @@ class _Reader:
         if last is not None:
             rows = rows[rows["sequence"] <= last]
         return [read_entry(self._boxes[rank], row).signature for row in rows]
+
+
+def find_issued(box: BlackBox, rows: NDArray[np.void], position: int) -> Issued | None:
+    """What a rank issued at a position of a communicator; None: not reached, or no longer kept.
+
+    Args:
+        box: Of the rank.
+        rows: Its entries of the communicator, in the order of issue.
+        position: From 0.
+    """
+    place = np.searchsorted(rows["sequence"], position)
+    if place >= len(rows) or int(rows["sequence"][place]) != position:
+        return None
+    return read_entry(box, rows[place])
 
 
 def read_entry(box: BlackBox, row: np.void) -> Issued:

@@ -68,6 +68,16 @@ def test_a_collective_of_the_script_is_told_from_those_of_fsdp(tmp_path: Path) -
     assert "an all-reduce that FSDP did not issue (200 B)" in describe_diagnosis(found).sentence
 
 
+def test_ranks_whose_dumps_have_no_stacks_are_not_called_different(tmp_path: Path) -> None:
+    loss = entry(1, profiling_name="nccl:all_reduce", frames=USER_FRAMES, output_sizes=[[100]])
+    entries = {0: [entry(0), loss], 1: [entry(0), {**loss, "frames": []}], 2: [entry(0), loss]}
+
+    found = diagnose_dumps(write(tmp_path / "dumps", entries))
+
+    assert found.difference is None
+    assert found.problem is None
+
+
 def test_a_rank_without_a_dump_is_missing(tmp_path: Path) -> None:
     waiting = [entry(0), entry(1, **WAITING)]
     found = diagnose_dumps(write(tmp_path / "dumps", {0: waiting, 2: waiting}))
