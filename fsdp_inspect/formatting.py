@@ -5,6 +5,8 @@ does. Numbers have three significant digits, and thousands are separated with a 
 formatted as an en dash: a missing number is never shown as 0.
 """
 
+import re
+import shlex
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ LONGEST_NAME = 16
 """The longest name of a unit that a table shows whole."""
 _MODULES = ", "
 """Joins the modules of a unit."""
+_COMMAND_ON_RUN = re.compile(r"(\bfsdp-inspect [a-z]+) RUN\b")
 _LAYOUT = frozenset("\n\t")
 _CONTROL_PICTURES = 0x2400
 _UNSHOWN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -111,15 +114,32 @@ def format_category(category: str) -> str:
     return hyphenated.replace("reduce_scatter", "reduce-scatter").replace("_", " ")
 
 
-def format_owner(fqn: str | None, is_fsdp: bool | None) -> str:
+def format_run(run_id: str, name: str) -> str:
+    """Format a run: its name, then the end of its id, which tells it from runs of the same name.
+
+    `small · 3e9c`; a run without a name, or with an id of another form, is its id.
+    """
+    ending = run_id.rpartition("-")[2]
+    is_ending = run_id.endswith(f"{name}-{ending}") and ending.isalnum()
+    return f"{name} · {ending}" if name and is_ending else run_id
+
+
+_DIMENSIONS_OF_FSDP = frozenset({"shard", "replicate", "other"})
+"""Dimensions of the mesh that do not say more about a collective without a unit."""
+
+
+def format_owner(fqn: str | None, is_fsdp: bool | None, dimension: str = "other") -> str:
     """Format the owner of a collective: the name of its unit, or why it has none.
 
     Args:
         fqn: The fqn of the unit; None if the collective belongs to no unit.
         is_fsdp: False if FSDP did not issue the collective; None if that is unknown.
+        dimension: The dimension of the mesh, which names a collective without a unit: `(tp)`.
     """
     if fqn is not None:
         return format_unit(fqn)
+    if dimension not in _DIMENSIONS_OF_FSDP:
+        return f"({dimension})"
     return "(not FSDP)" if is_fsdp is False else "(no unit)"
 
 
@@ -229,3 +249,14 @@ def _percent(ratio: float) -> str:
     percent = 100 * ratio
     is_whole = abs(percent) >= 99.95 or abs(percent - round(percent)) < 1e-9
     return f"{percent:,.0f}%" if is_whole else f"{percent:.1f}%"
+
+
+def name_run(text: str, run: str) -> str:
+    """Put a run in place of `RUN` into the commands of a text, so that they can be copied.
+
+    Args:
+        text: A sentence with commands such as `fsdp-inspect memory RUN`.
+        run: The run as the reader names it: a path or an address.
+    """
+    quoted = shlex.quote(run)
+    return _COMMAND_ON_RUN.sub(lambda found: f"{found[1]} {quoted}", text)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         RankMemory,
     )
     from fsdp_inspect.analysis.memory.step import Composition, PlaceSpan, StepMemory
+    from fsdp_inspect.analysis.mesh_grid import MeshGrid
     from fsdp_inspect.analysis.numerics import NonFinite, Numerics, UnitNumerics
     from fsdp_inspect.analysis.plan_check.check import PlanCheck
     from fsdp_inspect.analysis.prefetch import UnitPrefetch
@@ -127,6 +128,7 @@ __all__ = [
     "MemoryGrowth",
     "MemoryOfStep",
     "MemoryOverview",
+    "MeshGrid",
     "MetricComparison",
     "NodeLink",
     "NonFinite",
@@ -228,6 +230,7 @@ _HOMES = {
     "MemoryGrowth": "fsdp_inspect.analysis.memory.growth",
     "MemoryOfStep": "fsdp_inspect.analysis.memory.peak",
     "MemoryOverview": "fsdp_inspect.analysis.memory.overview",
+    "MeshGrid": "fsdp_inspect.analysis.mesh_grid",
     "MetricComparison": "fsdp_inspect.comparison.differences",
     "NodeLink": "fsdp_inspect.simulation.network",
     "NonFinite": "fsdp_inspect.analysis.numerics",

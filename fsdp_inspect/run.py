@@ -27,10 +27,12 @@ from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
 
 if TYPE_CHECKING:
     from fsdp_inspect.advice.advise import Advice
+    from fsdp_inspect.advice.migration import Migration
     from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
     from fsdp_inspect.analysis.drift import Drift
     from fsdp_inspect.analysis.lifetime import Lifetime
     from fsdp_inspect.analysis.memory.overview import MemoryOverview
+    from fsdp_inspect.analysis.mesh_grid import MeshGrid
     from fsdp_inspect.analysis.numerics import Numerics
     from fsdp_inspect.analysis.rank_waits import RankWaits
     from fsdp_inspect.analysis.scalars import ScalarSeries
@@ -231,6 +233,25 @@ class Run:
 
         return self._ask("ranks", lambda: measure_ranks(self._context))
 
+    def mesh_grid(
+        self, *, metric: str = "own_work_ns", rows: str | None = None, columns: str | None = None
+    ) -> MeshGrid:
+        """The ranks laid out by two dimensions of the mesh, and the ranks that stand out.
+
+        Args:
+            metric: One of `analysis.mesh_grid.MESH_METRICS`.
+            rows: A dimension such as `pp`, `node` or `local rank`; default the outermost one.
+            columns: Another one; default the next one.
+
+        Raises:
+            ValueError: The metric or a dimension is unsupported.
+        """
+        from fsdp_inspect.analysis.mesh_grid import measure_mesh_grid
+
+        return measure_mesh_grid(
+            self._context, self.ranks().ranks, metric=metric, rows=rows, columns=columns
+        )
+
     def step_times(self) -> StepTimes:
         """The step time over all finished steps of the median rank, and its spread."""
         from fsdp_inspect.analysis.step_times import measure_step_times
@@ -270,6 +291,16 @@ class Run:
         from fsdp_inspect.analysis.numerics import measure_numerics
 
         return self._ask("numerics", lambda: measure_numerics(self._context))
+
+    def migration(self) -> Migration:
+        """What a move of a run with FSDP1 to FSDP2 changes: settings, all-gathers, memory.
+
+        Raises:
+            MissingDataError: The run was not recorded with FSDP1.
+        """
+        from fsdp_inspect.advice.migration import plan_migration
+
+        return plan_migration(self._context)
 
     def diagnose(self, *, with_plans: bool = True) -> Diagnosis:
         """Why the run hung, died or went wrong, with the evidence; or that it is healthy.

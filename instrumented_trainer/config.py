@@ -162,6 +162,12 @@ class TrainerConfig(BaseModel):
     )
     fused: bool = _setting(Section.OPTIMIZER, True, "Use AdamW's fused kernel.")
 
+    sharding: Literal["fsdp2", "fsdp1", "ddp"] = _setting(
+        Section.SHARDING,
+        "fsdp2",
+        "The sharder: `fully_shard` (fsdp2), `FullyShardedDataParallel` (fsdp1) or "
+        "`DistributedDataParallel` (ddp). The other sharders accept some of the settings below.",
+    )
     plan: str | None = _setting(
         Section.SHARDING,
         None,

@@ -7,6 +7,7 @@ the rank, and the global batch of a step depends only on the step. A resumed run
 ranks with the same global batch, therefore sees the same tokens.
 """
 
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def open_corpus(source: str, token_dtype: TokenDtype = "uint16") -> Corpus:
     """
     if source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        return _corpus(source, [p for p in sorted(root.rglob("*.py")) if _is_source(p, root)])
+        return _corpus(source, sorted(_source_files(root)))
     path = Path(source)
     if path.is_dir():
         return _corpus(source, [p for p in sorted(path.rglob("*")) if _is_text(p, path)])
@@ -103,8 +104,12 @@ def _num_tokens(path: Path, dtype: str) -> int:
     return path.stat().st_size // np.dtype(dtype).itemsize
 
 
-def _is_source(path: Path, root: Path) -> bool:
-    return not _NOT_SOURCE.intersection(path.relative_to(root).parts) and path.is_file()
+def _source_files(root: Path) -> Iterator[Path]:
+    """Python files below a folder. Installed packages are never listed: they may be thousands."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_SOURCE]
+        paths = (Path(folder, name) for name in names if name.endswith(".py"))
+        yield from (path for path in paths if path.is_file())
 
 
 def _is_text(path: Path, root: Path) -> bool:

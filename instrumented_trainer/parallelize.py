@@ -1,4 +1,4 @@
-"""Build a model and apply its plan: checkpointing, compile, `fully_shard`, weights."""
+"""Build a model and apply its plan: checkpointing, compile, sharding, weights."""
 
 import os
 import shutil
@@ -14,8 +14,10 @@ from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.apply import apply_plan
 from fsdp_inspect.sharding.checkpointing import apply_checkpointing
 from fsdp_inspect.trace.plan import Plan
+from instrumented_trainer.config import TrainerConfig
 from instrumented_trainer.models import ModelRecipe, materialize
 from instrumented_trainer.runtime import Runtime
+from instrumented_trainer.wrapping import wrap_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +28,8 @@ class Parallelism:
     """The plan with its patterns resolved for the model."""
     compiled: tuple[str, ...] = ()
     """Names of the modules to compile."""
+    config: TrainerConfig | None = None
+    """The settings of a sharder other than FSDP2; None: FSDP2."""
 
 
 def build_parallel_model(
@@ -39,6 +43,9 @@ def build_parallel_model(
     plan = parallelism.plan
     model = recipe.build_for_sharding()
     apply_checkpointing(model, plan.checkpointing)
+    if parallelism.config is not None:
+        materialize(model, runtime.device, offload=False, seed=recipe.config.seed)
+        return wrap_model(model.to(runtime.device), plan, parallelism.config, runtime)
     compile_modules(model, parallelism.compiled)
     mesh = init_device_mesh(
         runtime.device.type,

@@ -24,9 +24,11 @@ from fsdp_inspect.emulation.fixed_times import FixedTimes
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.formatting import format_count
 from fsdp_inspect.quantities import parse_bytes
+from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.trace.limits import MAX_NS
 from fsdp_inspect.trace.plan import Plan, owned_parameters
+from fsdp_inspect.trace.sharders import DDP, FSDP2
 from instrumented_trainer.checkpoint import (
     SavedCheckpoint,
     find_checkpoint,
@@ -59,6 +61,7 @@ from instrumented_trainer.progress import Reporter, StepReport, make_reporter, r
 from instrumented_trainer.readings import Reading, make_reader
 from instrumented_trainer.runtime import Runtime
 from instrumented_trainer.sharding_plan import make_plan
+from instrumented_trainer.wrapping import check_sharder, clip_with_sharder, without_reduction
 
 _NO_LOSS = "The network is a model. No loss is shown, because the other ranks do not exist."
 
@@ -114,6 +117,7 @@ def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
     skeleton = recipe.skeleton()
     parts = find_parts(skeleton)
     plan = make_plan(config, parts, runtime.machine)
+    check_sharder(config, plan)
     _expect_whole_cover(plan, skeleton)
     _expect_use_of_kept_parameters(plan)
     if config.compile:
@@ -127,7 +131,11 @@ def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
         config=config,
         runtime=runtime,
         recipe=recipe,
-        parallelism=Parallelism(plan=plan, compiled=parts.blocks if config.compile else ()),
+        parallelism=Parallelism(
+            plan=plan,
+            compiled=parts.blocks if config.compile else (),
+            config=None if config.sharding == FSDP2 else config,
+        ),
         loader=_make_loader(config, plan, runtime, recipe.vocab_size),
         resumed=find_checkpoint(config),
         memory_steps=memory_steps,
@@ -252,9 +260,12 @@ class TrainingLoop:
         for microbatch in range(count):
             with self._recorder.data():
                 batch = _to_device(self._loader.train_batch(step, microbatch), self._runtime.device)
-            self._announce(is_last=microbatch == count - 1)
-            loss = compute_loss(self._model, batch)
-            (loss / count).backward()  # type: ignore[no-untyped-call]
+            is_last = microbatch == count - 1
+            self._announce(is_last=is_last)
+            reduces = is_last or self._accumulation.sync == "every"
+            with without_reduction(self._model, is_last=reduces):
+                loss = compute_loss(self._model, batch)
+                (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total / count
 
@@ -274,7 +285,7 @@ class TrainingLoop:
     def _update(self, rate: float) -> torch.Tensor | None:
         norm = None
         if self._config.clip_norm > 0:
-            norm = clip_gradients(self._model.parameters(), self._config.clip_norm)
+            norm = clip_with_sharder(self._model, clip_gradients, self._config.clip_norm)
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -448,8 +459,8 @@ def _parse_device_memory(config: TrainerConfig) -> int | None:
 
 def _describe_run(prepared: PreparedRun, model: nn.Module) -> str:
     config, plan = prepared.config, prepared.parallelism.plan
-    groups = torch_fsdp.find_groups(model)
-    numel = sum(size.numel() for g in groups for size in torch_fsdp.original_sizes(g.group))
+    units = find_sharder(model).units
+    numel = sum(numel for unit in units for numel in unit.full_numels)
     mesh = " x ".join(f"{size} {name}" for name, size in plan.mesh.items())
     what = f"Hugging Face {config.hf}" if config.hf else config.preset
     runtime = prepared.runtime
@@ -457,9 +468,14 @@ def _describe_run(prepared: PreparedRun, model: nn.Module) -> str:
     resumed = f", resumed after step {prepared.resumed.step}" if prepared.resumed else ""
     emulated = "" if runtime.emulation is None else f"\nemulated: {runtime.emulation}. {_NO_LOSS}"
     return (
-        f"{what}: {format_count(numel)} parameters in {len(groups)} FSDP units on "
+        f"{what}: {format_count(numel)} parameters {_arrangement(config, len(units))} on "
         f"{ranks} ({mesh}){resumed}{emulated}"
     )
+
+
+def _arrangement(config: TrainerConfig, num_units: int) -> str:
+    """The units in words; DDP assigns its buckets again after the first step."""
+    return "replicated by DDP" if config.sharding == DDP else f"in {num_units} FSDP units"
 
 
 class NoRecorder:

@@ -27,6 +27,8 @@ record() { # NAME RANKS TRAINER-OPTIONS...
     mkdir -p "$samples/$name"
     mv "$work"/*"$name"* "$samples/$name/run"
     rmdir "$work"
+    # The black box (260 KiB a rank) explains runs that hang or die; these ended normally.
+    rm -f "$samples/$name"/run/attempt-*/rank-*/black_box.bin
     "$bin/fsdp-inspect" summary "$samples/$name/run" --json | "$bin/python" -c "
 import json, sys
 summary = json.load(sys.stdin)

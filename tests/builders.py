@@ -34,6 +34,7 @@ from fsdp_inspect.trace.codes import (
     Source,
     Stream,
 )
+from fsdp_inspect.trace.live_memory import LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
@@ -80,6 +81,7 @@ class InMemoryRun:
     black_boxes: Mapping[int, BlackBox] = field(default_factory=dict)
     dumps: Mapping[int, Sequence[StackDump]] = field(default_factory=dict)
     numerics_steps: dict[int, Sequence[NumericsStep]] = field(default_factory=dict)
+    moments: Mapping[int, Sequence[LiveMoment]] = field(default_factory=dict)
     failed_allocations: Mapping[int, OutOfMemoryRecord] = field(default_factory=dict)
 
     def black_box(self, rank: int) -> BlackBox | None:
@@ -90,6 +92,9 @@ class InMemoryRun:
 
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
         return self.dumps.get(rank, ())
+
+    def live_moments(self, rank: int) -> Sequence[LiveMoment]:
+        return self.moments.get(rank, ())
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         return self.failed_allocations.get(rank)

@@ -6,13 +6,14 @@ marked `slow` run only with `--exhaustive`, with `-m slow`, or when they are nam
 Tests that need Chromium ask for the `chromium` fixture.
 """
 
+import gc
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -28,6 +29,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # torch.compile would start a pool of processes that import torch, for a handful of kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Without vector instructions the C++ compiler needs half the time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # No test knows what the dashboards of whoever runs it have found out.
 os.environ.setdefault("FSDP_INSPECT_CACHE", "")
@@ -54,6 +57,35 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("exhaustive", deadline=None)
     settings.load_profile("exhaustive" if config.getoption(EXHAUSTIVE) else "guard")
     config.pluginmanager.register(Scheduling(config), "fsdp-inspect-scheduling")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than processors for `-n logical`: many tests wait for other processes."""
+    return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Restore `__main__`: Streamlit leaves a page's script there, and `multiprocessing` runs it."""
+    main = sys.modules["__main__"]
+    try:
+        return (yield)
+    finally:
+        sys.modules["__main__"] = main
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the modules without collecting garbage, which took a third of the time.
+
+    The modules are never garbage. Streamlit collects garbage after each run of a page's script.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

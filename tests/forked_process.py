@@ -13,7 +13,8 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -74,7 +75,8 @@ class ForkedProcess:
                     {number: _descriptor(end) for number, end in ends.items()},
                 )
             )
-            self._process.start()
+            with _without_main():
+                self._process.start()
 
     @property
     def pid(self) -> int:
@@ -115,6 +117,20 @@ class ForkedProcess:
     def kill(self) -> None:
         """End it at once."""
         self.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the program of this process, which `multiprocessing` runs again in a new one.
+
+    After a test of a page it is the dashboard: Streamlit leaves its script as `__main__`.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _context() -> Any:

@@ -1,8 +1,8 @@
 """Share tests out to the workers of pytest-xdist.
 
 Tests that use the same expensive fixture form a group, which one worker runs from start to end:
-the tests of one file, all browser tests, and all tests that ask for a fixture of `SHARED_FIXTURES`.
-Long groups start first.
+the tests of one file, and all tests that ask for a fixture of `SHARED_FIXTURES`. The browser tests
+form two groups: those on runs of every state, and the others. Long groups start first.
 
 The groups do not use `--dist loadgroup`: xdist 3.8 writes the group into a private attribute of a
 test that pytest 9.2 no longer reads. Instead, each worker writes the groups to a shared folder.
@@ -18,6 +18,8 @@ import pytest
 
 SHARED_FIXTURES = ("tuned",)
 """Session fixtures that take long to make and that tests of several files use."""
+_STATES_FIXTURE = "states_server"
+"""Fixture of the browser tests that form a group of their own: about half of them."""
 _LONG_FIRST = ("browser", "distributed", "slow")
 """Markers of tests that take long. The groups of these tests start before all others."""
 _INPUT = "fsdp_inspect_shared"
@@ -93,10 +95,11 @@ class Scheduling:
 
 def group_of(item: pytest.Item) -> str:
     """The name of the tests that run in the same worker as this one."""
+    fixtures = getattr(item, "fixturenames", ())
     if item.get_closest_marker("browser"):
-        return "browser"
+        return "browser, every state" if _STATES_FIXTURE in fixtures else "browser"
     for name in SHARED_FIXTURES:
-        if name in getattr(item, "fixturenames", ()):
+        if name in fixtures:
             return name
     return item.nodeid.split("::")[0]
 

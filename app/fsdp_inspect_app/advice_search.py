@@ -9,6 +9,7 @@ import streamlit as st
 from fsdp_inspect.result_types import Advice, AdviceRequest, RunEntry
 from fsdp_inspect_app import loading
 
+PLAN_FILE = "plan.toml"
 _SAY_EVERY_S = 0.4
 
 
@@ -26,6 +27,20 @@ def advice_of(entry: RunEntry, wishes: AdviceRequest) -> Advice:
         memo.append(loading.open_entry(entry).advise(limit, on_progress=say, **request))
         place.empty()
     return memo[0]
+
+
+def known_advice(entry: RunEntry) -> Advice | None:
+    """The advice that `Advice` shows for a run without further limits, if it was searched for."""
+    memo = _memo(str(entry.path), loading.contents_of(entry), default_wishes(entry))
+    return memo[0] if memo else None
+
+
+def default_wishes(entry: RunEntry) -> AdviceRequest:
+    """The request of the page Advice while nothing is chosen there.
+
+    The page has its own button and command that write the plan.
+    """
+    return AdviceRequest(run_name=str(entry.path), plan_file=PLAN_FILE, is_written=True)
 
 
 @st.cache_resource(max_entries=128, show_spinner=False)

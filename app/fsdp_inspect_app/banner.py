@@ -6,10 +6,11 @@ from typing import Literal
 
 import streamlit as st
 
+from fsdp_inspect.formatting import format_run
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.result_types import Heading, RunManifest, RunStatus
 from fsdp_inspect_app import loading, wording
-from fsdp_inspect_app.selection import chosen_entry, page_link
+from fsdp_inspect_app.selection import chosen_entry, page_link, shown_page
 from fsdp_inspect_app.wording import plain
 
 _COLOURS: dict[RunStatus, Literal["green", "blue"]] = {
@@ -90,7 +91,9 @@ def show_run_header(
 
 def _show_name(manifest: RunManifest, heading: Heading, status: RunStatus) -> None:
     with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
-        st.markdown(f"**{plain(heading.run_id)}**", width="content")
+        name = format_run(heading.run_id, manifest.name)
+        st.set_page_config(page_title=f"{shown_page()} - {name} - FSDP Inspect")
+        st.markdown(f"**{plain(name)}**", width="content", help=plain(heading.run_id))
         st.badge(status.value, color=_COLOURS.get(status, "orange"))
         facts = [wording.describe_run(heading), wording.describe_plan(manifest)]
         st.caption(plain(" · ".join(fact for fact in facts if fact)), width="content")

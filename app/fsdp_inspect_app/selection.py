@@ -38,6 +38,7 @@ WITH_KEY, BASELINE_KEY, PIN_KEY = "with", "baseline", "pin"
 _KEPT = (RUN_KEY, STEP_KEY, RANK_KEY, UNIT_KEY)
 """What a link to another page takes along."""
 _LOST = "run that is not here"
+_TITLE = "title of the page"
 _WRITTEN = "written to the address"
 """Session state: what the pages wrote, by parameter; another value there is a link's."""
 
@@ -168,6 +169,16 @@ def open_unit(fqn: str | None) -> None:
     """Go to the page of a unit now; None is no unit, and leads nowhere."""
     if fqn is not None:
         switch_page("units", **{UNIT_KEY: format_unit(fqn)})
+
+
+def show_title(title: str) -> None:
+    """Note the title of the page that is shown, for the browser's tab."""
+    st.session_state[_TITLE] = title
+
+
+def shown_page() -> str:
+    """The title of the page that is shown."""
+    return str(st.session_state.get(_TITLE, ""))
 
 
 def page_address(page: str, **selection: Value) -> str:

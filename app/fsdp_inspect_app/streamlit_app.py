@@ -11,7 +11,14 @@ from fsdp_inspect_app import loading
 from fsdp_inspect_app.access import require_login
 from fsdp_inspect_app.empty_states import show_failure
 from fsdp_inspect_app.pages import FIRST, SECTIONS, PageFile, find_page
-from fsdp_inspect_app.selection import RUN_KEY, follow_run, forget_lost_run, link, lost_run
+from fsdp_inspect_app.selection import (
+    RUN_KEY,
+    follow_run,
+    forget_lost_run,
+    link,
+    lost_run,
+    show_title,
+)
 from fsdp_inspect_app.wording import code
 
 _HERE = Path(__file__).parent
@@ -55,9 +62,7 @@ def open_first() -> None:
     st.switch_page(find_page(FIRST).path, query_params=asked)
 
 
-st.set_page_config(
-    page_title="FSDP Inspect", layout="wide", page_icon=_ICON, initial_sidebar_state=_SIDEBAR_PX
-)
+st.set_page_config(layout="wide", page_icon=_ICON, initial_sidebar_state=_SIDEBAR_PX)
 st.logo(str(_HERE / "logo.svg"), size="large", icon_image=_ICON)
 st.html(_HERE / "page.css")
 menu = {
@@ -66,6 +71,8 @@ menu = {
 }
 menu[""].append(st.Page(open_first, title=FIRST, url_path=FIRST, visibility="hidden"))
 page = st.navigation(menu)
+show_title(page.title)
+st.set_page_config(page_title=f"{page.title} - FSDP Inspect")
 require_login()
 pick_run()
 try:

@@ -16,13 +16,18 @@ from fsdp_inspect.advice.slowdown import Slowdown
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run
 from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.network import unknown_latencies
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
+
+_NO_MEMORY = (
+    "Memory is unknown: the run has no memory step that records categories. Record one with "
+    "Recorder(..., memory_steps=[3])."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,7 @@ def give_advice(
         request: The limits and the network of the advice.
         on_play: Called with the number of plans simulated so far.
     """
-    findings = find_first_things(evidence)
+    findings = tuple(_on_run(each, request.run_name) for each in find_first_things(evidence))
     try:
         bench = PlanScorer(
             run,
@@ -135,6 +140,16 @@ def give_advice(
             None,
             str(error),
         )
+    if request.memory_limit is not None and bench.recorded.peak_bytes is None:
+        limit_text = format_bytes(request.memory_limit)
+        return Advice(
+            run.manifest.run_id,
+            f"Cannot tell which plan fits within {limit_text}.",
+            attribute_gains(findings, can_play=False, has_changes=False),
+            None,
+            f"{bench.work.memory_refusal or _NO_MEMORY} Without the limit, plans are ranked by "
+            "time: omit --memory-limit.",
+        )
     limit = evidence.device_bytes if request.memory_limit is None else request.memory_limit
     search = Search(
         bench, limit, allow_dtypes=request.allow_dtypes, time_limit_ns=request.time_limit_ns
@@ -149,6 +164,15 @@ def slowdown_of(evidence: Evidence) -> Slowdown:
     """The slowdown of compute by communication, as far as the run shows it."""
     is_emulated = evidence.manifest.source == "emulated"
     return Slowdown.of(evidence.contention, is_emulated=is_emulated)
+
+
+def _on_run(finding: Finding, run: str) -> Finding:
+    """The finding with the run in its commands."""
+    return replace(
+        finding,
+        do=tuple(name_run(step, run) for step in finding.do),
+        verify=name_run(finding.verify, run),
+    )
 
 
 def _advise_plan(
@@ -231,13 +255,9 @@ def _notes(bench: PlanScorer, limit: int | None) -> list[str]:
             "units gather asynchronously (unshard_async_op). Fewer or smaller collectives help."
         )
     if bench.recorded.peak_bytes is None and bench.work.memory_refusal is not None:
-        notes.append(bench.work.memory_refusal)
+        notes.append(f"{bench.work.memory_refusal} So no limit is applied.")
     elif bench.recorded.peak_bytes is None:
-        words = "" if limit is None else f", so the limit of {format_bytes(limit)} is not applied"
-        notes.append(
-            f"Memory is unknown: the run has no memory step that records categories{words}. "
-            "Record one with Recorder(..., memory_steps=[3])."
-        )
+        notes.append(_NO_MEMORY)
     elif limit is not None:
         notes.append("The limit applies to the predicted peak of allocated memory.")
     if not any(unit.parameters for unit in bench.work.units):

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow
 from fsdp_inspect.advice.setting_findings import find_costly_settings
+from fsdp_inspect.advice.sharder_remedies import in_words_of
 from fsdp_inspect.advice.trace_findings import find_in_trace
 from fsdp_inspect.analysis.verdict import COMPARE_PLANS, STRAGGLER_RATIO, Limit
 from fsdp_inspect.analysis.verdict.limits import HOST_RATIO, INPUT_RATIO
@@ -38,7 +39,8 @@ _COSTS = {
 def find_first_things(evidence: Evidence) -> tuple[Finding, ...]:
     """All findings: the limit of the step, then the trace, then the settings."""
     finds = (_limit, _late_ranks, _also, _broken_plan, find_in_trace, find_costly_settings)
-    return tuple(_verifiable(finding) for find in finds for finding in find(evidence))
+    found = (finding for find in finds for finding in find(evidence))
+    return tuple(map(_verifiable, in_words_of(evidence.manifest.sharder, found)))
 
 
 def _verifiable(finding: Finding) -> Finding:
@@ -49,9 +51,12 @@ def _verifiable(finding: Finding) -> Finding:
 
 
 def _limit(evidence: Evidence) -> Iterator[Finding]:
-    """The limit of the step, unless a change of the plan or faster compute is the answer."""
+    """The limit of the step, unless a simulated plan or faster compute is the answer."""
     verdict = evidence.verdict
-    if verdict.limit in _BEFORE_COMMUNICATION or verdict.is_outside_fsdp:
+    is_communication = verdict.limit is Limit.COMMUNICATION
+    is_simulated = evidence.manifest.sharder_traits.is_simulated
+    is_ours = is_communication and not (is_simulated or verdict.is_outside_fsdp)
+    if verdict.limit in _BEFORE_COMMUNICATION or verdict.is_outside_fsdp or is_ours:
         rule = _RULES.get(verdict.limit, "")
         yield Finding(
             rule,
@@ -62,9 +67,14 @@ def _limit(evidence: Evidence) -> Iterator[Finding]:
             dict(verdict.numbers),
             limits=True,
             rows=_rows(evidence, verdict.limit),
-            effect=_effect(evidence, verdict.limit),
+            effect=_NOT_SIMULATED if is_ours else _effect(evidence, verdict.limit),
             verify=_VERIFY.get(verdict.limit, ""),
         )
+
+
+_NOT_SIMULATED = Effect(
+    sentence="None is predicted: the schedule of this sharder is not simulated."
+)
 
 
 def _late_ranks(evidence: Evidence) -> Iterator[Finding]:

@@ -121,7 +121,8 @@ class Space:
             return None
         words = f"merge {format_unit(first)} with {format_unit(second)}"
         name = words if grouping is None else f"{grouping}, {words}"
-        self.groupings[name], self.rules[name] = merged, "R2"
+        self.groupings[name] = merged
+        self.rules[name] = "R2" if grouping is None else self.rules[grouping]
         return name
 
     def plan_of(self, choice: Choice) -> Plan:
@@ -274,4 +275,35 @@ def _unwrapped(
     new = tuple(root.model_copy(update={"modules": (name,)}) for name in blocks)
     new = tuple(unit.model_copy(update={"reshard_after_forward": None}) for unit in new)
     values = {name: getattr(plan, name) for name in type(plan).model_fields}
-    yield "make every block a unit", "R1", Plan.from_dict({**values, "units": plan.units + new})
+    units = _among_neighbours(plan.units, new)
+    yield "make every block a unit", "R1", Plan.from_dict({**values, "units": units})
+
+
+def _among_neighbours(units: Sequence[UnitPlan], new: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:
+    """The units with new blocks in the order of forward, in which prefetch and merges count.
+
+    A block follows the block with the number before it. Without such a unit, it precedes the unit
+    with the next higher number, or comes last.
+    """
+    ordered = list(units)
+    for unit in new:
+        head, number = _numbered(unit.modules[0])
+        places = {
+            found[1]: at
+            for at, each in enumerate(ordered)
+            for module in each.modules
+            if (found := _numbered(module))[0] == head
+        }
+        before = max((each for each in places if each < number), default=None)
+        after = min((each for each in places if each > number), default=None)
+        if before is not None:
+            ordered.insert(places[before] + 1, unit)
+        else:
+            ordered.insert(len(ordered) if after is None else places[after], unit)
+    return tuple(ordered)
+
+
+def _numbered(module: str) -> tuple[str, int]:
+    """The list and the number of a block: `layers` and 3 for `layers.3`; -1: no number."""
+    head, _, number = module.rpartition(".")
+    return (head, int(number)) if number.isdecimal() else (module, -1)

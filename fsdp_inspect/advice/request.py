@@ -28,6 +28,8 @@ class AdviceRequest:
     """The name of the run in commands."""
     plan_file: str = "plan.toml"
     """The name of the written plan in commands."""
+    is_written: bool = False
+    """Whether the plan file and its prediction are written with this advice."""
 
 
 def how_to_apply(plan_file: str) -> str:
@@ -47,12 +49,15 @@ def how_to_verify(
     Args:
         request: The request for advice.
         launch: The recorded launch line with the change applied.
-        take: Only the first `take` changes: then the first command writes their plan.
+        take: Only the first `take` changes.
+
+    Returns:
+        One line each. The first one writes the plan, unless it is written with this advice.
     """
     write: tuple[str, ...] = ()
-    if take is not None:
-        file = shlex.quote(request.plan_file)
-        write = (f"{_advise_command(request)} --take {take} --write {file}",)
+    if take is not None or not request.is_written:
+        part = "" if take is None else f" --take {take}"
+        write = (f"{_advise_command(request)}{part} --write {shlex.quote(request.plan_file)}",)
     prediction = request.plan_file.removesuffix(".toml") + ".prediction.json"
     hold = (
         f"fsdp-inspect verify {shlex.quote(prediction)} NEW_RUN "

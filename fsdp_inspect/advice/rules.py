@@ -98,9 +98,8 @@ RULES: Mapping[str, Rule] = {
     "R12": Rule(
         "limit_all_gathers=True (FSDP1)",
         ("finding",),
-        "An imported FSDP1 trace has more than two all-gathers in flight at once.",
-        "Allocation retries under FSDP1: the recorder does not support FSDP1, and profiler traces "
-        "have no allocator counters.",
+        "A run of FSDP1 has more than two all-gathers in flight at once.",
+        "Allocation retries in imported traces: profiler traces have no allocator counters.",
     ),
     "R13": Rule(
         "reduce gradients in bfloat16",

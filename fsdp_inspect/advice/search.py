@@ -6,7 +6,9 @@ how many of the last units can stay unsharded, because memory rises with each on
 not show the latency of its network, plans are ranked by the slower end (`Score.cautious_ns`).
 
 [Note: the simplest] Of all plans within the noise of the fastest one, the search takes the plan
-with the fewest changes. The noise is 1% of the step, or the error of the self-check, up to 2%.
+with the fewest changes. The noise is 1% of the step, or the error of the self-check, up to 2%. Of
+plans with equally many changes whose times differ by less than 0.5% of the step, it takes the one
+with the lowest peak.
 """
 
 from collections.abc import Callable, Iterator
@@ -282,7 +284,14 @@ class Search:
             return min(scores, key=lambda each: (self._peak(each), each.effort))
         best = min(scores[choice].cautious_ns for choice in fitting)
         alike = [each for each in fitting if scores[each].cautious_ns <= best + self.noise_ns]
-        simplest = min(alike, key=lambda each: (each.effort, scores[each].cautious_ns))
+        least = min(each.effort for each in alike)
+        simple = [each for each in alike if each.effort == least]
+        quickest = min(scores[each].cautious_ns for each in simple)
+        most_ns = quickest + 0.5 * _NOISE_RATIO * self._bench.recorded.step_ns
+        simplest = min(
+            (each for each in simple if scores[each].cautious_ns <= most_ns),
+            key=lambda each: (self._peak(each), scores[each].cautious_ns),
+        )
         return self._simplified(
             simplest,
             lambda score: self.fits(score) and score.cautious_ns <= best + self.noise_ns,

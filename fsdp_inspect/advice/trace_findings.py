@@ -221,13 +221,13 @@ def _unlimited_gathers(evidence: Evidence) -> Iterator[Finding]:
         rows=(_row_of_flight(flight),),
         effect=Effect(
             sentence=f"All-gather memory falls by at most {format_bytes(surplus)}. No time is "
-            "predicted: profiler traces contain no allocation retries.",
+            "predicted.",
             added_low_bytes=-surplus,
             added_high_bytes=0,
         ),
         assumptions=("FSDP1 allocates the output of an all-gather when the host issues it.",),
         snippet="FullyShardedDataParallel(module, limit_all_gathers=True, ...)",
-        verify="Profile and import again: fsdp-inspect advise NEW_RUN no longer reports it",
+        verify="Record or import again: fsdp-inspect advise NEW_RUN no longer reports it",
     )
 
 

@@ -2,23 +2,35 @@
 
 All parts lie on one clock of one rank, the compute stream (CPU: the main thread), and are split by
 `reduction.step_parts`. The breakdown of a run is that of its typical step ([Note: the typical step]
-in `analysis.step_selection`), rounded to nanoseconds so that the parts still add up.
+in `analysis.step_selection`), rounded to nanoseconds so that the parts still add up. Its exposed
+parts are also split by dimension of the device mesh.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.mesh_dimensions import GroupDimensions, group_dimensions
 from fsdp_inspect.analysis.step_selection import RankSteps, split_by_rank, timed_ranks
+from fsdp_inspect.columns import TableSpec, metric_column, text_column, value_column
 from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.statistics import apportion
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import SummaryTable, rows_of
 
-_KINDS = (EventKind.STEP, *PARTS_OF_STEP, StepPart.COMMUNICATION, StepPart.BETWEEN_STEPS)
+_KINDS = (
+    EventKind.STEP,
+    *PARTS_OF_STEP,
+    StepPart.COMMUNICATION,
+    StepPart.BETWEEN_STEPS,
+    StepPart.GROUP,
+)
 """The summary rows that a breakdown reads."""
 
 
@@ -31,6 +43,55 @@ class PartTime:
     duration_ns: int
     ratio: float
     """Fraction of the step, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class DimensionTime:
+    """The collectives of one dimension of the device mesh, in the step."""
+
+    dimension: str
+    """`shard`, `replicate`, `tp`, `ep`, `cp`, `pp`, a user's own name, `world` or `other`: see
+    [Note: the dimension of a process group] in `trace.mesh_dimensions`."""
+    names: tuple[str, ...]
+    """Its names in the `DeviceMesh`, or those of the process groups in an import."""
+    is_inferred: bool
+    """Whether the dimension of one of its groups follows from ranks or names only."""
+    exposed_ns: int
+    """Disjoint over the dimensions; they add up to the exposed time of the step."""
+    step_ratio: float
+    """Exposed time / step time, 0 to 1."""
+    communication_ns: int
+    """Running collectives, exposed or not; a sum over its process groups."""
+    count_per_step: float
+    bytes_per_step: int
+
+
+def _names_of(row: DimensionTime) -> str:
+    return ", ".join(row.names)
+
+
+DIMENSIONS = TableSpec(
+    "Communication by mesh dimension",
+    (
+        text_column("dimension", "The dimension of the device mesh."),
+        metric_column("exposed_ns", label="exposed"),
+        metric_column("step_ratio", label="share"),
+        metric_column("communication_ns", label="in flight"),
+        metric_column("count_per_step", label="per step"),
+        value_column(
+            "bytes_per_step", MetricUnit.BYTES, "Sum of the messages of a step.", label="bytes"
+        ),
+        text_column("names", "Its name in the device mesh.", _names_of, label="mesh name"),
+        text_column(
+            "is_inferred",
+            "Recorded: the mesh, the sharder or the number of ranks states the dimension. "
+            "Inferred: only ranks or names suggest it.",
+            label="source",
+            show=lambda is_inferred: "inferred" if is_inferred else "recorded",
+        ),
+    ),
+)
+"""The columns of `DimensionTime`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +112,9 @@ class StepBreakdown:
     """Union of the rank's running collectives; it overlaps the parts."""
     between_ns: int
     """Evaluation and checkpoints before the step; not in `step_time_ns`."""
+    dimensions: tuple[DimensionTime, ...] = ()
+    """The collectives by dimension of the mesh; exposed times add up to `exposed_ns`, counts and
+    bytes to those of the step."""
 
     def duration_ns(self, part: StepPart) -> int:
         """Return the time of one part."""
@@ -69,6 +133,10 @@ class Breakdown:
 
 def measure_breakdown(run: RunSource) -> Breakdown:
     """Split the typical step into parts, for the run and for each rank."""
+    return remember(run, "breakdown", partial(_measure_breakdown, run))
+
+
+def _measure_breakdown(run: RunSource) -> Breakdown:
     timed = timed_ranks(run)
     ranks = tuple(_split_typical_steps(run, timed.members))
     median = timed.median
@@ -92,17 +160,19 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
             f"Step {step} not found: rank {rank} of run {run.manifest.run_id!r} did not complete "
             f"it. Completed steps: {known}. Choose one of them."
         )
-    return _split(rows.where(rows.step == step))
+    return _split(rows.where(rows.step == step), group_dimensions(run, rank))
 
 
-def split_typical_step(member: RankSteps) -> StepBreakdown:
+def split_typical_step(run: RunSource, member: RankSteps) -> StepBreakdown:
     """Split the typical step of a rank into parts.
 
     Args:
+        run: The run of the rank.
         member: The steps of the rank, at least one.
     """
     rows = rows_of(member.rows, kinds=_KINDS)
-    return _split(rows.where(np.isin(rows.step, member.typical_steps)))
+    chosen = rows.where(np.isin(rows.step, member.typical_steps))
+    return _split(chosen, group_dimensions(run, member.rank))
 
 
 def _split_typical_steps(run: RunSource, members: Sequence[RankSteps]) -> Iterator[StepBreakdown]:
@@ -117,7 +187,8 @@ def _split_typical_steps(run: RunSource, members: Sequence[RankSteps]) -> Iterat
         [_at(run.summary(kinds=[kind]), keys) for kind in _KINDS if len(members)]
     )
     ordered = rows.where(np.argsort(rows.rank, kind="stable"))
-    yield from map(_split, split_by_rank(ordered).values())
+    for rank, own in split_by_rank(ordered).items():
+        yield _split(own, group_dimensions(run, rank))
 
 
 def _keys(rank: NDArray[np.int64] | np.int64, step: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -133,7 +204,7 @@ def _at(rows: SummaryTable, keys: NDArray[np.int64]) -> SummaryTable:
     return rows.where(keys[place] == own)
 
 
-def _split(rows: SummaryTable) -> StepBreakdown:
+def _split(rows: SummaryTable, dimensions: GroupDimensions) -> StepBreakdown:
     """Split the mean over the steps of the rows; all rows are of one rank."""
     steps, whole = np.unique(rows.step), rows.where(rows.kind == EventKind.STEP)
 
@@ -161,4 +232,33 @@ def _split(rows: SummaryTable) -> StepBreakdown:
         ),
         communication_ns=mean(StepPart.COMMUNICATION),
         between_ns=mean(StepPart.BETWEEN_STEPS),
+        dimensions=_split_by_dimension(rows, dimensions, exposed_ns=exposed, step_time_ns=total),
+    )
+
+
+def _split_by_dimension(
+    rows: SummaryTable, dimensions: GroupDimensions, *, exposed_ns: int, step_time_ns: int
+) -> tuple[DimensionTime, ...]:
+    """Split the collectives of the steps of the rows by dimension of the mesh."""
+    num_steps = len(np.unique(rows.step))
+    rows = rows_of(rows, kinds=[StepPart.GROUP])
+    by_label = dimensions.by_label(rows.group)
+    means = {
+        name: np.array([getattr(rows, name)[own].sum() / num_steps for own in by_label.values()])
+        for name in ("exposed_ns", "duration_ns", "count", "bytes")
+    }
+    shares = apportion(means["exposed_ns"], exposed_ns)
+    volumes = apportion(means["bytes"], round(float(means["bytes"].sum())))
+    return tuple(
+        DimensionTime(
+            dimension=label,
+            names=dimensions.names(rows.group[own]),
+            is_inferred=dimensions.is_inferred(rows.group[own]),
+            exposed_ns=int(shares[place]),
+            step_ratio=int(shares[place]) / step_time_ns if step_time_ns else 0.0,
+            communication_ns=round(float(means["duration_ns"][place])),
+            count_per_step=float(means["count"][place]),
+            bytes_per_step=int(volumes[place]),
+        )
+        for place, (label, own) in enumerate(by_label.items())
     )

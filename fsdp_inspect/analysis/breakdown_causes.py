@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fsdp_inspect.analysis.breakdown import (
+    DIMENSIONS,
     PartTime,
     StepBreakdown,
     measure_breakdown,
@@ -85,6 +86,9 @@ class BreakdownCauses(TableResult):
         ),
     )
     """Of `ranks`."""
+
+    DIMENSIONS: ClassVar[TableSpec] = DIMENSIONS
+    """Of `shown.dimensions`."""
 
     def rows(self) -> Sequence[PartTime]:
         """The parts of the step, in order; they add up to it."""

@@ -15,7 +15,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.breakdown import split_typical_step
+from fsdp_inspect.analysis.breakdown import DimensionTime, split_typical_step
+from fsdp_inspect.analysis.mesh_dimensions import GroupDimensions, group_dimensions
 from fsdp_inspect.analysis.step_selection import RankSteps, collective_rows, timed_rank
 from fsdp_inspect.analysis.wait_causes import NEEDED_KINDS, Cause, Waits, read_waits, split_waits
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
@@ -23,6 +24,7 @@ from fsdp_inspect.formatting import format_owner
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.statistics import apportion
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.mesh_dimensions import OTHER, order_labels
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.tables import EventTable, SummaryTable, positions_by_value, rows_of
 
@@ -44,6 +46,8 @@ class ExposedOwner:
     """`all_gather`, `reduce_scatter`, ..."""
     phase: str
     """`forward`, `backward`, ...: the phase in which it was issued."""
+    dimension: str
+    """The dimension of the mesh: `shard`, `tp`, ...; `other` if it is unknown."""
     count_per_step: float
     duration_ns: int
     """Time in flight per step, exposed or not."""
@@ -59,10 +63,12 @@ class ExposedOwner:
 
 @dataclass(frozen=True, slots=True)
 class ExposedPass:
-    """The collectives of one kind in one phase, of all units, in the typical step."""
+    """The collectives of one kind, phase and mesh dimension, of all units, in the typical step."""
 
     kind: str
     phase: str
+    dimension: str
+    """See `ExposedOwner`."""
     num_units: int
     """Number of units that own these collectives; 0: none of them has a unit."""
     count_per_step: float
@@ -79,9 +85,19 @@ class OtherCommunication:
     kind: str
     phase: str
     dimension: str
-    """The name of the mesh dimension (`tp`); empty: the process group has none."""
+    """The dimension of the mesh: `tp`, `world`, ...; `other` if it is unknown."""
     exposed_ns: int
     """Per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExposedDimension:
+    """The exposed time of one dimension of the mesh in the typical step, by cause."""
+
+    time: DimensionTime
+    causes_ns: dict[str, int]
+    """By `Cause`, only causes above 0, largest first. Simultaneous waits count for each collective;
+    without any, they add up to `time.exposed_ns`. Empty if the rank's events are missing."""
 
 
 def _kind_of(row: ExposedOwner | ExposedPass) -> str:
@@ -100,6 +116,10 @@ def _causes_of(row: ExposedOwner | ExposedPass) -> str:
     return format_cause_ratios(row.causes_ns)
 
 
+def _causes_of_dimension(row: ExposedDimension) -> str:
+    return format_cause_ratios(row.causes_ns)
+
+
 def _caused_ns(cause: str, row: ExposedOwner) -> int:
     return row.causes_ns.get(cause, 0)
 
@@ -109,10 +129,11 @@ OWNERS = TableSpec(
     (
         unit_column(
             "The unit whose collective is waited for.",
-            lambda owner: format_owner(owner.fqn, owner.is_fsdp),
+            lambda owner: format_owner(owner.fqn, owner.is_fsdp, owner.dimension),
         ),
         text_column("collective", "The kind of collective.", _kind_of),
         text_column("phase", "The phase in which it was issued."),
+        text_column("dimension", "The dimension of the device mesh."),
         metric_column("exposed_ns", label="exposed"),
         metric_column("floor_ns", label="floor"),
         metric_column("step_ratio"),
@@ -136,6 +157,7 @@ PASSES = TableSpec(
     (
         text_column("collective", "The kind of collective.", _kind_of),
         text_column("phase", "The phase in which it was issued."),
+        text_column("dimension", "The dimension of the device mesh."),
         metric_column("count_per_step", label="per step"),
         number_column("num_units", "The units that own some.", label="units"),
         metric_column("exposed_ns", label="exposed"),
@@ -143,6 +165,19 @@ PASSES = TableSpec(
     ),
 )
 """The columns of `ExposedPass`."""
+
+
+EXPOSED_DIMENSIONS = TableSpec(
+    "Exposed communication by mesh dimension",
+    (
+        text_column("dimension", "The dimension of the mesh.", lambda row: row.time.dimension),
+        metric_column("exposed_ns", lambda row: row.time.exposed_ns, label="exposed"),
+        metric_column("step_ratio", lambda row: row.time.step_ratio, label="share"),
+        metric_column("count_per_step", lambda row: row.time.count_per_step, label="per step"),
+        text_column("causes", "Fractions of the exposed time by cause.", _causes_of_dimension),
+    ),
+)
+"""The columns of `ExposedDimension`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +237,8 @@ class Ahead:
     is_fsdp: bool | None
     """See `ExposedOwner`."""
     kind: str
+    dimension: str
+    """See `ExposedOwner`."""
     end_ns: int
     """From the start of the step."""
 
@@ -218,6 +255,8 @@ class ExposedWait:
     """See `ExposedOwner`."""
     kind: str
     phase: str
+    dimension: str
+    """See `ExposedOwner`."""
     issue_ns: int
     """The host issues the collective."""
     start_ns: int
@@ -261,8 +300,11 @@ class Exposed:
     causes_ns: dict[str, int]
     """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`. Empty if the
     rank's events are missing."""
+    dimensions: tuple[ExposedDimension, ...]
+    """Every dimension of the mesh that the rank communicated along; exposed times add up to
+    `exposed_ns`."""
     passes: tuple[ExposedPass, ...]
-    """Every kind of collective in every phase, most exposed first."""
+    """Every kind of collective in every phase and dimension, most exposed first."""
     owners: tuple[ExposedOwner, ...]
     """Every owner of communication, most exposed first."""
     not_fsdp: tuple[OtherCommunication, ...]
@@ -304,7 +346,8 @@ def measure_exposed(
     if step is not None:
         member = member.only(step)
     waits = read_waits(run, member, last_arrival_ns=last_arrival_ns)
-    split = split_typical_step(member)
+    split = split_typical_step(run, member)
+    dimensions = group_dimensions(run, member.rank)
     exposed, step_time = split.exposed_ns, split.step_time_ns
     in_typical = np.isin(waits.collectives.step, member.typical_steps)
     typical = _TypicalWaits(waits.where(in_typical), len(member.typical_steps))
@@ -322,10 +365,11 @@ def measure_exposed(
             for part in sorted(EXPOSED_PART_CODES)
         },
         causes_ns=typical.causes_ns(typical.waits.share_by_cause_ns, exposed),
-        passes=_find_passes(typical, unit),
-        owners=_find_owners(run.manifest, member, typical, unit),
-        not_fsdp=_find_other(run.manifest, typical) if run.manifest.knows_fsdp else (),
-        evidence=_Evidence(run.manifest, waits).collect(unit),
+        dimensions=_find_dimensions(typical, split.dimensions, dimensions),
+        passes=_find_passes(typical, unit, dimensions),
+        owners=_find_owners(_OwnerKeys(run.manifest, member, dimensions), typical, unit),
+        not_fsdp=_find_other(typical, dimensions) if run.manifest.knows_fsdp else (),
+        evidence=_Evidence(run.manifest, waits, dimensions).collect(unit),
     )
 
 
@@ -396,20 +440,40 @@ def _by_name(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:
     return {cause.label: int(by_cause_ns[cause]) for cause in causes if by_cause_ns[cause]}
 
 
-def _find_passes(typical: _TypicalWaits, only_unit: int | None) -> tuple[ExposedPass, ...]:
+def _find_dimensions(
+    typical: _TypicalWaits, times: Sequence[DimensionTime], dimensions: GroupDimensions
+) -> tuple[ExposedDimension, ...]:
+    positions = dimensions.by_label(typical.waits.collectives.group)
+    nothing = np.empty(0, dtype=np.int64)
+    found = []
+    for time in times:
+        own = typical.where(positions.get(time.dimension, nothing))
+        causes = own.causes_ns(own.waits.by_cause_ns, time.exposed_ns)
+        found.append(ExposedDimension(time, causes))
+    return tuple(found)
+
+
+def _find_passes(
+    typical: _TypicalWaits, only_unit: int | None, dimensions: GroupDimensions
+) -> tuple[ExposedPass, ...]:
     collectives, passes = typical.waits.collectives, []
     trained = collectives.phase != Phase.EVALUATION
     if only_unit is not None:
         trained &= collectives.unit == only_unit
-    keys = zip(collectives.phase[trained].tolist(), collectives.kind[trained].tolist(), strict=True)
-    for phase, kind in sorted(set(keys)):
-        own = typical.where(trained & (collectives.phase == phase) & (collectives.kind == kind))
+    labels = list(dimensions.by_label(collectives.group))
+    place = dimensions.numbers(collectives.group, labels)
+    columns = (column[trained].tolist() for column in (collectives.phase, collectives.kind, place))
+    for phase, kind, number in sorted(set(zip(*columns, strict=True))):
+        own = typical.where(
+            trained & (collectives.phase == phase) & (collectives.kind == kind) & (place == number)
+        )
         units = own.waits.collectives.unit
         causes = own.causes_ns(own.waits.by_cause_ns, None)
         passes.append(
             ExposedPass(
                 kind=EventKind(kind).label,
                 phase=Phase(phase).label,
+                dimension=labels[number],
                 num_units=len(np.unique(units[units != NO_UNIT])),
                 count_per_step=len(units) / typical.num_steps,
                 exposed_ns=sum(causes.values()),
@@ -419,15 +483,39 @@ def _find_passes(typical: _TypicalWaits, only_unit: int | None) -> tuple[Exposed
     return tuple(sorted(passes, key=lambda one: -one.exposed_ns))
 
 
+@dataclass(frozen=True, slots=True)
+class _OwnerKeys:
+    """A rank with the names behind its owners."""
+
+    manifest: RunManifest
+    member: RankSteps
+    dimensions: GroupDimensions
+
+    def owners(self, table: EventTable | SummaryTable) -> NDArray[np.int64]:
+        """One number per row, equal for equal unit, phase, kind and dimension, sorted like them."""
+        place = self.dimensions.numbers(table.group, self.labels)
+        unit, phase, kind = (
+            column.astype(np.int64) for column in (table.unit, table.phase, table.kind)
+        )
+        keys: NDArray[np.int64] = (unit << 40) + (phase << 24) + (kind << 16) + place
+        return keys
+
+    @property
+    def labels(self) -> list[str]:
+        """Every dimension of the rank, in order."""
+        return order_labels([OTHER, *(one.label for one in self.dimensions.by_group.values())])
+
+
 def _find_owners(
-    manifest: RunManifest, member: RankSteps, typical: _TypicalWaits, only_unit: int | None
+    keys: _OwnerKeys, typical: _TypicalWaits, only_unit: int | None
 ) -> tuple[ExposedOwner, ...]:
+    manifest, member = keys.manifest, keys.member
     fqns = {unit.index: unit.fqn for unit in manifest.units}
     step_time = member.typical(member.step_time_ns)
     rows = collective_rows(member.rows)
-    waits_of = dict(positions_by_value(_owners(typical.waits.collectives)))
+    waits_of = dict(positions_by_value(keys.owners(typical.waits.collectives)))
     no_waits, owners = np.empty(0, np.int64), []
-    for owner, positions in positions_by_value(_owners(rows)):
+    for owner, positions in positions_by_value(keys.owners(rows)):
         own, owned = rows.where(positions), typical.where(waits_of.get(owner, no_waits))
         unit, phase, kind = int(own.unit[0]), Phase(int(own.phase[0])), EventKind(int(own.kind[0]))
         if only_unit is not None and unit != only_unit:
@@ -440,6 +528,7 @@ def _find_owners(
                 is_fsdp=_is_fsdp(manifest, unit),
                 kind=kind.label,
                 phase=phase.label,
+                dimension=keys.dimensions.label(int(own.group[0])),
                 count_per_step=float(own.count.sum() / max(len(member.steps), 1)),
                 duration_ns=member.typical_per_step(own, "duration_ns"),
                 exposed_ns=exposed,
@@ -451,29 +540,22 @@ def _find_owners(
     return tuple(sorted(owners, key=lambda owner: -owner.exposed_ns))
 
 
-def _find_other(manifest: RunManifest, typical: _TypicalWaits) -> tuple[OtherCommunication, ...]:
-    dimensions = {group.index: group.dimension for group in manifest.process_groups}
+def _find_other(
+    typical: _TypicalWaits, dimensions: GroupDimensions
+) -> tuple[OtherCommunication, ...]:
     collectives, exposed = typical.waits.collectives, typical.waits.exposed_ns
     is_other = (collectives.unit == NO_UNIT) & (exposed > 0)
     sums: dict[tuple[str, str, str], int] = defaultdict(int)
     for position in np.flatnonzero(is_other & (collectives.phase != Phase.EVALUATION)).tolist():
         kind = EventKind(int(collectives.kind[position])).label
         phase = Phase(int(collectives.phase[position])).label
-        dimension = dimensions.get(int(collectives.group[position]), "")
+        dimension = dimensions.label(int(collectives.group[position]))
         sums[kind, phase, dimension] += int(exposed[position])
     found = (
         OtherCommunication(*key, round(total / max(typical.num_steps, 1)))
         for key, total in sums.items()
     )
     return tuple(sorted(found, key=lambda one: -one.exposed_ns))
-
-
-def _owners(table: EventTable | SummaryTable) -> NDArray[np.int64]:
-    """Return one number per row, equal for equal unit, phase and kind, and sorted like them."""
-    unit, phase, kind = (
-        column.astype(np.int64) for column in (table.unit, table.phase, table.kind)
-    )
-    return (unit << 32) + (phase << 16) + kind
 
 
 def _is_fsdp(manifest: RunManifest, unit: int) -> bool | None:
@@ -483,8 +565,9 @@ def _is_fsdp(manifest: RunManifest, unit: int) -> bool | None:
 class _Evidence:
     """Finds and describes the longest waits."""
 
-    def __init__(self, manifest: RunManifest, waits: Waits) -> None:
+    def __init__(self, manifest: RunManifest, waits: Waits, dimensions: GroupDimensions) -> None:
         self._manifest = manifest
+        self._dimensions = dimensions
         self._fqns = {unit.index: unit.fqn for unit in manifest.units}
         self._waits = waits
 
@@ -516,6 +599,7 @@ class _Evidence:
             is_fsdp=_is_fsdp(self._manifest, row["unit"]),
             kind=EventKind(row["kind"]).label,
             phase=Phase(row["phase"]).label,
+            dimension=self._dimensions.label(row["group"]),
             issue_ns=row["issue_ns"] - begin,
             start_ns=row["start_ns"] - begin,
             need_ns=int(waits.begin_ns[position]) - begin,
@@ -536,6 +620,7 @@ class _Evidence:
             fqn=self._fqns.get(unit),
             is_fsdp=_is_fsdp(self._manifest, unit),
             kind=EventKind(int(columns["kind"][position])).label,
+            dimension=self._dimensions.label(int(columns["group"][position])),
             end_ns=int(columns["end_ns"][position]) - begin,
         )
 

@@ -1,7 +1,8 @@
 """Measure the numerics of a run: where values stopped being finite, norms, and lost updates.
 
 Norms are those of the whole unit: the squared norms of the shards are added up over the ranks of
-one shard group. Only ranks whose files are here count.
+one shard group. A unit that every rank holds whole counts once. Only ranks whose files are here
+count.
 """
 
 from __future__ import annotations
@@ -70,6 +71,17 @@ class UnitNumerics:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherDtype:
+    """Values whose dtype is not the declared one, in the last numerics step."""
+
+    place: Place
+    declared: str
+    """Output, gradient: the dtype of forward and backward. Reduced gradient: of the parameters."""
+    actual: str
+    units: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Numerics(TableResult):
     """The numerics of a run."""
 
@@ -87,6 +99,9 @@ class Numerics(TableResult):
     """Of all units together, as `UnitNumerics.lost_ratio`."""
     stored_dtypes: tuple[str, ...]
     """Dtypes of the stored parameters."""
+    other_dtypes: tuple[OtherDtype, ...]
+    """Where the actual dtype is not the declared one, such as outputs under autocast. Outputs that
+    are wider than declared are left out: they lose nothing."""
 
     def rows(self) -> Sequence[UnitNumerics]:
         """One row per unit."""
@@ -119,7 +134,63 @@ def measure_numerics(run: RunSource) -> Numerics | None:
         first_non_finite=_find_first(steps, numbers, manifest),
         lost_ratio=_lost_ratio(steps, None),
         stored_dtypes=tuple(sorted(dtypes)),
+        other_dtypes=_find_other_dtypes(steps, numbers[-1], manifest),
     )
+
+
+def _find_other_dtypes(
+    steps: Mapping[int, Sequence[NumericsStep]], last: int, manifest: RunManifest
+) -> tuple[OtherDtype, ...]:
+    found: dict[tuple[Place, str, str], set[int]] = {}
+    for step in (each for own in steps.values() for each in own if each.step == last):
+        stored = {
+            each.unit: each.dtypes for each in step.observations if each.place is Place.PARAMETER
+        }
+        for each in step.observations:
+            if not 0 <= each.unit < len(manifest.units):
+                continue
+            unit = manifest.units[each.unit]
+            declared: Mapping[Place, tuple[str, ...]] = {
+                Place.OUTPUT: (unit.param_dtype,),
+                # Accumulated gradients have the dtype of the reduction.
+                Place.GRADIENT: (unit.param_dtype, unit.reduce_dtype),
+                Place.REDUCED_GRADIENT: stored.get(each.unit, ()),
+            }
+            expected = [dtype for dtype in declared.get(each.place, ()) if dtype]
+            is_wider = each.place is Place.OUTPUT and not LOW_PRECISION & set(each.dtypes)
+            if expected and not set(expected) & set(each.dtypes) and not is_wider:
+                key = (each.place, expected[0], ", ".join(each.dtypes))
+                found.setdefault(key, set()).add(each.unit)
+    return tuple(
+        OtherDtype(place, declared, actual, tuple(_name(unit, manifest) for unit in sorted(units)))
+        for (place, declared, actual), units in sorted(found.items())
+    )
+
+
+def gradient_norms(run: RunSource) -> dict[str | None, list[tuple[int, float | None]]]:
+    """The norm of each unit's gradients in each numerics step, by step; None: not finite.
+
+    Steps whose norm is not known from all ranks of the unit's shard group are left out.
+    """
+    manifest = run.manifest
+    by_step: dict[int, dict[int, NumericsStep]] = {}
+    for record in run.ranks:
+        for each in run.numerics(record.rank):
+            by_step.setdefault(each.step, {})[record.rank] = each
+    found: dict[str | None, list[tuple[int, float | None]]] = {}
+    for number in sorted(by_step):
+        steps = by_step[number]
+        units = {each.unit for step in steps.values() for each in step.observations}
+        for unit in sorted(units):
+            own = {
+                rank: {each.place: each for each in step.observations if each.unit == unit}
+                for rank, step in steps.items()
+            }
+            group = _ranks_of_whole(unit, manifest, own)
+            if all(Place.REDUCED_GRADIENT in own.get(rank, {}) for rank in group):
+                norm = _norm(own, Place.REDUCED_GRADIENT, group)
+                found.setdefault(_name(unit, manifest), []).append((number, norm))
+    return found
 
 
 def _measure_unit(
@@ -130,7 +201,7 @@ def _measure_unit(
         rank: {each.place: each for each in step.observations if each.unit == unit}
         for rank, step in at_last.items()
     }
-    group = _shard_ranks(unit, manifest) or set(own)
+    group = _ranks_of_whole(unit, manifest, own)
     gradient = _norm(own, Place.REDUCED_GRADIENT, group)
     parameter = _norm(own, Place.PARAMETER, group)
     changes = [
@@ -156,13 +227,19 @@ def _measure_unit(
     )
 
 
-def _shard_ranks(unit: int, manifest: RunManifest) -> set[int]:
-    """The ranks of the shard group that rank 0 or the lowest rank knows; empty if unknown."""
+def _ranks_of_whole(unit: int, manifest: RunManifest, own: Iterable[int]) -> set[int]:
+    """The ranks, of those that looked, that together hold a unit once.
+
+    This is the shard group that rank 0 or the lowest rank knows, or one rank of a unit that every
+    rank holds whole; all ranks if it is unknown.
+    """
+    ranks = set(own)
     if not 0 <= unit < len(manifest.units):
-        return set()
-    index = manifest.units[unit].shard_group
+        return ranks
+    if manifest.units[unit].is_replicated:
+        return {min(ranks)} if ranks else ranks
     groups = {group.index: group.ranks for group in manifest.process_groups}
-    return set(groups.get(index, ()))
+    return set(groups.get(manifest.units[unit].shard_group, ())) or ranks
 
 
 def _norm(

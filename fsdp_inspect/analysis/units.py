@@ -226,17 +226,27 @@ class UnitCosts(TableResult):
 
     def collectives(self) -> Sequence[UnitKindCost]:
         """The collectives by unit and kind, without the kinds that no unit has."""
-        kinds = [
-            kind.label
-            for kind in _COLLECTIVES_OF_A_UNIT
-            if kind is not EventKind.ALL_REDUCE
-            or any(unit.all_reduce.count_per_step for unit in self.units)
-        ]
+        kinds = [kind.label for kind in _COLLECTIVES_OF_A_UNIT if self._has_kind(kind)]
         return [
             UnitKindCost(unit.fqn, kind, getattr(unit, kind))
             for unit in self.units
             for kind in kinds
         ]
+
+    def _has_kind(self, kind: EventKind) -> bool:
+        """Whether a unit has such collectives, or shards over a group, if only of one rank."""
+        found = [getattr(unit, kind.label) for unit in self.units]
+        if any(each.count_per_step for each in found):
+            return True
+        return kind is not EventKind.ALL_REDUCE and not self._are_replicated
+
+    @property
+    def _are_replicated(self) -> bool:
+        """Whether every rank keeps all parameters."""
+        return bool(self.units) and all(
+            unit.all_gather.group_size is None and unit.all_reduce.group_size is not None
+            for unit in self.units
+        )
 
     def rows(self) -> Sequence[UnitCost]:
         """The units in order of execution, those that never ran last."""
@@ -434,8 +444,12 @@ def _known(unit: Unit, value: int) -> int | None:
 
 
 def _known_time(own: _UnitRows, manifest: RunManifest) -> int | None:
-    """Return a time per step; None if an import has no such event, because it may lack them."""
-    if manifest.source == "imported" and not len(own.rows):
+    """Return a time per step; None without such an event if the source may lack them.
+
+    A trace may lack them, and a unit that is no module has no passes.
+    """
+    is_complete = manifest.source != "imported" and manifest.sharder_traits.units_have_passes
+    if not (is_complete or len(own.rows)):
         return None
     return own.per_step("duration_ns")
 

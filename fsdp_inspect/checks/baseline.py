@@ -7,6 +7,7 @@ differences. It contains no folder, machine or time: two files of one program ar
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ from pydantic import (
 )
 
 from fsdp_inspect.checks.limits import GateLimit, parse_limits
-from fsdp_inspect.checks.measurements import GateMeasurements, Held, MemoryMoment
+from fsdp_inspect.checks.measurements import GateMeasurements, Held, LineBytes, MemoryMoment
 from fsdp_inspect.checks.unit_rows import fold, in_words_and_numbers, unfold
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.error_text import describe_validation_error
@@ -43,6 +44,7 @@ _KEPT = {
     "name",
     "observed",
     "plan",
+    "sharder",
     "source",
     "units",
     "versions",
@@ -67,12 +69,18 @@ def _unfold(held: Any) -> Any:
     return dict(unfold(held)) if isinstance(held, list) else held
 
 
-def _fold(held: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
+def _fold(held: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return fold((unit, held[unit]) for unit in sorted(held, key=in_words_and_numbers))
 
 
 _ByUnit = Annotated[dict[str, dict[str, int]], BeforeValidator(_unfold), PlainSerializer(_fold)]
 """Amounts by unit, then by name. In the file, units with equal amounts share a row."""
+
+
+_LinesByUnit = Annotated[
+    dict[str, dict[str, list[int]]], BeforeValidator(_unfold), PlainSerializer(_fold)
+]
+"""Bytes of each line by unit, then category, the largest first. Equal units share a row."""
 
 
 class MomentRecord(BaseModel):
@@ -84,11 +92,19 @@ class MomentRecord(BaseModel):
     unit: str
     held: _ByUnit
     """Bytes by unit, then category."""
+    lines: _LinesByUnit = Field(default_factory=dict)
+    """Bytes by unit, category and line of the user's code; empty: not recorded."""
 
     @property
     def moment(self) -> MemoryMoment:
-        """The moment in the form of a reading."""
-        return MemoryMoment(self.bytes, self.unit, _flat(self.held))
+        """The moment in the form of a reading; its lines have no name."""
+        lines = [
+            LineBytes(unit, category, "", amount, 0)
+            for unit, categories in self.lines.items()
+            for category, amounts in categories.items()
+            for amount in amounts
+        ]
+        return MemoryMoment(self.bytes, self.unit, _flat(self.held), tuple(lines))
 
 
 class Baseline(BaseModel):
@@ -188,7 +204,12 @@ def make_baseline(reading: GateMeasurements, *, limits: dict[str, str] | None = 
         run_delays=tuple(sorted(reading.run_delays)) if times else (),
         phase=reading.phase,
         moments={
-            name: MomentRecord(bytes=moment.bytes, unit=moment.unit, held=_nested(moment.held))
+            name: MomentRecord(
+                bytes=moment.bytes,
+                unit=moment.unit,
+                held=_nested(moment.held),
+                lines=_bytes_of_lines(moment.lines),
+            )
             for name, moment in reading.moments.items()
         },
         limits=limits or {},
@@ -220,6 +241,13 @@ def _nested(held: Held) -> dict[str, dict[str, int]]:
     nested: dict[str, dict[str, int]] = {}
     for (unit, name), amount in held.items():
         nested.setdefault(unit, {})[name] = amount
+    return nested
+
+
+def _bytes_of_lines(lines: Iterable[LineBytes]) -> dict[str, dict[str, list[int]]]:
+    nested: dict[str, dict[str, list[int]]] = {}
+    for row in sorted(lines, key=lambda row: -row.bytes):
+        nested.setdefault(row.unit, {}).setdefault(row.category, []).append(row.bytes)
     return nested
 
 
@@ -256,6 +284,9 @@ def _without(table: dict[str, Any], names: set[str]) -> dict[str, Any]:
 def render_baseline(baseline: Baseline) -> str:
     """The file's text: sorted, with innermost lists and tables on one line."""
     plain = baseline.model_dump(mode="json")
+    for moment in plain["moments"].values():
+        if not moment["lines"]:
+            del moment["lines"]
     text = json.dumps(plain, indent=1, sort_keys=True, ensure_ascii=False)
     return _INNERMOST.sub(_on_one_line, text) + "\n"
 

@@ -19,11 +19,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.checks.increases import Increase, abbreviate_units
-from fsdp_inspect.checks.measurements import NO_UNIT, RESTING
+from fsdp_inspect.checks.measurements import NO_UNIT
 from fsdp_inspect.comparison.settings import compare_settings
 from fsdp_inspect.formatting import format_bytes, format_unit
 from fsdp_inspect.predictions.comparability import decides_shape
 from fsdp_inspect.trace.codes import ITEMSIZE, MemoryCategory
+from fsdp_inspect.trace.live_memory import RESTING
 from fsdp_inspect.trace.run import RunManifest, Unit
 
 EXPLAINED_RATIO = 0.8

@@ -14,12 +14,13 @@ prove that no repeat will ever differ.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from fsdp_inspect.analysis.run_delay import find_run_delay_difference
+from fsdp_inspect.checks.allocating_lines import AllocatingLine, find_lines
 from fsdp_inspect.checks.baseline import Baseline, torch_release
 from fsdp_inspect.checks.causes import find_causes
 from fsdp_inspect.checks.increases import (
@@ -29,7 +30,7 @@ from fsdp_inspect.checks.increases import (
     find_longer,
 )
 from fsdp_inspect.checks.limits import MEMORY_METRICS, PHASES, TIME_METRICS, GateLimit
-from fsdp_inspect.checks.measurements import RESTING, GateMeasurements
+from fsdp_inspect.checks.measurements import GateMeasurements
 from fsdp_inspect.comparison.noise import (
     PROCESS_NOISE_RATIO,
     RUNS_FOR_A_TEST,
@@ -41,6 +42,7 @@ from fsdp_inspect.comparison.noise import (
 from fsdp_inspect.comparison.settings import SettingDifference, compare_settings
 from fsdp_inspect.results import Result
 from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.live_memory import RESTING
 from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
 from fsdp_inspect.trace.run import RunManifest
 
@@ -112,6 +114,8 @@ class PhaseGrowth:
     """Largest first."""
     causes: tuple[str, ...]
     """Likely causes; empty: unknown."""
+    lines: tuple[AllocatingLine, ...]
+    """Where the memory of `growth` is allocated now; empty: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,8 @@ class CheckResult(Result):
     """Position of that peak: the innermost unit on the host's stack."""
     causes: tuple[str, ...]
     """Likely causes of the increase, best evidence first."""
+    lines: tuple[AllocatingLine, ...]
+    """Where the memory of `growth` is allocated now, in its order; empty: not recorded."""
     others: tuple[PhaseGrowth, ...]
     """Other failed metrics in which something else grew."""
     settings: tuple[SettingDifference, ...]
@@ -202,6 +208,7 @@ def check_run(
         phase=phase,
         unit=reading.moments[phase].unit if phase in reading.moments else None,
         causes=causes,
+        lines=_lines_of(reading, baseline, phase, grown),
         others=others,
         settings=settings,
         reasons=tuple(reasons),
@@ -235,6 +242,20 @@ def _grown(
     if baseline is None or phase not in baseline.moments or phase not in reading.moments:
         return ()
     return find_increases(baseline.moments[phase].moment.held, reading.moments[phase].held)
+
+
+def _lines_of(
+    reading: GateMeasurements,
+    baseline: Baseline | None,
+    phase: str | None,
+    grown: Iterable[Increase],
+) -> tuple[AllocatingLine, ...]:
+    """The lines that allocate what grew at the peak of a phase."""
+    if baseline is None or phase is None:
+        return ()
+    before = baseline.moments.get(phase)
+    moment = None if before is None else before.moment
+    return tuple(find_lines(grown, moment, reading.moments.get(phase)))
 
 
 def _causes_of(
@@ -293,7 +314,9 @@ def _explain_others(
             continue
         found = _causes_of(reading, baseline, other, of_memory=True, of_time=False)
         if not found or found != causes:
-            yield PhaseGrowth(metric, other, increase, _grown(reading, baseline, other), found)
+            grown = _grown(reading, baseline, other)
+            lines = _lines_of(reading, baseline, other, grown)
+            yield PhaseGrowth(metric, other, increase, grown, found, lines)
             known |= {(one.category, one.units): one.increase for one in growth}
 
 

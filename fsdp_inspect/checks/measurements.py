@@ -5,7 +5,8 @@ number per run. Warm-up steps do not count, because they allocate memory that la
 libraries load workspaces, the allocator grows, and the optimizer creates its state.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
@@ -19,16 +20,28 @@ from fsdp_inspect.comparison.settings import find_other_settings
 from fsdp_inspect.error_text import quote_all
 from fsdp_inspect.formatting import format_owner, format_unit
 from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.live_memory import RESTING, LiveMoment
 from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
 
 NO_UNIT = "(no unit)"
 _USABLE = (RunStatus.COMPLETE, RunStatus.IMPORTED)
 _MOST_NAMED = 3
 
-RESTING = "resting"
-"""The name of the moment at the end of a step."""
 Held = dict[tuple[str, str], int]
 """Bytes at a moment by unit and category, or ns a step by unit and wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineBytes:
+    """Live storages of a unit and category that one line of the user's code allocated."""
+
+    unit: str
+    category: str
+    line: str
+    """`file:line`."""
+    bytes: int
+    count: int
+    """The number of storages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,9 @@ class MemoryMoment:
     unit: str
     """Position: the innermost unit on the host's stack."""
     held: Held
+    lines: tuple[LineBytes, ...] = ()
+    """Where it was allocated, the largest first; empty: not recorded. Storages without a known
+    line, and the smallest ones, are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +123,7 @@ def read_runs(runs: Sequence[RunSource]) -> GateMeasurements:
             metric: times for metric in TIME_METRICS if (times := tuple(_times_of(metric, timings)))
         },
         phase=memory.peak.phase if memory.peak else None,
-        moments=_moments_of(memory),
+        moments=_moments_of(runs[top], memory),
         parts=_parts_of(timings),
         waits=_waits_of(timings),
         run_delays=_run_delays_of(runs, timings),
@@ -142,16 +158,34 @@ def _highest(amounts: Iterable[int | None]) -> int | None:
     return max((amount for amount in amounts if amount is not None), default=None)
 
 
-def _moments_of(memory: Memory) -> dict[str, MemoryMoment]:
+def _moments_of(run: RunSource, memory: Memory) -> dict[str, MemoryMoment]:
     found = {moment.phase: moment for moment in memory.phases}
     if memory.peak is not None:
         found[memory.peak.phase] = memory.peak
     if memory.resting is not None:
         found[RESTING] = memory.resting
+    shown = memory.shown_rank
+    live = {} if shown is None else {each.phase: each for each in run.live_moments(shown)}
+    names = {unit.index: format_unit(unit.fqn) for unit in run.manifest.units}
     return {
-        name: MemoryMoment(moment.bytes, _name(moment.fqn), _held(moment))
+        name: MemoryMoment(
+            moment.bytes,
+            _name(moment.fqn),
+            _held(moment),
+            tuple(_lines_of(live.get(name), moment, names)),
+        )
         for name, moment in found.items()
     }
+
+
+def _lines_of(
+    live: LiveMoment | None, moment: PeakMoment, names: Mapping[int, str]
+) -> Iterator[LineBytes]:
+    """The lines of the same step; a run with several memory steps has lines of the last one."""
+    for row in live.live if live is not None and live.step == moment.step else ():
+        if row.place:
+            unit = names.get(row.unit, NO_UNIT)
+            yield LineBytes(unit, row.category, row.place, row.bytes, row.count)
 
 
 def _held(peak: PeakMoment) -> Held:
@@ -207,18 +241,18 @@ def _parts_of(timings: Sequence[_Timing]) -> dict[str, int]:
 
 
 def _waits_of(timings: Sequence[_Timing]) -> Held:
-    of_runs = [
-        {
-            (format_owner(owner.fqn, owner.is_fsdp), f"{owner.kind} in {owner.phase}"): (
-                owner.exposed_ns
-            )
-            for owner in timing.exposed.owners
-        }
-        for timing in timings
-        if timing.exposed is not None
-    ]
+    of_runs = [_add_up_waits(timing.exposed) for timing in timings if timing.exposed is not None]
     keys = dict.fromkeys(key for waits in of_runs for key in waits)
     return {key: median([waits.get(key, 0) for waits in of_runs]) or 0 for key in keys}
+
+
+def _add_up_waits(exposed: Exposed) -> Held:
+    """Exposed time by unit, collective and phase, over all dimensions of the mesh."""
+    waits: Counter[tuple[str, str]] = Counter()
+    for owner in exposed.owners:
+        name = format_owner(owner.fqn, owner.is_fsdp)
+        waits[name, f"{owner.kind} in {owner.phase}"] += owner.exposed_ns
+    return dict(waits)
 
 
 def _run_delays_of(runs: Sequence[RunSource], timings: Sequence[_Timing]) -> tuple[float, ...]:

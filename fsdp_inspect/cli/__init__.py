@@ -1,8 +1,8 @@
 """The `fsdp-inspect` command, with one file per subcommand. Only this package prints and exits.
 
-Exit codes: 0 success, 1 an error with a message, 2 an invalid command line, 130 Ctrl-C. `check`
-exits with 1 for a regression only; all its errors have the exit code 2. A subcommand imports its
-modules when it runs, so `--help` is fast.
+Exit codes: 0 success, 1 an error with a message, 2 an invalid command line, 130 Ctrl-C. Commands
+that judge (`check`, `diagnose`, `equivalence`) exit with 1 for a finding only. All their errors
+have the exit code 2. A subcommand imports its modules when it runs, so `--help` is fast.
 """
 
 import os
@@ -19,7 +19,8 @@ INTERRUPTED = 130
 FAILED = 1
 """Exit code of an error."""
 UNJUDGED = 2
-"""Exit code of an error in `check`, where 1 means a regression."""
+"""Exit code of an error in a command that judges, where 1 means a finding."""
+JUDGING = frozenset({"check", "diagnose", "equivalence"})
 TRACEBACK = "--traceback"
 
 
@@ -41,8 +42,8 @@ def main() -> None:
         if TRACEBACK in words:
             traceback.print_exc()
         print(show_controls(f"fsdp-inspect: {_describe(error)}"), file=sys.stderr)
-        is_check = next((word for word in words if not word.startswith("-")), "") == "check"
-        sys.exit(UNJUDGED if is_check else FAILED)
+        command = next((word for word in words if not word.startswith("-")), "")
+        sys.exit(UNJUDGED if command in JUDGING else FAILED)
 
 
 def _options_of(words: Sequence[str]) -> list[str]:

@@ -125,6 +125,7 @@ def advise(  # noqa: PLR0913 - one argument an option
         node=parse_node_link(node_bandwidth, node_latency),
         run_name=run,
         plan_file=str(write or "plan.toml"),
+        is_written=write is not None and take is None,
     )
     if take is not None and write is None:
         raise typer.BadParameter(

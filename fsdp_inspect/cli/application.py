@@ -12,6 +12,7 @@ from fsdp_inspect.cli.compact import compact
 from fsdp_inspect.cli.compare import compare
 from fsdp_inspect.cli.demo import demo
 from fsdp_inspect.cli.diagnose import diagnose
+from fsdp_inspect.cli.equivalence import equivalence
 from fsdp_inspect.cli.export import export
 from fsdp_inspect.cli.exposed import exposed
 from fsdp_inspect.cli.forecast import forecast
@@ -20,6 +21,7 @@ from fsdp_inspect.cli.lifetime import lifetime
 from fsdp_inspect.cli.memory import memory
 from fsdp_inspect.cli.merge import merge
 from fsdp_inspect.cli.metrics import metrics
+from fsdp_inspect.cli.migrate import migrate
 from fsdp_inspect.cli.numerics import numerics
 from fsdp_inspect.cli.ranks import ranks
 from fsdp_inspect.cli.report import report
@@ -42,11 +44,13 @@ _COMMANDS = (
     exposed,
     units,
     numerics,
+    equivalence,
     memory,
     ranks,
     compare,
     simulate,
     advise,
+    migrate,
     verify,
     tune,
     forecast,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,11 @@ TRAINER = "instrumented_trainer"
 """The reference trainer, which is started as a process and never imported."""
 
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.IGNORECASE)
+_ERROR = re.compile(r"\b\w+(Error|Exception): \S|\binstrumented_trainer[^:]*: \S|\berror: \S")
+"""Lines of a training's output that say what went wrong."""
+_OF_RANK = re.compile(r"\[rank\d+\]:")
+_OF_TORCHRUN = re.compile(r"[EW]\d{4} \S+ \d+ torch/distributed/elastic/")
 _POLL_S = 0.2
 _NUM_TAIL_LINES = 25
 _TERMINATE_WAIT_S = 15.0
@@ -118,12 +124,24 @@ def run_child(
             _stop(child)
     if child.returncode != 0:
         place = f" (complete in {log})" if keeps_log else ""
+        reason = reason_in(log)
+        why = f": {reason}" if reason else ""
         raise ChildError(
-            f"{what} ended with exit code {child.returncode}. Expected 0. The end of its "
-            f"output{place}:\n\n{_tail(log)}",
+            f"{what} ended with exit code {child.returncode}{why}. Expected exit code 0. The end "
+            f"of its output{place}:\n\n{_tail(log)}",
             child.returncode,
         )
     return time.monotonic() - started
+
+
+def reason_in(log: Path) -> str | None:
+    """The line of a training's output that says why it ended; None: there is none."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    for pattern in (_OUT_OF_MEMORY, _ERROR):
+        found = [line for line in lines if pattern.search(line)]
+        if found:
+            return found[-1][:300].rstrip(".")
+    return None
 
 
 def _start(
@@ -180,7 +198,14 @@ def _last_line(log: Path) -> str:
 
 
 def _tail(log: Path) -> str:
+    """The last lines; of a failed job, those of the first rank that failed, not of torchrun."""
     lines = [line.rsplit("\r", 1)[-1] for line in _end_of(log).splitlines()]
+    first = next((line.split(":")[0] for line in lines if _OF_RANK.match(line)), None)
+    if first is not None:
+        lines = [line for line in lines if line.startswith(f"{first}:")]
+    else:
+        end = next((at for at, line in enumerate(lines) if _OF_TORCHRUN.match(line)), len(lines))
+        lines = lines[:end] or lines
     return "\n".join(lines[-_NUM_TAIL_LINES:])
 
 

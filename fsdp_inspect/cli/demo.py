@@ -65,7 +65,7 @@ def demo(
     environment = _environment()
     recorded = [_record(run, runs_dir, steps, environment) for run in _RUNS]
     for run in recorded:
-        print_renderable(render_summary(measure_summary(run)))
+        print_renderable(render_summary(measure_summary(run), run=str(run.path)))
         print()
     print_renderable(render_comparison(compare_runs(*recorded)))
     print(f"\nShow a run again: fsdp-inspect summary {recorded[0].path}", flush=True)

@@ -78,7 +78,7 @@ def diagnose(
     else:
         if is_end:
             print("fsdp_inspect: ", end="")
-        print_renderable(render_diagnosis(found, brief=brief))
+        print_renderable(render_diagnosis(found, brief=brief, run=run))
     codes = {"healthy": HEALTHY, "problem": PROBLEM}
     raise typer.Exit(codes.get(found.status.value, CANNOT_TELL))
 

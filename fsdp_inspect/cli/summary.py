@@ -38,6 +38,9 @@ def summary(
 
     found = opened.diagnose(with_plans=False)
     if found.is_problem:
-        print_renderable(render_diagnosis(found, brief=True))
+        print_renderable(render_diagnosis(found, brief=True, run=run))
         print()
-    print_renderable(render_verdict(digest.verdict) if verdict else render_summary(digest))
+    if verdict:
+        print_renderable(render_verdict(digest.verdict, run=run))
+    else:
+        print_renderable(render_summary(digest, run=run))

@@ -5,7 +5,6 @@ plans, baseline, plans in reverse order, ...), so that drift of the machine does
 """
 
 import os
-import re
 import shlex
 import sys
 import time
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_inspect.cli.child import ChildError, run_child
+from fsdp_inspect.cli.child import ChildError, reason_in, run_child
 from fsdp_inspect.cli.progress import show_progress
 from fsdp_inspect.cli.tuning_command import fill_placeholders
 from fsdp_inspect.errors import FsdpInspectError, NotARunError
@@ -35,9 +34,6 @@ from fsdp_inspect.trace.run import RunStatus
 if TYPE_CHECKING:
     from fsdp_inspect.predictions.tuning import Tuning
 
-_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.IGNORECASE)
-_ERROR = re.compile(r"\b\w+(Error|Exception): \S|\binstrumented_trainer[^:]*: \S|\berror: \S")
-"""Lines of a training's output that say what went wrong."""
 _KILLED = -9
 
 
@@ -188,7 +184,7 @@ class Tuner:
                 environment={**os.environ, **self._session.environment},
             )
         except ChildError as error:
-            reason = _reason_in(self._log(turn))
+            reason = reason_in(self._log(turn))
             failure = reason or _say_code(error.code)
             if not self._session.tried:
                 if reason is None:
@@ -251,16 +247,6 @@ class Tuner:
             if run.status is not RunStatus.RUNNING:
                 runs.append(run)
         return runs
-
-
-def _reason_in(log: Path) -> str | None:
-    """The line of a training's output that says why it ended."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    for pattern in (_OUT_OF_MEMORY, _ERROR):
-        found = [line for line in lines if pattern.search(line)]
-        if found:
-            return found[-1][:300].rstrip(".")
-    return None
 
 
 def _say_code(code: int) -> str:

@@ -16,6 +16,7 @@ from fsdp_inspect.comparison.differences import (
     UnitComparison,
     compare_categories,
     compare_causes,
+    compare_dimensions,
     compare_metrics,
     compare_parts,
     compare_units,
@@ -77,6 +78,8 @@ class Comparison(Result):
     """The breakdown of the typical step of each side's median run."""
     causes: tuple[PartComparison, ...]
     """The causes of the exposed parts of the same steps."""
+    dimensions: tuple[PartComparison, ...]
+    """The exposed time of each dimension of the mesh in the same steps."""
     units: tuple[UnitComparison, ...]
     memory: tuple[CategoryComparison, ...]
     """Memory by category at the peak of the memory steps; empty if none was recorded."""
@@ -123,6 +126,7 @@ def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
         metrics=evidence.metrics,
         parts=evidence.parts,
         causes=evidence.causes,
+        dimensions=compare_dimensions(sides),
         units=evidence.units,
         memory=evidence.memory,
     )

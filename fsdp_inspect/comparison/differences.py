@@ -16,6 +16,7 @@ from fsdp_inspect.comparison.noise import Judgement, judge_exact, judge_times
 from fsdp_inspect.comparison.sides import MeasuredRun, MeasuredSide
 from fsdp_inspect.comparison.unit_alignment import UnitRow, align_units
 from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.mesh_dimensions import order_labels
 from fsdp_inspect.trace.run import Unit
 
 _TIMES = ("step_time_ns", "communication_ns", "exposed_ns")
@@ -161,6 +162,22 @@ def compare_causes(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
     """
     causes = [_causes(side.median_run.digest) for side in sides]
     return tuple(PartComparison(name, values, _changes(values)) for name, values in _align(causes))
+
+
+def compare_dimensions(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
+    """Compare the exposed times of the mesh dimensions in the same typical steps.
+
+    They add up to the exposed times, and so do their changes.
+    """
+    breakdowns = [side.median_run.digest.breakdown for side in sides]
+    tables = [
+        None if step is None else {row.dimension: row.exposed_ns for row in step.dimensions}
+        for step in breakdowns
+    ]
+    rows = dict(_align(tables))
+    return tuple(
+        PartComparison(name, rows[name], _changes(rows[name])) for name in order_labels(rows)
+    )
 
 
 def _causes(digest: Summary) -> dict[str, int] | None:

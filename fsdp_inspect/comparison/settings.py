@@ -138,6 +138,11 @@ _CAVEATS = (
     ),
     ("backend", lambda manifest: manifest.backend, "the collectives run different code"),
     (
+        "sharder",
+        lambda manifest: manifest.sharder_traits.title,
+        "the units, their collectives and the schedule differ",
+    ),
+    (
         "source",
         lambda manifest: manifest.source,
         "the times were obtained in different ways",
@@ -157,6 +162,7 @@ def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
     yield ("machine", "world_size"), manifest.world_size
     yield ("machine", "mesh"), " x ".join(str(size) for size in manifest.mesh.values()) or None
     yield ("machine", "backend"), manifest.backend
+    yield ("machine", "sharder"), manifest.sharder_traits.title
     yield ("machine", "device"), device_of(manifest)
     yield ("machine", "source"), manifest.source
     yield ("model", "class"), manifest.model.class_name

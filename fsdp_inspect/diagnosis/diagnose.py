@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from fsdp_inspect.analysis.drift import ChangePoint, measure_drift
+from fsdp_inspect.analysis.loss_spikes import LossSpike, find_loss_spikes
 from fsdp_inspect.analysis.numerics import LOW_PRECISION, Numerics, measure_numerics
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind, find_activity
 from fsdp_inspect.diagnosis.collective_grid import CollectiveGrid, lay_out_collectives
@@ -40,6 +42,8 @@ from fsdp_inspect.trace.run import RunSource
 
 MOST_LOST_RATIO = 0.5
 """Updates that are rounded away / all: beyond it, the training mostly stands still."""
+LEAST_HIGH_LOSSES = 5
+"""Logged losses of a spike at the end of a run, from which on the loss does not come back."""
 LEAST_WAIT_S = 5.0
 """A shorter wait of a run that ended from outside shows no hang."""
 
@@ -69,10 +73,19 @@ class ProblemClass(StrEnum):
     STOPPED = "stopped from outside"
     NOT_FINITE = "values not finite"
     PRECISION_LOSS = "precision loss"
+    LOSS_SPIKE = "loss spike"
+    DRIFT = "step time drifted"
 
 
-_OF_VALUES = (ProblemClass.NOT_FINITE, ProblemClass.PRECISION_LOSS)
-"""Problems of the values, on which collectives throw no light."""
+_WITHOUT_GRID = (
+    ProblemClass.NOT_FINITE,
+    ProblemClass.PRECISION_LOSS,
+    ProblemClass.LOSS_SPIKE,
+    ProblemClass.DRIFT,
+)
+"""Problems that the order of collectives does not explain."""
+LEAST_SLOWDOWN = 0.2
+"""Last level of the step time / first level - 1, from which on a drift is a problem."""
 
 
 class Unknown(StrEnum):
@@ -141,6 +154,10 @@ class Diagnosis:
     """The fqns of all units, by index."""
     numerics: Numerics | None
     """None without numerics steps."""
+    loss_spikes: tuple[LossSpike, ...]
+    """Of the logged loss, by step."""
+    drift: tuple[ChangePoint, ...]
+    """Lasting changes of the step time, by step."""
     grid: CollectiveGrid | None
     """What each rank issued around the collective in question; None without a black box."""
     stacks: tuple[StackGroup, ...]
@@ -152,9 +169,9 @@ class Diagnosis:
     """
 
     @property
-    def is_of_values(self) -> bool:
-        """Whether values went wrong, not ranks or collectives."""
-        return self.problem in _OF_VALUES
+    def is_beside_collectives(self) -> bool:
+        """Whether values or step times went wrong, not ranks or collectives."""
+        return self.problem in _WITHOUT_GRID
 
     @property
     def is_problem(self) -> bool:
@@ -219,8 +236,10 @@ class _Case:
             self._hangs,
             self._overflows,
             self._rounds_away,
+            self._spikes,
             self._stopped,
             self._unsaid,
+            self._drifts,
         )
         for question in questions:
             answer = question()
@@ -460,15 +479,21 @@ class _Case:
         kind = None if state.activity is None else state.activity.kind
         is_stopped = self._does_not_answer(ranks[0])
         problem = ProblemClass.RANK_LATE
-        if kind is ActivityKind.COLLECTIVE:  # one that the recorder did not see
+        is_held = state.rank in wait.held and kind in (ActivityKind.COLLECTIVE, ActivityKind.CODE)
+        if kind is ActivityKind.COLLECTIVE and is_held:
+            problem = ProblemClass.TRANSPORT_STUCK
+        elif kind is ActivityKind.COLLECTIVE:  # one that the recorder did not see
             problem, ranks = ProblemClass.FOREIGN_COLLECTIVE, ()
-        elif kind is ActivityKind.LOCK:
+        elif kind is ActivityKind.LOCK and not is_stopped:
             problem = ProblemClass.HOST_DEADLOCK
         return self._make(
             Status.PROBLEM,
             problem,
             ranks=ranks,
-            is_certain=(not wait.unknown or is_stopped) and bool(ranks) and not self._is_imported,
+            is_certain=(not wait.unknown or is_stopped)
+            and bool(ranks)
+            and not is_held
+            and not self._is_imported,
             **_position(wait.issued),
             location=self._location_of(state.rank),
             wait=wait,
@@ -499,10 +524,11 @@ class _Case:
             )
         if wait.absent:
             return self._circle()
+        silent = tuple(rank for rank in wait.waiting if self._does_not_answer(rank))
         return self._make(
             Status.PROBLEM,
-            ProblemClass.TRANSPORT_STUCK,
-            ranks=(),
+            ProblemClass.RANK_LATE if silent else ProblemClass.TRANSPORT_STUCK,
+            ranks=silent,
             is_certain=False,
             **_position(wait.issued),
             location=_line_of(wait.issued),
@@ -575,6 +601,25 @@ class _Case:
         if numerics.lost_ratio < MOST_LOST_RATIO or not is_low:
             return None
         return self._make(Status.PROBLEM, ProblemClass.PRECISION_LOSS, step=numerics.steps[-1])
+
+    def _spikes(self) -> Diagnosis | None:
+        """Whether the loss rose and did not come back."""
+        last = next(iter(find_loss_spikes(self._run)[-1:]), None)
+        if last is None or last.recovered_at is not None or last.num_values < LEAST_HIGH_LOSSES:
+            return None
+        found = self._make(Status.PROBLEM, ProblemClass.LOSS_SPIKE, step=last.step)
+        known = [each.fqn for each in last.moved]
+        if len(known) == 1 and known[0] is not None:
+            return replace(found, unit=format_unit(known[0]))
+        return found
+
+    def _drifts(self) -> Diagnosis | None:
+        """Whether the steps became slower for good."""
+        changes = measure_drift(self._run).changes
+        if not changes or changes[-1].after_ns < changes[0].before_ns * (1 + LEAST_SLOWDOWN):
+            return None
+        largest = max(changes, key=lambda each: each.after_ns - each.before_ns)
+        return self._make(Status.PROBLEM, ProblemClass.DRIFT, step=largest.step)
 
     def _stopped(self) -> Diagnosis | None:
         """Whether the launcher, the scheduler or the user ended all ranks."""
@@ -708,13 +753,15 @@ class _Case:
             unknown=None,
             unit_names=names,
             numerics=self._numerics,
+            loss_spikes=find_loss_spikes(self._run),
+            drift=() if self._is_imported else measure_drift(self._run).changes,
             grid=None,
             stacks=group_stacks(self._dumps),
         )
         found = replace(empty, **known)
         if found.step == UNKNOWN_STEP:
             found = replace(found, step=None)
-        if found.problem in _OF_VALUES:
+        if found.problem in _WITHOUT_GRID:
             return found
         grid = lay_out_collectives(self._boxes, found.difference, found.wait, self._waits)
         return replace(found, grid=grid)

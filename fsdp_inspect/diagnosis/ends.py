@@ -25,7 +25,7 @@ class EndKind(StrEnum):
     """A crash inside native code, such as a segmentation fault."""
     SIGTERM = "sigterm"
     VANISHED = "vanished"
-    """It ended without a word: SIGKILL, `os._exit`, or a crash that nothing could note."""
+    """It ended without a word: SIGKILL, `os._exit`, or a crash whose stacks went elsewhere."""
     UNKNOWN = "unknown"
 
 
@@ -41,6 +41,8 @@ class RankEnd:
     """The user's line of the exception, `file:line`; empty if unknown."""
     unix_ns: int
     """Wall time of its end, or of its last sign of life; 0: unknown."""
+    may_have_crashed: bool = False
+    """For `VANISHED`: whether a crash would have left no stacks in the run."""
 
 
 _PEER_LOST = re.compile(
@@ -81,8 +83,10 @@ def _find_end(record: RankRecord, box: BlackBox | None, dumps: Sequence[StackDum
     if record.failure:
         return RankEnd(record.rank, _sort(record.failure), record.failure, at, last)
     if record.status is RunStatus.CRASHED:
-        was_told = any(each.source is DumpSource.SIGTERM for each in dumps)
-        return RankEnd(record.rank, EndKind.SIGTERM if was_told else EndKind.VANISHED, "", at, last)
+        if any(each.source is DumpSource.SIGTERM for each in dumps):
+            return RankEnd(record.rank, EndKind.SIGTERM, "", at, last)
+        is_caught = record.crash_stacks is True
+        return RankEnd(record.rank, EndKind.VANISHED, "", at, last, may_have_crashed=not is_caught)
     return RankEnd(record.rank, EndKind.UNKNOWN, "", at, last)
 
 

@@ -31,6 +31,9 @@ class Wait:
     """The ranks that have issued it and have seen no end."""
     absent: tuple[int, ...]
     """The ranks that have not issued it."""
+    held: Mapping[int, Issued]
+    """By rank among `absent`: an earlier collective whose end it has not seen, unlike the others.
+    """
     unknown: tuple[int, ...]
     """The ranks whose black box is missing."""
     seconds: float
@@ -53,13 +56,15 @@ def _find_wait(boxes: Mapping[int, BlackBox], name: str, members: tuple[int, ...
             open_at[rank] = unfinished[0]
     if not open_at:
         return None
-    position = min(int(row["sequence"]) for row in open_at.values())
-    waiting = {rank: row for rank, row in open_at.items() if int(row["sequence"]) == position}
+    # A rank that waits at a later position has finished the earlier ones, so all have issued them.
+    position = max(int(row["sequence"]) for row in open_at.values())
+    waiting = {rank: row for rank, row in open_at.items() if _num_issued(rows[rank]) > position}
     known = [rank for rank in members if rank in boxes]
     absent = [rank for rank in known if _num_issued(rows[rank]) <= position]
     seconds = {
         rank: (boxes[rank].header.sign_ns - int(row["issued_ns"])) / _NS
         for rank, row in waiting.items()
+        if int(row["sequence"]) == position
     }
     first = max(seconds, key=lambda rank: seconds[rank])
     return Wait(
@@ -68,6 +73,7 @@ def _find_wait(boxes: Mapping[int, BlackBox], name: str, members: tuple[int, ...
         issued=read_entry(boxes[first], waiting[first]),
         waiting=tuple(sorted(waiting)),
         absent=tuple(absent),
+        held={rank: read_entry(boxes[rank], open_at[rank]) for rank in absent if rank in open_at},
         unknown=tuple(rank for rank in members if rank not in boxes),
         seconds=max(seconds[first], 0.0),
     )
@@ -87,7 +93,8 @@ def _unfinished(rows: NDArray[np.void], step: int) -> NDArray[np.void]:
 
 
 def _num_issued(rows: NDArray[np.void]) -> int:
-    return int(rows["sequence"][-1]) + 1 if len(rows) else 0
+    """Also of a damaged black box, whose entries may be out of order."""
+    return int(rows["sequence"].max()) + 1 if len(rows) else 0
 
 
 def root_ranks(waits: list[Wait]) -> tuple[Wait, tuple[int, ...]] | None:

@@ -31,7 +31,9 @@ from fsdp_inspect.forecast.tracked_step import TRACKED_STEP, TrackedStep, track_
 from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.store.schema import LIVE_MEMORY_FILE
 from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.live_memory import LiveMemoryRecord
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -185,5 +187,9 @@ def _write(path: Path, manifest: RunManifest, tracked: TrackedStep) -> None:
     )
     writer = RankWriter(path, record)
     writer.memory.extend(tracked.rows)
+    live = LiveMemoryRecord(
+        run_id=manifest.run_id, rank=0, attempt=attempt, moments=list(tracked.moments)
+    )
+    writer.write_record(LIVE_MEMORY_FILE, live)
     writer.close(RunStatus.COMPLETE)
     compact_run(path)

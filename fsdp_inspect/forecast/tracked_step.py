@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_inspect.emulation.process import active_emulation
-from fsdp_inspect.errors import ForecastError
+from fsdp_inspect.errors import ForecastError, RecordingError
 from fsdp_inspect.forecast.target import ForecastTarget
 from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.instruments import Instruments
@@ -22,17 +22,13 @@ from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.memory_steps import MemorySteps, is_compiled
 from fsdp_inspect.recording.observed_settings import observe_settings
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.units import (
-    ProcessGroups,
-    describe_model,
-    describe_units,
-    find_recordable_groups,
-    model_mesh_of,
-    register_groups,
-)
+from fsdp_inspect.recording.sharders.find import find_sharder
+from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
+from fsdp_inspect.recording.units import ProcessGroups, describe_model
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.trace.codes import MemoryPoint, Source
+from fsdp_inspect.trace.live_memory import LiveMoment
 from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, Unit
 
 _COMPILED = (
@@ -62,6 +58,8 @@ class TrackedStep:
     """Limits of the count, one sentence each."""
     rows: Sequence[tuple[int, ...]]
     """In the column order of `MemoryTable`."""
+    moments: Sequence[LiveMoment]
+    """What was alive at the highest moments."""
 
 
 def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
@@ -76,23 +74,33 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         RecordingError: The model is not sharded with `fully_shard`.
         ForecastError: The step could not be tracked; the message has the reason.
     """
-    handles = find_recordable_groups(target.model)
+    sharder = find_sharder(target.model)
+    if not isinstance(sharder, Fsdp2):
+        raise RecordingError(
+            f"{type(target.model).__name__} uses {sharder.title}. A forecast requires a model that "
+            "is sharded with torch.distributed.fsdp.fully_shard (FSDP2). Record a run instead."
+        )
     groups = ProcessGroups()
-    register_groups(handles, groups)
+    sharder.register_groups(groups)
     session = Session(HostClock(), _forget, groups, Source.PREDICTED, active_emulation())
     session.explicit_steps = True
     rows: list[tuple[int, ...]] = []
+    moments: list[LiveMoment] = []
     probe = MemoryProbe(session, rows.append, None)
     offloaded = [
-        index for index, handle in enumerate(handles) if torch_fsdp.offloads_to_cpu(handle.group)
+        index
+        for index, handle in enumerate(sharder.units)
+        if torch_fsdp.offloads_to_cpu(handle.group)
     ]
     memory_steps = MemorySteps(
         session,
         rows.append,
         target.model,
-        handles,
+        sharder.units,
         (TRACKED_STEP,),
+        device_type=sharder.device.type,
         host_units=offloaded if has_host else (),
+        keep=moments.extend,
     )
     memory_steps.plan(0)
 
@@ -101,7 +109,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         probe.sample(MemoryPoint.OPTIMIZER_END)
 
     optimizers = None if target.optimizer is None else [target.optimizer]
-    instruments = Instruments(session, handles, probe, optimizers, optimizer_stepped)
+    instruments = Instruments(session, sharder, probe, optimizers, optimizer_stepped)
     instruments.attach()
     try:
         for _ in range(TRACKED_STEP + 1):
@@ -125,13 +133,13 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
     order = {unit: place for place, unit in enumerate(session.execution_order)}
     units = [
         unit.model_copy(update={"execution_index": order.get(unit.index, -1)})
-        for unit in describe_units(handles, groups)
+        for unit in sharder.describe_units(groups)
     ]
     return TrackedStep(
-        model=describe_model(target.model, handles),
+        model=describe_model(target.model, sharder.units),
         units=units,
         process_groups=groups.describe(),
-        mesh=model_mesh_of(handles),
+        mesh=sharder.mesh(),
         plan=observe_plan(target.model).to_dict(),
         observed=observe_settings(
             target.model,
@@ -148,6 +156,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
             if applies
         ),
         rows=rows,
+        moments=moments,
     )
 
 

@@ -19,6 +19,7 @@ from fsdp_inspect.importing.messages import (
     GroupNames,
     dtype_code_of_name,
     is_communication_kernel,
+    is_peer_copy,
     kind_of,
     message_bytes_of,
 )
@@ -94,10 +95,20 @@ def find_issues(trace: KinetoTrace, events: EventColumns) -> Issues:
     return Issues(thread, time_ns)
 
 
+def with_peer_copies(trace: KinetoTrace) -> KinetoTrace:
+    """The same trace with copies between devices as kernels: they communicate.
+
+    Copy engines run collectives as such copies, and symmetric memory uses them.
+    """
+    copies = trace.events[Category.MEMORY_COPY]
+    return trace.with_kernels(_by_name(trace, is_peer_copy)[copies.name])
+
+
 def find_communication_kernels(trace: KinetoTrace) -> NDArray[np.bool_]:
     """Mask of the kernels that communicate. Shape (number of kernels,)."""
     kernels, operators = trace.events[Category.KERNEL], trace.events[Category.OPERATOR]
-    found = _by_name(trace, is_communication_kernel)[kernels.name]
+    named = _by_name(trace, lambda name: is_communication_kernel(name) or is_peer_copy(name))
+    found = named[kernels.name]
     found[list(trace.messages[Category.KERNEL])] = True
     parameters = operators.where(
         _by_name(trace, lambda name: name == _PARAMETERS_OPERATOR)[operators.name]

@@ -16,6 +16,7 @@ from fsdp_inspect.importing.communications import (
     describe_kernels,
     find_communication_kernels,
     find_issues,
+    with_peer_copies,
 )
 from fsdp_inspect.importing.event_rows import make_rows
 from fsdp_inspect.importing.fsdp_ranges import Activity
@@ -53,6 +54,7 @@ class DeviceWork:
     @classmethod
     def of(cls, trace: KinetoTrace, groups: GroupNames) -> "DeviceWork":
         """Sort the device events of a trace."""
+        trace = with_peer_copies(trace)
         kernels, copies = trace.events[Category.KERNEL], trace.events[Category.MEMORY_COPY]
         issues = find_issues(trace, kernels)
         communicates = find_communication_kernels(trace)

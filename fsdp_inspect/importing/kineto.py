@@ -270,7 +270,7 @@ class _Merged:
             )
         unequal = self._unequal_groups()
         if unequal:
-            names = [group.name for group in self._names.process_groups({})]
+            names = self._names.group_names
             notes.append(
                 "The ranks do not have the same collectives in process group "
                 f"{', '.join(repr(names[group]) for group in unequal[:_MAX_NOTED])} (traces of "
@@ -324,7 +324,9 @@ class _Merged:
             created_unix_ns=created_ns,
             model=ModelInfo(num_parameters=num_parameters if has_names else 0),
             units=self._units,
-            process_groups=self._names.process_groups(self._roles),
+            process_groups=self._names.process_groups(
+                self._roles, world_size=world_size, has_ranges=has_names
+            ),
             world_size=world_size,
             backend=traces[0].backend,
             device_type=traces[0].device_type,
@@ -332,6 +334,8 @@ class _Merged:
             source="imported",
             versions=traces[0].versions,
             recorder={"imported_from": [file.name for file in self._files]},
+            num_device_events=sum(trace.num_device_events for trace in traces),
+            num_unread_events=sum(trace.num_unread_events for trace in traces),
             num_unsized_collectives=self._counts["unsized"],
             notes=list(notes),
         )

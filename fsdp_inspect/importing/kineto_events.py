@@ -11,7 +11,8 @@ Older traces have µs since 1970, for which floats are too coarse: these are dec
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -57,6 +58,9 @@ _COMPLETE = "X"
 _CATEGORIES = {
     "kernel": Category.KERNEL,
     "Kernel": Category.KERNEL,
+    "mtia_ccp_events": Category.KERNEL,
+    "hpu_op": Category.KERNEL,
+    "collective_comm": Category.KERNEL,
     "gpu_memcpy": Category.MEMORY_COPY,
     "Memcpy": Category.MEMORY_COPY,
     "gpu_memset": Category.MEMORY_COPY,
@@ -67,11 +71,24 @@ _CATEGORIES = {
     "hip_driver": Category.LAUNCH,
     "privateuse1_runtime": Category.LAUNCH,
     "privateuse1_driver": Category.LAUNCH,
+    "xpu_runtime": Category.LAUNCH,
+    "xpu_driver": Category.LAUNCH,
+    "mtia_runtime": Category.LAUNCH,
+    "glow_runtime": Category.LAUNCH,
     "Runtime": Category.LAUNCH,
     "cpu_op": Category.OPERATOR,
     "Operator": Category.OPERATOR,
     "user_annotation": Category.ANNOTATION,
 }
+"""Names of libkineto, also for AMD, Intel (XPU), Meta (MTIA) and Habana (HPU) devices."""
+_NOT_WORK = frozenset(
+    {
+        *("python_function", "ac2g", "fwdbwd", "Trace", "overhead", "cuda_sync", "xpu_sync"),
+        *("gpu_user_annotation", "mtia_user_annotation", "cpu_instant_event", "cuda_event"),
+        *("hpu_user_annotation", "itt_annotation", "", "async_gpu", "user_annotation_async"),
+    }
+)
+"""Categories of complete events that describe no work of a device."""
 _CODES = {name: int(category) for name, category in _CATEGORIES.items()}
 """Plain numbers: an array of enum members takes three times as long to make."""
 
@@ -157,6 +174,22 @@ class KinetoTrace:
     """Events of all categories, including those left out."""
     num_odd: int
     """Events left out because their times are missing, negative or out of range."""
+    unread: Mapping[str, int]
+    """By unknown category, the number of its complete events: work that may be missing."""
+
+    def with_kernels(self, copies: NDArray[np.bool_]) -> "KinetoTrace":
+        """The same trace with some copies as the last kernels.
+
+        Args:
+            copies: Mask of the copies; shape (number of copies,).
+        """
+        moved = self.events[Category.MEMORY_COPY]
+        events = {
+            **self.events,
+            Category.KERNEL: _join([self.events[Category.KERNEL], moved.where(copies)]),
+            Category.MEMORY_COPY: moved.where(~copies),
+        }
+        return replace(self, events=events)
 
     def without(self, *categories: Category) -> "KinetoTrace":
         """The same trace without the events of some categories."""
@@ -204,6 +237,7 @@ def read_trace(
         other_values=reader.other_values,
         num_events=columns.num_events + columns.num_unreadable,
         num_odd=columns.num_odd + columns.num_unreadable,
+        unread=dict(columns.unread.most_common()),
     )
 
 
@@ -250,6 +284,7 @@ class _Columns:
     num_events: int = 0
     num_odd: int = 0
     num_unreadable: int = 0
+    unread: Counter[str] = field(default_factory=Counter)
     _reader: MessageReader = field(default_factory=MessageReader)
     _communicates: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=bool))
     """For each name, whether it is a communication; computed on demand."""
@@ -277,7 +312,11 @@ class _Columns:
     def add(self, events: Sequence[_Event | _ExactEvent]) -> None:
         """Append the necessary fields of these events."""
         self.num_events += len(events)
-        kept = [one for one in events if one.ph == _COMPLETE and one.cat in _CODES]
+        complete = [one for one in events if one.ph == _COMPLETE]
+        kept = [one for one in complete if one.cat in _CODES]
+        if len(kept) < len(complete):
+            others = (one.cat for one in complete if one.cat not in _CODES)
+            self.unread.update(category for category in others if category not in _NOT_WORK)
         if kept:
             self._add(kept)
 
@@ -300,12 +339,7 @@ class _Columns:
     def of(self, category: Category) -> EventColumns:
         """All events of a category."""
         parts = self._parts.pop(category) or [_NO_EVENTS]
-        columns = {
-            name: [getattr(part, name) for part in parts]
-            for name in EventColumns.__dataclass_fields__
-        }
-        parts.clear()  # free the parts of each column after joining them
-        return EventColumns(*(np.concatenate(columns.pop(name)) for name in list(columns)))
+        return _join(parts)
 
     def _add(self, events: list[Any]) -> None:
         # List comprehensions over one attribute are twice as fast as attrgetter with map.
@@ -354,6 +388,15 @@ class _Columns:
             ]
             self._communicates = known = np.append(known, new)
         return np.asarray(known[names], dtype=bool)
+
+
+def _join(parts: list[EventColumns]) -> EventColumns:
+    """Join parts of one category; the list is emptied, so that the memory of each is freed."""
+    columns = {
+        name: [getattr(part, name) for part in parts] for name in EventColumns.__dataclass_fields__
+    }
+    parts.clear()
+    return EventColumns(*(np.concatenate(columns.pop(name)) for name in list(columns)))
 
 
 _NO_NUMBERS = np.empty(0, dtype=np.int64)

@@ -19,12 +19,30 @@ _KINDS = (
     ("sendrecv", EventKind.POINT_TO_POINT),
     ("send", EventKind.POINT_TO_POINT),
     ("recv", EventKind.POINT_TO_POINT),
+    ("crossdevicereduce", EventKind.ALL_REDUCE),
+    ("epdispatch", EventKind.ALL_TO_ALL),
+    ("epcombine", EventKind.ALL_TO_ALL),
+    ("epinternode", EventKind.ALL_TO_ALL),
+    ("epintranode", EventKind.ALL_TO_ALL),
+    ("memcpyptop", EventKind.POINT_TO_POINT),
+    ("memcpypeer", EventKind.POINT_TO_POINT),
+    ("signal", EventKind.POINT_TO_POINT),
 )
 """Text in the name of a collective (a kernel, an operator, its metadata). The first match counts,
 because the name of a reduce-scatter kernel may also contain `sum`."""
 
-_COMMUNICATION_KERNEL = re.compile(r"nccl|rccl|msccl", re.IGNORECASE)
-"""Libraries of NVIDIA, AMD and Microsoft; RCCL runs some of its collectives with MSCCL."""
+_COMMUNICATION_KERNEL = re.compile(
+    r"nccl|rccl|msccl|oneccl|nvshmem|rocshmem|\bhccl"
+    # DeepEP, the expert parallelism of DeepSeek: `deep_ep::internode::dispatch`, `dpsk::ep::...`.
+    r"|deep_?ep::|dpsk::ep::"
+    # Kernels that reduce over peers' memory: vLLM, TensorRT-LLM, torch's symmetric memory.
+    r"|cross_device_reduce|(?:one|two)_?shot_?all_?reduce|multimem_\w*(?:reduce|gather)"
+    r"|symmetric_memory|symm_mem|custom_?all_?reduce",
+    re.IGNORECASE,
+)
+"""Libraries and kernels that communicate; RCCL runs some of its collectives with MSCCL."""
+_PEER_COPY = re.compile(r"Memcpy PtoP|Memcpy Peer", re.IGNORECASE)
+"""Copies between devices: collectives on copy engines, and symmetric memory."""
 _NOT_LETTERS = re.compile(r"[^a-z]")
 
 _DTYPES = {
@@ -52,13 +70,22 @@ _NO_DESCRIPTION = frozenset({"", "undefined", "default_pg"})
 
 def is_communication_kernel(name: str) -> bool:
     """Whether this is the name of a communication kernel: `ncclDevKernel_...`, `mscclKernel_`."""
-    return _COMMUNICATION_KERNEL.search(name.partition("(")[0]) is not None
+    return _COMMUNICATION_KERNEL.search(_without_arguments(name)) is not None
+
+
+def _without_arguments(name: str) -> str:
+    return name.replace("(anonymous namespace)::", "").partition("(")[0]
+
+
+def is_peer_copy(name: str) -> bool:
+    """Whether this is the name of a copy between devices: `Memcpy PtoP (Device -> Device)`."""
+    return _PEER_COPY.match(name) is not None
 
 
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> EventKind:
     """The kind of collective of a name: `_allgather_base`, `ncclKernel_AllReduce_RING_LL`."""
-    letters = _NOT_LETTERS.sub("", name.partition("(")[0].lower())
+    letters = _NOT_LETTERS.sub("", _without_arguments(name).lower())
     for part, kind in _KINDS:
         if part in letters:
             return kind

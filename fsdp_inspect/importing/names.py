@@ -8,11 +8,15 @@ import numpy as np
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.messages import GroupKey, GroupNames
 from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.mesh_dimensions import usual_dimension, with_labels
 from fsdp_inspect.trace.run import ProcessGroup, Unit
 from fsdp_inspect.trace.tables import EventTable
 
 MAX_UNITS = 30_000
 MAX_GROUPS = 30_000
+
+MESH_PREFIX = "mesh_"
+"""The start of the description of a process group that a `DeviceMesh` made."""
 
 _ITEMSIZE_OF_UNKNOWN = 1
 
@@ -49,17 +53,38 @@ class RunNames:
         for key in self.groups:
             self._ranks.setdefault(key, groups.ranks_of(key))
 
-    def process_groups(self, roles: Mapping[int, str]) -> list[ProcessGroup]:
-        """All groups; the ranks of a group with an abbreviated list are numbered from 0."""
-        return [
-            ProcessGroup(
-                index=index,
-                name=key.name,
-                ranks=list(self._ranks.get(key) or range(key.size)),
-                role=roles.get(index, "other"),
+    def process_groups(
+        self, roles: Mapping[int, str], *, world_size: int, has_ranges: bool
+    ) -> list[ProcessGroup]:
+        """All groups; the ranks of a group with an abbreviated list are numbered from 0.
+
+        Args:
+            roles: The role of each group that FSDP uses, by index.
+            world_size: The number of ranks of the run.
+            has_ranges: Whether FSDP2's own ranges show which collectives are FSDP's.
+        """
+        groups = []
+        for key, index in self.groups.items():
+            ranks = self._ranks.get(key)
+            is_all = key.size == world_size
+            groups.append(
+                ProcessGroup(
+                    index=index,
+                    name=key.name,
+                    ranks=list(ranks or range(key.size)),
+                    role=roles.get(index, "other"),
+                    dimension=dimension_name(key.name),
+                    is_name_inferred=not key.name.startswith(MESH_PREFIX),
+                    is_role_inferred=index in roles and not has_ranges,
+                    are_ranks_known=bool(ranks) or is_all,
+                )
             )
-            for key, index in self.groups.items()
-        ]
+        return with_labels(groups, world_size)
+
+    @property
+    def group_names(self) -> list[str]:
+        """The names of all groups, by index."""
+        return [key.name for key in self.groups]
 
     def size_of(self, group: int) -> int | None:
         """The number of ranks of a group; None if unknown."""
@@ -75,6 +100,18 @@ class RunNames:
     def unlisted(self) -> tuple[str, ...]:
         """Names of the groups of known size whose ranks no trace lists."""
         return tuple(key.name for key in self.groups if key.size and not self._ranks.get(key))
+
+
+def dimension_name(group_name: str) -> str:
+    """The name of a mesh dimension in the description of a process group; empty: none.
+
+    `DeviceMesh` describes the group of its dimension `tp` as `mesh_tp`, and that of an unnamed
+    dimension as `mesh_dim_1`. Other frameworks have names such as `TENSOR_MODEL_PARALLEL_GROUP`.
+    """
+    name = group_name.removeprefix(MESH_PREFIX)
+    if name != group_name:
+        return "" if name == "default" or name.startswith("dim_") else name
+    return group_name if usual_dimension(group_name) is not None else ""
 
 
 def find_roles(events: EventTable) -> dict[int, str]:

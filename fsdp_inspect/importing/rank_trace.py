@@ -51,6 +51,10 @@ class RankTrace:
     """Data that this trace does not contain."""
     num_events: int
     """Events of all categories in the trace."""
+    num_device_events: int
+    """Kernels and copies."""
+    num_unread_events: int
+    """Complete events of unknown categories."""
 
 
 def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrace:
@@ -68,7 +72,8 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
     distributed = trace.other_values.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
     groups = GroupNames.of(distributed)
-    has_kernels = len(trace.events[Category.KERNEL]) > 0
+    num_kernels = len(trace.events[Category.KERNEL])
+    has_kernels = num_kernels > 0
     has_launches = len(trace.events[Category.LAUNCH]) > 0
     marks = StepMarks.of(trace) if by_step else StepMarks.whole()
     ranges = UnitRanges.of(trace)
@@ -105,6 +110,8 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
             _notes(trace, comms, ranges, marks, lacks_launches=has_kernels and not has_launches)
         ),
         num_events=trace.num_events,
+        num_device_events=num_kernels + len(trace.events[Category.MEMORY_COPY]),
+        num_unread_events=sum(trace.unread.values()),
     )
 
 
@@ -205,6 +212,9 @@ def _notes(
             f"{trace.num_odd:,} of {trace.num_events:,} events were left out: their times are "
             "missing, negative or out of range."
         )
+    if trace.unread:
+        listed = ", ".join(f"{count:,} {name!r}" for name, count in [*trace.unread.items()][:3])
+        notes.append(f"Events of unknown categories were left out: {listed}.")
     unknown = comms.bytes == NOTHING
     if np.any(unknown):
         kinds = Counter(EventKind(kind).label for kind in comms.kind[unknown].tolist())

@@ -14,13 +14,8 @@ from fsdp_inspect.importing.snapshot_rows import RankSnapshot, find_failed_reque
 from fsdp_inspect.importing.snapshot_timeline import find_alive
 from fsdp_inspect.reduction.memory_parts import UNATTRIBUTED
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, Phase
-from fsdp_inspect.trace.out_of_memory import (
-    MEMORY_SNAPSHOT,
-    LiveBytes,
-    LiveMoment,
-    OutOfMemoryRecord,
-    keep_largest,
-)
+from fsdp_inspect.trace.live_memory import LiveBytes, LiveMoment, keep_largest
+from fsdp_inspect.trace.out_of_memory import MEMORY_SNAPSHOT, OutOfMemoryRecord
 
 _FREES = (Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdp_inspect.comparison.plan_differences import PlanDifference, find_plan_differences
+from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.predictions.records import Circumstances, Prediction
+from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.trace.plan import DECIDED_BY_PLAN, Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
 
@@ -16,14 +18,17 @@ _WORDS_OF_SHAPE = ("batch", "seq", "length", "compile", "dim", "layers", "heads"
 """Words in the name of a script's setting that decides how much a step computes."""
 
 
-def differences_of(plan: Mapping[str, Any], manifest: RunManifest) -> tuple[PlanDifference, ...]:
+def differences_of(plan: Mapping[str, Any], run: RunSource) -> tuple[PlanDifference, ...]:
     """Differences between the predicted plan and the plan that ran; empty if none was observed."""
+    manifest = run.manifest
     if not manifest.plan:
         return ()
+    try:
+        ran = observed_plan(run)
+    except (MissingDataError, StoreError):  # no readable step: only the model's part is known
+        ran = Plan.from_dict(manifest.plan)
     return find_plan_differences(
-        Plan.from_dict(plan),
-        Plan.from_dict(manifest.plan),
-        with_parameters={unit.fqn for unit in manifest.units},
+        Plan.from_dict(plan), ran, with_parameters={unit.fqn for unit in manifest.units}
     )
 
 
@@ -49,12 +54,12 @@ def find_obstacles(
         yield from _other_circumstances(_expected(prediction), manifest)
         if manifest.plan != runs[0].manifest.plan:
             yield f"Runs {runs[0].manifest.run_id} and {manifest.run_id} ran different plans."
-    if differences_of(prediction.plan, runs[0].manifest):
+    if differences_of(prediction.plan, runs[0]):
         yield "The plan of the run differs from the predicted plan."
     for run in baselines:
         for sentence in _other_circumstances(prediction.circumstances, run.manifest):
             yield f"Baseline: {sentence}"
-        if differences_of(prediction.baseline_plan, run.manifest):
+        if differences_of(prediction.baseline_plan, run):
             yield f"Baseline: {run.manifest.run_id} ran a plan other than the predicted baseline."
 
 

@@ -146,7 +146,7 @@ def verify_prediction(
     """
     measured = [_measure(run, prediction) for run in runs]
     before = [_measure(run, prediction) for run in baselines]
-    differences = differences_of(prediction.plan, runs[0].manifest)
+    differences = differences_of(prediction.plan, runs[0])
     obstacles = tuple(find_obstacles(prediction, runs, baselines))
     timed = [each for each in measured if each.step_ns is not None]
     untimed = [each.run_id for each in measured if each.step_ns is None]
@@ -154,7 +154,8 @@ def verify_prediction(
     moved = _moved_compute(prediction, timed, before)
     busier = _busier(timed, before)
     step, exposed = _judge_times(prediction, timed, before, moved)
-    if busier or _about_compute(moved, step):
+    has_other_cause = bool(busier or _about_compute(moved, step))
+    if has_other_cause:
         step, exposed = (each and replace(each, ruling=_UNTOLD) for each in (step, exposed))
     peak = _peak(prediction, measured, before)
     quantities = (
@@ -168,7 +169,9 @@ def verify_prediction(
     return Verification(
         prediction=prediction,
         ruling=ruling or Ruling.NOT_COMPARABLE,
-        answer=_answer(prediction, ruling, obstacles, step, quantities),
+        answer=_answer(
+            prediction, ruling, obstacles, step, quantities, has_other_cause=has_other_cause
+        ),
         obstacles=obstacles,
         plan_differences=differences,
         caveats=(
@@ -470,6 +473,8 @@ def _answer(
     obstacles: Sequence[str],
     step: JudgedTime | None,
     quantities: Sequence[Quantity],
+    *,
+    has_other_cause: bool,
 ) -> str:
     if ruling is None or step is None:
         return f"Cannot be judged: {obstacles[0] if obstacles else 'no step is timed.'}"
@@ -484,6 +489,8 @@ def _answer(
             f"; peak {format_bytes(peak.predicted.value)} predicted, "
             f"{format_bytes(peak.measured)} measured"
         )
+    if ruling is Ruling.CANNOT_BE_TOLD and has_other_cause:
+        return f"Cannot tell: {numbers}. The machine may have changed the times, not the plan."
     beginning = {
         Ruling.HELD: "Held",
         Ruling.DID_NOT_HOLD: "Did not hold",

@@ -55,18 +55,15 @@ from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.process_life import describe_process
 from fsdp_inspect.recording.scalars import ScalarLog
 from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharding_calls import read_noted_calls
 from fsdp_inspect.recording.surveillance import Surveillance
 from fsdp_inspect.recording.units import (
     ProcessGroups,
     describe_model,
-    describe_units,
-    find_recordable_groups,
     mark_recorded,
     mark_released,
-    model_mesh_of,
-    refuse_recorded_groups,
-    register_groups,
+    refuse_recorded_units,
 )
 from fsdp_inspect.recording.verdict import (
     claim_explanation,
@@ -75,14 +72,14 @@ from fsdp_inspect.recording.verdict import (
 )
 from fsdp_inspect.recording.watchdog import WatchSettings, tell
 from fsdp_inspect.reduction.out_of_memory_wording import describe_out_of_memory
-from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.store import folder
 from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_run
-from fsdp_inspect.store.records import encode_record, replace_file
-from fsdp_inspect.store.schema import MANIFEST_FILE, OUT_OF_MEMORY_FILE
+from fsdp_inspect.store.schema import LIVE_MEMORY_FILE, MANIFEST_FILE, OUT_OF_MEMORY_FILE
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
-from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
+from fsdp_inspect.trace.live_memory import LiveMemoryRecord, LiveMoment
+from fsdp_inspect.trace.mesh_dimensions import find_coordinates
+from fsdp_inspect.trace.run import GroupDimension, RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.training_code import TrainingCode
 
 PLAN_FILE = "plan.toml"
@@ -133,15 +130,15 @@ class Attachment:
                 "No process group is initialized. The recorder requires torch.distributed. Call "
                 "torch.distributed.init_process_group() first, then attach the recorder."
             )
-        self._handles = find_recordable_groups(model)
-        refuse_recorded_groups(model, self._handles)
+        self._sharder = find_sharder(model)
+        refuse_recorded_units(model, self._sharder.units)
+        self._device = self._sharder.device
         self._options = options
         self._model = model
         self._rank = dist.get_rank()
-        self._device = torch.device(self._handles[0].group.device)
         self._emulation = active_emulation()
-        self._process_groups = ProcessGroups()
-        register_groups(self._handles, self._process_groups)
+        self._refuse_emulation()
+        self._process_groups = self._number_groups()
         self._manifest = self._first_manifest()
         self.folder = self._make_folder()
         self._writer = RankWriter(
@@ -160,23 +157,25 @@ class Attachment:
             self.session,
             self._writer.memory.append,
             model,
-            self._handles,
+            self._sharder.units,
             options.memory_steps,
+            device_type=self._device.type,
             limit_bytes=None if self._device.type == "cuda" else options.device_memory,
+            keep=self._keep_live_memory,
         )
         self._memory_steps.plan(options.warmup_steps)
         self._numerics = NumericsSteps(
             self.session,
             self._writer,
             options.numerics_every if self._emulation is None else 0,
-            self._handles,
+            self._sharder.units,
         )
         self._sampler = self._start_sampler()
         self._history = self._start_history()
         self._surveillance = self._watch()
         self._instruments = Instruments(
             self.session,
-            self._handles,
+            self._sharder,
             self._memory,
             optimizers,
             self._optimizer_stepped,
@@ -185,8 +184,8 @@ class Attachment:
         # A single model without named optimizers: the first optimizer after a forward ends a step.
         has_rounds = isinstance(model, Models) or len(optimizers or ()) > 1
         self._round = OptimizerRound(optimizers, self.session.problem) if has_rounds else None
-        self._recorded_by = self._instruments.attach()
-        mark_recorded(self._handles, self.folder.path)
+        self._instruments.attach()
+        mark_recorded(self._sharder.units, self.folder.path)
         self._settle_units()
         self._guarded(self._numerics.begin)
         self._write_manifest()
@@ -197,9 +196,23 @@ class Attachment:
 
     # --- starting
 
+    def _refuse_emulation(self) -> None:
+        if self._emulation is not None and not self._sharder.supports_emulation:
+            raise RecordingError(
+                f"An emulated network requires FSDP2, and the model uses {self._sharder.title}: "
+                "its collectives would not wait. Record it without the emulation."
+            )
+
+    def _number_groups(self) -> ProcessGroups:
+        """Number the process groups of the units, then those of the other mesh dimensions."""
+        groups = ProcessGroups()
+        self._sharder.register_groups(groups)
+        groups.name_dimensions(self._sharder.meshes())
+        return groups
+
     def _first_manifest(self) -> RunManifest:
         options, backend = self._options, dist.get_backend()
-        model = describe_model(self._model, self._handles)
+        model = describe_model(self._model, self._sharder.units)
         name = options.name or model.class_name
         now = time.time_ns()
         path = options.path or default_path(name)
@@ -212,10 +225,11 @@ class Attachment:
             command=described.command,
             config=_json_values(options.config),
             model=model,
-            units=describe_units(self._handles, self._process_groups),
+            sharder=self._sharder.name,
+            units=self._sharder.describe_units(self._process_groups),
             process_groups=self._process_groups.describe(),
             world_size=dist.get_world_size(),
-            mesh=model_mesh_of(self._handles),
+            mesh=self._sharder.mesh(),
             backend=backend,
             device_type=self._device.type,
             device_name=described.device_name,
@@ -272,7 +286,23 @@ class Attachment:
             life=describe_process(),
             flush_interval_s=self._options.flush_interval_s,
             memory_from="cuda_allocator" if cuda else "storage_tracker",
+            **self._describe_groups(),
         )
+
+    def _describe_groups(self) -> dict[str, Any]:
+        """The dimensions of the rank's process groups, and its place along each of them."""
+        groups = self._process_groups.describe()
+        return {
+            "group_dimensions": [
+                GroupDimension(
+                    dimension=group.dimension,
+                    parallelism=group.parallelism,
+                    parallelism_from=group.parallelism_from,
+                )
+                for group in groups
+            ],
+            "coordinates": find_coordinates(groups, self._rank, self._manifest.world_size),
+        }
 
     def _limit_memory(self) -> None:
         """Apply the requested limit; on CPU, follow storages from now on."""
@@ -429,9 +459,10 @@ class Attachment:
         self._memory.begin_step()
         self._instruments.end_step()
         self._scalars.drain()
-        if session.step == 1:
+        if session.step == 1 or self._sharder.num_changes != self._num_settled:
             self._settle_units()
             self._write_manifest()
+            self._writer.update(**self._describe_groups())
         if session.step == 1 or self._instruments.checkpoints.has_news:
             self._describe_life()
         self._report_problems()
@@ -463,15 +494,11 @@ class Attachment:
 
     def _settle_units(self) -> None:
         """Describe the units again: torch completes their state at the first forward."""
+        self._num_settled = self._sharder.num_changes
         order = {unit: place for place, unit in enumerate(self.session.execution_order)}
         units = [
-            unit.model_copy(
-                update={
-                    "execution_index": order.get(unit.index, -1),
-                    "recorded_by": self._recorded_by[unit.index],
-                }
-            )
-            for unit in describe_units(self._handles, self._process_groups)
+            unit.model_copy(update={"execution_index": order.get(unit.index, -1)})
+            for unit in self._sharder.describe_units(self._process_groups)
         ]
         observed = observe_settings(
             self._model,
@@ -479,6 +506,7 @@ class Attachment:
             self.session.loss_dtype,
             skips_reduction=self.session.skips_reduction,
         )
+        observed |= self._sharder.settings()
         self._manifest = self._manifest.model_copy(
             update={"units": units, "plan": self._observed_plan(), "observed": observed}
         )
@@ -509,7 +537,9 @@ class Attachment:
     def _observed_plan(self) -> dict[str, Any]:
         """Return the plan as a dict for the manifest; rank 0 also writes it to `PLAN_FILE`."""
         try:
-            plan = observe_plan(self._model)
+            plan = self._sharder.observe_plan(self._model)
+            if plan is None:
+                return {}
             if self._rank == 0 and self.folder.attempt == 0:
                 path = self.folder.path / PLAN_FILE
                 self._writer.write_file(PLAN_FILE, lambda: plan.dump(path))
@@ -581,14 +611,15 @@ class Attachment:
             scalar_names=self._scalars.names,
             clock_end=read_clock_pair(),
             clock_uncertainty_ns=self.session.clock.uncertainty_ns,
+            **self._describe_groups(),
         )
 
     def _release(self) -> None:
         """Drop every reference to the model."""
         self._is_finished = True
-        mark_released(self._handles)
+        mark_released(self._sharder.units)
         self._model = nn.Module()
-        self._handles = []
+        self._sharder.units.clear()
         del self._instruments, self._memory_steps, self._numerics
 
     def _settle(self, timeout_s: float) -> None:
@@ -614,7 +645,7 @@ class Attachment:
             if self._counters is not None:
                 sentences.append(
                     describe_allocated(
-                        self._handles,
+                        self._sharder.units,
                         self._manifest.units,
                         self._memory_steps.optimizers,
                         self._counters,
@@ -639,7 +670,7 @@ class Attachment:
         where = Surroundings(
             session=self.session,
             units=self._manifest.units,
-            handles=self._handles,
+            handles=self._sharder.units,
             optimizers=self._memory_steps.optimizers,
             counters=self._counters,
             device=self._device,
@@ -650,16 +681,23 @@ class Attachment:
             name_place=self._memory_steps.name_place,
         )
         record = make_record(error, identity, where, find_failing_line(error))
-        path = self._writer.folder / OUT_OF_MEMORY_FILE
-        self._writer.write_file(
-            OUT_OF_MEMORY_FILE, lambda: replace_file(path, encode_record(record))
-        )
+        self._writer.write_record(OUT_OF_MEMORY_FILE, record)
         names = [unit.fqn for unit in self._manifest.units]
         tell(
             f"{describe_out_of_memory(record, names)} To see what filled the memory and which "
             f"plans fit: fsdp-inspect diagnose {shlex.quote(str(self.folder.path))}",
             self._rank,
         )
+
+    def _keep_live_memory(self, moments: list[LiveMoment]) -> None:
+        """Write what was alive in a memory step into the rank's folder."""
+        record = LiveMemoryRecord(
+            run_id=self.folder.path.name,
+            rank=self._rank,
+            attempt=self.folder.attempt,
+            moments=moments,
+        )
+        self._writer.write_record(LIVE_MEMORY_FILE, record)
 
     def _conclude(self, *, show: bool) -> None:
         """Wait briefly for the other ranks' files, write the summary, print the verdict."""

@@ -229,7 +229,14 @@ class BlackBoxWriter:
         """The whole black box."""
         return bytes(self._buffer[:])
 
-    def start_keeper(self, path: Path, explained_run: Path | None) -> bool:
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether this system can have a process that saves the black box."""
+        return self._descriptor is not None and hasattr(os, "pidfd_open")
+
+    def start_keeper(
+        self, path: Path, explained_run: Path | None, path_to_copy: Path | None
+    ) -> bool:
         """Start the process that copies the black box into a file; returns whether it runs.
 
         Without such a process (another system than Linux, no processes left), the caller writes
@@ -239,17 +246,18 @@ class BlackBoxWriter:
             path: The file, in the rank's folder.
             explained_run: The run whose diagnosis the process prints if this rank ends without
                 closing its recording; None: it prints nothing.
+            path_to_copy: A file that it copies to stderr when this rank has ended; None: none.
         """
-        if self._descriptor is None or not hasattr(os, "pidfd_open"):
+        if self._descriptor is None or not self.can_be_kept:
             return False
-        run = "" if explained_run is None else str(explained_run)
-        arguments = (str(self._descriptor), str(os.getpid()), str(path), run)
+        run, copied = (str(each or "") for each in (explained_run, path_to_copy))
+        arguments = (str(self._descriptor), str(os.getpid()), str(path), run, copied)
         try:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_KEEPER), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=None if run else subprocess.DEVNULL,
+                stderr=None if run or copied else subprocess.DEVNULL,
                 pass_fds=[self._descriptor],
                 start_new_session=True,  # a launcher ends the process group of its rank
             )

@@ -1,14 +1,15 @@
 """Copy a rank's black box into its folder, from a small process that outlives the rank.
 
-The rank starts `python -I -S black_box_keeper.py DESCRIPTOR PID FILE RUN` with the memory of its
-black box as an open descriptor. Each second this process writes the blocks that changed, and a last
-time when the rank has ended, however it did. The rank itself never waits for the disk, and a rank
-whose Python is blocked by native code is saved too. The process ends with the rank, or when a byte
-arrives on its standard input. It imports nothing but the standard library.
+The rank starts `python -I -S black_box_keeper.py DESCRIPTOR PID FILE RUN COPIED` with the memory of
+its black box as an open descriptor. Each second this process writes the blocks that changed, and a
+last time when the rank has ended, however it did. The rank itself never waits for the disk, and a
+rank whose Python is blocked by native code is saved too. The process ends with the rank, or when a
+byte arrives on its standard input. It imports nothing but the standard library.
 
 If the rank ended without closing its recording, as after SIGKILL, the rank itself can explain
 nothing. The first such process of a run then becomes `fsdp-inspect diagnose RUN`, which prints on
-the rank's stderr.
+the rank's stderr. Before that, each copies its rank's file COPIED to stderr: the stacks of a crash,
+which would be there without the recorder.
 """
 
 import contextlib
@@ -84,6 +85,12 @@ def explain(run_folder: str, marker: str) -> None:
     os.execv(sys.executable, [sys.executable, *command])
 
 
+def copy_to_stderr(path: str) -> None:
+    """Print a file, if it exists."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # noqa: PTH123
+        os.write(2, file.read())
+
+
 def _with_end(content: bytes) -> bytes:
     """The black box with the time at which the rank ended, now."""
     end = time.time_ns().to_bytes(8, "little")
@@ -105,8 +112,10 @@ def _save(content: bytes, saved: bytes, target: str) -> None:
 
 
 if __name__ == "__main__":
-    _, memory_descriptor, rank_pid, box_file, run = sys.argv
+    _, memory_descriptor, rank_pid, box_file, run, copied = sys.argv
     has_vanished = keep(int(memory_descriptor), int(rank_pid), box_file)
+    if has_vanished and copied:
+        copy_to_stderr(copied)
     if has_vanished and run:
         rank_folder = os.path.dirname(box_file)  # noqa: PTH120
         explain(run, os.path.join(os.path.dirname(rank_folder), EXPLAINED_FILE))  # noqa: PTH118, PTH120

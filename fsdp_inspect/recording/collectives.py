@@ -60,6 +60,7 @@ class Communication:
         "transfer",
         "unit",
         "wait",
+        "wait_method",
         "was_written",
     )
 
@@ -86,6 +87,8 @@ class Communication:
         """Its times on an emulated link, in host time; None on a real network and on CUDA."""
         self.wait: tuple[Any, Any] | None = None
         """When the compute stream waited for it: begin, end."""
+        self.wait_method: int | None = None
+        """How that wait is known; None: like the collective, on a device inferred."""
         self.was_written = False
 
     def begin(
@@ -171,6 +174,7 @@ class Communication:
         )
         if self.wait is not None:
             began, ended = self.wait
+            method = self.method if session.on_host else _INFERRED
             session.add(
                 _WAIT_OF.get(self.kind, _OTHER_WAIT),
                 began,
@@ -180,7 +184,7 @@ class Communication:
                 phase=self.phase,
                 unit=self.unit,
                 issued_by=session.issuing_unit(),
-                method=self.method if session.on_host else _INFERRED,
+                method=method if self.wait_method is None else self.wait_method,
                 collective=self.identity,
             )
 

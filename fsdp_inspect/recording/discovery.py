@@ -1,13 +1,14 @@
-"""Find the models that a script trains, at the first forward of a `fully_shard` model.
+"""Find the models that a script trains, at the first forward of a sharded model.
 
 [Note: Discovery without interference]
-A process that never calls `fully_shard` gets no hook; only the lines of such calls are noted (see
-`sharding_calls`). The first call creates a subclass of
-`FSDPModule`, which the discovery sees through `__init_subclass__`. From then on a global forward
-pre-hook checks each called module, until one contains FSDP modules, has trainable parameters and
-runs with gradients. The hook runs before that module's own hooks, so the recorder is attached
-before the first unit is unsharded and before torch.compile traces anything. Then the hook is
-removed. The found model is the outermost called module, which may itself be unsharded.
+A process that shards no model gets no hook; only the lines of `fully_shard` calls are noted (see
+`sharding_calls`). The first call creates a subclass of `FSDPModule`, which the discovery sees
+through `__init_subclass__`. `FullyShardedDataParallel` and `DistributedDataParallel` register the
+module that they wrap, which the discovery sees too. From then on a global forward pre-hook checks
+each called module, until one contains units, has trainable parameters and runs with gradients. The
+hook runs before that module's own hooks, so the recorder is attached before the first unit is
+unsharded and before torch.compile traces anything. Then the hook is removed. The found model is the
+outermost called module, which may itself be unsharded.
 
 Other models with units that exist at that moment, such as a critic or a teacher, are part of the
 recording. A model that is made later is not, and the recording notes it.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,31 +37,19 @@ from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.process_life import note_process
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
     from fsdp_inspect.recording.recorder import Recorder
 
-WRAPPERS = {
-    "FullyShardedDataParallel": (
-        "the model is wrapped with FullyShardedDataParallel (FSDP1), which is unsupported: the "
-        "recorder cannot attach to its units. torch.profiler shows its collectives per rank. To "
-        "record units, shard the model with torch.distributed.fsdp.fully_shard (FSDP2)."
-    ),
-    "DistributedDataParallel": (
-        "the model is wrapped with DistributedDataParallel, which has no FSDP units. Shard it with "
-        "torch.distributed.fsdp.fully_shard (FSDP2) to record it."
-    ),
-}
-"""Why a wrapped model is not recorded, by class name; the first one found is reported."""
+WRAPPERS = ("FullyShardedDataParallel", "DistributedDataParallel")
+"""Names of the classes that wrap a model; making one begins the search like `fully_shard`."""
 
 NO_GRADIENTS = (
-    "fully_shard was called, but no sharded model ran a forward pass with gradients in this "
-    "process. A recording begins with the first such pass."
+    "a model was sharded or wrapped, but none ran a forward pass with gradients in this process. A "
+    "recording begins with the first such pass."
 )
 NOT_SHARDED = (
-    "fully_shard was not called in this process. Only models sharded with "
-    "torch.distributed.fsdp.fully_shard (FSDP2) can be recorded. If the script starts its ranks "
-    "itself, start them with torchrun instead: "
+    "no model was sharded in this process. Expected a call of fully_shard (FSDP2), or a model "
+    "wrapped with FullyShardedDataParallel (FSDP1) or DistributedDataParallel (DDP). If the script "
+    "starts its ranks itself, start them with torchrun instead: "
     "torchrun --nproc-per-node N -m fsdp_inspect.record SCRIPT."
 )
 RECORDS_ITSELF = (
@@ -83,8 +72,7 @@ class Discovery:
         self._record = record
         self._say = say
         self._has_said_why = False
-        self._is_fully_shard_called = False
-        self._wrapper: str | None = None
+        self._is_searching = False
         self._search_patches = Patches()
         self._attached_patches = Patches()
         handle = register_module_module_registration_hook(self._note_wrapper)
@@ -114,8 +102,8 @@ class Discovery:
 
     def _note_wrapper(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         kind = type(module).__name__
-        if kind in WRAPPERS and self._wrapper is None:
-            self._wrapper = kind
+        if kind in WRAPPERS:
+            self._await_forward()
 
     def _await_fully_shard(self) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -131,15 +119,17 @@ class Discovery:
         self._search_patches.set_attribute(FSDPModule, "__init_subclass__", classmethod(follow))
 
     def _await_forward(self) -> None:
-        if self._is_fully_shard_called:
+        if self._is_searching:
             return
-        self._is_fully_shard_called = True
+        self._is_searching = True
         handle = register_module_forward_pre_hook(self._look)
         self._search_patches.on_undo(handle.remove)
         self._search_patches.on_undo(_without_torch_compile_warning())
 
     def _look(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not _is_sharded(module):
+        from fsdp_inspect.recording.sharders.find import is_sharded
+
+        if torch.compiler.is_compiling() or not is_sharded(module):
             return
         if torch.is_grad_enabled() and any(part.requires_grad for part in module.parameters()):
             self._search_patches.undo()
@@ -169,28 +159,20 @@ class Discovery:
         self._say(f"nothing is recorded: {reason}")
 
     def _watch_for_another(self, model: nn.Module) -> None:
-        """Report once when an unrecorded unit runs.
+        """Report once when an unrecorded unit runs."""
+        from fsdp_inspect.recording.sharders.find import find_sharder
 
-        torch calls `lazy_init` of each group in the first forward of its root.
-        """
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+        def on_another(modules: Sequence[nn.Module]) -> None:
+            self._attached_patches.undo()
+            self._note_another(model, modules)
 
-        recorded = {id(group) for group in _groups(model)}
-        original = FSDPParamGroup.lazy_init
+        find_sharder(model).watch_for_another(self._attached_patches, on_another)
 
-        def lazy_init(group: FSDPParamGroup) -> None:
-            if id(group) not in recorded:
-                self._attached_patches.undo()
-                self._note_another(model, group)
-            original(group)  # type: ignore[no-untyped-call]
-
-        self._attached_patches.set_attribute(FSDPParamGroup, "lazy_init", lazy_init)
-
-    def _note_another(self, model: nn.Module, group: FSDPParamGroup) -> None:
+    def _note_another(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         assert self.recorder is not None
-        names = ", ".join(type(module).__name__ for module in group.modules)
+        names = ", ".join(type(module).__name__ for module in modules)
         sentence = (
-            f"Another fully_shard model (with {names}) runs in this process and is ignored. A "
+            f"Another sharded model (with {names}) runs in this process and is ignored. A "
             "recording contains the models that exist when the first one trains: here "
             f"{class_name_of(model)}. To choose the models, attach fsdp_inspect.Recorder to them "
             "in the script."
@@ -201,51 +183,42 @@ class Discovery:
     # --- not found
 
     def _why_nothing(self) -> str:
-        if self._wrapper is not None and not self._is_fully_shard_called:
-            return WRAPPERS[self._wrapper]
-        return NO_GRADIENTS if self._is_fully_shard_called else NOT_SHARDED
+        return NO_GRADIENTS if self._is_searching else NOT_SHARDED
 
 
 def find_other_models(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules with units that exist in this process besides a model.
+    """The outermost modules in this process, besides a model, that its sharder has sharded too.
 
     Models of process groups that are destroyed are left out.
     """
-    from torch.distributed.fsdp import FSDPModule
+    from fsdp_inspect.recording.sharders.find import find_sharder
 
+    sharder = type(find_sharder(model))
     gc.collect()  # a model that the script has dropped is none
     own = set(map(id, model.modules()))
     # The type, not isinstance: an object of the script may compute its __class__.
-    alive = [each for each in gc.get_objects() if issubclass(type(each), FSDPModule)]
-    found = [each for each in alive if id(each) not in own]
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    found = [each for each in modules if id(each) not in own and sharder.marks(each)]
     inner = {id(part) for each in found for part in each.modules() if part is not each}
     return [each for each in found if id(each) not in inner and _can_communicate(each)]
 
 
 def _can_communicate(model: nn.Module) -> bool:
-    from fsdp_inspect.sharding.torch_fsdp import find_groups, is_live_process_group
+    from fsdp_inspect.recording.sharders.find import find_sharder
+    from fsdp_inspect.sharding.torch_fsdp import is_live_process_group
 
-    handles = find_groups(model)
-    groups = [group for each in handles for group in (each.shard_group, each.replicate_group)]
-    return bool(handles) and all(each is None or is_live_process_group(each) for each in groups)
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(isinstance(part, FSDPModule) for part in module.modules())
-
-
-def _groups(model: nn.Module) -> list[FSDPParamGroup]:
-    from fsdp_inspect.sharding.torch_fsdp import find_groups
-
-    return [handle.group for handle in find_groups(model)]
+    try:
+        groups = find_sharder(model).process_groups()
+    except FsdpInspectError:  # no unit
+        return False
+    return all(group is None or is_live_process_group(group) for group, _ in groups)
 
 
 def _is_recorded_already(model: nn.Module) -> bool:
-    from fsdp_inspect.recording.collectives import is_recorded
+    from fsdp_inspect.recording.sharders.find import find_sharder
+    from fsdp_inspect.recording.units import find_recording
 
-    return any(is_recorded(group._all_gather_comm) for group in _groups(model))
+    return find_recording(find_sharder(model).units) is not None
 
 
 def _without_torch_compile_warning() -> Callable[[], None]:

@@ -5,6 +5,12 @@ functions of `torch.distributed` or the functional collectives that DTensor uses
 while a recorder is attached. A function that the script imported into its own namespace before
 that (`from torch.distributed import all_reduce`) is not recorded.
 
+Asynchronous sends and receives are seen at `ProcessGroup.send` and `recv`. `isend` and `irecv`
+cannot be replaced: a `P2POp` keeps the function, and torch compares it with `dist.isend`.
+
+The backward of a functional collective calls an operator directly. It is seen at its `wait_tensor`,
+which its caller identifies: the operator was issued right before.
+
 Inside torch's `_coalescing_manager` a call only queues its tensors. The manager issues all of them
 as one collective when its block ends, and the recorder records that collective.
 """
@@ -15,6 +21,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,11 +30,15 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
 from fsdp_inspect.emulation.network import Transfer
-from fsdp_inspect.recording.collectives import Communication, run_inside_collective
+from fsdp_inspect.recording.collectives import (
+    Communication,
+    TimedWork,
+    run_inside_collective,
+)
 from fsdp_inspect.recording.journal import Completion
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.unit_hooks import Reductions
+from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.sharding.torch_collectives import (
     FUNCTIONALS,
     FUNCTIONS,
@@ -39,6 +50,18 @@ from fsdp_inspect.sharding.torch_collectives import (
     tensors_of,
 )
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase, Stream
+
+_KIND_OF_BACKWARD = {
+    "all_reduce_backward": EventKind.ALL_REDUCE,
+    "all_gather_into_tensor_backward": EventKind.REDUCE_SCATTER,
+    "reduce_scatter_tensor_backward": EventKind.ALL_GATHER,
+    "all_to_all_single_backward": EventKind.ALL_TO_ALL,
+}
+"""The collective that each backward of torch's functional collectives issues, by its name."""
+_STREAM_OF_REDUCTION = {
+    EventKind.REDUCE_SCATTER: Stream.REDUCE_SCATTER,
+    EventKind.ALL_REDUCE: Stream.ALL_REDUCE,
+}
 
 
 class DistCalls:
@@ -69,6 +92,12 @@ class DistCalls:
         patches.set_attribute(
             functional, "wait_tensor", self._wrap_wait_tensor(functional.wait_tensor)
         )
+        for name in ("send", "recv"):
+            original = getattr(dist.ProcessGroup, name)
+            patches.set_attribute(dist.ProcessGroup, name, self._wrap_message(original))
+        broadcast = getattr(dist, "_broadcast_coalesced", None)
+        if broadcast is not None:
+            patches.set_attribute(dist, "_broadcast_coalesced", self._wrap_broadcast(broadcast))
         manager = getattr(c10d, "_coalescing_manager", None)
         if manager is not None:
             patches.set_attribute(dist, "_coalescing_manager", self._wrap_manager(manager))
@@ -101,8 +130,9 @@ class DistCalls:
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
             return None
         session = self._session
+        # HSDP's all-reduce, and the reductions of FSDP1.
         in_reduction = (
-            kind == EventKind.ALL_REDUCE
+            kind in _STREAM_OF_REDUCTION
             and session.hook_unit != NO_UNIT
             and session.phase == Phase.BACKWARD
         )
@@ -110,7 +140,7 @@ class DistCalls:
             session,
             kind,
             session.hook_unit if in_reduction else NO_UNIT,
-            Stream.ALL_REDUCE if in_reduction else Stream.OTHER,
+            _STREAM_OF_REDUCTION[kind] if in_reduction else Stream.OTHER,
         )
         tensors = tensors_of(message)
         communication.begin(
@@ -159,6 +189,46 @@ class DistCalls:
                     self._issued(communication, result)
                 except Exception as error:
                     self._session.fail(error)
+            return result
+
+        return recorded
+
+    def _wrap_message(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Time an asynchronous send or receive; its row is written at the first wait for it."""
+
+        @functools.wraps(original)
+        def recorded(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_passing():
+                return original(group, tensors, *args, **kwargs)
+            communication = None
+            if self._coalesced is None:
+                begin = functools.partial(self._begin, EventKind.POINT_TO_POINT, tensors, group)
+                communication = self._guarded(begin)
+            else:
+                self._coalesced.append((EventKind.POINT_TO_POINT, tensors_of(tensors), group))
+            work = run_inside_collective(
+                self._session, functools.partial(original, group, tensors, *args, **kwargs)
+            )
+            if communication is None or not isinstance(work, dist.Work):
+                return work
+            return MessageWork(work, self._session, communication)
+
+        return recorded
+
+    def _wrap_broadcast(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Time the broadcast of DDP's buffers: torch issues it from C++ and waits for it there."""
+
+        @functools.wraps(original)
+        def recorded(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_passing():
+                return original(group, tensors, *args, **kwargs)
+            begin = functools.partial(self._begin, EventKind.BROADCAST, tensors, group)
+            communication = self._guarded(begin)
+            result = run_inside_collective(
+                self._session, functools.partial(original, group, tensors, *args, **kwargs)
+            )
+            if communication is not None:
+                self._guarded(functools.partial(self._issued, communication, None))
             return result
 
         return recorded
@@ -216,7 +286,7 @@ class DistCalls:
         if session.on_host:
             communication.block_host()
         elif communication.unit != NO_UNIT:
-            self._reductions_of(communication.unit).all_reduces.append(communication)
+            self._reductions_of(communication.unit).add(communication)
             return
         else:  # the issuing stream itself waits for the collective
             communication.need_from(communication.start, communication.end)
@@ -228,7 +298,7 @@ class DistCalls:
         """Record an emulated collective: its times are known; FSDP or this caller waits for it."""
         communication.follow(transfer)
         if communication.unit != NO_UNIT:
-            self._reductions_of(communication.unit).all_reduces.append(communication)
+            self._reductions_of(communication.unit).add(communication)
             return
         if isinstance(result, dist.Work):
             communication.flags |= EventFlag.ASYNC
@@ -291,6 +361,7 @@ class DistCalls:
             communication, before = None, None
             try:
                 communication = self._unwaited.pop(address_of(tensor), None)
+                communication = communication or self._begin_backward(sys._getframe(1))
                 before = session.clock.mark() if communication is not None else None
             except Exception as error:
                 session.fail(error)
@@ -308,6 +379,49 @@ class DistCalls:
             return result
 
         return recorded
+
+    def _begin_backward(self, caller: FrameType) -> Communication | None:
+        """Note the collective of a functional collective's backward, which waits for it.
+
+        Args:
+            caller: The frame that calls `wait_tensor`.
+        """
+        kind = _KIND_OF_BACKWARD.get(caller.f_code.co_name)
+        if kind is None or caller.f_globals is not vars(functional):
+            return None
+        local = caller.f_locals
+        message = local["output" if kind == EventKind.ALL_GATHER else "grad_output"]
+        group = resolve_group(local["group_name"])
+        communication = self._begin(kind, message, group, is_functional=True)
+        if communication is not None:
+            communication.flags |= EventFlag.ASYNC
+        return communication
+
+
+class MessageWork(TimedWork):
+    """The handle of an asynchronous send or receive.
+
+    No future marks its end: the end of the first wait for it is an upper bound.
+    """
+
+    def __init__(self, inner: dist.Work, session: Session, communication: Communication) -> None:
+        dist.Work.__init__(self)
+        self._inner = inner
+        self._session = session
+        self._communication = communication
+        communication.flags |= EventFlag.ASYNC
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait as the original handle does, and write the row at the first wait."""
+        communication, session = self._communication, self._session
+        if communication.was_written or not session.active:
+            return self._inner.wait(*args, **kwargs)
+        result = super().wait(*args, **kwargs)
+        try:
+            communication.write(session)
+        except Exception as error:
+            session.fail(error)
+        return result
 
 
 def uses_compile() -> bool:

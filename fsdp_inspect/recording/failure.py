@@ -15,8 +15,7 @@ from fsdp_inspect.formatting import format_bytes, format_unit
 from fsdp_inspect.recording.code_places import package_of
 from fsdp_inspect.recording.memory import AllocatorCounters
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.sharding import torch_fsdp
-from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+from fsdp_inspect.recording.unit_handle import UnitHandle
 from fsdp_inspect.trace.codes import Phase
 from fsdp_inspect.trace.run import Unit
 
@@ -83,7 +82,7 @@ def find_failing_line(error: BaseException) -> str:
 
 
 def describe_allocated(
-    handles: Sequence[GroupHandle],
+    handles: Sequence[UnitHandle],
     units: Sequence[Unit],
     optimizers: Sequence[torch.optim.Optimizer],
     counters: AllocatorCounters,
@@ -95,10 +94,8 @@ def describe_allocated(
     (inferred).
     """
     allocated, reserved, _, peak, *_ = counters.read()
-    unsharded = [
-        unit for handle, unit in zip(handles, units, strict=True) if handle.group.is_unsharded
-    ]
-    parameters = [p for handle in handles for p in torch_fsdp.sharded_parameters_of(handle.group)]
+    unsharded = [unit for handle, unit in zip(handles, units, strict=True) if handle.is_unsharded]
+    parameters = [p for handle in handles for p in handle.local_parameters]
     known = {
         f"unsharded parameters of {len(unsharded)} of {len(units)} units": sum(
             unit.unsharded_bytes for unit in unsharded

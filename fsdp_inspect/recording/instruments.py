@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -13,8 +14,7 @@ from fsdp_inspect.recording.loop_hooks import LoopHooks
 from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.unit_hooks import ReductionsByContext, UnitHooks
-from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+from fsdp_inspect.recording.sharders.base import Sharder
 
 
 class Instruments:
@@ -23,48 +23,36 @@ class Instruments:
     def __init__(
         self,
         session: Session,
-        handles: Sequence[GroupHandle],
+        sharder: Sharder[Any],
         memory: MemoryProbe,
         optimizers: Sequence[torch.optim.Optimizer] | None,
         on_optimizer_step: Callable[[torch.optim.Optimizer], None],
         before_update: Callable[[], None] | None = None,
     ) -> None:
-        reductions = ReductionsByContext()
         self._session = session
-        session.unit_depths = [_depth(handle.fqns[0]) for handle in handles]
+        session.unit_depths = [_depth(handle.fqns[0]) for handle in sharder.units]
         self._patches = Patches()
-        self._units = [
-            UnitHooks(session, handle, index, reductions, memory)
-            for index, handle in enumerate(handles)
-        ]
-        self._dist_calls = DistCalls(session, lambda unit: self._units[unit].reductions)
+        self._units = sharder.make_hooks(session, memory)
+        self._dist_calls = DistCalls(session, self._units.reductions_of)
         self.checkpoints = CheckpointHooks(session)
         self._loop = LoopHooks(session, optimizers, on_optimizer_step, before_update)
 
-    def attach(self) -> list[str]:
-        """Install all hooks.
-
-        Returns:
-            For each unit, how its collectives are recorded; see `trace.run.Unit.recorded_by`.
-        """
-        recorded_by = [hooks.attach(self._patches) for hooks in self._units]
+    def attach(self) -> None:
+        """Install all hooks."""
+        self._units.attach(self._patches)
         self._dist_calls.attach(self._patches)
         self._loop.attach(self._patches)
         self.checkpoints.attach(self._patches)
         pause_during_capture(self._session, self._patches)
-        return recorded_by
 
     def end_step(self) -> None:
-        """Close open events after a step, and reinstall communication objects torch replaced."""
-        for hooks in self._units:
-            hooks.end_step()
-            hooks.install_collectives()
+        """Close open events after a step, and reinstall hooks that other code replaced."""
+        self._units.end_step()
         self._dist_calls.end_step()
 
     def detach(self) -> None:
         """Remove all hooks and write their pending events."""
-        for hooks in self._units:
-            hooks.close()
+        self._units.close()
         self._patches.undo()
         self._session.process_groups.forget()
         if self._session.black_box is not None:

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 -m fsdp_inspect.record --out /scratch/runs -m pkg.train --lr 3e-4
 
 Every rank runs the script as `python train.py --lr 3e-4` would, with the same numerical results
-(see [Note: What a script can see] in `script`). A `Recorder` is attached to every `fully_shard`
+(see [Note: What a script can see] in `script`). A `Recorder` is attached to every sharded
 model at the first forward pass with gradients (see `discovery`). A step ends when an optimizer
 steps, or with several models when each optimizer has stepped. The recording closes when the script
 ends, with the script's exception if there is one.
@@ -43,10 +43,11 @@ Record an unmodified training script.
 
 Every rank runs the script as Python would run it, with the same results and
 exit code. The recorder attaches to every model sharded with fully_shard
-(FSDP2) when the first of them runs a forward pass with gradients. A step ends
-when the optimizer steps. With several models, it ends when each optimizer has
-stepped. At the end, rank 0 prints what limits the step and the path of the run
-folder on stderr.
+(FSDP2), FullyShardedDataParallel (FSDP1) or DistributedDataParallel (DDP) when
+the first of them runs a forward pass with gradients. A step ends when the
+optimizer steps. With several models, it ends when each optimizer has stepped.
+At the end, rank 0 prints what limits the step and the path of the run folder on
+stderr.
 """
 
 _EPILOG = """\
@@ -151,12 +152,11 @@ class Launch:
 
     def _open_recorder(self, model: nn.Module) -> Recorder:
         from fsdp_inspect.recording.folders import default_path
+        from fsdp_inspect.recording.models import class_name_of
         from fsdp_inspect.recording.recorder import DEFAULT_WARMUP_STEPS, Recorder
-        from fsdp_inspect.recording.units import describe_model, find_recordable_groups
 
         given = self._given
-        groups = find_recordable_groups(model)
-        name = given.name or describe_model(model, groups).class_name
+        name = given.name or class_name_of(model)
         steps = given.warmup_steps
         return Recorder(
             model,

@@ -17,14 +17,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Method
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
     from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.recording.unit_handle import UnitHandle
+
+_OF_PASSES = (
+    MemoryPoint.FORWARD_START,
+    MemoryPoint.FORWARD_END,
+    MemoryPoint.BACKWARD_START,
+    MemoryPoint.BACKWARD_END,
+)
+"""Samples of the unit whose pass begins or ends."""
 
 _CATEGORY_COLUMNS = tuple(category.label for category in MemoryCategory)
 _NO_CATEGORIES = (MISSING_INT,) * len(_CATEGORY_COLUMNS)
@@ -108,7 +114,7 @@ class MemoryProbe:
         """Sample the allocated memory at this boundary."""
         session = self._session
         if session.tracker is not None:
-            session.tracker.mark(point, session.microbatch)
+            session.tracker.mark(point, session.microbatch, unit if point in _OF_PASSES else None)
             return
         reading = self._read()
         if reading is not None:
@@ -159,6 +165,10 @@ class MemoryProbe:
         """Classify the input or output of a reduce-scatter; an output may become a gradient."""
         self._name((buffer,), MemoryCategory.REDUCE_SCATTER_BUFFER, unit)
 
+    def full_gradient(self, gradient: torch.Tensor, unit: int) -> None:
+        """Classify a gradient that is about to be reduced."""
+        self._name((gradient,), MemoryCategory.UNSHARDED_GRADIENT, unit)
+
     def inputs(self, args: Any, kwargs: Any) -> None:
         """Classify the arguments of the first forward of a step."""
         session = self._session
@@ -168,33 +178,33 @@ class MemoryProbe:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
         self._name(leaves, MemoryCategory.INPUT, NO_UNIT)
 
-    def unsharded(self, group: FSDPParamGroup, unit: int) -> None:
+    def unsharded(self, handle: UnitHandle, unit: int) -> None:
         """Classify a unit's parameters after its unshard."""
-        if self._session.tracker is None:
+        tracker = self._session.tracker
+        if tracker is None:
             return
-        for place, param in enumerate(group.fsdp_params):
-            self._name(param.all_gather_outputs, MemoryCategory.UNSHARDED_PARAMETER, unit)
-            full = getattr(param, "_unsharded_param", None)
-            if full is not None:
-                self._name((full,), MemoryCategory.UNSHARDED_PARAMETER, unit)
-                self._session.tracker.follow_uses(full, place)
+        self._name(handle.gathered_parameters, MemoryCategory.UNSHARDED_PARAMETER, unit)
+        for place, full in handle.followed_parameters:
+            tracker.follow_uses(full, place)
 
-    def unsharded_gradients(self, group: FSDPParamGroup, unit: int) -> None:
+    def kept_buffers(self, handle: UnitHandle, unit: int) -> None:
+        """Classify a unit's buffers for communication that exist between steps."""
+        if self._session.tracker is not None:
+            for category, buffer in handle.kept_buffers:
+                self._name((buffer,), category, unit)
+
+    def unsharded_gradients(self, handle: UnitHandle, unit: int) -> None:
         """Classify a unit's full gradients, after its backward and before their reduction."""
-        if not group.reduce_grads:
+        if not handle.reduces_gradients:
             self._session.skips_reduction = True
-        if self._session.tracker is None:
-            return
-        for gradient in torch_fsdp.unsharded_gradients_of(group):
-            self._name((gradient,), MemoryCategory.UNSHARDED_GRADIENT, unit)
+        if self._session.tracker is not None:
+            self._name(handle.full_gradients, MemoryCategory.UNSHARDED_GRADIENT, unit)
 
-    def sharded_gradients(self, group: FSDPParamGroup, unit: int) -> None:
+    def sharded_gradients(self, handle: UnitHandle, unit: int) -> None:
         """Classify a unit's reduced gradients."""
         if self._session.tracker is None:
             return
-        for param in group.fsdp_params:
-            if param.sharded_param.grad is not None:
-                self._name((param.sharded_param.grad,), MemoryCategory.SHARDED_GRADIENT, unit)
+        self._name(handle.reduced_gradients, MemoryCategory.SHARDED_GRADIENT, unit)
         self._session.tracker.mark(MemoryPoint.AFTER_REDUCE, self._session.microbatch)
 
     def _name(self, tensors: Iterable[torch.Tensor], category: MemoryCategory, unit: int) -> None:

@@ -14,10 +14,9 @@ from fsdp_inspect.recording.code_places import CodePlaces
 from fsdp_inspect.recording.out_of_memory import FollowedStep, LimitFailure, make_limit_error
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.storage_tracker import FailedAllocation, MemoryLimit, StorageTracker
-from fsdp_inspect.sharding import torch_fsdp
-from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+from fsdp_inspect.recording.unit_handle import UnitHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
-from fsdp_inspect.trace.out_of_memory import LiveMoment
+from fsdp_inspect.trace.live_memory import LiveMoment
 
 _NO_PHASE = -1
 
@@ -34,12 +33,20 @@ class MemorySteps:
         session: Session,
         append: Callable[[tuple[int, ...]], None],
         model: nn.Module,
-        handles: Sequence[GroupHandle],
+        handles: Sequence[UnitHandle],
         wanted: Sequence[int] | Literal["auto"],
         *,
+        device_type: str,
         host_units: Collection[int] = (),
         limit_bytes: int | None = None,
+        keep: Callable[[list[LiveMoment]], None] | None = None,
     ) -> None:
+        """`device_type`: of compute; offloaded parameters are on the host.
+
+        `keep` is called after a memory step with its highest moments.
+        """
+        self._keep = keep
+        self._device_type = device_type
         self._limit_bytes = limit_bytes
         self._places = CodePlaces()
         self._place_names: dict[int, str] = {}
@@ -56,11 +63,8 @@ class MemorySteps:
         self._handles = handles
         self._wanted = wanted
         self._host_units = host_units
-        self._unit_of = {
-            id(parameter): index
-            for index, handle in enumerate(handles)
-            for parameter in torch_fsdp.sharded_parameters_of(handle.group)
-        }
+        self._unit_of: dict[int, int] = {}
+        """The unit of each parameter, by the parameter's id; of the step that is followed."""
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self.steps: list[int] = []
         """The chosen memory steps, past and future."""
@@ -97,11 +101,9 @@ class MemorySteps:
                 f"Step {session.step} {what}: another torch dispatch mode was active when it began."
             )
             return
-        # The group's device: an offload policy keeps the parameters on the host.
-        device = self._handles[0].group.device.type
         tracker = StorageTracker(
             session.position,
-            device_type=device,
+            device_type=self._device_type,
             is_in_collective=lambda: session.collective_depth > 0,
             host_units=self._host_units,
             find_place=self._places.find,
@@ -132,6 +134,8 @@ class MemorySteps:
         followed = FollowedStep(session.step, log)
         if is_memory_step:
             self._write(followed)
+            if self._keep is not None:
+                self._keep(followed.highest_moments(self.name_place, self._host_units))
         if self._limit_bytes is None:
             self.peak = followed.highest(NO_UNIT, _NO_PHASE, self.name_place)
             return
@@ -197,16 +201,21 @@ class MemorySteps:
 
     def _register(self, tracker: StorageTracker) -> None:
         """Classify the storages that exist before the step."""
+        self._unit_of = {
+            id(parameter): index
+            for index, handle in enumerate(self._handles)
+            for parameter in handle.local_parameters
+        }
         for index, handle in enumerate(self._handles):
-            for parameter in torch_fsdp.sharded_parameters_of(handle.group):
-                tracker.register_known(MemoryCategory.SHARDED_PARAMETER, [parameter], index)
-                if parameter.grad is not None:
-                    tracker.register_known(MemoryCategory.SHARDED_GRADIENT, [parameter.grad], index)
-            if handle.group.is_unsharded:
-                for param in handle.group.fsdp_params:
-                    tracker.register_known(
-                        MemoryCategory.UNSHARDED_PARAMETER, param.all_gather_outputs, index
-                    )
+            for category, buffer in handle.kept_buffers:
+                tracker.register_known(category, buffer, index)
+            parameters = handle.local_parameters
+            tracker.register_known(MemoryCategory.SHARDED_PARAMETER, parameters, index)
+            gradients = [each.grad for each in parameters if each.grad is not None]
+            tracker.register_known(MemoryCategory.SHARDED_GRADIENT, gradients, index)
+            if handle.is_unsharded:
+                gathered = handle.gathered_parameters
+                tracker.register_known(MemoryCategory.UNSHARDED_PARAMETER, gathered, index)
         owners = self._owners_of_buffers()
         for buffer in self._model.buffers():
             unit = owners.get(id(buffer), NO_UNIT)
@@ -220,8 +229,8 @@ class MemorySteps:
         depths: dict[int, int] = {}
         for index, handle in enumerate(self._handles):
             depth = max((len(fqn.split(".")) if fqn else 0 for fqn in handle.fqns), default=0)
-            for buffer in (each for module in handle.modules for each in module.buffers()):
-                if handle.index == 0 and depth >= depths.get(id(buffer), 0):
+            for buffer in (each for own in handle.owned_modules for each in own.buffers()):
+                if depth >= depths.get(id(buffer), 0):
                     owners[id(buffer)], depths[id(buffer)] = index, depth
         return owners
 

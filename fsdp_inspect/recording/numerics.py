@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.recording.tensors import local_part, tensors_in
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.numerics import (
     NumericsStep,
@@ -26,9 +25,7 @@ from fsdp_inspect.trace.numerics import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+    from fsdp_inspect.recording.unit_handle import UnitHandle
 
 _MASTER_KEYS = ("master", "param")
 """Parts of the names of optimizer states that keep a copy of the parameter in higher precision."""
@@ -71,7 +68,7 @@ class Numerics:
     An error ends the observations, never the training: see `problem`.
     """
 
-    def __init__(self, step: int, handles: Sequence[GroupHandle]) -> None:
+    def __init__(self, step: int, handles: Sequence[UnitHandle]) -> None:
         """Look at the parameters before the step's first forward."""
         self._step = step
         self.problem: Exception | None = None
@@ -80,19 +77,17 @@ class Numerics:
         self._before: dict[int, torch.Tensor] = {}
         self._unit_of: dict[int, int] = {}
         for index, handle in enumerate(handles):
-            parameters = torch_fsdp.sharded_parameters_of(handle.group)
+            parameters = handle.local_parameters
             self._unit_of |= {id(parameter): index for parameter in parameters}
             self._see(index, Place.PARAMETER, parameters)
 
     def outputs(self, output: Any, unit: int) -> None:
         """Look at the output of a unit's forward, a tree of tensors."""
-        self._guarded(lambda: self._see(unit, Place.OUTPUT, _tensors(output)))
+        self._guarded(lambda: self._see(unit, Place.OUTPUT, tensors_in(output)))
 
-    def gradients(self, group: FSDPParamGroup, unit: int) -> None:
+    def gradients(self, handle: UnitHandle, unit: int) -> None:
         """Look at the unsharded gradients of a unit, before their reduction."""
-        self._guarded(
-            lambda: self._see(unit, Place.GRADIENT, torch_fsdp.unsharded_gradients_of(group))
-        )
+        self._guarded(lambda: self._see(unit, Place.GRADIENT, handle.full_gradients))
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the gradients that an optimizer receives, and keep the parameters."""
@@ -205,18 +200,6 @@ class Numerics:
         changed.squared_changes.append(_squared_norm(after.float() - before.float()))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an output: of tuples, lists, dictionaries and objects of Transformers."""
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -233,8 +216,7 @@ def _with(optimizer: torch.optim.Optimizer, setting: str, value: float) -> set[i
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
+    return local_part(tensor).detach()
 
 
 def _squared_norm(tensor: torch.Tensor) -> torch.Tensor:

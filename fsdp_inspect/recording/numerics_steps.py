@@ -10,7 +10,7 @@ from fsdp_inspect.store.schema import NUMERICS_FILE
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+    from fsdp_inspect.recording.unit_handle import UnitHandle
     from fsdp_inspect.store.writer import RankWriter
 
 
@@ -22,7 +22,7 @@ class NumericsSteps:
         session: Session,
         writer: RankWriter,
         every: int,
-        handles: Sequence[GroupHandle],
+        handles: Sequence[UnitHandle],
     ) -> None:
         """Choose each step whose number is a multiple of `every`; 0: none."""
         self._session = session

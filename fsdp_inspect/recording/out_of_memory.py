@@ -8,7 +8,7 @@ raises, so that the report shows the moment of the failure and not that of its h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +21,16 @@ from fsdp_inspect.recording.memory import AllocatorCounters
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.storage_log import Moment, StorageLog
 from fsdp_inspect.recording.storage_tracker import FailedAllocation
-from fsdp_inspect.sharding import torch_fsdp
-from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+from fsdp_inspect.recording.unit_handle import UnitHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, Phase
-from fsdp_inspect.trace.out_of_memory import (
-    STORAGE_TRACKER,
-    TENSORS,
-    LiveBytes,
-    LiveMoment,
-    OutOfMemoryRecord,
-    keep_largest,
-)
+from fsdp_inspect.trace.live_memory import RESTING, LiveBytes, LiveMoment, keep_largest
+from fsdp_inspect.trace.out_of_memory import STORAGE_TRACKER, TENSORS, OutOfMemoryRecord
 from fsdp_inspect.trace.run import Unit
 
 _REQUEST = re.compile(r"[Tt]ried to allocate (?P<size>[\d.]+ [KMGT]?i?B(?:ytes)?|\d+ bytes)")
 _ATTRIBUTE = "fsdp_inspect_failure"
+_MOST_ROWS_OF_A_MOMENT = 300
+"""Every rank of a run writes these rows for each phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +55,24 @@ class FollowedStep:
         """What was alive when the step began."""
         position = self.log.begin_position
         return self.at(position, Moment(NO_UNIT, Phase.OUTSIDE, 0), name_place)
+
+    def highest_moments(
+        self, name_place: Callable[[int], str], host_units: Collection[int] = ()
+    ) -> list[LiveMoment]:
+        """The highest moment of each phase, and the end of the step as phase `RESTING`.
+
+        Args:
+            name_place: The line behind a number of the log.
+            host_units: Units whose shards are on the host; they are left out.
+        """
+        log = self.log.on_device(host_units)
+        peaks = [(Phase(moment.phase).label, at, moment) for at, moment in log.phase_peaks()]
+        moments = []
+        for phase, position, moment in [*peaks, (RESTING, *log.end)]:
+            known = FollowedStep(self.step, log).at(position, moment, name_place)
+            live = keep_largest(known.live, _MOST_ROWS_OF_A_MOMENT)
+            moments.append(known.model_copy(update={"phase": phase, "live": live}))
+        return moments
 
     def highest(self, unit: int, phase: int, name_place: Callable[[int], str]) -> LiveMoment:
         """The highest moment in a unit and phase, or else the peak of the step."""
@@ -135,7 +148,7 @@ class Surroundings:
 
     session: Session
     units: Sequence[Unit]
-    handles: Sequence[GroupHandle]
+    handles: Sequence[UnitHandle]
     optimizers: Sequence[torch.optim.Optimizer]
     counters: AllocatorCounters | None
     device: torch.device
@@ -269,7 +282,7 @@ def _kept_tensors(where: Surroundings) -> Iterable[LiveBytes]:
         for parameter, state in optimizer.state.items()
     }
     for unit, handle in enumerate(where.handles):
-        parameters = torch_fsdp.sharded_parameters_of(handle.group)
+        parameters = handle.local_parameters
         kept: dict[MemoryCategory, Sequence[Any]] = {
             MemoryCategory.SHARDED_PARAMETER: parameters,
             MemoryCategory.SHARDED_GRADIENT: [each.grad for each in parameters],
@@ -278,7 +291,7 @@ def _kept_tensors(where: Surroundings) -> Iterable[LiveBytes]:
             ],
         }
         sizes = {category: local_bytes(tensors) for category, tensors in kept.items()}
-        if handle.group.is_unsharded:
+        if handle.is_unsharded:
             sizes[MemoryCategory.UNSHARDED_PARAMETER] = where.units[unit].unsharded_bytes
         for category, size in sizes.items():
             if size:

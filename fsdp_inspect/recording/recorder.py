@@ -1,4 +1,4 @@
-"""The public `Recorder`, which attaches to any `fully_shard` model and records its run."""
+"""The public `Recorder`, which attaches to a sharded model and records its run."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from fsdp_inspect.recording.sharding_calls import note_sharding_calls
 from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
 from fsdp_inspect.trace.limits import MAX_NS
+from fsdp_inspect.trace.step_dump import ENVIRONMENT_VARIABLE
 
 DEFAULT_WARMUP_STEPS = 2
 
@@ -33,9 +34,10 @@ note_sharding_calls()  # a script imports the recorder before it shards its mode
 
 
 class Recorder:
-    """Records every FSDP unit of a model while it trains.
+    """Records every unit of a model while it trains: with FSDP2, FSDP1 or DDP.
 
-    Attach it after `fully_shard` and after the process group is initialised, on every rank:
+    Attach it after `fully_shard`, `FullyShardedDataParallel` or `DistributedDataParallel`, and
+    after the process group is initialised, on every rank:
 
         with Recorder(model, optimizer=optimizer, path="runs/llama-1b") as recorder:
             for batch in loader:
@@ -52,7 +54,7 @@ class Recorder:
     the model.
 
     Args:
-        model: The model that `fully_shard` was called on, or one that holds such modules. Several
+        model: The model that was sharded or wrapped, or one that holds such modules. Several
             models: a sequence, with the names of the variables that hold them, or a mapping from
             names to models.
         optimizer: The optimizer to record; its step ends a training step. With several optimizers
@@ -91,7 +93,7 @@ class Recorder:
         enabled: False makes every method do nothing.
 
     Raises:
-        RecordingError: The model is not sharded with `fully_shard`, or there is no process group.
+        RecordingError: The model is not sharded or wrapped, or there is no process group.
         ValueError: An argument is invalid; the message has its value and the legal values.
     """
 
@@ -118,6 +120,7 @@ class Recorder:
         enabled: bool = True,
     ) -> None:
         self._attachment: Attachment | None = None
+        enabled = enabled and ENVIRONMENT_VARIABLE not in os.environ
         self._closed = not enabled
         self._pid = os.getpid()
         if not enabled:

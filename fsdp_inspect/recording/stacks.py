@@ -5,6 +5,12 @@
 ranks that are left after one has died. Python's `faulthandler` writes the last two from the signal
 handler itself, and the signal then has its usual effect. Each is installed only where nobody else
 has: a handler of the script stays, and a later one replaces ours.
+
+[Note: Crashes that go to stderr]
+Many loops enable `faulthandler` for stderr before they train: torch's `@record` does so, and so do
+`PYTHONFAULTHANDLER=1` and Python's development mode. A process has one such handler, so that a
+crash would leave nothing in the run. In these cases the handler writes to `crash.txt`, and the
+keeper of the black box copies the file to stderr after the crash.
 """
 
 from __future__ import annotations
@@ -25,6 +31,9 @@ from fsdp_inspect.recording.code_places import package_of
 from fsdp_inspect.recording.environment import mask_secrets
 from fsdp_inspect.store.schema import CRASH_FILE, SIGTERM_FILE, STACKS_FILE
 
+_RECORDS_ERRORS = "torch.distributed.elastic.multiprocessing.errors"
+"""The module of `@record`, whose wrapper calls the script's function."""
+
 
 class StackFiles:
     """The stack files of this rank."""
@@ -35,14 +44,32 @@ class StackFiles:
         self._with_source = with_source
         self._crash: TextIOWrapper | None = None
         self._sigterm: TextIOWrapper | None = None
+        self._is_of_stderr = False
+        """Whether `faulthandler` wrote to stderr before."""
         self._pid = os.getpid()
 
-    def install(self) -> None:
-        """Catch the stacks of fatal signals and of SIGTERM, unless others do."""
+    @property
+    def catches_crashes(self) -> bool:
+        """Whether a fatal signal writes stacks into the rank's folder."""
+        return self._crash is not None
+
+    @property
+    def path_to_copy(self) -> Path | None:
+        """The file that belongs on stderr too after a crash; None: none."""
+        return self._folder / CRASH_FILE if self._is_of_stderr else None
+
+    def install(self, *, has_keeper: bool) -> None:
+        """Catch the stacks of fatal signals and of SIGTERM, unless others do.
+
+        Args:
+            has_keeper: Whether a process outlives this one and can copy `path_to_copy`.
+        """
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            if not faulthandler.is_enabled():
+            is_of_stderr = faulthandler.is_enabled() and has_keeper and _writes_to_stderr()
+            if is_of_stderr or not faulthandler.is_enabled():
                 self._crash = self._open(CRASH_FILE)
                 faulthandler.enable(self._crash)
+                self._is_of_stderr = is_of_stderr
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 self._sigterm = self._open(SIGTERM_FILE)
                 faulthandler.register(signal.SIGTERM, self._sigterm, all_threads=True, chain=True)
@@ -55,6 +82,10 @@ class StackFiles:
         sigterm, self._sigterm = self._sigterm, None
         if crash is not None:
             faulthandler.disable()
+            if self._is_of_stderr:
+                self._is_of_stderr = False
+                with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+                    faulthandler.enable()
         if sigterm is not None:
             faulthandler.unregister(signal.SIGTERM)
         for file in (crash, sigterm):
@@ -86,6 +117,20 @@ class StackFiles:
 
     def _open(self, name: str) -> TextIOWrapper:
         return (self._folder / name).open("w")
+
+
+def _writes_to_stderr() -> bool:
+    """Whether what enabled `faulthandler` is known to have chosen stderr."""
+    if sys.flags.dev_mode or "faulthandler" in sys._xoptions:
+        return True
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        return True
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _RECORDS_ERRORS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _read_statements(thread: int) -> dict[str, str]:

@@ -245,7 +245,7 @@ class StorageLog:
                 the tensors' devices do not show it; they are excluded.
         """
         if host_units:
-            return self._of_device(host_units).summarize()
+            return self.on_device(host_units).summarize()
         assert self._start is not None, "begin() comes before summarize()"
         assert self._end is not None, "finish() comes before summarize()"
         categories = self.categories()
@@ -359,11 +359,34 @@ class StorageLog:
         position = max(own, key=totals.__getitem__)
         return position, self.events[position - 1].moment
 
-    def _of_device(self, host_units: Collection[int]) -> "StorageLog":
+    def phase_peaks(self) -> list[tuple[int, Moment]]:
+        """The highest moment of each phase of the finished step, in the order of the step.
+
+        Returns:
+            The number of events before each, and the moment. They are the moments of the rows that
+            `summarize` gives for the phases.
+        """
+        assert self._start is not None, "begin() comes before phase_peaks()"
+        assert self._end is not None, "finish() comes before phase_peaks()"
+        peaks = self._phase_peaks(self._totals(), self._start, self._end)
+        return [(cut.position, cut.moment) for cut in peaks]
+
+    @property
+    def end(self) -> tuple[int, Moment]:
+        """The number of events until the end of the step, and that moment."""
+        assert self._end is not None, "finish() comes before end"
+        return self._end.position, self._end.moment
+
+    def on_device(self, host_units: Collection[int]) -> "StorageLog":
         """The same log with the size of storages on the host set to 0; all cuts stay the same.
 
         If all shards are on the host, the optimizer also computes there.
+
+        Args:
+            host_units: As for `summarize`; without any, the log itself is returned.
         """
+        if not host_units:
+            return self
         known = list(zip(self.storages, self.categories(), strict=True))
         sharded = {
             storage.owner_unit

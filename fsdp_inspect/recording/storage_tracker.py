@@ -202,11 +202,20 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tracked.category = category
                 tracked.owner_unit = owner_unit
 
-    def mark(self, point: MemoryPoint, microbatch: int = 0) -> None:
-        """Add a mark with the currently live bytes."""
+    def mark(self, point: MemoryPoint, microbatch: int = 0, unit: int | None = None) -> None:
+        """Add a mark with the currently live bytes.
+
+        Args:
+            point: The moment.
+            microbatch: The microbatch that runs.
+            unit: The unit that begins or ends; None: the innermost one. A unit may end while the
+                root, whose backward began later at the same output, is innermost.
+        """
         if not self._begun or self._ended:
             return
         moment = self._now()
+        if unit is not None:
+            moment = moment._replace(unit=unit)
         self._log.mark(point, microbatch, moment)
         if point in _BEGIN_OF_PASS:
             self._passes[moment.unit] = self._log.begin_pass(moment.unit, microbatch)

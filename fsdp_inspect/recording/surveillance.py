@@ -2,7 +2,8 @@
 
 [Note: The store]
 The ranks speak through the key-value store of the default process group. A store client serves one
-call at a time, so each thread has a clone: the training never waits for a call of the watchdog. A
+call at a time, so each thread has a clone: the training never waits for a call of the watchdog. The
+watchdog waits for an answer for a limited time, because the server may be in the rank that hangs. A
 store that cannot be cloned (torch before 2.7, or a store of the script's own) is not used, and the
 run notes it.
 """
@@ -16,6 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 from fsdp_inspect.errors import DesyncError
 from fsdp_inspect.recording.order_check import OrderCheck
 from fsdp_inspect.recording.stacks import StackFiles
+from fsdp_inspect.recording.store_client import StoreClient
 from fsdp_inspect.recording.watchdog import Watchdog, WatchSettings
 
 if TYPE_CHECKING:
@@ -38,14 +40,16 @@ class Surveillance:
         """Prepare the watchers; `key` is the prefix of this recording's keys in the store."""
         self._session = session
         self._box = box
+        self._writer = writer
         self._settings = settings
         self._stacks = StackFiles(writer.folder, with_source=settings.with_source)
         self._watchdog = Watchdog(session, box, writer, self._stacks, settings)
         self._gate: OrderCheck | None = None
         """The comparison before each optimizer step; None: not asked for."""
-        store = self._clone_store() if settings.world_size > 1 else None
-        if store is None:
+        cloned = self._clone_store() if settings.world_size > 1 else None
+        if cloned is None:
             return
+        store = StoreClient(cloned)
         order = self._order_check(store, key) if settings.on_desync != "off" else None
         self._watchdog.connect(store, key, order)
         if settings.on_desync == "raise":
@@ -59,8 +63,9 @@ class Surveillance:
 
     def start(self) -> None:
         """Begin to watch."""
-        self._stacks.install()
-        self._watchdog.start()
+        self._stacks.install(has_keeper=self._box.can_be_kept)
+        self._writer.update(crash_stacks=self._stacks.catches_crashes)
+        self._watchdog.start(self._stacks.path_to_copy)
 
     def stop(self) -> None:
         """Watch no more."""

@@ -24,7 +24,6 @@ The order of calls, torch 2.13 (`_fsdp_state.py`, `_fsdp_param_group.py`):
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -35,20 +34,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fsdp_inspect.recording.collectives import (
     Communication,
-    TimedWork,
-    close_unwaited,
     is_recorded,
     recorded_all_gather,
     recorded_reduce_scatter,
-    run_inside_collective,
     unrecorded,
 )
 from fsdp_inspect.recording.patches import Patches, wrap_call
-from fsdp_inspect.recording.units import dtype_code
+from fsdp_inspect.recording.unit_timing import Reductions, UnitTimer
 from fsdp_inspect.sharding.torch_fsdp import num_reduce_scatters_in_flight
 from fsdp_inspect.trace.codes import (
-    NO_UNIT,
-    EventFlag,
     EventKind,
     MemoryPoint,
     Method,
@@ -63,25 +57,15 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
     from fsdp_inspect.sharding.torch_fsdp import GroupHandle
 
-# The hot path: in Python 3.11 an attribute of an Enum class costs 0.2 µs and arithmetic of flags
-# 2 µs each time, so members are looked up once, and flags are plain integers.
-_ALL_GATHER = EventKind.ALL_GATHER
-_ALL_GATHER_COPY_IN = EventKind.ALL_GATHER_COPY_IN
+# Looked up once for the hot path: see `unit_timing`.
 _ALL_GATHER_COPY_OUT = EventKind.ALL_GATHER_COPY_OUT
 _REDUCE_SCATTER = EventKind.REDUCE_SCATTER
 _REDUCE_SCATTER_COPY_IN = EventKind.REDUCE_SCATTER_COPY_IN
-_FORWARD, _BACKWARD = EventKind.FORWARD, EventKind.BACKWARD
-_FORWARD_PHASE, _BACKWARD_PHASE = Phase.FORWARD, Phase.BACKWARD
-_EVALUATION_PHASE = Phase.EVALUATION
-_HOST_STREAM, _COPY_IN_STREAM = Stream.HOST, Stream.ALL_GATHER_COPY_IN
-_ALL_GATHER_STREAM, _REDUCE_SCATTER_STREAM = Stream.ALL_GATHER, Stream.REDUCE_SCATTER
+_BACKWARD_PHASE, _EVALUATION_PHASE = Phase.BACKWARD, Phase.EVALUATION
+_REDUCE_SCATTER_STREAM = Stream.REDUCE_SCATTER
 _MEASURED, _INFERRED = Method.MEASURED, Method.INFERRED
 _AFTER_UNSHARD = MemoryPoint.AFTER_UNSHARD
-_FORWARD_START, _FORWARD_END = MemoryPoint.FORWARD_START, MemoryPoint.FORWARD_END
-_BACKWARD_START, _BACKWARD_END = MemoryPoint.BACKWARD_START, MemoryPoint.BACKWARD_END
 _TORCH_FORWARD, _TORCH_PRE_BACKWARD = TrainingState.FORWARD, TrainingState.PRE_BACKWARD
-_ASYNC, _PREFETCHED = int(EventFlag.ASYNC), int(EventFlag.PREFETCHED)
-_RECOMPUTE, _NO_GRAD = int(EventFlag.RECOMPUTE), int(EventFlag.NO_GRAD)
 
 WRAPPED_METHODS = (
     "unshard",
@@ -93,20 +77,6 @@ WRAPPED_METHODS = (
     "finalize_backward",
 )
 """The methods of `FSDPParamGroup` that are wrapped on the instance."""
-
-
-def _keeps_graph(session: Session) -> bool:
-    """Whether a forward that starts now has a backward."""
-    return torch.is_grad_enabled() or session.will_repeat
-
-
-class Reductions:
-    """Gradient reductions in flight, shared by the units of one `comm_ctx` (device streams)."""
-
-    def __init__(self) -> None:
-        self.reduce_scatters: deque[Communication] = deque()
-        """In order of issue, like torch's `comm_ctx.reduce_scatter_states`."""
-        self.all_reduces: deque[Communication] = deque()
 
 
 class ReductionsByContext:
@@ -125,8 +95,8 @@ class ReductionsByContext:
         return self._of_context.setdefault(context, Reductions())
 
 
-class UnitHooks:
-    """All hooks of the recorder on one unit."""
+class UnitHooks(UnitTimer):
+    """All hooks of the recorder on one unit of FSDP2."""
 
     def __init__(
         self,
@@ -136,39 +106,24 @@ class UnitHooks:
         reductions: ReductionsByContext,
         memory: MemoryProbe,
     ) -> None:
-        self.index = index
-        self._session = session
-        self._clock = session.clock
+        super().__init__(session, handle, index, memory)
         self._handle = handle
         self._group = handle.group
         self._all_reductions = reductions
         self._context: FSDPCommContext | None = None
         self._own_reductions = Reductions()
         """Of the context above; torch sets a unit's context at the first forward."""
-        self._memory = memory
-        self._gather: Communication | None = None
-        """An all-gather that was issued and not yet waited for."""
-        self._copy_in: tuple[Any, Any] | None = None
-        """Start of the copy into the all-gather's input, and the stream it runs on."""
         self._reduces_at_once = False
         """Whether torch waits for this backward's reduction right after issuing it."""
         self._reduce_copied: Any = None
         """End of the copy into the reduce-scatter input of this backward."""
         self._reduce_copy_in: tuple[Any, Any] | None = None
         """Start of the copy into the reduce-scatter input, and the stream it runs on."""
-        self._forwards: list[tuple[Any, Phase, int]] = []
-        """Open forwards of this unit: start, phase, flags."""
-        self._backward_start: Any = None
-        self._outer_hooks: list[int] = []
 
     # --- attaching
 
-    def attach(self, patches: Patches) -> str:
-        """Wrap the group's methods and install the timed collectives.
-
-        Returns:
-            The way in which the collectives were installed; see `Unit.recorded_by`.
-        """
+    def attach(self, patches: Patches) -> None:
+        """Wrap the group's methods and install the timed collectives."""
         pairs: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], None] | None]] = {
             "unshard": (self._before_unshard, None),
             "wait_for_unshard": (self._before_wait, self._after_wait),
@@ -183,9 +138,9 @@ class UnitHooks:
             wrapped = wrap_call(getattr(self._group, name), before, after, self._session)
             patches.set_attribute(self._group, name, wrapped)
         patches.on_undo(self._restore_collectives)
-        return self.install_collectives()
+        self.install_collectives()
 
-    def install_collectives(self) -> str:
+    def install_collectives(self) -> None:
         """Replace the unit's all-gather and reduce-scatter unless already replaced.
 
         It runs again at each step, because a call of a torch setter may have replaced them.
@@ -196,7 +151,6 @@ class UnitHooks:
         reduce = self._group._reduce_scatter_comm
         if not is_recorded(reduce):
             self._set_reduce_scatter(recorded_reduce_scatter(reduce, self))
-        return "custom_comm" if self._handle.num_groups == 1 else "param_group"
 
     def _restore_collectives(self) -> None:
         gather, reduce = self._group._all_gather_comm, self._group._reduce_scatter_comm
@@ -243,100 +197,6 @@ class UnitHooks:
         if self._session.watches_memory:
             self._memory.gather_buffer(buffer, self.index)
 
-    def all_gather(
-        self, collective: Callable[[], Any], output: torch.Tensor, group: dist.ProcessGroup
-    ) -> Any:
-        """Run and time the unit's all-gather; returns the original result."""
-        work, start, number = self._run(collective, _ALL_GATHER, output, group)
-        if start is None:
-            return work
-        try:
-            return self._gather_issued(work, start, output, group, number)
-        except Exception as error:
-            self._session.fail(error)
-            return work
-
-    def _run(
-        self,
-        collective: Callable[[], Any],
-        kind: int,
-        message: torch.Tensor,
-        group: dist.ProcessGroup,
-    ) -> tuple[Any, Any, int]:
-        """Run a collective.
-
-        Only the black box and the start are noted before the call. A hook between two pieces of
-        torch's work finds cold processor caches, which cost more than the hook itself.
-
-        Returns:
-            Its result, a mark from right before it (None: inactive), its number in the black box.
-        """
-        session = self._session
-        if not session.active:
-            return collective(), None, 0
-        try:
-            code = dtype_code(message.dtype)
-            number = session.note_issue(kind, self.index, group, message.nbytes, code)
-            start = self._clock.mark()
-        except Exception as error:
-            session.fail(error)
-            return collective(), None, 0
-        return run_inside_collective(session, collective), start, number
-
-    def _gather_issued(
-        self, work: Any, start: Any, output: torch.Tensor, group: dist.ProcessGroup, number: int
-    ) -> Any:
-        session = self._session
-        transfer = session.take_transfer()
-        end = None if isinstance(work, dist.Work) else self._clock.mark()
-        if self._gather is not None:
-            self._drop_unused_gather()
-        communication = Communication(session, _ALL_GATHER, self.index, _ALL_GATHER_STREAM)
-        if session.hook_unit != self.index:
-            communication.flags |= _PREFETCHED
-        communication.begin(session, output, group, start)
-        if transfer is not None:
-            communication.follow(transfer)
-        if self._copy_in is not None:
-            self._add_copy_in(communication, *self._copy_in)
-            self._copy_in = None
-        self._gather = communication
-        if end is None:
-            communication.follow_in_black_box(session, number)
-            return TimedWork(work, session, communication)
-        if transfer is not None:
-            return work
-        communication.end = end
-        communication.note_end(session, number)
-        if session.on_host:
-            communication.block_host()
-            communication.write(session)
-        return work
-
-    def _add_copy_in(self, gather: Communication, start: Any, stream: Any) -> None:
-        """Write the copy of the shards into the input of the all-gather just issued."""
-        session, copied = self._session, gather.start
-        if gather.transfer is not None:
-            copied = gather.issue_ns  # the link may be free only later
-        elif stream is not None and stream != self._clock.current_stream():
-            # The all-gather's stream waited for this copy stream, and the copy was its last work.
-            copied = self._clock.mark(stream)
-        session.add(
-            _ALL_GATHER_COPY_IN,
-            start,
-            copied,
-            unit=self.index,
-            issued_by=gather.issued_by,
-            stream=_HOST_STREAM if session.on_host else _COPY_IN_STREAM,
-            collective=gather.identity,
-        )
-
-    def _drop_unused_gather(self) -> None:
-        """Write an earlier all-gather that no unit used, before the next one."""
-        if self._gather is not None:
-            close_unwaited(self._session, self._gather)
-        self._gather = None
-
     # --- the wait for the all-gather, and the copy out of its buffer
 
     def _before_wait(self) -> Any:
@@ -360,35 +220,16 @@ class UnitHooks:
             method=_MEASURED if session.on_host else _INFERRED,
         )
         if session.watches_memory:
-            self._memory.unsharded(self._group, self.index)
+            self._memory.unsharded(self._unit, self.index)
             self._memory.sample(_AFTER_UNSHARD, self.index)
-
-    def _close_gather(self, gather: Communication, begin: Any) -> Any:
-        """Write an all-gather that is needed now; returns when the copy out of it began."""
-        session = self._session
-        if gather.wait is not None and not gather.flags & _ASYNC:
-            return begin  # it blocked the host at its issue and is already written
-        if gather.wait is None:
-            gather.needed(begin)
-        assert gather.wait is not None
-        gather.write(session)
-        return gather.wait[1]
 
     # --- forward
 
     def _before_pre_forward(self, module: Any, args: Any, kwargs: Any) -> bool:
-        session = self._session
-        self._outer_hooks.append(session.hook_unit)
-        session.hook_unit = self.index
+        self._enter_hook()
         if self._group._training_state is _TORCH_FORWARD and not self._close_evaluation():
             return False  # another module of the same unit has opened this forward
-        if torch._C._current_graph_task_id() == -1:
-            mark = self._clock.mark()
-            phase = session.enter_forward(mark, grad_enabled=_keeps_graph(session))
-            if not session.execution_known and phase == _FORWARD_PHASE:
-                session.note_execution(self.index)
-        if session.watches_memory:
-            self._memory.inputs(args, kwargs)
+        self._begin_forward(args, kwargs)
         return True
 
     def _close_evaluation(self) -> bool:
@@ -405,73 +246,30 @@ class UnitHooks:
         return True
 
     def _after_pre_forward(self, opened: bool, result: Any) -> None:
-        session = self._session
-        session.hook_unit = self._outer_hooks.pop() if self._outer_hooks else NO_UNIT
-        if not opened:
-            return
-        flags = 0 if _keeps_graph(session) else _NO_GRAD
-        if session.phase == _BACKWARD_PHASE:
-            flags |= _RECOMPUTE
-        self._forwards.append((self._clock.mark(), session.phase, flags))
-        session.open_units.append(self.index)
-        if session.watches_memory:
-            self._memory.sample(_FORWARD_START, self.index)
+        self._leave_hook()
+        if opened:
+            self._open_forward()
 
     def _before_post_forward(self, *args: Any, **kwargs: Any) -> None:
-        if not self._forwards:
-            return
-        session = self._session
-        start, phase, flags = self._forwards.pop()
-        end = self._clock.mark()
-        if session.watches_memory:
-            self._memory.sample(_FORWARD_END, self.index)
-        if session.numerics is not None:
-            session.numerics.outputs(args[-1] if args else kwargs.get("output"), self.index)
-        session.close_unit(self.index)
-        session.leave_forward(end)
-        session.add(_FORWARD, start, end, unit=self.index, phase=phase, flags=flags)
+        self._close_forward(args[-1] if args else kwargs.get("output"))
 
     # --- backward
 
     def _before_pre_backward(self, *args: Any, **kwargs: Any) -> bool:
         if self._group._training_state is _TORCH_PRE_BACKWARD:
             return False
-        session = self._session
-        session.phase = _BACKWARD_PHASE
-        self._outer_hooks.append(session.hook_unit)
-        session.hook_unit = self.index
+        self._session.phase = _BACKWARD_PHASE
+        self._enter_hook()
         return True
 
     def _after_pre_backward(self, opened: bool, result: Any) -> None:
-        if not opened:
-            return
-        session = self._session
-        session.hook_unit = self._outer_hooks.pop() if self._outer_hooks else NO_UNIT
-        self._backward_start = self._clock.mark()
-        session.open_units.append(self.index)
-        if session.watches_memory:
-            self._memory.sample(_BACKWARD_START, self.index)
+        if opened:
+            self._leave_hook()
+            self._open_backward()
 
     def _before_post_backward(self, *args: Any, **kwargs: Any) -> Any:
-        session = self._session
-        end = self._clock.mark()
-        if self._backward_start is not None:
-            session.add(
-                _BACKWARD,
-                self._backward_start,
-                end,
-                unit=self.index,
-                phase=_BACKWARD_PHASE,
-            )
-            self._backward_start = None
-            if session.watches_memory:
-                self._memory.unsharded_gradients(self._group, self.index)
-                self._memory.sample(_BACKWARD_END, self.index)
-            if session.numerics is not None:
-                session.numerics.gradients(self._group, self.index)
-        session.close_unit(self.index)
-        self._outer_hooks.append(session.hook_unit)
-        session.hook_unit = self.index
+        end = self._close_backward()
+        self._enter_hook()
         self._reduce_copy_in = self._reduce_copied = None
         # torch 2.13, `post_backward`: a group of several modules of which only some ran.
         is_partial = len(self._group.modules) > 1
@@ -481,14 +279,14 @@ class UnitHooks:
     def _after_post_backward(self, end: Any, result: None) -> None:
         session = self._session
         if session.watches_memory:
-            self._memory.sharded_gradients(self._group, self.index)
+            self._memory.sharded_gradients(self._unit, self.index)
         waiting = self.reductions.reduce_scatters
         if waiting:
             kept = num_reduce_scatters_in_flight(self._group)
             self._wait_for_reductions(end, len(waiting) - kept)
         if self._reduces_at_once and self._reduce_copied is not None:
-            self._wait_for_all_reductions(self._reduce_copied)
-        session.hook_unit = self._outer_hooks.pop() if self._outer_hooks else NO_UNIT
+            self.reductions.wait_for_all(session, self._reduce_copied)
+        self._leave_hook()
 
     # --- reduce-scatter
 
@@ -567,34 +365,4 @@ class UnitHooks:
     def _before_finalize(self) -> None:
         """Begin the compute stream's wait for all remaining reductions."""
         if self.reductions.reduce_scatters or self.reductions.all_reduces:
-            self._wait_for_all_reductions(self._clock.mark())
-
-    def _wait_for_all_reductions(self, begin: Any) -> None:
-        """Note the compute stream's wait, from `begin`, for all reductions of the unit's root."""
-        reductions = self.reductions
-        left = sorted(
-            (*reductions.reduce_scatters, *reductions.all_reduces),
-            key=lambda communication: communication.identity,
-        )
-        reductions.reduce_scatters.clear()
-        reductions.all_reduces.clear()
-        for communication in left:
-            begin = communication.needed(begin)
-            communication.write(self._session)
-
-    # --- the end of a step
-
-    def end_step(self) -> None:
-        """Write an all-gather that no unit used for a whole step, and close open events.
-
-        An all-gather issued in the step that just ended may belong to the next forward.
-        """
-        if self._gather is not None and self._gather.step < self._session.step - 1:
-            self._drop_unused_gather()
-        self._forwards.clear()
-        self._outer_hooks.clear()
-        self._backward_start = None
-
-    def close(self) -> None:
-        """Write an unused all-gather at the end of the recording."""
-        self._drop_unused_gather()
+            self.reductions.wait_for_all(self._session, self._clock.mark())

@@ -1,22 +1,21 @@
-"""Describe a model's units and process groups for the manifest."""
+"""Describe a model and its process groups for the manifest, and note which units are recorded."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.models import class_name_of
+from fsdp_inspect.recording.unit_handle import UnitHandle
 from fsdp_inspect.sharding import torch_fsdp
-from fsdp_inspect.sharding.torch_fsdp import GroupHandle
 from fsdp_inspect.trace.codes import DTYPES
-from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, Unit
+from fsdp_inspect.trace.mesh_dimensions import with_labels
+from fsdp_inspect.trace.run import ModelInfo, ProcessGroup
 
 _DTYPE_CODES = {
     getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)
@@ -31,6 +30,9 @@ class ProcessGroups:
         self._index_of: dict[dist.ProcessGroup, int] = {}
         """Index by group object: getting a group's name costs a microsecond."""
         self._groups: list[ProcessGroup] = []
+        self._dimensions: dict[str, str] = {}
+        """The name of the mesh dimension, by group name."""
+        self._world_size = 0
         self._issued: list[int] = []
 
     def index(self, group: dist.ProcessGroup | None, role: str = "other") -> int:
@@ -42,17 +44,42 @@ class ProcessGroups:
         if known is not None:
             return known
         index = self._indices[name] = len(self._groups)
+        self._world_size = dist.get_world_size()
         self._groups.append(
             ProcessGroup(
                 index=index,
                 name=name,
                 ranks=dist.get_process_group_ranks(group),
                 role=role,
-                dimension=torch_fsdp.mesh_dimension_of(group),
+                dimension=self._dimensions.get(name) or torch_fsdp.mesh_dimension_of(group),
             )
         )
         self._issued.append(0)
         return index
+
+    def name_dimensions(self, meshes: Iterable[DeviceMesh]) -> None:
+        """Learn the names of mesh dimensions, and number their groups.
+
+        All ranks number the groups of the meshes at the same moment and in the same order, so that
+        an index means the same dimension on each of them.
+
+        Args:
+            meshes: In the same order on every rank.
+        """
+        named = torch_fsdp.name_mesh_dimensions(meshes)
+        self._dimensions |= {name: dimension for name, (_, dimension) in named.items()}
+        self._groups = [
+            group.model_copy(
+                update={"dimension": self._dimensions.get(group.name, group.dimension)}
+            )
+            for group in self._groups
+        ]
+        for group, _ in named.values():
+            self.index(group)
+
+    def find(self, group: dist.ProcessGroup | None, role: str) -> int:
+        """The index of a group; -1 for None."""
+        return -1 if group is None else self.index(group, role)
 
     def issue(self, group: dist.ProcessGroup) -> tuple[int, int]:
         """Count a collective on a group.
@@ -72,8 +99,8 @@ class ProcessGroups:
         self._index_of.clear()
 
     def describe(self) -> list[ProcessGroup]:
-        """All groups used so far, by index."""
-        return list(self._groups)
+        """All groups of meshes and of collectives so far, by index, with their dimensions."""
+        return with_labels(self._groups, self._world_size)
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -89,158 +116,53 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def find_recordable_groups(model: nn.Module) -> list[GroupHandle]:
-    """Find the units of a `fully_shard` model.
-
-    Raises:
-        RecordingError: It has none; the message names the kind of model and what to do.
-    """
-    groups = torch_fsdp.find_groups(model)
-    if groups:
-        return groups
-    name = type(model).__name__
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise RecordingError(
-            f"{name} has fully_shard modules but none of them manages a parameter. Expected at "
-            "least one FSDP unit with parameters. Call fully_shard on the modules that own them."
-        )
-    if _is_fsdp1(model):
-        raise RecordingError(
-            f"{name} is wrapped with FullyShardedDataParallel (FSDP1), which is unsupported. "
-            "Expected a model sharded with torch.distributed.fsdp.fully_shard (FSDP2). Move to "
-            "fully_shard, or record the run with torch.profiler and import the trace."
-        )
-    raise RecordingError(
-        f"{name} is not sharded: fully_shard was never called on it or on a module in it. "
-        "Attach the recorder after fully_shard(...), and pass the model that it was called on."
-    )
+_recorded: WeakKeyDictionary[object, Path] = WeakKeyDictionary()
+"""The units with an attached recorder, by `UnitHandle.key`, and its run folder."""
 
 
-_recorded: WeakKeyDictionary[FSDPParamGroup, Path] = WeakKeyDictionary()
-"""The groups with an attached recorder, and its run folder."""
+def find_recording(units: Sequence[UnitHandle]) -> Path | None:
+    """The run folder of the recorder that is attached to any of these units; None: none is."""
+    return next((path for unit in units if (path := _recorded.get(unit.key)) is not None), None)
 
 
-def refuse_recorded_groups(model: nn.Module, groups: Sequence[GroupHandle]) -> None:
-    """Raise if another recorder is attached to any of these groups.
+def refuse_recorded_units(model: nn.Module, units: Sequence[UnitHandle]) -> None:
+    """Raise if another recorder is attached to any of these units.
 
     Raises:
         RecordingError: One is; the message has its run folder and what to do.
     """
-    for handle in groups:
-        path = _recorded.get(handle.group)
-        if path is not None:
-            raise RecordingError(
-                f"{type(model).__name__} is already being recorded, into {str(path)!r}. Expected "
-                "at most one recorder on a model: two would time each other. Use the existing "
-                "recorder, or close it first (leave its `with` block, or call close()). A script "
-                "that runs under fsdp_inspect.record needs no recorder of its own."
-            )
+    path = find_recording(units)
+    if path is not None:
+        raise RecordingError(
+            f"{type(model).__name__} is already being recorded, into {str(path)!r}. Expected "
+            "at most one recorder on a model: two would time each other. Use the existing "
+            "recorder, or close it first (leave its `with` block, or call close()). A script "
+            "that runs under fsdp_inspect.record needs no recorder of its own."
+        )
 
 
-def mark_recorded(groups: Sequence[GroupHandle], path: Path) -> None:
-    """Mark these groups as recorded into `path`."""
-    _recorded.update((handle.group, path) for handle in groups)
+def mark_recorded(units: Sequence[UnitHandle], path: Path) -> None:
+    """Mark these units as recorded into `path`."""
+    _recorded.update((unit.key, path) for unit in units)
 
 
-def mark_released(groups: Sequence[GroupHandle]) -> None:
-    """Mark these groups as no longer recorded."""
-    for handle in groups:
-        _recorded.pop(handle.group, None)
+def mark_released(units: Sequence[UnitHandle]) -> None:
+    """Mark these units as no longer recorded."""
+    for unit in units:
+        _recorded.pop(unit.key, None)
 
 
-def describe_model(model: nn.Module, groups: Sequence[GroupHandle]) -> ModelInfo:
+def describe_model(model: nn.Module, units: Sequence[UnitHandle]) -> ModelInfo:
     """Describe the model's class and its parameters over all ranks; unsharded ones count once."""
     sizes = {
         id(parameter): (parameter.numel(), parameter.requires_grad)
         for parameter in model.parameters()
     }
-    for handle in groups:
-        for parameter, size in zip(
-            torch_fsdp.sharded_parameters_of(handle.group),
-            torch_fsdp.original_sizes(handle.group),
-            strict=True,
-        ):
-            sizes[id(parameter)] = (size.numel(), parameter.requires_grad)
+    for unit in units:
+        for parameter, numel in zip(unit.local_parameters, unit.full_numels, strict=True):
+            sizes[id(parameter)] = (numel, parameter.requires_grad)
     return ModelInfo(
         class_name=class_name_of(model),
         num_parameters=sum(numel for numel, _ in sizes.values()),
         num_trainable_parameters=sum(numel for numel, trained in sizes.values() if trained),
     )
-
-
-def describe_units(handles: Sequence[GroupHandle], process_groups: ProcessGroups) -> list[Unit]:
-    """Describe the units in their current state; torch completes it at the first forward.
-
-    Names are unique. torch gives the same name to groups of one module that shard over equally
-    many ranks; here the second one is named `layers.0 [pg=8] #2`.
-    """
-    seen: Counter[str] = Counter()
-    units = []
-    for index, handle in enumerate(handles):
-        seen[handle.name] += 1
-        number = seen[handle.name]
-        name = handle.name if number == 1 else f"{handle.name} #{number}"
-        units.append(_describe_unit(handle, index, name, process_groups))
-    return units
-
-
-def _describe_unit(
-    handle: GroupHandle, index: int, name: str, process_groups: ProcessGroups
-) -> Unit:
-    group = handle.group
-    parameters = torch_fsdp.sharded_parameters_of(group)
-    numels = [size.numel() for size in torch_fsdp.original_sizes(group)]
-    trained = [parameter.requires_grad for parameter in parameters]
-    trained_numels = [numel for numel, wanted in zip(numels, trained, strict=True) if wanted]
-    shard_size = handle.shard_group.size() if handle.shard_group is not None else 1
-    original = parameters[0].dtype
-    param_dtype = group.mp_policy.param_dtype or original
-    reduce_dtype = group.mp_policy.reduce_dtype or param_dtype
-    padded = torch_fsdp.padded_shard_numels(group)
-    padded_trained = sum(numel for numel, wanted in zip(padded, trained, strict=True) if wanted)
-    return Unit(
-        index=index,
-        fqn=name,
-        modules=list(handle.fqns),
-        module_class=torch_fsdp.original_class(handle.modules[0]).__name__,
-        num_parameters=sum(numels),
-        num_trainable_parameters=sum(trained_numels),
-        num_tensors=len(parameters),
-        parameters=torch_fsdp.parameter_shapes(handle),
-        unsharded_bytes=torch_fsdp.gathered_bytes(group, shard_size, param_dtype.itemsize),
-        sharded_bytes=sum(padded) * original.itemsize,
-        reduce_bytes=padded_trained * shard_size * reduce_dtype.itemsize,
-        param_dtype=dtype_name(param_dtype),
-        reduce_dtype=dtype_name(reduce_dtype),
-        reshard_after_forward=handle.reshard_after_forward,
-        shard_group=_group_index(process_groups, handle.shard_group, "shard"),
-        replicate_group=_group_index(process_groups, handle.replicate_group, "replicate"),
-        is_root=handle.is_root,
-        offload=isinstance(group.offload_policy, CPUOffloadPolicy),
-    )
-
-
-def register_groups(handles: Sequence[GroupHandle], process_groups: ProcessGroups) -> None:
-    """Give every process group of the units an index and a role."""
-    for handle in handles:
-        _group_index(process_groups, handle.shard_group, "shard")
-        _group_index(process_groups, handle.reduce_scatter_group, "shard")
-        _group_index(process_groups, handle.replicate_group, "replicate")
-        _group_index(process_groups, handle.post_forward_group, "post_forward")
-
-
-def model_mesh_of(handles: Sequence[GroupHandle]) -> dict[str, int]:
-    """Dimension names and sizes of the first unit's mesh, outermost first."""
-    mesh = handles[0].group.mesh_info.mesh
-    names = mesh.mesh_dim_names or tuple(f"dim{place}" for place in range(mesh.ndim))
-    return dict(zip(names, mesh.shape, strict=True))
-
-
-def _group_index(process_groups: ProcessGroups, group: dist.ProcessGroup | None, role: str) -> int:
-    return -1 if group is None else process_groups.index(group, role)
-
-
-def _is_fsdp1(model: nn.Module) -> bool:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())

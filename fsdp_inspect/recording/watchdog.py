@@ -3,7 +3,8 @@
 A background thread of each rank saves the black box, compares the order of collectives and looks
 for progress: a collective issued or finished, a step ended. Without progress for `hang_after_s` it
 asks every rank, through the process group's store, for the stacks of all threads. Rank 0 then runs
-`fsdp-inspect diagnose` in a child process and prints what it says. Nothing is ended.
+`fsdp-inspect diagnose` in a child process and prints what it says; another rank does so if rank 0
+does not answer. Nothing is ended.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.black_box import BlackBoxWriter
     from fsdp_inspect.recording.session import Session
     from fsdp_inspect.recording.stacks import StackFiles
+    from fsdp_inspect.recording.store_client import StoreClient
     from fsdp_inspect.store.writer import RankWriter
 
 SHORTEST_HANG_S = 60.0
@@ -36,6 +38,8 @@ _STOP_S = 2.0
 """How long the end of a recording waits for the thread and the process."""
 _GATHER_S = 2.0
 """How long rank 0 waits for the stacks of the others before it explains the hang."""
+_TAKE_OVER_S = 3.0
+"""How long the other ranks then wait for rank 0 to do so; it may be the one that hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,7 @@ class Watchdog:
         self._interval_s = min(interval_s(world_size), _LONGEST_INTERVAL_S)
         self._compare_s = interval_s(world_size)
         self._order: OrderCheck | None = None
-        self._store: Any = None
+        self._store: StoreClient | None = None
         self._hang_key = ""
         self._num_requests = 0
         self._now = session.clock.host_now
@@ -101,6 +105,7 @@ class Watchdog:
         self._seen = (0, 0, 0)
         self._has_keeper = False
         self._hang_seen_ns = 0
+        self._has_explained = False
         self._oom_kills = num_oom_kills()
         self._is_closed = False
         self._stop = threading.Event()
@@ -108,7 +113,7 @@ class Watchdog:
             target=self._work, name="fsdp-inspect-watchdog", daemon=True
         )
 
-    def connect(self, store: Any, prefix: str, order: OrderCheck | None) -> None:
+    def connect(self, store: StoreClient, prefix: str, order: OrderCheck | None) -> None:
         """Use the process group's store from now on; without it the ranks do not speak.
 
         Args:
@@ -120,10 +125,16 @@ class Watchdog:
         self._order = order
         self._store = store
 
-    def start(self) -> None:
-        """Start the thread and the process that saves the black box."""
+    def start(self, path_to_copy: Path | None) -> None:
+        """Start the thread and the process that saves the black box.
+
+        Args:
+            path_to_copy: See `StackFiles`.
+        """
         self._has_keeper = self._box.start_keeper(
-            self._writer.folder / BLACK_BOX_FILE, self._run_folder if self._explains else None
+            self._writer.folder / BLACK_BOX_FILE,
+            self._run_folder if self._explains else None,
+            path_to_copy,
         )
         self._save()
         self._thread.start()
@@ -190,7 +201,7 @@ class Watchdog:
                 for sentence in self._order.compare():
                     tell(sentence, self._rank)
                     self._session.problem(sentence)
-            self._handle_hang(now)
+            self._handle_hang(self._store, now)
         except (RuntimeError, OSError) as error:  # DistStoreError and others: rank 0 has exited
             self._store = None
             first = " ".join(str(error).split())[:200]
@@ -198,6 +209,8 @@ class Watchdog:
                 f"The process group's store does not answer ({first}): from step "
                 f"{self._session.step} on, ranks are neither compared nor asked for their stacks."
             )
+            if self._hang_seen_ns and not self._has_explained:
+                self._explain()
 
     def _watch_progress(self, now: int) -> None:
         box, session = self._box, self._session
@@ -208,6 +221,7 @@ class Watchdog:
         if self._hang_seen_ns:
             waited = (now - self._hang_seen_ns) / 1e9
             self._hang_seen_ns = 0
+            self._has_explained = False
             session.problem(
                 f"Nothing moved for over {self._limit_s():.0f} s until step {session.step}; "
                 f"{waited:.0f} s after the watchdog reported it, the training went on."
@@ -228,11 +242,11 @@ class Watchdog:
         self._hang_seen_ns = now
         return True
 
-    def _handle_hang(self, now: int) -> None:
+    def _handle_hang(self, store: StoreClient, now: int) -> None:
         """Ask all ranks for their stacks if this one is stuck, and answer a request."""
-        if self._sees_hang(now) and self._store.add(self._hang_key, 0) == self._num_requests:
-            self._store.add(self._hang_key, 1)
-        requests = self._store.add(self._hang_key, 0)
+        if self._sees_hang(now) and store.add(self._hang_key, 0) == self._num_requests:
+            store.add(self._hang_key, 1)
+        requests = store.add(self._hang_key, 0)
         if requests > self._num_requests:
             self._num_requests = requests
             self._explain()
@@ -241,8 +255,9 @@ class Watchdog:
         return self._session.journal.has_ended(communication.end)
 
     def _explain(self) -> None:
-        """Write what this rank does; rank 0 then explains the hang."""
+        """Write what this rank does; the first rank then explains the hang."""
         self._hang_seen_ns = self._hang_seen_ns or self._now()
+        self._has_explained = True
         self._box.look_at_pending(self._has_ended)
         self._save()
         try:
@@ -250,10 +265,18 @@ class Watchdog:
         except OSError as error:
             self._session.problem(f"The stacks could not be written: {error}.")
         self._writer.flush()
-        if self._rank == 0:
-            self._stop.wait(_GATHER_S)
+        is_other = self._rank != 0 and self._store is not None
+        if self._stop.wait(_GATHER_S + (_TAKE_OVER_S if is_other else 0.0)):
+            return
+        if self._is_first():
             claim_explanation(self._writer.folder)  # its end needs no second one
             _print_diagnosis(self._run_folder)
+
+    def _is_first(self) -> bool:
+        """Whether no other rank explains this hang. Without the store, the run's folder decides."""
+        if self._store is None:
+            return self._rank == 0 or claim_explanation(self._writer.folder)
+        return self._store.add(f"{self._hang_key}/explained/{self._num_requests}", 1) == 1
 
     def _save(self) -> None:
         """Note the state of the rank; without a keeper, let the next flush write the black box."""

@@ -134,6 +134,7 @@ def _rows(
         "unit": NO_UNIT,
         "phase": Phase.OUTSIDE,
         "kind": part,
+        "group": MISSING_INT,
         "flags": 0,
         "duration_ns": 0,
         "median_ns": 0,

@@ -31,7 +31,7 @@ def describe_issued(issued: Issued, unit_names: Sequence[str], *, with_size: boo
     kind = name_kind(issued)
     article = "an" if kind[0] in "aeiou" else "a"
     if issued.unit == NO_UNIT:
-        what = f"{article} {kind} that FSDP did not issue"
+        what = f"{article} {kind} of no unit"
         size = f" ({format_bytes(issued.bytes)})" if issued.bytes > 0 and with_size else ""
         return f"{what}{size}{_in_phase(issued.phase)}"
     if issued.unit == UNKNOWN_UNIT:

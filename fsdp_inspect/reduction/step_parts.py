@@ -1,4 +1,4 @@
-"""Split each step of a rank into parts, and sum its events by unit, phase and kind.
+"""Split each step of a rank into parts, and sum its events by unit, phase, kind and group.
 
 Only this module defines exposed communication and the breakdown of a step (docs/metrics.md). The
 store runs it once per rank at compaction, and every analysis reads the result from the summary.
@@ -23,6 +23,9 @@ for collectives. Their parts are:
 3. FSDP copies;
 4. optimizer, backward, forward: compute by its phase;
 5. other: compute of an unknown phase, copies and fills by the device.
+
+The exposed parts are also split by process group. An instant with waits for several groups belongs
+to the first exposed part that applies, and in it to the group with the lowest index.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,10 +57,13 @@ _WAITS = (
     EventKind.OTHER_WAIT,
 )
 _ON_CLOCK = (Stream.HOST, Stream.COMPUTE)
+_NO_GROUP = -1
+_MOST_GROUPS = 64
+"""Groups with a higher index count as no group: only a damaged trace has that many."""
 
 
 def reduce_rank(events: EventTable, *, rank: int, attempt: int = 0) -> SummaryTable:
-    """Sum a rank's events by step, unit, phase and kind, and split every finished step.
+    """Sum a rank's events by step, unit, phase, kind and group, and split every finished step.
 
     Args:
         events: All events of the rank; any order.
@@ -71,9 +77,9 @@ def reduce_rank(events: EventTable, *, rank: int, attempt: int = 0) -> SummaryTa
     reduced = [_reduce_steps(axis) for axis in lay_side_by_side(events.where(has_ended))]
     if not reduced:
         return SummaryTable.empty()
-    whole, groups = zip(*reduced, strict=True)
+    whole, groups, units = zip(*reduced, strict=True)
     columns = {
-        name: np.concatenate([part[name] for part in (*whole, *groups)])
+        name: np.concatenate([part[name] for part in (*whole, *groups, *units)])
         for name in SummaryTable.DTYPES
         if name not in ("rank", "attempt")
     }
@@ -176,23 +182,62 @@ def _split(events: EventTable, window: Intervals) -> dict[StepPart, Intervals]:
     return parts
 
 
+def split_exposed_by_group(
+    events: EventTable, parts: Mapping[StepPart, Intervals]
+) -> dict[int, Intervals]:
+    """Split the exposed parts by process group.
+
+    Args:
+        events: The events of one step, or of steps side by side.
+        parts: The result of `split_step` for the same events.
+
+    Returns:
+        The exposed time of each group that was waited for, by index; disjoint, and together all of
+        the exposed parts. -1: collectives without a known group.
+    """
+    groups, since = _groups_of(events), waited_since(events)
+    by_group: dict[int, list[Intervals]] = {}
+    for part, claimed in _exposed_claims(events, since < events.end_ns):
+        free = parts[part]
+        for group in np.unique(groups[claimed]).tolist():
+            own = claimed & (groups == group)
+            mine = Intervals.of(since[own], events.end_ns[own]).intersect(free)
+            free = free.subtract(mine)
+            by_group.setdefault(group, []).append(mine)
+    return {
+        group: Intervals.of(
+            np.concatenate([one.starts for one in spans]),
+            np.concatenate([one.ends for one in spans]),
+        )
+        for group, spans in by_group.items()
+    }
+
+
+def _groups_of(events: EventTable) -> NDArray[np.int16]:
+    groups: NDArray[np.int16] = np.where(events.group < _MOST_GROUPS, events.group, _NO_GROUP)
+    return groups
+
+
 _Candidates = Iterator[tuple[StepPart, Intervals]]
 """The times to which each part applies, highest priority first; they may overlap."""
 
 
 def _exposed_candidates(events: EventTable, communication: Intervals) -> _Candidates:
     since, exposed = waited_since(events), exposing(events, communication)
-    waited = since < events.end_ns
+    for part, mask in _exposed_claims(events, since < events.end_ns):
+        yield part, Intervals.of(since[mask], events.end_ns[mask]).intersect(exposed)
+
+
+def _exposed_claims(
+    events: EventTable, waited: NDArray[np.bool_]
+) -> Iterator[tuple[StepPart, NDArray[np.bool_]]]:
+    """The collectives of each exposed part, highest priority first."""
     claimed = np.zeros(len(events), dtype=bool)
     for kind, part in EXPOSED_PARTS.items():
         mask = waited & (events.unit != NO_UNIT) & (events.kind == kind)
         claimed |= mask
-        yield part, Intervals.of(since[mask], events.end_ns[mask]).intersect(exposed)
-    rest = waited & ~claimed
-    yield (
-        StepPart.EXPOSED_OTHER,
-        Intervals.of(since[rest], events.end_ns[rest]).intersect(exposed),
-    )
+        yield part, mask
+    yield StepPart.EXPOSED_OTHER, waited & ~claimed
 
 
 def _host_candidates(events: EventTable, quiet: Intervals) -> _Candidates:
@@ -230,8 +275,8 @@ def _spans(events: EventTable, mask: NDArray[np.bool_]) -> Intervals:
 _Columns = dict[str, NDArray[np.int64]]
 
 
-def _reduce_steps(axis: SideBySide) -> tuple[_Columns, _Columns]:
-    """The rows of whole steps, and the rows of their units, phases and kinds."""
+def _reduce_steps(axis: SideBySide) -> tuple[_Columns, _Columns, _Columns]:
+    """The rows of whole steps, of their process groups, and of units, phases and kinds."""
     events = axis.events
     is_step = np.flatnonzero(events.kind == EventKind.STEP)
     first_of_step = is_step[np.unique(axis.place[is_step], return_index=True)[1]]
@@ -242,7 +287,34 @@ def _reduce_steps(axis: SideBySide) -> tuple[_Columns, _Columns]:
     rows = [_rows_of_steps(axis, in_step, parts)]
     rows += [_rows_of_part(axis, part, spans) for part, spans in parts.items()]
     whole = {name: np.stack([row[name] for row in rows], axis=1).reshape(-1) for name in rows[0]}
-    return whole, _group(events, exposed)
+    return whole, _rows_of_groups(axis, in_step, parts), _group(events, exposed)
+
+
+def _rows_of_groups(
+    axis: SideBySide, in_step: Intervals, parts: Mapping[StepPart, Intervals]
+) -> _Columns:
+    """One row for each process group that a step used."""
+    events, num_steps = axis.events, len(axis.steps)
+    is_collective, groups = is_any_of(events.kind, COLLECTIVES), _groups_of(events)
+    trained = is_collective & (events.phase != Phase.EVALUATION)
+    exposed = split_exposed_by_group(events, parts)
+    rows = []
+    for group in np.unique(groups[is_collective]).tolist() or [_NO_GROUP]:
+        own = is_collective & (groups == group)
+        counted = trained & own
+        row = _blank_rows(axis, StepPart.GROUP) | {
+            "group": np.full(num_steps, group),
+            "count": np.bincount(axis.place[counted], minlength=num_steps),
+            "bytes": np.add.reduceat(
+                np.where(counted, np.maximum(events.bytes, 0), 0), axis.firsts
+            ),
+            "duration_ns": axis.duration_ns(_spans(events, own).intersect(in_step)),
+            "exposed_ns": axis.duration_ns(exposed.get(group, Intervals.empty())),
+        }
+        row["median_ns"] = row["duration_ns"]
+        is_used = np.bincount(axis.place[own], minlength=num_steps) > 0
+        rows.append({name: values[is_used] for name, values in row.items()})
+    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
 def _rows_of_steps(
@@ -290,6 +362,7 @@ def _blank_rows(axis: SideBySide, kind: EventKind | StepPart) -> _Columns:
         "unit": NO_UNIT,
         "phase": Phase.OUTSIDE,
         "kind": kind,
+        "group": _NO_GROUP,
         "flags": 0,
         "bytes": 0,
         "exposed_ns": 0,
@@ -301,9 +374,15 @@ def _blank_rows(axis: SideBySide, kind: EventKind | StepPart) -> _Columns:
 
 
 def _group(events: EventTable, exposed: NDArray[np.int64]) -> _Columns:
-    """Sums over the events of each step, unit, phase and kind, as columns of the summary."""
+    """Sums over the events of each step, unit, phase, kind and group, as columns of the summary.
+
+    Only collectives are split by group: waits and copies belong to one collective, whose group
+    their rows do not have.
+    """
     members = np.flatnonzero(events.kind != EventKind.STEP)
     keys = [getattr(events, name)[members] for name in ("step", "unit", "phase", "kind")]
+    travels = is_any_of(events.kind[members], COLLECTIVES)
+    keys.append(np.where(travels, _groups_of(events)[members], _NO_GROUP))
     durations = (events.end_ns - events.start_ns)[members]
     # Sort by group, then by duration, so that the median of a group is one of its elements.
     order = np.lexsort((durations, *reversed(keys)))
@@ -311,13 +390,14 @@ def _group(events: EventTable, exposed: NDArray[np.int64]) -> _Columns:
     changes = np.any([key[1:] != key[:-1] for key in keys], axis=0)
     firsts = np.flatnonzero(np.concatenate([[True], changes])) if len(members) else members
     counts = np.diff(np.append(firsts, len(members)))
-    step, unit, phase, kind = (key[firsts] for key in keys)
+    step, unit, phase, kind, group = (key[firsts] for key in keys)
     travels = is_any_of(kind, COLLECTIVES)
     return {
         "step": step,
         "unit": unit,
         "phase": phase,
         "kind": kind,
+        "group": group,
         "flags": np.zeros_like(counts),
         "count": counts,
         "bytes": _sums(np.maximum(events.bytes[members], 0), firsts) * travels,

@@ -25,7 +25,7 @@ SCREEN_LINES = 23
 """Lines of the short form: a terminal of 24 lines, without the line of the prompt."""
 _TITLE_LINES, _TEXT_LINES, _ROW_LINES = 2, 3, 2
 """The highest number of lines of the headline, of a paragraph and of a row."""
-_RULES_COMMAND = "fsdp-inspect advise --rules lists the rules in brackets with their triggers."
+_RULES_COMMAND = "`fsdp-inspect advise --rules` lists the rules in brackets with their triggers."
 
 
 def render_advice(advice: Advice, *, details: bool = False) -> RenderableType:
@@ -39,6 +39,24 @@ def render_advice(advice: Advice, *, details: bool = False) -> RenderableType:
     if details:
         return Group(Text(advice.answer, style="bold"), *_all_parts(advice))
     return _OneScreen(advice)
+
+
+def describe_recommendation(advice: Advice) -> str:
+    """The recommended fix or change in one line, with its gain and its memory.
+
+    Returns:
+        The answer of the advice if it recommends nothing.
+    """
+    finding, suggestion = _recommended(advice)
+    if finding is not None and finding.do:
+        return f"{finding.do[0]} {finding.effect.sentence}"
+    if suggestion is None or advice.plan is None:
+        return advice.answer
+    if _exceeds_limit(advice.plan):
+        fastest = advice.plan.fastest
+        return f"{fastest.what}: peak {describe_plan_peak(fastest)} (predicted)."
+    saving = describe_saving(suggestion, advice.plan)
+    return f"{suggestion.what}: {saving}, peak {describe_plan_peak(suggestion)} (predicted)."
 
 
 # --- one screen

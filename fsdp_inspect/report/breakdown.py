@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from fsdp_inspect.analysis.breakdown import PartTime, StepBreakdown
+from fsdp_inspect.analysis.breakdown import DIMENSIONS, PartTime, StepBreakdown
 from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
 from fsdp_inspect.formatting import format_ratio
 from fsdp_inspect.metrics import find_metric
@@ -39,6 +39,7 @@ def render_breakdown(digest: BreakdownCauses) -> RenderableType:
         Text(_headline(digest, shown), style="bold"),
         _details(digest, shown),
         *section(_title(digest, shown), parts_table(shown)),
+        *dimension_section(shown),
         *_causes(digest),
         *_ranks(digest.ranks),
         "",
@@ -88,6 +89,20 @@ def parts_table(shown: StepBreakdown) -> RenderableType:
         bar_of=_bar_of,
         totals=totals,
     )
+
+
+def dimension_section(shown: StepBreakdown) -> Iterator[RenderableType]:
+    """Render communication by mesh dimension; nothing for a mesh of one dimension."""
+    if len(shown.dimensions) < 2:
+        return
+    columns = ["dimension", "exposed_ns", "step_ratio", "count_per_step", "bytes_per_step"]
+    if any(set(row.names) - {row.dimension} for row in shown.dimensions):
+        columns.append("names")
+    if any(row.is_inferred for row in shown.dimensions):
+        columns.append("is_inferred")
+    exposed = format_metric("exposed_ns", shown.exposed_ns)
+    table = render_table(DIMENSIONS, shown.dimensions, *columns, totals=[("= exposed", exposed)])
+    yield from section("Communication by mesh dimension", table)
 
 
 def _bar_of(part: PartTime) -> Text:

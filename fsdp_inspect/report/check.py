@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_inspect.checks.allocating_lines import AllocatingLine
 from fsdp_inspect.checks.baseline import Baseline
 from fsdp_inspect.checks.check import (
     ALWAYS,
@@ -20,12 +21,12 @@ from fsdp_inspect.checks.check import (
 )
 from fsdp_inspect.checks.increases import Increase
 from fsdp_inspect.checks.limits import TIME_METRICS
-from fsdp_inspect.checks.measurements import RESTING
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.formatting import format_bytes, format_category, format_ns
 from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.values import format_method
+from fsdp_inspect.trace.live_memory import RESTING
 
 _STYLES = {
     CheckOutcome.PASSES: "green",
@@ -69,6 +70,19 @@ def _growth_within_limits(result: CheckResult) -> str:
         return ""
     most = rose[0]
     return f" {most.name} {_excess(most)}, within its limit.{_where(result, most)}"
+
+
+def _lines_shown(result: CheckResult) -> list[AllocatingLine]:
+    """The lines behind an increase without a known cause, of the first one and of other metrics."""
+    of_first = result.lines if is_unexplained(result) else ()
+    of_others = [line for one in result.others if not one.causes for line in one.lines]
+    return list(dict.fromkeys([*of_first, *of_others]))
+
+
+def _lines_title(lines: Sequence[AllocatingLine]) -> str:
+    if all(line.is_changed for line in lines):
+        return "Lines that allocate more than in the baseline"
+    return "Lines that allocate what grew (all of its memory, not only the increase)"
 
 
 UNEXPLAINED = "cause: unknown. No recorded setting explains this increase."
@@ -178,6 +192,9 @@ def _parts(result: CheckResult) -> Iterable[RenderableType]:
         yield from section("Metrics", _metrics_table(result))
     if result.growth:
         yield from section(f"Growth{_place(result)}", _growth_table(result.growth, format_bytes))
+    lines = _lines_shown(result)
+    if lines:
+        yield from section(_lines_title(lines), _lines_table(lines))
     if result.longer:
         yield from section("Longer in a step", _growth_table(result.longer, format_ns))
     differences = describe_settings(result.settings)
@@ -217,6 +234,19 @@ def _growth_table(growth: Iterable[Increase], write: Callable[[float | None], st
     return table
 
 
+def _lines_table(lines: Iterable[AllocatingLine]) -> Table:
+    table = new_table("what", "units", "line", "now", "storages", names=3)
+    for one in lines:
+        table.add_row(
+            format_category(one.category),
+            Text(one.where),
+            Text(one.line),
+            format_bytes(one.bytes),
+            str(one.count),
+        )
+    return table
+
+
 # --- markdown
 
 
@@ -240,6 +270,7 @@ def _markdown_lines(result: CheckResult) -> Iterable[str]:
         yield ""
     yield from _growth_lines(f"growth{_place(result)}", result.growth, format_bytes)
     yield from _growth_lines("longer in a step", result.longer, format_ns)
+    yield from _code_lines(_lines_shown(result))
     yield from (f"- Likely cause: {_escape(cause)}" for cause in result.causes)
     if is_unexplained(result):
         yield f"- {_escape(UNEXPLAINED)}"
@@ -249,6 +280,19 @@ def _markdown_lines(result: CheckResult) -> Iterable[str]:
         yield from (f"- {_escape(reason)}" for reason in result.reasons)
     yield ""
     yield f"<sub>{_escape(_provenance(result))}</sub>"
+    yield ""
+
+
+def _code_lines(lines: Sequence[AllocatingLine]) -> Iterable[str]:
+    if not lines:
+        return
+    yield f"{_lines_title(lines)}:"
+    yield ""
+    yield "| what | units | line | now | storages |"
+    yield "|---|---|---|---:|---:|"
+    for one in lines:
+        cells = [format_category(one.category), one.where, one.line, format_bytes(one.bytes)]
+        yield f"| {' | '.join(_escape(cell) for cell in [*cells, str(one.count)])} |"
     yield ""
 
 
@@ -339,6 +383,11 @@ def _failure_text(result: CheckResult, one: MetricCheck) -> str:
         lines += [f"takes longer: {_describe_longer(longer)}" for longer in result.longer]
     else:
         lines += [f"grew: {_describe_growth(grown)}" for grown in result.growth]
+    lines += [
+        f"allocated at {one.line}: {format_category(one.category)} of {one.where}, "
+        f"{format_bytes(one.bytes)} now"
+        for one in _lines_shown(result)
+    ]
     lines += [f"likely cause: {cause}" for cause in result.causes]
     lines += [f"differs: {line}" for line in describe_settings(result.settings)]
     return "\n".join(lines)

@@ -108,6 +108,11 @@ def _tables(comparison: Comparison, other: int) -> Iterator[RenderableType]:
             "Parts of the typical step (the changes add up)",
             _parts_table(comparison.parts, labels, other, _part_name),
         )
+    if len(comparison.dimensions) > 1:
+        yield from section(
+            "Exposed communication by mesh dimension",
+            _parts_table(comparison.dimensions, labels, other, str),
+        )
     yield from _unit_tables(comparison, labels, other)
     if comparison.memory:
         yield from section("Memory at the peak", _memory(comparison, labels, other))

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from fsdp_inspect.analysis.loss_spikes import LossSpike
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind
 from fsdp_inspect.diagnosis.diagnose import (
     Diagnosis,
@@ -22,10 +23,12 @@ from fsdp_inspect.diagnosis.ends import EndKind
 from fsdp_inspect.diagnosis.waits import Wait
 from fsdp_inspect.formatting import (
     capitalize,
+    format_ns,
     format_owner,
     format_ranks,
     format_ratio,
     format_unit,
+    name_run,
 )
 from fsdp_inspect.reduction.order_wording import (
     describe_difference,
@@ -35,12 +38,14 @@ from fsdp_inspect.reduction.order_wording import (
 )
 from fsdp_inspect.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.report.diagnosis_pictures import pictures_to_dict, render_pictures
+from fsdp_inspect.report.drift import MOST_CHANGES, describe_change
 from fsdp_inspect.report.out_of_memory import (
     describe_memory_at_failure,
     describe_plans,
     list_next_steps,
     out_of_memory_to_dict,
 )
+from fsdp_inspect.results import to_plain
 from fsdp_inspect.trace.numerics import Place
 
 MOST_RANKS = 16
@@ -56,19 +61,26 @@ class DiagnosisText:
     next: tuple[str, ...]
 
 
-def describe_diagnosis(found: Diagnosis) -> DiagnosisText:
-    """The diagnosis in words: what happened, why that is known, and what to do."""
-    return DiagnosisText(_sentence(found), tuple(_evidence(found)), tuple(_next(found)))
+def describe_diagnosis(found: Diagnosis, *, run: str = "RUN") -> DiagnosisText:
+    """The diagnosis in words: what happened, why that is known, and what to do.
+
+    Args:
+        found: The diagnosis.
+        run: The run in commands.
+    """
+    steps = tuple(name_run(step, run) for step in _next(found))
+    return DiagnosisText(_sentence(found), tuple(_evidence(found)), steps)
 
 
-def render_diagnosis(found: Diagnosis, *, brief: bool = False) -> RenderableType:
+def render_diagnosis(found: Diagnosis, *, brief: bool = False, run: str = "RUN") -> RenderableType:
     """Render a diagnosis for a terminal.
 
     Args:
         found: The diagnosis.
         brief: Only the sentence and the next step.
+        run: The run in commands.
     """
-    text = describe_diagnosis(found)
+    text = describe_diagnosis(found, run=run)
     style = {Status.HEALTHY: "bold green", Status.PROBLEM: "bold red"}.get(found.status, "bold")
     parts: list[RenderableType] = [Text(text.sentence, style=style)]
     if not brief and text.evidence:
@@ -100,6 +112,8 @@ def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:
         "next": list(text.next),
         "failure": found.failure or None,
         "missing_ranks": list(found.missing_ranks),
+        "loss_spikes": [to_plain(each) for each in found.loss_spikes],
+        "drift": [to_plain(each) for each in found.drift],
         "states": [_state_to_dict(state, found) for state in found.states],
         **pictures_to_dict(found),
         "out_of_memory": None
@@ -157,6 +171,8 @@ _HEADLINES = {
     ProblemClass.STOPPED: "the run was stopped from outside",
     ProblemClass.NOT_FINITE: "{who} computed values that are not finite",
     ProblemClass.PRECISION_LOSS: "most updates change no stored parameter",
+    ProblemClass.LOSS_SPIKE: "the loss rose and did not come back",
+    ProblemClass.DRIFT: "the steps became slower for good",
 }
 
 
@@ -178,6 +194,8 @@ def _sentence(found: Diagnosis) -> str:
         ProblemClass.TRANSPORT_STUCK: _transport,
         ProblemClass.NOT_FINITE: _not_finite,
         ProblemClass.PRECISION_LOSS: _precision_loss,
+        ProblemClass.LOSS_SPIKE: _loss_spike,
+        ProblemClass.DRIFT: _drift,
     }.get(found.problem, _late)(found)
 
 
@@ -188,11 +206,13 @@ def _exited(found: Diagnosis) -> str:
 
 
 def _late(found: Diagnosis) -> str:
-    if found.wait is not None and set(found.wait.absent) != set(found.ranks):
-        return _circle(found)
     if found.wait is None:
         return f"No rank has issued a collective for {_longest_idle(found)}.{_common(found)}"
     who = capitalize(format_ranks(found.ranks))
+    if found.ranks and not found.wait.absent:
+        return f"{_all_wait(found, found.wait)}. {who} {_silent(len(found.ranks))}"
+    if set(found.wait.absent) != set(found.ranks):
+        return _circle(found)
     what = describe_issued(found.wait.issued, found.unit_names)
     first = found.state_of(found.ranks[0]) if found.ranks else None
     doing = "" if first is None else f" {_doing(first, found)}"
@@ -206,12 +226,18 @@ def _doing(state: RankState, found: Diagnosis) -> str:
     if state.activity is None and found.is_imported:
         return _last_seen(state, found)
     if state.activity is None:
-        silent = (
-            "It does not answer: its process is stopped or gone, or native code holds Python's "
-            "lock."
-        )
-        return silent if not state.hang_seen and _was_asked(found) else _unseen(state, since)
-    return f"{who} {has} {_activity(state.activity)}{since}."
+        return f"It {_silent(1)}" if _is_silent(state, found) else _unseen(state, since)
+    silent = f" It {_silent(1)}" if _is_silent(state, found) else ""
+    return f"{who} {has} {_activity(state.activity)}{since}.{silent}"
+
+
+def _is_silent(state: RankState, found: Diagnosis) -> bool:
+    return not state.hang_seen and any(each.hang_seen for each in found.states)
+
+
+def _silent(count: int) -> str:
+    verb, whose = ("does", "its process is") if count == 1 else ("do", "their processes are")
+    return f"{verb} not answer: {whose} stopped or gone, or native code holds Python's lock."
 
 
 def _last_seen(state: RankState, found: Diagnosis) -> str:
@@ -225,10 +251,6 @@ def _last_seen(state: RankState, found: Diagnosis) -> str:
 def _unseen(state: RankState, since: str) -> str:
     phase = "" if state.phase is None else f" in {state.phase.label}"
     return f"It was last seen{phase}; it issued nothing{since}, and its stack is unknown."
-
-
-def _was_asked(found: Diagnosis) -> bool:
-    return any(state.hang_seen for state in found.states)
 
 
 _DOING = {
@@ -299,7 +321,9 @@ def _died(found: Diagnosis) -> str:
     if kind is EndKind.EXCEPTION:
         return f"{who} failed with {_clip(found.failure)}.{_waited(found)}"
     if kind is EndKind.VANISHED:
-        killed = "was killed, or left with os._exit"
+        may_have_crashed = first is not None and first.end.may_have_crashed
+        crashed = " crashed in native code," if may_have_crashed else ""
+        killed = f"was killed,{crashed} or left with os._exit"
         if found.oom_kills:
             killed = (
                 f"was killed, probably for memory: the kernel killed {found.oom_kills} "
@@ -363,12 +387,24 @@ def _circle(found: Diagnosis) -> str:
 
 
 def _transport(found: Diagnosis) -> str:
-    assert found.wait is not None
-    what = describe_issued(found.wait.issued, found.unit_names)
+    wait = found.wait
+    assert wait is not None
+    held = next((wait.held[rank] for rank in found.ranks if rank in wait.held), None)
+    if held is None:
+        return f"{_all_wait(found, wait)}, and none has finished: the transport does not move."
+    who = capitalize(format_ranks(found.ranks))
     return (
-        f"All {len(found.wait.waiting)} ranks are in {what}{of_step(found.step)}"
-        f"{_for(found, found.wait.seconds)}, and none has finished: the transport does not move."
+        f"{who} {'has' if len(found.ranks) == 1 else 'have'} not left "
+        f"{describe_issued(held, found.unit_names)}{of_step(found.step)}, which the other ranks "
+        f"have finished: the transport to it does not move.{_waits(found)}"
     )
+
+
+def _all_wait(found: Diagnosis, wait: Wait) -> str:
+    count = len(wait.waiting)
+    who = f"All {count} ranks are" if count == len(wait.members) else f"{count} ranks are"
+    what = describe_issued(wait.issued, found.unit_names)
+    return f"{who} in {what}{of_step(found.step)}{_for(found, wait.seconds)}"
 
 
 def _not_finite(found: Diagnosis) -> str:
@@ -407,6 +443,63 @@ def _precision_loss(found: Diagnosis) -> str:
         f"{format_ratio(numerics.lost_ratio)} of the updates changed no stored parameter (median "
         f"of {steps}): they are smaller than the rounding of {stored}."
     )
+
+
+def _loss_spike(found: Diagnosis) -> str:
+    spike = found.loss_spikes[-1]
+    return (
+        f"The {spike.name} rose in step {spike.step}, from {spike.usual:.4g} to "
+        f"{_peak(spike)}, and did not come back.{_first_moved(spike)}"
+    )
+
+
+def _peak(spike: LossSpike) -> str:
+    return "a value that is not finite" if spike.peak is None else f"{spike.peak:.4g}"
+
+
+def _first_moved(spike: LossSpike) -> str:
+    """Which unit's gradient norm moved first; empty if no norm is known to have moved."""
+    if not spike.moved:
+        return ""
+    first = spike.moved[0]
+    norm = "not finite" if first.norm is None else f"{first.norm:.3g}"
+    if len(spike.moved) == 1:
+        return (
+            f" The gradient norm of {format_owner(first.fqn, None)} moved first, in step "
+            f"{first.step}: {norm}, usually {first.usual_norm:.3g}."
+        )
+    return (
+        f" The gradient norms of {len(spike.moved)} units had moved in step {first.step}, most "
+        f"that of {format_owner(first.fqn, None)}: {norm}, usually {first.usual_norm:.3g}. Which "
+        "one moved first is not known."
+    )
+
+
+def _drift(found: Diagnosis) -> str:
+    change = next(each for each in found.drift if each.step == found.step)
+    sentence = (
+        f"The steps became slower for good at step {change.step}: "
+        f"{format_ns(change.before_ns)} to {format_ns(change.after_ns)}."
+    )
+    if change.accounted_by:
+        return f"{sentence} Accounted for by {'; '.join(change.accounted_by)}."
+    return f"{sentence} No part of the step accounts for it."
+
+
+def _changes(found: Diagnosis) -> Iterator[str]:
+    """The spikes of the loss and the drift that the sentence does not state."""
+    for spike in found.loss_spikes[-MOST_CHANGES:]:
+        if spike.recovered_at is not None:
+            yield (
+                f"The {spike.name} rose in step {spike.step}, from {spike.usual:.4g} to "
+                f"{_peak(spike)}, and was back in step {spike.recovered_at}."
+                f"{_first_moved(spike)}"
+            )
+    for change in found.drift[:MOST_CHANGES]:
+        if found.problem is not ProblemClass.DRIFT or change.step != found.step:
+            yield f"Step time: {describe_change(change)}"
+        for words in change.coincident:
+            yield f"At the same time as the change in step {change.step}: {words}."
 
 
 def _common(found: Diagnosis) -> str:
@@ -483,6 +576,7 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
                 f"{format_owner(unit.fqn, None)}: {format_ratio(unit.lost_ratio)} of the updates "
                 f"lost; parameters in {unit.parameter_dtype}, states in {unit.state_dtype}."
             )
+    yield from _changes(found)
     if found.missing_ranks:
         verb = "is" if len(found.missing_ranks) == 1 else "are"
         yield f"{capitalize(format_ranks(found.missing_ranks))} {verb} not in this folder."
@@ -520,7 +614,7 @@ def _shown(found: Diagnosis) -> Sequence[RankState]:
     """The culprits, then some others."""
     first = [state for state in found.states if state.rank in found.ranks]
     rest = [state for state in found.states if state.rank not in found.ranks]
-    if found.status is Status.HEALTHY or found.is_of_values:
+    if found.status is Status.HEALTHY or found.is_beside_collectives:
         return []
     return [*first, *rest][:MOST_RANKS]
 
@@ -642,6 +736,13 @@ _NEXT: dict[ProblemClass, tuple[str, ...]] = {
         "MixedPrecisionPolicy(param_dtype=torch.bfloat16), without model.to(torch.bfloat16).",
         "Ignore this if the optimizer rounds stochastically, or keeps its own copy of the "
         "parameters in float32.",
+    ),
+    ProblemClass.LOSS_SPIKE: (
+        "Start again from the last checkpoint before, and record with numerics_every=1.",
+        "Look at the batches of these steps, the learning rate and the gradient clipping.",
+    ),
+    ProblemClass.DRIFT: (
+        "Compare steps before and after in the dashboard's Timeline: `fsdp-inspect app RUN`.",
     ),
     ProblemClass.STOPPED: ("Read the log of the launcher or the scheduler.",),
 }

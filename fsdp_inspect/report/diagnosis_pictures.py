@@ -115,7 +115,7 @@ def grid_names(found: Diagnosis) -> ShortNames:
 
 def _short_name(issued: Issued, names: ShortNames, unit_names: Sequence[str]) -> str:
     if issued.unit == NO_UNIT:
-        return f"{name_kind(issued)}, not FSDP"
+        return f"{name_kind(issued)}, no unit"
     if issued.unit == UNKNOWN_UNIT:
         return f"{name_kind(issued)} {issued.sequence + 1}"
     return f"{name_kind(issued)} {names(name_unit(issued.unit, unit_names))}"

@@ -8,7 +8,13 @@ from rich.text import Text
 
 from fsdp_inspect.analysis.bandwidth import LINKS, Bandwidth, KindBandwidth
 from fsdp_inspect.analysis.contention import Contention
-from fsdp_inspect.analysis.exposed import PASSES, Exposed, ExposedOwner, ExposedWait
+from fsdp_inspect.analysis.exposed import (
+    EXPOSED_DIMENSIONS,
+    PASSES,
+    Exposed,
+    ExposedOwner,
+    ExposedWait,
+)
 from fsdp_inspect.analysis.prefetch import GATHERS, Prefetch
 from fsdp_inspect.analysis.rank_waits import RankWaits
 from fsdp_inspect.formatting import (
@@ -68,6 +74,7 @@ def render_waits(digest: RankWaits) -> RenderableType:
         Text(_headline(digest, exposed), style="bold"),
         *_details(digest, exposed),
         *(_causes(exposed) if digest.unit is None else ()),
+        *(_dimensions(exposed) if digest.unit is None else ()),
         *_passes(digest, exposed),
         *_owners(digest, exposed),
         *_evidence(digest, exposed),
@@ -139,11 +146,21 @@ def _causes(exposed: Exposed) -> Iterator[RenderableType]:
         yield from section("Causes in the typical step", causes_table(exposed.causes_ns))
 
 
+def _dimensions(exposed: Exposed) -> Iterator[RenderableType]:
+    """The dimensions of the mesh; nothing for a mesh of one dimension."""
+    if exposed.exposed_ns and len(exposed.dimensions) > 1:
+        table = render_table(EXPOSED_DIMENSIONS, exposed.dimensions)
+        yield from section("By mesh dimension", table)
+
+
 def _passes(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
     if digest.unit is not None or not exposed.exposed_ns:
         return
     passes = [row for row in exposed.passes if row.exposed_ns]
-    table = render_table(PASSES, passes)
+    names = [column.name for column in PASSES.columns]
+    if len(exposed.dimensions) < 2:
+        names.remove("dimension")
+    table = render_table(PASSES, passes, *names)
     yield from section(f"By collective, typical step of rank {exposed.rank}", table)
 
 
@@ -166,7 +183,7 @@ def _evidence(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
         *exposed.evidence,
         *(wait.ahead for wait in exposed.evidence if wait.ahead),
     ]
-    short = shorten_names(format_owner(owner.fqn, owner.is_fsdp) for owner in owners)
+    short = shorten_names(_name_owner(owner) for owner in owners)
     table = new_table("step", "<collective", "issued", "needed", "ended", "exposed", "<main cause")
     for wait in exposed.evidence:
         table.add_row(
@@ -184,14 +201,18 @@ def _evidence(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
 
 def _collective(wait: ExposedWait, short: ShortNames) -> Text:
     place = f" ({wait.phase})" if wait.phase in ("forward", "backward") else ""
-    owner = short(format_owner(wait.fqn, wait.is_fsdp))
+    owner = short(_name_owner(wait))
     return Text(f"{owner} {format_kind(wait.kind)}{place}")
+
+
+def _name_owner(owner: Owned) -> str:
+    return format_owner(owner.fqn, owner.is_fsdp, owner.dimension)
 
 
 def _mostly(wait: ExposedWait, short: ShortNames) -> Text:
     mostly = format_cause(wait.cause)
     if wait.cause == "serialized" and wait.ahead is not None:
-        owner = short(format_owner(wait.ahead.fqn, wait.ahead.is_fsdp))
+        owner = short(_name_owner(wait.ahead))
         mostly += f" behind {owner} {format_kind(wait.ahead.kind)}"
     return Text(mostly)
 

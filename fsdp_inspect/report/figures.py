@@ -175,6 +175,42 @@ def draw_breakdown(breakdown: StepBreakdown) -> go.Figure:
     return styled(figure, height=176)
 
 
+_DIMENSION_COLORS = {
+    "replicate": "#D55E00",
+    "shard": "#0072B2",
+    "cp": "#56B4E9",
+    "tp": "#009E73",
+    "ep": "#CC79A7",
+    "pp": "#E69F00",
+    "world": "#999999",
+    "other": "#666666",
+}
+_OWN_NAME_COLOR = "#F0E442"
+
+
+def draw_dimensions(breakdown: StepBreakdown) -> go.Figure:
+    """The exposed waits of a step as one bar, split by mesh dimension."""
+    figure = go.Figure()
+    for row in breakdown.dimensions:
+        time = format_ns(row.exposed_ns)
+        color = _DIMENSION_COLORS.get(row.dimension, _OWN_NAME_COLOR)
+        figure.add_bar(
+            x=[ms(row.exposed_ns)],
+            y=["exposed"],
+            orientation="h",
+            name=f"{plain_label(row.dimension)} {time}",
+            marker=fill(Look(row.dimension, color, "#FFFFFF", hatched=True)),
+            hovertemplate=f"{plain_label(row.dimension)}: {time}, {format_ratio(row.step_ratio)} "
+            "of the step<extra></extra>",
+        )
+    figure.update_layout(barmode="stack")
+    figure.update_xaxes(
+        range=[0, ms(max(breakdown.exposed_ns, 1))], ticksuffix=" ms", showgrid=False
+    )
+    figure.update_yaxes(visible=False)
+    return styled(figure, height=150)
+
+
 def draw_owners(owners: Sequence[ExposedOwner], *, most: int = 8) -> go.Figure:
     """Who is waited for most, longest on top; one bar an owner."""
     shown = [owner for owner in owners if owner.exposed_ns > 0][:most]
@@ -204,7 +240,7 @@ def draw_owners(owners: Sequence[ExposedOwner], *, most: int = 8) -> go.Figure:
 
 
 def _owner_label(owner: ExposedOwner) -> str:
-    return f"{plain_label(format_owner(owner.fqn, owner.is_fsdp))} · {owner.phase}"
+    return f"{plain_label(format_owner(owner.fqn, owner.is_fsdp, owner.dimension))} · {owner.phase}"
 
 
 def draw_step_times(times: StepTimes) -> go.Figure:

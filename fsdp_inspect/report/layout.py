@@ -159,10 +159,14 @@ class Owned(Protocol):
     def is_fsdp(self) -> bool | None:
         """None if the source does not record it."""
 
+    @property
+    def dimension(self) -> str:
+        """The dimension of the device mesh."""
+
 
 def owner_name(owned: Owned) -> Text:
     """The owner of communication as plain text, never markup."""
-    return Text(format_owner(owned.fqn, owned.is_fsdp))
+    return Text(format_owner(owned.fqn, owned.is_fsdp, owned.dimension))
 
 
 def unit_name(fqn: str | None, otherwise: str = "(no unit)") -> Text:

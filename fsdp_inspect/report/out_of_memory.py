@@ -20,7 +20,8 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.reduction.order_wording import shorten_place
 from fsdp_inspect.results import to_plain
-from fsdp_inspect.trace.out_of_memory import TENSORS, LiveBytes
+from fsdp_inspect.trace.live_memory import LiveBytes
+from fsdp_inspect.trace.out_of_memory import TENSORS
 
 _MOST_LISTED = 5
 _MOST_ROWS = 200

@@ -4,14 +4,23 @@ Names from the run are plain text, never rich markup.
 """
 
 from collections.abc import Iterable, Sequence
+from math import isnan
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from fsdp_inspect.analysis.stragglers.ranks import RankRow, Ranks
-from fsdp_inspect.report.layout import render_table
-from fsdp_inspect.report.ranks_wording import describe_answer, describe_comparing
+from fsdp_inspect.analysis.mesh_grid import MeshGrid
+from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks
+from fsdp_inspect.formatting import MISSING
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.layout import new_table, render_table
+from fsdp_inspect.report.ranks_wording import (
+    describe_answer,
+    describe_comparing,
+    describe_location,
+)
+from fsdp_inspect.report.values import format_metric
 
 MOST_RANKS = 16
 MOST_SKEWS = 8
@@ -28,12 +37,15 @@ _RANK_COLUMNS = (
 )
 
 
-def render_ranks(ranks: Ranks, *, rank: int | None = None) -> RenderableType:
+def render_ranks(
+    ranks: Ranks, *, rank: int | None = None, grid: MeshGrid | None = None
+) -> RenderableType:
     """Render the straggler and its cost, the ranks, and the skew of the collectives.
 
     Args:
         ranks: The comparison of the ranks.
         rank: Show this rank only; default all, or of many the most different ones.
+        grid: The ranks laid out by two dimensions of the mesh; default not shown.
     """
     shown = _choose(ranks.ranks, rank)
     answer, *details = describe_answer(ranks)
@@ -47,9 +59,14 @@ def render_ranks(ranks: Ranks, *, rank: int | None = None) -> RenderableType:
                 render_table(Ranks.TABLE, shown, *_RANK_COLUMNS),
             ]
         )
+    if any(len(row.dimensions) > 1 for row in shown):
+        spec = Ranks.DIMENSIONS.with_values(shown)
+        parts.extend(["", Text(spec.title, style="bold"), render_table(spec, shown)])
+    if grid is not None:
+        parts.extend(["", *_grid(grid)])
     if ranks.skews and rank is None:
         parts.extend(["", Text(_skews_title(ranks), style="bold")])
-        parts.append(render_table(Ranks.SKEWS, ranks.skews[:MOST_SKEWS]))
+        parts.append(_skews_table(ranks.skews[:MOST_SKEWS]))
     parts.extend(["", Text(describe_comparing(ranks), style="dim")])
     return Group(*parts)
 
@@ -70,6 +87,17 @@ def _indented(text: str) -> RenderableType:
 # --- in tables
 
 
+def _grid(grid: MeshGrid) -> Iterable[RenderableType]:
+    label = find_metric(grid.metric).label
+    yield Text(f"Median {label} by {grid.rows} and {grid.columns}", style="bold")
+    table = new_table(f"<{grid.rows}", *(f"{grid.columns} {each}" for each in grid.column_places))
+    for place, values in zip(grid.row_places, grid.values, strict=True):
+        cells = [MISSING if isnan(one) else format_metric(grid.metric, one) for one in values]
+        table.add_row(place, *cells)
+    yield table
+    yield Text(describe_location(grid))
+
+
 def _choose(rows: Sequence[RankRow], rank: int | None) -> list[RankRow]:
     """The given rank; or all ranks; or, of many, the ranks with the most and the least work."""
     if rank is not None:
@@ -87,6 +115,14 @@ def _ranks_title(rows: Sequence[RankRow], shown: Sequence[RankRow]) -> str:
         return f"Typical step of rank {shown[0].rank}"
     half = len(shown) // 2
     return f"The {half} ranks with the most work and the {half} with the least, of {len(rows)}"
+
+
+def _skews_table(skews: Sequence[CollectiveSkew]) -> RenderableType:
+    """The skews; with several mesh dimensions, these take the place of details."""
+    names = [column.name for column in Ranks.SKEWS.columns]
+    is_split = len({row.dimension for row in skews}) > 1
+    left_out = ("skew_p90_ns", "bus_bytes_per_s") if is_split else ("dimension",)
+    return render_table(Ranks.SKEWS, skews, *(name for name in names if name not in left_out))
 
 
 def _skews_title(ranks: Ranks) -> str:

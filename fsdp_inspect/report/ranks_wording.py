@@ -5,6 +5,8 @@ The text is plain: each report escapes it for its format.
 
 from collections.abc import Sequence
 
+from fsdp_inspect.analysis.expert_load import ExpertLoad, LoadFinding
+from fsdp_inspect.analysis.mesh_grid import MeshGrid
 from fsdp_inspect.analysis.stragglers.rank_pricing import StepReplay
 from fsdp_inspect.analysis.stragglers.ranks import (
     LEAST_BUSIEST_RATIO,
@@ -38,12 +40,58 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
             lines.append(_DEFINITION)
         if ranks.replay is not None:
             lines.append(_imbalance(ranks, ranks.replay))
+    if ranks.expert_load is not None:
+        lines.append(describe_expert_load(ranks.expert_load))
     if ranks.skewed_ratio is not None:
         lines.append(
             "The skew is longer than the transfer at "
             f"{format_metric('skewed_ratio', ranks.skewed_ratio)} of the collectives."
         )
     return tuple(lines)
+
+
+def describe_expert_load(load: ExpertLoad) -> str:
+    """Describe whether unequal load of the experts explains waits, only as far as messages show."""
+    worst = load.worst
+    waits = f"Ranks that share experts wait up to {format_ns(worst.extra_wait_ns)} longer per step"
+    busiest = (
+        f"rank {worst.busiest_rank} sends {worst.imbalance_ratio:.2f} times the mean bytes in "
+        "its all-to-alls"
+    )
+    match worst.finding:
+        case LoadFinding.CAUSE:
+            return (
+                f"{waits} than each other. Likely cause: load imbalance of the experts, because "
+                f"{busiest} and waits least. Balance the tokens per expert."
+            )
+        case LoadFinding.OPPOSITE:
+            return (
+                f"{waits} than each other. The load of the experts does not explain it: {busiest}, "
+                "but does not wait least."
+            )
+        case LoadFinding.EQUAL:
+            return (
+                f"{waits} than each other. The cause is unknown: their all-to-alls carry equally "
+                "many bytes, so a load imbalance cannot be told from other causes."
+            )
+        case LoadFinding.NO_WAIT:
+            return "Ranks that share experts wait equally long for their all-to-alls."
+        case LoadFinding.ALONE:
+            return "The load of the experts is unknown: one rank of each group was recorded."
+
+
+def describe_location(grid: MeshGrid) -> str:
+    """Describe which ranks of the mesh have the highest values; or that none stands out."""
+    label = find_metric(grid.metric).label
+    found = grid.located
+    if found is None:
+        return f"No node, group or stage stands out by {label}."
+    name, *others = found.names
+    also = f" (also {', '.join(others)})" if others else ""
+    return (
+        f"Highest {label}: {name}{also}. Its median is {format_metric(grid.metric, found.median)}; "
+        f"that of all other ranks is {format_metric(grid.metric, found.other_median)}."
+    )
 
 
 def describe_rank(row: RankRow) -> str:

@@ -140,11 +140,15 @@ def _of_steps(table: Any, selection: Selection) -> Any:
     return table.where(np.isin(table.step, list(selection.steps)))
 
 
+_PARTS = tuple(part for part in StepPart if part is not StepPart.GROUP)
+"""The kinds with at most one row in a step."""
+
+
 def _step_columns(
     run: RunSource, rank: int, selection: Selection, timed: Collection[int]
 ) -> Columns:
     """One row per finished step: its time, the parts that add up to it, and its memory."""
-    kinds = [EventKind.STEP, *StepPart]
+    kinds = [EventKind.STEP, *_PARTS]
     rows = _of_steps(run.summary(ranks=[rank], kinds=kinds), selection)
     steps, position = np.unique(rows.step, return_inverse=True)
     columns: Columns = {
@@ -161,7 +165,7 @@ def _step_columns(
 
     columns["step_time_ns"] = spread(EventKind.STEP, "duration_ns")
     columns["exposed_ns"] = spread(EventKind.STEP, "exposed_ns")
-    for part in StepPart:
+    for part in _PARTS:
         is_memory = part >= StepPart.PEAK_ALLOCATED
         unit = "bytes" if is_memory else "ns"
         columns[f"{part.label}_{unit}"] = spread(part, "bytes" if is_memory else "duration_ns")

@@ -24,9 +24,11 @@ from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.formatting import (
     format_bytes,
     format_count,
+    format_owner,
     format_ranks,
     format_ratio,
     format_unit,
+    name_run,
 )
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.breakdown import parts_table
@@ -67,12 +69,17 @@ _COMPUTE_COLUMNS = (
 )
 
 
-def render_summary(digest: Summary) -> RenderableType:
-    """Render a run: verdict, breakdown, exposed units, memory, ranks and provenance."""
+def render_summary(digest: Summary, *, run: str = "RUN") -> RenderableType:
+    """Render a run: verdict, breakdown, exposed units, memory, ranks and provenance.
+
+    Args:
+        digest: The summary.
+        run: The run in commands.
+    """
     return Group(
         _headline(digest),
         "",
-        render_verdict(digest.verdict),
+        render_verdict(digest.verdict, run=run),
         *_notes(digest.notes),
         *_sections(digest),
         "",
@@ -80,12 +87,13 @@ def render_summary(digest: Summary) -> RenderableType:
     )
 
 
-def render_verdict(verdict: Verdict) -> RenderableType:
+def render_verdict(verdict: Verdict, *, run: str = "RUN") -> RenderableType:
     """Render the limit of the step, the reason, and what to try next."""
     lines: list[RenderableType] = [Text(verdict.sentence, style="bold")]
     lines.append(Padding(Text(f"Why: {verdict.why}"), (0, 0, 0, 2)))
     for number, step in enumerate(verdict.next_steps):
-        lines.append(Padding(Text(f"{'Next' if number == 0 else 'Or'}: {step}"), (0, 0, 0, 2)))
+        word = "Next" if number == 0 else "Or"
+        lines.append(Padding(Text(f"{word}: {name_run(step, run)}"), (0, 0, 0, 2)))
     return Group(*lines)
 
 
@@ -95,6 +103,7 @@ def render_numerics(found: Numerics) -> RenderableType:
     return Group(
         Text(f"{Numerics.TABLE.title}, step {found.steps[-1]}", style="bold"),
         render_table(Numerics.TABLE, found.rows()),
+        *map(Text, _other_dtypes(found)),
         dim(
             f"{steps} on {format_ranks(found.ranks)}. Gradient: its norm over the whole unit. "
             "Update: norm of the update / norm of the parameters. Output: largest magnitude. Lost: "
@@ -103,6 +112,16 @@ def render_numerics(found: Numerics) -> RenderableType:
             "Measured."
         ),
     )
+
+
+def _other_dtypes(found: Numerics) -> Iterable[str]:
+    for each in found.other_dtypes:
+        units = "1 unit" if len(each.units) == 1 else f"{len(each.units)} units"
+        names = ", ".join(format_owner(unit, None) for unit in each.units[:3])
+        yield (
+            f"The {each.place.value} of {units} ({names}{', ...' if len(each.units) > 3 else ''}) "
+            f"is {each.actual}, but {each.declared} is declared."
+        )
 
 
 def render_units(costs: UnitCosts) -> RenderableType:

@@ -26,11 +26,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect.errors import PlanError
 
-WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
-"""Path segments that activation checkpointing and torch.compile insert."""
+WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+"""Path segments that activation checkpointing, torch.compile and FSDP1 insert."""
 
 _DEFAULTS_BEFORE_TORCH_2_13 = {"reduce_scatter_max_input_buffers": 1}
 
@@ -77,6 +78,73 @@ class GroupHandle:
     """Position among the groups of its own `fully_shard` call."""
     num_groups: int
     """The number of groups of its `fully_shard` call."""
+
+    # --- `recording.unit_handle.UnitHandle`
+
+    @property
+    def key(self) -> FSDPParamGroup:
+        """The group."""
+        return self.group
+
+    @property
+    def owned_modules(self) -> tuple[nn.Module, ...]:
+        """The modules; the first group of a call owns their buffers."""
+        return self.modules if self.index == 0 else ()
+
+    @property
+    def local_parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters."""
+        return sharded_parameters_of(self.group)
+
+    @property
+    def full_numels(self) -> list[int]:
+        """The elements of each parameter over all ranks."""
+        return [size.numel() for size in original_sizes(self.group)]
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether a gathered copy of the parameters exists."""
+        return bool(self.group.is_unsharded)
+
+    @property
+    def gathered_parameters(self) -> list[torch.Tensor]:
+        """The all-gather outputs of each parameter, and its unsharded parameter."""
+        tensors = []
+        for param in self.group.fsdp_params:
+            tensors += param.all_gather_outputs
+            full = getattr(param, "_unsharded_param", None)
+            if full is not None:
+                tensors.append(full)
+        return tensors
+
+    @property
+    def followed_parameters(self) -> list[tuple[int, torch.Tensor]]:
+        """The unsharded parameters that exist, with their index."""
+        full = (getattr(param, "_unsharded_param", None) for param in self.group.fsdp_params)
+        return [(place, each) for place, each in enumerate(full) if each is not None]
+
+    @property
+    def full_gradients(self) -> list[torch.Tensor]:
+        """The unsharded gradients."""
+        return unsharded_gradients_of(self.group)
+
+    @property
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """The sharded gradients."""
+        gradients = [parameter.grad for parameter in sharded_parameters_of(self.group)]
+        return [gradient for gradient in gradients if gradient is not None]
+
+    @property
+    def kept_buffers(self) -> tuple[()]:
+        """None: FSDP2 allocates its buffers in each pass."""
+        return ()
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether the backward that runs now reduces the gradients."""
+        return bool(self.group.reduce_grads)
+
+    # --- process groups and settings
 
     @property
     def shard_group(self) -> ProcessGroup | None:
@@ -179,16 +247,26 @@ def groups_of(state: FSDPState) -> tuple[FSDPParamGroup, ...]:
 
 
 def strip_wrappers(fqn: str) -> str:
-    """A module's name in the model's source code, without checkpointing and compile segments."""
+    """A module's name in the model's source code, without the segments of wrappers."""
     return ".".join(part for part in fqn.split(".") if part not in WRAPPER_SEGMENTS)
 
 
 def original_class(module: nn.Module) -> type:
     """The class from the model's source code, without `FSDP...` and wrapper classes."""
-    module = getattr(module, "_checkpoint_wrapped_module", module)
-    module = getattr(module, "_orig_mod", module)
+    while isinstance(inner := _wrapped_module(module), nn.Module):
+        module = inner
     # `fully_shard` and `replicate` put classes of their own before the original class.
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _wrapped_module(module: nn.Module) -> object:
+    """The module inside a wrapper; None for a module that wraps none."""
+    if isinstance(module, DistributedDataParallel):
+        return module.module
+    return next(
+        (inner for name in WRAPPER_SEGMENTS if (inner := getattr(module, name, None)) is not None),
+        None,
+    )
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -235,6 +313,41 @@ def is_replicated(group: FSDPParamGroup) -> bool:
 def is_live_process_group(group: ProcessGroup) -> bool:
     """Whether a process group exists: `destroy_process_group` was not called since it was made."""
     return group in distributed_c10d._world.pg_map
+
+
+def name_mesh_dimensions(
+    meshes: Iterable[DeviceMesh],
+) -> dict[str, tuple[ProcessGroup, str]]:
+    """The process groups of named mesh dimensions, with the dimension's name.
+
+    It covers all dimensions of the meshes that the given meshes were sliced from, and their
+    flattened dimensions. Dimensions of one rank, and meshes without this rank, are left out. If
+    dimensions share a process group, their names are joined. Of equal meshes the first one counts:
+    DTensor keeps the mesh of an earlier model with the same layout.
+
+    Args:
+        meshes: In the same order on every rank.
+
+    Returns:
+        By the name of the process group, in the order of the meshes.
+    """
+    found: dict[str, tuple[ProcessGroup, str]] = {}
+    for mesh in dict.fromkeys(mesh for held in meshes for mesh in _with_flattened(held)):
+        if mesh.get_coordinate() is None:
+            continue
+        for place, name in enumerate(mesh.mesh_dim_names or ()):
+            if mesh.size(place) > 1:
+                group = mesh.get_group(place)
+                before = found.get(group.group_name, (group, ""))[1]
+                names = dict.fromkeys([*filter(None, before.split(", ")), name])
+                found[group.group_name] = (group, ", ".join(names))
+    return found
+
+
+def _with_flattened(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """The mesh that a mesh was sliced from, and its flattened dimensions."""
+    root = mesh._get_root_mesh()
+    return [root, *getattr(root, "_flatten_mapping", {}).values()]
 
 
 def mesh_dimension_of(group: ProcessGroup) -> str:

@@ -10,7 +10,7 @@ work: those that met other boundaries than most of them, and of more than `MAX_S
 farthest from the typical step time. Where they differ from the rest, the replay error shows it.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -41,7 +41,7 @@ from fsdp_inspect.simulation.workload import Op, Pass, Piece, UnitWork, Workload
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import COLLECTIVES, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.plan import Accumulation, Plan
-from fsdp_inspect.trace.run import RunSource, Unit
+from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable
 
 MAX_MEMORY_ERROR = 0.02
@@ -151,6 +151,7 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
         MissingDataError: The run has no timed step with the forward and backward of units, or no
             plan, or the durations of its units' collectives are only upper bounds.
     """
+    expect_simulated_sharder(run.manifest)
     member = timed_rank(run, rank)
     readings = _alike(_readings(run, member)) if member is not None else []
     if member is None or not readings:
@@ -179,8 +180,8 @@ def _with_checked_memory(work: RecordedWork) -> RecordedWork:
         return replace(work, memory_error=error)
     refusal = (
         "Memory cannot be predicted: the simulated peak of the recorded plan is off by "
-        f"{error:+.1%}, more than {MAX_MEMORY_ERROR:.0%}. So no limit is applied. `fsdp-inspect "
-        "forecast` computes memory without a recorded run."
+        f"{error:+.1%}, more than {MAX_MEMORY_ERROR:.0%}. `fsdp-inspect forecast` computes memory "
+        "without a recorded run."
     )
     workload = replace(work.workload, memory=None)
     return replace(work, workload=workload, memory_error=error, memory_refusal=refusal)
@@ -258,12 +259,31 @@ def with_own_turns(events: EventTable) -> EventTable:
     return replace(events, start_ns=starts)
 
 
-def observed_plan(run: RunSource) -> Plan:
-    """The plan that the recorder observed, with the accumulation of the recorded steps.
+def expect_simulated_sharder(manifest: RunManifest) -> None:
+    """Check that the simulation models the schedule of the run's sharder.
 
     Raises:
-        MissingDataError: The run has no observed plan.
+        MissingDataError: It does not.
     """
+    sharder = manifest.sharder_traits
+    if sharder.why_not_simulated is not None:
+        raise MissingDataError(
+            f"Run {manifest.run_id!r} cannot be simulated: it uses {sharder.title}. "
+            f"{sharder.why_not_simulated} Expected units of fully_shard (FSDP2). `fsdp-inspect "
+            "exposed` shows the measured waits."
+        )
+
+
+def observed_plan(run: RunSource) -> Plan:
+    """The plan that the recorder observed, with what only the recorded steps show.
+
+    A model does not know the loop around it: how many microbatches a step has, and whether a unit
+    stays unsharded between them, which a loop switches off for the last one.
+
+    Raises:
+        MissingDataError: The run has no observed plan, or another sharder than FSDP2.
+    """
+    expect_simulated_sharder(run.manifest)
     if not run.manifest.plan:
         remedy = "Record the run again with this version."
         if run.manifest.source == "imported":
@@ -275,16 +295,31 @@ def observed_plan(run: RunSource) -> Plan:
     plan = Plan.from_dict(run.manifest.plan)
     if plan.accumulation != Accumulation():
         return plan
-    return plan.model_copy(update={"accumulation": _observed_accumulation(run)})
-
-
-def _observed_accumulation(run: RunSource) -> Accumulation:
-    """Of the step closest to the typical one; a model does not know the loop around it."""
     member = timed_rank(run)
     if member is None:
-        return Accumulation()
-    reading = read_step(run.events(member.rank, steps=[member.closest_step]))
-    return (reading and _accumulation(reading)) or Accumulation()
+        return plan
+    events = run.events(member.rank, steps=[member.closest_step])  # of a typical step
+    reading = read_step(events)
+    accumulation = (reading and _accumulation(reading)) or Accumulation()
+    plan = plan.model_copy(update={"accumulation": accumulation})
+    kept = _kept_between_microbatches(plan, run.manifest, events)
+    return plan.change(kept, reshard_after_backward=False) if kept else plan
+
+
+def _kept_between_microbatches(plan: Plan, manifest: RunManifest, events: EventTable) -> list[str]:
+    """Units that all microbatches run, and whose parameters only one of them gathers in forward."""
+    count = plan.accumulation.microbatches
+    if count == 1:
+        return []
+    in_forward = (events.kind == EventKind.ALL_GATHER) & (events.phase == Phase.FORWARD)
+    gathers = Counter(events.unit[in_forward].tolist())
+    forwards = Counter(events.unit[events.kind == EventKind.FORWARD].tolist())
+    kept = {
+        unit.fqn
+        for unit in manifest.units
+        if gathers[unit.index] == 1 and forwards[unit.index] >= count
+    }
+    return [unit.name for unit in plan.units if unit.reshard_after_backward and unit.name in kept]
 
 
 def _accumulation(reading: StepReading) -> Accumulation | None:
@@ -346,7 +381,7 @@ class _Builder:
         }
 
     def build(self) -> RecordedWork:
-        plan = Plan.from_dict(self._run.manifest.plan)
+        plan = observed_plan(self._run)
         pieces, passes = self._program()
         pieces = self._with_repeated_forwards(pieces)
         units = [self._unit_work(unit) for unit in self._units]

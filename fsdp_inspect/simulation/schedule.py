@@ -138,6 +138,7 @@ class Schedule:
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._work = workload
+        self._last_microbatch = max((each.microbatch for each in workload.passes), default=0)
         unknown = MemoryWork.unknown(len(workload.pieces), len(workload.units))
         self._memory = MemoryLedger(workload.memory or unknown)
         self._pieces_of = [
@@ -276,7 +277,7 @@ class Schedule:
         state.is_done = True
         if state.ready_ns:
             self._note_pass(EventKind.BACKWARD, unit, state.ready_ns.pop())
-        if self._work.policies[unit].reshard_after_backward:
+        if self._reshards_after(unit, one):
             self._reshard(unit)
         if one.reduces is not None and not one.reduces:
             return  # a backward without gradient sync
@@ -309,7 +310,7 @@ class Schedule:
             state = self._units[unit]
             if not state.is_done and (state.ready_ns or one.reduces is None):
                 self._post_backward(unit, one)
-            elif not state.is_done and self._work.policies[unit].reshard_after_backward:
+            elif not state.is_done and self._reshards_after(unit, one):
                 self._reshard(unit)
             if one.finishes:
                 self._await_all(unit)
@@ -321,6 +322,15 @@ class Schedule:
                 self._memory.reduced(reduction.unit)
             context.in_flight.clear()
             context.forward_order.clear()
+
+    def _reshards_after(self, unit: int, one: Pass) -> bool:
+        """Whether a unit is resharded after a backward.
+
+        A loop that keeps parameters between microbatches reshards them after the last one: the
+        optimizer changes the weights, and the kept ones would be stale.
+        """
+        is_last = one.microbatch == self._last_microbatch
+        return is_last or self._work.policies[unit].reshard_after_backward
 
     def _await_all(self, unit: int) -> None:
         """Let compute wait for all reductions of a unit's root."""

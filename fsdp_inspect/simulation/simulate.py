@@ -287,7 +287,7 @@ def _interval(
         ).duration_ns
         for pace in (Pace.FAST, Pace.SLOW)
     ]
-    return round(min(steps) * (1 - margin)), round(max(steps) * (1 + margin))
+    return round(min(steps) * max(1 - margin, 0.0)), round(max(steps) * (1 + margin))
 
 
 def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> Played:

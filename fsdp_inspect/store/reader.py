@@ -7,6 +7,7 @@ live run gives its rows so far; open it again to see more.
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from fsdp_inspect.store.schema import (
     CRASH_FILE,
     DEVICE,
     EVENTS,
+    LIVE_MEMORY_FILE,
     MANIFEST_FILE,
     MEMORY,
     NUMERICS_FILE,
@@ -60,6 +62,7 @@ from fsdp_inspect.store.summary_reader import SummaryReader
 from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError
 from fsdp_inspect.trace.black_box import decode as decode_black_box
+from fsdp_inspect.trace.live_memory import LiveMemoryRecord, LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep, decode_steps
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
@@ -74,6 +77,7 @@ from fsdp_inspect.trace.tables import (
     is_any_of,
 )
 
+_RecordT = TypeVar("_RecordT", LiveMemoryRecord, OutOfMemoryRecord)
 _MAX_NEARBY = 5
 _MAX_STACK_BYTES = 4 << 20
 _MAX_NUMERICS_BYTES = 64 << 20
@@ -240,15 +244,24 @@ class StoredRun:
                     dumps.append(dump)
         return dumps
 
+    def live_moments(self, rank: int) -> Sequence[LiveMoment]:
+        """The highest moments of the last memory step; empty without, or damaged (see `notes`)."""
+        record = self._record_of(rank, LIVE_MEMORY_FILE, LiveMemoryRecord)
+        return () if record is None else record.moments
+
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         """The report of a failed allocation; None without one, or if damaged (see `notes`)."""
-        name = f"{self._folder(rank)}/{OUT_OF_MEMORY_FILE}"
+        return self._record_of(rank, OUT_OF_MEMORY_FILE, OutOfMemoryRecord)
+
+    def _record_of(self, rank: int, file: str, kind: type[_RecordT]) -> _RecordT | None:
+        """A record in a rank's folder; None without one, or if it is damaged or of another run."""
+        name = f"{self._folder(rank)}/{file}"
         with noting(self._found):
             encoded = self._files.read(name)
             if encoded is None:
                 return None
             label = _label(self._files, name)
-            record = decode_record(encoded, OutOfMemoryRecord, label)
+            record = decode_record(encoded, kind, label)
             found = (record.run_id, record.rank, record.attempt)
             if found == (self._manifest.run_id, rank, self.attempt):
                 return record

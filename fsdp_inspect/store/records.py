@@ -1,4 +1,4 @@
-"""Write and read `run.json`, `rank.json`, `network.json` and `out_of_memory.json`.
+"""Write and read the JSON files of a run: the manifest, ranks, network, memory and failures.
 
 A record is written to a temporary file and renamed, so that a reader never sees half of it.
 """
@@ -17,17 +17,22 @@ from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
 from fsdp_inspect.reading import InvalidTextError, parse_json
 from fsdp_inspect.store.checksums import checksum_text
+from fsdp_inspect.trace.live_memory import LiveMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 
-RecordT = TypeVar("RecordT", RunManifest, RankRecord, NetworkProbe, OutOfMemoryRecord)
+RecordT = TypeVar(
+    "RecordT", RunManifest, RankRecord, NetworkProbe, LiveMemoryRecord, OutOfMemoryRecord
+)
 
 _CHECKSUM_FIELD = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 
 
-def encode_record(record: RunManifest | RankRecord | NetworkProbe | OutOfMemoryRecord) -> bytes:
+def encode_record(
+    record: RunManifest | RankRecord | NetworkProbe | LiveMemoryRecord | OutOfMemoryRecord,
+) -> bytes:
     """Encode a record as JSON, with a checksum as the last field."""
     text = record.model_dump_json(indent=1, fallback=str)
     body = text.removesuffix("\n}") + ",\n "

@@ -23,6 +23,7 @@ file of an earlier attempt::
           stacks.txt, crash.txt, sigterm.txt
                                       stacks at a hang, a fatal signal or SIGTERM, as written by
                                       Python's faulthandler; see `trace.stack_dumps`
+          live_memory.json            what was alive at the highest moments of the last memory step
           out_of_memory.json          the allocation that failed, and what was alive
 
 A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes,
@@ -31,7 +32,8 @@ other nodes wrote them to their own disks. The other data stays usable. Copying 
 nodes of one run into one folder gives the complete run (`fsdp-inspect merge` also checks them).
 
 **JSON files** are UTF-8 objects: the fields of `trace.run.RunManifest` (`run.json`),
-`trace.run.RankRecord` (`rank.json`), `trace.network_probe.NetworkProbe` (`network.json`) and
+`trace.run.RankRecord` (`rank.json`), `trace.network_probe.NetworkProbe` (`network.json`),
+`trace.live_memory.LiveMemoryRecord` (`live_memory.json`) and
 `trace.out_of_memory.OutOfMemoryRecord` (`out_of_memory.json`), whose docstrings give meaning and
 units. Unknown fields are ignored. The last field may be `crc32`: eight
 lower-case hexadecimal digits, the CRC-32 (IEEE 802.3, as in zlib and gzip) of all bytes of the file
@@ -53,7 +55,7 @@ events   `trace.tables.EventTable`    an event with a duration                  
 memory   `trace.tables.MemoryTable`   a reading of the memory counters             `time_ns`
 device   `trace.tables.DeviceTable`   a sample of the device and the host          `time_ns`
 scalars  `trace.tables.ScalarTable`   a number that the training loop logged       `time_ns`
-summary  `trace.tables.SummaryTable`  sums of a rank, step, unit, phase and kind   see below
+summary  `trace.tables.SummaryTable`  sums of a rank, step, unit, kind, group      see below
 ======== ============================ ============================================ ===============
 
 Rows with equal values keep the order in which they were recorded.
@@ -78,10 +80,11 @@ counted in `dropped` of `rank.json`, unless that file cannot be written either. 
 lose more, because the writer does not wait for the disk.
 
 **Summaries** have two sorts of rows: rows of a whole step of a rank (`kind` 0 and from 100; at most
-one row for each of these kinds in a step) and rows of units (all other kinds). A rank's summary has
-the rows of whole steps first, by kind and step. The rows of units follow, by step, in new row
-groups. The run's summary repeats the rows of whole steps of all ranks, by attempt, kind, rank and
-step. It has no rows of units: for 1,000 ranks of 64 units they would be 50 times as many.
+one row for each of these kinds in a step, of kind 140 one for each process group) and rows of units
+(all other kinds). A rank's summary has the rows of whole steps first, by kind and step. The rows of
+units follow, by step, in new row groups. The run's summary repeats the rows of whole steps of all
+ranks, by attempt, kind, rank and step. It has no rows of units: for 1,000 ranks of 64 units they
+would be 50 times as many.
 
 **Compacted files** (`.parquet`) are compressed with zstd, in row groups of at most 65,536 rows,
 with page checksums. A column named `X_minus_Y` stores X - Y, wrapping around at 64 bits, and the
@@ -138,16 +141,18 @@ CRASH_FILE = "crash.txt"
 """In a rank's folder: the stacks at a fatal signal; missing without one."""
 SIGTERM_FILE = "sigterm.txt"
 """In a rank's folder: the stacks when SIGTERM ended the process; missing without one."""
+LIVE_MEMORY_FILE = "live_memory.json"
 OUT_OF_MEMORY_FILE = "out_of_memory.json"
 """In a rank's folder: the allocation that failed; missing without one."""
 LIVE_SUFFIX = ".arrows"
 COMPACTED_SUFFIX = ".parquet"
 
 ROW_GROUP_ROWS = 65_536
-REDUCTION_VERSION = 2
+REDUCTION_VERSION = 3
 """Increased when `reduction.rank_rows.summarise_rank` gives other rows for the same recording.
 
-1: sums of events. 2: memory of each step; the number of collectives on STEP rows."""
+1: sums of events. 2: memory of each step; the number of collectives on STEP rows. 3: process
+groups."""
 
 STREAM_KEY = b"fsdp_inspect"
 FIRST_ROW_KEY = b"first_row"

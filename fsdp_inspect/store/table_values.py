@@ -107,9 +107,9 @@ def _with_known(values: NDArray[Any], codes: type[IntEnum], neutral: int) -> NDA
 
 
 def _check_unique(columns: Columns, name: str) -> None:
-    """Check that a summary has each kind of a whole step of a rank once."""
+    """Check that a summary has each kind of a whole step of a rank, and each group, once."""
     is_whole = (columns["kind"] == EventKind.STEP) | (columns["kind"] >= min(StepPart))
-    parts = [columns[column][is_whole] for column in ("attempt", "rank", "step", "kind")]
+    parts = [columns[column][is_whole] for column in ("attempt", "rank", "step", "kind", "group")]
     order = np.lexsort(parts)
     is_same = [np.diff(part[order].astype(np.int64)) == 0 for part in parts]
     if np.logical_and.reduce(is_same).any():

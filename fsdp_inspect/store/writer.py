@@ -40,6 +40,8 @@ from fsdp_inspect.store.schema import (
     SCALARS,
 )
 from fsdp_inspect.store.streams import LiveStream, Row
+from fsdp_inspect.trace.live_memory import LiveMemoryRecord
+from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 
 logger = logging.getLogger("fsdp_inspect.store")
@@ -162,6 +164,11 @@ class RankWriter:
         """
         if self._is_owner():
             self._unfinished_files[name] = write
+
+    def write_record(self, name: str, record: LiveMemoryRecord | OutOfMemoryRecord) -> None:
+        """Write a record into the rank's folder; as `write_file`."""
+        path = self.folder / name
+        self.write_file(name, lambda: replace_file(path, encode_record(record)))
 
     def add_problems(self, problems: list[str]) -> None:
         """Add problems of the recording to the record."""

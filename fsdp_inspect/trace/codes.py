@@ -288,6 +288,9 @@ class StepPart(NamedCode):
     PEAK_RESERVED = 131
     ALLOCATED_AT_END = 132
     RESERVED_AT_END = 133
+    GROUP = 140
+    """The collectives of one process group, one row for each group that the step used. Its
+    `exposed_ns` are disjoint over the groups and add up to the exposed parts above."""
 
 
 PARTS_OF_STEP = tuple(part for part in StepPart if part < StepPart.COMMUNICATION)

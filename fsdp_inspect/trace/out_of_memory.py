@@ -11,39 +11,10 @@ from pydantic import Field
 
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.limits import Amount, Index
+from fsdp_inspect.trace.live_memory import LiveBytes, LiveMoment
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
 
-MOST_ROWS = 1000
-"""The largest rows of a moment that a report keeps; the rest is one row without unit and line."""
-OTHER = "other"
-"""The category of that row."""
 STORAGE_TRACKER, TENSORS, MEMORY_SNAPSHOT = "storage_tracker", "tensors", "memory_snapshot"
-
-
-class LiveBytes(Record):
-    """Live storages of one unit and category, allocated at one line."""
-
-    unit: int = NO_UNIT
-    """The owner, as index into the manifest's units; -1: none."""
-    category: str
-    """A `MemoryCategory`, or `OTHER`."""
-    place: str = ""
-    """The user's line that allocated them, `file:line`; empty: before the recording, or unknown."""
-    bytes: Amount
-    count: Amount = 0
-    """The number of storages; 0: unknown."""
-
-
-class LiveMoment(Record):
-    """What was alive at one moment of a step."""
-
-    step: Index
-    phase: str
-    unit: int = NO_UNIT
-    """The innermost unit on the host's stack."""
-    bytes: Amount
-    live: list[LiveBytes] = Field(default_factory=list)
-    """The largest first; they add up to `bytes`."""
 
 
 class OutOfMemoryRecord(Record):
@@ -91,15 +62,3 @@ class OutOfMemoryRecord(Record):
         """Whether `reference` is a moment of the same unit and phase."""
         then = self.reference
         return then is not None and (then.unit, then.phase) == (self.unit, self.phase)
-
-
-def keep_largest(rows: list[LiveBytes]) -> list[LiveBytes]:
-    """The rows, the largest first; all beyond `MOST_ROWS` are joined into one."""
-    rows = sorted(rows, key=lambda row: -row.bytes)
-    rest = rows[MOST_ROWS:]
-    if not rest:
-        return rows
-    joined = LiveBytes(
-        category=OTHER, bytes=sum(row.bytes for row in rest), count=sum(row.count for row in rest)
-    )
-    return [*rows[:MOST_ROWS], joined]

@@ -12,11 +12,13 @@ from pydantic import Field
 
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
+from fsdp_inspect.trace.live_memory import LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.process_life import ProcessLife
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
+from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SharderTraits, traits_of
 from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
     DeviceTable,
@@ -57,13 +59,18 @@ class RunStatus(StrEnum):
 
 
 class Unit(Record):
-    """One FSDP communication group (torch: `FSDPParamGroup`)."""
+    """A communication group of parameters.
+
+    FSDP2: a `FSDPParamGroup`. FSDP1: a `FlatParamHandle`. DDP: a bucket.
+    """
 
     index: Index
     fqn: str
-    """The name that torch gives the unit: its modules' fqns joined by `, `; empty for the root."""
+    """FSDP: the name that torch gives the unit, its modules' fqns joined by `, `; empty for the
+    root. DDP: `bucket 0`."""
     modules: list[str]
-    """The fqns of the modules of one `fully_shard` call."""
+    """The fqns of its modules: of one `fully_shard` call, of one wrapper, or those whose
+    parameters a bucket holds."""
     module_class: str = ""
     num_parameters: Amount
     """Parameters of the whole unit, over all ranks, without padding."""
@@ -72,11 +79,13 @@ class Unit(Record):
     parameters: dict[str, list[Amount]] = Field(default_factory=dict)
     """The unsharded shape of each parameter by fqn, in the model's order; empty: not recorded."""
     unsharded_bytes: Amount
-    """The padded all-gather output in the parameter dtype, which an unshard allocates."""
+    """The padded all-gather output in the parameter dtype, which an unshard allocates. Without
+    sharding: the parameters."""
     sharded_bytes: Amount
     """One rank's shard in the original dtype, with padding; 0: unknown (imports)."""
     reduce_bytes: Amount
-    """The padded reduce-scatter input in the reduce dtype; 0 for a frozen unit."""
+    """The padded reduce-scatter input in the reduce dtype, without sharding the all-reduce; 0 for a
+    frozen unit."""
     param_dtype: str
     reduce_dtype: str
     reshard_after_forward: bool | WorldSize | None
@@ -94,8 +103,9 @@ class Unit(Record):
     """Position in the first recorded forward, from 0; -1: never ran."""
     recorded_by: str = "custom_comm"
     """`custom_comm`: a wrapper installed with torch's public setters. `param_group`: a wrapper on
-    the group object itself (several groups in a module, torch before 2.9). Imports have
-    `UNITS_FROM_RANGES`, `UNITS_FROM_FSDP1` or `UNITS_FROM_ORDER`."""
+    the group object itself (several groups in a module, torch before 2.9). `flat_param`: a wrapper
+    on FSDP1's `FlatParamHandle`. `reducer`: an observer of the all-reduces of DDP's reducer.
+    Imports have `UNITS_FROM_RANGES`, `UNITS_FROM_FSDP1` or `UNITS_FROM_ORDER`."""
 
     @property
     def is_replicated(self) -> bool:
@@ -113,7 +123,29 @@ class ProcessGroup(Record):
     role: str = "other"
     """`shard`, `replicate`, `post_forward` or `other`."""
     dimension: str = ""
-    """The name of its dimension in the `DeviceMesh` (`tp`); empty: it has none, or no name."""
+    """The name of its dimension in the `DeviceMesh` (`dp_shard`); empty: it has none, or no name.
+    """
+    is_name_inferred: bool = False
+    """Imports: `dimension` is the name of the process group, not that of a `DeviceMesh`."""
+    is_role_inferred: bool = False
+    """Imports: `role` follows from the order and the sizes of collectives."""
+    are_ranks_known: bool = True
+    """False: an import lacks the list of ranks, and `ranks` are numbered from 0."""
+    parallelism: str = ""
+    """The dimension by its purpose: `shard`, `replicate`, `tp`, `ep`, `cp`, `pp`, `world`, or the
+    user's own name; empty: unknown. Readers derive it again from the other fields, see
+    [Note: the dimension of a process group] in `trace.mesh_dimensions`."""
+    parallelism_from: str = ""
+    """The reason for `parallelism`: `sharder`, `mesh`, `order`, `name`, `all_ranks` or `ranks`;
+    empty: none."""
+
+
+class GroupDimension(Record):
+    """The dimension of a process group; the fields of `ProcessGroup` with the same names."""
+
+    dimension: str = ""
+    parallelism: str = ""
+    parallelism_from: str = ""
 
 
 class ModelInfo(Record):
@@ -147,6 +179,9 @@ class RunManifest(Record):
     backend: str
     device_type: str
     device_name: str = ""
+    sharder: str = FSDP2
+    """The code that made the units: `trace.sharders.FSDP2`, `FSDP1` or `DDP`. An import, and a run
+    recorded before this field existed, has `FSDP2`."""
     source: str = "recorded"
     """`recorded`, `emulated`, `imported` or `predicted`."""
     emulation: dict[str, Any] = Field(default_factory=dict)
@@ -167,6 +202,10 @@ class RunManifest(Record):
     tags: list[str] = Field(default_factory=list)
     recorder: dict[str, Any] = Field(default_factory=dict)
     """Settings of the recording: clock, flush interval, parts that could not be recorded."""
+    num_device_events: Index = 0
+    """Imports: the number of kernels and copies that were read."""
+    num_unread_events: Index = 0
+    """Imports: the number of events of unknown categories, which may be work of a device."""
     num_unsized_collectives: int = 0
     """Imports: the number of collectives with unknown message size; sums of bytes lack them."""
     notes: list[str] = Field(default_factory=list)
@@ -190,18 +229,26 @@ class RunManifest(Record):
         return bool(self.plan) and self.source != "imported" and is_sharded
 
     @property
+    def sharder_traits(self) -> SharderTraits:
+        """The name and the settings of the sharder."""
+        return traits_of(self.sharder)
+
+    @property
     def is_fsdp1(self) -> bool:
-        """Whether the run was imported from a training with `FullyShardedDataParallel` (FSDP1)."""
-        return any(unit.recorded_by == UNITS_FROM_FSDP1 for unit in self.units)
+        """Whether the training used `FullyShardedDataParallel` (FSDP1)."""
+        is_imported = any(unit.recorded_by == UNITS_FROM_FSDP1 for unit in self.units)
+        return self.sharder == FSDP1 or is_imported
 
     @property
     def knows_fsdp(self) -> bool:
         """Whether a collective without a unit is certainly not FSDP's.
 
-        A trace without FSDP2's own ranges does not show the issuer of a collective.
+        A trace without FSDP2's own ranges does not show the issuer of a collective. DDP issues
+        collectives that belong to no bucket: of its first steps, of buffers, of a communication
+        hook.
         """
         if self.source != "imported":
-            return True
+            return self.sharder != DDP
         return any(unit.recorded_by == UNITS_FROM_RANGES for unit in self.units)
 
 
@@ -255,6 +302,8 @@ class RankRecord(Record):
     """The error that ended the training, if the recorder saw it."""
     failed_at: str = ""
     """The user's line that the error passed, `file:line`; empty: none or unknown."""
+    crash_stacks: bool | None = None
+    """Whether a fatal signal writes stacks into the rank's folder; None: unknown."""
     num_steps: Index = 0
     flush_interval_s: float = 1.0
     flushed_unix_ns: Moment = 0
@@ -271,6 +320,11 @@ class RankRecord(Record):
     problems: list[str] = Field(default_factory=list)
     """Problems during the recording, one message for each."""
     scalar_names: list[str] = Field(default_factory=list)
+    group_dimensions: list[GroupDimension] = Field(default_factory=list)
+    """The dimension of each process group as this rank numbers them: a rank may use a group that
+    rank 0 lacks. Empty: not recorded, the groups of the manifest apply."""
+    coordinates: dict[str, Index] = Field(default_factory=dict)
+    """The place of this rank along each dimension of the mesh, by `parallelism`."""
 
 
 class RunSource(Protocol):
@@ -316,6 +370,13 @@ class RunSource(Protocol):
 
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
         """The Python stacks that a rank wrote when it hung or died, the most telling first."""
+        ...
+
+    def live_moments(self, rank: int) -> Sequence[LiveMoment]:
+        """What was alive at the highest moments of a rank's last memory step, by line.
+
+        The highest moment of each phase and the end of the step; empty: not recorded.
+        """
         ...
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:

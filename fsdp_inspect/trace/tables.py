@@ -324,7 +324,7 @@ class ScalarTable(Table):
 
 @dataclass(frozen=True, slots=True)
 class SummaryTable(Table):
-    """The summary of a run: one row per rank, step, unit, phase and kind.
+    """The summary of a run: one row per rank, step, unit, phase, kind and process group.
 
     * Kind STEP: the step itself, with the number and bytes of its collectives (without those of
       evaluation passes).
@@ -332,6 +332,7 @@ class SummaryTable(Table):
     * Kinds from 100 (`codes.StepPart`): the parts of the breakdown, which add up to the step's
       duration exactly. See `reduction.step_parts`.
     * Kinds from 130: the memory of the step. See `reduction.memory_parts`.
+    * Kind 140: the collectives of one process group.
     """
 
     DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
@@ -341,6 +342,7 @@ class SummaryTable(Table):
         "unit": np.int16,
         "phase": np.int8,
         "kind": np.int16,
+        "group": np.int16,
         "flags": np.int16,
         "count": np.int32,
         "bytes": np.int64,
@@ -356,13 +358,16 @@ class SummaryTable(Table):
     phase: NDArray[np.int8]
     kind: NDArray[np.int16]
     """An `EventKind`, or a `codes.StepPart` (from 100)."""
+    group: NDArray[np.int16]
+    """Of collectives, index into the process groups of the rank; -1: none, or several."""
     flags: NDArray[np.int16]
     """On STEP rows: bits of `codes.StepFlag`."""
     count: NDArray[np.int32]
     bytes: NDArray[np.int64]
     """Sum of the messages; 0 for events that are not collectives. On memory rows: the memory."""
     duration_ns: NDArray[np.int64]
-    """Sum of the durations. Events may overlap, so this is no fraction of the step."""
+    """Sum of the durations. Events may overlap, so this is no fraction of the step. On GROUP rows:
+    the union of the group's running collectives."""
     median_ns: NDArray[np.int64]
     """Median duration of the row's events."""
     exposed_ns: NDArray[np.int64]

@@ -149,6 +149,15 @@ def test_late_gathers_of_a_slow_host_on_streams_give_no_prefetch_since_the_host_
     assert not rules_of(plan_advice(as_stream_run(recorded))) & {"R9", "R10", "R11"}
 
 
+def test_a_limit_without_known_memory_is_refused_and_the_advice_by_time_is_not():
+    run = latency_bound_run()
+    refused = advise_run(run, AdviceRequest(memory_limit=MIB))
+    assert refused.plan is None
+    assert refused.answer == "Cannot tell which plan fits within 1.00 MiB."
+    assert "no memory step that records categories" in (refused.refusal or "")
+    assert plan_advice(run).suggestions
+
+
 def test_a_tight_memory_limit_gives_the_fastest_plan_that_fits():
     free = plan_advice(open_run(SAMPLE))
     tight = plan_advice(open_run(SAMPLE), memory_limit=27 * MIB)

@@ -42,8 +42,9 @@ def found(*, units: dict[str, Any] | None = None, device: str = "cuda", **facts:
 
 def wait(kind: str, phase: str, exposed: int) -> ExposedWait:
     return ExposedWait(
-        step=7, microbatch=0, fqn="layers.0", is_fsdp=True, kind=kind, phase=phase, issue_ns=0,
-        start_ns=10, need_ns=10, end_ns=10 + exposed, exposed_ns=exposed, cause="bandwidth",
+        step=7, microbatch=0, fqn="layers.0", is_fsdp=True, kind=kind, phase=phase,
+        dimension="shard", issue_ns=0, start_ns=10, need_ns=10,
+        end_ns=10 + exposed, exposed_ns=exposed, cause="bandwidth",
         causes_ns={"bandwidth": exposed}, ahead=None, bytes=64, group=0, sequence=1,
     )  # fmt: skip
 

@@ -47,6 +47,18 @@ def test_norms_are_those_of_the_whole_unit() -> None:
     assert unit.update_ratio == pytest.approx((8 / 18) ** 0.5)
 
 
+def test_a_unit_that_every_rank_holds_whole_counts_once() -> None:
+    run = run_of([step_of(0)], [step_of(0)])
+    units = [
+        unit.model_copy(update={"shard_group": -1, "replicate_group": 0})
+        for unit in run.manifest.units
+    ]
+    replicated = replace(run, manifest=run.manifest.model_copy(update={"units": units}))
+    found = measure_numerics(replicated)
+    assert found is not None
+    assert found.units[0].gradient_norm == pytest.approx(3.0)
+
+
 def test_lost_updates_are_the_median_over_the_steps() -> None:
     found = numerics_of([step_of(step, lost=lost) for step, lost in enumerate((100, 20, 30))])
     assert found.lost_ratio == 0.3
@@ -103,3 +115,15 @@ def test_most_updates_lost_in_a_low_precision_is_a_problem() -> None:
 def test_few_lost_updates_or_full_precision_are_none(lost: int, dtype: str) -> None:
     observations = (replace(seen(Place.PARAMETER), dtypes=(dtype,)),)
     assert diagnose_steps([step_of(0, *observations, lost=lost)]).problem is None
+
+
+def test_a_dtype_that_is_not_the_declared_one_is_listed() -> None:
+    assert steady_run().manifest.units[UNIT].param_dtype == "float32"
+    stored = replace(seen(Place.PARAMETER), dtypes=("float32",))
+    gradient = replace(seen(Place.GRADIENT, 2), dtypes=("float32",))
+    output, reduced = seen(Place.OUTPUT, 1), seen(Place.REDUCED_GRADIENT, 3)
+    found = numerics_of([step_of(0, stored, output, gradient, reduced)]).other_dtypes
+    assert [(each.place, each.declared, each.actual, each.units) for each in found] == [
+        (Place.OUTPUT, "float32", "bfloat16", ("layers.1",)),
+        (Place.REDUCED_GRADIENT, "float32", "bfloat16", ("layers.1",)),
+    ]

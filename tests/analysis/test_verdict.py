@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from fsdp_inspect.analysis.verdict import (
     COMPARE_PLANS,
+    HighestMoment,
     Limit,
     MemoryGrowthFacts,
     OtherPart,
@@ -135,9 +138,10 @@ def test_a_verdict_leaves_changes_of_the_plan_to_the_simulation(changes):
         ("tp", "forward", "tensor parallelism in forward"),
         ("ep", "backward", "expert parallelism in backward"),
         ("mine", "forward", "the mesh dimension 'mine' in forward"),
-        ("", "optimizer", "the optimizer phase"),
-        ("", "data", "data loading"),
-        ("", "outside", "the training loop"),
+        ("other", "optimizer", "the optimizer phase"),
+        ("shard", "optimizer", "the optimizer phase"),
+        ("other", "data", "data loading"),
+        ("world", "outside", "the training loop"),
     ],
 )
 def test_communication_outside_fsdp_is_named_before_any_plan(dimension, phase, name):
@@ -278,8 +282,66 @@ def test_every_limit_says_why_and_what_next():
     ],
 )
 def test_a_headline_has_at_most_twelve_words(changes):
-    headline = give_verdict(facts(**changes)).sentence.replace(" %", "%")
-    assert len(headline.split()) <= 12
+    verdict = give_verdict(facts(**changes))
+    assert len(verdict.sentence.split()) <= 12
+    assert 0 < len(verdict.because.split()) <= 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "because"),
+    [
+        pytest.param(
+            {"exposed_ns": 50 * MS, "top": replace(waiting(), cause="late_issue"), "rank": 2},
+            "The longest wait is for the all-gather of layers.7 in forward: 8.00 ms on rank 2, "
+            "mostly late issue.",
+            id="unit, cause and rank of a wait",
+        ),
+        pytest.param(
+            {"exposed_ns": 50 * MS, "top": waiting(), "rank": 2},
+            "The longest wait is for the all-gather of layers.7 in forward: 8.00 ms on rank 2.",
+            id="a wait of several causes has no main cause",
+        ),
+        pytest.param(
+            {"exposed_ns": 50 * MS, "causes_ns": {"straggler": 30 * MS}, "rank": 2},
+            "Ranks that arrive late cause 30.0 ms of the waits on rank 2.",
+            id="late ranks",
+        ),
+        pytest.param(
+            {
+                "exposed_ns": 50 * MS,
+                "blocks_host": True,
+                "backend": "gloo",
+                "top": waiting(),
+                "rank": 2,
+            },
+            "Collectives block the host on gloo. The longest wait is for the all-gather of "
+            "layers.7 in forward: 8.00 ms.",
+            id="a backend that blocks the host",
+        ),
+        pytest.param(
+            {
+                "device_ratio": 0.99,
+                "highest": HighestMoment(
+                    rank=1,
+                    phase="backward",
+                    fqn="layers.3",
+                    category="activation",
+                    category_bytes=GIB,
+                ),
+            },
+            "The peak is in backward, in layers.3, on rank 1. Its largest part is activation: "
+            "1.00 GiB.",
+            id="what the peak holds",
+        ),
+        pytest.param(
+            {"straggler": straggler()},
+            "On rank 4 (host node-1) data takes 9.00 ms longer per step than on the other ranks.",
+            id="what a straggler does",
+        ),
+    ],
+)
+def test_the_main_reason_names_unit_cause_and_rank(changes, because):
+    assert give_verdict(facts(**changes)).because == because
 
 
 def test_a_straggler_is_named_with_its_price_and_what_it_does_meanwhile():

@@ -23,6 +23,7 @@ from fsdp_inspect.trace.codes import (
     Phase,
     Stream,
 )
+from fsdp_inspect.trace.live_memory import LiveMoment
 from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.run import (
     ClockPair,
@@ -336,6 +337,9 @@ class SyntheticRun:
         return ()
 
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
+        return ()
+
+    def live_moments(self, rank: int) -> Sequence[LiveMoment]:
         return ()
 
     def out_of_memory(self, rank: int) -> None:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
 
+from fsdp_inspect import Run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
@@ -103,6 +105,23 @@ def test_an_empty_folder_says_how_to_record(open_app, tmp_path):
     assert "torchrun" in app.code[0].value
 
 
+def test_overview_recommends_what_advice_does(open_app, tmp_path):
+    sample = shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", tmp_path / "run")
+    app = open_app(tmp_path, "overview", run="run")
+    assert "saves" not in read(app)
+
+    app.button("find-change").click().run(timeout=100)
+
+    advice = Run(open_run(sample)).advise()
+    assert advice.plan is not None
+    first = advice.plan.suggestions[0]
+    assert f"{first.what}: saves {format_ns(first.saved_ns)} a step" in read(app)
+    with pytest.raises(KeyError):
+        app.button("find-change")
+    app.switch_page("app_pages/advice.py").run(timeout=100)
+    assert f"1. {first.what}" in read(app)
+
+
 @pytest.mark.parametrize("page", RUN_PAGES)
 def test_a_page_about_a_run_says_so_where_there_is_none(open_app, tmp_path, page):
     app = open_app(tmp_path, page)
@@ -115,6 +134,7 @@ def test_overview_says_the_verdict_first_and_then_the_digests_numbers(shown, run
     app = shown("overview", "whole")
     assert digest.verdict.sentence in read(app)
     assert digest.verdict.why in read(app)
+    assert digest.verdict.because in read(app)
     assert [metric.value for metric in app.metric] == [
         format_ns(digest.step_time_ns.typical),
         format_ns(digest.exposed_ns),

@@ -27,6 +27,7 @@ from fsdp_inspect.recording.devices import DeviceSampler
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.store.schema import EVENTS
 from fsdp_inspect.store.streams import LiveStream, Row
@@ -89,9 +90,9 @@ def _measure(repeats: int) -> HotPathCost:
     probe = MemoryProbe(session, lambda row: None, None)
     groups = [StandInGroup() for _ in range(NUM_BLOCKS + 2)]
     handles: list[Any] = [
-        SimpleNamespace(group=group, num_groups=1, modules=(group,)) for group in groups
+        SimpleNamespace(group=group, num_groups=1, modules=(group,), fqns=("",)) for group in groups
     ]
-    instruments = Instruments(session, handles, probe, None, lambda optimizer: None)
+    instruments = Instruments(session, Fsdp2(handles), probe, None, lambda optimizer: None)
     bare_ns, recorded_ns = [], []
     for _ in range(repeats):
         bare_ns.append(_time_step(groups))

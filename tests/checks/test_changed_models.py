@@ -19,6 +19,7 @@ from fsdp_inspect import Recorder, forecast_memory
 from fsdp_inspect.cli import main
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import Link, Specification
+from tests.checks import changed_models
 from tests.checks.changed_models import build
 
 BLOCK = 2 * 128 * 512  # parameters
@@ -92,6 +93,16 @@ REGRESSIONS = {
     ),
 }
 HARMLESS = ("nothing", "renamed", "reordered", "other seed")
+
+
+def line_with(text: str) -> int:
+    """The number of the model's only line with this text."""
+    (found,) = [
+        number
+        for number, line in enumerate(Path(changed_models.__file__).read_text().split("\n"), 1)
+        if text in line
+    ]
+    return found
 
 
 @dataclass
@@ -211,6 +222,40 @@ def test_the_message_says_by_how_much_where_and_why(folder: Path) -> None:
     assert "at the peak of backward" in words
     assert "activation of layers.3 +64.0 KiB" in words
     assert "cause: unknown. No recorded setting explains this increase." in words
+    assert "Lines that allocate more than in the baseline" in words
+    assert f"changed_models.py:{line_with('self.kept.append')}" in words
+
+
+@pytest.mark.parametrize("plant", ["kept activation", "leak"])
+def test_the_line_that_allocates_more_is_named_and_no_other(
+    results: dict[str, Ended], plant: str
+) -> None:
+    verdict = results[plant].verdict
+
+    (line,) = verdict["lines"]
+    assert line["line"].endswith(f"changed_models.py:{line_with('self.kept.append')}")
+    assert (line["category"], line["units"], line["is_changed"]) == (
+        "activation",
+        ["layers.3"],
+        True,
+    )
+    assert line["bytes"] == 64 * KIB
+
+
+def test_memory_from_before_the_recording_has_no_line(results: dict[str, Ended]) -> None:
+    assert results["buffer"].verdict["growth"][0]["category"] == "buffer"
+    assert results["buffer"].verdict["lines"] == []
+
+
+def test_the_line_of_dropout_is_told_from_that_of_a_block_which_is_only_now_in_the_peak(
+    results: dict[str, Ended],
+) -> None:
+    lines = results["dropout"].verdict["lines"]
+
+    assert {line["line"].rpartition(":")[2]: line["units"] for line in lines} == {
+        str(line_with("self.dropout(self.down")): [f"layers.{block}" for block in range(4)],
+        str(line_with("wide = ")): ["layers.4"],
+    }
 
 
 def test_a_baseline_written_again_is_the_same_to_the_byte(folder: Path) -> None:

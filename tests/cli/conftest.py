@@ -61,7 +61,13 @@ def invoke(capsys, monkeypatch):
 
 @pytest.fixture(scope="session")
 def tuned(tmp_path_factory):
-    """One tuning session under emulation: baseline, a plan, the baseline again."""
+    """One tuning session under emulation: baseline, a plan, the baseline again.
+
+    It runs on a virtual clock, so that the step times do not depend on the machine.
+    """
     folder = tmp_path_factory.mktemp("tuned")
-    (folder / "config.toml").write_text(CONFIG)
-    return tune(folder / "runs", "--config", folder / "config.toml", "--budget", "1")
+    config = folder / "config.toml"
+    config.write_text(CONFIG.replace('[sharding]\nwrap = "block"\n', ""))  # the plan says it
+    trainer = [sys.executable, "-m", "tests.validation.virtual_time", "instrumented_trainer"]
+    options = ["--config", config, "--record", "--runs-dir", "{runs}", "--name", "{name}"]
+    return tune(folder / "runs", "--budget", "1", "--", *trainer, *options, "--plan", "{plan}")

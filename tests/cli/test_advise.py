@@ -51,8 +51,10 @@ def test_every_suggestion_says_its_rule_interval_evidence_and_memory(invoke):
         assert each["plan"]["units"]
         assert each["verify"][-1].startswith("fsdp-inspect verify plan.prediction.json ")
     assert "fsdp_inspect.apply_plan(model, plan, mesh)" in result["snippet"]
-    assert "--plan plan.toml" in result["verify"][0]
-    assert result["verify"][1].startswith("fsdp-inspect verify plan.prediction.json ")
+    write, launch, verify = result["verify"]
+    assert write.endswith(" --write plan.toml")
+    assert "--plan plan.toml" in launch
+    assert "verify plan.prediction.json NEW_RUN" in verify
 
 
 def test_the_advised_plan_can_be_written_and_takes_the_advised_time(invoke, tmp_path):

@@ -22,12 +22,22 @@ def test_a_childs_output_goes_to_its_log(tmp_path):
     assert log.read_text() == "all is well\n"
 
 
+def test_a_failing_job_shows_the_first_rank_that_failed_and_its_exception(tmp_path):
+    lines = ["[rank1]: Traceback", "[rank0]: Traceback", "[rank1]: ValueError: no data", "torchrun"]
+    script = f"import sys; print('\\n'.join({lines})); sys.exit(1)"
+    with pytest.raises(FsdpInspectError) as failure:
+        run_python(script, tmp_path / "child.log")
+    message = str(failure.value)
+    assert "ended with exit code 1: [rank1]: ValueError: no data. Expected" in message
+    assert message.endswith("[rank1]: Traceback\n[rank1]: ValueError: no data")
+
+
 def test_a_failing_child_shows_the_end_of_its_output(tmp_path):
     script = "import sys; [print('line', n) for n in range(100)]; sys.exit(7)"
     with pytest.raises(FsdpInspectError) as failure:
         run_python(script, tmp_path / "child.log")
     message = str(failure.value)
-    assert "Doing it ended with exit code 7. Expected 0." in message
+    assert "Doing it ended with exit code 7. Expected exit code 0." in message
     assert str(tmp_path / "child.log") in message
     assert message.endswith("line 98\nline 99")
     assert "line 50" not in message

@@ -21,13 +21,13 @@ from tests.cli.tuning_session import CONFIG, fake_training, tune
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_session_runs_baseline_plan_and_baseline_and_the_prediction_holds(tuned):
-    """On a busy machine the ruling may be another, for the reason that the session states."""
     [plan] = tuned.result["plans"]
     verified = plan["verification"]
     assert verified["measured_change"] < -0.2
-    is_noisy = bool(verified["caveats"]) or abs(verified["step_error"]) >= 0.05
-    assert plan["ruling"] == "held" or is_noisy, verified["answer"]
-    assert plan["ruling"] in ("held", "cannot_be_told", "did_not_hold")
+    assert abs(verified["step_error"]) < 0.05
+    # A virtual clock does not stop: real waits for a core can make the session too busy to judge.
+    assert plan["ruling"] in ("held", "cannot_be_told")
+    assert verified["answer"].startswith(("Held: ", "Cannot tell: "))
     assert len(tuned.result["baseline_run_ids"]) == 2
     assert "[3/3] the baseline" in tuned.progress
 

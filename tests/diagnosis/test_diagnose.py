@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown, diagnose
 from fsdp_inspect.report.diagnosis import describe_diagnosis, diagnosis_to_dict
-from fsdp_inspect.trace.black_box import BlackBox
+from fsdp_inspect.trace.black_box import BlackBox, Header
 from fsdp_inspect.trace.run import ClockPair, RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from tests.boxes import HEADER, SECOND, Call, make_box
@@ -48,10 +48,13 @@ def run_of(
     )
 
 
-def dump_at(line: str, source: DumpSource = DumpSource.WATCHDOG) -> list[StackDump]:
+def dump_at(
+    line: str, source: DumpSource = DumpSource.WATCHDOG, inner: str = ""
+) -> list[StackDump]:
     text = (
         f'{{"training_thread": "0x01", "statements": {{"train.py:88": "{line}"}}}}\n'
         "Thread 0x01 (most recent call first):\n"
+        f"{inner}"
         '  File "train.py", line 88 in main\n'
     )
     found = parse_dump(text, source)
@@ -101,6 +104,68 @@ def test_all_ranks_in_one_collective_is_the_transport() -> None:
     calls = [*DONE, Call(3, has_finished=False)]
     found = diagnose(run_of({rank: make_box(calls, RANKS, HUNG) for rank in RANKS}))
     assert (found.problem, found.ranks) == (ProblemClass.TRANSPORT_STUCK, ())
+
+
+def behind(rank: int, header: Header = HUNG) -> BlackBox:
+    """Rank 1 has not seen the end of the third collective; the others wait in the fourth."""
+    calls = [*DONE, Call(3, has_finished=False)]
+    return make_box([*DONE[:2], Call(2, has_finished=False)] if rank == 1 else calls, RANKS, header)
+
+
+def test_a_rank_that_saw_no_end_of_what_others_finished_is_late() -> None:
+    boxes = {rank: behind(rank) for rank in (0, 2)}
+    frozen = replace(HUNG, hang_seen_ns=0, sign_ns=3 * SECOND, sign_unix_ns=3 * SECOND)
+    boxes[1] = behind(1, frozen)
+
+    found = diagnose(run_of(boxes))
+
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (1,), True)
+    assert describe_diagnosis(found).sentence == (
+        "Rank 1 never reached the all-gather of unit 3 in forward of step 0. It does not answer: "
+        "its process is stopped or gone, or native code holds Python's lock. 2 ranks wait for it."
+    )
+
+
+def test_a_rank_that_is_still_in_what_others_finished_has_a_stuck_transport() -> None:
+    boxes = {rank: behind(rank) for rank in RANKS}
+
+    torch = '  File "/site-packages/torch/distributed/distributed_c10d.py", line 9 in all_reduce\n'
+    found = diagnose(run_of(boxes, dumps={1: dump_at("dist.all_reduce(x)", inner=torch)}))
+
+    assert (found.problem, found.ranks) == (ProblemClass.TRANSPORT_STUCK, (1,))
+    assert not found.is_certain
+    assert describe_diagnosis(found).sentence == (
+        "Rank 1 has not left the all-gather of unit 2 in forward of step 0, which the other ranks "
+        "have finished: the transport to it does not move. 2 ranks wait for it."
+    )
+
+
+def test_a_rank_that_works_on_something_else_is_late_even_if_it_saw_no_end() -> None:
+    boxes = {rank: behind(rank) for rank in RANKS}
+    found = diagnose(run_of(boxes, dumps={1: dump_at("batch = next(loader)")}))
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (1,), True)
+
+
+def test_a_rank_in_its_own_code_that_saw_no_end_is_late_but_not_with_certainty() -> None:
+    """Native code waits for a collective without a frame of torch's Python code."""
+    boxes = {rank: behind(rank) for rank in RANKS}
+    found = diagnose(run_of(boxes, dumps={1: dump_at("loss.backward()")}))
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (1,), False)
+
+
+def test_a_silent_rank_among_ranks_that_all_wait_is_named() -> None:
+    calls = [*DONE, Call(3, has_finished=False)]
+    boxes = {rank: make_box(calls, RANKS, HUNG) for rank in RANKS}
+    boxes[2] = make_box(calls, RANKS, replace(HUNG, hang_seen_ns=0))
+
+    found = diagnose(run_of(boxes))
+
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_LATE, (2,))
+    assert not found.is_certain
+    assert describe_diagnosis(found).sentence == (
+        "All 3 ranks are in the all-gather of unit 3 in forward of step 0 for 86 s. Rank 2 does "
+        "not answer: its process is stopped or gone, or native code holds Python's lock."
+    )
 
 
 def test_a_rank_that_vanished_before_the_hang_died() -> None:

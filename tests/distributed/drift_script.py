@@ -1,27 +1,33 @@
-"""A training whose steps take longer from step 70 on.
+"""A training whose steps wait longer for data from step 60 on.
 
-    torchrun --nproc-per-node 2 drift_script.py RUN_FOLDER FAULT
+    torchrun --nproc-per-node 2 drift_script.py RUN_FOLDER
 
-FAULT: `data` (both ranks wait longer for data) or `late` (rank 1 works longer).
+Ranks and collectives are real. The clock is virtual (`tests.validation.virtual_time`), so the step
+times do not depend on the machine.
 """
 
 import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
+from tests.validation.virtual_time import VirtualClock
 
-from fsdp_inspect import Recorder
+clock = VirtualClock()
+time.perf_counter_ns = clock.read  # before anything binds the function by name
 
-STEPS = 140
-CHANGE = 70
-LONGER_S = 0.06
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+from fsdp_inspect import Recorder  # noqa: E402
+
+STEPS = 120
+CHANGE = 60
+USUAL_NS, LONGER_NS = 10_000_000, 60_000_000
 
 
-def main(run: Path, fault: str) -> None:
+def main(run: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
@@ -31,16 +37,13 @@ def main(run: Path, fault: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with Recorder(model, optimizer=optimizer, path=run, memory_steps=()) as recorder:
         for step in range(STEPS):
-            has_changed = step >= CHANGE
             with recorder.step():
                 with recorder.data():
-                    time.sleep(LONGER_S if has_changed and fault == "data" else 0.01)
-                if has_changed and fault == "late" and dist.get_rank() == 1:
-                    time.sleep(LONGER_S)
+                    clock.sleep_until(clock.now_ns + (USUAL_NS if step < CHANGE else LONGER_NS))
                 model(torch.randn(4, 32)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

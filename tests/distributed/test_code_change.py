@@ -98,7 +98,7 @@ def test_the_advice_of_the_command_is_the_plan_that_its_diff_makes(
         pytest.skip("on this machine no plan of the run is faster")
     assert (tmp_path / "plan.patch").read_text().strip() == advised["change"]["diff"].strip()
     apply((tmp_path / "plan.patch").read_text(), tmp_path, SCRIPT)
-    launch = shlex.split(advised["verify"][0])
+    launch = shlex.split(advised["verify"][1])
     assert launch == shlex.split(advised["change"]["launch"])
     assert launch[0] == "torchrun"
     assert launch[-3:] == ["--name", "first-advised", SCRIPT]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fsdp_inspect.analysis.plan_check.check import check_plan
-from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     NO_UNIT,
@@ -23,41 +19,15 @@ from fsdp_inspect.trace.codes import (
     StepPart,
 )
 from fsdp_inspect.trace.run import RunStatus
-from fsdp_inspect.trace.tables import EventTable
 from tests.conftest import Torchrun
+from tests.distributed.recorded import LAST_STEP, Recorded
 from tests.distributed.recorder_scenarios import SCENARIOS, STEPS
 
 pytestmark = pytest.mark.distributed
 
 DRIVER = Path(__file__).with_name("recorder_scenarios.py")
-LAST_STEP = STEPS - 1
 FOUR_RANKS = [name for name in SCENARIOS if name.endswith("_4")]
 TWO_RANKS = [name for name in SCENARIOS if name not in FOUR_RANKS]
-
-
-class Recorded:
-    """The runs of all scenarios, and what the ranks said about them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def run(self, name: str) -> StoredRun:
-        return open_run(self.folder / name)
-
-    def result(self, name: str, rank: int = 0) -> dict[str, Any]:
-        return json.loads((self.folder / f"{name}.rank{rank}.json").read_text())
-
-    def events(self, name: str, step: int = LAST_STEP, rank: int = 0) -> EventTable:
-        return self.run(name).events(rank, steps=[step])
-
-    def counts(self, name: str, kind: EventKind, phase: Phase | None = None) -> dict[str, int]:
-        """Events of a kind in the last step by unit; `-` is no unit."""
-        events, units = self.events(name), self.run(name).manifest.units
-        mask = events.kind == kind
-        if phase is not None:
-            mask &= events.phase == phase
-        labels = [units[u].fqn or "(root)" if u != NO_UNIT else "-" for u in events.unit[mask]]
-        return dict(Counter(labels))
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ ON_4_RANKS: dict[str, dict[str, Any]] = {
     "half_mesh_by_unit": SMALL | {"reshard_after_forward": "auto; layers.*=2"},
 }
 SLOW = ("compile",)
-"""Cases on 2 ranks that take long: torch calls a C++ compiler, for a minute of processor time."""
+"""Cases on 2 ranks that take long: torch calls a C++ compiler."""
 TINY = {"preset": "tiny", "steps": 25, "record": False}
 
 Results = dict[str, Any]

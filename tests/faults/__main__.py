@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.faults.cases import EXPECTED, Case, make_cases
+from tests.faults.cases import EXPECTED, MODELS, Case, make_cases
 from tests.faults.judging import RIGHT, UNKNOWN, WRONG, Verdict, judge
 from tests.faults.running import run_case, run_healthy
 
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _judge_all(given: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
-    cases = list(make_cases(given.cases, given.seed))
+    cases = list(make_cases(given.cases, given.seed, given.models))
     begun = time.monotonic()
 
     def run(numbered: tuple[int, Case]) -> Verdict | str:
@@ -76,7 +76,9 @@ def _healthy_alarms(given: argparse.Namespace, folder: Path) -> Iterator[str]:
     for number in range(given.healthy):
         own = folder / f"healthy-{number:04d}"
         shutil.rmtree(own, ignore_errors=True)
-        said = run_healthy(own, num_ranks=(2, 3, 4)[number % 3], model=("mlp", "llama")[number % 2])
+        said = run_healthy(
+            own, num_ranks=(2, 3, 4)[number % 3], model=given.models[number % len(given.models)]
+        )
         shutil.rmtree(own, ignore_errors=True)
         if said:
             print(f"ALARM {number}: {said}", file=sys.stderr, flush=True)
@@ -134,6 +136,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--healthy", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--models",
+        type=lambda text: text.split(","),
+        default=["mlp", "llama", "trainer"],
+        help=f"models and loops, separated by commas, of {', '.join(MODELS)}; torchtitan must be "
+        "installed (default: mlp,llama,trainer)",
+    )
     parser.add_argument("--parallel", type=int, default=2, help="trainings at a time")
     parser.add_argument("--folder", type=Path, help="keep the runs in this folder")
     parser.add_argument("--markdown", type=Path, help="write the table into this file")

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_inspect.diagnosis.diagnose import ProblemClass
-from tests.faults.faulty_training import line_of
 
 P = ProblemClass
+SCRIPTS = {"mlp": "faulty_training", "llama": "faulty_training"}
+"""The script of a model or a loop; the others are loops of `faulty_loops`."""
+LOOPS = ("trainer", "torchtitan")
+MODELS = (*SCRIPTS, *LOOPS)
+NOT_IN_LOOPS = frozenset(
+    {"data", "data-worker", "uneven", "memory-hoard", "memory-batch", "dtype"},
+)
+"""Faults of the data and of the batch, which a hook of a module does not reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +54,21 @@ class Case:
         return EXPECTED[self.fault]
 
     @property
+    def script(self) -> Path:
+        """The training script."""
+        name = SCRIPTS.get(self.model, "faulty_loops")
+        return Path(__file__).with_name(f"{name}.py")
+
+    @property
     def expected_line(self) -> int | None:
         """The line of the culprit; None: any."""
         marker = self.expected.line
         if self.model == "llama":
             marker = {"order": "llama", "batch": "tokens"}.get(marker, marker)
-        return line_of(marker) if marker else None
+        if not marker or (self.model in LOOPS and marker == "order"):
+            return None
+        own, shared = line_of(marker, self.script), line_of(marker, FAULTS_FILE)
+        return own if own is not None else shared
 
 
 _ORDER = Expected((P.ORDER_DIVERGED,), "order")
@@ -76,6 +93,7 @@ EXPECTED: dict[str, Expected] = {
     "child": Expected((P.RANK_LATE,), "child"),
     "lock": Expected((P.HOST_DEADLOCK,), "lock"),
     "native": Expected((P.RANK_LATE,), ""),
+    "native-thread": Expected((P.RANK_LATE,), ""),
     "stopped": Expected((P.RANK_LATE,), ""),
     "uneven": Expected((P.UNEVEN_BATCHES,), ""),
     "exception": Expected((P.RANK_DIED,), ""),
@@ -92,16 +110,36 @@ EXPECTED: dict[str, Expected] = {
 }
 
 
-def make_cases(number: int, seed: int) -> Iterator[Case]:
-    """Cases in a fixed order: each fault in turn, with other ranks, models and steps."""
+FAULTS_FILE = Path(__file__).with_name("faulty_training.py")
+
+
+def make_cases(number: int, seed: int, models: Sequence[str]) -> Iterator[Case]:
+    """Cases in a fixed order: each fault in turn, with other ranks, models and steps.
+
+    Args:
+        number: How many.
+        seed: Of the choices.
+        models: The models and loops that may be chosen, of `MODELS`.
+    """
     choose = random.Random(seed)
-    names = list(EXPECTED)
+    known = [name for name in EXPECTED if set(models) - set(LOOPS) or name not in NOT_IN_LOOPS]
     for at in range(number):
+        fault = known[at % len(known)]
         num_ranks = choose.choice((2, 3, 3, 4, 4, 8))
         yield Case(
-            fault=names[at % len(names)],
-            model=choose.choice(("mlp", "mlp", "llama")),
+            fault=fault,
+            model=choose.choice(
+                [name for name in models if name not in LOOPS or fault not in NOT_IN_LOOPS]
+            ),
             num_ranks=num_ranks,
             rank=choose.randrange(num_ranks),
             step=choose.randint(3, 6),
         )
+
+
+def line_of(marker: str, script: Path) -> int | None:
+    """The number of the line with the comment `# fault: MARKER`; None: there is none."""
+    lines = script.read_text().split("\n")
+    return next(
+        (at for at, line in enumerate(lines, 1) if line.endswith(f"# fault: {marker}")), None
+    )

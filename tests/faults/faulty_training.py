@@ -174,6 +174,12 @@ def hold_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(int(FOREVER_S))  # fault: native
 
 
+def hold_the_interpreter_in_a_thread() -> None:
+    """Do so in another thread, while this one issues collectives."""
+    library = ctypes.PyDLL(None)
+    threading.Thread(target=lambda: library.sleep(int(FOREVER_S)), daemon=True).start()
+
+
 def stop_process() -> None:
     """Stop this process as a debugger or a scheduler does."""
     os.kill(os.getpid(), signal.SIGSTOP)  # fault: stopped
@@ -238,6 +244,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "handler": retry_for_long,
     "lock": lock_up,
     "native": hold_the_interpreter,
+    "native-thread": hold_the_interpreter_in_a_thread,
     "stopped": stop_process,
     "child": wait_for_child,
     "exception": fail,
@@ -331,12 +338,6 @@ def main() -> None:
     dist.init_process_group("gloo")
     train(given)
     dist.destroy_process_group()
-
-
-def line_of(marker: str) -> int:
-    """The number of the line with the comment `# fault: MARKER`."""
-    lines = Path(__file__).read_text().split("\n")
-    return next(at for at, line in enumerate(lines, 1) if line.endswith(f"# fault: {marker}"))
 
 
 if __name__ == "__main__":

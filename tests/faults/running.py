@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import psutil
 
 from tests import forked_ranks
-from tests.faults.cases import Case
+from tests.faults.cases import FAULTS_FILE, Case
 from tests.faults.faulty_training import FAULT_TIME, LIMIT_BYTES
 from tests.forked_process import ForkedProcess
 
-SCRIPT = Path(__file__).with_name("faulty_training.py")
+SCRIPT = FAULTS_FILE
 HANG_AFTER_S = 3.0
 KEEPER = "black_box_keeper"
 """Part of the command of the process that saves the black box after its rank was killed."""
@@ -60,7 +60,14 @@ def run_case(case: Case, folder: Path) -> Outcome:
     folder.mkdir(parents=True)
     arguments = (
         *("-m", "fsdp_inspect.record", "--out", str(folder / "runs"), "--no-verdict"),
-        *("--hang-after", str(HANG_AFTER_S), "--memory-steps", "none", str(SCRIPT), case.fault),
+        *(
+            "--hang-after",
+            str(HANG_AFTER_S),
+            "--memory-steps",
+            "none",
+            str(case.script),
+            case.fault,
+        ),
         *("--model", case.model, "--rank", str(case.rank), "--step", str(case.step)),
     )
     if case.fault.startswith("memory-"):
@@ -130,8 +137,11 @@ def _wait(ranks: Ranks, begun: float) -> float | None:
 
 
 def _has_report(stderr: str) -> bool:
-    """Whether the recorder has reported a problem."""
-    lines = [line for line in stderr.split("\n") if line.startswith("fsdp_inspect: ")]
+    """Whether the recorder has reported a problem.
+
+    The prompt of a debugger may stand before it on its line.
+    """
+    lines = [line for line in stderr.split("\n") if "fsdp_inspect: " in line]
     return any("recorded in" not in line for line in lines)
 
 
@@ -160,9 +170,10 @@ def end_ranks(ranks: Ranks) -> None:
 def run_healthy(folder: Path, *, num_ranks: int, model: str) -> str:
     """Train without a fault; returns what was said that is an alarm, or nothing."""
     folder.mkdir(parents=True)
+    script = Case("none", model, num_ranks, 0, 0).script
     arguments = (
         *("-m", "fsdp_inspect.record", "--out", str(folder / "runs"), "--no-verdict"),
-        *("--hang-after", "4", "--memory-steps", "none", str(SCRIPT), "none", "--model", model),
+        *("--hang-after", "4", "--memory-steps", "none", str(script), "none", "--model", model),
         *("--steps", "50", "--pause", "0.1"),  # longer than --hang-after, with shorter steps
     )
     ranks = start_ranks(arguments, num_ranks, folder)

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from unittest import mock
 
+from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.checks.baseline import Baseline, make_baseline, read_baseline, render_baseline
 from fsdp_inspect.checks.measurements import GateMeasurements, read_runs
 from fsdp_inspect.predictions.creation import Origin, make_prediction
@@ -24,10 +25,12 @@ from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import EVENTS
 from fsdp_inspect.store.streams import RowEncoder
 from fsdp_inspect.trace.black_box import encode as encode_black_box
+from fsdp_inspect.trace.live_memory import LiveBytes, LiveMemoryRecord, LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
 from fsdp_inspect.trace.numerics import NumericsStep, Observation, Place, Update, encode_step
-from fsdp_inspect.trace.out_of_memory import LiveBytes, LiveMoment, OutOfMemoryRecord
+from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.run import RunSource
 from tests.boxes import Call, make_box
 from tests.builders import steady_run, write_run
 from tests.importing.flight_recorder_dumps import WAITING, entry
@@ -135,6 +138,8 @@ def make_corpus(folder: Path) -> Corpus:
     (corpus.sample / RANK / "numerics.jsonl").write_bytes(encode_step(step) * 3)
     failed = _failed_allocation(sample.manifest.run_id)
     (corpus.sample / RANK / "out_of_memory.json").write_bytes(encode_record(failed))
+    alive = _live_memory(sample)
+    (corpus.sample / RANK / "live_memory.json").write_bytes(encode_record(alive))
     trace = TraceWriter()
     fsdp2_step(trace)
     trace.write(folder / "trace.json")
@@ -167,6 +172,16 @@ def _failed_allocation(run_id: str) -> OutOfMemoryRecord:
         live=live,
         reference=LiveMoment(step=4, phase="forward", unit=1, bytes=1000, live=live),
     )
+
+
+def _live_memory(sample: RunSource) -> LiveMemoryRecord:
+    """What was alive in the sample's memory step, all from one line."""
+    live = [LiveBytes(unit=1, category="activation", place="net.py:8", bytes=1000, count=2)]
+    moments = [
+        LiveMoment(step=one.step, phase=one.phase, unit=one.unit, bytes=1000, live=live)
+        for one in measure_memory(sample).phases
+    ]
+    return LiveMemoryRecord(run_id=sample.manifest.run_id, rank=0, moments=moments)
 
 
 def _write_streams(folder: Path) -> None:

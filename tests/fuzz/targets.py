@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_inspect.checks.baseline import read_baseline
+from fsdp_inspect.checks.baseline import make_baseline, read_baseline
 from fsdp_inspect.checks.check import check_run
 from fsdp_inspect.checks.limits import read_budget
+from fsdp_inspect.checks.measurements import read_runs
 from fsdp_inspect.cli import main
 from fsdp_inspect.diagnosis.fitting_plans import search_plans
 from fsdp_inspect.diagnosis.out_of_memory import read_out_of_memory
@@ -164,6 +165,11 @@ def _read_failure(corpus: Corpus, content: bytes) -> None:
         list(describe_memory_at_failure(found))
         if searched is not None:
             list(describe_plans(found, searched))
+
+
+def _read_live_memory(corpus: Corpus, content: bytes) -> None:
+    with corpus.replaced(f"sample/{RANK}/live_memory.json", content):
+        make_baseline(read_runs([open_run(corpus.file("sample"))]))
 
 
 def _reader_of(run: str, name: str) -> Callable[[Corpus, bytes], None]:
@@ -462,6 +468,7 @@ TARGETS = (
         _diagnose_with("numerics.jsonl"),
     ),
     Target("out_of_memory.json", 6, _json_of(f"sample/{RANK}/out_of_memory.json"), _read_failure),
+    Target("live_memory.json", 3, _json_of(f"sample/{RANK}/live_memory.json"), _read_live_memory),
     Target("stacks.txt", 2, _bytes_of(f"sample/{RANK}/stacks.txt"), _diagnose_with("stacks.txt")),
     Target(
         "events.parquet",

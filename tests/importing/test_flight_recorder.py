@@ -65,7 +65,7 @@ def test_a_collective_of_the_script_is_told_from_those_of_fsdp(tmp_path: Path) -
 
     assert (found.problem, found.ranks) == (ProblemClass.ORDER_DIVERGED, (0,))
     assert found.location == "/home/ann/train.py:55"
-    assert "an all-reduce that FSDP did not issue (200 B)" in describe_diagnosis(found).sentence
+    assert "an all-reduce of no unit (200 B)" in describe_diagnosis(found).sentence
 
 
 def test_ranks_whose_dumps_have_no_stacks_are_not_called_different(tmp_path: Path) -> None:

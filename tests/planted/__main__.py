@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdp_inspect.checks.baseline import Baseline, make_baseline
@@ -19,7 +20,7 @@ from fsdp_inspect.checks.measurements import read_runs
 from fsdp_inspect.formatting import format_bytes, format_category
 from fsdp_inspect.store.reader import open_run
 from tests.forked_ranks import run_ranks
-from tests.planted import training
+from tests.planted import situations, training
 from tests.planted.pages import replace_section
 from tests.planted.regressions import (
     EXPECTED,
@@ -32,6 +33,7 @@ from tests.planted.regressions import (
     forecast_all,
     read,
 )
+from tests.planted.situations import SITUATIONS, First, first_of, open_situations
 from tests.planted.training import PLANTS, folder_of
 
 RUNS_OF_A_LEARNED_BASELINE = 4
@@ -64,11 +66,49 @@ def main() -> int:
     problems = [
         f"{one.kind}, {one.plant}: {problem}" for one in outcomes for problem in one.problems()
     ]
+    firsts = _advise_all(folder / "situations")
+    problems += [
+        f"{name}: {first}" for name, first in firsts.items() if not SITUATIONS[name].is_right(first)
+    ]
     print("\n".join([*problems, summary]))
     if arguments.page is not None:
         page = replace_section(arguments.page.read_text(), "regressions", _table(outcomes))
-        arguments.page.write_text(replace_section(page, "reruns", summary))
+        page = replace_section(page, "reruns", summary)
+        arguments.page.write_text(replace_section(page, "situations", _situation_table(firsts)))
     return int(bool(problems or alarms))
+
+
+def _advise_all(folder: Path) -> dict[str, First]:
+    """Record each situation, and take what `advise` says first."""
+    folder.mkdir()
+    command = [sys.executable, "-W", "ignore", "-m", situations.__name__, str(folder)]
+    subprocess.run(command, check=True)
+    logs = folder / "logs"
+    logs.mkdir()
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    done, ended = run_ranks(
+        (situations.__file__, str(folder)),
+        num_ranks=2,
+        timeout_s=600,
+        cwd=folder,
+        logs=logs,
+        environment=environment,
+    )
+    if not ended or done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    runs = open_situations(folder)
+    return {name: first_of(runs[name], each.request) for name, each in SITUATIONS.items()}
+
+
+def _situation_table(firsts: Mapping[str, First]) -> str:
+    """A row for each situation."""
+    lines = ["| planted | right | said first | predicted gain |", "|---|---|---|---|"]
+    for name, first in firsts.items():
+        gain = "" if first.saved_ratio is None else f"{first.saved_ratio:.1%}"
+        rules = ", ".join(rule for rule in first.rules if rule)
+        said = f"{first.words or 'change nothing'}{f' [{rules}]' if rules else ''}"
+        lines.append(f"| {name} | {SITUATIONS[name].right} | {said} | {gain} |")
+    return "\n".join(lines)
 
 
 def _train(folder: Path, arguments: Sequence[str]) -> None:

@@ -10,6 +10,8 @@ from tests.prediction_records import prediction
 
 LINK = {"bandwidth_bytes_per_s": 1e9, "latency_ns": 1000}
 EMULATION = {"world_size": 8, "gpus_per_node": 8, "intra": LINK, "inter": None, "preset": None}
+PLAN = {"units": [{"modules": [""]}], "accumulation": {"microbatches": 2}}
+"""It declares its accumulation, so that no step has to show it."""
 CONFIG = {"batch_size": 4, "seed": 0, "wrap": "block", "name": "before"}
 
 
@@ -35,13 +37,13 @@ def run(**fields: Any) -> Run:
         "config": CONFIG,
         "model": ModelInfo(class_name="Decoder", num_parameters=1000),
         "versions": {"torch": "2.13.0"},
-        "plan": {"units": [{"modules": [""]}]},
+        "plan": PLAN,
     }
     return Run(RunManifest(**{**plain, **fields}))
 
 
 def predicted(**fields: Any):
-    plan = {"units": [{"modules": [""]}], **fields.pop("plan", {})}
+    plan = {**PLAN, **fields.pop("plan", {})}
     circumstances = Circumstances.of(run(run_id="before").manifest)
     return prediction(circumstances=circumstances, plan=plan, baseline_plan=plan, **fields)
 
@@ -84,7 +86,7 @@ def test_a_prediction_for_another_network_expects_that_one():
 def test_a_prediction_for_other_ranks_expects_those():
     made = predicted(plan={"world_size": 64})
     ranks = {**EMULATION, "world_size": 64, "gpus_per_node": 64}
-    plan = {"units": [{"modules": [""]}], "world_size": 64}
+    plan = {**PLAN, "world_size": 64}
     assert obstacles(made, run(world_size=64, emulation=ranks, plan=plan)) == []
     assert len(obstacles(made, run())) == 3
 
@@ -115,8 +117,6 @@ def test_a_run_that_did_not_end_well_says_so():
 
 
 def test_a_baseline_of_another_plan_is_named():
-    other = run(
-        run_id="b2", plan={"units": [{"modules": [""]}], "accumulation": {"microbatches": 2}}
-    )
+    other = run(run_id="b2", plan={**PLAN, "accumulation": {"microbatches": 4}})
     (found,) = find_obstacles(predicted(), [run()], [other])
     assert found == "Baseline: b2 ran a plan other than the predicted baseline."

@@ -54,6 +54,7 @@ def test_a_busier_machine_is_told_from_a_wrong_prediction():
     assert busy.caveats[0].startswith(
         "Compute takes 30% more time than in the baseline (baseline 70.0 ms, run 91.0 ms)"
     )
+    assert busy.answer.startswith("Cannot tell: predicted ")
 
 
 def test_a_plan_that_changes_compute_has_no_such_excuse():

@@ -39,7 +39,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 box = BlackBoxWriter(time.perf_counter_ns)
 box.write_header(Header(**dict.fromkeys(Header.__slots__, 0)))
 run = Path(sys.argv[2]) if len(sys.argv) > 2 else None
-assert box.start_keeper(Path(sys.argv[1]), run)
+assert box.start_keeper(Path(sys.argv[1]), run, None)
 for unit in range(5):
     box.issue(11, unit, dist.group.WORLD, 64, 1, 2, 3, 0, 0)
 os.kill(os.getpid(), 9)
@@ -149,7 +149,7 @@ def test_the_keeper_ends_when_it_is_asked_to(tmp_path: Path, group: dist.Process
     box = BlackBoxWriter(lambda: 5)
     issue(box, group, 7)
     box.write_header(HEADER)
-    assert box.start_keeper(tmp_path / "black_box.bin", None)
+    assert box.start_keeper(tmp_path / "black_box.bin", None, None)
 
     box.stop_keeper(20)
 

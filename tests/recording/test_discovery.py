@@ -20,6 +20,7 @@ from fsdp_inspect import Recorder
 from fsdp_inspect.recording.discovery import NO_GRADIENTS, NOT_SHARDED, RECORDS_ITSELF, Discovery
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
+from fsdp_inspect.trace.sharders import DDP, FSDP1
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +158,7 @@ def test_a_later_model_is_said_once_and_noted_in_the_run(launched: Launched) -> 
     launched.discovery.finish(None)
 
     assert len(launched.models) == len(launched.said) == 1
-    assert "Another fully_shard model (with FSDPSecond) runs" in launched.said[0]
+    assert "Another sharded model (with FSDPSecond) runs" in launched.said[0]
     assert launched.said[0] in open_run(launched.folder).ranks[0].problems
 
 
@@ -227,25 +228,25 @@ def test_a_plain_model_is_told_what_can_be_recorded(launched: Launched) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "words"),
+    ("wrap", "sharder"),
     [
-        (
-            partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
-            "FullyShardedDataParallel (FSDP1), which is unsupported",
-        ),
-        (nn.parallel.DistributedDataParallel, "DistributedDataParallel, which has no FSDP units"),
+        (partial(FullyShardedDataParallel, device_id=torch.device("cpu")), FSDP1),
+        (nn.parallel.DistributedDataParallel, DDP),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_another_wrapper_is_named_with_the_way_out(
-    launched: Launched, wrap: Callable[[nn.Module], nn.Module], words: str
+def test_a_wrapped_model_is_found_and_recorded(
+    launched: Launched, wrap: Callable[[nn.Module], nn.Module], sharder: str
 ) -> None:
-    train(wrap(nn.Linear(4, 1)))
+    model = wrap(nn.Linear(4, 1))
+    train(model)
     launched.discovery.finish(None)
 
-    assert len(launched.said) == 1
-    assert words in launched.said[0]
-    assert "torch.distributed.fsdp.fully_shard" in launched.said[0]
+    assert launched.models == [model]
+    assert launched.said == []
+    run = open_run(launched.folder)
+    assert (run.manifest.sharder, run.manifest.name) == (sharder, "Linear")
+    assert run.ranks[0].problems == []
 
 
 def test_a_model_that_never_trains_is_told_when_a_recording_begins(launched: Launched) -> None:

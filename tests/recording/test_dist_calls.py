@@ -14,7 +14,7 @@ from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.dist_calls import DistCalls
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.unit_hooks import Reductions
+from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, Phase
 from fsdp_inspect.trace.tables import EventTable
@@ -108,3 +108,37 @@ def test_a_reduction_after_a_forward_of_an_evaluation_belongs_to_the_evaluation(
         dist.all_reduce(torch.ones(2))
     phases = [row["phase"] for row in recorded.collectives()]
     assert phases == [Phase.EVALUATION, Phase.OUTSIDE]
+
+
+def test_functions_that_torch_compares_are_never_replaced() -> None:
+    isend, irecv = dist.isend, dist.irecv
+    message = dist.P2POp(dist.isend, torch.ones(1), 0)
+    send, receive = dist.ProcessGroup.send, dist.ProcessGroup.recv
+    with Recorded():
+        assert (dist.isend, dist.irecv) == (isend, irecv)
+        assert message.op is dist.isend
+        assert dist.ProcessGroup.send is not send
+    assert (dist.ProcessGroup.send, dist.ProcessGroup.recv) == (send, receive)
+
+
+class FinishedWork(dist.Work):
+    """The handle of a message that has arrived."""
+
+    def wait(self, *args: object) -> bool:
+        return True
+
+
+def test_an_asynchronous_message_is_one_row_at_its_first_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist.ProcessGroup, "send", lambda *arguments: FinishedWork())
+    with Recorded() as recorded:
+        work = dist.isend(torch.ones(4), 0)
+        assert recorded.collectives() == []
+        assert work is not None
+        assert isinstance(work, dist.Work)
+        assert [work.wait(), work.wait()] == [True, True]
+    [row] = recorded.collectives()
+    assert (row["kind"], row["bytes"]) == (EventKind.POINT_TO_POINT, 16)
+    assert row["flags"] & EventFlag.LATEST_END
+    assert row["start_ns"] <= row["need_ns"] <= row["end_ns"]

@@ -20,7 +20,8 @@ from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording import unit_hooks
 from fsdp_inspect.recording.failure import describe_allocated
 from fsdp_inspect.recording.memory import AllocatorReading
-from fsdp_inspect.recording.units import ProcessGroups, describe_units, find_recordable_groups
+from fsdp_inspect.recording.sharders.find import find_sharder
+from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Phase, Source
 from fsdp_inspect.trace.run import RunStatus
@@ -73,12 +74,13 @@ def test_a_plain_model_is_refused_with_the_remedy(fake_ranks: None, tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
-def test_fsdp1_is_refused_with_what_can_be_done(one_rank: None, tmp_path: Path) -> None:
+def test_models_of_two_sharders_are_refused(one_rank: None, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-    with pytest.raises(RecordingError, match=r"FSDP1.*Move to fully_shard, or record the run"):
-        Recorder(model, path=tmp_path / "run")
+        wrapped = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    models = [fully_shard(nn.Linear(2, 2)), wrapped]
+    with pytest.raises(RecordingError, match=r"units of FSDP2 and FSDP1. Expected one sharder"):
+        Recorder(models, path=tmp_path / "run")
 
 
 def test_a_missing_process_group_is_named(tmp_path: Path) -> None:
@@ -270,11 +272,11 @@ def test_what_fills_memory_is_told_largest_first(fake_ranks: None) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    handles = find_recordable_groups(model)
-    units = describe_units(handles, ProcessGroups())
+    sharder = find_sharder(model)
+    units = sharder.describe_units(ProcessGroups())
     model[0].unshard()
     # A layer has 2 x 8 weights and 2 biases on this rank: 72 bytes; Adam also keeps 2 counts.
-    assert describe_allocated(handles, units, [optimizer], Counters()) == (
+    assert describe_allocated(sharder.units, units, [optimizer], Counters()) == (
         "Allocated 9.77 KiB (peak 11.7 KiB, reserved 19.5 KiB): "
         "activations, buffers and temporaries 8.62 KiB, optimizer state 456 B, "
         "unsharded parameters of 1 of 3 units 288 B, sharded parameters 216 B, "
@@ -349,7 +351,7 @@ def test_the_recorder_does_not_keep_the_model_alive(fake_ranks: None, tmp_path: 
         train(model, recorder)
     attachment = recorder._attachment
     assert attachment is not None
-    assert attachment._handles == []
+    assert attachment._sharder.units == []
 
 
 def test_data_and_evaluation_that_the_script_names_are_recorded(

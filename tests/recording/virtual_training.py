@@ -15,7 +15,8 @@ from fsdp_inspect.recording.clocks import CudaClock
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.units import ProcessGroups, find_recordable_groups
+from fsdp_inspect.recording.sharders.find import find_sharder
+from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.tables import EventTable
 
@@ -79,9 +80,9 @@ class Replay:
         self._shard(model)
         if self._prepare is not None:
             self._prepare(model)
-        handles = find_recordable_groups(model)
-        self.units = [handle.name for handle in handles]
-        for handle in handles:
+        sharder = find_sharder(model)
+        self.units = [handle.name for handle in sharder.units]
+        for handle in sharder.units:
             module = handle.modules[0]
             module.set_custom_all_gather(TimedGather(device, handle.name, int(gather_ms * MS)))
             module.set_custom_reduce_scatter(
@@ -90,7 +91,7 @@ class Replay:
         rows: list[tuple[int, ...]] = []
         session = Session(CudaClock(device), rows.append, ProcessGroups())
         probe = MemoryProbe(session, lambda row: None, None)
-        instruments = Instruments(session, handles, probe, None, lambda optimizer: None)
+        instruments = Instruments(session, sharder, probe, None, lambda optimizer: None)
         instruments.attach()
         inputs = torch.randn(2, 16, requires_grad=True)
         for _ in range(self.num_steps):

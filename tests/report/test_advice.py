@@ -12,6 +12,7 @@ from fsdp_inspect.advice.evidence import Effect, Finding
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.advice.suggestions import Suggestion
+from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.report.advice import (
     describe_alternative,
     describe_plan_peak,
@@ -72,18 +73,22 @@ def with_first(advice: Advice, **changes: object) -> Advice:
 def test_one_screen_shows_the_change_its_gain_memory_risk_and_code(advice: Advice) -> None:
     lines = read(advice)
     assert len(lines) <= 23
-    first = lines.index("Recommended change (first of 3) [R6]")
+    assert advice.plan is not None
+    change, *others = advice.plan.suggestions
+    first = lines.index(f"Recommended change (first of {1 + len(others)}) [R6]")
     assert lines[first + 1] == (
         "  Keep parameters unsharded after forward (reshard_after_forward=False)"
     )
     assert [line[:10] for line in lines[first + 2 : first + 6]] == [
         "  Gain    ", "  Memory  ", "  Risk    ", "  Code    ",
     ]  # fmt: skip
-    assert "Saves 51.1 ms a step" in lines[first + 2]
-    assert "Peak 28.1 MiB (+2.94 MiB)" in lines[first + 3]
-    assert "The peak rises by 2.94 MiB." in lines[first + 4]
+    added = format_bytes(change.added_bytes)
+    assert f"Saves {format_ns(change.saved_ns)} a step" in lines[first + 2]
+    assert f"Peak {format_bytes(change.peak_bytes)} (+{added})" in lines[first + 3]
+    assert f"The peak rises by {added}." in lines[first + 4]
     assert lines[first + 7] == ("      fully_shard(module, mesh=mesh, reshard_after_forward=False)")
-    assert any(line.startswith("With all 3 changes: 158 ms a step") for line in lines)
+    whole = f"With all {1 + len(others)} changes: {format_ns(advice.plan.fastest.step_ns)} a step"
+    assert any(line.startswith(whole) for line in lines)
     assert "--details" in lines[-1]
 
 

@@ -22,6 +22,12 @@ data                      50 ns     5%  ██
 other                     60 ns     6%  ██
 = step                  1.00 µs   100%
 
+Communication by mesh dimension
+dimension  exposed  share  per step  bytes
+shard       230 ns    23%         6  384 B
+other        20 ns     2%         1    4 B
+= exposed   250 ns
+
 Causes of the exposed communication
 cause       exposed  share  definition
 floor        150 ns    60%  the rest of the exposed time of the first

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from xml.etree import ElementTree
 
+from fsdp_inspect.checks.allocating_lines import AllocatingLine
 from fsdp_inspect.checks.check import CheckOutcome, CheckResult, MetricCheck
 from fsdp_inspect.checks.increases import Increase
 from fsdp_inspect.comparison.settings import SettingDifference
@@ -36,6 +37,7 @@ MEMORY = CheckResult(
     phase="backward",
     unit="layers.4",
     causes=("activations of layers.3 stay allocated",),
+    lines=(AllocatingLine("activation", ("layers.3",), "model.py:33", 2048, 2, True),),
     settings=(SettingDifference("config", "batch_size", "", (1, 2)),),
     reasons=(),
     improved=(),
@@ -86,6 +88,15 @@ def test_settings_that_differ_are_told_whether_it_holds_or_not() -> None:
     for result in (MEMORY, holds):
         assert "config.batch_size: 1 -> 2" in text_of(render_check(result))
         assert "Differs: config.batch\\_size: 1 -\\> 2" in render_markdown([result])
+
+
+def test_the_lines_of_an_increase_without_a_cause_are_told_in_every_form() -> None:
+    unknown = replace(MEMORY, causes=())
+
+    for result, is_told in ((unknown, True), (MEMORY, False)):
+        forms = (text_of(render_check(result)), render_markdown([result]), render_junit([result]))
+        assert [("model.py:33" in form.replace("\\", "")) for form in forms] == [is_told] * 3
+    assert "Lines that allocate more than in the baseline" in text_of(render_check(unknown))
 
 
 def test_names_command_nothing_in_markdown() -> None:

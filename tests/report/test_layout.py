@@ -48,5 +48,5 @@ def test_units_are_named_the_root_and_what_has_none_too():
     ],
 )
 def test_communication_is_called_not_fsdps_only_where_that_is_known(fqn, is_fsdp, name):
-    owned = Ahead(fqn=fqn, is_fsdp=is_fsdp, kind="all_reduce", end_ns=1)
+    owned = Ahead(fqn, is_fsdp, kind="all_reduce", dimension="other", end_ns=1)
     assert owner_name(owned).plain == name

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ from fsdp_inspect.result_types import (
     Summary,
 )
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.advice_search import advice_of
+from fsdp_inspect_app.advice_search import PLAN_FILE, advice_of, default_wishes
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.boundary import is_in_folder
 from fsdp_inspect_app.cards import (
@@ -58,7 +58,6 @@ from fsdp_inspect_app.plan_links import pack_plan
 from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link
 from fsdp_inspect_app.wording import plain
 
-_PLAN_FILE = "plan.toml"
 _PREDICTION_FILE = "plan.prediction.json"
 _MOST_UNITS = 4
 _LIMIT_KEY, _TIME_LIMIT_KEY, _DTYPES_KEY = "limit", "longest", "dtypes"
@@ -132,21 +131,20 @@ def _ask(entry: RunEntry) -> Question | None:
     if (limit and not limit_bytes) or (time_limit and not time_ns):
         return None
     bandwidth, latency = network_of(network)
-    wishes = AdviceRequest(
+    wishes = replace(
+        default_wishes(entry),
         memory_limit=limit_bytes,
         time_limit_ns=None if time_ns is None else round(time_ns),
         allow_dtypes=allow_dtypes,
         bus_bytes_per_s=bandwidth,
         latency_ns=latency,
-        run_name=str(entry.path),
-        plan_file=_PLAN_FILE,
     )
     words = ["fsdp-inspect", "advise", str(entry.path)]
     words += ["--memory-limit", limit] if limit else []
     words += ["--time-limit", time_limit] if time_limit else []
     words += ["--allow-dtypes"] if allow_dtypes else []
     words += [word for name, text in network.items() for word in (f"--{name}", text)]
-    return Question(wishes, shlex.join([*words, "--write", _PLAN_FILE]), network)
+    return Question(wishes, shlex.join([*words, "--write", PLAN_FILE]), network)
 
 
 def _ask_amount(key: str, label: str, example: str, words: str) -> str:
@@ -324,7 +322,7 @@ def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None
         st.download_button(
             label,
             plan.to_toml(),
-            file_name=_PLAN_FILE,
+            file_name=PLAN_FILE,
             mime="application/toml",
             icon=":material/download:",
             key=f"plan-{key}",
@@ -344,7 +342,7 @@ def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None
 def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> None:
     with show_card("Run and verify", key="run"):
         st.markdown("**1\\. Save the plan** with all changes above, and its prediction:")
-        _offer_plan(plan.fastest.plan, question, key="fastest", label=_PLAN_FILE)
+        _offer_plan(plan.fastest.plan, question, key="fastest", label=PLAN_FILE)
         st.download_button(
             _PREDICTION_FILE,
             lambda: predict_advised(
@@ -377,7 +375,7 @@ def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) 
         lines = [f"- **Assumed**: {plain(line)}" for line in proposal.assumptions]
         lines += [f"- **Risk**: {plain(line)}" for line in proposal.risks]
         st.markdown("\n".join(lines))
-        _offer_plan(proposal.plan, question, key="smallest", label=_PLAN_FILE)
+        _offer_plan(proposal.plan, question, key="smallest", label=PLAN_FILE)
 
 
 def _show_front(plan: PlanAdvice, question: Question) -> None:
@@ -404,7 +402,7 @@ def _show_front(plan: PlanAdvice, question: Question) -> None:
                 f"peak {format_bytes(point.peak_bytes)}."
             )
         )
-        _offer_plan(point.plan, question, key="front", label=_PLAN_FILE)
+        _offer_plan(point.plan, question, key="front", label=PLAN_FILE)
 
 
 def _follow_click(points: Sequence[Mapping[str, Any]]) -> None:

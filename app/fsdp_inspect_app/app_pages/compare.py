@@ -30,6 +30,7 @@ from fsdp_inspect_app.empty_states import show_no_runs, show_nothing
 from fsdp_inspect_app.frames.compare import (
     frame_categories,
     frame_compared_causes,
+    frame_compared_dimensions,
     frame_compared_parts,
     frame_metrics,
     frame_settings,
@@ -343,6 +344,8 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
         note="The changes add up to the change of the typical step. Blue, left: less. Orange, "
         "right: more.",
     )
+    if len(comparison.dimensions) > 1:
+        _show_dimension_changes(comparison, other)
     if comparison.causes:
         with st.container(horizontal=True, vertical_alignment="center"):
             st.caption("Exposed waits by cause", width="content")
@@ -351,6 +354,20 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
                 key="causes",
                 alt="Exposed waits by cause",
             )
+
+
+def _show_dimension_changes(comparison: Comparison, other: int) -> None:
+    label = comparison.sides[other].label
+    labels = [side.label for side in comparison.sides]
+    show_chart_card(
+        f"Exposed waits by mesh dimension, {label} - A",
+        draw_time_changes([(row.name, row.changes_ns[other - 1]) for row in comparison.dimensions]),
+        frame_compared_dimensions(comparison.dimensions, labels),
+        key="dimensions",
+        alt=f"Diverging bars: by how much each mesh dimension's exposed wait changed from A to "
+        f"{label}",
+        note="The changes add up to the change of exposed communication.",
+    )
 
 
 def _show_memory(comparison: Comparison, other: int) -> None:

@@ -32,10 +32,10 @@ _CELLS = (
 )
 
 
-def show_page(run: Run, heading: RunHeading, found: Diagnosis) -> None:
+def show_page(entry: RunEntry, run: Run, heading: RunHeading, found: Diagnosis) -> None:
     """Show the answer, what to do, the picture, the stacks, and the state of each rank."""
     show_run_header(run.manifest, heading, is_diagnosis=True)
-    text = describe_diagnosis(found)
+    text = describe_diagnosis(found, run=str(entry.path))
     show_headline(plain(headline_diagnosis(found)))
     st.markdown(plain(text.sentence))
     _show_next(text.next, found, run.steps.finished)
@@ -113,4 +113,6 @@ def _heading(entry: RunEntry) -> RunHeading:
 
 
 entry = entry_or_stop(_heading)
-show_page(loading.open_entry(entry), _heading(entry), loading.read_diagnosis_with_plans(entry))
+show_page(
+    entry, loading.open_entry(entry), _heading(entry), loading.read_diagnosis_with_plans(entry)
+)

@@ -1,6 +1,7 @@
 """Page Overview: the verdict, key numbers, the typical step, exposed waits and findings."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import streamlit as st
@@ -9,12 +10,14 @@ from fsdp_inspect import Run
 from fsdp_inspect.advice.run_advice import find_findings
 from fsdp_inspect.analysis.verdict import COMPARE_PLANS
 from fsdp_inspect.errors import FsdpInspectError, StoreError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit, name_run
 from fsdp_inspect.metrics import define_metric, find_metric
+from fsdp_inspect.report.advice import describe_recommendation
 from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.figure_style import CONFIG
 from fsdp_inspect.report.figures import (
     draw_breakdown,
+    draw_dimensions,
     draw_memory,
     draw_owners,
     draw_peak,
@@ -23,6 +26,7 @@ from fsdp_inspect.report.figures import (
 )
 from fsdp_inspect.report.values import format_kind
 from fsdp_inspect.result_types import (
+    BreakdownCauses,
     Exposed,
     ExposedOwner,
     MemoryOfStep,
@@ -34,8 +38,10 @@ from fsdp_inspect.result_types import (
     StepBreakdown,
     StepTimes,
     Summary,
+    Verdict,
 )
 from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app.advice_search import advice_of, default_wishes, known_advice
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     show_card,
@@ -76,10 +82,11 @@ def show_page(entry: RunEntry, run: Run) -> None:
     """Show the verdict, key numbers, the step, exposed waits by unit, findings, and all steps."""
     manifest, summary, times = run.manifest, run.summary(), run.step_times()
     show_run_header(manifest, summary, beside=partial(_show_buttons, run))
-    _show_answer(summary)
+    _show_answer(entry, summary)
     _show_key_numbers(summary)
     waits = find_waits(entry)
     _show_step(summary)
+    _show_dimensions(summary)
     left, right = st.columns(2)
     with left:
         _show_owners(waits, summary)
@@ -87,7 +94,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
         _show_step_times(summary, times)
     left, right = st.columns(2)
     with left:
-        _show_next_steps(summary)
+        _show_next_steps(summary, str(entry.path))
     with right:
         _show_findings(run)
     _show_over_steps(run)
@@ -102,14 +109,45 @@ def _show_buttons(run: Run) -> None:
         show_export_button(run)
 
 
-def _show_answer(summary: Summary) -> None:
-    """Show the verdict, its reason, and a link to the evidence."""
-    show_headline(plain(summary.verdict.sentence))
-    st.markdown(plain(summary.verdict.why))
-    if summary.breakdown is not None:
-        page = page_of_limit(summary.verdict)
-        shown = _evidence_of(page, summary.breakdown, summary)
-        page_link(page, "Show evidence", icon=":material/arrow_forward:", **shown)
+def _show_answer(entry: RunEntry, summary: Summary) -> None:
+    """Show what limits the step, why, and what to do, in three lines."""
+    verdict = summary.verdict
+    with st.container(key="answer", gap="xxsmall"):
+        with _line("Limited by" if verdict.because else "Verdict"):
+            show_headline(plain(verdict.sentence))
+        with _line("Because"):
+            st.markdown(plain(verdict.because or verdict.why), width="stretch")
+            if summary.breakdown is not None:
+                page = page_of_limit(verdict)
+                shown = _evidence_of(page, summary.breakdown, summary)
+                page_link(page, "Show evidence", icon=":material/arrow_forward:", **shown)
+        with _line("Do"):
+            _show_what_to_do(entry, verdict)
+
+
+@contextmanager
+def _line(label: str) -> Iterator[None]:
+    """One line of the answer, with its label at the left."""
+    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+        st.caption(label, width=75)
+        yield
+
+
+def _show_what_to_do(entry: RunEntry, verdict: Verdict) -> None:
+    """Show the first step to take; the page Advice and this line have one source."""
+    first = next(iter(verdict.next_steps), "")
+    if first != COMPARE_PLANS:
+        st.markdown(plain(name_run(first, str(entry.path))), width="stretch")
+        return
+    advice = known_advice(entry)
+    if advice is not None:
+        st.markdown(plain(describe_recommendation(advice)), width="stretch")
+        page_link("advice", "Open Advice", icon=":material/lightbulb:")
+        return
+    st.markdown("Compare other sharding plans by simulation\\.", width="stretch")
+    if st.button("Find the best change", icon=":material/lightbulb:", key="find-change"):
+        advice_of(entry, default_wishes(entry))
+        st.rerun()
 
 
 def _evidence_of(page: str, step: StepBreakdown, summary: Summary) -> dict[str, Value]:
@@ -126,12 +164,14 @@ def _evidence_of(page: str, step: StepBreakdown, summary: Summary) -> dict[str, 
     return shown
 
 
-def _show_next_steps(summary: Summary) -> None:
+def _show_next_steps(summary: Summary, run: str) -> None:
     steps = summary.verdict.next_steps
-    with show_card("Next steps", key="verdict"):
+    with show_card("Details", key="verdict"):
+        if summary.verdict.because:
+            st.markdown(plain(summary.verdict.why))
         named = [step for step in steps if step != COMPARE_PLANS]
         if named:
-            st.markdown("\n".join(f"- {plain(step)}" for step in named))
+            st.markdown("\n".join(f"- {plain(name_run(step, run))}" for step in named))
         if COMPARE_PLANS in steps:
             page_link(
                 "advice", "Compare other sharding plans by simulation", icon=":material/lightbulb:"
@@ -239,6 +279,33 @@ def _show_step(summary: Summary) -> None:
                     "all_gather",
                     "reduce_scatter",
                 )
+            )
+        )
+
+
+def _show_dimensions(summary: Summary) -> None:
+    """Show communication by mesh dimension; nothing for a mesh of one dimension."""
+    step = summary.breakdown
+    if step is None or len(step.dimensions) < 2:
+        return
+    exposed = ", ".join(f"{row.dimension} {format_ns(row.exposed_ns)}" for row in step.dimensions)
+    frame = frame_of(BreakdownCauses.DIMENSIONS, step.dimensions)
+    title = f"Exposed waits by mesh dimension: {format_ns(step.exposed_ns)}"
+    with show_card(title, key="dimensions") as header:
+        with header:
+            show_table_button(frame, key="dimensions", alt="Communication by mesh dimension")
+        st.plotly_chart(
+            draw_dimensions(step),
+            key="chart-dimensions",
+            config=CONFIG,
+            alt=f"One bar of {format_ns(step.exposed_ns)} with the dimensions {exposed}",
+        )
+        inferred = [row.dimension for row in step.dimensions if row.is_inferred]
+        note = f" Inferred from ranks or names: {', '.join(inferred)}." if inferred else ""
+        st.caption(
+            plain(
+                f"Typical step of rank {step.rank}. The dimensions add up to the exposed "
+                f"communication of the step.{note}"
             )
         )
 

@@ -5,10 +5,13 @@ from functools import partial
 from math import isnan
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from fsdp_inspect import Run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
+from fsdp_inspect.analysis.mesh_grid import default_axes, list_axes, measure_mesh_grid
 from fsdp_inspect.analysis.rank_grid import measure_rank_grid
+from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import ranks_wording
@@ -17,11 +20,13 @@ from fsdp_inspect.report.figures import draw_breakdown
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.result_types import (
     CollectiveSkew,
+    MeshGrid,
     RankGrid,
     RankRow,
     Ranks,
     RankVerdict,
     RunEntry,
+    RunSource,
     Summary,
 )
 from fsdp_inspect_app import loading, wording
@@ -34,11 +39,12 @@ from fsdp_inspect_app.cards import (
     show_headline,
     show_table,
 )
-from fsdp_inspect_app.charts.ranks import draw_grid, draw_rank_steps
+from fsdp_inspect_app.charts.ranks import draw_grid, draw_mesh_grid, draw_rank_steps
 from fsdp_inspect_app.clicks import Click, open_on_click
 from fsdp_inspect_app.frames.overview import frame_breakdown
 from fsdp_inspect_app.frames.ranks import (
     frame_grid,
+    frame_mesh_grid,
     frame_rank_steps,
 )
 from fsdp_inspect_app.frames.values import frame_of
@@ -87,6 +93,8 @@ def show_page(entry: RunEntry, run: Run) -> None:
     if rank is not None:
         step = _show_rank(entry, run, grid, rank, row)
     _show_grid(grid, summary, rank, step)
+    if rank is None:
+        _show_mesh(entry, ranks, measure)
     _show_all(ranks, run.id, rank)
 
 
@@ -185,6 +193,55 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
             )
         )
         _show_grid_table(grid)
+
+
+def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
+    """Show the ranks by two dimensions of the mesh, and the ranks that stand out."""
+    axes = loading.result_of(entry, list_axes)
+    if len(axes) < 2 or not ranks.ranks:
+        return
+    label = find_metric(measure).label
+    with show_card(f"{label.capitalize()} by mesh dimension", key="mesh-grid"):
+        left, right = st.columns(2)
+        first, second = loading.result_of(entry, default_axes)
+        rows = _pick_axis(left, "Rows", "mesh rows", axes, first)
+        others = [axis for axis in axes if axis != rows]
+        usual = second if second in others else others[0]
+        columns = _pick_axis(right, "Columns", "mesh columns", others, usual)
+        grid = loading.result_of(entry, _measure_mesh, metric=measure, rows=rows, columns=columns)
+        st.markdown(plain(ranks_wording.describe_location(grid)))
+        st.plotly_chart(
+            draw_mesh_grid(grid),
+            key="chart-mesh-grid",
+            config=CONFIG,
+            alt=f"A map of {label}: {rows} by {columns}. {ranks_wording.describe_location(grid)}",
+        )
+        st.caption(
+            plain(
+                "Each cell is the median over its ranks, in their typical steps. A stage, group "
+                "or node is named only if each of its ranks is above all other ranks."
+            )
+        )
+        frame = frame_mesh_grid(grid)
+        panel = st.expander("Table: ranks by mesh dimension", key="mesh-grid-panel")
+        with panel:
+            show_table(frame, key="mesh-grid-rows", alt="Ranks by mesh dimension")
+            show_csv_button(frame, key=f"mesh-{measure}")
+
+
+def _pick_axis(place: DeltaGenerator, label: str, key: str, axes: Sequence[str], first: str) -> str:
+    """The chosen dimension; its link has the same words as the picker."""
+    name = key.replace(" ", "_")
+    follow(name, key, {axis: axis for axis in axes}, first)
+    chosen = place.selectbox(label, axes, key=key)
+    link(name, str(chosen))
+    return str(chosen)
+
+
+def _measure_mesh(run: RunSource, *, metric: str, rows: str, columns: str) -> MeshGrid:
+    return measure_mesh_grid(
+        run, measure_ranks(run).ranks, metric=metric, rows=rows, columns=columns
+    )
 
 
 def _open_cell(grid: RankGrid, click: Click) -> None:

@@ -2,15 +2,20 @@
 
 import numpy as np
 import plotly.graph_objects as go
+from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.mesh_grid import LEAST_EXCESS_RATIO
+from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.figure_style import NEUTRAL, line_mode, over_steps, shade_steps, styled
-from fsdp_inspect.result_types import RankGrid
+from fsdp_inspect.result_types import MeshGrid, RankGrid
 from fsdp_inspect_app.frames.ranks import unit_of_grid
 
 _ROW_PX = 22
 _LEAST_HEIGHT, _MOST_HEIGHT = 220, 620
 _FEW = 24
+_MOST_TEXTS = 100
+"""Cells of a map that show their values."""
 _ROOM_FOR_BUTTONS = 36
 _MARK = {"color": "#D55E00", "width": 2}
 
@@ -51,6 +56,47 @@ def draw_grid(grid: RankGrid, *, rank: int | None, step: int | None = None) -> g
     height = min(max(110 + _ROW_PX * len(grid.ranks), _LEAST_HEIGHT), _MOST_HEIGHT)
     figure = styled(figure, height=height)
     return figure.update_layout(margin_t=_ROOM_FOR_BUTTONS)  # which would hide the last cells
+
+
+def draw_mesh_grid(grid: MeshGrid) -> go.Figure:
+    """A map of the ranks by two dimensions of the mesh, with the value and the ranks of a cell."""
+    size, suffix = unit_of_grid(grid.metric)
+    label = find_metric(grid.metric).label
+    values = np.array(grid.values, dtype=np.float64).reshape(len(grid.row_places), -1) / size
+    ranks = [[format_numbers(cell) if cell else "none" for cell in line] for line in grid.ranks]
+    figure = go.Figure(
+        go.Heatmap(
+            z=values.astype(np.float32),
+            x=[f"{grid.columns} {place}" for place in grid.column_places],
+            y=[f"{grid.rows} {place}" for place in grid.row_places],
+            customdata=ranks,
+            text=[
+                ["" if np.isnan(each) else f"{each:,.3g} {suffix}" for each in line]
+                for line in values.tolist()
+            ],
+            texttemplate="%{text}" if values.size <= _MOST_TEXTS else None,
+            colorscale="Cividis",
+            **_span_of_colours(values),
+            colorbar={"ticksuffix": f" {suffix}", "thickness": 12, "outlinewidth": 0},
+            hovertemplate="%{y}, %{x}: %{z:,.3f} "
+            f"{suffix}<br>ranks %{{customdata}}<extra>{label}</extra>",
+            hoverongaps=False,
+        )
+    )
+    figure.update_xaxes(showgrid=False, type="category")
+    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
+    rows = len(grid.row_places)
+    height = min(max(110 + 2 * _ROW_PX * rows, _LEAST_HEIGHT), _MOST_HEIGHT)
+    return styled(figure, height=height).update_layout(margin_t=_ROOM_FOR_BUTTONS)
+
+
+def _span_of_colours(values: NDArray[np.float64]) -> dict[str, float]:
+    """The range of a map's colours: a difference that names no rank does not look like one."""
+    known = values[np.isfinite(values)]
+    if not known.size:
+        return {}
+    low, high = float(known.min()), float(known.max())
+    return {"zmin": low, "zmax": max(high, low + 2 * LEAST_EXCESS_RATIO * abs(low))}
 
 
 def _is_even(numbers: tuple[int, ...]) -> bool:

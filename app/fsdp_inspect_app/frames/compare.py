@@ -107,6 +107,15 @@ def frame_compared_parts(rows: Sequence[PartComparison], labels: Sequence[str]) 
     )
 
 
+def frame_compared_dimensions(
+    rows: Sequence[PartComparison], labels: Sequence[str]
+) -> pd.DataFrame:
+    """The exposed waits by dimension of the mesh; their changes add up."""
+    return _frame_changes(
+        [(row.name, row.values_ns, row.changes_ns) for row in rows], labels, "dimension", "ms", ms
+    )
+
+
 def frame_compared_causes(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
     """The exposed waits by cause."""
     return _frame_changes(

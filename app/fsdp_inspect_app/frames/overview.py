@@ -36,7 +36,7 @@ def frame_breakdown(breakdown: StepBreakdown, *, in_kernel_trace: bool = False) 
 
 def name_owner(owner: ExposedOwner) -> str:
     """The unit that is waited for."""
-    return format_owner(owner.fqn, owner.is_fsdp)
+    return format_owner(owner.fqn, owner.is_fsdp, owner.dimension)
 
 
 def frame_peak(peak: PeakMoment) -> pd.DataFrame:

@@ -3,8 +3,9 @@
 import numpy as np
 import pandas as pd
 
+from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.metrics import MetricUnit, find_metric
-from fsdp_inspect.result_types import RankGrid
+from fsdp_inspect.result_types import MeshGrid, RankGrid
 from fsdp_inspect_app.frames.values import BYTES_PER_MIB, NS_PER_MS
 
 
@@ -22,6 +23,25 @@ def frame_grid(grid: RankGrid) -> pd.DataFrame:
     frame = pd.DataFrame(grid.values / size, columns=columns)
     frame.insert(0, "rank", grid.ranks)
     return frame
+
+
+def frame_mesh_grid(grid: MeshGrid) -> pd.DataFrame:
+    """One row for each cell with ranks."""
+    size, suffix = unit_of_grid(grid.metric)
+    label = find_metric(grid.metric).label
+    return pd.DataFrame(
+        [
+            {
+                grid.rows: row,
+                grid.columns: column,
+                f"{label} ({suffix})": value / size,
+                "ranks": format_numbers(ranks),
+            }
+            for row, values, members in zip(grid.row_places, grid.values, grid.ranks, strict=True)
+            for column, value, ranks in zip(grid.column_places, values, members, strict=True)
+            if ranks
+        ]
+    )
 
 
 def frame_rank_steps(grid: RankGrid, rank: int) -> pd.DataFrame:

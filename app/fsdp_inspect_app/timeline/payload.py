@@ -42,7 +42,9 @@ def clock_label(manifest: RunManifest) -> str:
 
 def lane_label(lane: Lane, manifest: RunManifest) -> str:
     """What a lane holds."""
-    return clock_label(manifest) if lane.track is Track.CLOCK else _TRACK_LABELS[lane.track]
+    if lane.track is Track.CLOCK:
+        return clock_label(manifest)
+    return f"{lane.dimension} collectives" if lane.dimension else _TRACK_LABELS[lane.track]
 
 
 def describe_drawing(member: TrackSet) -> str:

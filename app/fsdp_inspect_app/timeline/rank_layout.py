@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.mesh_dimensions import GroupDimensions
 from fsdp_inspect.reduction.step_parts import exposed_ns, is_kernel_trace, split_step, waited_since
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.palette import Look
@@ -33,6 +34,7 @@ from fsdp_inspect.trace.codes import (
     Stream,
 )
 from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.mesh_dimensions import OTHER
 from fsdp_inspect.trace.nested_spans import paint_innermost, stack_rows
 from fsdp_inspect.trace.tables import EventTable, is_any_of
 from fsdp_inspect_app.timeline.lod import SpanIndex
@@ -126,6 +128,8 @@ class Lane:
     track: Track
     row: int
     """0, or more where collectives of one track overlap in time."""
+    dimension: str = ""
+    """Of other collectives, the dimension of the mesh (`tp`); empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +188,19 @@ class RankLayout:
         return num_marks
 
 
-def lay_out_rank(rank: int, events: EventTable, memory: MemoryCurve | None) -> RankLayout:
+def lay_out_rank(
+    rank: int,
+    events: EventTable,
+    memory: MemoryCurve | None,
+    dimensions: GroupDimensions | None = None,
+) -> RankLayout:
     """Lay out a step of one rank.
 
     Args:
         rank: Which one.
         events: Of that step, by start, with its STEP event.
         memory: Of that step, if it was sampled.
+        dimensions: Those of the rank's process groups; None: unknown.
     """
     window = _step_window(rank, events)
     parts = split_step(events, window.start_ns, window.end_ns)
@@ -203,10 +213,10 @@ def lay_out_rank(rank: int, events: EventTable, memory: MemoryCurve | None) -> R
         spans.append(marks)
     spans.append(_clock_spans(events, parts, lane=len(lanes)))
     lanes.append(Lane(rank, Track.CLOCK, 0))
-    for track, members in _collective_tracks(track_of):
+    for track, dimension, members in _collective_tracks(events, track_of, dimensions):
         rows = stack_rows(events.start_ns[members], events.end_ns[members])
         spans.append(_collective_spans(events, track, members, len(lanes) + rows))
-        lanes += [Lane(rank, track, row) for row in range(int(rows.max()) + 1)]
+        lanes += [Lane(rank, track, row, dimension) for row in range(int(rows.max()) + 1)]
     if memory is not None:
         lanes.append(Lane(rank, Track.MEMORY, 0))
     return RankLayout(
@@ -308,13 +318,21 @@ class _Claims:
 
 
 def _collective_tracks(
-    track_of: NDArray[np.int8],
-) -> Iterator[tuple[Track, NDArray[np.int64]]]:
-    """The tracks that have something on them, each with the positions of its events."""
+    events: EventTable, track_of: NDArray[np.int8], dimensions: GroupDimensions | None
+) -> Iterator[tuple[Track, str, NDArray[np.int64]]]:
+    """The tracks that have something on them, each with the positions of its events.
+
+    Collectives that FSDP did not issue have a track for each dimension of the mesh.
+    """
     for candidate in _TRACK_LOOKS:
         members = np.flatnonzero(track_of == candidate)
-        if len(members):
-            yield candidate, members
+        if len(members) == 0:
+            continue
+        if candidate is not Track.OTHER_COLLECTIVE or dimensions is None:
+            yield candidate, "", members
+            continue
+        for label, own in dimensions.by_label(events.group[members]).items():
+            yield candidate, "" if label == OTHER else label, members[own]
 
 
 def _collective_spans(

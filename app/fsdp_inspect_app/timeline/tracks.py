@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
+from fsdp_inspect.analysis.mesh_dimensions import group_dimensions
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.report.perfetto.axes import place_ranks
 from fsdp_inspect.result_types import Alignment, LinearClock, RankClock, RankRecord, RunSource
@@ -168,7 +169,8 @@ def _lay_out_recorded(
     events = run.events(record.rank, steps=[step])
     if not _has_step(events):
         return None
-    return lay_out_rank(record.rank, events, read_curve(run, record, step, sampled))
+    memory = read_curve(run, record, step, sampled)
+    return lay_out_rank(record.rank, events, memory, group_dimensions(run, record.rank))
 
 
 def _join(step: int, layouts: Sequence[RankLayout], alignment: Alignment) -> StepTimeline:

@@ -7,11 +7,11 @@ of the device mesh: for the group of ranks 0 and 2 in a world of four, this is t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.trace.mesh_dimensions import members_of
 from fsdp_inspect.trace.run import ProcessGroup
 from fsdp_inspect.trace.tables import EventTable
 
@@ -20,30 +20,6 @@ NO_KEY = -1
 _SEQUENCE_BITS, _RANK_BITS = 31, 20
 _MAX_SEQUENCE, _MAX_RANK = 1 << _SEQUENCE_BITS, 1 << _RANK_BITS
 _MAX_GROUP = 1 << (62 - _SEQUENCE_BITS - _RANK_BITS)
-
-
-def members_of(group: ProcessGroup, rank: int, world_size: int) -> tuple[int, ...]:
-    """Return the ranks that communicate with a rank when it uses a process group.
-
-    Returns:
-        Global ranks, including the rank; empty if unknown: the rank is outside the group, and the
-        group is no dimension of a mesh.
-    """
-    ranks = group.ranks
-    if rank in ranks:
-        return tuple(ranks)
-    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
-    is_regular = stride > 0 and all(later - earlier == stride for earlier, later in pairwise(ranks))
-    block = stride * len(ranks)
-    if not is_regular or world_size % block or ranks[0] != _first_of(ranks[0], stride, len(ranks)):
-        return ()
-    first = _first_of(rank, stride, len(ranks))
-    return tuple(range(first, first + block, stride))
-
-
-def _first_of(rank: int, stride: int, size: int) -> int:
-    """Return the first rank of the mesh dimension that contains a rank."""
-    return rank - rank // stride % size * stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +32,7 @@ class Matching:
     def members(self, group: int, rank: int) -> tuple[int, ...]:
         """Return the ranks that a rank communicates with in a group; empty if unknown."""
         groups = [known for known in self.groups if known.index == group]
-        return members_of(groups[0], rank, self.world_size) if groups else ()
+        return members_of(groups[0].ranks, rank, self.world_size) if groups else ()
 
     def keys(self, events: EventTable, rank: int) -> NDArray[np.int64]:
         """Return a key for each row; two ranks have the same key for the same collective.

@@ -34,8 +34,11 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.breakdown import DimensionTime, measure_breakdown
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.collectives.matching import Matching
+from fsdp_inspect.analysis.expert_load import ExpertLoad, measure_expert_load
+from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, rank_coordinates
 from fsdp_inspect.analysis.step_selection import (
     RankSteps,
     split_by_rank,
@@ -53,6 +56,7 @@ from fsdp_inspect.analysis.stragglers.sampling import (
     spread,
 )
 from fsdp_inspect.columns import (
+    Column,
     TableSpec,
     metric_column,
     number_column,
@@ -65,6 +69,7 @@ from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median, percentile
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
+from fsdp_inspect.trace.mesh_dimensions import DIMENSIONS, OTHER, WORLD
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import SummaryTable, rows_of
 
@@ -104,6 +109,56 @@ class RankRow:
     shortest_ratio: float | None
     """Fraction of the sampled collectives that are shortest on it: a sign of late arrivals that
     needs no aligned clocks."""
+    coordinates: dict[str, int]
+    """Its place along each dimension of the mesh; empty: unknown, or a mesh without dimensions."""
+    dimensions: tuple[DimensionTime, ...]
+    """Its collectives by dimension of the mesh; exposed times add up to `exposed_ns`."""
+
+    @property
+    def place(self) -> str:
+        """The coordinates in words: `pp 0, tp 1`."""
+        return ", ".join(f"{name} {place}" for name, place in self.coordinates.items())
+
+    def exposed_along(self, dimension: str) -> int | None:
+        """Exposed time along a dimension; None without communication along it."""
+        times = (row.exposed_ns for row in self.dimensions if row.dimension == dimension)
+        return next(times, None)
+
+    @property
+    def exposed_along_own_names(self) -> int | None:
+        """Exposed time along dimensions with names of the user; None without any."""
+        times = [row.exposed_ns for row in self.dimensions if row.dimension not in _LABELS]
+        return sum(times) if times else None
+
+
+def _exposed_column(dimension: str) -> Column:
+    return value_column(
+        f"exposed_{dimension}_ns",
+        MetricUnit.NS,
+        f"Exposed communication along the mesh dimension {dimension}.",
+        lambda row: row.exposed_along(dimension),
+        label=f"exposed {dimension}",
+    )
+
+
+_LABELS = (*DIMENSIONS, WORLD, OTHER)
+RANK_DIMENSIONS = TableSpec(
+    "Exposed communication by mesh dimension",
+    (
+        number_column("rank", "The rank."),
+        text_column("place", "Its place along each dimension of the mesh.", label="mesh"),
+        metric_column("exposed_ns", label="exposed"),
+        *map(_exposed_column, _LABELS),
+        value_column(
+            "exposed_named_ns",
+            MetricUnit.NS,
+            "Exposed communication along dimensions with names of the user.",
+            lambda row: row.exposed_along_own_names,
+            label="exposed own",
+        ),
+    ),
+)
+"""The columns of `RankRow` for the dimensions of the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +166,8 @@ class CollectiveSkew:
     """Collectives of one kind, message and process group; medians over the sample."""
 
     kind: str
+    dimension: str
+    """The dimension of the mesh; `other` if it is unknown."""
     bytes: int
     num_ranks: int
     """Number of ranks in the process group."""
@@ -128,6 +185,7 @@ class CollectiveSkew:
         "Arrivals and transfers by collective",
         (
             text_column("collective", "Its kind.", lambda row: row.kind.replace("_", "-")),
+            text_column("dimension", "The dimension of the mesh."),
             metric_column("bytes", lambda row: row.bytes if row.bytes >= 0 else None),
             number_column("num_ranks", "Ranks of the process group.", label="ranks"),
             number_column("num_collectives", "Sampled collectives.", label="count"),
@@ -193,6 +251,8 @@ class Ranks(TableResult):
     it is known, or no clocks are aligned (`refusals`)."""
     replay: StepReplay | None
     """None if clocks are not aligned, or the recorded order cannot be replayed."""
+    expert_load: ExpertLoad | None
+    """The load of the ranks that share experts; None without expert parallelism."""
     sampled_ranks: tuple[int, ...]
     sampled_steps: tuple[int, ...]
     clock_uncertainty_ns: int | None
@@ -210,6 +270,7 @@ class Ranks(TableResult):
         (
             number_column("rank", "The rank."),
             text_column("host", "The machine that it ran on."),
+            text_column("place", "Its place along each dimension of the mesh.", label="mesh"),
             metric_column("step_time_ns"),
             metric_column("communication_ns"),
             metric_column("exposed_ns", label="exposed"),
@@ -220,14 +281,18 @@ class Ranks(TableResult):
             metric_column("last_ratio", label="last"),
             metric_column("shortest_ratio"),
             metric_column("peak_allocated_bytes", label="peak"),
+            *RANK_DIMENSIONS.columns[3:],
         ),
     )
+    DIMENSIONS: ClassVar[TableSpec] = RANK_DIMENSIONS
+    """Of `ranks`, their dimensions only."""
     SKEWS: ClassVar[TableSpec] = TableSpec(
         "Skew of the collectives",
         (
             text_column(
                 "collective", "The kind of collective.", lambda row: row.kind.replace("_", "-")
             ),
+            text_column("dimension", "The dimension of the mesh."),
             metric_column("bytes", lambda row: row.bytes if row.bytes >= 0 else None),
             number_column("num_ranks", "The ranks that take part.", label="ranks"),
             number_column("num_collectives", "The sampled collectives.", label="n"),
@@ -280,6 +345,7 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
         straggler=_describe_straggler(evidence, priced, parts) if priced else None,
         straggler_refusal=refusal,
         replay=pricing.result,
+        expert_load=measure_expert_load(run),
         sampled_ranks=tuple(sample),
         sampled_steps=tuple(sampled_steps),
         clock_uncertainty_ns=alignment.uncertainty_ns if len(alignment.ranks) > 1 else None,
@@ -310,10 +376,15 @@ def _rank_rows(
     peaks = split_by_rank(run.summary(kinds=[StepPart.PEAK_ALLOCATED]))
     busiest = _busiest_ratios(members)
     lateness = Lateness(arrivals)
+    dimensions = {step.rank: step.dimensions for step in measure_breakdown(run).ranks}
     return tuple(
         _rank_row(
             member,
-            hosts.get(member.rank, ""),
+            _Place(
+                hosts.get(member.rank, ""),
+                rank_coordinates(run, member.rank),
+                dimensions.get(member.rank, ()),
+            ),
             busiest[member.rank],
             peaks.get(member.rank, SummaryTable.empty()),
             lateness,
@@ -322,14 +393,23 @@ def _rank_rows(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The machine of a rank, and its place in the mesh."""
+
+    host: str
+    coordinates: dict[str, int]
+    dimensions: tuple[DimensionTime, ...]
+
+
 def _rank_row(
-    member: RankSteps, host: str, busiest: float, peaks: SummaryTable, lateness: Lateness
+    member: RankSteps, place: _Place, busiest: float, peaks: SummaryTable, lateness: Lateness
 ) -> RankRow:
     communication = member.typical(member.communication_ns)
     exposed, step_time = member.typical(member.exposed_ns), member.typical(member.step_time_ns)
     return RankRow(
         rank=member.rank,
-        host=host,
+        host=place.host,
         step_time_ns=step_time,
         communication_ns=communication,
         exposed_ns=exposed,
@@ -340,6 +420,8 @@ def _rank_row(
         last_ratio=lateness.last_ratio(member.rank),
         lateness_ns=lateness.typical_ns(member.rank),
         shortest_ratio=lateness.shortest_ratio(member.rank),
+        coordinates=place.coordinates,
+        dimensions=place.dimensions,
     )
 
 
@@ -370,6 +452,7 @@ def _skewed_ratio(aligned: Arrivals) -> float | None:
 def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, ...]:
     matching = Matching(run.manifest.process_groups, run.manifest.world_size)
     rows = arrivals.rows
+    dimensions = group_dimensions(run, arrivals.ranks[0]) if arrivals.ranks else None
     likes = np.stack([rows.kind, rows.bytes, rows.group], axis=1).astype(np.int64)
     skews = []
     for kind, message, group in np.unique(likes, axis=0).tolist():
@@ -382,6 +465,7 @@ def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, 
         skews.append(
             CollectiveSkew(
                 kind=EventKind(kind).label,
+                dimension=dimensions.label(group) if dimensions else OTHER,
                 bytes=message,
                 num_ranks=num_ranks,
                 num_collectives=len(own),

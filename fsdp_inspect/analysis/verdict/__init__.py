@@ -24,6 +24,7 @@ advice is to wrap the blocks (R1).
 from dataclasses import dataclass, field
 
 from fsdp_inspect.analysis.verdict.facts import (
+    HighestMoment,
     MemoryGrowthFacts,
     OtherPart,
     StepFacts,
@@ -37,6 +38,7 @@ __all__ = [
     "COMPARE_PLANS",
     "STRAGGLER_RATIO",
     "UNKNOWN",
+    "HighestMoment",
     "Limit",
     "MemoryGrowthFacts",
     "OtherPart",
@@ -45,6 +47,7 @@ __all__ = [
     "StragglerFacts",
     "Verdict",
     "Waiting",
+    "give_no_verdict",
     "give_rank_verdict",
     "give_verdict",
 ]
@@ -58,13 +61,16 @@ class Verdict:
     sentence: str
     """The headline: the limit with one number, at most 12 words."""
     why: str
-    """The details behind the headline."""
+    """All details behind the headline."""
     next_steps: tuple[str, ...]
     """Changes to try, best first; may be a single "change nothing"."""
     numbers: dict[str, float | int | None] = field(default_factory=dict)
     """The numbers behind the verdict, by metric name."""
     is_outside_fsdp: bool = False
     """The limit is communication, most of which FSDP did not issue."""
+    because: str = ""
+    """The main reason in one short sentence, with the unit, the cause and the rank if known; empty:
+    there is no limit, and `why` says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +93,17 @@ UNKNOWN = Verdict(
 )
 
 
+def give_no_verdict(sentence: str, why: str, next_step: str) -> Verdict:
+    """Return a verdict without a limit, because the trace does not show enough."""
+    return Verdict(Limit.UNKNOWN, sentence, why, (next_step,))
+
+
 def give_verdict(facts: StepFacts) -> Verdict:
     """Return the limit of a step, its reason, and the changes to try next."""
     limit = find_limit(facts)
-    sentence, why, next_steps = phrase_limit(limit, facts)
+    sentence, because, why, next_steps = phrase_limit(limit, facts)
     is_outside_fsdp = limit is Limit.COMMUNICATION and facts.other_part is not None
-    return Verdict(limit, sentence, why, next_steps, _numbers(facts), is_outside_fsdp)
+    return Verdict(limit, sentence, why, next_steps, _numbers(facts), is_outside_fsdp, because)
 
 
 def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> RankVerdict:
@@ -114,7 +125,7 @@ def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> R
         sentence = f"This rank waits for rank {facts.straggler.rank}."
         return RankVerdict(rank, host, Limit.STRAGGLER, sentence, False)
     limit = find_limit(facts)
-    sentence, _, _ = phrase_limit(limit, facts)
+    sentence, *_ = phrase_limit(limit, facts)
     return RankVerdict(rank, host, limit, sentence, limit is not run.limit)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_inspect.analysis.wait_causes import Cause
+from fsdp_inspect.trace.sharders import FSDP2_TRAITS, SharderTraits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,21 @@ class Waiting:
     kind: str
     phase: str
     exposed_ns: int
+    cause: str = ""
+    """The `Cause` of most of it; empty: unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HighestMoment:
+    """The peak of a memory step, in which every storage has an owner."""
+
+    rank: int
+    phase: str
+    fqn: str | None
+    """The innermost unit on the host's stack; None: outside all units."""
+    category: str
+    """The category with the most bytes."""
+    category_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +40,7 @@ class OtherPart:
     kind: str
     phase: str
     dimension: str
-    """The name of the mesh dimension (`tp`); empty: the process group has none."""
+    """The dimension of the mesh: `tp`, `world`, ...; `other` if it is unknown."""
     exposed_ns: int
     """Of this part."""
     total_ns: int
@@ -78,7 +94,7 @@ class StepFacts:
     causes_ns: Mapping[str, int] = field(default_factory=dict)
     """Exposed time by cause, only causes above 0; empty if the causes are unknown."""
     backward_gathers_ns: int = 0
-    """Exposed time of the all-gathers in backward, which `reshard_after_forward=False` removes."""
+    """Exposed time of the all-gathers in backward, which `SharderTraits.keep_gathered` removes."""
     top: Waiting | None = None
     reduces_in_float32: bool = False
     """At least one unit reduces its gradients in float32."""
@@ -87,6 +103,8 @@ class StepFacts:
     backend: str = ""
     is_kernel_trace: bool = False
     """Imported kernel trace: it shows when kernels ran, but no waits for collectives or data."""
+    sharder: SharderTraits = FSDP2_TRAITS
+    """Whose settings the verdict names."""
     knows_fsdp: bool = True
     """A collective without a unit is known not to come from FSDP."""
     other_part: OtherPart | None = None
@@ -107,6 +125,10 @@ class StepFacts:
     fragmentation_ratio: float | None = None
     """(reserved - active) / reserved at the peak; None: not recorded."""
     num_alloc_retries: int | None = None
+    highest: HighestMoment | None = None
+    """None: no memory step shows what the peak holds."""
+    rank: int | None = None
+    """The rank of the step; None: unknown."""
     straggler: StragglerFacts | None = None
     growth: MemoryGrowthFacts | None = None
     contradiction: str | None = None

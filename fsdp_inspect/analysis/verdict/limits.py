@@ -29,7 +29,7 @@ class Limit(StrEnum):
     OTHER = "other"
     COMPUTE = "compute"
     UNKNOWN = "unknown"
-    """No timed step."""
+    """No timed step, or a trace that does not show enough."""
 
 
 def find_limit(facts: StepFacts) -> Limit:

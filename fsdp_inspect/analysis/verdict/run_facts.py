@@ -8,7 +8,7 @@ ranks read the events of one rank.
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.analysis.breakdown import Breakdown, StepBreakdown
-from fsdp_inspect.analysis.exposed import Exposed
+from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.memory.peak import Memory, RankMemory
@@ -16,6 +16,7 @@ from fsdp_inspect.analysis.plan_check.check import PlanCheck
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.verdict import (
     UNKNOWN,
+    HighestMoment,
     MemoryGrowthFacts,
     OtherPart,
     RankVerdict,
@@ -23,9 +24,11 @@ from fsdp_inspect.analysis.verdict import (
     StragglerFacts,
     Verdict,
     Waiting,
+    give_no_verdict,
     give_rank_verdict,
     give_verdict,
 )
+from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, EventKind, Phase, StepPart
 from fsdp_inspect.trace.run import RunManifest
 
@@ -56,6 +59,9 @@ def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
     headline = answers.breakdown.headline
     if headline is None:
         return UNKNOWN, ()
+    doubt = _find_doubt(answers, headline)
+    if doubt is not None:
+        return doubt, ()
     verdict = give_verdict(_facts_of_run(answers, headline))
     memory = {row.rank: row for row in answers.memory.ranks}
     ranks = tuple(
@@ -68,6 +74,30 @@ def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
         for step in answers.breakdown.ranks
     )
     return verdict, ranks
+
+
+def _find_doubt(answers: Answers, step: StepBreakdown) -> Verdict | None:
+    """Why an imported trace allows no verdict; None: it allows one."""
+    manifest = answers.manifest
+    if manifest.source != "imported":
+        return None
+    unread, read = manifest.num_unread_events, manifest.num_device_events
+    if unread > read:
+        return give_no_verdict(
+            f"No conclusion: {unread:,} events of the trace were not understood.",
+            f"Only {read:,} kernels and copies were read. The other events have categories that "
+            "this version does not know, so the parts of the step are not known.",
+            "Report the device and the categories, which the notes of the run list.",
+        )
+    if manifest.world_size > 1 and not step.communication_ns:
+        return give_no_verdict(
+            f"No conclusion: this trace of {manifest.world_size:,} ranks shows no communication.",
+            "The step of several ranks communicates. The trace lacks these events, or they have "
+            "names that this version does not know, so what limits the step is not known.",
+            "Profile a whole step on a rank that trains. If the trace contains the communication, "
+            "report the names of its kernels.",
+        )
+    return None
 
 
 def _facts_of_run(answers: Answers, step: StepBreakdown) -> StepFacts:
@@ -93,6 +123,7 @@ def _facts_of_run(answers: Answers, step: StepBreakdown) -> StepFacts:
         fragmentation_ratio=allocator.fragmentation_ratio if allocator else None,
         num_alloc_retries=allocator.num_alloc_retries if allocator else None,
         growth=_growth(answers.growth),
+        highest=_highest(memory),
         contradiction=plan_check.sentence if plan_check and contradicts else None,
     )
 
@@ -120,6 +151,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
     floor = answers.exposed.floor_ns if answers.exposed else 0
     parameters = [unit.num_parameters for unit in manifest.units]
     return StepFacts(
+        rank=step.rank,
         step_time_ns=step.step_time_ns,
         compute_ns=compute + other if is_kernel_trace else compute,
         data_ns=step.duration_ns(StepPart.DATA),
@@ -129,6 +161,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         other_ns=0 if is_kernel_trace else other,
         backend=manifest.backend,
         is_kernel_trace=is_kernel_trace,
+        sharder=manifest.sharder_traits,
         knows_fsdp=manifest.knows_fsdp,
         has_plan=manifest.can_rank_plans,
         has_gathers=_has_gathers(answers),
@@ -185,4 +218,31 @@ def _top_owner(exposed: Exposed) -> Waiting | None:
     if top is None or top.exposed_ns == top.floor_ns:
         return None
     exposed_ns = top.exposed_ns - top.floor_ns
-    return Waiting(fqn=top.fqn, kind=top.kind, phase=top.phase, exposed_ns=exposed_ns)
+    return Waiting(
+        fqn=top.fqn,
+        kind=top.kind,
+        phase=top.phase,
+        exposed_ns=exposed_ns,
+        cause=_main_cause(top),
+    )
+
+
+def _main_cause(owner: ExposedOwner) -> str:
+    """The cause of more than half of an owner's exposed time without the floor; or empty."""
+    causes = {name: time for name, time in owner.causes_ns.items() if name != Cause.FLOOR.label}
+    largest = max(causes, key=lambda name: causes[name], default="")
+    return largest if largest and 2 * causes[largest] > sum(causes.values()) else ""
+
+
+def _highest(memory: Memory) -> HighestMoment | None:
+    peak = memory.peak
+    if peak is None or not peak.categories:
+        return None
+    largest = peak.categories[0]
+    return HighestMoment(
+        rank=peak.rank,
+        phase=peak.phase,
+        fqn=peak.fqn,
+        category=largest.category,
+        category_bytes=largest.bytes,
+    )

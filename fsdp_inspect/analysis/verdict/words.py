@@ -8,7 +8,13 @@ from collections.abc import Callable
 from fsdp_inspect.analysis.verdict.facts import OtherPart, StepFacts, StragglerFacts
 from fsdp_inspect.analysis.verdict.limits import STRAGGLER_RATIO, Limit
 from fsdp_inspect.analysis.wait_causes import Cause
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_category,
+    format_ns,
+    format_ratio,
+    format_unit,
+)
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.trace.codes import Phase
 
@@ -22,8 +28,8 @@ COMPARE_PLANS = "Compare other sharding plans by simulation: `fsdp-inspect advis
 of the simulation, so the verdict names none and cannot contradict it."""
 FIND_CALL = "Find the call that issues it: `fsdp-inspect exposed RUN` shows its kind and phase."
 
-Words = tuple[str, str, tuple[str, ...]]
-"""The headline, the reason, the changes to try next."""
+Words = tuple[str, str, str, tuple[str, ...]]
+"""The headline, the main reason in one short sentence, all of it, the changes to try next."""
 
 _PHASES_BY_NAME = frozenset({"forward", "backward"})
 """The phases that a text names; the others do not locate a wait."""
@@ -31,11 +37,11 @@ _PHASES_BY_NAME = frozenset({"forward", "backward"})
 
 def phrase_limit(limit: Limit, facts: StepFacts) -> Words:
     """Phrase a limit; if the run contradicts its plan, the next steps begin with that."""
-    sentence, why, next_steps = _WORDS[limit](facts)
+    sentence, because, why, next_steps = _WORDS[limit](facts)
     if facts.contradiction:
         first = f"First find out why the plan check fails. {facts.contradiction}"
         next_steps = (first, *next_steps)
-    return sentence, why, next_steps
+    return sentence, because, why, next_steps
 
 
 def _ratio(facts: StepFacts, duration_ns: int) -> str:
@@ -74,8 +80,20 @@ def _phrase_memory(facts: StepFacts) -> Words:
     why.append("A larger batch or a longer sequence can run out of memory.")
     return (
         f"Memory limits the run: {format_ratio(facts.device_ratio)} of the device is reserved.",
+        _phrase_highest(facts),
         " ".join(why),
         tuple(steps),
+    )
+
+
+def _phrase_highest(facts: StepFacts) -> str:
+    peak = facts.highest
+    if peak is None:
+        return f"Tensors hold at most {format_bytes(facts.peak_allocated_bytes or 0)}."
+    place = "outside all units" if peak.fqn is None else f"in {format_unit(peak.fqn)}"
+    return (
+        f"The peak is in {peak.phase}, {place}, on rank {peak.rank}. Its largest part is "
+        f"{format_category(peak.category)}: {format_bytes(peak.category_bytes)}."
     )
 
 
@@ -97,6 +115,7 @@ def _phrase_growth(facts: StepFacts) -> Words:
     )
     return (
         f"Memory grows by {format_bytes(growth.bytes_per_step)} per step.",
+        f"Rank {growth.rank} ends each step with more allocated memory than the step before.",
         f"Rank {growth.rank} ends each step with more allocated memory than the step "
         f"before.{full} Steady growth means that the training loop keeps tensors from step to "
         "step.",
@@ -111,6 +130,7 @@ def _phrase_growth(facts: StepFacts) -> Words:
 def _phrase_input(facts: StepFacts) -> Words:
     return (
         f"The step is input-bound: data takes {_ratio(facts, facts.data_ns)} of it.",
+        f"The training loop waits {format_ns(facts.data_ns)} for its next batch{_on_rank(facts)}.",
         f"The training loop waits {_of_step(facts, facts.data_ns)} for the next batch.",
         (
             "Load batches before the step needs them: more loader workers, prefetching, pinned "
@@ -134,12 +154,20 @@ def _phrase_host(facts: StepFacts) -> Words:
         f"microbatch{fewer_units}.",
         "Remove synchronisations from the step (.item(), printing a loss, .cpu()).",
     ]
-    if _may_name_plans(facts):
+    if _may_name_plans(facts) and facts.sharder.prefetch_ahead:
         steps.append(
-            "Prefetch one unit ahead in forward, so that the host issues all-gathers earlier."
+            f"{facts.sharder.prefetch_ahead} in forward, so that the host issues all-gathers "
+            "earlier."
         )
     sentence = f"The step is host-bound for {_ratio(facts, facts.host_bound_ns)} of its time."
-    return sentence, why, tuple(steps)
+    because = f"The host has not issued work while the compute stream is idle{_on_rank(facts)}."
+    if facts.is_kernel_trace:
+        because = f"No kernel and no collective runs for {format_ns(facts.host_bound_ns)}."
+    return sentence, because, why, tuple(steps)
+
+
+def _on_rank(facts: StepFacts) -> str:
+    return "" if facts.rank is None else f" on rank {facts.rank}"
 
 
 def _phrase_straggler(facts: StepFacts) -> Words:
@@ -156,9 +184,13 @@ def _phrase_straggler(facts: StepFacts) -> Words:
     if extra:
         why.append(f"On this rank {extra} per step than on the other ranks.")
     host = f" (host {straggler.host})" if straggler.host else ""
+    because = f"It arrives last at {format_ratio(straggler.last_ratio)} of the collectives."
+    if extra:
+        because = f"On rank {straggler.rank}{host} {extra} per step than on the other ranks."
     return (
         f"Rank {straggler.rank} is a straggler: it costs {_ratio(facts, straggler.cost_ns)} of "
         "the step.",
+        because,
         " ".join(why),
         (
             f"Find out how rank {straggler.rank}{host} differs from the other ranks: clocks, heat, "
@@ -198,6 +230,7 @@ def _phrase_communication(facts: StepFacts) -> Words:
         )
     return (
         f"Communication is exposed for {_ratio(facts, facts.exposed_ns)} of the step.",
+        _phrase_main_wait(facts),
         " ".join(sentence for sentence in why if sentence),
         tuple(_advise_communication(facts)),
     )
@@ -208,8 +241,10 @@ def _phrase_other_part(facts: StepFacts, part: OtherPart) -> Words:
     name, remedy = describe_other_part(part)
     place = f" in {part.phase}" if part.phase in _PHASES_BY_NAME else ""
     kind = part.kind.replace("_", "-")
+    longest = f"the {kind} of {name}{place}: {format_ns(part.exposed_ns)}{_on_rank(facts)}"
     return (
         f"Communication outside FSDP is exposed for {_ratio(facts, part.total_ns)} of the step.",
+        f"The largest part is {longest}.",
         f"{_phrase_kinds(facts)} The largest part outside FSDP is the {kind} of {name}{place}: "
         f"{format_ns(part.exposed_ns)}. No sharding plan changes it.",
         (remedy, *([COMPARE_PLANS] if facts.has_plan else [])),
@@ -220,7 +255,7 @@ def describe_other_part(part: OtherPart) -> tuple[str, str]:
     """The name of communication that FSDP did not issue, and what to do about it."""
     if part.dimension in _DIMENSIONS:
         return _DIMENSIONS[part.dimension]
-    if part.dimension:
+    if part.dimension not in _LOOP_DIMENSIONS:
         return f"the mesh dimension {part.dimension!r}", FIND_CALL
     if part.phase == Phase.OPTIMIZER.label:
         return (
@@ -233,6 +268,8 @@ def describe_other_part(part: OtherPart) -> tuple[str, str]:
     return "the training loop", FIND_CALL
 
 
+_LOOP_DIMENSIONS = frozenset({"", "shard", "replicate", "world", "other"})
+"""Dimensions whose collectives outside FSDP come from the training loop: norms, metrics."""
 _KEEP_ON_NODE = "Keep its ranks on one node, or use fewer ranks in this dimension."
 _DIMENSIONS = {
     "tp": (
@@ -249,7 +286,7 @@ _DIMENSIONS = {
         "Use more microbatches, or a schedule with smaller gaps between the stages.",
     ),
 }
-"""By the name of the mesh dimension: its name in words, and what to do."""
+"""By mesh dimension: its name in words, and what to do."""
 
 
 def _phrase_kinds(facts: StepFacts) -> str:
@@ -291,6 +328,22 @@ def _phrase_most_exposed(facts: StepFacts) -> str:
     return f"{lead} longest wait is for the {kind}{owner}{place}: {exposed}."
 
 
+def _phrase_main_wait(facts: StepFacts) -> str:
+    """The unit, cause and rank of the longest wait, or what makes all waits alike."""
+    if facts.blocks_host:
+        blocks = f"Collectives block the host on {facts.backend}."
+        return f"{blocks} {_phrase_most_exposed(facts)}".strip()
+    if 2 * facts.late_ranks_ns > facts.exposed_ns:
+        late = format_ns(facts.late_ranks_ns)
+        return f"Ranks that arrive late cause {late} of the waits{_on_rank(facts)}."
+    if facts.top is None:
+        return "No single wait is long."
+    cause = facts.top.cause.replace("_", " ")
+    mostly = f", mostly {cause}" if cause else ""
+    return f"{_phrase_most_exposed(facts).removesuffix('.')}{_on_rank(facts)}{mostly}."
+
+
+_REDUCTIONS = frozenset({"reduce_scatter", "all_reduce"})
 _MEASURE_ON_GPUS = "Measure overlap and prefetch on GPUs, where a collective blocks only a stream."
 
 
@@ -308,21 +361,21 @@ def _advise_communication(facts: StepFacts) -> list[str]:
         if facts.blocks_host:
             steps.append(_MEASURE_ON_GPUS)
         return steps
-    if facts.is_unwrapped and facts.has_gathers:
+    sharder = facts.sharder
+    if facts.is_unwrapped and (facts.has_gathers or sharder.keep_gathered is None):
         steps.append(
-            "Call fully_shard on every transformer block, not only on the whole model: no compute "
-            "hides the communication of a single unit."
+            f"{sharder.hide_single_unit}: no compute hides the communication of a single unit."
         )
-    if facts.ratio(facts.backward_gathers_ns) >= WORTH_NAMING_RATIO:
+    if sharder.keep_gathered and facts.ratio(facts.backward_gathers_ns) >= WORTH_NAMING_RATIO:
         steps.append(
-            "Try reshard_after_forward=False if memory allows: the all-gathers of backward are "
+            f"Try {sharder.keep_gathered} if memory allows: the all-gathers of backward are "
             f"exposed for {format_ns(facts.backward_gathers_ns)}."
         )
-    if facts.ratio(facts.causes_ns.get(Cause.SERIALIZED.label, 0)) >= WORTH_NAMING_RATIO:
+    serialized = facts.causes_ns.get(Cause.SERIALIZED.label, 0)
+    if sharder.separate_communicator and facts.ratio(serialized) >= WORTH_NAMING_RATIO:
         steps.append(
-            "Give reduce-scatter its own communicator (set_separate_reduce_scatter_group): "
-            f"{format_ns(facts.causes_ns[Cause.SERIALIZED.label])} are exposed because "
-            "collectives queue behind each other."
+            f"Give reduce-scatter its own communicator ({sharder.separate_communicator}): "
+            f"{format_ns(serialized)} are exposed because collectives queue behind each other."
         )
     steps += _advise_most_exposed(facts)
     return steps or ["Start with the most exposed collective: `fsdp-inspect exposed RUN` shows it."]
@@ -337,11 +390,13 @@ def _advise_most_exposed(facts: StepFacts) -> list[str]:
         not facts.causes_ns
         or facts.ratio(facts.causes_ns.get(Cause.LATE_ISSUE.label, 0)) >= WORTH_NAMING_RATIO
     )
-    if facts.top.kind == "all_gather" and is_late:
-        return ["Prefetch one unit ahead, so that the all-gather is issued earlier."]
-    if facts.top.kind == "reduce_scatter" and facts.reduces_in_float32:
+    sharder = facts.sharder
+    if facts.top.kind == "all_gather" and is_late and sharder.prefetch_ahead:
+        return [f"{sharder.prefetch_ahead}, so that the all-gather is issued earlier."]
+    is_reduction = facts.top.kind == "reduce_scatter" or facts.top.fqn is not None
+    if is_reduction and facts.top.kind in _REDUCTIONS and facts.reduces_in_float32:
         return [
-            "Reduce gradients in bfloat16 (MixedPrecisionPolicy(reduce_dtype)): this halves the "
+            f"Reduce gradients in bfloat16 ({sharder.reduce_in_16_bits}): this halves the "
             "bytes. Check that the loss still falls."
         ]
     return []
@@ -350,6 +405,7 @@ def _advise_most_exposed(facts: StepFacts) -> list[str]:
 def _phrase_other(facts: StepFacts) -> Words:
     return (
         f"Other code of the training loop takes {_ratio(facts, facts.other_ns)} of the step.",
+        f"It is outside forward, backward, optimizer, data and communication{_on_rank(facts)}.",
         f"The loss, logging, metrics or other code take {_of_step(facts, facts.other_ns)}. This "
         "time is outside forward, backward, optimizer, data and communication.",
         (f"Profile the training loop before you change {_plan(facts)}.",),
@@ -370,6 +426,7 @@ def _phrase_compute(facts: StepFacts) -> Words:
         )
     return (
         f"The step is compute-bound: compute takes {_ratio(facts, facts.compute_ns)} of it.",
+        exposed,
         f"{why} {exposed}",
         (
             "Make compute faster: torch.compile, bfloat16, less recomputation.",

@@ -1,6 +1,7 @@
 """Record training with Hugging Face Trainer, TRL, Accelerate, Lightning or torchtitan.
 
-Hugging Face Trainer, with FSDP2 (`fsdp_version: 2`, or a model sharded when it was loaded):
+Hugging Face Trainer, with FSDP2 (`fsdp_version: 2`, or a model sharded when it was loaded), FSDP1
+or DDP:
 
     from transformers import Trainer
     from fsdp_inspect.recording.integrations.transformers import FsdpInspectCallback

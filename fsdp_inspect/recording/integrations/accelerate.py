@@ -28,14 +28,14 @@ from torch import nn
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.integrations.options import RecorderOptions
 from fsdp_inspect.recording.recorder import Recorder
-from fsdp_inspect.recording.units import find_recordable_groups
+from fsdp_inspect.recording.sharders.find import find_sharder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _REMEDY = (
-    "With Accelerate: fsdp_version: 2 in `accelerate config`, or "
-    "FullyShardedDataParallelPlugin(fsdp_version=2), and the model that prepare() returned."
+    "With Accelerate: FSDP in `accelerate config` (fsdp_version: 2 or 1), or several processes "
+    "(DDP), and the model that prepare() returned."
 )
 
 
@@ -54,7 +54,7 @@ def accelerate_recorder(
         options: Keywords of `fsdp_inspect.Recorder`.
 
     Raises:
-        RecordingError: The model is not sharded with FSDP2; the message has the settings to use.
+        RecordingError: The model is not sharded; the message has the settings to use.
     """
     config = {
         "mixed_precision": accelerator.mixed_precision,
@@ -62,7 +62,7 @@ def accelerate_recorder(
     }
     given: RecorderOptions = {"config": config, **options}
     try:
-        find_recordable_groups(model)  # a better message than the missing process group
+        find_sharder(model)  # a better message than the missing process group
         return Recorder(model, optimizer=_unwrap(optimizer), **given)
     except RecordingError as error:
         raise RecordingError(f"{error} {_REMEDY}") from error

@@ -26,11 +26,14 @@ from fsdp_inspect.recording.integrations.options import RecorderOptions
 from fsdp_inspect.recording.integrations.training import RecordedTraining
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_REMEDY = "With Lightning: strategy=ModelParallelStrategy(), and fully_shard in configure_model()."
+_REMEDY = (
+    "With Lightning: strategy=ModelParallelStrategy() and fully_shard in configure_model(), or "
+    "strategy='fsdp' (FSDP1) or 'ddp'."
+)
 
 
 class FsdpInspectCallback:
-    """Records each fit of a Trainer whose module is sharded with `fully_shard`.
+    """Records each fit of a Trainer whose module is sharded (FSDP2, FSDP1) or replicated (DDP).
 
     A step ends with the batch in which an optimizer steps, so it contains all accumulated batches.
     Its `loss` is the mean of the values that `training_step` returned for them. An instance is a

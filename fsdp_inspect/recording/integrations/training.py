@@ -13,7 +13,7 @@ from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.integrations.options import RecorderOptions
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.recorder import Recorder
-from fsdp_inspect.recording.units import find_recordable_groups
+from fsdp_inspect.recording.sharders.find import find_sharder, wrapper_around
 
 
 class RecordedTraining:
@@ -21,7 +21,7 @@ class RecordedTraining:
 
     Args:
         options: Keyword arguments of each recorder.
-        remedy: What a user of the library must do if the model is not sharded with `fully_shard`.
+        remedy: What a user of the library must do if the model is not sharded.
     """
 
     def __init__(self, options: RecorderOptions, remedy: str) -> None:
@@ -47,7 +47,7 @@ class RecordedTraining:
         """Begin recording, or warn on the first rank that this model cannot be recorded.
 
         Args:
-            model: The sharded model that will train.
+            model: The model that will train, sharded or inside a wrapper.
             config: Settings to store, unless the user passed some.
             is_first_rank: Whether this rank prints the warning.
             optimizer: The optimizer whose step ends a step, unless `begin_step` is used; None
@@ -57,7 +57,8 @@ class RecordedTraining:
             self.close(RecordingError("a new training began before the previous one ended."))
         options: RecorderOptions = {"config": config, **self._options}
         try:
-            find_recordable_groups(model)  # a better message than the missing process group
+            model = wrapper_around(model)
+            find_sharder(model)  # a better message than the missing process group
             self._recorder = Recorder(model, optimizer=optimizer, **options)
         except RecordingError as error:
             if is_first_rank:

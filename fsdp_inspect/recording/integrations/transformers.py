@@ -39,14 +39,15 @@ except ImportError as error:
     ) from error
 
 _REMEDY = (
-    "With the Hugging Face Trainer: fsdp_config={'version': 2} in TrainingArguments, or "
+    "With the Hugging Face Trainer: start several processes (DDP), or set fsdp and fsdp_config "
+    "(version 2 or 1) in TrainingArguments, or "
     "from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=N))."
 )
 _LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
 
 
 class FsdpInspectCallback(TrainerCallback):
-    """Records each training of a Trainer whose model is sharded with FSDP2.
+    """Records each training of a Trainer whose model is sharded (FSDP2, FSDP1) or replicated (DDP).
 
     A step is a step of the Trainer, with all its microbatches. `loss`, `grad_norm`,
     `learning_rate` and `eval_loss` are recorded whenever the Trainer logs them. The

@@ -36,7 +36,7 @@ _NOT_METRICS = ("runtime", "per_second", "epoch", "total_flos", "train_loss")
 
 
 class FsdpInspectCallback(transformers.FsdpInspectCallback):
-    """Records each training of a TRL trainer whose model is sharded with FSDP2.
+    """Records each training of a TRL trainer whose model is sharded or replicated.
 
     In addition to `loss`, `grad_norm`, `learning_rate` and `eval_loss` it records the metrics of
     TRL, such as `entropy`, `mean_token_accuracy`, `num_tokens` and `rewards/...`.

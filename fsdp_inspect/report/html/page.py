@@ -119,7 +119,9 @@ def _environment() -> Environment:
         "count": _unbroken(formatting.format_count),
         "ratio": _unbroken(formatting.format_ratio),
         "unit": lambda fqn: _one_line(formatting.format_owner(fqn, None)),
-        "owner": lambda owned: _one_line(formatting.format_owner(owned.fqn, owned.is_fsdp)),
+        "owner": lambda owned: _one_line(
+            formatting.format_owner(owned.fqn, owned.is_fsdp, owned.dimension)
+        ),
         "name": _one_line,
         "kind": format_kind,
         "words": lambda name: name.replace("_", " "),

@@ -2,8 +2,9 @@
 
 import pytest
 
-from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching, describe_key, members_of
+from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching, describe_key
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.mesh_dimensions import members_of
 from fsdp_inspect.trace.run import ProcessGroup
 from fsdp_inspect.trace.tables import EventTable
 from tests.builders import RunBuilder
@@ -27,7 +28,7 @@ def group(*ranks: int) -> ProcessGroup:
     ],
 )
 def test_a_rank_finds_its_partners(ranks, rank, members):
-    assert members_of(group(*ranks), rank, 8) == members
+    assert members_of(ranks, rank, 8) == members
 
 
 def rows(*rows) -> EventTable:

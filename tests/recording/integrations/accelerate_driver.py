@@ -80,11 +80,10 @@ def train(accelerator: Accelerator, run: Path | None) -> list[float]:
     return losses
 
 
-def refuse_ddp(accelerator: Accelerator) -> str:
-    """What is said about a model that Accelerate did not shard."""
-    model = accelerator.prepare(nn.Linear(4, 4))
+def refuse_plain(accelerator: Accelerator) -> str:
+    """What is said about a model that Accelerate did not prepare."""
     try:
-        accelerate_recorder(accelerator, model)
+        accelerate_recorder(accelerator, nn.Linear(4, 4))
     except RecordingError as error:
         return str(error)
     return ""
@@ -92,9 +91,11 @@ def refuse_ddp(accelerator: Accelerator) -> str:
 
 def main(folder: Path) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    refusal = refuse_ddp(accelerator)
+    refusal = refuse_plain(accelerator)
+    replicated = [train(accelerator, None), train(accelerator, folder / "ddp")]
     shard_on_cpu(accelerator)
     result = {
+        "replicated": replicated,
         "without": train(accelerator, None),
         "with": train(accelerator, folder / "run"),
         "refusal": refusal,

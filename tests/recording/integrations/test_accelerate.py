@@ -67,5 +67,15 @@ def test_clipping_is_recorded_beside_the_units(run: StoredRun) -> None:
 def test_a_model_that_accelerate_did_not_shard_is_refused_with_what_to_do(
     result: dict[str, Any],
 ) -> None:
-    assert "DistributedDataParallel is not sharded" in result["refusal"]
-    assert "fsdp_version: 2 in `accelerate config`" in result["refusal"]
+    assert "Linear is not sharded" in result["refusal"]
+    assert "FSDP in `accelerate config`" in result["refusal"]
+
+
+def test_a_model_that_accelerate_replicates_is_recorded_without_a_changed_loss(
+    result: dict[str, Any], folder: Path
+) -> None:
+    without, recorded = result["replicated"]
+    assert recorded == without
+    run = open_run(folder / "ddp")
+    assert run.manifest.sharder == "ddp"
+    assert (run.status, run.ranks[0].problems) == (RunStatus.COMPLETE, [])

@@ -186,3 +186,15 @@ def test_a_container_of_optimizers_is_one_step_with_the_states_of_all(
     states = [*first.state.values(), *second.state.values()]
     held = sum(value.nbytes for state in states for value in state.values())
     assert memory.optimizer_state.max() == held
+
+
+def test_a_wrapper_that_the_library_keeps_is_found(model: nn.Module, tmp_path: Path) -> None:
+    inner = nn.Linear(4, 1)
+    wrapper = nn.parallel.DistributedDataParallel(inner)
+    training = recorded(tmp_path / "run")
+    training.begin(inner, {}, is_first_rank=True)
+    training.begin_step()
+    train_microbatch(wrapper)
+    training.end_step()
+    training.close()
+    assert open_run(tmp_path / "run").manifest.sharder == "ddp"

@@ -1,0 +1,171 @@
+"""Find spikes of the logged loss, and the unit whose gradient norm moved first.
+
+[Note: Loss spikes] The level of a loss is the median of up to 20 normal values before. Its noise is
+the robust standard deviation of their successive differences / sqrt(2), which a falling loss does
+not raise (1.4826 x the median absolute deviation). A value is a spike if it is not finite, or
+exceeds the level by more than 8 times the noise and by more than 20%. The loss has recovered once 3
+values in a row are normal again.
+
+A unit's gradient norm has moved if it exceeds 4 times the median of its earlier norms. Norms are
+known in numerics steps only. If several units moved in the same numerics step, the first one is
+unknown.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.numerics import gradient_norms
+from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
+from fsdp_inspect.trace.run import RunSource
+
+_LEAST_VALUES = 10
+_MOST_VALUES = 20
+_DEVIATIONS = 8.0
+_LEAST_RISE = 0.2
+_RECOVERED_AFTER = 3
+_MOVED = 4.0
+_LEAST_NORMS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MovedUnit:
+    """A unit whose gradient norm rose with a spike."""
+
+    fqn: str | None
+    """None: parameters of no unit."""
+    step: int
+    """The first numerics step in which the norm had moved."""
+    norm: float | None
+    """None: not finite."""
+    usual_norm: float
+    """The median of the norms before."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpike:
+    """A rise of the logged loss."""
+
+    name: str
+    """Of the logged number."""
+    rank: int
+    step: int
+    """The first value of the spike."""
+    usual: float
+    """The level before."""
+    peak: float | None
+    """The highest value; None: not finite."""
+    num_values: int
+    """Logged values from the first of the spike to its last."""
+    recovered_at: int | None
+    """The first of 3 normal values in a row; None: the loss did not recover."""
+    moved: tuple[MovedUnit, ...]
+    """The units whose norm moved in the earliest numerics step, the largest rise first."""
+
+
+def find_loss_spikes(run: RunSource) -> tuple[LossSpike, ...]:
+    """Find the spikes of the loss that the training logged; empty without a logged loss."""
+    return remember(run, "loss_spikes", partial(_find_loss_spikes, run))
+
+
+def _find_loss_spikes(run: RunSource) -> tuple[LossSpike, ...]:
+    series = _loss_of(measure_scalars(run))
+    if series is None:
+        return ()
+    spikes = find_spikes(series.values)
+    norms = gradient_norms(run) if spikes else {}
+    return tuple(
+        LossSpike(
+            name=series.name,
+            rank=series.rank,
+            step=series.steps[low],
+            usual=usual,
+            peak=_highest(series.values[low : high or len(series.values)]),
+            num_values=(high or len(series.values)) - low,
+            recovered_at=None if high is None else series.steps[high],
+            moved=_find_moved(norms, series.steps[high - 1 if high else -1]),
+        )
+        for low, high, usual in spikes
+    )
+
+
+def find_spikes(values: Sequence[float]) -> list[tuple[int, int | None, float]]:
+    """The spikes of a series; see [Note: Loss spikes].
+
+    Returns:
+        For each, the position of its first value, the position of the first value after it (None:
+        it lasts to the end), and the level before it.
+    """
+    found: list[tuple[int, int | None, float]] = []
+    normal: list[float] = []
+    low, num_normal, limit = -1, 0, math.inf
+    for at, value in enumerate(values):
+        if low < 0:
+            limit = _limit(normal)
+            if value <= limit:
+                normal.append(value)
+            elif normal:  # not a number is a spike too
+                low, num_normal = at, 0
+            continue
+        num_normal = num_normal + 1 if value <= limit else 0
+        if num_normal == _RECOVERED_AFTER:
+            end = at + 1 - _RECOVERED_AFTER
+            found.append((low, end, statistics.median(normal[-_MOST_VALUES:])))
+            normal += values[end : at + 1]
+            low = -1
+    if low >= 0:
+        found.append((low, None, statistics.median(normal[-_MOST_VALUES:])))
+    return found
+
+
+def _limit(normal: Sequence[float]) -> float:
+    """The highest normal value after these values; infinity after too few."""
+    recent = normal[-_MOST_VALUES:]
+    if len(recent) < _LEAST_VALUES:
+        return math.inf
+    level = statistics.median(recent)
+    changes = [after - before for before, after in pairwise(recent)]
+    usual = statistics.median(changes)
+    noise = 1.4826 * statistics.median(abs(each - usual) for each in changes) / math.sqrt(2)
+    return level + max(_DEVIATIONS * noise, _LEAST_RISE * abs(level))
+
+
+def _loss_of(series: Sequence[ScalarSeries]) -> ScalarSeries | None:
+    """The series of the loss: the one of that name, or the first whose name contains it."""
+    losses = [each for each in series if "loss" in each.name.lower()]
+    return min(losses, key=lambda each: (each.name.lower() != "loss", each.name), default=None)
+
+
+def _highest(values: Sequence[float]) -> float | None:
+    return max(values) if all(map(math.isfinite, values)) else None
+
+
+def _find_moved(
+    norms: Mapping[str | None, Sequence[tuple[int, float | None]]], last_step: int
+) -> tuple[MovedUnit, ...]:
+    """The units whose norm moved first, up to a step."""
+    moved = []
+    for fqn, known in norms.items():
+        usual: list[float] = []
+        for step, norm in known:
+            if step > last_step:
+                break
+            middle = statistics.median(usual) if len(usual) >= _LEAST_NORMS else None
+            if middle is not None and (norm is None or norm > _MOVED * middle):
+                moved.append(MovedUnit(fqn, step, norm, middle))
+                break
+            if norm is not None:
+                usual.append(norm)
+    first = min((each.step for each in moved), default=None)
+    earliest = [each for each in moved if each.step == first]
+    return tuple(sorted(earliest, key=_rise, reverse=True))
+
+
+def _rise(unit: MovedUnit) -> float:
+    return math.inf if unit.norm is None or not unit.usual_norm else unit.norm / unit.usual_norm

@@ -1,0 +1,1 @@
+"""Dump one step of a training, sharded or without sharding, for `fsdp-inspect equivalence`."""

@@ -1,0 +1,567 @@
+"""Dump one step of the training in this process, then end the process.
+
+[Note: What a dump observes]
+The step begins at the first forward of a model with units after `settings.step` updates of such
+models. Then the rank saves their parameters (sharded run), or takes those that the sharded run
+saved (run without sharding). During the step, it takes fingerprints of the parameters that each
+module uses, of the outputs of each unit, and of the gradients that enter a model. Gradients are
+those after the last backward before the update. There the process ends, so that
+neither run writes a checkpoint of a step that this tool has changed.
+
+Without sharding, the updates before the step are left out: parameters come from the other run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp_inspect.recording.code_places import CodePlaces
+from fsdp_inspect.recording.equivalence.fingerprints import (
+    digest,
+    fingerprint,
+    fingerprint_all,
+)
+from fsdp_inspect.recording.equivalence.loss_factor import factor_of
+from fsdp_inspect.recording.equivalence.random_states import (
+    restore_random_states,
+    save_random_states,
+)
+from fsdp_inspect.recording.equivalence.unsharded import cast_parameters, replace_fully_shard
+from fsdp_inspect.recording.tensors import local_part, tensors_in
+from fsdp_inspect.recording.units import dtype_name
+from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.trace.step_dump import (
+    FINGERPRINT_LENGTH,
+    INDEX_FILE,
+    Array,
+    Backward,
+    DumpedParameter,
+    DumpedUnit,
+    DumpSettings,
+    StepDump,
+    assemble,
+    narrower_dtype,
+    rank_folder,
+    read_dumps,
+    slices_of,
+    write_index,
+)
+
+_WAIT_S = 120.0
+_POLL_S = 0.05
+_Print = tuple[str, int, Array]
+"""A name, the number of the call, and the fingerprint."""
+
+
+def install_dump(settings: DumpSettings) -> None:
+    """Dump a step of this process; call it before the script shards a model."""
+    if settings.sharded is not None:
+        replace_fully_shard()
+    _Dumper(settings).install()
+
+
+class _Dumper:
+    """Observes the training of this process, and dumps one step."""
+
+    def __init__(self, settings: DumpSettings) -> None:
+        self._settings = settings
+        self._rank = int(os.environ["RANK"])
+        self._folder = rank_folder(Path(settings.folder), self._rank)
+        self._other = (
+            None if settings.sharded is None else rank_folder(Path(settings.sharded), self._rank)
+        )
+        self._updates = 0
+        self._loaders = 0
+        self._models: dict[str, nn.Module] = {}
+        """By name, in the order of their first forward; the first one has no name."""
+        self._known: set[int] = set()
+        """The modules of these models, by id."""
+        self._is_active = False
+        self._calls: Counter[str] = Counter()
+        self._inputs: list[str] = []
+        self._used: list[_Print] = []
+        self._outputs: list[_Print] = []
+        self._entered: list[_Print] = []
+        self._kept: dict[int, torch.Tensor] = {}
+        """Gradients of earlier steps that the script has not cleared."""
+        self._backwards: list[Backward] = []
+        self._sums: dict[int, torch.Tensor] = {}
+        self._norms: dict[int, float] = {}
+        self._narrow: dict[int, str] = {}
+        self._taken: list[_Print] = []
+        self._divided_at = ""
+        self._notes: list[str] = []
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._other is None
+
+    def install(self) -> None:
+        """Observe forwards, backwards, updates and data loaders of this process."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        register_module_forward_pre_hook(self._find_model)
+        register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_post_hook(self._after_update)
+        self._watch_backward()
+        self._watch_loaders()
+        if self._is_sharded:
+            self._watch_divide_factor()
+
+    # --- what is observed
+
+    def _find_model(self, module: nn.Module, args: Any) -> None:
+        """Take a called model with units, and begin the step at its forward."""
+        if torch.compiler.is_compiling():
+            return
+        if id(module) not in self._known:
+            parts = list(module.modules())
+            if not any(isinstance(part, FSDPModule) for part in parts):
+                return
+            kind = torch_fsdp.original_class(module).__name__
+            prefix = f"{kind}-{len(self._models)}" if self._models else ""
+            self._models[prefix] = module
+            self._known.update(map(id, parts))
+            if not self._is_sharded:
+                cast_parameters(module)
+            self._observe(prefix, module)
+        if self._updates >= self._settings.step and not self._is_active:
+            self._begin()
+
+    def _observe(self, prefix: str, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            fqn = _join(prefix, torch_fsdp.strip_wrappers(name))
+            if module._parameters:
+                module.register_forward_pre_hook(self._parameter_watch(fqn))
+            if module is model or issubclass(type(module), FSDPModule):
+                module.register_forward_hook(self._output_watch(fqn))
+        model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._entry_watch(prefix))
+
+    def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._is_active and torch.is_grad_enabled():
+            self._inputs.append(digest(args, kwargs))
+
+    def _entry_watch(self, fqn: str) -> Any:
+        """Look at the gradients that enter a model, which the loss determines."""
+        calls = 0
+
+        def watch(module: nn.Module, args: Any, output: Any) -> None:
+            nonlocal calls
+            if not self._is_looking():
+                return
+            for tensor in map(local_part, tensors_in(output)):
+                if tensor.requires_grad:
+                    calls += 1
+                    self._watch_entry(tensor, fqn, calls)
+
+        return watch
+
+    def _watch_entry(self, output: Any, fqn: str, call: int) -> None:
+        def note(gradient: torch.Tensor) -> None:
+            self._entered.append((fqn, call, fingerprint(gradient)))
+
+        output.register_hook(note)
+
+    def _parameter_watch(self, fqn: str) -> Any:
+        def watch(module: nn.Module, args: Any) -> None:
+            if not self._is_looking():
+                return
+            self._calls[fqn] += 1
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_floating_point():
+                    full = _join(fqn, name)
+                    print_ = fingerprint(local_part(parameter))
+                    self._used.append((full, self._calls[fqn], print_))
+
+        return watch
+
+    def _output_watch(self, fqn: str) -> Any:
+        calls = 0
+
+        def watch(module: nn.Module, args: Any, output: Any) -> None:
+            nonlocal calls
+            if self._is_looking():
+                calls += 1
+                self._outputs.append((fqn, calls, fingerprint_all(output)))
+
+        return watch
+
+    def _is_looking(self) -> bool:
+        """In the forwards of the step, and not in a forward that checkpointing repeats."""
+        return (
+            self._is_active
+            and not torch.compiler.is_compiling()
+            and torch.is_grad_enabled()
+            and torch._C._current_graph_task_id() == -1
+        )
+
+    def _watch_backward(self) -> None:
+        original = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if not self._is_active:
+                original(tensors, *args, **kwargs)
+                return
+            losses = [tensors] if torch.is_tensor(tensors) else list(tensors)
+            factor = factor_of(losses[0]) if len(losses) == 1 else 1.0
+            place = _place_of_caller()
+            if not self._backwards:
+                self._keep_gradients()
+            original(tensors, *args, **kwargs)
+            self._backwards.append(Backward(factor, place))
+            self._dump_gradients()
+
+        torch.autograd.backward = backward
+
+    def _watch_loaders(self) -> None:
+        """Begin each data loader with the random states that it has in the sharded run."""
+        from torch.utils.data import DataLoader
+
+        original: Any = DataLoader.__iter__
+
+        def iterate(loader: Any) -> Any:
+            self._loaders += 1
+            self._share_random_states(f"loader-{self._loaders}")
+            return original(loader)
+
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+
+    def _watch_divide_factor(self) -> None:
+        original = FSDPModule.set_gradient_divide_factor
+
+        def set_factor(module: FSDPModule, factor: float) -> None:
+            self._divided_at = _place_of_caller()
+            original(module, factor)
+
+        FSDPModule.set_gradient_divide_factor = set_factor  # type: ignore[assignment, method-assign]
+
+    def _share_random_states(self, name: str) -> None:
+        if self._other is None:
+            save_random_states(self._folder / "random", name)
+        else:
+            restore_random_states(self._other / "random", name)
+
+    # --- the step
+
+    def _begin(self) -> None:
+        self._is_active = True
+        if self._is_sharded:
+            for at, (_, tensor) in enumerate(self._parameters()):
+                self._save("parameters", at, _local(tensor))
+            for at, buffer in enumerate(self._buffers()):
+                self._save("buffers", at, _local(buffer))
+        else:
+            self._take_parameters()
+        self._share_random_states("step")
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The floating-point parameters of all models, by name; of units the sharded ones.
+
+        A unit that was not resharded, as after a forward without gradients, registers its full
+        parameters.
+        """
+        return [
+            (_join(prefix, name), each)
+            for prefix, model in self._models.items()
+            for name, each in _sharded_parameters(model)
+            if each.is_floating_point()
+        ]
+
+    def _buffers(self) -> list[torch.Tensor]:
+        found = (each for model in self._models.values() for each in model.buffers())
+        return [each for each in found if not each.is_complex()]
+
+    def _keep_gradients(self) -> None:
+        """Keep gradients of earlier steps, to which the backwards of this step add."""
+        if not self._is_sharded:
+            return
+        for at, (_, tensor) in enumerate(self._parameters()):
+            if tensor.grad is not None:
+                local = _local(tensor.grad)
+                if local.numel() and bool(local.any()):
+                    self._kept[at] = local.clone()
+
+    def _take_parameters(self) -> None:
+        assert self._settings.sharded is not None
+        assert self._other is not None
+        dumps = read_dumps(Path(self._settings.sharded))
+        dumps.sort(key=lambda dump: dump.rank == self._rank)  # own values win over equal parts
+        places = [{each.name: at for at, each in enumerate(dump.parameters)} for dump in dumps]
+        for name, tensor in self._parameters():
+            own = self._describe(name, tensor, None)
+            held = [
+                (dump.parameters[at[name]], dump.parameter(at[name]))
+                for dump, at in zip(dumps, places, strict=True)
+                if name in at
+            ]
+            whole = assemble(held, own.shape)
+            if whole is None:
+                self._notes.append(f"{name}: its values in the sharded run are not known.")
+                continue
+            local = _local(tensor)
+            part = torch.from_numpy(np.ascontiguousarray(whole[slices_of(own)]))
+            local.data.copy_(part.reshape(local.shape))
+            self._taken.append((name, 0, fingerprint(local)))
+            if tensor.requires_grad and not isinstance(tensor, DTensor):
+                tensor.register_hook(self._summing(id(tensor)))  # type: ignore[no-untyped-call]
+        for at, buffer in enumerate(self._buffers()):
+            path = self._other / "buffers" / f"{at}.npy"
+            if path.exists():
+                values = torch.from_numpy(np.load(path, allow_pickle=False))
+                _local(buffer).copy_(values.reshape(_local(buffer).shape))
+
+    def _summing(self, key: int) -> Any:
+        """Sum the gradients of all backwards in float32, as FSDP does after each reduction."""
+
+        def add(gradient: torch.Tensor) -> None:
+            wide = gradient.detach().to(_wide(gradient.dtype))
+            held = self._sums.get(key)
+            self._sums[key] = wide.clone() if held is None else held.add_(wide)
+
+        return add
+
+    def _dump_gradients(self) -> None:
+        for at, (_, tensor) in enumerate(self._parameters()):
+            gradient = self._gradient_of(tensor)
+            if gradient is not None and at in self._kept:
+                gradient = gradient - self._kept[at]
+            if gradient is not None:
+                self._norms[at] = _norm(gradient)
+                self._narrow[at] = _narrower(gradient)
+                self._save("gradients", at, gradient)
+
+    def _gradient_of(self, tensor: nn.Parameter) -> torch.Tensor | None:
+        if not self._is_sharded and not isinstance(tensor, DTensor):
+            return self._sums.get(id(tensor))
+        return None if tensor.grad is None else _local(tensor.grad)
+
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """End at the update of the step; a closure (as of Lightning) runs the last backward."""
+        updated = [each for group in optimizer.param_groups for each in group["params"]]
+        if not self._owns_any(updated):
+            return None
+
+        def gradients_are_known() -> None:
+            if self._is_active:
+                self._finish()
+            elif not self._is_sharded:
+                for parameter in updated:
+                    parameter.grad = None  # the update is left out
+
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            gradients_are_known()
+            return None
+
+        def run_closure() -> Any:
+            result = closure()
+            gradients_are_known()
+            return result
+
+        return (args[0],), {**kwargs, "closure": run_closure}
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._owns_any(each for group in optimizer.param_groups for each in group["params"]):
+            return
+        self._updates += 1
+        if self._updates <= self._settings.step:
+            self._share_random_states(f"update-{self._updates}")
+
+    def _owns_any(self, parameters: Iterable[Any]) -> bool:
+        """Whether a model with units has one of the parameters."""
+        own = {id(each) for model in self._models.values() for each in model.parameters()}
+        return any(id(each) in own for each in parameters)
+
+    def _finish(self) -> None:
+        """Write the index, wait for the other ranks, and end the process."""
+        units: list[DumpedUnit] = []
+        unit_of: dict[str, str] = {}
+        for prefix, model in self._models.items() if self._is_sharded else ():
+            own_units, own_parameters = self._units(prefix, model)
+            units += own_units
+            unit_of |= own_parameters
+        parameters = []
+        for at, (name, tensor) in enumerate(self._parameters()):
+            unit = unit_of.get(name)
+            if self._is_sharded and unit is None and tensor.grad is not None:
+                # The script may reduce it after the backward.
+                self._norms[at] = _norm(_local(tensor.grad))
+                self._save("gradients", at, _local(tensor.grad))
+            parameters.append(self._describe(name, tensor, unit, at))
+        write_index(
+            StepDump(
+                folder=self._folder,
+                rank=self._rank,
+                world_size=dist.get_world_size(),
+                step=self._settings.step,
+                parameters=tuple(parameters),
+                units=tuple(units),
+                inputs=tuple(self._inputs),
+                used=self._save_prints("used", self._used),
+                taken=self._save_prints("taken", self._taken),
+                outputs=self._save_prints("outputs", self._outputs),
+                entered=self._save_prints("entered", self._entered),
+                backwards=tuple(self._backwards),
+                divided_at=self._divided_at,
+                notes=tuple(self._notes),
+            )
+        )
+        self._await_others()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _await_others(self) -> None:
+        """Ranks need each other's store until all have ended their last collective."""
+        deadline = time.monotonic() + _WAIT_S
+        parent = self._folder.parent
+        others = [rank_folder(parent, rank) / INDEX_FILE for rank in range(dist.get_world_size())]
+        while time.monotonic() < deadline and not all(path.exists() for path in others):
+            time.sleep(_POLL_S)
+
+    # --- descriptions
+
+    def _describe(
+        self, name: str, tensor: torch.Tensor, unit: str | None, at: int | None = None
+    ) -> DumpedParameter:
+        shape, offset, local = _place(tensor)
+        now = None if tensor.grad is None else _norm(_local(tensor.grad))
+        before = None if at is None else self._norms.get(at)
+        return DumpedParameter(
+            name=name,
+            shape=shape,
+            offset=offset,
+            local_shape=local,
+            dtype=_name(tensor.dtype),
+            unit=unit,
+            is_trained=tensor.requires_grad,
+            has_gradient=before is not None,
+            change_after_backward=now / before if now is not None and before else None,
+            narrowed_to=self._narrowed_to(at, tensor),
+        )
+
+    def _narrowed_to(self, at: int | None, tensor: torch.Tensor) -> str:
+        """The narrower dtype that the gradient fits now, but did not after the backward."""
+        if at not in self._narrow or tensor.grad is None or self._narrow[at]:
+            return ""
+        return _narrower(_local(tensor.grad))
+
+    def _units(self, prefix: str, model: nn.Module) -> tuple[list[DumpedUnit], dict[str, str]]:
+        """The units of a model, and the unit of each parameter."""
+        units: list[DumpedUnit] = []
+        unit_of: dict[str, str] = {}
+        for handle in torch_fsdp.find_groups(model):
+            name, group = _join(prefix, handle.name), handle.group
+            policy = group.mp_policy
+            stored = {_name(each.dtype) for each in torch_fsdp.sharded_parameters_of(group)}
+            param_dtype = _name(policy.param_dtype) or ", ".join(sorted(stored))
+            sizes = torch_fsdp.mesh_sizes(group)
+            units.append(
+                DumpedUnit(
+                    name=name,
+                    param_dtype=param_dtype,
+                    reduce_dtype=_name(policy.reduce_dtype) or param_dtype,
+                    divide_factor=group.gradient_divide_factor,
+                    num_ranks=int(np.prod(list(sizes.values()))),
+                )
+            )
+            own = torch_fsdp.parameter_shapes(handle)
+            unit_of |= {_join(prefix, parameter): name for parameter in own}
+        return units, unit_of
+
+    def _save_prints(self, kind: str, entries: Sequence[_Print]) -> tuple[tuple[str, int], ...]:
+        """Save fingerprints; returns the name and the number of each."""
+        prints = [each for *_, each in entries] or [np.zeros((0, FINGERPRINT_LENGTH))]
+        np.save(self._folder / f"{kind}.npy", np.vstack(prints))
+        return tuple((name, call) for name, call, _ in entries)
+
+    def _save(self, kind: str, at: int, tensor: torch.Tensor) -> None:
+        folder = self._folder / kind
+        folder.mkdir(exist_ok=True)
+        dtype = _wide(tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+        # A copy: torch cannot free a storage that NumPy has seen.
+        np.save(folder / f"{at}.npy", tensor.detach().to(dtype, copy=True).cpu().numpy())
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}".strip(".")
+
+
+def _sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    sharded = {
+        name: parameter
+        for handle in torch_fsdp.find_groups(model)
+        for name, parameter in zip(
+            torch_fsdp.parameter_shapes(handle),
+            torch_fsdp.sharded_parameters_of(handle.group),
+            strict=True,
+        )
+    }
+    names = ((torch_fsdp.strip_wrappers(name), each) for name, each in model.named_parameters())
+    return [(name, sharded.get(name, each)) for name, each in names]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_part(tensor).detach()
+
+
+def _place(
+    tensor: torch.Tensor,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The shape of the whole tensor, and the offset and the shape of this rank's part."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return shape, (0,) * len(shape), shape
+    local = tuple(_local(tensor).shape)
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return shape, tuple(map(int, offset)) or (0,) * len(shape), local
+
+
+def _narrower(gradient: torch.Tensor) -> str:
+    if gradient.dtype != torch.float32:
+        return dtype_name(gradient.dtype)
+    return narrower_dtype(gradient.detach().clone().cpu().numpy())
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else dtype_name(dtype)
+
+
+def _place_of_caller() -> str:
+    places = CodePlaces()
+    places.find(sys._getframe(2))
+    if not places.new:
+        return ""
+    _, place = places.new[0]
+    return f"{place.file}:{place.line}"

@@ -1,0 +1,151 @@
+"""Define what a sharder tells the recorder about a model, and how its units are timed.
+
+A *sharder* is the code that distributes a model over ranks: `fully_shard` (FSDP2),
+`FullyShardedDataParallel` (FSDP1) or `DistributedDataParallel` (DDP). A *unit* is a communication
+group of parameters, whichever sharder made it. Each sharder records into the same tables, with
+the same words. Data that it cannot provide is absent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_inspect.trace.sharders import traits_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fsdp_inspect.recording.memory import MemoryProbe
+    from fsdp_inspect.recording.patches import Patches
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.recording.unit_handle import UnitHandle
+    from fsdp_inspect.recording.unit_timing import Reductions
+    from fsdp_inspect.recording.units import ProcessGroups
+    from fsdp_inspect.trace.plan import Plan
+    from fsdp_inspect.trace.run import Unit
+
+HandleT = TypeVar("HandleT", bound="UnitHandle")
+
+
+class ShardingHooks(Protocol):
+    """The hooks of a sharder on all units of a model."""
+
+    def attach(self, patches: Patches) -> None:
+        """Install the hooks."""
+        ...
+
+    def reductions_of(self, unit: int) -> Reductions:
+        """The reductions in flight that torch waits for with those of a unit."""
+        ...
+
+    def end_step(self) -> None:
+        """Close open events after a step, and reinstall hooks that other code replaced."""
+        ...
+
+    def close(self) -> None:
+        """Write pending events at the end of the recording."""
+        ...
+
+
+class Sharder(ABC, Generic[HandleT]):
+    """The units of one model, and what their sharder knows about them."""
+
+    name: ClassVar[str]
+    """As in `RunManifest.sharder`."""
+    supports_emulation: ClassVar[bool] = False
+    """Whether its collectives wait for an emulated network."""
+
+    def __init__(self, units: Iterable[HandleT]) -> None:
+        self.units = list(units)
+        """The current units; the same list if they change."""
+        self.num_changes = 0
+        """How often the units have changed."""
+
+    @property
+    def title(self) -> str:
+        """The sharder as users call it: `FSDP1`."""
+        return traits_of(self.name).title
+
+    @classmethod
+    @abstractmethod
+    def find(cls, model: nn.Module) -> Self | None:
+        """The units of a model; None if this sharder did not shard it.
+
+        Raises:
+            RecordingError: It did, but the model has no unit to record.
+        """
+
+    @classmethod
+    @abstractmethod
+    def marks(cls, module: nn.Module) -> bool:
+        """Whether this sharder made this module or changed its class."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of compute and communication."""
+
+    @abstractmethod
+    def make_hooks(self, session: Session, memory: MemoryProbe) -> ShardingHooks:
+        """The hooks that time the units; nothing is installed yet."""
+
+    @abstractmethod
+    def mesh(self) -> dict[str, int]:
+        """Dimension names and sizes of the first unit's mesh, outermost first."""
+
+    @abstractmethod
+    def process_groups(self) -> Sequence[tuple[dist.ProcessGroup | None, str]]:
+        """The process groups of all units, each with its role; see `trace.run.ProcessGroup`."""
+
+    @abstractmethod
+    def describe_unit(self, handle: HandleT, index: int, name: str, groups: ProcessGroups) -> Unit:
+        """Describe a unit in its current state."""
+
+    def observe_plan(self, model: nn.Module) -> Plan | None:
+        """The observed plan; None: this sharder has no plans."""
+        return None
+
+    def settings(self) -> dict[str, str]:
+        """The settings of the sharder that decide its schedule or its memory."""
+        return {}
+
+    def watch_for_another(
+        self, patches: Patches, on_another: Callable[[Sequence[nn.Module]], None]
+    ) -> None:
+        """Call back with the modules of the first unit that runs and is not one of these.
+
+        Does nothing for a sharder without a moment at which all units start.
+        """
+
+    def meshes(self) -> Sequence[DeviceMesh]:
+        """The device meshes of the units; empty: this sharder has none."""
+        return ()
+
+    # --- the same for every sharder
+
+    def register_groups(self, groups: ProcessGroups) -> None:
+        """Give every process group of the units an index and a role."""
+        for group, role in self.process_groups():
+            groups.find(group, role)
+
+    def describe_units(self, groups: ProcessGroups) -> list[Unit]:
+        """Describe the units in their current state; torch completes it at the first forward.
+
+        Names are unique. torch gives the same name to groups of one module that shard over equally
+        many ranks; here the second one is named `layers.0 [pg=8] #2`.
+        """
+        seen: Counter[str] = Counter()
+        units = []
+        for index, handle in enumerate(self.units):
+            seen[handle.name] += 1
+            number = seen[handle.name]
+            name = handle.name if number == 1 else f"{handle.name} #{number}"
+            units.append(self.describe_unit(handle, index, name, groups))
+        return units

@@ -1,0 +1,344 @@
+"""Record models that are wrapped with `DistributedDataParallel` (DDP).
+
+[Note: Where the recorder attaches to DDP]
+A unit is a bucket of the reducer. The reducer issues the all-reduce of a bucket from C++, in the
+order of the buckets, as soon as its gradients are ready. The recorder observes these calls in the
+dispatcher (see `all_reduce_kernel`). The future of a call tells when it ends.
+
+The reducer waits for all buckets in a callback of autograd, after the last gradient. The recorder
+queues a callback of its own when it sees the first bucket, so that it runs right before. From that
+moment on, the compute stream (CPU: the main thread) waits for one bucket after the other. These
+waits are inferred: the copies of reduced gradients between two of them count as waiting.
+
+A bucket is no module. It has no forward and no backward of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.recording.all_reduce_kernel import Issue, observe_all_reduces
+from fsdp_inspect.recording.collectives import Communication, run_inside_collective
+from fsdp_inspect.recording.journal import Completion, later_of
+from fsdp_inspect.recording.patches import Patches, wrap_call
+from fsdp_inspect.recording.sharders.base import Sharder
+from fsdp_inspect.recording.unit_timing import Reductions
+from fsdp_inspect.recording.units import dtype_code, dtype_name
+from fsdp_inspect.sharding.torch_ddp import (
+    BucketHandle,
+    comm_hooks_of,
+    find_buckets,
+    find_wrappers,
+    has_final_buckets,
+    has_rebuilt_buckets,
+    settings_of,
+)
+from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, MemoryPoint, Method, Stream
+from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.sharders import DDP
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.memory import MemoryProbe
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.recording.units import ProcessGroups
+
+_ALL_REDUCE = EventKind.ALL_REDUCE
+_ASYNC = int(EventFlag.ASYNC)
+_NO_BACKWARD = -1
+"""torch's id of the backward that runs, if none does."""
+
+
+class Ddp(Sharder[BucketHandle]):
+    """The buckets of a model."""
+
+    name = DDP
+
+    def __init__(self, wrappers: Sequence[tuple[str, DistributedDataParallel]]) -> None:
+        self.wrappers = wrappers
+        self._num_rebuilt = self._count_rebuilt()
+        super().__init__(self._find_units())
+
+    @classmethod
+    def find(cls, model: nn.Module) -> Self | None:
+        """The buckets of a model; see `Sharder.find`."""
+        wrappers = find_wrappers(model)
+        if not wrappers:
+            return None
+        try:
+            return cls(wrappers)
+        except Exception as error:  # private functions of torch
+            raise RecordingError(
+                f"The buckets of DDP cannot be found with torch {torch.__version__}: {error!r}. "
+                "Expected torch 2.13. The training can continue without a recorder."
+            ) from error
+
+    @classmethod
+    def marks(cls, module: nn.Module) -> bool:
+        """Whether the module is a `DistributedDataParallel`."""
+        return issubclass(type(module), DistributedDataParallel)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(self.wrappers[0][1].parameters()).device
+
+    def make_hooks(self, session: Session, memory: MemoryProbe) -> BucketHooks:
+        """Hooks on each wrapped model and on the all-reduces."""
+        return BucketHooks(session, self, memory)
+
+    def mesh(self) -> dict[str, int]:
+        """One dimension: every rank has a replica of the model."""
+        return {"replicate": self.units[0].group.size()}
+
+    def process_groups(self) -> list[tuple[dist.ProcessGroup | None, str]]:
+        """The group of each wrapped model."""
+        return [(wrapper.process_group, "replicate") for _, wrapper in self.wrappers]
+
+    def describe_unit(
+        self, handle: BucketHandle, index: int, name: str, groups: ProcessGroups
+    ) -> Unit:
+        """Describe a bucket; its parameters are whole on every rank."""
+        parameters = handle.parameters
+        num_parameters = sum(handle.full_numels)
+        num_bytes = sum(each.numel() * each.element_size() for each in parameters)
+        return Unit(
+            index=index,
+            fqn=name,
+            modules=list(handle.fqns),
+            num_parameters=num_parameters,
+            num_trainable_parameters=num_parameters,  # a frozen parameter is in no bucket
+            num_tensors=len(parameters),
+            parameters=handle.parameter_shapes,
+            unsharded_bytes=num_bytes,
+            sharded_bytes=num_bytes,
+            reduce_bytes=handle.num_bytes,
+            param_dtype=dtype_name(parameters[0].dtype),
+            reduce_dtype=dtype_name(handle.dtype),
+            reshard_after_forward=False,
+            replicate_group=groups.find(handle.group, "replicate"),
+            recorded_by="reducer",
+        )
+
+    def settings(self) -> dict[str, str]:
+        """The settings of the first wrapped model."""
+        return settings_of(self.wrappers[0][1])
+
+    def update_units(self) -> None:
+        """Find the buckets again if a reducer has assigned parameters to other ones.
+
+        Call it after a forward, which is when a reducer does so. In backward the reducer holds its
+        lock while it issues an all-reduce, and would never return its buckets.
+        """
+        num_rebuilt = self._count_rebuilt()
+        if num_rebuilt != self._num_rebuilt:
+            self._num_rebuilt = num_rebuilt
+            self.units[:] = self._find_units()
+            self.num_changes += 1
+
+    def _count_rebuilt(self) -> int:
+        return sum(has_rebuilt_buckets(wrapper) for _, wrapper in self.wrappers)
+
+    def _find_units(self) -> list[BucketHandle]:
+        return [
+            bucket for prefix, wrapper in self.wrappers for bucket in find_buckets(prefix, wrapper)
+        ]
+
+
+class BucketHooks:
+    """The hooks on all buckets; see [Note: Where the recorder attaches to DDP]."""
+
+    def __init__(self, session: Session, sharder: Ddp, memory: MemoryProbe) -> None:
+        self._session = session
+        self._clock = session.clock
+        self._sharder = sharder
+        self._memory = memory
+        self._reductions = Reductions()
+        self._backward = _NO_BACKWARD
+        """The backward whose buckets are reduced now."""
+        self._issued: dict[DistributedDataParallel, int] = {}
+        """The number of buckets that this backward has issued, by wrapped model."""
+        self._last_ends: dict[int, Any] = {}
+        """The end of the last all-reduce of a process group, on a device."""
+        self._side_stream: Any = None
+
+    def attach(self, patches: Patches) -> None:
+        """Install the hooks; see `ShardingHooks.attach`."""
+        for _, wrapper in self._sharder.wrappers:
+            forward = self._wrap_forward(wrapper)
+            patches.set_attribute(wrapper, "forward", forward)
+            for name in comm_hooks_of(wrapper):
+                self._session.problem(
+                    f"The model has the communication hook {name}: its collectives are recorded, "
+                    "but not by bucket."
+                )
+        patches.on_undo(observe_all_reduces(self._sharder.device.type, self._observe))
+
+    def reductions_of(self, unit: int) -> Reductions:
+        """The reductions that the reducer waits for at the end of backward."""
+        return self._reductions
+
+    def end_step(self) -> None:
+        """Do nothing: a backward has waited for all its buckets."""
+
+    def close(self) -> None:
+        """Drop the marks of device streams."""
+        self._last_ends.clear()
+
+    # --- forward
+
+    def _wrap_forward(self, wrapper: DistributedDataParallel) -> Callable[..., Any]:
+        def before(*args: Any, **kwargs: Any) -> None:
+            session = self._session
+            session.enter_forward(self._clock.mark(), grad_enabled=torch.is_grad_enabled())
+            if torch.is_grad_enabled() and not wrapper.require_backward_grad_sync:
+                session.skips_reduction = True
+            if session.watches_memory:
+                self._memory.inputs(args, kwargs)
+                self._memory.sample(MemoryPoint.FORWARD_START)
+
+        def after(token: None, result: Any) -> None:
+            session = self._session
+            self._sharder.update_units()
+            if session.watches_memory:
+                self._memory.sample(MemoryPoint.FORWARD_END)
+            session.leave_forward(self._clock.mark())
+
+        return wrap_call(wrapper.forward, before, after, self._session)
+
+    # --- all-reduce
+
+    def _observe(self, tensors: list[torch.Tensor], group: dist.ProcessGroup, issue: Issue) -> Any:
+        """Run an all-reduce; time it if it belongs to a bucket."""
+        session = self._session
+        backward = torch._C._current_graph_task_id()
+        if not session.active or session.collective_depth or backward == _NO_BACKWARD:
+            return issue()[0]
+        communication = number = None
+        try:
+            self._begin_backward(backward)
+            if self._is_recorded(group):
+                unit = self._find_bucket(tensors[0], group)
+                communication, number = self._begin(unit, tensors[0], group)
+        except Exception as error:
+            session.fail(error)
+        if communication is None:
+            return issue()[0]
+        result, work = run_inside_collective(session, issue)
+        try:
+            self._follow(communication, work, number or 0)
+        except Exception as error:
+            session.fail(error)
+        return result
+
+    def _begin_backward(self, backward: int) -> None:
+        if backward == self._backward:
+            return
+        self._backward = backward
+        self._issued.clear()
+        torch.autograd.Variable._execution_engine.queue_callback(self._before_finalize)
+
+    def _is_recorded(self, group: dist.ProcessGroup) -> bool:
+        name = group.group_name
+        return any(each.process_group.group_name == name for _, each in self._sharder.wrappers)
+
+    def _find_bucket(self, message: torch.Tensor, group: dist.ProcessGroup) -> int:
+        """The unit of an all-reduce: the next bucket of the only model that it can be of.
+
+        No unit: it is of a bucket that the reducer is about to replace, or of no bucket, such as
+        the map of used parameters.
+        """
+        found = []
+        for unit, handle in enumerate(self._sharder.units):
+            is_next = handle.bucket == self._issued.get(handle.wrapper, 0)
+            is_of_group = handle.group.group_name == group.group_name
+            if is_next and is_of_group and sum(handle.full_numels) == message.numel():
+                found.append(unit)
+        if len(found) > 1:
+            self._session.problem(
+                "Several DDP models have buckets of equal size, and one backward reduces them: "
+                "these all-reduces are recorded without a bucket."
+            )
+        if len(found) != 1:
+            return NO_UNIT
+        handle = self._sharder.units[found[0]]
+        self._issued[handle.wrapper] = handle.bucket + 1
+        handle.buffer.note(message)
+        return found[0] if has_final_buckets(handle.wrapper) else NO_UNIT
+
+    def _begin(
+        self, unit: int, message: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[Communication, int]:
+        session = self._session
+        if session.watches_memory:
+            self._memory.reduce_buffer(message, unit)
+        code = dtype_code(message.dtype)
+        number = session.note_issue(_ALL_REDUCE, unit, group, message.nbytes, code)
+        communication = Communication(session, _ALL_REDUCE, unit, Stream.ALL_REDUCE)
+        communication.flags |= _ASYNC
+        communication.wait_method = Method.INFERRED
+        communication.begin(session, message, group, self._clock.mark())
+        return communication, number
+
+    def _follow(self, communication: Communication, work: dist.Work, number: int) -> None:
+        """Note how the end of a call that was just issued becomes known."""
+        session = self._session
+        future = work.get_future()
+        if session.on_host:
+            communication.end = completion = Completion()
+            clock = session.clock
+
+            def done(_: object) -> None:
+                completion.ns = clock.host_now()
+
+            future.add_done_callback(done)
+        else:
+            # The communicator runs its collectives in order, on a stream of its own.
+            last = self._last_ends.get(communication.group)
+            if last is not None:
+                communication.start = later_of(communication.start, last)
+                communication.method = Method.INFERRED
+            communication.end = self._mark_end(future)
+            self._last_ends[communication.group] = communication.end
+        communication.follow_in_black_box(session, number)
+        self._reductions.add(communication)
+
+    def _mark_end(self, future: Any) -> Any:
+        """A mark at the end of a collective: on a stream that waits for nothing else."""
+        if self._side_stream is None:
+            self._side_stream = torch.Stream(self._sharder.device)
+        with self._side_stream:
+            future.wait()
+            return self._clock.mark()
+
+    # --- the end of backward
+
+    def _before_finalize(self) -> None:
+        """The reducer is about to wait for its buckets."""
+        session = self._session
+        self._backward = _NO_BACKWARD
+        if not session.active:
+            return
+        try:
+            self._reductions.wait_for_all(session, self._clock.mark())
+            if session.watches_memory:
+                torch.autograd.Variable._execution_engine.queue_callback(self._after_finalize)
+        except Exception as error:
+            session.fail(error)
+
+    def _after_finalize(self) -> None:
+        """The gradients that the optimizer sees are reduced."""
+        session = self._session
+        if not session.active:
+            return
+        try:
+            for unit, handle in enumerate(self._sharder.units):
+                self._memory.sharded_gradients(handle, unit)
+        except Exception as error:
+            session.fail(error)

@@ -1,0 +1,70 @@
+"""Find the sharder of a model."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from torch import nn
+
+from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.recording.sharders.base import Sharder
+from fsdp_inspect.recording.sharders.ddp import Ddp
+from fsdp_inspect.recording.sharders.fsdp1 import Fsdp1
+from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
+
+SHARDERS: tuple[type[Sharder[Any]], ...] = (Fsdp2, Fsdp1, Ddp)
+"""Every sharder that the recorder supports."""
+
+
+def find_sharder(model: nn.Module) -> Sharder[Any]:
+    """Find the units of a model.
+
+    Raises:
+        RecordingError: The model has none, or units of several sharders; the message has the kind
+            of model and what to do.
+    """
+    found = [each for each in (sharder.find(model) for sharder in SHARDERS) if each is not None]
+    name = type(model).__name__
+    if len(found) > 1:
+        titles = " and ".join(each.title for each in found)
+        raise RecordingError(
+            f"{name} has units of {titles}. Expected one sharder in a recording. Record the models "
+            "of each sharder in a run of their own."
+        )
+    if found:
+        return found[0]
+    raise RecordingError(
+        f"{name} is not sharded: fully_shard was never called on it or on a module in it, and it "
+        "has no FullyShardedDataParallel and no DistributedDataParallel. Attach the recorder "
+        "after fully_shard(...) or after wrapping the model, and pass the model that was sharded "
+        "or wrapped."
+    )
+
+
+def sharder_class_of(module: nn.Module) -> type[Sharder[Any]] | None:
+    """The sharder that made this module or changed its class; None: none did."""
+    return next((each for each in SHARDERS if each.marks(module)), None)
+
+
+def wrapper_around(model: nn.Module) -> nn.Module:
+    """The FSDP1 or DDP wrapper of a model without units of its own; else the model itself.
+
+    Training libraries pass the model that the user gave them, and keep the wrapper to themselves.
+    """
+    if is_sharded(model):
+        return model
+    alive = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    return next(
+        (
+            each
+            for each in alive
+            if sharder_class_of(each) is not None and getattr(each, "module", None) is model
+        ),
+        model,
+    )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a module of the model belongs to a sharder."""
+    return any(sharder_class_of(module) is not None for module in model.modules())

@@ -1,0 +1,421 @@
+"""Record models that are wrapped with `FullyShardedDataParallel` (FSDP1).
+
+[Note: Where the recorder attaches to FSDP1]
+A unit is a `FlatParamHandle`. Its all-gather is a method of the handle, which is wrapped on the
+instance. The boundaries of a forward and a backward are module functions of torch
+(`_runtime_utils.py`), which are replaced while a recorder is attached. Each function names its
+handle, and handles of models that are not recorded pass through. The reductions are calls of
+`torch.distributed` inside these functions: `dist_calls` times them for the unit whose hook runs.
+
+The order of calls, torch 2.13; the names are pinned in `tests/recording/test_fsdp1.py`:
+
+    _pre_forward         [pre_unshard  _all_gather_flat_param]  wait  _prefetch_handle
+    ... forward ...
+    _post_forward        reshard
+    _pre_backward_hook   [pre_unshard  _all_gather_flat_param]  wait  _prefetch_handle
+    ... backward ...
+    _post_backward_hook  reshard  _prefetch_handle  [pad  reduce_scatter  all_reduce]
+    _post_backward_final_callback, after the last backward: wait for every reduction
+
+The compute stream waits for the whole unshard stream, or for the whole stream of the reductions.
+There is no copy out of the all-gather, because the parameters are views of its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
+from torch.distributed.fsdp import fully_sharded_data_parallel as _wrapper_module
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.recording.patches import Patches, wrap_call
+from fsdp_inspect.recording.sharders.base import Sharder
+from fsdp_inspect.recording.unit_timing import Reductions, UnitTimer
+from fsdp_inspect.recording.units import dtype_name
+from fsdp_inspect.sharding.torch_fsdp import original_class
+from fsdp_inspect.sharding.torch_fsdp1 import FlatHandle, find_flat_handles, schedule_of
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, MemoryPoint, Phase
+from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.sharders import FSDP1
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.memory import MemoryProbe
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.recording.units import ProcessGroups
+
+# Looked up once for the hot path: see `unit_timing`.
+_REDUCE_SCATTER_COPY_IN = EventKind.REDUCE_SCATTER_COPY_IN
+_BACKWARD_PHASE = Phase.BACKWARD
+_AFTER_UNSHARD = MemoryPoint.AFTER_UNSHARD
+_PRE_BACKWARD = HandleTrainingState.BACKWARD_PRE
+
+REPLACED_FUNCTIONS = (
+    "_pre_forward",
+    "_post_forward",
+    "_prefetch_handle",
+    "_pre_backward_hook",
+    "_post_backward_hook",
+    "_post_backward_reshard_only_hook",
+    "_get_reduce_scatter_tensors",
+    "_post_backward_final_callback",
+)
+"""The functions of torch's `_runtime_utils` that are replaced."""
+_CALLED_BY_WRAPPER = ("_pre_forward", "_post_forward")
+"""Those that `FullyShardedDataParallel` imports by name."""
+
+
+class Fsdp1(Sharder[FlatHandle]):
+    """The `FlatParamHandle`s of a model."""
+
+    name = FSDP1
+
+    @classmethod
+    def find(cls, model: nn.Module) -> Self | None:
+        """The handles of a model; see `Sharder.find`."""
+        handles = find_flat_handles(model)
+        if handles:
+            return cls(handles)
+        if any(map(cls.marks, model.modules())):
+            raise RecordingError(
+                f"{type(model).__name__} has FullyShardedDataParallel modules but none of them "
+                "manages a parameter. Expected at least one unit with parameters. Wrap the modules "
+                "that own them."
+            )
+        return None
+
+    @classmethod
+    def marks(cls, module: nn.Module) -> bool:
+        """Whether the module is a `FullyShardedDataParallel`."""
+        return issubclass(type(module), FullyShardedDataParallel)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of compute and communication of the first unit."""
+        return torch.device(self.units[0].handle.device)
+
+    def make_hooks(self, session: Session, memory: MemoryProbe) -> FlatParamHooks:
+        """Hooks on each handle and on torch's functions."""
+        return FlatParamHooks(session, self.units, memory)
+
+    def mesh(self) -> dict[str, int]:
+        """`replicate` and `shard`, as far as the first unit has them."""
+        unit = self.units[0]
+        sizes = {"replicate": unit.replicate_group, "shard": unit.shard_group}
+        return {name: group.size() for name, group in sizes.items() if group is not None}
+
+    def process_groups(self) -> list[tuple[dist.ProcessGroup | None, str]]:
+        """The groups of each unit's collectives."""
+        return [
+            pair
+            for unit in self.units
+            for pair in ((unit.shard_group, "shard"), (unit.replicate_group, "replicate"))
+        ]
+
+    def describe_unit(
+        self, handle: FlatHandle, index: int, name: str, groups: ProcessGroups
+    ) -> Unit:
+        """Describe a handle."""
+        shapes = handle.parameter_shapes
+        return Unit(
+            index=index,
+            fqn=name,
+            modules=list(handle.fqns),
+            module_class=original_class(handle.wrapper).__name__,
+            num_parameters=sum(handle.full_numels),
+            num_trainable_parameters=handle.trainable_numel,
+            num_tensors=len(shapes),
+            parameters=shapes,
+            unsharded_bytes=handle.shard_numel * handle.shard_size * handle.param_dtype.itemsize,
+            sharded_bytes=handle.shard_numel * handle.original_dtype.itemsize,
+            reduce_bytes=handle.reduced_numel * handle.reduce_dtype.itemsize,
+            param_dtype=dtype_name(handle.param_dtype),
+            reduce_dtype=dtype_name(handle.reduce_dtype),
+            reshard_after_forward=handle.reshards_after_forward,
+            shard_group=groups.find(handle.shard_group, "shard"),
+            replicate_group=groups.find(handle.replicate_group, "replicate"),
+            is_root=handle.is_root,
+            offload=handle.offloads_to_cpu,
+            recorded_by="flat_param",
+        )
+
+    def settings(self) -> dict[str, str]:
+        """The settings of the first wrapper; torch requires most of them to be equal."""
+        return self.units[0].settings
+
+
+class FlatParamHooks:
+    """The hooks on every unit; see [Note: Where the recorder attaches to FSDP1]."""
+
+    def __init__(
+        self, session: Session, handles: Sequence[FlatHandle], memory: MemoryProbe
+    ) -> None:
+        self._session = session
+        self._reductions: WeakKeyDictionary[Any, Reductions] = WeakKeyDictionary()
+        """Of each root, by its schedule."""
+        self._units = [
+            FlatUnitTimer(session, handle, index, memory) for index, handle in enumerate(handles)
+        ]
+        self._timers: dict[FlatParamHandle | None, FlatUnitTimer] = {
+            unit.handle: unit for unit in self._units
+        }
+
+    def attach(self, patches: Patches) -> None:
+        """Install the hooks; see `ShardingHooks.attach`."""
+        pairs: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], None] | None]] = {
+            "_pre_forward": (self._before_pre_forward, _after_pre_forward),
+            "_post_forward": (self._before_post_forward, None),
+            "_prefetch_handle": (self._before_prefetch, None),
+            "_pre_backward_hook": (self._before_pre_backward, _after_pre_backward),
+            "_post_backward_hook": (self._before_post_backward, _after_post_backward),
+            "_post_backward_reshard_only_hook": (self._before_post_backward, _after_post_backward),
+            "_get_reduce_scatter_tensors": (self._before_padding, self._after_padding),
+            "_post_backward_final_callback": (self._before_final, None),
+        }
+        for name in REPLACED_FUNCTIONS:
+            before, after = pairs[name]
+            wrapped = wrap_call(getattr(_runtime_utils, name), before, after, self._session)
+            patches.set_attribute(_runtime_utils, name, wrapped)
+            if name in _CALLED_BY_WRAPPER:
+                patches.set_attribute(_wrapper_module, name, wrapped)
+        for unit in self._units:
+            unit.attach(patches)
+
+    def reductions_of(self, unit: int) -> Reductions:
+        """The reductions of a unit's root: the compute stream waits for all of them at once."""
+        return self._of_schedule(schedule_of(self._units[unit].wrapper))
+
+    def end_step(self) -> None:
+        """Close open events."""
+        for unit in self._units:
+            unit.end_step()
+
+    def close(self) -> None:
+        """Write unused all-gathers."""
+        for unit in self._units:
+            unit.close()
+
+    def _of_schedule(self, schedule: object) -> Reductions:
+        return self._reductions.setdefault(schedule, Reductions())
+
+    # --- forward and backward
+
+    def _before_pre_forward(
+        self,
+        state: Any,
+        handle: FlatParamHandle | None,
+        unshard: Any,
+        module: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> FlatUnitTimer | None:
+        timer = self._timers.get(handle)
+        # In a recompute whose unit is already in backward, torch does nothing here.
+        if timer is None or timer.handle._training_state is _PRE_BACKWARD:
+            return None
+        timer.before_pre_forward(args, kwargs)
+        return timer
+
+    def _before_post_forward(
+        self,
+        state: Any,
+        handle: FlatParamHandle | None,
+        reshard: Any,
+        module: Any,
+        inputs: Any,
+        output: Any,
+    ) -> None:
+        timer = self._timers.get(handle)
+        if timer is not None and timer.handle._training_state is not _PRE_BACKWARD:
+            timer.before_post_forward(output)
+
+    def _before_prefetch(self, state: Any, handle: FlatParamHandle | None, mode: Any) -> None:
+        timer = self._timers.get(handle)
+        if timer is not None:
+            timer.unsharded()
+
+    def _before_pre_backward(
+        self, state: Any, module: Any, handle: FlatParamHandle | None, *gradients: Any
+    ) -> FlatUnitTimer | None:
+        timer = self._timers.get(handle)
+        if timer is None or getattr(timer.handle, "_ran_pre_backward_hook", False):
+            return None
+        timer.before_pre_backward()
+        return timer
+
+    def _before_post_backward(
+        self, state: Any, handle: FlatParamHandle | None, *unused: Any
+    ) -> FlatUnitTimer | None:
+        timer = self._timers.get(handle)
+        if timer is not None:
+            timer.before_post_backward()
+        return timer
+
+    # --- reductions
+
+    def _running(self) -> FlatUnitTimer | None:
+        """The unit whose hook is on the host's stack."""
+        unit = self._session.hook_unit
+        return None if unit == NO_UNIT else self._units[unit]
+
+    def _before_padding(
+        self, state: Any, gradient: torch.Tensor
+    ) -> tuple[FlatUnitTimer, torch.Tensor, Any] | None:
+        timer = self._running()
+        return None if timer is None else (timer, gradient, self._session.clock.mark())
+
+    def _after_padding(
+        self, begun: tuple[FlatUnitTimer, torch.Tensor, Any] | None, result: Any
+    ) -> None:
+        if begun is not None:
+            timer, gradient, start = begun
+            timer.padded(start, gradient, *result)
+
+    def _before_final(self, state: Any, module: Any) -> None:
+        reductions = self._of_schedule(schedule_of(state))
+        if reductions.reduce_scatters or reductions.all_reduces:
+            reductions.wait_for_all(self._session, self._session.clock.mark())
+
+
+class FlatUnitTimer(UnitTimer):
+    """The recorder's hooks on one `FlatParamHandle`."""
+
+    def __init__(
+        self, session: Session, handle: FlatHandle, index: int, memory: MemoryProbe
+    ) -> None:
+        super().__init__(session, handle, index, memory)
+        self.handle = handle.handle
+        self.wrapper = handle.wrapper
+        self._copies_before_gather = handle.copies_before_gather
+        self._need: Any = None
+        """When the compute stream began to wait for the all-gather; None: it does not wait."""
+
+    def attach(self, patches: Patches) -> None:
+        """Wrap the methods of the handle."""
+        handle, session = self.handle, self._session
+        gather = handle._all_gather_flat_param
+
+        def recorded(output: torch.Tensor) -> Any:
+            return self.all_gather(lambda: gather(output), output, handle.process_group)
+
+        patches.set_attribute(handle, "_all_gather_flat_param", recorded)
+        for name, before, after in (
+            ("pre_unshard", self._before_pre_unshard, None),
+            ("post_unshard", _nothing, self._after_post_unshard),
+        ):
+            wrapped = wrap_call(getattr(handle, name), before, after, session)
+            patches.set_attribute(handle, name, wrapped)
+
+    # --- unshard
+
+    def _before_pre_unshard(self) -> None:
+        if not self._copies_before_gather or not self.handle.needs_unshard():
+            return
+        if self._copy_in is not None:  # no all-gather followed
+            self._clock.release(self._copy_in[0])
+        stream = self._clock.current_stream()
+        self._copy_in = (self._clock.mark(), stream)
+
+    def _after_post_unshard(self, token: None, result: None) -> None:
+        """The unshard is issued."""
+        if self._session.watches_memory:
+            self._memory.unsharded(self._unit, self.index)
+            self._memory.kept_buffers(self._unit, self.index)
+
+    def unsharded(self) -> None:
+        """The compute stream waited for the unshard stream, if this unit is about to run."""
+        if self._session.hook_unit != self.index or self._need is None:
+            return
+        gather, self._gather = self._gather, None
+        begin, self._need = self._need, None
+        if gather is None:
+            self._clock.release(begin)
+        else:
+            self._close_gather(gather, begin)
+        if self._session.watches_memory:
+            self._memory.sample(_AFTER_UNSHARD, self.index)
+
+    # --- forward
+
+    def before_pre_forward(self, args: Any, kwargs: Any) -> None:
+        """Torch is about to unshard the unit for its forward."""
+        self._enter_hook()
+        self._begin_forward(args, kwargs)
+        self._need = self._clock.mark()
+
+    def after_pre_forward(self) -> None:
+        """The forward of the wrapped module begins."""
+        self._leave_hook()
+        self._open_forward()
+
+    def before_post_forward(self, output: Any) -> None:
+        """The forward of the wrapped module has ended."""
+        self._close_forward(output)
+
+    # --- backward
+
+    def before_pre_backward(self) -> None:
+        """Torch is about to unshard the unit for its backward."""
+        self._session.phase = _BACKWARD_PHASE
+        self._enter_hook()
+        self._need = self._clock.mark()
+
+    def after_pre_backward(self) -> None:
+        """The backward of the wrapped module begins."""
+        self._leave_hook()
+        self._open_backward()
+
+    def before_post_backward(self) -> None:
+        """The gradient of the flat parameter is complete."""
+        self._close_backward()
+        self._enter_hook()
+
+    def after_post_backward(self) -> None:
+        """The reduction is issued."""
+        if self._session.watches_memory:
+            self._memory.sharded_gradients(self._unit, self.index)
+        self._leave_hook()
+
+    # --- reductions
+
+    def padded(
+        self, start: Any, gradient: torch.Tensor, message: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Torch made the message of the reduce-scatter; without padding it is the gradient."""
+        session, is_copy = self._session, message is not gradient
+        if is_copy:
+            end = self._clock.mark()
+            session.add(_REDUCE_SCATTER_COPY_IN, start, end, unit=self.index, phase=_BACKWARD_PHASE)
+        else:
+            self._clock.release(start)
+        if session.watches_memory:
+            self._memory.full_gradient(gradient, self.index)
+            self._memory.reduce_buffer(output, self.index)
+            if is_copy:
+                self._memory.reduce_buffer(message, self.index)
+
+
+def _after_pre_forward(timer: FlatUnitTimer | None, result: Any) -> None:
+    if timer is not None:
+        timer.after_pre_forward()
+
+
+def _after_pre_backward(timer: FlatUnitTimer | None, result: Any) -> None:
+    if timer is not None:
+        timer.after_pre_backward()
+
+
+def _after_post_backward(timer: FlatUnitTimer | None, result: Any) -> None:
+    if timer is not None:
+        timer.after_post_backward()
+
+
+def _nothing() -> None:
+    """Do nothing before a call."""

@@ -1,0 +1,184 @@
+"""Record models that `torch.distributed.fsdp.fully_shard` sharded (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.recording.sharders.base import Sharder
+from fsdp_inspect.recording.unit_hooks import ReductionsByContext, UnitHooks
+from fsdp_inspect.recording.units import dtype_name
+from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.sharding.observe import observe_plan
+from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.sharders import FSDP2
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.memory import MemoryProbe
+    from fsdp_inspect.recording.patches import Patches
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.recording.unit_timing import Reductions
+    from fsdp_inspect.recording.units import ProcessGroups
+
+
+class Fsdp2(Sharder[GroupHandle]):
+    """The `FSDPParamGroup`s of a model."""
+
+    name = FSDP2
+    supports_emulation = True
+
+    @classmethod
+    def find(cls, model: nn.Module) -> Self | None:
+        """The groups of a model; see `Sharder.find`."""
+        groups = torch_fsdp.find_groups(model)
+        if groups:
+            return cls(groups)
+        if any(map(cls.marks, model.modules())):
+            raise RecordingError(
+                f"{type(model).__name__} has fully_shard modules but none of them manages a "
+                "parameter. Expected at least one FSDP unit with parameters. Call fully_shard on "
+                "the modules that own them."
+            )
+        return None
+
+    @classmethod
+    def marks(cls, module: nn.Module) -> bool:
+        """Whether `fully_shard` was called on the module."""
+        # The type, not isinstance: an object of the script may compute its __class__.
+        return issubclass(type(module), FSDPModule)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first group."""
+        return torch.device(self.units[0].group.device)
+
+    def make_hooks(self, session: Session, memory: MemoryProbe) -> GroupHooks:
+        """Hooks on each group."""
+        return GroupHooks(session, self.units, memory)
+
+    def mesh(self) -> dict[str, int]:
+        """The mesh of the first group."""
+        mesh = self.units[0].group.mesh_info.mesh
+        names = mesh.mesh_dim_names or tuple(f"dim{place}" for place in range(mesh.ndim))
+        return dict(zip(names, mesh.shape, strict=True))
+
+    def meshes(self) -> list[DeviceMesh]:
+        """The meshes of the groups, and those of tensor parallelism on their parameters."""
+        sharded = [
+            parameter.device_mesh
+            for handle in self.units
+            for parameter in handle.local_parameters
+            if isinstance(parameter, DTensor)
+        ]
+        return [handle.group.mesh_info.mesh for handle in self.units] + sharded
+
+    def process_groups(self) -> list[tuple[dist.ProcessGroup | None, str]]:
+        """The groups of each unit's collectives."""
+        return [
+            pair
+            for handle in self.units
+            for pair in (
+                (handle.shard_group, "shard"),
+                (handle.reduce_scatter_group, "shard"),
+                (handle.replicate_group, "replicate"),
+                (handle.post_forward_group, "post_forward"),
+            )
+        ]
+
+    def describe_unit(
+        self, handle: GroupHandle, index: int, name: str, groups: ProcessGroups
+    ) -> Unit:
+        """Describe a group."""
+        group = handle.group
+        parameters, numels = handle.local_parameters, handle.full_numels
+        trained = [parameter.requires_grad for parameter in parameters]
+        trained_numels = [numel for numel, wanted in zip(numels, trained, strict=True) if wanted]
+        shard_size = handle.shard_group.size() if handle.shard_group is not None else 1
+        original = parameters[0].dtype
+        param_dtype = group.mp_policy.param_dtype or original
+        reduce_dtype = group.mp_policy.reduce_dtype or param_dtype
+        padded = torch_fsdp.padded_shard_numels(group)
+        padded_trained = sum(numel for numel, wanted in zip(padded, trained, strict=True) if wanted)
+        return Unit(
+            index=index,
+            fqn=name,
+            modules=list(handle.fqns),
+            module_class=torch_fsdp.original_class(handle.modules[0]).__name__,
+            num_parameters=sum(numels),
+            num_trainable_parameters=sum(trained_numels),
+            num_tensors=len(parameters),
+            parameters=torch_fsdp.parameter_shapes(handle),
+            unsharded_bytes=torch_fsdp.gathered_bytes(group, shard_size, param_dtype.itemsize),
+            sharded_bytes=sum(padded) * original.itemsize,
+            reduce_bytes=padded_trained * shard_size * reduce_dtype.itemsize,
+            param_dtype=dtype_name(param_dtype),
+            reduce_dtype=dtype_name(reduce_dtype),
+            reshard_after_forward=handle.reshard_after_forward,
+            shard_group=groups.find(handle.shard_group, "shard"),
+            replicate_group=groups.find(handle.replicate_group, "replicate"),
+            is_root=handle.is_root,
+            offload=torch_fsdp.offloads_to_cpu(group),
+            recorded_by="custom_comm" if handle.num_groups == 1 else "param_group",
+        )
+
+    def observe_plan(self, model: nn.Module) -> Plan:
+        """The plan that `fully_shard` applied."""
+        return observe_plan(model)
+
+    def watch_for_another(
+        self, patches: Patches, on_another: Callable[[Sequence[nn.Module]], None]
+    ) -> None:
+        """Torch calls `lazy_init` of each group in the first forward of its root."""
+        own = {id(handle.group) for handle in self.units}
+        original = FSDPParamGroup.lazy_init
+
+        def lazy_init(group: FSDPParamGroup) -> None:
+            if id(group) not in own:
+                on_another(group.modules)
+            original(group)  # type: ignore[no-untyped-call]
+
+        patches.set_attribute(FSDPParamGroup, "lazy_init", lazy_init)
+
+
+class GroupHooks:
+    """The hooks on every `FSDPParamGroup`; see [Note: Where the recorder attaches]."""
+
+    def __init__(
+        self, session: Session, handles: Sequence[GroupHandle], memory: MemoryProbe
+    ) -> None:
+        reductions = ReductionsByContext()
+        self._units = [
+            UnitHooks(session, handle, index, reductions, memory)
+            for index, handle in enumerate(handles)
+        ]
+
+    def attach(self, patches: Patches) -> None:
+        """Install the hooks; see `ShardingHooks.attach`."""
+        for hooks in self._units:
+            hooks.attach(patches)
+
+    def reductions_of(self, unit: int) -> Reductions:
+        """The reductions of a unit's communication context."""
+        return self._units[unit].reductions
+
+    def end_step(self) -> None:
+        """Close open events, and reinstall communication objects that torch replaced."""
+        for hooks in self._units:
+            hooks.end_step()
+            hooks.install_collectives()
+
+    def close(self) -> None:
+        """Write unused all-gathers."""
+        for hooks in self._units:
+            hooks.close()

@@ -1,0 +1,303 @@
+"""Time the all-gathers, passes and reductions of one unit, whichever sharder runs it.
+
+The hooks of a sharder call these methods at the boundaries of a unit. The methods turn the marks
+into rows: see `sharders.fsdp2` and `sharders.fsdp1` for the order of the calls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_inspect.recording.collectives import (
+    Communication,
+    TimedWork,
+    close_unwaited,
+    run_inside_collective,
+)
+from fsdp_inspect.recording.units import dtype_code
+from fsdp_inspect.trace.codes import (
+    NO_UNIT,
+    EventFlag,
+    EventKind,
+    MemoryPoint,
+    Phase,
+    Stream,
+)
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.memory import MemoryProbe
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.recording.unit_handle import UnitHandle
+
+# The hot path: in Python 3.11 an attribute of an Enum class costs 0.2 µs and arithmetic of flags
+# 2 µs each time, so members are looked up once, and flags are plain integers.
+_ALL_GATHER = EventKind.ALL_GATHER
+_ALL_GATHER_COPY_IN = EventKind.ALL_GATHER_COPY_IN
+_REDUCE_SCATTER = EventKind.REDUCE_SCATTER
+_FORWARD, _BACKWARD = EventKind.FORWARD, EventKind.BACKWARD
+_FORWARD_PHASE, _BACKWARD_PHASE = Phase.FORWARD, Phase.BACKWARD
+_HOST_STREAM, _COPY_IN_STREAM = Stream.HOST, Stream.ALL_GATHER_COPY_IN
+_ALL_GATHER_STREAM = Stream.ALL_GATHER
+_FORWARD_START, _FORWARD_END = MemoryPoint.FORWARD_START, MemoryPoint.FORWARD_END
+_BACKWARD_START, _BACKWARD_END = MemoryPoint.BACKWARD_START, MemoryPoint.BACKWARD_END
+_ASYNC, _PREFETCHED = int(EventFlag.ASYNC), int(EventFlag.PREFETCHED)
+_RECOMPUTE, _NO_GRAD = int(EventFlag.RECOMPUTE), int(EventFlag.NO_GRAD)
+
+
+def _keeps_graph(session: Session) -> bool:
+    """Whether a forward that starts now has a backward."""
+    return torch.is_grad_enabled() or session.will_repeat
+
+
+class Reductions:
+    """Gradient reductions in flight that torch waits for together."""
+
+    def __init__(self) -> None:
+        self.reduce_scatters: deque[Communication] = deque()
+        """In order of issue, like torch's `comm_ctx.reduce_scatter_states`."""
+        self.all_reduces: deque[Communication] = deque()
+
+    def add(self, communication: Communication) -> None:
+        """Note a reduction that was just issued."""
+        is_scatter = communication.kind == _REDUCE_SCATTER
+        (self.reduce_scatters if is_scatter else self.all_reduces).append(communication)
+
+    def wait_for_all(self, session: Session, begin: Any) -> None:
+        """Note the compute stream's wait, from `begin`, for all reductions in order of issue."""
+        left = sorted(
+            (*self.reduce_scatters, *self.all_reduces),
+            key=lambda communication: communication.identity,
+        )
+        self.reduce_scatters.clear()
+        self.all_reduces.clear()
+        for communication in left:
+            begin = communication.needed(begin)
+            communication.write(session)
+
+
+class UnitTimer:
+    """The open all-gather, forward and backward of one unit."""
+
+    def __init__(
+        self, session: Session, handle: UnitHandle, index: int, memory: MemoryProbe
+    ) -> None:
+        self.index = index
+        self._session = session
+        self._clock = session.clock
+        self._unit = handle
+        self._memory = memory
+        self._gather: Communication | None = None
+        """An all-gather that was issued and not yet waited for."""
+        self._copy_in: tuple[Any, Any] | None = None
+        """Start of the copy into the all-gather's input, and the stream it runs on."""
+        self._forwards: list[tuple[Any, Phase, int]] = []
+        """Open forwards of this unit: start, phase, flags."""
+        self._backward_start: Any = None
+        self._outer_hooks: list[int] = []
+
+    # --- a hook of this unit on the host's stack
+
+    def _enter_hook(self) -> None:
+        session = self._session
+        self._outer_hooks.append(session.hook_unit)
+        session.hook_unit = self.index
+
+    def _leave_hook(self) -> None:
+        self._session.hook_unit = self._outer_hooks.pop() if self._outer_hooks else NO_UNIT
+
+    # --- all-gather
+
+    def all_gather(
+        self, collective: Callable[[], Any], output: torch.Tensor, group: dist.ProcessGroup
+    ) -> Any:
+        """Run and time the unit's all-gather; returns the original result."""
+        work, start, number = self._run(collective, _ALL_GATHER, output, group)
+        if start is None:
+            return work
+        try:
+            return self._gather_issued(work, start, output, group, number)
+        except Exception as error:
+            self._session.fail(error)
+            return work
+
+    def _run(
+        self,
+        collective: Callable[[], Any],
+        kind: int,
+        message: torch.Tensor,
+        group: dist.ProcessGroup,
+    ) -> tuple[Any, Any, int]:
+        """Run a collective.
+
+        Only the black box and the start are noted before the call. A hook between two pieces of
+        torch's work finds cold processor caches, which cost more than the hook itself.
+
+        Returns:
+            Its result, a mark from right before it (None: inactive), its number in the black box.
+        """
+        session = self._session
+        if not session.active:
+            return collective(), None, 0
+        try:
+            code = dtype_code(message.dtype)
+            number = session.note_issue(kind, self.index, group, message.nbytes, code)
+            start = self._clock.mark()
+        except Exception as error:
+            session.fail(error)
+            return collective(), None, 0
+        return run_inside_collective(session, collective), start, number
+
+    def _gather_issued(
+        self, work: Any, start: Any, output: torch.Tensor, group: dist.ProcessGroup, number: int
+    ) -> Any:
+        session = self._session
+        transfer = session.take_transfer()
+        end = None if isinstance(work, dist.Work) else self._clock.mark()
+        if self._gather is not None:
+            self._drop_unused_gather()
+        communication = Communication(session, _ALL_GATHER, self.index, _ALL_GATHER_STREAM)
+        if session.hook_unit != self.index:
+            communication.flags |= _PREFETCHED
+        communication.begin(session, output, group, start)
+        if transfer is not None:
+            communication.follow(transfer)
+        if self._copy_in is not None:
+            self._add_copy_in(communication, *self._copy_in)
+            self._copy_in = None
+        self._gather = communication
+        if end is None:
+            communication.follow_in_black_box(session, number)
+            return TimedWork(work, session, communication)
+        if transfer is not None:
+            return work
+        communication.end = end
+        communication.note_end(session, number)
+        if session.on_host:
+            communication.block_host()
+            communication.write(session)
+        return work
+
+    def _add_copy_in(self, gather: Communication, start: Any, stream: Any) -> None:
+        """Write the copy of the shards into the input of the all-gather just issued."""
+        session, copied = self._session, gather.start
+        if gather.transfer is not None:
+            copied = gather.issue_ns  # the link may be free only later
+        elif stream is not None and stream != self._clock.current_stream():
+            # The all-gather's stream waited for this copy stream, and the copy was its last work.
+            copied = self._clock.mark(stream)
+        session.add(
+            _ALL_GATHER_COPY_IN,
+            start,
+            copied,
+            unit=self.index,
+            issued_by=gather.issued_by,
+            stream=_HOST_STREAM if session.on_host else _COPY_IN_STREAM,
+            collective=gather.identity,
+        )
+
+    def _drop_unused_gather(self) -> None:
+        """Write an earlier all-gather that no unit used, before the next one."""
+        if self._gather is not None:
+            close_unwaited(self._session, self._gather)
+        self._gather = None
+
+    def _close_gather(self, gather: Communication, begin: Any) -> Any:
+        """Write an all-gather that is needed now; returns when the copy out of it began."""
+        session = self._session
+        if gather.wait is not None and not gather.flags & _ASYNC:
+            return begin  # it blocked the host at its issue and is already written
+        if gather.wait is None:
+            gather.needed(begin)
+        assert gather.wait is not None
+        gather.write(session)
+        return gather.wait[1]
+
+    # --- forward and backward
+
+    def _begin_forward(self, args: Any, kwargs: Any) -> None:
+        """A forward begins with the unshard of its parameters."""
+        session = self._session
+        if torch._C._current_graph_task_id() == -1:
+            mark = self._clock.mark()
+            phase = session.enter_forward(mark, grad_enabled=_keeps_graph(session))
+            if not session.execution_known and phase == _FORWARD_PHASE:
+                session.note_execution(self.index)
+        if session.watches_memory:
+            self._memory.inputs(args, kwargs)
+
+    def _open_forward(self) -> None:
+        """The parameters are ready: the unit's own forward begins."""
+        session = self._session
+        flags = 0 if _keeps_graph(session) else _NO_GRAD
+        if session.phase == _BACKWARD_PHASE:
+            flags |= _RECOMPUTE
+        self._forwards.append((self._clock.mark(), session.phase, flags))
+        session.open_units.append(self.index)
+        if session.watches_memory:
+            self._memory.sample(_FORWARD_START, self.index)
+
+    def _close_forward(self, output: Any) -> None:
+        """The output of the innermost open forward is computed."""
+        if not self._forwards:
+            return
+        session = self._session
+        start, phase, flags = self._forwards.pop()
+        end = self._clock.mark()
+        if session.watches_memory:
+            self._memory.sample(_FORWARD_END, self.index)
+        if session.numerics is not None:
+            session.numerics.outputs(output, self.index)
+        session.close_unit(self.index)
+        session.leave_forward(end)
+        session.add(_FORWARD, start, end, unit=self.index, phase=phase, flags=flags)
+
+    def _open_backward(self) -> None:
+        """The parameters are ready: the unit's own backward begins."""
+        session = self._session
+        self._backward_start = self._clock.mark()
+        session.open_units.append(self.index)
+        if session.watches_memory:
+            self._memory.sample(_BACKWARD_START, self.index)
+
+    def _close_backward(self) -> Any:
+        """The gradients are complete; returns the mark of that moment."""
+        session = self._session
+        end = self._clock.mark()
+        if self._backward_start is not None:
+            session.add(
+                _BACKWARD,
+                self._backward_start,
+                end,
+                unit=self.index,
+                phase=_BACKWARD_PHASE,
+            )
+            self._backward_start = None
+            if session.watches_memory:
+                self._memory.unsharded_gradients(self._unit, self.index)
+                self._memory.sample(_BACKWARD_END, self.index)
+            if session.numerics is not None:
+                session.numerics.gradients(self._unit, self.index)
+        session.close_unit(self.index)
+        return end
+
+    # --- the end of a step
+
+    def end_step(self) -> None:
+        """Write an all-gather that no unit used for a whole step, and close open events.
+
+        An all-gather issued in the step that just ended may belong to the next forward.
+        """
+        if self._gather is not None and self._gather.step < self._session.step - 1:
+            self._drop_unused_gather()
+        self._forwards.clear()
+        self._outer_hooks.clear()
+        self._backward_start = None
+
+    def close(self) -> None:
+        """Write an unused all-gather at the end of the recording."""
+        self._drop_unused_gather()

@@ -1,0 +1,239 @@
+"""Read the private state of `DistributedDataParallel`. No other file uses it.
+
+Written for torch 2.13 (`torch/nn/parallel/distributed.py`, `reducer.cpp`); `tests/sharding` pins
+that version, so a new torch version must be checked first.
+
+A unit is a bucket of DDP's reducer: the gradients that one all-reduce sums. The reducer assigns
+parameters to buckets when the model is wrapped. Once it knows the order in which gradients become
+ready, after the first backward passes, it assigns them again. After that, buckets do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ProcessGroup
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_inspect.sharding.torch_fsdp import strip_wrappers
+from fsdp_inspect.trace.codes import MemoryCategory
+
+
+@dataclass(frozen=True, slots=True)
+class BucketHandle:
+    """One bucket of a model: a unit."""
+
+    wrapper: DistributedDataParallel
+    prefix: str
+    """The fqn of the wrapped model; empty if the model itself is wrapped."""
+    bucket: int
+    """Its number among the buckets of its model: the order of the all-reduces."""
+    names: tuple[str, ...]
+    """The fqns of its parameters."""
+    parameters: tuple[nn.Parameter, ...]
+    dtype: torch.dtype
+    """Of the all-reduce."""
+    buffer: BucketBuffer = field(compare=False)
+
+    # --- `recording.unit_handle.UnitHandle`
+
+    @property
+    def key(self) -> DistributedDataParallel:
+        """The wrapped model, which owns all its buckets."""
+        return self.wrapper
+
+    @property
+    def name(self) -> str:
+        """`bucket 0`, after the name of its model if that is not the root."""
+        return f"{self.prefix} bucket {self.bucket}".lstrip()
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The modules whose parameters the bucket holds, as few as name them all."""
+        return _enclosing_modules(self.wrapper.module, self.names, self.prefix)
+
+    @property
+    def owned_modules(self) -> tuple[()]:
+        """None: buckets hold no buffers of modules."""
+        return ()
+
+    @property
+    def local_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters, which are whole on every rank."""
+        return self.parameters
+
+    @property
+    def full_numels(self) -> list[int]:
+        """The elements of each parameter."""
+        return [parameter.numel() for parameter in self.parameters]
+
+    @property
+    def is_unsharded(self) -> bool:
+        """False: nothing is gathered."""
+        return False
+
+    @property
+    def gathered_parameters(self) -> tuple[()]:
+        """None."""
+        return ()
+
+    @property
+    def followed_parameters(self) -> tuple[()]:
+        """None: first uses are known for gathered parameters only."""
+        return ()
+
+    @property
+    def full_gradients(self) -> tuple[()]:
+        """None: the reducer copies each gradient into its bucket when it is ready."""
+        return ()
+
+    @property
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """The gradients that the optimizer sees."""
+        gradients = (parameter.grad for parameter in self.parameters)
+        return [gradient for gradient in gradients if gradient is not None]
+
+    @property
+    def kept_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
+        """The bucket itself, once an all-reduce has shown it."""
+        tensor = self.buffer.tensor()
+        return [] if tensor is None else [(MemoryCategory.REDUCE_SCATTER_BUFFER, tensor)]
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether the backward that runs now reduces the gradients: False under `no_sync`."""
+        return bool(self.wrapper.require_backward_grad_sync)
+
+    # --- sizes and settings
+
+    @property
+    def num_bytes(self) -> int:
+        """The message of its all-reduce."""
+        return sum(self.full_numels) * self.dtype.itemsize
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that reduce."""
+        group: ProcessGroup = self.wrapper.process_group
+        return group
+
+    @property
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """The shape of each parameter by fqn."""
+        return {
+            name: list(parameter.shape)
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+        }
+
+
+class BucketBuffer:
+    """The storage of a bucket, which belongs to the reducer; holds it weakly."""
+
+    def __init__(self) -> None:
+        self._reference: StorageWeakRef | None = None
+
+    def note(self, message: torch.Tensor) -> None:
+        """Note the tensor that the reducer all-reduces."""
+        self._reference = StorageWeakRef(message.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def tensor(self) -> torch.Tensor | None:
+        """A tensor on the storage; None if it is not known or freed."""
+        reference: Any = self._reference
+        if reference is None or reference.expired():
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def find_wrappers(model: nn.Module) -> list[tuple[str, DistributedDataParallel]]:
+    """The wrapped models in a model, with the fqn of each, without wrapper segments."""
+    return [
+        (strip_wrappers(name), module)
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel)
+    ]
+
+
+def find_buckets(prefix: str, wrapper: DistributedDataParallel) -> list[BucketHandle]:
+    """The current buckets of a wrapped model, in the order of their all-reduces.
+
+    The reducer returns its buckets with zeros in place of the gradients. Fake tensors take the
+    place of the zeros, so that this allocates nothing.
+    """
+    names = {
+        id(parameter): f"{prefix}.{strip_wrappers(name)}".removeprefix(".")
+        for name, parameter in wrapper.module.named_parameters()
+    }
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        buckets: list[Any] = wrapper.reducer._get_zeros_like_grad_buckets()
+        contents = [(each.parameters(), each.buffer().dtype) for each in buckets]
+    return [
+        BucketHandle(
+            wrapper=wrapper,
+            prefix=prefix,
+            bucket=place,
+            names=tuple(names[id(parameter)] for parameter in parameters),
+            parameters=tuple(parameters),
+            dtype=dtype,
+            buffer=BucketBuffer(),
+        )
+        for place, (parameters, dtype) in enumerate(contents)
+    ]
+
+
+def has_rebuilt_buckets(wrapper: DistributedDataParallel) -> bool:
+    """Whether the reducer has assigned the parameters to buckets a second time."""
+    return bool(wrapper._has_rebuilt_buckets)
+
+
+def has_final_buckets(wrapper: DistributedDataParallel) -> bool:
+    """Whether the buckets no longer change.
+
+    torch 2.13, `Reducer::should_rebuild_buckets`: with unused parameters the order of the gradients
+    may change, so the first assignment stays.
+    """
+    stays = wrapper.find_unused_parameters and not wrapper.static_graph
+    return stays or has_rebuilt_buckets(wrapper)
+
+
+def comm_hooks_of(wrapper: DistributedDataParallel) -> list[str]:
+    """The names of the communication hooks that replace the all-reduces of buckets."""
+    hooks = getattr(wrapper, "_comm_hooks", [])
+    return [getattr(hook, "__name__", repr(hook)) for hook, _ in hooks]
+
+
+def settings_of(wrapper: DistributedDataParallel) -> dict[str, str]:
+    """The settings that change the schedule or the memory, as text."""
+    logged: dict[str, Any] = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    cap = logged.get("bucket_cap_bytes")
+    return {
+        "bucket_cap_mb": f"{cap / 2**20:.3g}" if isinstance(cap, int) else "unknown",
+        "find_unused_parameters": str(bool(wrapper.find_unused_parameters)),
+        "static_graph": str(bool(wrapper.static_graph)),
+        "gradient_as_bucket_view": str(bool(wrapper.gradient_as_bucket_view)),
+    }
+
+
+def _enclosing_modules(root: nn.Module, parameters: Sequence[str], prefix: str) -> tuple[str, ...]:
+    """The outermost modules that hold only these parameters, in the order of the parameters."""
+    names = [strip_wrappers(name) for name, _ in root.named_parameters()]
+    own = {f"{prefix}.{name}".removeprefix(".") for name in names}
+    wanted = set(parameters)
+    found: dict[str, None] = {}
+    for name in parameters:
+        parts = name.split(".")[:-1]
+        for length in range(len(parts) + 1):
+            module = ".".join(parts[:length])
+            inside = {each for each in own if not module or each.startswith(f"{module}.")}
+            if inside <= wanted or length == len(parts):
+                found[module] = None
+                break
+    return tuple(found)

@@ -1,0 +1,263 @@
+"""Read the private state of FSDP1 (`FullyShardedDataParallel`). No other file uses it.
+
+Written for torch 2.13 (`torch/distributed/fsdp/_flat_param.py`); `tests/sharding` pins that
+version, so a new torch version must be checked first.
+
+A unit is a `FlatParamHandle`: the parameters of one `FullyShardedDataParallel` module, without
+those of nested ones, flattened into one `FlatParameter` that communicates as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import (
+    RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
+    FlatParameter,
+    FlatParamHandle,
+    HandleShardingStrategy,
+)
+
+from fsdp_inspect.sharding.torch_fsdp import strip_wrappers
+from fsdp_inspect.trace.codes import MemoryCategory
+
+
+@dataclass(frozen=True, slots=True)
+class FlatHandle:
+    """One `FlatParamHandle` of a model: a unit."""
+
+    handle: FlatParamHandle
+    wrapper: FullyShardedDataParallel
+    """The module that owns the handle; also torch's `_FSDPState`."""
+    name: str
+    """The fqn of the wrapped module, without wrapper segments; empty for the root."""
+    is_root: bool
+    """Whether no module above it is a `FullyShardedDataParallel`."""
+
+    # --- `recording.unit_handle.UnitHandle`
+
+    @property
+    def key(self) -> FlatParamHandle:
+        """The handle."""
+        return self.handle
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The name of the wrapped module."""
+        return (self.name,)
+
+    @property
+    def owned_modules(self) -> tuple[nn.Module, ...]:
+        """The wrapped module."""
+        return (self.wrapper,)
+
+    @property
+    def local_parameters(self) -> list[nn.Parameter]:
+        """The flat parameter, or with `use_orig_params` this rank's part of each parameter."""
+        original = self.flat_parameter._params
+        return [self.flat_parameter] if original is None else list(original)
+
+    @property
+    def full_numels(self) -> list[int]:
+        """The elements of each parameter over all ranks, without padding."""
+        numels = [shape.numel() for shape in self.flat_parameter._shapes]
+        return numels if self.uses_original_parameters else [sum(numels)]
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the storage of the gathered flat parameter is allocated."""
+        return any(full.untyped_storage().size() > 0 for full in self.gathered_parameters)
+
+    @property
+    def gathered_parameters(self) -> list[torch.Tensor]:
+        """The flat parameter with padding, in the dtype of compute and in full precision."""
+        names = ("_full_param_padded", "_full_prec_full_param_padded")
+        found = (getattr(self.flat_parameter, name, None) for name in names)
+        return [full for full in found if full is not None]
+
+    @property
+    def followed_parameters(self) -> tuple[()]:
+        """None: the parameters of a flat parameter share one storage."""
+        return ()
+
+    @property
+    def full_gradients(self) -> list[torch.Tensor]:
+        """The gradient of the flat parameter, during backward."""
+        gradient = self.flat_parameter.grad
+        return [] if gradient is None else [gradient]
+
+    @property
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """The reduced shard of the gradient; without sharding, the whole gradient."""
+        if not self.reduces_gradients:
+            return []
+        if self.is_replicated:
+            return self.full_gradients
+        shard = getattr(self.flat_parameter, "_saved_grad_shard", None)
+        found = [shard, *(parameter.grad for parameter in self.local_parameters)]
+        return [gradient for gradient in found if gradient is not None]
+
+    @property
+    def kept_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
+        """The shard in low precision, which is the input of the all-gather."""
+        shard = getattr(self.flat_parameter, "_mp_shard", None)
+        return [] if shard is None else [(MemoryCategory.ALL_GATHER_BUFFER, shard)]
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether the backward that runs now reduces the gradients: False under `no_sync`."""
+        return bool(self.wrapper._sync_gradients)
+
+    # --- sizes and settings
+
+    @property
+    def flat_parameter(self) -> FlatParameter:
+        """The parameters of the unit as one tensor."""
+        return self.handle.flat_param
+
+    @property
+    def uses_original_parameters(self) -> bool:
+        """`use_orig_params`."""
+        return self.flat_parameter._params is not None
+
+    @property
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """The full shape of each parameter by fqn, in the order of the flat parameter."""
+        flat = self.flat_parameter
+        prefix = f"{self.name}." if self.name else ""
+        return {
+            strip_wrappers(f"{prefix}{fqn}"): list(shape)
+            for fqn, shape in zip(flat._fqns, flat._shapes, strict=True)
+        }
+
+    @property
+    def trainable_numel(self) -> int:
+        """Elements that train, over all ranks, without padding."""
+        original = self.flat_parameter._params
+        if original is None:
+            return sum(self.full_numels) if self.flat_parameter.requires_grad else 0
+        pairs = zip(original, self.full_numels, strict=True)
+        return sum(numel for parameter, numel in pairs if parameter.requires_grad)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of this rank's shard, with padding."""
+        flat = self.flat_parameter
+        return flat.numel() if self.is_replicated else int(flat._sharded_size.numel())
+
+    @property
+    def reduced_numel(self) -> int:
+        """Elements of the message of its reduction, with padding; 0 for a frozen unit."""
+        flat = self.flat_parameter
+        if not flat.requires_grad:
+            return 0
+        numel, ranks = int(flat._unpadded_unsharded_size.numel()), self.shard_size
+        return -(-numel // ranks) * ranks
+
+    @property
+    def original_dtype(self) -> torch.dtype:
+        """The dtype of the sharded parameters."""
+        return self.flat_parameter.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """The dtype of the all-gather and of compute."""
+        return self.handle._fwd_bwd_param_dtype or self.original_dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype of the reduction."""
+        return self.handle._reduce_dtype or self.param_dtype
+
+    @property
+    def copies_before_gather(self) -> bool:
+        """Whether an unshard first casts the shard or copies it from the host."""
+        return bool(self.handle._uses_param_mixed_precision or self.handle._offload_params)
+
+    @property
+    def offloads_to_cpu(self) -> bool:
+        """`CPUOffload(offload_params=True)`."""
+        return bool(self.handle._offload_params)
+
+    @property
+    def strategy(self) -> str:
+        """The sharding strategy: `FULL_SHARD`."""
+        return self.handle._sharding_strategy.name
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank keeps whole parameters (`NO_SHARD`, or a single rank)."""
+        return self.handle._sharding_strategy == HandleShardingStrategy.NO_SHARD
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether torch frees the gathered parameters after forward.
+
+        torch keeps those of the root until backward (`_post_forward_reshard`).
+        """
+        strategy = self.handle._sharding_strategy
+        return not self.is_root and strategy in RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
+
+    # --- process groups
+
+    @property
+    def shard_size(self) -> int:
+        """The number of ranks that share the parameters."""
+        return 1 if self.is_replicated else int(self.handle.world_size)
+
+    @property
+    def shard_group(self) -> ProcessGroup | None:
+        """The group of the all-gather and the reduce-scatter; None without sharding."""
+        return None if self.is_replicated else self.handle.process_group
+
+    @property
+    def replicate_group(self) -> ProcessGroup | None:
+        """The group of the all-reduce: of `NO_SHARD` and of the hybrid strategies."""
+        if self.is_replicated:
+            return self.handle.process_group
+        between: ProcessGroup | None = getattr(self.wrapper, "_inter_node_pg", None)
+        return between
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of the wrapper that change its schedule, as text."""
+        wrapper: Any = self.wrapper
+        prefetch = wrapper.backward_prefetch
+        return {
+            "sharding_strategy": self.strategy,
+            "backward_prefetch": "None" if prefetch is None else prefetch.name,
+            "forward_prefetch": str(bool(wrapper.forward_prefetch)),
+            "limit_all_gathers": str(bool(wrapper.limit_all_gathers)),
+            "use_orig_params": str(self.uses_original_parameters),
+        }
+
+
+def find_flat_handles(model: nn.Module) -> list[FlatHandle]:
+    """Find the units of a model, in the order of `model.named_modules()`.
+
+    Empty for a model without `FullyShardedDataParallel`. A wrapper without parameters of its own
+    has no unit.
+    """
+    wrappers = [
+        (strip_wrappers(name), module)
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel)
+    ]
+    nested = {
+        id(inner) for _, wrapper in wrappers for inner in wrapper.modules() if inner is not wrapper
+    }
+    return [
+        FlatHandle(wrapper._handle, wrapper, name, is_root=id(wrapper) not in nested)
+        for name, wrapper in wrappers
+        if wrapper._handle is not None
+    ]
+
+
+def schedule_of(wrapper: FullyShardedDataParallel) -> object:
+    """The object that all wrappers below one root share after the first forward."""
+    return wrapper._exec_order_data

@@ -1,0 +1,70 @@
+"""Define what was alive at a moment of a step, and `live_memory.json` of a rank.
+
+Sizes are bytes of storages, without an allocator's rounding. A line is the user's line that
+allocated a storage.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from fsdp_inspect.trace.codes import NO_UNIT
+from fsdp_inspect.trace.limits import Amount, Index
+from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
+
+MOST_ROWS = 1000
+"""The largest rows of a moment that a report keeps; the rest is one row without unit and line."""
+OTHER = "other"
+"""The category of that row."""
+RESTING = "resting"
+"""The name of the moment at the end of a step, beside the names of the phases."""
+
+
+class LiveBytes(Record):
+    """Live storages of one unit and category, allocated at one line."""
+
+    unit: int = NO_UNIT
+    """The owner, as index into the manifest's units; -1: none."""
+    category: str
+    """A `MemoryCategory`, or `OTHER`."""
+    place: str = ""
+    """The user's line that allocated them, `file:line`; empty: before the recording, or unknown."""
+    bytes: Amount
+    count: Amount = 0
+    """The number of storages; 0: unknown."""
+
+
+class LiveMoment(Record):
+    """What was alive at one moment of a step."""
+
+    step: Index
+    phase: str
+    """A `Phase`, or `RESTING`."""
+    unit: int = NO_UNIT
+    """The innermost unit on the host's stack."""
+    bytes: Amount
+    live: list[LiveBytes] = Field(default_factory=list)
+    """The largest first; they add up to `bytes`."""
+
+
+class LiveMemoryRecord(Record):
+    """`live_memory.json`: what was alive at the highest moments of a rank's last memory step."""
+
+    schema_version: Index = SCHEMA_VERSION
+    run_id: str
+    rank: Index
+    attempt: Index = 0
+    moments: list[LiveMoment] = Field(default_factory=list)
+    """The highest moment of each phase in which memory changed, and the end of the step."""
+
+
+def keep_largest(rows: list[LiveBytes], most: int = MOST_ROWS) -> list[LiveBytes]:
+    """The rows, the largest first; all beyond `most` are joined into one."""
+    rows = sorted(rows, key=lambda row: -row.bytes)
+    rest = rows[most:]
+    if not rest:
+        return rows
+    joined = LiveBytes(
+        category=OTHER, bytes=sum(row.bytes for row in rest), count=sum(row.count for row in rest)
+    )
+    return [*rows[:most], joined]

@@ -1,0 +1,79 @@
+"""Describe the sharders: their names, and their settings in the words of their own API.
+
+Advice for a run names the settings of the sharder that the run used. A field is None where a
+sharder has no such setting.
+"""
+
+from dataclasses import dataclass
+
+FSDP2, FSDP1, DDP = "fsdp2", "fsdp1", "ddp"
+"""`RunManifest.sharder`: `fully_shard`, `FullyShardedDataParallel`, `DistributedDataParallel`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharderTraits:
+    """A sharder, and what its user can change."""
+
+    title: str
+    """The sharder as users call it: `FSDP1`."""
+    why_not_simulated: str | None
+    """Why no other plan is simulated, as a sentence; None: plans are simulated."""
+    units_have_passes: bool
+    """Whether a unit is a module, with a forward and a backward of its own."""
+    hide_single_unit: str
+    """What to do if one unit holds most of the model."""
+    keep_gathered: str | None
+    """The setting without all-gathers in backward."""
+    prefetch_ahead: str | None
+    """The setting that issues the all-gathers of forward earlier."""
+    separate_communicator: str | None
+    """The setting that gives reductions their own communicator."""
+    reduce_in_16_bits: str
+    """The setting that reduces gradients in 16 bits."""
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether other plans of its runs can be simulated."""
+        return self.why_not_simulated is None
+
+
+_TRAITS = {
+    FSDP2: SharderTraits(
+        title="FSDP2",
+        why_not_simulated=None,
+        units_have_passes=True,
+        hide_single_unit="Call fully_shard on every transformer block, not only on the whole model",
+        keep_gathered="reshard_after_forward=False",
+        prefetch_ahead="Prefetch one unit ahead",
+        separate_communicator="set_separate_reduce_scatter_group",
+        reduce_in_16_bits="MixedPrecisionPolicy(reduce_dtype)",
+    ),
+    FSDP1: SharderTraits(
+        title="FSDP1",
+        why_not_simulated="The simulation models the schedule of FSDP2, not that of FSDP1.",
+        units_have_passes=True,
+        hide_single_unit="Wrap every transformer block: auto_wrap_policy=ModuleWrapPolicy({Block})",
+        keep_gathered="sharding_strategy=ShardingStrategy.SHARD_GRAD_OP",
+        prefetch_ahead="Prefetch one unit ahead (forward_prefetch=True)",
+        separate_communicator=None,
+        reduce_in_16_bits="MixedPrecision(reduce_dtype)",
+    ),
+    DDP: SharderTraits(
+        title="DDP",
+        why_not_simulated="The simulation models the schedule of FSDP2; DDP gathers nothing.",
+        units_have_passes=False,
+        hide_single_unit="Lower bucket_cap_mb, so that the first all-reduce begins earlier",
+        keep_gathered=None,
+        prefetch_ahead=None,
+        separate_communicator=None,
+        reduce_in_16_bits="register_comm_hook(None, bf16_compress_hook), which requires NCCL",
+    ),
+}
+
+
+FSDP2_TRAITS = _TRAITS[FSDP2]
+
+
+def traits_of(sharder: str) -> SharderTraits:
+    """The traits of a sharder; those of FSDP2 for a name that this version does not know."""
+    return _TRAITS.get(sharder, FSDP2_TRAITS)

@@ -1,0 +1,65 @@
+"""Findings in the words of the run's sharder."""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect.advice.evidence import SIMULATED_PLANS, Effect, Finding
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.run_advice import advise_run
+from fsdp_inspect.advice.sharder_remedies import in_words_of
+from fsdp_inspect.analysis.units import measure_units
+from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.simulation.recorded import measure_work
+from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2
+from tests.builders import InMemoryRun, steady_run
+
+
+def finding(rule: str) -> Finding:
+    effect = Effect(sentence="One all-gather becomes many.", played_by=SIMULATED_PLANS)
+    return Finding(rule, (), "s", "e", ("Call fully_shard.",), effect=effect, snippet="fully_shard")
+
+
+def run_of(sharder: str) -> InMemoryRun:
+    run = steady_run()
+    return replace(run, manifest=run.manifest.model_copy(update={"sharder": sharder, "plan": {}}))
+
+
+def test_findings_of_fsdp2_stay_as_they_are() -> None:
+    assert list(in_words_of(FSDP2, [finding("R1")])) == [finding("R1")]
+
+
+def test_a_finding_of_fsdp1_names_its_own_setting_and_no_plan() -> None:
+    [found] = in_words_of(FSDP1, [finding("R1")])
+    assert "auto_wrap_policy=ModuleWrapPolicy" in found.snippet
+    assert found.effect.played_by == ""
+
+
+@pytest.mark.parametrize(("sharder", "rule"), [(FSDP1, "R27"), (FSDP1, "R11"), (DDP, "R29")])
+def test_a_rule_without_a_counterpart_is_left_out(sharder: str, rule: str) -> None:
+    assert list(in_words_of(sharder, [finding(rule)])) == []
+
+
+@pytest.mark.parametrize("rule", ["R32", "R19", "R21", ""])
+def test_rules_about_no_setting_of_a_sharder_stay(rule: str) -> None:
+    assert list(in_words_of(DDP, [finding(rule)])) == [finding(rule)]
+
+
+@pytest.mark.parametrize(("sharder", "title"), [(FSDP1, "FSDP1"), (DDP, "DDP")])
+def test_no_plan_of_another_sharder_is_simulated(sharder: str, title: str) -> None:
+    run = run_of(sharder)
+    with pytest.raises(MissingDataError, match=f"cannot be simulated: it uses {title}"):
+        measure_work(run)
+    advice = advise_run(run, AdviceRequest())
+    assert advice.plan is None
+    assert f"it uses {title}" in (advice.refusal or "")
+    words = " ".join(text for each in advice.findings for text in (*each.do, each.snippet))
+    assert "fully_shard" not in words
+    assert "reshard_after_forward" not in words
+
+
+def test_a_bucket_has_no_time_of_a_pass_that_it_does_not_have() -> None:
+    run = run_of(DDP)
+    empty = replace(run, manifest=run.manifest.model_copy(update={"sharder": DDP}))
+    assert empty.manifest.knows_fsdp is False
+    assert len(measure_units(empty).units) == len(run.manifest.units)

@@ -1,0 +1,94 @@
+"""Do the pages show the library's numbers of each mesh dimension?"""
+
+import numpy as np
+import pytest
+from fsdp_inspect_app.charts.ranks import draw_mesh_grid
+from fsdp_inspect_app.frames.compare import frame_compared_dimensions
+from fsdp_inspect_app.frames.ranks import frame_mesh_grid
+from fsdp_inspect_app.timeline.payload import lane_label
+from fsdp_inspect_app.timeline.tracks import build_timeline
+
+from fsdp_inspect import open_run
+from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.report.figures import draw_dimensions
+from fsdp_inspect.report.ranks_wording import describe_location
+from fsdp_inspect.trace.run import ProcessGroup
+from tests.app.test_pages import SAMPLES, read
+from tests.builders import RunBuilder
+
+SAMPLE = "hsdp-4-ranks/run"
+
+
+@pytest.fixture(scope="module")
+def run():
+    return open_run(SAMPLES / SAMPLE)
+
+
+def test_the_overview_splits_the_exposed_wait(open_app, run):
+    app = open_app(SAMPLES, "overview", run=SAMPLE)
+    assert not app.exception
+    step = run.summary().breakdown
+    assert {row.dimension for row in step.dimensions} >= {"replicate", "shard"}
+    assert f"Exposed waits by mesh dimension: {format_ns(step.exposed_ns)}" in read(app)
+
+
+def test_the_bar_adds_up_to_the_exposed_wait(run):
+    step = run.summary().breakdown
+    figure = draw_dimensions(step)
+    assert sum(bar.x[0] for bar in figure.data) == pytest.approx(step.exposed_ns / 1e6)
+
+
+def test_a_mesh_of_one_dimension_is_not_split(open_app):
+    app = open_app(SAMPLES, "overview", run="tiny-2-ranks/run")
+    assert not app.exception
+    assert "Exposed waits by mesh dimension" not in read(app)
+
+
+def test_the_ranks_page_says_which_ranks_stand_out(open_app, run):
+    app = open_app(SAMPLES, "ranks", run=SAMPLE, measure="own work")
+    assert not app.exception
+    assert "Own work by mesh dimension" in read(app)
+    assert describe_location(run.mesh_grid(metric="own_work_ns")) in read(app)
+
+
+def test_a_link_chooses_the_dimensions_of_the_map(open_app):
+    app = open_app(SAMPLES, "ranks", run=SAMPLE, mesh_rows="shard", mesh_columns="replicate")
+    assert not app.exception
+    assert app.query_params["mesh_rows"] == "shard"
+
+
+def test_the_map_and_its_table_have_the_numbers_of_the_grid(run):
+    grid = run.mesh_grid(rows="replicate", columns="shard")
+    heat = draw_mesh_grid(grid).data[0]
+    assert np.allclose(heat.z, np.array(grid.values) / 1e6)
+    frame = frame_mesh_grid(grid)
+    assert frame["ranks"].tolist() == ["0", "1", "2", "3"]
+    assert frame["own work (ms)"].tolist() == [value / 1e6 for row in grid.values for value in row]
+
+
+def test_a_comparison_has_a_row_for_each_dimension(run):
+    comparison = run.compare(open_run(SAMPLES / "tiny-2-ranks/run"))
+    assert [row.name for row in comparison.dimensions][:2] == ["replicate", "shard"]
+    exposed = next(row for row in comparison.metrics if row.name == "exposed_ns")
+    for side, value in enumerate(exposed.values):
+        assert sum(row.values_ns[side] for row in comparison.dimensions) == value
+    frame = frame_compared_dimensions(comparison.dimensions, ["A", "B"])
+    assert frame["dimension"].tolist() == [row.name for row in comparison.dimensions]
+
+
+def test_each_dimension_outside_fsdp_has_a_lane():
+    groups = [
+        ProcessGroup(index=0, name="0", ranks=[0, 1], role="shard"),
+        ProcessGroup(index=1, name="1", ranks=[0, 2], dimension="tp"),
+        ProcessGroup(index=2, name="2", ranks=[0, 3]),
+    ]
+    builder = RunBuilder(("",), world_size=4, process_groups=groups)
+    rank = builder.rank(0)
+    rank.step(0, 0, 100)
+    rank.all_gather("", 0, 10)
+    rank.all_reduce(None, 20, 30, group=2)
+    rank.all_reduce(None, 40, 50, group=1)
+    run = builder.build()
+    lanes = build_timeline(run, step=0, ranks=[0]).lanes
+    labels = [lane_label(lane, run.manifest) for lane in lanes]
+    assert labels[-2:] == ["tp collectives", "other collectives"]

@@ -1,0 +1,101 @@
+"""Names of kernels and copies that communicate, of several libraries."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.analysis.summary import measure_summary
+from fsdp_inspect.analysis.verdict import Limit, Verdict
+from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.importing.messages import is_communication_kernel, is_peer_copy, kind_of
+from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.codes import EventKind
+from tests.importing.kineto_traces import TraceWriter
+
+K = EventKind
+KERNELS = {
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": K.ALL_GATHER,
+    "void deep_ep::internode::dispatch<false, 4, false, 16384, 8>(int4*, float*)": K.ALL_TO_ALL,
+    "void deep_ep::intranode::combine<__nv_bfloat16, 4, 768>(int4*, float*)": K.ALL_TO_ALL,
+    "void dpsk::ep::internode::dispatch<true, 4>(int4*)": K.ALL_TO_ALL,
+    "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)": K.ALL_REDUCE,
+    "void (anonymous namespace)::one_shot_all_reduce_kernel<float, 16, 8>(float**)": K.ALL_REDUCE,
+    "void (anonymous namespace)::multimem_all_gather_kernel<16>(char*, char*)": K.ALL_GATHER,
+    "void tensorrt_llm::kernels::oneShotAllReduceKernel<half, 8>(AllReduceParams)": K.ALL_REDUCE,
+    "nvshmemi_transfer_rma": K.OTHER_COLLECTIVE,
+    "mscclKernel_Sum_float_Simple_false(mscclKernelParams)": K.OTHER_COLLECTIVE,
+}
+COMPUTE = (
+    "ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x4_tn",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(float*)",
+    "void cub::DeviceReduceKernel<cub::DeviceReducePolicy>(float*)",
+    "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>(Flash_fwd_params)",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<4>(float*)",
+)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_that_communicates_is_recognised_with_its_kind(name: str) -> None:
+    assert is_communication_kernel(name)
+    assert kind_of(name) is KERNELS[name]
+
+
+@pytest.mark.parametrize("name", COMPUTE)
+def test_a_kernel_that_computes_is_none(name: str) -> None:
+    assert not is_communication_kernel(name)
+
+
+def test_a_copy_between_devices_is_communication_and_one_to_the_host_is_not(tmp_path) -> None:
+    assert is_peer_copy("Memcpy PtoP (Device -> Device)")
+    assert not is_peer_copy("Memcpy DtoH (Device -> Pinned)")
+    trace = TraceWriter()
+    trace.kernel("gemm", 0, 100, issued=0)
+    trace.kernel(
+        "Memcpy PtoP (Device -> Device)", 100, 160, issued=10, category="gpu_memcpy", bytes=64
+    )
+    trace.kernel(
+        "Memcpy DtoH (Device -> Pinned)", 160, 200, issued=20, category="gpu_memcpy", bytes=64
+    )
+    import_traces(trace.write(tmp_path / "trace.json"), tmp_path / "run")
+    events = open_run(tmp_path / "run").events(0)
+    peers = events.where(events.kind == K.POINT_TO_POINT)
+    assert (peers.end_ns - peers.start_ns).tolist() == [60_000]
+    copies = events.where(events.kind == K.MEMORY_COPY)
+    assert (copies.end_ns - copies.start_ns).tolist() == [40_000]
+
+
+def verdict_of(trace: TraceWriter, folder: Path) -> Verdict:
+    import_traces(trace.write(folder / "trace.json"), folder / "run")
+    return measure_summary(open_run(folder / "run")).verdict
+
+
+def test_a_trace_of_several_ranks_without_communication_allows_no_conclusion(tmp_path) -> None:
+    trace = TraceWriter(world_size=8)
+    trace.kernel("gemm", 0, 100, issued=0)
+    verdict = verdict_of(trace, tmp_path)
+    assert verdict.limit is Limit.UNKNOWN
+    assert verdict.sentence == "No conclusion: this trace of 8 ranks shows no communication."
+
+
+def test_a_trace_of_one_rank_without_communication_has_a_verdict(tmp_path) -> None:
+    trace = TraceWriter(world_size=1)
+    trace.kernel("gemm", 0, 100, issued=0)
+    assert verdict_of(trace, tmp_path).limit is Limit.COMPUTE
+
+
+def test_a_trace_of_an_unknown_device_allows_no_conclusion(tmp_path) -> None:
+    trace = TraceWriter(world_size=1)
+    trace.kernel("gemm", 0, 100, issued=0)
+    for at in range(5):
+        trace.add("npu_kernel", "matmul", 10.0 * at, 10.0 * at + 5)
+    verdict = verdict_of(trace, tmp_path)
+    assert verdict.sentence == "No conclusion: 5 events of the trace were not understood."
+    notes = open_run(tmp_path / "run").notes
+    assert any("5 'npu_kernel'" in note for note in notes)
+
+
+@pytest.mark.parametrize("category", ["mtia_ccp_events", "hpu_op"])
+def test_kernels_of_other_devices_are_read(tmp_path, category: str) -> None:
+    trace = TraceWriter(world_size=1)
+    trace.add(category, "matmul", 0, 50)
+    assert verdict_of(trace, tmp_path).limit is Limit.COMPUTE
