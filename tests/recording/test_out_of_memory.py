@@ -29,7 +29,10 @@ from fsdp_inspect.recording.storage_log import Moment, StorageLog
 from fsdp_inspect.recording.storage_tracker import FailedAllocation
 from fsdp_inspect.report.out_of_memory import describe_memory_at_failure
 from fsdp_inspect.run import Run
+from fsdp_inspect.store import writer
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.records import replace_file
+from fsdp_inspect.store.schema import OUT_OF_MEMORY_FILE
 from fsdp_inspect.trace.codes import Phase
 
 CUDA_MESSAGE = (
@@ -136,10 +139,12 @@ def test_the_report_is_written_and_said(
 def test_a_report_that_cannot_be_written_leaves_the_error_and_the_diagnosis(
     one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(28, "No space left on device")
+    def full(path: Path, content: bytes, *, durable: bool = False) -> None:
+        if path.name == OUT_OF_MEMORY_FILE:
+            raise OSError(28, "No space left on device")
+        replace_file(path, content, durable=durable)
 
-    monkeypatch.setattr(attachment, "replace_file", full)
+    monkeypatch.setattr(writer, "replace_file", full)
     opened = open_run(train(tmp_path))
     assert opened.out_of_memory(0) is None
     found = Run(opened).diagnose()
