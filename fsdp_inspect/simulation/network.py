@@ -9,7 +9,8 @@ such a group usually lies within a node, where links are faster than between nod
 latency between 0 and the shortest typical duration of an all-gather or a reduce-scatter of the
 group fits the run, and each latency gives another duration for another size. The line is the middle
 of the two extremes: its error is at most half of their difference, and no other line guarantees
-less. An emulated network states its latency, and `fsdp_inspect.probe` measures it.
+less. An emulated network states its latency, and `fsdp_inspect.probe` measures it. A user who sets
+only one of the two values leaves the other one between its extremes.
 """
 
 import math
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdp_inspect.analysis.link_fit import LinkFit, fit_link
-from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.formatting import format_bytes_per_s, format_ns
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import ProcessGroup
@@ -46,7 +47,10 @@ class Pace(Enum):
 
 
 class Bounds(NamedTuple):
-    """The extremes of a line whose latency is unknown. See [Note: unknown latency]."""
+    """The extremes of a line whose latency is unknown. See [Note: unknown latency].
+
+    If the user has set the latency, the extremes differ in bandwidth only.
+    """
 
     least_latency: "CostLine"
     most_latency: "CostLine"
@@ -110,9 +114,19 @@ class CostLine:
         """The line with another bandwidth, latency or both; unchanged without values."""
         if bus_bytes_per_s is None and latency_ns is None:
             return self
-        return CostLine(
+        line = CostLine(
             self.latency_ns if latency_ns is None else latency_ns,
             self.bus_bytes_per_s if bus_bytes_per_s is None else bus_bytes_per_s,
+        )
+        is_known = bus_bytes_per_s is not None and latency_ns is not None
+        if self.bounds is None or is_known or (self.source and latency_ns is not None):
+            return line
+        least, most = (each.changed(bus_bytes_per_s, latency_ns) for each in self.bounds)
+        return replace(
+            self,
+            latency_ns=line.latency_ns,
+            bus_bytes_per_s=line.bus_bytes_per_s,
+            bounds=Bounds(least, most),
         )
 
 
@@ -257,6 +271,16 @@ def _assume_latency(name: str, line: CostLine, bounds: Bounds) -> str:
     least, most = (format_ns(each.latency_ns) for each in bounds)
     between = f"between {least} and {most}"
     why = line.fit.refusal if line.fit is not None else ""
+    if least == most and not line.source:  # of the user
+        slowest, used, fastest = (
+            format_bytes_per_s(each.bus_bytes_per_s) if math.isfinite(each.bus_bytes_per_s) else ""
+            for each in (bounds.least_latency, line, bounds.most_latency)
+        )
+        extent = f"between {slowest} and {fastest}" if fastest else f"at least {slowest}"
+        return (
+            f"The bandwidth of {name} is unknown, {extent}. {why} The prediction uses {used}, and "
+            "its interval covers both ends. Set the bandwidth too (--bandwidth)."
+        )
     if line.source:
         latency = format_ns(line.latency_ns)
         extent = "" if least == most else f", {between}"

@@ -89,6 +89,38 @@ def test_an_unknown_latency_is_stated_with_its_bounds_and_the_remedy():
     assert "python -m fsdp_inspect.probe" in first
 
 
+def test_a_bandwidth_of_the_user_leaves_an_unknown_latency_between_its_bounds():
+    network = network_of((4000, 10 * MS)).change(bus_bytes_per_s=1e6)  # 3 ms for 4000 bytes
+    line = gather_line(network)
+    for pace, latency_ns in ((Pace.FAST, 0), (Pace.TYPICAL, 5 * MS), (Pace.SLOW, 10 * MS)):
+        assert line.at(pace).duration_ns(4000, FACTOR) == latency_ns + 3 * MS
+    assert unknown_latencies(network)[0].startswith("The latency of all-gather is unknown, between")
+
+
+def test_a_latency_of_the_user_leaves_an_unknown_bandwidth_between_its_bounds():
+    network = network_of((4000, 10 * MS)).change(latency_ns=MS)
+    line = gather_line(network)
+    for pace, transfer_ns in ((Pace.FAST, 0), (Pace.TYPICAL, 5 * MS), (Pace.SLOW, 10 * MS)):
+        assert line.at(pace).duration_ns(4000, FACTOR) == transfer_ns + MS
+    [stated] = unknown_latencies(network)
+    assert stated.startswith("The bandwidth of all-gather is unknown, at least 300 kB/s. All 1 mes")
+    assert "The prediction uses 600 kB/s" in stated
+
+
+@given(st.integers(1, 10**9), st.integers(0, 10**9))
+def test_a_network_of_the_user_is_exact(bus_bytes_per_s: int, latency_ns: int):
+    network = network_of((4000, 10 * MS)).change(
+        bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns
+    )
+    line = gather_line(network)
+    assert (line.latency_ns, line.bus_bytes_per_s, line.bounds) == (
+        latency_ns,
+        bus_bytes_per_s,
+        None,
+    )
+    assert unknown_latencies(network) == []
+
+
 def test_durations_that_do_not_grow_with_the_message_are_latency():
     line = gather_line(network_of((4000, 10 * MS), (40_000, 10 * MS)))
     assert line.duration_ns(100, FACTOR) == 10 * MS
