@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.collective_grid import CellState, CollectiveGrid
     from fsdp_inspect.diagnosis.diagnose import Diagnosis
     from fsdp_inspect.diagnosis.stack_groups import StackGroup
-    from fsdp_inspect.predictions.creation import Origin
+    from fsdp_inspect.predictions.creation import PredictionOrigin
     from fsdp_inspect.predictions.records import Prediction
     from fsdp_inspect.predictions.track_record import VerifiedPrediction
     from fsdp_inspect.predictions.verification import Verification
@@ -134,7 +134,6 @@ __all__ = [
     "NonFinite",
     "Numerics",
     "OneCollective",
-    "Origin",
     "OwnerBytes",
     "ParetoPoint",
     "PartComparison",
@@ -146,6 +145,7 @@ __all__ = [
     "Played",
     "PositionBytes",
     "Prediction",
+    "PredictionOrigin",
     "Proposal",
     "RankClock",
     "RankGrid",
@@ -236,7 +236,7 @@ _HOMES = {
     "NonFinite": "fsdp_inspect.analysis.numerics",
     "Numerics": "fsdp_inspect.analysis.numerics",
     "OneCollective": "fsdp_inspect.analysis.unit_history",
-    "Origin": "fsdp_inspect.predictions.creation",
+    "PredictionOrigin": "fsdp_inspect.predictions.creation",
     "OwnerBytes": "fsdp_inspect.analysis.memory.peak",
     "ParetoPoint": "fsdp_inspect.advice.advise",
     "PartComparison": "fsdp_inspect.comparison.differences",

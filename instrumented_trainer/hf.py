@@ -1,8 +1,11 @@
-"""Build any Hugging Face language model from its config: causal, encoder-decoder or masked.
+"""Build a Hugging Face model from its config: a language, image, audio or speech model.
 
-Weights are random, from the seed; nothing is downloaded, except the config of a hub name.
+Weights are random, from the seed; nothing is downloaded, except the config of a hub name. The
+trainer's data are tokens. A model of images or sound gets its values from them: see `make_input`.
 """
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,27 @@ from torch import nn
 from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.reading import MAX_JSON_BYTES, parse_json, read_regular
+
+NUM_BYTE_VALUES = 256
+_IMAGE_SIZE = 224
+"""Height and width for a config without an image size: what convolutional models trained on."""
+_SAMPLES = 16_000
+"""Values of a sound: one second."""
+_RANDOM_SHAPES = {"apply_spec_augment": False, "layerdrop": 0.0}
+"""Fields that let random numbers decide shapes and which layers run, with their value for never."""
+_TOKEN_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+_MAPPINGS_OF_SOUND = {
+    "AutoModelForAudioClassification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+}
+_SOUND = {
+    "AutoModelForAudioClassification": (
+        *("data2vec-audio", "hubert", "sew", "sew-d", "unispeech", "unispeech-sat"),
+        *("wav2vec2", "wav2vec2-conformer", "wavlm"),
+    ),
+    "AutoModelForSpeechSeq2Seq": ("whisper",),
+}
+"""The types whose input `make_input` knows: waves, and log-mel spectrograms."""
 
 
 def make_config(name: str, changes: dict[str, Any]) -> Any:
@@ -47,14 +71,23 @@ def make_config(name: str, changes: dict[str, Any]) -> Any:
         )
     _find_class(config)
     config.use_cache = False
+    for field, off in _RANDOM_SHAPES.items():
+        if hasattr(config, field):
+            setattr(config, field, off)
     return config
 
 
+def vocab_size_of(config: Any) -> int:
+    """The number of different tokens that the model reads; bytes, if it reads no tokens."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    return NUM_BYTE_VALUES if size is None or not _reads_tokens(config) else int(size)
+
+
 def make_model(config: Any) -> nn.Module:
-    """Make a language model with random float32 weights, on the context's device.
+    """Make a model with random float32 weights, on the context's device.
 
     Raises:
-        ConfigError: The config has no language model, or has invalid values.
+        ConfigError: The config has no model that can be trained, or has invalid values.
     """
     import transformers
 
@@ -63,8 +96,8 @@ def make_model(config: Any) -> nn.Module:
         model = getattr(transformers, name).from_config(config, dtype=torch.float32)
     except Exception as error:  # any error of its layers is about the user's sizes
         raise ConfigError(
-            f"The Hugging Face config of type {config.model_type!r} builds no language model: "
-            f"{error}. Expected one that {name} can build. Correct --hf or --hf-config."
+            f"The Hugging Face config of type {config.model_type!r} builds no model: {error}. "
+            f"Expected one that {name} can build. Correct --hf or --hf-config."
         ) from error
     assert isinstance(model, nn.Module)
     return model
@@ -83,43 +116,85 @@ def _configure(model_type: str, changes: dict[str, Any]) -> Any:
 
 
 def compute_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The logits of a model for tokens of shape (B, T): (B, T, vocabulary).
+    """The logits of a model for tokens of shape (B, T): (B, T, vocabulary), or (B, labels).
 
-    An encoder-decoder gets the same tokens for both of its parts.
+    The decoder of an encoder-decoder gets the tokens, too.
     """
     config = getattr(model, "config", None)
+    inputs = [tokens if config is None else make_input(config, tokens)]
     is_pair = bool(getattr(config, "is_encoder_decoder", False))
-    output = model(tokens, decoder_input_ids=tokens) if is_pair else model(tokens)
+    output = model(*inputs, decoder_input_ids=tokens) if is_pair else model(*inputs)
     logits: torch.Tensor = getattr(output, "logits", output)
     return logits
+
+
+def make_input(config: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The first input of a model: tokens, or images or sound whose values repeat the tokens.
+
+    Args:
+        config: The model's config.
+        tokens: (B, T)
+
+    Returns:
+        Tokens (B, T), images (B, channels, height, width), one second of sound (B, 16,000), or a
+        spectrogram (B, mel bins, frames). Values other than tokens are float32 from -1 to 1.
+    """
+    match _find_class(config):
+        case "AutoModelForImageClassification":
+            seen = getattr(config, "vision_config", config)
+            size = seen.image_size if hasattr(seen, "image_size") else _IMAGE_SIZE
+            height, width = (size, size) if isinstance(size, int) else size
+            shape: tuple[int, ...] = (getattr(seen, "num_channels", 3), height, width)
+        case "AutoModelForAudioClassification":
+            shape = (_SAMPLES,)
+        case "AutoModelForSpeechSeq2Seq":
+            shape = (config.num_mel_bins, 2 * config.max_source_positions)
+        case _:
+            return tokens
+    numel = math.prod(shape)
+    repeated = tokens.repeat(1, -(-numel // tokens.shape[1]))[:, :numel]
+    values = (repeated % NUM_BYTE_VALUES).float() / ((NUM_BYTE_VALUES - 1) / 2) - 1
+    return values.reshape(-1, *shape)
+
+
+def _reads_tokens(config: Any) -> bool:
+    """Whether the model, or its decoder, reads tokens."""
+    return _find_class(config) in (*_TOKEN_CLASSES, "AutoModelForSpeechSeq2Seq")
 
 
 def _find_class(config: Any) -> str:
     """The auto class that builds a model of this config: the one of its architecture, if named.
 
     Raises:
-        ConfigError: No language model belongs to the config.
+        ConfigError: No model that the trainer can feed belongs to the config.
     """
     from transformers.models.auto import modeling_auto
 
-    mappings = {
+    mappings: dict[str, Mapping[str, Any]] = {
         "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "AutoModelForImageClassification": (
+            modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+        ),
     }
+    for auto_class, model_types in _SOUND.items():
+        names = getattr(modeling_auto, _MAPPINGS_OF_SOUND[auto_class])
+        mappings[auto_class] = {each: names[each] for each in model_types if each in names}
     named = next(iter(config.architectures or ()), None)
     known = {name: each.get(config.model_type) for name, each in mappings.items()}
     for name, architecture in known.items():
         if architecture is not None and architecture == named:
             return name
-    for name, architecture in known.items():
-        if architecture is not None:
+    # A type may also have a model of its decoder alone, without the encoder.
+    for name in sorted(known, key=lambda name: config.is_encoder_decoder and "Seq2Seq" not in name):
+        if known[name] is not None:
             return name
     raise ConfigError(
-        f"The Hugging Face type {config.model_type!r} has no language model. Expected a causal, "
-        "encoder-decoder or masked one, such as 'llama', 't5' or 'bert', because the trainer feeds "
-        "tokens. Set --hf to such a type. To forecast another model, write a builder "
-        "(module:function): see docs/gate.md."
+        f"The trainer cannot feed the Hugging Face type {config.model_type!r}. Expected a "
+        "language model, an image classifier, or a model of sound, such as 'llama', 't5', 'bert', "
+        "'vit', 'wav2vec2' or 'whisper'. Set --hf to such a type. To forecast another model, write "
+        "a builder (module:function): see docs/gate.md."
     )
 
 

@@ -102,7 +102,7 @@ def make_recipe(config: TrainerConfig) -> ModelRecipe:
             "config. Use --hf-config, for example '{\"hidden_size\": 64}'."
         )
     hf_config = hf.make_config(config.hf, config.hf_config)
-    return ModelRecipe(config, None, hf_config, int(hf_config.vocab_size))
+    return ModelRecipe(config, None, hf_config, hf.vocab_size_of(hf_config))
 
 
 def make_shape(config: TrainerConfig) -> ModelShape:

@@ -1,7 +1,9 @@
-"""Find the parts of a decoder by its structure, in any model.
+"""Find the parts of a model by its structure.
 
-The blocks are the longest `ModuleList`. Other modules with parameters are an embedding
-(`nn.Embedding`) or belong to the head (the last norm, the output projection).
+The blocks are the elements of its longest `ModuleList`, and of all other lists that neither contain
+these blocks nor lie in one: the decoder of an encoder-decoder, the other stages of a vision model.
+Other modules with parameters are an embedding (`nn.Embedding`) or belong to the head (the last
+norm, the output projection).
 """
 
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from fsdp_inspect.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParts:
-    """The modules of a decoder, by name, in the order in which they run."""
+    """The modules of a model, by name, in the order of registration."""
 
     modules: tuple[str, ...]
     """Every module, in the order of `named_modules()`."""
@@ -22,7 +24,7 @@ class ModelParts:
     embeddings: tuple[str, ...]
     blocks: tuple[str, ...]
     head: tuple[str, ...]
-    """The norm after the blocks, and the output projection."""
+    """The other modules with parameters of their own: the last norm, the output projection."""
     halves: dict[str, tuple[tuple[str, ...], ...]]
     """For each block that can be split: its (norm, attention) and (norm, feed-forward)."""
     numel: dict[str, int]
@@ -32,19 +34,22 @@ class ModelParts:
 
 
 def find_parts(model: nn.Module) -> ModelParts:
-    """Find the parts of a decoder; works on the meta device.
+    """Find the parts of a model; works on the meta device.
 
     Raises:
         ConfigError: The model has no list of blocks.
     """
     modules = dict(model.named_modules())
-    stack = _find_stack(modules)
-    blocks = tuple(name for name in modules if _is_child(name, stack))
-    outside = [
-        name
-        for name, module in modules.items()
-        if any(True for _ in module.parameters(recurse=False)) and not _is_below(name, stack)
-    ]
+    stacks = _find_stacks(modules)
+    blocks = tuple(name for name in modules if any(_is_child(name, stack) for stack in stacks))
+    outside: list[str] = []
+    for name, module in modules.items():
+        owns_parameters = any(True for _ in module.parameters(recurse=False))
+        # The parameters of a module around the blocks belong to the unit of the whole model.
+        if owns_parameters and not any(
+            _is_below(name, each) or _is_below(each, name) for each in (*stacks, *outside)
+        ):
+            outside.append(name)
     embeddings = tuple(name for name in outside if isinstance(modules[name], nn.Embedding))
     numel = {name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()}
     return ModelParts(
@@ -61,15 +66,21 @@ def find_parts(model: nn.Module) -> ModelParts:
     )
 
 
-def _find_stack(modules: dict[str, nn.Module]) -> str:
-    stacks = {name: len(m) for name, m in modules.items() if isinstance(m, nn.ModuleList)}
+def _find_stacks(modules: dict[str, nn.Module]) -> list[str]:
+    lists = {name: len(m) for name, m in modules.items() if isinstance(m, nn.ModuleList)}
+    stacks: list[str] = []
+    for name in sorted(lists, key=lambda name: -lists[name]):
+        # Experts do not run in every step, and not on every rank.
+        is_stack = lists[name] > 0 and "expert" not in name.rpartition(".")[2].lower()
+        if is_stack and not any(_is_below(name, s) or _is_below(s, name) for s in stacks):
+            stacks.append(name)
     if not stacks:
         kind = type(modules[""]).__name__
         raise ConfigError(
-            f"{kind} has no list of blocks. Expected a decoder with its blocks in a ModuleList. "
+            f"{kind} has no list of blocks. Expected a model with its blocks in a ModuleList. "
             "Choose another model, or shard it with --wrap root."
         )
-    return max(stacks, key=lambda name: stacks[name])
+    return stacks
 
 
 def _is_child(name: str, parent: str) -> bool:
@@ -77,7 +88,7 @@ def _is_child(name: str, parent: str) -> bool:
 
 
 def _is_below(name: str, parent: str) -> bool:
-    return name == parent or name.startswith(f"{parent}.")
+    return name == parent or not parent or name.startswith(f"{parent}.")
 
 
 def _halve(name: str, block: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -101,7 +112,7 @@ def _halve(name: str, block: nn.Module) -> tuple[tuple[str, ...], ...]:
 def _is_tied(modules: dict[str, nn.Module], names: list[str]) -> bool:
     owners: dict[int, str] = {}
     for name in names:
-        for parameter in modules[name].parameters(recurse=False):
+        for parameter in modules[name].parameters():
             if owners.setdefault(id(parameter), name) != name:
                 return True
     return False

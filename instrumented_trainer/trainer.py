@@ -358,9 +358,14 @@ class TrainingLoop:
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy of a rank's part of a microbatch, 0-d, in float32."""
-    logits = compute_logits(model, batch.tokens)
-    return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
+    """Mean cross-entropy of a rank's part of a microbatch, 0-d, in float32.
+
+    A classifier has one label for a whole image or sound: that of the first target.
+    """
+    logits, targets = compute_logits(model, batch.tokens).float(), batch.targets
+    if logits.ndim == targets.ndim:  # (B, labels)
+        return F.cross_entropy(logits, targets[:, 0] % logits.shape[-1])
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _kept_unsharded(plan: Plan, model: nn.Module) -> list[FSDPModule]:

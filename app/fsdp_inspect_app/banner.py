@@ -95,7 +95,7 @@ def _show_name(manifest: RunManifest, heading: Heading, status: RunStatus) -> No
         st.set_page_config(page_title=f"{shown_page()} - {name} - FSDP Inspect")
         st.markdown(f"**{plain(name)}**", width="content", help=plain(heading.run_id))
         st.badge(status.value, color=_COLOURS.get(status, "orange"))
-        facts = [wording.describe_run(heading), wording.describe_plan(manifest)]
+        facts = [wording.describe_run(heading), wording.describe_sharding(manifest)]
         st.caption(plain(" · ".join(fact for fact in facts if fact)), width="content")
 
 

@@ -32,7 +32,7 @@ from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.version import __version__
 from fsdp_inspect_app.boundary import refuse_links_out
 from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache, findings_file
-from fsdp_inspect_app.wording import describe_plan
+from fsdp_inspect_app.wording import describe_sharding
 
 LOOK_AGAIN_S = 5.0
 """How long what was found stands before the files are looked at again."""
@@ -68,7 +68,7 @@ class RunRow:
             name=manifest.name,
             model=manifest.model.class_name,
             num_parameters=manifest.model.num_parameters,
-            plan=describe_plan(manifest),
+            plan=describe_sharding(manifest),
             world_size=manifest.world_size,
             tags=tuple(manifest.tags),
         )

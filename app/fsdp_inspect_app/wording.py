@@ -14,9 +14,9 @@ from fsdp_inspect.report.figure_style import plain_label as label
 from fsdp_inspect.report.wording import (
     describe_memory_method,
     describe_methods,
-    describe_plan,
     describe_provenance,
     describe_run,
+    describe_sharding,
     describe_step,
 )
 from fsdp_inspect.result_types import ExposedOwner, Summary
@@ -27,9 +27,9 @@ __all__ = [
     "describe_main_cause",
     "describe_memory_method",
     "describe_methods",
-    "describe_plan",
     "describe_provenance",
     "describe_run",
+    "describe_sharding",
     "describe_step",
     "label",
     "name_category",

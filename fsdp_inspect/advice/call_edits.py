@@ -58,7 +58,7 @@ def edit_own_calls(code: TrainingCode, change: Change) -> list[Edit] | None:
             later += changed
         else:
             return None
-    roots = find_roots(code.calls, change.before)
+    roots = find_root_calls(code.calls, change.before)
     lines = list(lines_after(change, later))
     if not lines:
         return edits
@@ -112,7 +112,7 @@ def _prefetch_lines(change: Change, setting: str, prefix: str) -> Iterator[str]:
 def replace_calls(code: TrainingCode, change: Change) -> list[Edit] | None:
     """Edits that put `apply_plan` in place of the calls; None: it would lose a setting."""
     lost = any(_NOT_IN_PLANS & set(call.keywords) for call in code.calls)
-    roots = find_roots(code.calls, change.before)
+    roots = find_root_calls(code.calls, change.before)
     if lost or change.before.notes or not roots or not all(map(_is_once, roots.values())):
         return None
     edits = list[Edit]()
@@ -141,7 +141,7 @@ def apply_lines(change: Change, model: str, mesh: str, prefix: str = "") -> list
     ]
 
 
-def find_roots(calls: Sequence[ShardingCall], plan: Plan) -> dict[str, ShardingCall]:
+def find_root_calls(calls: Sequence[ShardingCall], plan: Plan) -> dict[str, ShardingCall]:
     """The call of each outermost unit, by its module; empty if one of them is several modules."""
     roots = {}
     for call in calls:

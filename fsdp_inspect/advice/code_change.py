@@ -11,7 +11,7 @@ from fsdp_inspect.advice.call_edits import (
     Change,
     apply_lines,
     edit_own_calls,
-    find_roots,
+    find_root_calls,
     is_readable,
     lines_after,
     replace_calls,
@@ -94,7 +94,7 @@ def _change_own_calls(manifest: RunManifest, change: Change) -> CodeChange:
         if diff:
             where = f"The diff applies the plan file in place of {calls}."
             return _finish(manifest, change, where, diff=diff)
-    roots = find_roots(code.calls, change.before)
+    roots = find_root_calls(code.calls, change.before)
     model = next(iter(roots.values())).argument if len(roots) == 1 else ""
     prefix = next(iter(roots), "") if len(roots) == 1 else ""
     lines = apply_lines(change, model or "model", "mesh", prefix)

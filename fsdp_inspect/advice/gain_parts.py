@@ -18,7 +18,7 @@ _LEAST_RATIO = 0.01
 """Smaller fractions of a gain are not listed."""
 
 
-def split_step(step: PlayedStep, *, on_host: bool) -> dict[str, int]:
+def split_played_step(step: PlayedStep, *, on_host: bool) -> dict[str, int]:
     """Split a simulated step into its parts; they add up to its duration.
 
     Args:

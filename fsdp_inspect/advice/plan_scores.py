@@ -8,7 +8,7 @@ So plans with the same units, dtypes, mesh and accumulation share one workload.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.advice.gain_parts import SLOWDOWN, split_step
+from fsdp_inspect.advice.gain_parts import SLOWDOWN, split_played_step
 from fsdp_inspect.advice.plan_space import Choice, Space, make_space
 from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid, Slowdown, hidden_ns
 from fsdp_inspect.errors import MissingDataError, PlanError
@@ -165,7 +165,7 @@ class PlanScorer:
         """The parts of the simulated step (`advice.gain_parts`); they add up to its time."""
         step = self._simulate(choice, self.network)
         on_host = self.work.execution is not Execution.STREAM
-        parts = split_step(step, on_host=on_host)
+        parts = split_played_step(step, on_host=on_host)
         return parts | {SLOWDOWN: self.score(choice).step_ns - step.duration_ns}
 
     def scenario(self, choice: Choice) -> Scenario:

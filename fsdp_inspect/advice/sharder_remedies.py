@@ -13,21 +13,21 @@ from fsdp_inspect.trace.sharders import DDP, FSDP1
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
+class SharderRemedy:
     """What to do about a rule with one sharder."""
 
     steps: tuple[str, ...]
     snippet: str = ""
 
 
-_FSDP1_REMEDIES: dict[str, Remedy | None] = {
-    "R1": Remedy(
+_FSDP1_REMEDIES: dict[str, SharderRemedy | None] = {
+    "R1": SharderRemedy(
         ("Wrap every transformer block with an auto-wrap policy.",),
         "FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), ...)",
     ),
-    "R3": Remedy(("Wrap its parts too, each with the norm that feeds it.",)),
+    "R3": SharderRemedy(("Wrap its parts too, each with the norm that feeds it.",)),
     "R11": None,  # FSDP1 has no lists of units to prefetch
-    "R14": Remedy(
+    "R14": SharderRemedy(
         (
             "If the model may compute in 16 bits, gather in 16 bits: "
             "MixedPrecision(param_dtype=torch.bfloat16) halves the messages.",
@@ -35,10 +35,10 @@ _FSDP1_REMEDIES: dict[str, Remedy | None] = {
         "precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)\n"
         "FullyShardedDataParallel(model, mixed_precision=precision, ...)",
     ),
-    "R20": Remedy(("Unset the variable (it serves tensor parallelism), and record again.",)),
+    "R20": SharderRemedy(("Unset the variable (it serves tensor parallelism), and record again.",)),
     "R26": None,  # the recorder observes no pinning of FSDP1, which always pins
     "R27": None,  # FSDP1 requires tied weights to be in one unit
-    "R29": Remedy(
+    "R29": SharderRemedy(
         (
             "If a full copy of the frozen modules fits, leave them out with ignored_states, or "
             "keep them gathered until backward (ShardingStrategy.SHARD_GRAD_OP).",
@@ -47,12 +47,12 @@ _FSDP1_REMEDIES: dict[str, Remedy | None] = {
     ),
     "R30": None,  # FSDP1 pads a unit as a whole: less than one element per rank
 }
-_DDP_REMEDIES: dict[str, Remedy | None] = {
+_DDP_REMEDIES: dict[str, SharderRemedy | None] = {
     "R1": None,
     "R3": None,
     "R11": None,
     "R14": None,
-    "R20": Remedy(("Unset the variable (it serves tensor parallelism), and record again.",)),
+    "R20": SharderRemedy(("Unset the variable (it serves tensor parallelism), and record again.",)),
     "R26": None,
     "R27": None,
     "R29": None,

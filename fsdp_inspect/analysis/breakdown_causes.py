@@ -120,7 +120,7 @@ def measure_breakdown_causes(
     causes: dict[str, int] = {}
     arrivals = None
     if shown is not None:
-        causes, arrivals = find_causes(run, shown)
+        causes, arrivals = split_exposed_by_cause(run, shown)
     return BreakdownCauses(
         run_id=run.manifest.run_id,
         source=run.manifest.source,
@@ -135,7 +135,9 @@ def measure_breakdown_causes(
     )
 
 
-def find_causes(run: RunSource, shown: StepBreakdown) -> tuple[dict[str, int], ArrivalsKnown]:
+def split_exposed_by_cause(
+    run: RunSource, shown: StepBreakdown
+) -> tuple[dict[str, int], ArrivalsKnown]:
     """Split the exposed time of a breakdown by cause.
 
     Returns:

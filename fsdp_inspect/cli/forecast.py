@@ -1,4 +1,4 @@
-"""`fsdp-inspect forecast`: how much memory will a step need on N ranks, with no GPU at hand?"""
+"""`fsdp-inspect forecast`: compute the peak memory of a step on N ranks, without a GPU."""
 
 import tempfile
 from collections.abc import Iterator, Mapping

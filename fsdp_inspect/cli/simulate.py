@@ -184,7 +184,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
     """
-    from fsdp_inspect.predictions.creation import Origin, make_prediction
+    from fsdp_inspect.predictions.creation import PredictionOrigin, make_prediction
     from fsdp_inspect.predictions.files import write_prediction as store_prediction
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.trace.plan import Plan
@@ -218,7 +218,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
     if write_plan is not None:
         result.plan.dump(write_plan)
     if write_prediction is not None:
-        origin = Origin(
+        origin = PredictionOrigin(
             made_by="simulate", bus_bytes_per_s=network[0], latency_ns=network[1], node=node
         )
         store_prediction(make_prediction(opened.source, result, origin), write_prediction)

@@ -135,7 +135,7 @@ class Tuner:
         """Play plans on the baseline, and write the best down with what is predicted of them."""
         from fsdp_inspect.advice.request import AdviceRequest
         from fsdp_inspect.advice.run_advice import find_plans_to_run
-        from fsdp_inspect.predictions.creation import Origin, make_prediction
+        from fsdp_inspect.predictions.creation import PredictionOrigin, make_prediction
         from fsdp_inspect.simulation.simulate import simulate_plan
 
         run = self._baselines()[0]
@@ -146,7 +146,7 @@ class Tuner:
             chosen = find_plans_to_run(run, wishes, self._session.budget, on_play=on_play)
         predictions = []
         for number, proposal in enumerate(chosen.proposals, 1):
-            origin = Origin(
+            origin = PredictionOrigin(
                 made_by="tune",
                 what=proposal.what,
                 assumptions=proposal.assumptions,

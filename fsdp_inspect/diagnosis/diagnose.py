@@ -31,7 +31,7 @@ from fsdp_inspect.reduction.collective_order import (
     Difference,
     Issued,
     OrderDifference,
-    find_differences,
+    find_order_differences,
     phase_of,
     read_entry,
 )
@@ -251,7 +251,7 @@ class _Case:
 
     def _differs(self) -> Diagnosis | None:
         """Whether ranks issued different collectives."""
-        found = find_differences(self._boxes)
+        found = find_order_differences(self._boxes)
         if not found:
             return None
         first = found[0]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from fsdp_inspect.forecast.uniform_values import UniformValues
+
 _ASKING = torch.ops.aten._local_scalar_dense.default
 _GROUPED = torch.ops.aten._grouped_mm.default
 _NEW_EMPTY = torch.ops.aten.new_empty.default
@@ -26,6 +28,7 @@ class ValuelessTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.values = UniformValues()
         self.num_asked = 0
         """The number of reads of a value that is unknown."""
         self.first_asked = ""
@@ -36,8 +39,12 @@ class ValuelessTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is _GROUPED and args[0].dtype is not torch.bfloat16:
             shape = _grouped_shape(*args[:3], **(kwargs or {}))
             return super().dispatch(_NEW_EMPTY, types, (args[0], shape), {})
+        if func is _ASKING and (known := self.values.find(args[0])) is not None:
+            return known
         try:
-            return super().dispatch(func, types, args, kwargs)
+            result = super().dispatch(func, types, args, kwargs)
+            self.values.follow(func, args, result)
+            return result
         except DataDependentOutputException:
             if func is not _ASKING:
                 raise

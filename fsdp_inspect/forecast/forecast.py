@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from fsdp_inspect.forecast.fake_rank import fake_rank
 from fsdp_inspect.forecast.fake_values import ValuelessTensors, describe_user_line
 from fsdp_inspect.forecast.target import Builder, ForecastTarget, build_target, default_settings
 from fsdp_inspect.forecast.tracked_step import TRACKED_STEP, TrackedStep, track_step
+from fsdp_inspect.forecast.transformers_masks import mask_as_in_training
 from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import create_run
@@ -78,14 +80,17 @@ def forecast_memory(
     """
     given, path = dict(settings or {}), Path(path)
     _check_free(path)
+    notes: list[str] = []
     with fake_rank(world_size, gpus_per_node=gpus_per_node, device_type=device_type) as tensors:
-        target, tracked = _follow(builder, given, has_host=device_type != "cpu")
+        target, tracked = _follow(
+            builder, given, tensors, has_host=device_type != "cpu", notes=notes
+        )
     config = {**default_settings(builder), **given, **target.config}
     name = target.name or tracked.model.class_name
     manifest = _describe(
         path, tracked, name, config, world_size=world_size, device_type=device_type
     )
-    manifest.notes.extend(_say_what_was_asked(tensors))
+    manifest.notes.extend([*notes, *_say_what_was_asked(tensors)])
     _write(path, manifest, tracked)
     return path
 
@@ -99,11 +104,18 @@ def _check_free(path: Path) -> None:
 
 
 def _follow(
-    builder: Builder, settings: Mapping[str, Any], *, has_host: bool
+    builder: Builder,
+    settings: Mapping[str, Any],
+    tensors: ValuelessTensors,
+    *,
+    has_host: bool,
+    notes: list[str],
 ) -> tuple[ForecastTarget, TrackedStep]:
     try:
         target = build_target(builder, settings)
-        return target, track_step(target, has_host=has_host)
+        with ExitStack() as undo:
+            mask_as_in_training(undo, tensors, notes)  # the builder has loaded Transformers
+            return target, track_step(target, has_host=has_host)
     except FsdpInspectError:
         raise
     except Exception as error:

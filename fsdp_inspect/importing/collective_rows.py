@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.importing.communications import Communications
 from fsdp_inspect.importing.event_rows import make_rows
-from fsdp_inspect.importing.fsdp_ranges import Activity
+from fsdp_inspect.importing.fsdp_ranges import RangeKind
 from fsdp_inspect.importing.host_ranges import NOWHERE
 from fsdp_inspect.importing.implied_units import ImpliedUnits
 from fsdp_inspect.importing.names import RunNames
@@ -18,7 +18,7 @@ from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 Int64Array = NDArray[np.int64]
 
-_OWNING = (Activity.ALL_GATHER, Activity.REDUCE)
+_OWNING = (RangeKind.ALL_GATHER, RangeKind.REDUCE)
 _STREAMS = {
     EventKind.ALL_GATHER: Stream.ALL_GATHER,
     EventKind.REDUCE_SCATTER: Stream.REDUCE_SCATTER,
@@ -46,10 +46,10 @@ def find_owners(comms: Communications, ranges: UnitRanges) -> Owners:
     thread, issue_ns = comms.thread, comms.issue_ns
     unit = ranges.unit_of(ranges.around(thread, issue_ns, *_OWNING))
     is_gather = (comms.kind == EventKind.ALL_GATHER) & (unit != NO_UNIT)
-    prefetch = ranges.around(thread, issue_ns, Activity.PREFETCH)
+    prefetch = ranges.around(thread, issue_ns, RangeKind.PREFETCH)
     is_prefetched = is_gather & (prefetch != NOWHERE)
     before = ranges.unit_of(
-        ranges.before(thread, issue_ns, Activity.PRE_FORWARD, Activity.PRE_BACKWARD)
+        ranges.before(thread, issue_ns, RangeKind.PRE_FORWARD, RangeKind.PRE_BACKWARD)
     )
     issuer = np.where(is_prefetched & (before != NO_UNIT), before, unit)
     return Owners(unit, issuer, is_prefetched, False)

@@ -19,7 +19,7 @@ from fsdp_inspect.importing.communications import (
     with_peer_copies,
 )
 from fsdp_inspect.importing.event_rows import make_rows
-from fsdp_inspect.importing.fsdp_ranges import Activity
+from fsdp_inspect.importing.fsdp_ranges import RangeKind
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
 from fsdp_inspect.importing.host_rows import data_rows, operators_named, place_in_steps
 from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
@@ -154,13 +154,17 @@ class DeviceRows:
             np.concatenate([work.compute_issues.time_ns, work.copy_issues.time_ns]),
         )
         kind = np.full(len(events), NOWHERE, dtype=np.int64)
-        inside = self.ranges.around(issues.thread, issues.time_ns, Activity.COPY_OUT)
+        inside = self.ranges.around(issues.thread, issues.time_ns, RangeKind.COPY_OUT)
         kind[inside != NOWHERE] = EventKind.ALL_GATHER_COPY_OUT
         for name, code in _COPY_OPERATORS.items():
             operators = operators_named(self.trace, name)
             kind[operators.covers(issues.thread, issues.time_ns)] = code
         around = self.ranges.around(
-            issues.thread, issues.time_ns, Activity.COPY_OUT, Activity.ALL_GATHER, Activity.REDUCE
+            issues.thread,
+            issues.time_ns,
+            RangeKind.COPY_OUT,
+            RangeKind.ALL_GATHER,
+            RangeKind.REDUCE,
         )
         rows = []
         for code in np.unique(kind[kind != NOWHERE]).tolist():
@@ -255,7 +259,7 @@ class DeviceRows:
         before them on their stream has ended and the host has issued the wait.
         """
         need = np.full(len(self.work.comms), MISSING_INT, dtype=np.int64)
-        copy_outs = self.ranges.which(Activity.COPY_OUT)
+        copy_outs = self.ranges.which(RangeKind.COPY_OUT)
         if len(copy_outs) == 0:
             return need
         work = self.work

@@ -22,7 +22,7 @@ _LABEL = re.compile(
 )
 
 
-class Activity(Enum):
+class RangeKind(Enum):
     """The activity of a range; it belongs to a unit unless stated otherwise."""
 
     PRE_FORWARD = "pre_forward"
@@ -43,32 +43,32 @@ class Activity(Enum):
 
 
 _ACTIVITIES = {
-    "pre_forward": Activity.PRE_FORWARD,
-    "post_forward": Activity.POST_FORWARD,
-    "pre_backward": Activity.PRE_BACKWARD,
-    "post_backward_accumulate": Activity.POST_BACKWARD,
-    "post_backward_reshard": Activity.POST_BACKWARD,
-    "post_backward_rs_wait": Activity.OTHER,
-    "all_gather": Activity.ALL_GATHER,
-    "all_gather_copy_out": Activity.COPY_OUT,
-    "post_backward_reduce": Activity.REDUCE,
-    "forward_prefetch": Activity.PREFETCH,
-    "backward_prefetch": Activity.PREFETCH,
-    "root_pre_forward": Activity.ROOT_FORWARD,
-    "root_post_backward_callback": Activity.ROOT_BACKWARD,
+    "pre_forward": RangeKind.PRE_FORWARD,
+    "post_forward": RangeKind.POST_FORWARD,
+    "pre_backward": RangeKind.PRE_BACKWARD,
+    "post_backward_accumulate": RangeKind.POST_BACKWARD,
+    "post_backward_reshard": RangeKind.POST_BACKWARD,
+    "post_backward_rs_wait": RangeKind.OTHER,
+    "all_gather": RangeKind.ALL_GATHER,
+    "all_gather_copy_out": RangeKind.COPY_OUT,
+    "post_backward_reduce": RangeKind.REDUCE,
+    "forward_prefetch": RangeKind.PREFETCH,
+    "backward_prefetch": RangeKind.PREFETCH,
+    "root_pre_forward": RangeKind.ROOT_FORWARD,
+    "root_post_backward_callback": RangeKind.ROOT_BACKWARD,
 }
-_OF_NO_UNIT = frozenset({Activity.ROOT_FORWARD, Activity.ROOT_BACKWARD, Activity.OTHER})
+_OF_NO_UNIT = frozenset({RangeKind.ROOT_FORWARD, RangeKind.ROOT_BACKWARD, RangeKind.OTHER})
 
 _FSDP1_ACTIVITIES = {
-    "_pre_forward": Activity.PRE_FORWARD,
-    "_post_forward": Activity.POST_FORWARD,
-    "_pre_backward_hook": Activity.PRE_BACKWARD,
-    "_post_backward_hook": Activity.REDUCE,
-    "_pre_forward_prefetch": Activity.PREFETCH,
-    "_pre_backward_prefetch": Activity.PREFETCH,
-    "_post_backward_prefetch": Activity.PREFETCH,
-    "_root_pre_forward": Activity.ROOT_FORWARD,
-    "_post_backward_final_callback": Activity.ROOT_BACKWARD,
+    "_pre_forward": RangeKind.PRE_FORWARD,
+    "_post_forward": RangeKind.POST_FORWARD,
+    "_pre_backward_hook": RangeKind.PRE_BACKWARD,
+    "_post_backward_hook": RangeKind.REDUCE,
+    "_pre_forward_prefetch": RangeKind.PREFETCH,
+    "_pre_backward_prefetch": RangeKind.PREFETCH,
+    "_post_backward_prefetch": RangeKind.PREFETCH,
+    "_root_pre_forward": RangeKind.ROOT_FORWARD,
+    "_post_backward_final_callback": RangeKind.ROOT_BACKWARD,
 }
 
 
@@ -76,7 +76,7 @@ _FSDP1_ACTIVITIES = {
 class Label:
     """The parsed name of a range."""
 
-    activity: Activity
+    activity: RangeKind
     unit: str | None
     """The unit's fqn, empty for the root, with ` [pg=size]` if several groups share it. None for
     ranges that belong to no unit, and for FSDP1, whose ranges name no unit."""
@@ -98,7 +98,7 @@ def parse_label(name: str) -> Label | None:
     if found is None:
         return None
     what = found["what"]
-    activity = _ACTIVITIES.get(what, Activity.OTHER)
+    activity = _ACTIVITIES.get(what, RangeKind.OTHER)
     unit = None
     if activity not in _OF_NO_UNIT:
         group = f" [pg={found['group']}]" if found["group"] else ""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.importing.collective_rows import Owners, TraceWaits, make_collective_rows
 from fsdp_inspect.importing.communications import Communications, gloo_threads
 from fsdp_inspect.importing.event_rows import make_rows
-from fsdp_inspect.importing.fsdp_ranges import Activity
+from fsdp_inspect.importing.fsdp_ranges import RangeKind
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
 from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
 from fsdp_inspect.importing.names import RunNames
@@ -150,9 +150,9 @@ class HostRows:
         around = self.ranges.around(
             ranges.thread,
             ranges.start_ns,
-            Activity.ALL_GATHER,
-            Activity.COPY_OUT,
-            Activity.REDUCE,
+            RangeKind.ALL_GATHER,
+            RangeKind.COPY_OUT,
+            RangeKind.REDUCE,
         )
         unit = self._in_run(self.ranges.unit_of(around))
         rows = make_rows(
@@ -195,7 +195,7 @@ class HostRows:
         all ranges, it is synchronous if the thread ran no other operator before its end.
         """
         comms, ranges = self.comms, self.ranges
-        around = ranges.around(comms.thread, comms.issue_ns, Activity.ALL_GATHER, Activity.REDUCE)
+        around = ranges.around(comms.thread, comms.issue_ns, RangeKind.ALL_GATHER, RangeKind.REDUCE)
         range_end = np.append(ranges.ranges.end_ns, -1)[around]
         blocks_in_range = (around != NOWHERE) & (range_end >= comms.end_ns)
         is_reduction = comms.kind == EventKind.REDUCE_SCATTER
@@ -214,7 +214,7 @@ class HostRows:
     def _copy_out_starts(self, owners: Owners) -> Int64Array:
         """The next copy-out of the all-gather's unit, which starts with the wait; -1: none."""
         starts = np.full(len(self.comms), MISSING_INT, dtype=np.int64)
-        outs = self.ranges.which(Activity.COPY_OUT)
+        outs = self.ranges.which(RangeKind.COPY_OUT)
         gathers = (self.comms.kind == EventKind.ALL_GATHER) & (owners.unit != NO_UNIT)
         for unit in np.unique(owners.unit[gathers]).tolist():
             mine = np.flatnonzero(gathers & (owners.unit == unit))

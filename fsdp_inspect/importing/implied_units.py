@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.importing.communications import Communications
-from fsdp_inspect.importing.fsdp_ranges import Activity
+from fsdp_inspect.importing.fsdp_ranges import RangeKind
 from fsdp_inspect.importing.host_ranges import NOWHERE
 from fsdp_inspect.importing.messages import GroupKey
 from fsdp_inspect.importing.unit_ranges import UnitRanges
@@ -178,8 +178,8 @@ class _Passes:
 
 
 def _forward_passes(ranges: UnitRanges) -> _Passes:
-    roots = ranges.which(Activity.ROOT_FORWARD)
-    backs = ranges.which(Activity.PRE_BACKWARD)
+    roots = ranges.which(RangeKind.ROOT_FORWARD)
+    backs = ranges.which(RangeKind.PRE_BACKWARD)
     starts = np.sort(ranges.ranges.start_ns[roots])
     inner = np.sort(ranges.ranges.start_ns[backs])
     if len(starts) == 0:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.importing.fsdp_ranges import Activity
+from fsdp_inspect.importing.fsdp_ranges import RangeKind
 from fsdp_inspect.importing.host_ranges import HostRanges
 from fsdp_inspect.importing.kineto_events import Category, KinetoTrace
 from fsdp_inspect.importing.unit_ranges import UnitRanges
@@ -42,7 +42,9 @@ class PhaseRanges:
     @classmethod
     def of(cls, trace: KinetoTrace, units: UnitRanges) -> "PhaseRanges":
         """Find the ranges of a trace, given the ranges of its FSDP units."""
-        forwards = units.which(Activity.PRE_FORWARD, Activity.ROOT_FORWARD, Activity.POST_FORWARD)
+        forwards = units.which(
+            RangeKind.PRE_FORWARD, RangeKind.ROOT_FORWARD, RangeKind.POST_FORWARD
+        )
         says_backward = np.flatnonzero(units.is_backward)
         return cls(
             forward=_join(

@@ -17,7 +17,7 @@ from pathlib import Path
 from fsdp_inspect.errors import CorruptFileError, NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.importing.snapshot_contents import SnapshotContents, parse_snapshot
-from fsdp_inspect.importing.snapshot_failure import describe_failure
+from fsdp_inspect.importing.snapshot_failure import read_failed_request
 from fsdp_inspect.importing.snapshot_pickle import (
     MAX_MEMORY_BYTES,
     read_plain_pickle,
@@ -350,7 +350,7 @@ def _write(
             writer = RankWriter(out, record.model_copy(update={"attempt": attempt}))
             writer.memory.extend(rows)
             writer.close(RunStatus.IMPORTED)
-            failure = describe_failure(rank, index)
+            failure = read_failed_request(rank, index)
             if failure is not None:
                 identity = {"run_id": manifest.run_id, "rank": number, "attempt": attempt}
                 failure = failure.model_copy(update=identity)

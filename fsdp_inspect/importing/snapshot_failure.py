@@ -20,7 +20,9 @@ from fsdp_inspect.trace.out_of_memory import MEMORY_SNAPSHOT, OutOfMemoryRecord
 _FREES = (Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 
 
-def describe_failure(snapshot: RankSnapshot, unit_index: Sequence[int]) -> OutOfMemoryRecord | None:
+def read_failed_request(
+    snapshot: RankSnapshot, unit_index: Sequence[int]
+) -> OutOfMemoryRecord | None:
     """The report of the last failed allocation; None without one in the trace.
 
     Args:

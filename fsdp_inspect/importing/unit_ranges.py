@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.importing.fsdp_ranges import Activity, Label, parse_labels
+from fsdp_inspect.importing.fsdp_ranges import Label, RangeKind, parse_labels
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
 from fsdp_inspect.importing.kineto_events import Category, KinetoTrace
 from fsdp_inspect.trace.codes import NO_UNIT
 
 Int64Array = NDArray[np.int64]
 
-_CODES = {activity: code for code, activity in enumerate(Activity)}
+_CODES = {activity: code for code, activity in enumerate(RangeKind)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class UnitRanges:
     def __len__(self) -> int:
         return len(self.ranges)
 
-    def which(self, *activities: Activity) -> Int64Array:
+    def which(self, *activities: RangeKind) -> Int64Array:
         """Indices of the ranges with one of these activities."""
         return np.flatnonzero(np.isin(self.activity, [_CODES[one] for one in activities]))
 
     def around(
-        self, thread: NDArray[np.int32], time_ns: Int64Array, *activities: Activity
+        self, thread: NDArray[np.int32], time_ns: Int64Array, *activities: RangeKind
     ) -> Int64Array:
         """The innermost range with one of these activities around each moment; -1: none."""
         chosen = self.which(*activities)
@@ -67,7 +67,7 @@ class UnitRanges:
         return _through(chosen, found)
 
     def before(
-        self, thread: NDArray[np.int32], time_ns: Int64Array, *activities: Activity
+        self, thread: NDArray[np.int32], time_ns: Int64Array, *activities: RangeKind
     ) -> Int64Array:
         """The last range with one of these activities, started before each moment; -1: none."""
         chosen = self.which(*activities)
@@ -81,18 +81,18 @@ class UnitRanges:
 
     def num_passes(self, time_ns: Int64Array) -> Int64Array:
         """Number of forwards of the whole model that have started at each moment."""
-        roots = self.ranges.start_ns[self.which(Activity.ROOT_FORWARD)]
+        roots = self.ranges.start_ns[self.which(RangeKind.ROOT_FORWARD)]
         return np.searchsorted(np.sort(roots), time_ns, side="right").astype(np.int64)
 
     def forwards(self) -> "UnitSpans":
         """The forward of each unit, from its parameters being ready to its output."""
-        return self._spans(self.which(Activity.PRE_FORWARD), self.which(Activity.POST_FORWARD))
+        return self._spans(self.which(RangeKind.PRE_FORWARD), self.which(RangeKind.POST_FORWARD))
 
     def backwards(self) -> "UnitSpans":
         """The backward of each unit, from its parameters being ready to its complete gradients."""
         return self._spans(
-            self.which(Activity.PRE_BACKWARD),
-            self.which(Activity.POST_BACKWARD, Activity.REDUCE),
+            self.which(RangeKind.PRE_BACKWARD),
+            self.which(RangeKind.POST_BACKWARD, RangeKind.REDUCE),
         )
 
     def _spans(self, opening: Int64Array, closing: Int64Array) -> "UnitSpans":
@@ -140,7 +140,7 @@ def _through(chosen: Int64Array, found: Int64Array) -> Int64Array:
 
 def _units_in_order(labels: Collection[Label]) -> tuple[str, ...]:
     """Units by their first forward; units without a forward come last."""
-    forwards = [one.unit for one in labels if one.activity is Activity.PRE_FORWARD]
+    forwards = [one.unit for one in labels if one.activity is RangeKind.PRE_FORWARD]
     others = [one.unit for one in labels]
     return tuple(dict.fromkeys(unit for unit in (*forwards, *others) if unit is not None))
 

@@ -22,7 +22,7 @@ from fsdp_inspect.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class PredictionOrigin:
     """The origin of a prediction."""
 
     made_by: str
@@ -53,7 +53,7 @@ def predict_advised(
     """
     taken = advised.suggestions[:take]
     target: Proposal | Suggestion = advised.fastest if take is None else taken[-1]
-    origin = Origin(
+    origin = PredictionOrigin(
         made_by="advise",
         what=target.what if take is None else ", ".join(each.what for each in taken),
         rules=[rule for each in taken for rule in each.rules],
@@ -75,7 +75,7 @@ def predict_advised(
     return make_prediction(run, simulation, origin)
 
 
-def make_prediction(run: RunSource, simulation: Simulation, origin: Origin) -> Prediction:
+def make_prediction(run: RunSource, simulation: Simulation, origin: PredictionOrigin) -> Prediction:
     """Make the record of a simulation that is verified later.
 
     Args:

@@ -62,7 +62,7 @@ class _Changed:
         return self.meant, self.lost, self.squared_changes
 
 
-class Numerics:
+class StepObserver:
     """The observations of the numerics step that runs; one object per step.
 
     An error ends the observations, never the training: see `problem`.

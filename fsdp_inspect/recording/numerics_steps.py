@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_inspect.recording.numerics import Numerics
+from fsdp_inspect.recording.numerics import StepObserver
 from fsdp_inspect.store.schema import NUMERICS_FILE
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class NumericsSteps:
         session = self._session
         is_chosen = self._every > 0 and session.step % self._every == 0
         if is_chosen and session.tracker is None and session.numerics is None:
-            session.numerics = Numerics(session.step, self._handles)
+            session.numerics = StepObserver(session.step, self._handles)
 
     def end(self) -> None:
         """Write the line of the step, if it was a numerics step."""

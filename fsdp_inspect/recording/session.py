@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.emulation.network import Transfer
     from fsdp_inspect.emulation.process import Emulation
     from fsdp_inspect.recording.black_box import BlackBoxWriter
-    from fsdp_inspect.recording.numerics import Numerics
+    from fsdp_inspect.recording.numerics import StepObserver
     from fsdp_inspect.recording.storage_tracker import StorageTracker
 
 logger = logging.getLogger("fsdp_inspect")
@@ -65,7 +65,7 @@ class Session:
     _next_collective = 0
     samples_boundaries = False
     """Whether this step reads the allocator's counters at unit boundaries."""
-    numerics: Numerics | None = None
+    numerics: StepObserver | None = None
     """Looks at the values of this step; None: it is no numerics step."""
     watches_memory = False
     """Whether this step records any memory data at unit boundaries."""

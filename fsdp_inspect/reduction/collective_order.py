@@ -93,7 +93,7 @@ class OrderDifference:
         return next((each for ranks, each in self.issued if {*first} & {*ranks}), None)
 
 
-def find_differences(boxes: Mapping[int, BlackBox]) -> list[OrderDifference]:
+def find_order_differences(boxes: Mapping[int, BlackBox]) -> list[OrderDifference]:
     """The first difference of every communicator that has one, the oldest by step first.
 
     Args:

@@ -267,7 +267,9 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
         yield from section("Apply the plan", _indented(_applied(plan)))
         yield from section("Verify the plan", _indented(plan.verify))
     yield ""
-    yield from (dim(line) for line in (*_assumptions(plan), describe_plans(plan), _RULES_COMMAND))
+    yield from (
+        dim(line) for line in (*_assumptions(plan), describe_searched_plans(plan), _RULES_COMMAND)
+    )
 
 
 def _applied(plan: PlanAdvice) -> list[str]:
@@ -388,7 +390,7 @@ def _assumptions(plan: PlanAdvice) -> Iterator[str]:
     yield from (f"Assumed: {line}" for line in plan.fastest.assumptions)
 
 
-def describe_plans(plan: PlanAdvice) -> str:
+def describe_searched_plans(plan: PlanAdvice) -> str:
     """The number of simulated plans, their source, and the error of the self-check."""
     network = "the requested network" if plan.is_other_network else "the recorded network"
     return (

@@ -40,8 +40,8 @@ from fsdp_inspect.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.report.diagnosis_pictures import pictures_to_dict, render_pictures
 from fsdp_inspect.report.drift import MOST_CHANGES, describe_change
 from fsdp_inspect.report.out_of_memory import (
+    describe_fitting_plans,
     describe_memory_at_failure,
-    describe_plans,
     list_next_steps,
     out_of_memory_to_dict,
 )
@@ -88,7 +88,7 @@ def render_diagnosis(found: Diagnosis, *, brief: bool = False, run: str = "RUN")
     if not brief and found.out_of_memory is None:
         parts.append(render_pictures(found))
     if not brief and found.out_of_memory is not None and found.plans is not None:
-        fitting = describe_plans(found.out_of_memory, found.plans)
+        fitting = describe_fitting_plans(found.out_of_memory, found.plans)
         parts += ["", Text("Plans that fit", style="bold"), *map(_bullet, fitting)]
     if text.next:
         parts += ["", Text("Next", style="bold"), *map(_bullet, text.next)]

@@ -142,17 +142,17 @@ def _fragmentation(found: OutOfMemory) -> str:
 # --- plans
 
 
-def describe_plans(found: OutOfMemory, searched: PlanSearch) -> Iterator[str]:
+def describe_fitting_plans(found: OutOfMemory, searched: PlanSearch) -> Iterator[str]:
     """The plans that would have fitted, one sentence each; or why none is proposed."""
     if searched.reason is not None:
         yield f"{_no_plans(found, searched)}{_what_frees(found)}"
         return
     for at, each in enumerate(searched.plans, 1):
-        yield f"Plan {at}: {describe_plan(each)}"
+        yield f"Plan {at}: {describe_fitting_plan(each)}"
     yield from _assumptions(found, searched)
 
 
-def describe_plan(each: RunnablePlan) -> str:
+def describe_fitting_plan(each: RunnablePlan) -> str:
     """A plan with its predicted step time and peak, and the line that runs it."""
     proposal = each.proposal
     peak = format_bytes(proposal.peak_bytes)
@@ -330,7 +330,7 @@ def to_plain_row(row: Filling | Growth) -> dict[str, Any]:
 def _plans_to_dict(found: OutOfMemory, searched: PlanSearch) -> dict[str, Any]:
     return {
         "reason": None if searched.reason is None else searched.reason.value,
-        "text": list(describe_plans(found, searched)),
+        "text": list(describe_fitting_plans(found, searched)),
         "limit_bytes": searched.limit_bytes,
         "num_plans": searched.num_plans,
         "recorded_peak_bytes": searched.recorded_peak_bytes,

@@ -18,7 +18,7 @@ _NO_NETWORK = "fake"
 """The backend of torch that an emulated run uses; its collectives transfer no data."""
 
 
-def describe_plan(manifest: RunManifest) -> str:
+def describe_sharding(manifest: RunManifest) -> str:
     """Describe the sharding in short: `10 units, reshard after forward, bfloat16`."""
     units = manifest.units
     facts = [f"{len(units)} {'unit' if len(units) == 1 else 'units'}", _describe_reshard(manifest)]

@@ -22,7 +22,7 @@ class VirtualStream:
         self.free_ns = 0
 
 
-class Communicator:
+class CollectiveQueue:
     """Runs the collectives of one process group, one after the other."""
 
     __slots__ = ("free_ns",)
@@ -64,7 +64,7 @@ class Machine(ABC):
     def transfer(
         self,
         stream: VirtualStream,
-        communicator: Communicator,
+        communicator: CollectiveQueue,
         duration_ns: int,
         *,
         is_async: bool = False,

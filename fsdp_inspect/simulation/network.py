@@ -46,7 +46,7 @@ class Pace(Enum):
     SLOW = "slow"
 
 
-class Bounds(NamedTuple):
+class LineBounds(NamedTuple):
     """The extremes of a line whose latency is unknown. See [Note: unknown latency].
 
     If the user has set the latency, the extremes differ in bandwidth only.
@@ -65,7 +65,7 @@ class CostLine:
     """Infinite if the bytes take no time."""
     fit: LinkFit | None = None
     """The fit of the run's own collectives; None: values of the user or of an emulated network."""
-    bounds: Bounds | None = None
+    bounds: LineBounds | None = None
     """The extremes of an uncertain latency; None: fitted or given."""
     source: str = ""
     """Where the latency comes from in words; empty: the run's own collectives, or the user."""
@@ -126,7 +126,7 @@ class CostLine:
             self,
             latency_ns=line.latency_ns,
             bus_bytes_per_s=line.bus_bytes_per_s,
-            bounds=Bounds(least, most),
+            bounds=LineBounds(least, most),
         )
 
 
@@ -267,7 +267,7 @@ def unknown_latencies(network: Network) -> list[str]:
     ]
 
 
-def _assume_latency(name: str, line: CostLine, bounds: Bounds) -> str:
+def _assume_latency(name: str, line: CostLine, bounds: LineBounds) -> str:
     least, most = (format_ns(each.latency_ns) for each in bounds)
     between = f"between {least} and {most}"
     why = line.fit.refusal if line.fit is not None else ""
@@ -400,7 +400,7 @@ class _Sample:
         elif self.fit.is_constant:
             typical = most = self.mean_ns
             least = self.mean_ns * (1 - self.fit.residual_ratio)
-        bounds = Bounds(self._through_mean(least), self._through_mean(most))
+        bounds = LineBounds(self._through_mean(least), self._through_mean(most))
         return replace(
             self._through_mean(typical),
             fit=self.fit,

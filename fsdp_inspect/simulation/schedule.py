@@ -20,7 +20,7 @@ version with another schedule is noticed. The rules:
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from fsdp_inspect.simulation.machine import Communicator, Machine, VirtualStream
+from fsdp_inspect.simulation.machine import CollectiveQueue, Machine, VirtualStream
 from fsdp_inspect.simulation.memory import MemoryLedger, MemoryWork
 from fsdp_inspect.simulation.workload import Op, Pass, Workload
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
@@ -147,10 +147,12 @@ class Schedule:
         ]
         self._machine = machine
         self._units = [_UnitState() for _ in workload.units]
-        self._gather_link = Communicator()
-        self._reduce_link = Communicator() if workload.separate_reduce_group else self._gather_link
-        self._replica_link = Communicator()
-        self._smaller_links = [Communicator() for _ in workload.units]
+        self._gather_link = CollectiveQueue()
+        self._reduce_link = (
+            CollectiveQueue() if workload.separate_reduce_group else self._gather_link
+        )
+        self._replica_link = CollectiveQueue()
+        self._smaller_links = [CollectiveQueue() for _ in workload.units]
         roots: dict[int, _Context] = {}
         self._contexts = [roots.setdefault(each.root, _Context()) for each in workload.policies]
         self._outstanding: list[_Reduction] = []
@@ -365,7 +367,7 @@ class Schedule:
     def _transfer(
         self,
         stream: VirtualStream,
-        link: Communicator,
+        link: CollectiveQueue,
         duration_ns: int,
         *,
         is_async: bool = False,
@@ -385,7 +387,7 @@ class Schedule:
             return machine.compute, machine.compute
         return machine.copy_in, machine.gather
 
-    def _link_of(self, unit: int) -> Communicator:
+    def _link_of(self, unit: int) -> CollectiveQueue:
         """The communicator of the unit's all-gather."""
         return self._smaller_links[unit] if self._units[unit].has_share else self._gather_link
 

@@ -199,7 +199,7 @@ def _read_created(path: Path) -> int:
     return 0
 
 
-def find_differences(there: RunManifest, new: RunManifest) -> list[str]:
+def describe_job_differences(there: RunManifest, new: RunManifest) -> list[str]:
     """Describe the differences of two manifests of one job; empty if they can share tables."""
     one, two = _identity(there), _identity(new)
     return [
@@ -208,7 +208,7 @@ def find_differences(there: RunManifest, new: RunManifest) -> list[str]:
 
 
 def _check_same_run(path: Path, manifest: RunManifest) -> None:
-    differences = find_differences(read_manifest(path), manifest)
+    differences = describe_job_differences(read_manifest(path), manifest)
     if differences:
         raise StoreError(
             f"{str(path)!r} contains another run: {'; '.join(differences)}. Expected a restart of "

@@ -20,7 +20,7 @@ from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.store.compaction import SkippedRank, compact_run
 from fsdp_inspect.store.folder import (
-    find_differences,
+    describe_job_differences,
     has_running_ranks,
     list_rank_places,
     list_runs,
@@ -203,7 +203,7 @@ def _check_one_run(parts: Sequence[_Part]) -> RunManifest | None:
     assert first is not None
     for part in described[1:]:
         assert part.manifest is not None
-        differences = find_differences(first, part.manifest)
+        differences = describe_job_differences(first, part.manifest)
         if part.manifest.run_id != first.run_id:
             differences.insert(0, f"run is {first.run_id!r} there and {part.manifest.run_id!r} now")
         if differences:

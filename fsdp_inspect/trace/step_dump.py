@@ -165,7 +165,7 @@ def read_dumps(folder: Path) -> list[StepDump]:
     return sorted((_read_index(path) for path in paths), key=lambda dump: dump.rank)
 
 
-def rank_folder(folder: Path, rank: int) -> Path:
+def rank_dump_folder(folder: Path, rank: int) -> Path:
     """The folder of a rank's dump."""
     return folder / f"rank-{rank:05d}"
 

@@ -57,7 +57,7 @@ def test_a_chart_label_shows_markup_as_text():
 
 
 def test_a_plan_is_put_into_a_few_words():
-    assert wording.describe_plan(make_manifest()) == "10 units, reshard after forward, bfloat16"
+    assert wording.describe_sharding(make_manifest()) == "10 units, reshard after forward, bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_plan_says_what_happens_after_forward(reshard, expected):
         unit if unit.is_root else unit.model_copy(update={"reshard_after_forward": reshard})
         for unit in manifest.units
     ]
-    assert expected in wording.describe_plan(manifest.model_copy(update={"units": units}))
+    assert expected in wording.describe_sharding(manifest.model_copy(update={"units": units}))
 
 
 def test_numbers_obtained_alike_are_said_to_be_in_one_word():

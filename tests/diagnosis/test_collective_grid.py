@@ -7,7 +7,7 @@ from fsdp_inspect.diagnosis.collective_grid import (
     lay_out_collectives,
 )
 from fsdp_inspect.diagnosis.waits import find_waits
-from fsdp_inspect.reduction.collective_order import find_differences
+from fsdp_inspect.reduction.collective_order import find_order_differences
 from fsdp_inspect.trace.black_box import BlackBox
 from tests.boxes import Call, make_box
 
@@ -20,7 +20,7 @@ def grid_of(*calls: list[Call]) -> CollectiveGrid:
 
 
 def grid_of_boxes(boxes: dict[int, BlackBox]) -> CollectiveGrid:
-    differences = find_differences(boxes)
+    differences = find_order_differences(boxes)
     waits = find_waits(boxes)
     grid = lay_out_collectives(
         boxes, differences[0] if differences else None, waits[0] if waits else None, waits

@@ -9,8 +9,8 @@ from fsdp_inspect.diagnosis.fitting_plans import NoPlans, PlanSearch, search_pla
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory, read_out_of_memory
 from fsdp_inspect.report.diagnosis import diagnosis_to_dict
 from fsdp_inspect.report.out_of_memory import (
+    describe_fitting_plans,
     describe_memory_at_failure,
-    describe_plans,
     name_plan_file,
 )
 from fsdp_inspect.trace.live_memory import MOST_ROWS, OTHER, LiveBytes, LiveMoment, keep_largest
@@ -195,14 +195,14 @@ def test_no_plan_is_proposed_without_the_data_for_it(
     assert found is not None
     searched = search_plans(run, found, name_file=str)
     assert (searched.plans, searched.reason) == ((), reason)
-    [text] = describe_plans(found, searched)
+    [text] = describe_fitting_plans(found, searched)
     assert text.startswith("Cannot tell which plan fits, because ")
 
 
 @pytest.mark.parametrize("reason", [*NoPlans])
 def test_every_reason_has_its_sentence_and_what_could_be_freed(reason: NoPlans) -> None:
     searched = PlanSearch(1, (), reason, "A sentence.", 3, MIB, MIB)
-    [text] = describe_plans(read(report()), searched)
+    [text] = describe_fitting_plans(read(report()), searched)
     assert text.startswith(("Cannot tell which plan fits", "None of 3 simulated plans fits"))
     assert text.endswith(
         " Measured at the failure: full parameters of units that do not run now take 16.0 MiB "

@@ -129,6 +129,38 @@ def experts_in_float32() -> ForecastTarget:
     return target(shard(model))
 
 
+def transformers_model(model_type: str, **sizes: int) -> ForecastTarget:
+    """A model whose attention masks hide nothing: Transformers leaves them out."""
+    from transformers import AutoConfig, AutoModel
+
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, vocab_size=32, **sizes))
+
+    def step(model: nn.Module, optimizer: Any, tokens: torch.Tensor) -> None:
+        model(tokens).last_hidden_state.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for blocks in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
+        for block in blocks:
+            fully_shard(block)
+    return target(fully_shard(model), step)
+
+
+def causal_mask() -> ForecastTarget:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    return transformers_model("llama", hidden_size=16, intermediate_size=32, **heads)
+
+
+def padding_mask() -> ForecastTarget:
+    """A model that makes a padding mask of ones by itself."""
+    sizes = {
+        f"{part}_{name}": size
+        for part in ("encoder", "decoder")
+        for name, size in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 32))
+    }
+    return transformers_model("bart", d_model=16, max_position_embeddings=32, **sizes)
+
+
 def mixed_precision() -> ForecastTarget:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return target(shard(Model(), mp_policy=policy))
@@ -244,6 +276,8 @@ ALIKE = (
     tied_weights,
     dropout,
     experts_in_float32,
+    causal_mask,
+    padding_mask,
     mixed_precision,
     frozen,
     low_rank,

@@ -16,7 +16,7 @@ from unittest import mock
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.checks.baseline import Baseline, make_baseline, read_baseline, render_baseline
 from fsdp_inspect.checks.measurements import GateMeasurements, read_runs
-from fsdp_inspect.predictions.creation import Origin, make_prediction
+from fsdp_inspect.predictions.creation import PredictionOrigin, make_prediction
 from fsdp_inspect.predictions.ledger import append_entries
 from fsdp_inspect.run import Run
 from fsdp_inspect.store.compaction import compact_run
@@ -123,7 +123,9 @@ def make_corpus(folder: Path) -> Corpus:
     (folder / "budget.toml").write_bytes(BUDGET)
     reading = read_runs([sample])
     (folder / "baseline.json").write_text(render_baseline(make_baseline(reading)))
-    prediction = make_prediction(sample, Run(sample).simulate(), Origin(made_by="simulate"))
+    prediction = make_prediction(
+        sample, Run(sample).simulate(), PredictionOrigin(made_by="simulate")
+    )
     (folder / "prediction.json").write_text(prediction.model_dump_json(indent=1))
     append_entries(folder / "predictions.jsonl", [prediction, outcome()])
     message = ProbedMessage(kind="all_gather", ranks=[0, 1], bytes=64, count=3, duration_ns=9)

@@ -37,8 +37,8 @@ from fsdp_inspect.report.check import render_junit, render_markdown
 from fsdp_inspect.report.diagnosis import diagnosis_to_dict
 from fsdp_inspect.report.json import render_json
 from fsdp_inspect.report.out_of_memory import (
+    describe_fitting_plans,
     describe_memory_at_failure,
-    describe_plans,
     out_of_memory_to_dict,
 )
 from fsdp_inspect.results import to_plain
@@ -164,7 +164,7 @@ def _read_failure(corpus: Corpus, content: bytes) -> None:
         render_json(out_of_memory_to_dict(found, searched))
         list(describe_memory_at_failure(found))
         if searched is not None:
-            list(describe_plans(found, searched))
+            list(describe_fitting_plans(found, searched))
 
 
 def _read_live_memory(corpus: Corpus, content: bytes) -> None:

@@ -5,7 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_inspect.reduction.collective_order import Difference, find_difference, find_differences
+from fsdp_inspect.reduction.collective_order import (
+    Difference,
+    find_difference,
+    find_order_differences,
+)
 from fsdp_inspect.reduction.order_wording import describe_difference
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.codes import EventKind
@@ -73,7 +77,7 @@ def test_a_difference_older_than_what_is_kept_is_not_invented() -> None:
 
 
 def test_a_rank_that_is_behind_does_not_differ() -> None:
-    assert find_differences(boxes(USUAL[:3])) == []
+    assert find_order_differences(boxes(USUAL[:3])) == []
 
 
 def test_a_missing_rank_does_not_hide_the_difference() -> None:

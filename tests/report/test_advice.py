@@ -16,8 +16,8 @@ from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.report.advice import (
     describe_alternative,
     describe_plan_peak,
-    describe_plans,
     describe_saving,
+    describe_searched_plans,
     render_advice,
 )
 from fsdp_inspect.store.reader import open_run
@@ -270,6 +270,6 @@ def test_an_alternative_says_its_memory_and_its_step(
 
 
 def test_a_replay_that_is_all_but_right_has_no_sign(plan: PlanAdvice) -> None:
-    assert "its simulation has an error of 0.0%" in describe_plans(
+    assert "its simulation has an error of 0.0%" in describe_searched_plans(
         replace(plan, replay_error=-0.00001)
     )

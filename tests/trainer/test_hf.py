@@ -54,6 +54,51 @@ def test_language_models_of_every_kind_give_logits(model_type, changes, architec
     assert logits.shape == (1, 3, 32)
 
 
+VIT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "image_size": 32,
+}
+WHISPER = {
+    "d_model": 16,
+    **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")},
+    "vocab_size": 32,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "input_shape", "logits_shape"),
+    [
+        ("vit", VIT, (2, 3, 32, 32), (2, 2)),
+        ("hubert", {**BERT, "num_feat_extract_layers": 7}, (2, 16_000), (2, 2)),
+        ("whisper", WHISPER, (2, 80, 3000), (2, 5, 32)),
+    ],
+)
+def test_models_of_images_and_sound_get_values_made_of_tokens(
+    model_type, changes, input_shape, logits_shape
+):
+    recipe = make_recipe(check_settings({"hf": model_type, "hf_config": changes}))
+    model = recipe.build_for_sharding()
+    tokens = torch.randint(0, recipe.vocab_size, (2, 5))
+    values = hf.make_input(model.config, tokens)
+    assert values.shape == input_shape
+    assert -1 <= values.min() < values.max() <= 1
+    assert not torch.equal(values[0], values[1])
+    assert hf.compute_logits(model, tokens).shape == logits_shape
+
+
+def test_the_output_projection_of_a_bert_is_tied_inside_its_head():
+    settings = {"hf": "bert", "hf_config": {**BERT, "architectures": ["BertForMaskedLM"]}}
+    parts = find_parts(make_recipe(check_settings(settings)).skeleton())
+    assert parts.head == ("bert.embeddings.LayerNorm", "cls.predictions")
+    assert parts.is_tied
+
+
 def test_a_config_file_or_its_folder_gives_the_same_model(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", **LLAMA}))
@@ -96,7 +141,7 @@ def test_the_parts_of_a_gpt2_are_found_with_its_tied_weights():
     ("settings", "complaint"),
     [
         ({"hf": "lama"}, r"an unknown model type, file or hub name. Nearest: 'llama'"),
-        ({"hf": "vit"}, r"type 'vit' has no language model. .*write a builder"),
+        ({"hf": "sam"}, r"cannot feed the Hugging Face type 'sam'. .*write a builder"),
         (
             {"hf": "llama", "hf_config": {"hidden_size": "wide"}},
             r"config of 'llama' has invalid values: .*'hidden_size' expected int, got str",
@@ -109,7 +154,7 @@ def test_the_parts_of_a_gpt2_are_found_with_its_tied_weights():
         ({"hf_config": {"vocab_size": 3}}, r"hf_config is .* but hf is not set"),
     ],
 )
-def test_what_gives_no_language_model_is_refused(settings, complaint):
+def test_settings_that_give_no_model_are_refused(settings, complaint):
     with pytest.raises(ConfigError, match=complaint):
         make_recipe(check_settings(settings)).skeleton()
 

@@ -19,9 +19,9 @@ from fsdp_inspect.quantities import parse_bytes, parse_time_ns
 from fsdp_inspect.report.advice import (
     describe_alternative,
     describe_plan_peak,
-    describe_plans,
     describe_row,
     describe_saving,
+    describe_searched_plans,
 )
 from fsdp_inspect.report.figure_style import CONFIG
 from fsdp_inspect.report.wording import format_error
@@ -245,7 +245,7 @@ def _show_plan(entry: RunEntry, run: Run, advice: Advice, question: Question) ->
         if plan.smallest is not None:
             _show_alternative(plan.smallest, plan, question)
         _show_rest(plan, run.summary())
-    st.caption(plain(describe_plans(plan)))
+    st.caption(plain(describe_searched_plans(plan)))
 
 
 def _show_numbers(plan: PlanAdvice) -> None:

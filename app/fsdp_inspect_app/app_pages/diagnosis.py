@@ -16,7 +16,7 @@ from fsdp_inspect.report.diagnosis_pictures import (
     fold_stack,
     stack_title,
 )
-from fsdp_inspect.report.out_of_memory import describe_plans
+from fsdp_inspect.report.out_of_memory import describe_fitting_plans
 from fsdp_inspect.result_types import Diagnosis, RunEntry, RunHeading, StackGroup
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.banner import show_run_header
@@ -65,7 +65,7 @@ def _show_plans(found: Diagnosis) -> None:
     if found.out_of_memory is None or found.plans is None:
         return
     with show_card("Plans that fit", key="diagnosis-plans"):
-        lines = describe_plans(found.out_of_memory, found.plans)
+        lines = describe_fitting_plans(found.out_of_memory, found.plans)
         st.markdown("\n".join(f"- {plain(line)}" for line in lines))
 
 

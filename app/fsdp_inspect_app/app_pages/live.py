@@ -45,7 +45,7 @@ from fsdp_inspect_app.selection import (
     link,
     page_link,
 )
-from fsdp_inspect_app.wording import describe_plan, plain
+from fsdp_inspect_app.wording import describe_sharding, plain
 
 _REFRESH_EVERY_S = 2
 _GOING_ON = (LiveState.STARTING, LiveState.RUNNING, LiveState.STALLED)
@@ -75,7 +75,7 @@ def _show_header(run: Run) -> None:
         st.markdown(f"**{plain(run.id)}**", width="content")
         is_recording = run.status is RunStatus.RUNNING
         st.badge(run.status.value, color="blue" if is_recording else "gray")
-        st.caption(plain(describe_plan(run.manifest)), width="content")
+        st.caption(plain(describe_sharding(run.manifest)), width="content")
 
 
 def _show_over(run: Run) -> None:

@@ -107,7 +107,7 @@ def frame_about(manifest: RunManifest, summary: Summary) -> pd.DataFrame:
         "recorded (UTC)": manifest.created,
         "status": summary.status,
         "model": manifest.model.class_name,
-        "plan": wording.describe_plan(manifest),
+        "plan": wording.describe_sharding(manifest),
         "mesh": ", ".join(f"{name} {size}" for name, size in manifest.mesh.items()),
         "ranks": f"{summary.num_ranks} recorded of {summary.world_size}",
         "device": manifest.device_name or manifest.device_type,

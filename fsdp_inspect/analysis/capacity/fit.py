@@ -28,7 +28,7 @@ Peak = Callable[[int, Mapping[str, Any]], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
+class FittingChange:
     """A change of settings and its forecast."""
 
     settings: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Fit:
     """Smallest of `WORLD_SIZES` that fits the given configuration; 0: none fits; None: unknown."""
     largest_batch_size: int | None
     """Largest batch per rank that fits on `world_size` ranks; 0: none fits; None: unknown."""
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[FittingChange, ...]
     """Tried in order until one fits; empty if the given configuration fits."""
     unknown: tuple[str, ...]
     """Unknown results, one sentence each, with the reason and what to do."""
@@ -167,16 +167,16 @@ class _Search:
             size = min(max(guess if guess > low else guess + 1, low + 1), high - 1)
             held[size] = peak_with(size)
 
-    def remedies(self) -> tuple[Remedy, ...]:
+    def remedies(self) -> tuple[FittingChange, ...]:
         """Try the remedies by cost until one fits."""
-        tried: list[Remedy] = []
+        tried: list[FittingChange] = []
         for settings in filter(self._can_set, REMEDIES):
             try:
                 found = self._peak(self._world_size, settings)
             except FsdpInspectError as error:
-                tried.append(Remedy(settings, None, fits=False, problem=str(error)))
+                tried.append(FittingChange(settings, None, fits=False, problem=str(error)))
                 continue
-            tried.append(Remedy(settings, found, fits=found <= self._limit, problem=None))
+            tried.append(FittingChange(settings, found, fits=found <= self._limit, problem=None))
             if tried[-1].fits:
                 break
         if not tried:

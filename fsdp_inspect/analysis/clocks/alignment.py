@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.clocks.clock_fit import (
     MAX_DRIFT,
-    Bounds,
     ClockFit,
     LinearClock,
+    OffsetBounds,
     fit_clock,
 )
 from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching, describe_key
@@ -326,7 +326,7 @@ class _Placing:
                 "be matched"
             )
             return None
-        bounds = Bounds.of(
+        bounds = OffsetBounds.of(
             one.start_ns[at_one], one.end_ns[at_one], two.start_ns[at_two], two.end_ns[at_two]
         )
         fit = fit_clock(bounds, _span(one, two, int(bounds.high_ns[0])))

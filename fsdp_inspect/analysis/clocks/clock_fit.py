@@ -65,8 +65,8 @@ class LinearClock:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Bounds of d(t): `d(at_high) <= high` and `d(at_low) >= low`; arrays of shape (n,)."""
+class OffsetBounds:
+    """OffsetBounds of d(t): `d(at_high) <= high` and `d(at_low) >= low`; arrays of shape (n,)."""
 
     at_high_ns: _Int64
     high_ns: _Int64
@@ -90,7 +90,7 @@ class ClockFit:
     uncertainty_ns: int
 
 
-def fit_clock(bounds: Bounds, span: tuple[int, int]) -> ClockFit | None:
+def fit_clock(bounds: OffsetBounds, span: tuple[int, int]) -> ClockFit | None:
     """Fit clock b relative to clock a.
 
     Args:
@@ -111,7 +111,7 @@ def fit_clock(bounds: Bounds, span: tuple[int, int]) -> ClockFit | None:
     return _centre(polygon, ends, anchor, base)
 
 
-def _box(bounds: Bounds, base: int, span: int) -> _Float64:
+def _box(bounds: OffsetBounds, base: int, span: int) -> _Float64:
     """Return a polygon around all possible lines: (offset at the anchor, drift), shape (4, 2)."""
     reach = MAX_DRIFT * span + 10 * _ROUNDING_NS
     high = float(int(bounds.high_ns.max()) - base) + reach
@@ -120,7 +120,7 @@ def _box(bounds: Bounds, base: int, span: int) -> _Float64:
     return np.array(corners if low <= high else [], dtype=np.float64).reshape(-1, 2)
 
 
-def _half_planes(bounds: Bounds, anchor: int, base: int) -> _Float64:
+def _half_planes(bounds: OffsetBounds, anchor: int, base: int) -> _Float64:
     """Return each bound as a, b and c of a * offset + b * drift <= c, shape (n, 3)."""
     planes = []
     for at, limit, sign in (

@@ -22,7 +22,7 @@ from fsdp_inspect.analysis.plan_check.collective_counts import (
     ObservedCollectives,
     UnitCount,
     count_unit,
-    find_roots,
+    find_fsdp_roots,
 )
 from fsdp_inspect.analysis.plan_check.expected_collectives import PASS_KINDS
 from fsdp_inspect.analysis.plan_check.unit_waste import PlanFinding, find_waste
@@ -145,7 +145,7 @@ def _unknown(manifest: RunManifest, reason: str) -> PlanCheck:
 def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> PlanCheck:
     plan, complaint = _read_plan(manifest)
     plans = {unit.name: unit for unit in plan.units} if plan else {}
-    roots = find_roots(manifest)
+    roots = find_fsdp_roots(manifest)
     counts = [
         count_unit(unit, plans.get(unit.fqn), manifest, observed, roots) for unit in manifest.units
     ]

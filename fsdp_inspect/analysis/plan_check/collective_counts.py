@@ -159,7 +159,7 @@ def count_unit(
         plan: The unit's part of the plan; None without a plan.
         manifest: For the sizes of the process groups.
         observed: One rank's passes and collectives.
-        roots: The FSDP root of each unit (`find_roots`).
+        roots: The FSDP root of each unit (`find_fsdp_roots`).
     """
     return _UnitCounter(unit, plan, manifest, observed, roots).count()
 
@@ -331,7 +331,7 @@ def _reshards(unit: Unit, gathers: EventTable) -> bool:
     return unit.reshard_after_forward is not False
 
 
-def find_roots(manifest: RunManifest) -> dict[int, str | None]:
+def find_fsdp_roots(manifest: RunManifest) -> dict[int, str | None]:
     """By unit, its FSDP root: the end of a root's backward reshards the units inside it only.
 
     The plan has the roots that manage no parameters, too. Without it, units outside all recorded

@@ -60,7 +60,7 @@ from fsdp_inspect.trace.step_dump import (
     StepDump,
     assemble,
     narrower_dtype,
-    rank_folder,
+    rank_dump_folder,
     read_dumps,
     slices_of,
     write_index,
@@ -85,9 +85,11 @@ class _Dumper:
     def __init__(self, settings: DumpSettings) -> None:
         self._settings = settings
         self._rank = int(os.environ["RANK"])
-        self._folder = rank_folder(Path(settings.folder), self._rank)
+        self._folder = rank_dump_folder(Path(settings.folder), self._rank)
         self._other = (
-            None if settings.sharded is None else rank_folder(Path(settings.sharded), self._rank)
+            None
+            if settings.sharded is None
+            else rank_dump_folder(Path(settings.sharded), self._rank)
         )
         self._updates = 0
         self._loaders = 0
@@ -436,7 +438,9 @@ class _Dumper:
         """Ranks need each other's store until all have ended their last collective."""
         deadline = time.monotonic() + _WAIT_S
         parent = self._folder.parent
-        others = [rank_folder(parent, rank) / INDEX_FILE for rank in range(dist.get_world_size())]
+        others = [
+            rank_dump_folder(parent, rank) / INDEX_FILE for rank in range(dist.get_world_size())
+        ]
         while time.monotonic() < deadline and not all(path.exists() for path in others):
             time.sleep(_POLL_S)
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from fsdp_inspect.analysis.clocks.clock_fit import MAX_DRIFT, Bounds, LinearClock, fit_clock
+from fsdp_inspect.analysis.clocks.clock_fit import MAX_DRIFT, LinearClock, OffsetBounds, fit_clock
 
 
-def bounds(*collectives: tuple[int, int, int, int]) -> Bounds:
+def bounds(*collectives: tuple[int, int, int, int]) -> OffsetBounds:
     """Of collectives as (start_a, end_a, start_b, end_b)."""
-    return Bounds.of(*(np.array(column) for column in zip(*collectives, strict=True)))
+    return OffsetBounds.of(*(np.array(column) for column in zip(*collectives, strict=True)))
 
 
 def test_one_collective_leaves_the_offset_uncertain_by_its_duration():
@@ -31,7 +31,7 @@ def test_the_fitted_line_satisfies_every_bound():
     starts = np.arange(0, 10**10, 10**7)
     drifted = starts + 5_000 + (starts * 5e-5).astype(np.int64)
     late = np.where(np.arange(len(starts)) % 2, 30_000, 0)
-    given = Bounds.of(starts, starts + 40_000, drifted + late, drifted + 40_000)
+    given = OffsetBounds.of(starts, starts + 40_000, drifted + late, drifted + 40_000)
     fit = fit_clock(given, (0, 10**10))
     assert fit is not None
     at_high = fit.clock.from_reference(given.at_high_ns) - given.at_high_ns

@@ -1,0 +1,28 @@
+"""One public name has one meaning, and each module says what it does."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "fsdp_inspect"
+SAME_MEANING = {"FsdpInspectCallback", "diagnose", "main", "open_run"}
+"""The callback of each framework, programs, and a command or method with the name of its function."""
+TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_no_two_modules_define_the_same_public_name() -> None:
+    modules = defaultdict(list)
+    for path, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                modules[node.name].append(path.relative_to(PACKAGE).as_posix())
+    assert len(modules) > 1000
+    repeated = {name: found for name, found in modules.items() if len(found) > 1}
+    assert {name: found for name, found in repeated.items() if name not in SAME_MEANING} == {}
+
+
+def test_no_module_opens_with_a_question() -> None:
+    first_lines = {
+        path: (ast.get_docstring(tree) or "?").splitlines()[0] for path, tree in TREES.items()
+    }
+    assert [path for path, line in first_lines.items() if line.endswith("?")] == []
