@@ -25,8 +25,8 @@ from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 
 _NO_MEMORY = (
-    "Memory is unknown: the run has no memory step that records categories. Record one with "
-    "Recorder(..., memory_steps=[3])."
+    "Memory is unknown: the run has no memory step with the passes of its timed steps. Record one "
+    "with Recorder(..., memory_steps=[3])."
 )
 
 

@@ -45,8 +45,8 @@ _AGAINST: Mapping[str, tuple[tuple[str, str], ...]] = {
 _ROUNDING_BYTES = 1024
 """Smaller differences of a peak come from rounding: each unit's memory is whole bytes."""
 _NO_MEMORY = (
-    "Memory is unknown, because the run has no memory step. Check that the plan fits before a long "
-    "run."
+    "Memory is unknown, because the run has no memory step with the passes of its timed steps. "
+    "Check that the plan fits before a long run."
 )
 
 

@@ -455,6 +455,9 @@ class Attachment:
         self._memory.sample(MemoryPoint.STEP_END)
         self._memory_steps.end()
         self._numerics.end()
+        if self._round is not None and self._round.has_grown:
+            self._round.has_grown = False
+            self._memory_steps.repeat()
         session.end_step()
         self._memory.begin_step()
         self._instruments.end_step()

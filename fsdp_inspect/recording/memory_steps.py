@@ -86,6 +86,12 @@ class MemorySteps:
         else:
             self.steps = [warmup_steps]
 
+    def repeat(self) -> None:
+        """Choose the next step too, if this memory step is longer than the other steps."""
+        step = self._session.step
+        if self._wanted == "auto" and step in self.steps:
+            self.steps.append(step + 1)
+
     def begin(self) -> None:
         """Start following storages if the step that begins now is a memory step, or limited."""
         session = self._session

@@ -33,6 +33,8 @@ class OptimizerRound:
         self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """The number of steps of each optimizer in this round."""
         self._note = note
+        self.has_grown = False
+        """Whether an optimizer joined in this round, which makes it longer than the others."""
 
     def is_complete(self, optimizer: torch.optim.Optimizer) -> bool:
         """Count a step of an optimizer; True if it completes the round."""
@@ -42,6 +44,7 @@ class OptimizerRound:
                 self._known.add(optimizer)
             if not is_first:
                 self._counts.clear()
+                self.has_grown = True
                 return False
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         missing = [each for each in self._known if each not in self._counts]

@@ -19,6 +19,7 @@ from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.recording.code_places import CodePlaces
 from fsdp_inspect.recording.journal import NOT_NEEDED, Journal, host_ns_of
 from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.recording.reference_passes import PassKey, ReferencePasses
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
@@ -121,9 +122,9 @@ class Session:
         self._compute_stream = int(Stream.HOST if clock.immediate else Stream.COMPUTE)
         self._has_trained = False
         """Whether a unit ran a training forward since the last step ended."""
-        self._forward_start: Any = None
-        self._last_forward_end: Any = None
+        self._forward_start = self._last_forward_end = None
         self._evaluation: tuple[Any, Any] | None = None
+        self._reference_passes = ReferencePasses()
 
     # --- the position
 
@@ -313,18 +314,26 @@ class Session:
         self.open_units.clear()
         self.hook_unit = NO_UNIT
         self.in_backward = self._has_trained = False
+        self._reference_passes.end_step()
         self.execution_known = self.execution_known or bool(self.execution_order)
         self.journal.drain()
         if self.black_box is not None:
             self.black_box.end_step(self.step)
         self.clock.advance()
 
-    def enter_forward(self, mark: Any, *, grad_enabled: bool) -> Phase:
-        """Begin a unit's forward, in training or in an evaluation pass outside a step."""
+    def enter_forward(
+        self, mark: Any, *, grad_enabled: bool, key: PassKey = (NO_UNIT, True)
+    ) -> Phase:
+        """Begin a unit's forward, in training or in an evaluation pass outside a step.
+
+        Args:
+            mark: The moment.
+            grad_enabled: Whether the forward keeps a graph.
+            key: The unit and its mode; default: the whole model.
+        """
         self.training_thread = threading.get_ident()
         self.open_step()
-        in_step = self.in_step if self.explicit_steps else grad_enabled
-        if not grad_enabled and not in_step:
+        if not grad_enabled and not self._is_in_step(key):
             self.phase = Phase.EVALUATION
             begin = self._evaluation[0] if self._evaluation else mark
             self._evaluation = (begin, mark)
@@ -334,8 +343,16 @@ class Session:
         if self._forward_start is None:
             self._forward_start = mark
         self.phase = Phase.FORWARD
-        self._has_trained = True
+        self._has_trained |= grad_enabled
         return Phase.FORWARD
+
+    def _is_in_step(self, key: PassKey) -> bool:
+        """Whether a forward without gradients that begins now is part of the step."""
+        if self.explicit_steps:
+            return self.in_step
+        is_inside_training = self.phase == Phase.FORWARD and bool(self.open_units)
+        is_regular = self._reference_passes.note(key)
+        return is_inside_training or (is_regular and self._evaluation is None)
 
     def leave_forward(self, mark: Any) -> None:
         """End a unit's forward."""

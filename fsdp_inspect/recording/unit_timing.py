@@ -90,6 +90,7 @@ class UnitTimer:
         self._session = session
         self._clock = session.clock
         self._unit = handle
+        self._module = next(iter(handle.owned_modules), None)
         self._memory = memory
         self._gather: Communication | None = None
         """An all-gather that was issued and not yet waited for."""
@@ -224,7 +225,10 @@ class UnitTimer:
         session = self._session
         if torch._C._current_graph_task_id() == -1:
             mark = self._clock.mark()
-            phase = session.enter_forward(mark, grad_enabled=_keeps_graph(session))
+            is_training = self._module is None or self._module.training
+            phase = session.enter_forward(
+                mark, grad_enabled=_keeps_graph(session), key=(self.index, is_training)
+            )
             if not session.execution_known and phase == _FORWARD_PHASE:
                 session.note_execution(self.index)
         if session.watches_memory:

@@ -88,7 +88,7 @@ def _memory(simulation: Simulation) -> Iterable[str]:
 def why_no_memory(simulation: Simulation) -> str:
     """State why a simulation predicts no peak."""
     return simulation.memory_refusal or (
-        "Memory cannot be predicted: the run has no memory step with categories "
+        "Memory cannot be predicted: the run has no memory step with the passes of its timed steps "
         "(Recorder(..., memory_steps=[3]))."
     )
 

@@ -154,7 +154,7 @@ def test_a_limit_without_known_memory_is_refused_and_the_advice_by_time_is_not()
     refused = advise_run(run, AdviceRequest(memory_limit=MIB))
     assert refused.plan is None
     assert refused.answer == "Cannot tell which plan fits within 1.00 MiB."
-    assert "no memory step that records categories" in (refused.refusal or "")
+    assert "no memory step with the passes" in (refused.refusal or "")
     assert plan_advice(run).suggestions
 
 

@@ -35,7 +35,7 @@ def test_an_error_that_rounds_to_nothing_has_no_sign(simulation: Simulation) -> 
 def test_without_a_memory_step_it_is_said_what_to_record(simulation: Simulation) -> None:
     why = why_no_memory(simulation)
     assert why == (
-        "Memory cannot be predicted: the run has no memory step with categories "
+        "Memory cannot be predicted: the run has no memory step with the passes of its timed steps "
         "(Recorder(..., memory_steps=[3]))."
     )
     assert why in text_of(render_simulation(simulation), width=400)

@@ -168,6 +168,7 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
         findings=(
             *wrong,
             *_prefetched_in_vain(counts, num_steps=len(observed.steps)),
+            *_remarks(counts),
             *_unused_units(counts, observed),
             *find_waste(manifest),
         ),
@@ -261,7 +262,7 @@ def _explain_gathers(count: UnitCount) -> tuple[str, str]:
 def _explain_reductions(count: UnitCount, reduction: CollectiveCount) -> str:
     kind = reduction.kind.replace("_", "-")
     if not count.unit.num_trainable_parameters:
-        return f"reduces gradients ({kind}), but is declared frozen"
+        return f"reduces gradients ({kind}) in some steps, but is declared frozen"
     if reduction.observed_count == reduction.expected_count:
         return _phrase_sizes(reduction)
     if reduction.observed_count == 0:
@@ -282,18 +283,27 @@ def _phrase_sizes(count: CollectiveCount) -> str:
         return f"{sizes}: twice the size, as with float32 instead of a 16-bit dtype"
     if set(count.observed_bytes) == {declared // 2}:
         return f"{sizes}: half the size, as with a 16-bit dtype instead of float32"
-    if count.kind != "all_gather" and max(count.observed_bytes, default=0) <= declared:
-        return f"{sizes}: some of its parameters get no gradient"
     return f"{sizes}: its parameters or its padding differ from the declaration"
+
+
+def _remarks(counts: Sequence[UnitCount]) -> Iterator[PlanFinding]:
+    """Yield what is normal in torch, but not what the settings alone would show."""
+    yield from _joined(
+        PlanFinding("", (count.unit.fqn,), False, reduction.remark)
+        for count in counts
+        for reduction in (count.reduce_scatter,)
+        if reduction.remark
+    )
 
 
 def _joined(findings: Iterable[PlanFinding]) -> Iterator[PlanFinding]:
     """Join findings that have the same sentence for several units."""
-    together: dict[tuple[str, str], list[str]] = {}
+    together: dict[tuple[str, bool, str], list[str]] = {}
     for finding in findings:
-        together.setdefault((finding.rule, finding.sentence), []).extend(finding.fqns)
-    for (rule, sentence), fqns in together.items():
-        yield PlanFinding(rule, tuple(fqns), True, sentence)
+        key = finding.rule, finding.is_contradiction, finding.sentence
+        together.setdefault(key, []).extend(finding.fqns)
+    for (rule, contradicts, sentence), fqns in together.items():
+        yield PlanFinding(rule, tuple(fqns), contradicts, sentence)
 
 
 # --- accumulation

@@ -21,7 +21,8 @@ from fsdp_inspect.analysis.plan_check.expected_collectives import (
     find_unshards,
     passes_with,
 )
-from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
+from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.trace.codes import DTYPES, NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.plan import UnitPlan, modules_around
 from fsdp_inspect.trace.run import RunManifest, Unit
 from fsdp_inspect.trace.tables import EventTable
@@ -50,6 +51,9 @@ class CollectiveCount:
     """The rule behind the expected number."""
     is_consistent: bool
     """Counts match in every step, and every message has the expected size."""
+    remark: str = ""
+    """How the unit's gradients differ from those of all its parameters in every step, which FSDP
+    supports: a predicate of the unit. Empty: they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,17 +282,47 @@ class _UnitCounter:
         message = unit.reduce_bytes if scatters else unit.reduce_bytes // max(self._shard, 1)
         rule = "one per backward pass, in the microbatches that synchronise gradients"
         by_step = Counter[int]()
+        events = observed.collectives(unit.index, kind)
+        remark = ""
         if not communicates:
             rule = f"none: no group of ranks {'shards' if scatters else 'replicates'} the unit"
-        elif not unit.num_trainable_parameters:
-            rule = "none: the unit is frozen and has no gradients"
         else:
             passes = observed.reducing if scatters else observed.all_reducing
             by_step = count_needed_reductions(observed.passes_of(unit.index), passes)
+            is_frozen = not unit.num_trainable_parameters
+            trained = self._find_trained(by_step, events, is_frozen=is_frozen)
+            if trained is not None:
+                by_step, remark = trained
+                rule += f". The unit {remark}"
+            elif is_frozen:
+                rule, by_step = "none: the unit is frozen and has no gradients", Counter()
         expected = [by_step[step] for step in observed.steps]
-        events = observed.collectives(unit.index, kind)
         sent = message if communicates and message else None
-        return self._compare(kind, events, expected, sent, rule)
+        return self._compare(kind, events, expected, sent, rule, remark)
+
+    def _find_trained(
+        self, needed: Counter[int], events: EventTable, *, is_frozen: bool
+    ) -> tuple[Counter[int], str] | None:
+        """Explain reductions in the first or the last steps only: a script may freeze a unit.
+
+        Returns:
+            The reductions that are then needed, by step, and the explanation; None if it does not
+            match the observed reductions, or if nothing changed.
+        """
+        steps = self._observed.steps
+        ran = dict(zip(steps, self._observed.count_per_step(events), strict=True))
+        trained = [step for step in steps if ran[step]]
+        if not trained or any(ran[step] != needed[step] for step in trained):
+            return None
+        idle = [step for step in steps if needed[step] and not ran[step]]
+        only = Counter({step: needed[step] for step in trained})
+        if not idle:
+            return (only, "is trained, although it was frozen at the start") if is_frozen else None
+        if idle[-1] < trained[0]:
+            return only, f"gets gradients from step {trained[0]} on, as after unfreezing"
+        if trained[-1] < idle[0]:
+            return only, f"gets no gradients from step {idle[0]} on, as after freezing"
+        return None
 
     def _compare(
         self,
@@ -297,6 +331,7 @@ class _UnitCounter:
         expected: Sequence[int],
         expected_bytes: int | None,
         rule: str,
+        remark: str = "",
     ) -> CollectiveCount:
         counts = self._observed.count_per_step(events)
         sizes = tuple(int(size) for size in np.unique(events.bytes[events.bytes >= 0]))
@@ -304,6 +339,8 @@ class _UnitCounter:
         if not fits and kind != EventKind.ALL_GATHER and self._adds_up(events, expected):
             expected, fits = counts, True
             rule += ". The script runs parts of the unit apart, and each part reduces once"
+        if not fits and kind != EventKind.ALL_GATHER and self._lacks_gradients(events):
+            fits, remark = True, remark or _without_gradients(kind, sizes, expected_bytes)
         return CollectiveCount(
             kind=kind.label,
             expected_per_step=_mean(expected),
@@ -314,7 +351,19 @@ class _UnitCounter:
             observed_bytes=sizes,
             rule=rule,
             is_consistent=list(expected) == counts and fits,
+            remark=remark if fits else "",
         )
+
+    def _lacks_gradients(self, events: EventTable) -> bool:
+        """Whether messages are smaller because parameters without a gradient are not sent.
+
+        In another dtype, messages are smaller for another reason.
+        """
+        sent = {DTYPES[code] for code in set(events.dtype.tolist()) if code > 0}
+        sizes, declared = events.bytes[events.bytes >= 0], self._unit.reduce_bytes
+        if not sent and (2 * sizes == declared).all():
+            return False
+        return sent <= {self._unit.reduce_dtype} and bool((sizes <= declared).all())
 
     def _adds_up(self, events: EventTable, expected: Sequence[int]) -> bool:
         """Whether the reductions of each step are the unit's message, sent in parts."""
@@ -323,6 +372,16 @@ class _UnitCounter:
             sent[step] += size
         whole = self._unit.reduce_bytes
         return list(sent.values()) == [count * whole for count in expected]
+
+
+def _without_gradients(kind: EventKind, sizes: Sequence[int], declared: int | None) -> str:
+    """Phrase what it costs that some parameters of a unit get no gradient."""
+    low, high = format_bytes(sizes[0]), format_bytes(sizes[-1])
+    sent = low if low == high else f"{low} to {high}"
+    return (
+        f"has parameters without a gradient: a {kind.label.replace('_', '-')} carries {sent} of "
+        f"{format_bytes(declared or 0)}, but its all-gathers carry all parameters"
+    )
 
 
 def _reshards(unit: Unit, gathers: EventTable) -> bool:

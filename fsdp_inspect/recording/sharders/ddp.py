@@ -196,7 +196,11 @@ class BucketHooks:
     def _wrap_forward(self, wrapper: DistributedDataParallel) -> Callable[..., Any]:
         def before(*args: Any, **kwargs: Any) -> None:
             session = self._session
-            session.enter_forward(self._clock.mark(), grad_enabled=torch.is_grad_enabled())
+            session.enter_forward(
+                self._clock.mark(),
+                grad_enabled=torch.is_grad_enabled(),
+                key=(id(wrapper), wrapper.training),
+            )
             if torch.is_grad_enabled() and not wrapper.require_backward_grad_sync:
                 session.skips_reduction = True
             if session.watches_memory:

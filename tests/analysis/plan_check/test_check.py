@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_inspect.analysis.plan_check.check import check_plan
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
+from fsdp_inspect.trace.codes import DTYPES, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import ModelInfo
 from tests.builders import MESSAGE_BYTES, RunBuilder
 from tests.llama70b import NUM_BLOCKS, llama_70b_run
@@ -16,8 +16,21 @@ BLOCKS = ("layers.0", "layers.1")
 MESSAGE = {"bytes": MESSAGE_BYTES}
 
 
-def train(rank, step, *, units=BLOCKS, without=(), microbatches=1, reduces=lambda mb: True, **more):
-    """One step as FSDP2 runs it; `without` names gathers that did not happen: (unit, phase)."""
+def train(
+    rank,
+    step,
+    *,
+    units=BLOCKS,
+    without=(),
+    idle=(),
+    microbatches=1,
+    reduces=lambda mb: True,
+    **more,
+):
+    """One step as FSDP2 runs it.
+
+    `without` names gathers that did not happen: (unit, phase). `idle` units get no gradient.
+    """
     rank.step(step, 1000 * step, 1000 * step + 1000)
     now = 1000 * step
     for microbatch in range(microbatches):
@@ -27,7 +40,7 @@ def train(rank, step, *, units=BLOCKS, without=(), microbatches=1, reduces=lambd
                 if (unit, phase) not in without and (unit, phase, microbatch) not in without:
                     rank.all_gather(unit, now, now + 5, need=now, phase=phase, **MESSAGE, **place)
                 add(unit, now + 5, now + 10, **place)
-                if phase == Phase.BACKWARD and reduces(microbatch):
+                if phase == Phase.BACKWARD and reduces(microbatch) and unit not in idle:
                     rank.reduce_scatter(unit, now + 10, now + 15, **{**MESSAGE, **place, **more})
                 now += 20
 
@@ -188,12 +201,48 @@ def test_a_frozen_unit_is_gathered_and_never_reduced():
     assert check.units[0].reduce_scatter.rule == "none: the unit is frozen and has no gradients"
 
 
-def test_a_frozen_unit_that_is_reduced_contradicts_its_declaration():
-    builder = trained()
-    builder.unit("layers.0", num_trainable_parameters=0)
+def remarks(check):
+    assert check.is_consistent is True
+    return [(each.fqns, each.sentence) for each in check.findings if not each.is_contradiction]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "trained_steps", "remark"),
+    [
+        (True, range(4), "is trained, although it was frozen at the start"),
+        (True, (2, 3), "gets gradients from step 2 on, as after unfreezing"),
+        (False, (1, 2, 3), "gets gradients from step 1 on, as after unfreezing"),
+        (False, (0, 1), "gets no gradients from step 2 on, as after freezing"),
+    ],
+)
+def test_a_unit_that_the_script_freezes_or_unfreezes_follows_its_plan(
+    frozen, trained_steps, remark
+):
+    builder = RunBuilder(units=BLOCKS)
+    if frozen:
+        builder.unit("layers.0", num_trainable_parameters=0, reduce_bytes=0)
+    for step in range(4):
+        train(builder.rank(0), step, idle=() if step in trained_steps else ("layers.0",))
+    assert (("layers.0",), remark) in remarks(check_plan(builder.build()))
+
+
+def test_a_frozen_unit_that_is_reduced_now_and_then_contradicts_its_declaration():
+    builder = RunBuilder(units=BLOCKS)
+    builder.unit("layers.0", num_trainable_parameters=0, reduce_bytes=0)
+    for step in range(4):
+        train(builder.rank(0), step, idle=("layers.0",) if step % 2 else ())
     [(_, fqns, sentence)] = contradictions(check_plan(builder.build()))
     assert fqns == ("layers.0",)
     assert sentence.endswith("but is declared frozen")
+
+
+def test_parameters_without_a_gradient_follow_the_plan_and_their_cost_is_stated():
+    [(fqns, sentence)] = remarks(check_plan(trained(bytes=50).build()))
+    assert fqns == BLOCKS
+    assert sentence == (
+        "has parameters without a gradient: a reduce-scatter carries 50 B of 64 B, but its "
+        "all-gathers carry all parameters"
+    )
 
 
 def test_a_unit_without_gradients_among_others_is_named():
@@ -216,12 +265,12 @@ def test_a_unit_without_gradients_among_others_is_named():
     [
         pytest.param(128, "as with float32 instead of a 16-bit dtype", id="twice"),
         pytest.param(32, "as with a 16-bit dtype instead of float32", id="half"),
-        pytest.param(50, "some of its parameters get no gradient", id="less"),
         pytest.param(80, "its parameters or its padding differ", id="more"),
     ],
 )
 def test_messages_of_another_size_than_declared_are_explained(sent, meaning):
-    [(_, fqns, sentence)] = contradictions(check_plan(trained(bytes=sent).build()))
+    dtype = {"dtype": DTYPES.index("bfloat16")} if sent < MESSAGE_BYTES else {}
+    [(_, fqns, sentence)] = contradictions(check_plan(trained(bytes=sent, **dtype).build()))
     assert fqns == BLOCKS
     assert meaning in sentence
 
