@@ -349,6 +349,10 @@ def _say_gain(plan: PlanAdvice) -> str:
     if peak is not None and limit is not None and peak > limit:
         return f"The recorded plan exceeds {format_bytes(limit)}. The recommended plan fits."
     ratio = plan.fastest.saved_ns / plan.replayed_step_ns
-    if sum(each.saved_low_ns for each in plan.suggestions) <= 0:
+    surely_ns = sum(each.saved_low_ns for each in plan.suggestions)
+    if surely_ns <= 0:
         return f"The recommended plan may save {100 * ratio:.1f}% of the step, or nothing."
+    if surely_ns < plan.fastest.saved_ns / 2:
+        surely = surely_ns / plan.replayed_step_ns
+        return f"The recommended plan saves at least {100 * surely:.1f}% of the step (predicted)."
     return f"The recommended plan saves {100 * ratio:.1f}% of the step time (predicted)."

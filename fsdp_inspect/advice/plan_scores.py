@@ -110,8 +110,7 @@ class PlanScorer:
             raise MissingDataError(
                 f"Plans of run {run.manifest.run_id!r} cannot be ranked: the simulation of the "
                 f"recorded plan itself is off by {self.replay_error:+.1%}. Expected at most "
-                f"{MAX_REPLAY_ERROR:.0%}. Record more steps on a quiet machine. If the error "
-                "stays, the simulator does not know what this loop does."
+                f"{MAX_REPLAY_ERROR:.0%}. {self._why_off()}"
             )
         self.memory_error = self.work.memory_error
         """Simulated / measured peak memory of the recorded plan, - 1; None: unknown."""
@@ -172,6 +171,19 @@ class PlanScorer:
         """The work under a plan: its resolved plan, units and assumptions."""
         plan = self.space.plan_of(choice)
         return replace(self._scenario(plan, self.network, Pace.TYPICAL), plan=plan)
+
+    def _why_off(self) -> str:
+        """What is known about the error of the self-check, and what to do."""
+        others, alike = self.work.num_other_steps, len(self.work.steps)
+        if others:
+            return (
+                f"{others} of {others + alike} typical steps run other passes or collectives than "
+                "the rest, so no step stands for all. Record a loop whose steps are alike."
+            )
+        return (
+            "Record more steps on a quiet machine. If the error stays, the simulator does not know "
+            "what this loop does."
+        )
 
     def _score(self, choice: Choice) -> Score:
         score = self._play(choice, self.network)

@@ -180,7 +180,7 @@ def _waste(evidence: Evidence) -> Iterator[Finding]:
     findings = evidence.plan_check.findings if evidence.plan_check is not None else ()
     by_rule: dict[str, list[tuple[tuple[str, ...], str]]] = {}
     for each in findings:
-        if not each.is_contradiction:
+        if not (each.is_contradiction or each.is_normal):
             by_rule.setdefault(each.rule, []).append((each.fqns, each.sentence))
     for rule, found in by_rule.items():
         units = tuple(fqn for fqns, _ in found for fqn in fqns)

@@ -11,7 +11,7 @@ farthest from the typical step time. Where they differ from the rest, the replay
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -123,6 +123,8 @@ class RecordedWork:
     memory_refusal: str | None = None
     """Why the workload has no memory although the run has a memory step; None: it has, or the run
     has no such step."""
+    num_other_steps: int = 0
+    """Steps as typical in time as `steps`, but with other passes or collectives."""
     accumulation: Accumulation | None = field(default_factory=Accumulation)
     """Of the step; None: its passes are not a forward and its backward for each microbatch, so it
     cannot be changed."""
@@ -153,7 +155,8 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
     """
     expect_simulated_sharder(run.manifest)
     member = timed_rank(run, rank)
-    readings = _alike(_readings(run, member)) if member is not None else []
+    read = list(_readings(run, member)) if member is not None else []
+    readings = _alike(read)
     if member is None or not readings:
         raise MissingDataError(
             f"Run {run.manifest.run_id!r} has no timed step with the forward and backward of an "
@@ -165,7 +168,8 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
     steps = tuple(reading.step for reading in readings)
     events = with_own_turns(run.events(member.rank, steps=steps))
     _expect_measured_collectives(run, events)
-    return _with_checked_memory(_Builder(run, readings, events, member).build())
+    work = _Builder(run, readings, events, member).build()
+    return _with_checked_memory(replace(work, num_other_steps=len(read) - len(readings)))
 
 
 def _with_checked_memory(work: RecordedWork) -> RecordedWork:
@@ -342,7 +346,7 @@ def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:
             yield reading
 
 
-def _alike(readings: Iterator[StepReading]) -> list[StepReading]:
+def _alike(readings: Iterable[StepReading]) -> list[StepReading]:
     """The largest set of steps that met the same boundaries."""
     sets: dict[object, list[StepReading]] = defaultdict(list)
     for reading in readings:

@@ -11,7 +11,7 @@ between microbatches) is read from the collectives and reported as `loop`.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -289,21 +289,19 @@ def _phrase_sizes(count: CollectiveCount) -> str:
 def _remarks(counts: Sequence[UnitCount]) -> Iterator[PlanFinding]:
     """Yield what is normal in torch, but not what the settings alone would show."""
     yield from _joined(
-        PlanFinding("", (count.unit.fqn,), False, reduction.remark)
+        PlanFinding("", (count.unit.fqn,), False, count.reduce_scatter.remark, is_normal=True)
         for count in counts
-        for reduction in (count.reduce_scatter,)
-        if reduction.remark
+        if count.reduce_scatter.remark
     )
 
 
 def _joined(findings: Iterable[PlanFinding]) -> Iterator[PlanFinding]:
     """Join findings that have the same sentence for several units."""
-    together: dict[tuple[str, bool, str], list[str]] = {}
+    together: dict[PlanFinding, list[str]] = {}
     for finding in findings:
-        key = finding.rule, finding.is_contradiction, finding.sentence
-        together.setdefault(key, []).extend(finding.fqns)
-    for (rule, contradicts, sentence), fqns in together.items():
-        yield PlanFinding(rule, tuple(fqns), contradicts, sentence)
+        together.setdefault(replace(finding, fqns=()), []).extend(finding.fqns)
+    for finding, fqns in together.items():
+        yield replace(finding, fqns=tuple(fqns))
 
 
 # --- accumulation

@@ -28,6 +28,8 @@ class PlanFinding:
     """True: the run does not follow its plan. False: it does, but the plan is wasteful."""
     sentence: str
     """With units: a predicate that holds for each unit. Without units: a whole sentence."""
+    is_normal: bool = False
+    """True: normal in torch, and nothing needs to be done."""
 
 
 def find_waste(manifest: RunManifest) -> Iterator[PlanFinding]:

@@ -1,0 +1,64 @@
+"""The launcher tells forwards without gradients of each step from evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdp_inspect.run import Run, open_run
+from fsdp_inspect.trace.codes import EventKind, Phase
+from tests.conftest import Torchrun
+
+pytestmark = pytest.mark.distributed
+
+EVERY = 4
+"""Steps between evaluations."""
+SCRIPT = Path(__file__).with_name("reference_script.py")
+
+
+@pytest.fixture(scope="module")
+def run(torchrun: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("reference")
+    torchrun("-m", "fsdp_inspect.record", "--no-verdict", "--out", "runs", SCRIPT, cwd=folder)
+    (path,) = (folder / "runs").iterdir()
+    return open_run(path)
+
+
+def forwards(run: Run, part: str, step: int) -> list[str]:
+    """The phases of the forwards of units whose name contains `part`, in one step of rank 0."""
+    units = [unit.index for unit in run.source.manifest.units if part in unit.fqn]
+    assert units
+    events = run.source.events(0, steps=[step])
+    own = events.where((events.kind == EventKind.FORWARD) & np.isin(events.unit, units))
+    return [Phase(code).label for code in own.phase.tolist()]
+
+
+def test_a_teacher_is_part_of_each_step(run: Run) -> None:
+    for step in (2, 3, 5, 6, 7):
+        assert forwards(run, "sequential.", step) == ["forward", "forward"]
+
+
+def test_a_frozen_tower_inside_a_training_forward_is_part_of_the_step(run: Run) -> None:
+    assert forwards(run, "tower", 3) == ["forward", "forward"]
+
+
+def test_an_evaluation_after_every_fourth_step_is_none_of_the_step(run: Run) -> None:
+    evaluated = forwards(run, "student.layers", EVERY)
+    assert evaluated == ["evaluation", "evaluation", "forward", "forward"]
+
+
+def test_the_run_follows_its_plan_though_a_head_has_no_gradient(run: Run) -> None:
+    check = run.summary().plan_check
+    assert check.is_consistent, check.sentence
+    [remark] = [each for each in check.findings if each.is_normal]
+    assert "has parameters without a gradient" in remark.sentence
+
+
+def test_the_typical_step_contains_the_teacher_and_can_be_simulated(run: Run) -> None:
+    simulation = run.simulate(rank=0)
+    assert abs(simulation.replay_error) < 0.02
+    timed = run.units().to_pandas().set_index("unit")
+    teacher = [name for name in timed.index if "sequential." in str(name)]
+    assert len(teacher) == 2
