@@ -8,11 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdp_inspect.trace.black_box import ENTRY, BlackBox, CodePlace, Communicator, Header
+from fsdp_inspect.trace.black_box import (
+    EMPTY_HEADER,
+    ENTRY,
+    BlackBox,
+    CodePlace,
+    Communicator,
+    Header,
+)
 from fsdp_inspect.trace.codes import EventKind, Phase
 
 SECOND = 1_000_000_000
-HEADER = Header(**dict.fromkeys(Header.__slots__, 0))
+HEADER = EMPTY_HEADER
 
 
 class Call(NamedTuple):

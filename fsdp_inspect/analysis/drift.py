@@ -7,8 +7,7 @@ split is a change if each side has at least 10 blocks, the medians differ by at 
 least 97% of the pairs of blocks of both sides differ in the same direction. Outliers therefore give
 no change point, and slow wandering rarely does.
 
-[Note: Coincidence] What changed at the same step is a coincidence, with one exception: a part of
-the step whose median grew by 80% to 120% of the change of the step time accounts for it.
+What changed with a change point is found by `analysis.drift_evidence`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,28 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_ranks
+from fsdp_inspect.analysis.drift_evidence import find_accounts, find_coincidences
+from fsdp_inspect.analysis.step_selection import RankSteps, timed_ranks
 from fsdp_inspect.columns import TableSpec, number_column, text_column, value_column
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
-from fsdp_inspect.metrics import MetricUnit, find_metric
+from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
-from fsdp_inspect.trace.codes import PARTS_OF_STEP, EventKind, StepPart
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.tables import rows_of
 
 _STEPS_PER_BLOCK = 5
 _MOST_BLOCKS = 400
 _BLOCKS_PER_SIDE = 10
 _LEAST_CHANGE = 0.1
 _LEAST_SEPARATION = 0.97
-_ACCOUNTS = (0.8, 1.2)
-"""A part accounts for a change of the step time if it changed by this fraction of it."""
-_LEAST_DELAY = 0.05
-"""Change of the fraction of time without a core that is stated."""
-_LEAST_CLOCK = 0.05
-"""Relative change of the GPU's clock that is stated."""
-_LEAST_MEMORY = 0.1
-"""Relative change of the process memory that is stated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +47,8 @@ class ChangePoint:
     change_ratio: float
     """after / before - 1."""
     accounted_by: tuple[str, ...]
-    """What grew or shrank by the same time, in words; see [Note: Coincidence]."""
+    """What grew or shrank by the same time, in words; see
+    [Note: Coincidence] in `drift_evidence`."""
     coincident: tuple[str, ...]
     """What else changed at the same step, in words; not a cause."""
 
@@ -187,100 +177,13 @@ def _is_change(before: NDArray[np.float64], after: NDArray[np.float64]) -> bool:
     return max(higher, 1 - higher) >= _LEAST_SEPARATION
 
 
-# --- what changed at the same time
-
-
 def _describe(run: RunSource, member: RankSteps, before: slice, after: slice) -> ChangePoint:
-    was, now = (_median(member.step_time_ns[side]) for side in (before, after))
+    was, now = (round(float(np.median(member.step_time_ns[side]))) for side in (before, after))
     return ChangePoint(
         step=int(member.steps[after.start]),
         before_ns=was,
         after_ns=now,
         change_ratio=now / was - 1,
-        accounted_by=tuple(_parts(member, before, after, now - was)),
-        coincident=(
-            *_late_ranks(run, member, before, after, now - was),
-            *_samples(run, member, before, after),
-            *_counters(run, member, after),
-        ),
+        accounted_by=tuple(find_accounts(member, before, after)),
+        coincident=tuple(find_coincidences(run, member, before, after)),
     )
-
-
-def _parts(member: RankSteps, before: slice, after: slice, change: int) -> Iterator[str]:
-    """The parts of the step that changed by the time by which the step changed."""
-    for part in PARTS_OF_STEP:
-        rows = rows_of(member.rows, kinds=[part])
-        values = sum_per_step(rows.step, rows.duration_ns, member.steps)
-        was, now = _median(values[before]), _median(values[after])
-        low, high = _ACCOUNTS
-        if low <= (now - was) / change <= high:
-            label = find_metric(f"{part.label}_ns").label
-            yield f"{label}: {format_ns(was)} to {format_ns(now)}"
-
-
-def _late_ranks(
-    run: RunSource, member: RankSteps, before: slice, after: slice, change: int
-) -> Iterator[str]:
-    """Ranks whose own work changed by the time by which the step of the median rank changed."""
-    low, high = _ACCOUNTS
-    steps = member.steps
-    own = member.step_time_ns - member.exposed_ns
-    if (_median(own[after]) - _median(own[before])) / change > 1 - low:
-        return  # it works longer itself
-    for other in timed_ranks(run).members:
-        own = other.step_time_ns - other.exposed_ns
-        was, now = (_median(own[np.isin(other.steps, steps[side])]) for side in (before, after))
-        if other.rank != member.rank and low <= (now - was) / change <= high:
-            yield f"own work of rank {other.rank}: {format_ns(was)} to {format_ns(now)}"
-
-
-def _samples(run: RunSource, member: RankSteps, before: slice, after: slice) -> Iterator[str]:
-    """Device and host samples whose level changed."""
-    devices = run.devices(member.rank)
-    events = run.events(member.rank, kinds=[EventKind.STEP])
-    spans = []
-    for side in (before, after):
-        own = events.where(np.isin(events.step, member.steps[side]))
-        if not len(own):
-            return
-        low, high = own.start_ns.min(), own.end_ns.max()
-        spans.append(devices.where((devices.time_ns >= low) & (devices.time_ns < high)))
-    was, now = (_delay_ratio(span.run_delay_ns, span.time_ns) for span in spans)
-    if was is not None and now is not None and abs(now - was) >= _LEAST_DELAY:
-        yield f"wait for a core: {format_ratio(was)} to {format_ratio(now)} of the time"
-    for column, label, least, show in (
-        ("process_rss", "process memory", _LEAST_MEMORY, format_bytes),
-        ("gpu_sm_clock_mhz", "GPU clock", _LEAST_CLOCK, lambda value: f"{value:.0f} MHz"),
-    ):
-        known = [values[values >= 0] for values in (getattr(span, column) for span in spans)]
-        if all(len(values) > 1 for values in known):
-            levels = [float(np.median(values)) for values in known]
-            if levels[0] > 0 and abs(levels[1] / levels[0] - 1) >= least:
-                yield f"{label}: {show(levels[0])} to {show(levels[1])}"
-
-
-def _delay_ratio(delays: NDArray[np.int64], times: NDArray[np.int64]) -> float | None:
-    known = delays >= 0
-    if known.sum() < 2 or times[known][-1] == times[known][0]:
-        return None
-    return float(np.ptp(delays[known]) / np.ptp(times[known]))
-
-
-def _counters(run: RunSource, member: RankSteps, after: slice) -> Iterator[str]:
-    """What happened in the step of the change or the block before it."""
-    at = int(member.steps[after.start])
-    first = int(member.steps[max(after.start - _STEPS_PER_BLOCK, 0)])
-    rows = rows_of(member.rows, kinds=[StepPart.BETWEEN_STEPS])
-    near = rows.where((rows.step >= first) & (rows.step <= at) & (rows.duration_ns > 0))
-    if len(near):
-        yield f"evaluation or checkpoint before step {int(near.step[-1])}"
-    memory = run.memory(member.rank)
-    retries = memory.where(memory.num_alloc_retries >= 0)
-    was = retries.num_alloc_retries[retries.step < at]
-    now = retries.num_alloc_retries
-    if len(was) and int(now.max()) > int(was.max()):
-        yield f"allocator retries: {int(was.max())} to {int(now.max())}"
-
-
-def _median(values: NDArray[np.integer]) -> int:
-    return round(float(np.median(values))) if len(values) else 0

@@ -1,10 +1,11 @@
 """Split the wall time of a run into phases that add up to it, and measure its goodput.
 
 [Note: Phases of a run] One rank is followed over all attempts of the run, in wall time. Each moment
-belongs to the first of these phases that applies: checkpoint, evaluation, first step, training,
-lost, load, shard, start, build, end. A moment of an attempt in none of them is `other`, and a
-moment between two attempts is `restart`. Attempts that overlap (clocks of two hosts) are cut at the
-end of the earlier one. So the phases are disjoint and cover the wall time for any recorded times.
+belongs to the first of these phases that applies: checkpoint, evaluation, compile, idle, first
+step, training, lost, load, shard, start, build, end. A moment of an attempt in none of them is
+`other`, and a moment between two attempts is `restart`. Attempts that overlap (clocks of two hosts)
+are cut at the end of the earlier one. So the phases are disjoint and cover the wall time for any
+recorded times.
 
 [Note: Steps that count] A completed step counts unless a restart lost it. The steps of an attempt
 that another attempt follows survive up to the start of the last checkpoint that the attempt saved
@@ -53,7 +54,12 @@ class LifePhase(StrEnum):
     SHARD = "shard"
     """From the start of the first `fully_shard` call to the end of the last one."""
     FIRST_STEP = "first step"
-    """The first step of an attempt, with compilation and the set-up of communicators."""
+    """The first step of an attempt, with the set-up of communicators."""
+    COMPILE = "compile"
+    """Compilation by torch.compile, in any step."""
+    IDLE = "idle"
+    """Nothing moved for longer than the watchdog's limit: no collective began or ended, and no
+    step ended."""
     TRAINING = "training"
     """The other steps that count."""
     LOST = "lost"
@@ -74,6 +80,8 @@ class LifePhase(StrEnum):
 _IN_ORDER = (
     LifePhase.CHECKPOINT,
     LifePhase.EVALUATION,
+    LifePhase.COMPILE,
+    LifePhase.IDLE,
     LifePhase.FIRST_STEP,
     LifePhase.TRAINING,
     LifePhase.LOST,
@@ -111,7 +119,8 @@ class Lifetime(TableResult):
     phases: tuple[PhaseTime, ...]
     """The phases with time, in the order of `LifePhase`; they add up to `wall_ns` exactly."""
     training_parts: tuple[PhaseTime, ...]
-    """Exposed communication and data of the phase training."""
+    """Exposed communication, data and host-bound time of the phase training. Steps with a
+    compilation or a standstill are left out."""
     background_checkpoint_ns: int
     """Time in which a checkpoint was written next to other phases."""
     num_attempts: int
@@ -202,10 +211,9 @@ class _Attempt:
     """When the training begins; without a step, when the recorder attached."""
     steps: NDArray[np.int64]
     """Shape (S, 3): number, start and end of each completed step, by start."""
-    exposed_ns: NDArray[np.int64]
-    """Shape (S,)."""
-    data_ns: NDArray[np.int64]
-    """Shape (S,)."""
+    parts_ns: Mapping[str, NDArray[np.int64]]
+    """By name of the part, shape (S,)."""
+    idle: Intervals
     evaluation: Intervals
     checkpoint: Intervals
     saved_ns: int | None
@@ -222,6 +230,14 @@ class _Attempt:
         return Intervals.of(
             np.array(starts, np.int64) + self.offset_ns, np.array(ends, np.int64) + self.offset_ns
         )
+
+    @property
+    def is_interrupted(self) -> NDArray[np.bool_]:
+        """Whether each step holds a compilation or a standstill, shape (S,)."""
+        apart = self.idle.union(self.spans(self.life.compiles))
+        covered = apart.covered_ns(self.steps[:, 1], self.steps[:, 2])
+        interrupted: NDArray[np.bool_] = covered > 0
+        return interrupted
 
     def lost_since_ns(self, following: "_Attempt | None") -> int | None:
         """The time after which steps are lost; None: none are. See [Note: Steps that count]."""
@@ -249,9 +265,8 @@ def _read_attempt(run: RunSource, rank: int) -> _Attempt | None:
         *(between.start_ns[is_complete] + offset).tolist(),
         *(span.start_ns + offset for span in life.background_saves),
     ]
-    exposed_ns, data_ns = _parts_of(run, rank, found.step)
     started = [life.started_ns, life.imported_ns, record.clock_start.monotonic_ns]
-    notes = []
+    notes, end = [], _end_of(run, record, events, offset)
     if life.started_ns is None:
         notes.append(
             f"The start of the process of attempt {record.attempt} is unknown: its time begins "
@@ -262,14 +277,14 @@ def _read_attempt(run: RunSource, rank: int) -> _Attempt | None:
         start_ns=min([each + offset for each in started if each is not None], default=0)
         if life.started_ns is None
         else life.started_ns + offset,
-        end_ns=_end_of(run, record, events, offset),
+        end_ns=end,
         status=record.status,
         life=life,
         offset_ns=offset,
         first_step_ns=int(steps[0, 1]) if len(steps) else record.clock_start.monotonic_ns + offset,
         steps=steps,
-        exposed_ns=exposed_ns,
-        data_ns=data_ns,
+        parts_ns=_parts_of(run, rank, found.step),
+        idle=_idle_of(run, record, offset, end),
         evaluation=_shifted(between, ~is_save, offset),
         checkpoint=_shifted(between, is_save, offset),
         saved_ns=max(saves, default=None),
@@ -296,11 +311,27 @@ def _end_of(run: RunSource, record: RankRecord, events: EventTable, offset: int)
     return max(signs)
 
 
+def _idle_of(run: RunSource, record: RankRecord, offset: int, end_ns: int) -> Intervals:
+    """The standstills that ended, and the one in which the attempt ended."""
+    spans = [] if record.life is None else list(record.life.standstills)
+    starts, ends = [span.start_ns + offset for span in spans], [s.end_ns + offset for s in spans]
+    box = run.black_box(record.rank)
+    if box is not None and box.header.hang_seen_ns and record.status is not RunStatus.COMPLETE:
+        starts.append(box.header.changed_ns + offset)
+        ends.append(max(end_ns, starts[-1]))
+    return Intervals.of(starts, ends)
+
+
 def _parts_of(
     run: RunSource, rank: int, steps: NDArray[np.int32]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Exposed and data time of each step, shape (S,); 0 where the summary lacks the step."""
-    rows = run.summary(ranks=[rank], kinds=[*EXPOSED_PART_CODES, StepPart.DATA])
+) -> Mapping[str, NDArray[np.int64]]:
+    """The parts of each step, shape (S,); 0 where the summary lacks the step."""
+    kinds = {
+        "exposed": [*EXPOSED_PART_CODES],
+        "data": [StepPart.DATA],
+        "host-bound": [StepPart.HOST_BOUND],
+    }
+    rows = run.summary(ranks=[rank], kinds=[kind for each in kinds.values() for kind in each])
 
     def of(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
         sums = np.zeros(int(max(steps.max(initial=0), rows.step.max(initial=0))) + 1, np.int64)
@@ -308,8 +339,7 @@ def _parts_of(
         taken: NDArray[np.int64] = sums[steps]
         return taken
 
-    is_data = rows.kind == StepPart.DATA
-    return of(~is_data), of(is_data)
+    return {name: of(np.isin(rows.kind, each)) for name, each in kinds.items()}
 
 
 def _samples_of(run: RunSource, rank: int, life: ProcessLife, offset: int) -> NDArray[np.int64]:
@@ -411,15 +441,14 @@ class _Life:
         )
 
     def _training_parts(self) -> tuple[PhaseTime, ...]:
-        exposed = data = 0
+        sums: dict[str, int] = {}
         for place, attempt in enumerate(self._attempts):
-            counts = ~self._is_lost(place)
+            counts = ~self._is_lost(place) & ~attempt.is_interrupted
             counts[:1] = False  # the first step
-            exposed += int(attempt.exposed_ns[counts].sum())
-            data += int(attempt.data_ns[counts].sum())
+            for name, values in attempt.parts_ns.items():
+                sums[name] = sums.get(name, 0) + int(values[counts].sum())
         return tuple(
-            PhaseTime(name, duration, self._ratio(duration))
-            for name, duration in (("exposed", exposed), ("data", data))
+            PhaseTime(name, duration, self._ratio(duration)) for name, duration in sums.items()
         )
 
     def _background_ns(self) -> int:
@@ -445,6 +474,8 @@ def _phases_of(attempt: _Attempt, following: _Attempt | None) -> Mapping[LifePha
     phases = {
         LifePhase.CHECKPOINT: attempt.checkpoint,
         LifePhase.EVALUATION: attempt.evaluation,
+        LifePhase.COMPILE: attempt.spans(life.compiles),
+        LifePhase.IDLE: attempt.idle,
         LifePhase.FIRST_STEP: of_steps(is_first),
         LifePhase.TRAINING: of_steps(~is_lost & ~is_first),
         LifePhase.LOST: lost.union(rest) if has_failed else lost,

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fsdp_inspect.analysis.dtype_uses import DtypeUse, compare_dtypes
 from fsdp_inspect.columns import (
     Column,
     TableSpec,
@@ -28,7 +29,6 @@ from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.numerics import NumericsStep, Observation, Place
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
-LOW_PRECISION = frozenset({"bfloat16", "float16"})
 _STORED = frozenset({Place.PARAMETER, Place.UPDATED_PARAMETER, Place.STATE})
 """Places that keep a value that is not finite for the next step."""
 
@@ -71,17 +71,6 @@ class UnitNumerics:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherDtype:
-    """Values whose dtype is not the declared one, in the last numerics step."""
-
-    place: Place
-    declared: str
-    """Output, gradient: the dtype of forward and backward. Reduced gradient: of the parameters."""
-    actual: str
-    units: tuple[str | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Numerics(TableResult):
     """The numerics of a run."""
 
@@ -99,9 +88,10 @@ class Numerics(TableResult):
     """Of all units together, as `UnitNumerics.lost_ratio`."""
     stored_dtypes: tuple[str, ...]
     """Dtypes of the stored parameters."""
-    other_dtypes: tuple[OtherDtype, ...]
-    """Where the actual dtype is not the declared one, such as outputs under autocast. Outputs that
-    are wider than declared are left out: they lose nothing."""
+    dtypes: tuple[DtypeUse, ...]
+    """Declared and actual dtypes, by place."""
+    other_dtypes: tuple[DtypeUse, ...]
+    """Those of `dtypes` that lose precision: not as declared."""
 
     def rows(self) -> Sequence[UnitNumerics]:
         """One row per unit."""
@@ -127,6 +117,7 @@ def measure_numerics(run: RunSource) -> Numerics | None:
         if each.place is Place.PARAMETER
         for dtype in each.dtypes
     }
+    uses = compare_dtypes(run, steps, numbers[-1])
     return Numerics(
         steps=tuple(numbers),
         ranks=tuple(steps),
@@ -134,36 +125,8 @@ def measure_numerics(run: RunSource) -> Numerics | None:
         first_non_finite=_find_first(steps, numbers, manifest),
         lost_ratio=_lost_ratio(steps, None),
         stored_dtypes=tuple(sorted(dtypes)),
-        other_dtypes=_find_other_dtypes(steps, numbers[-1], manifest),
-    )
-
-
-def _find_other_dtypes(
-    steps: Mapping[int, Sequence[NumericsStep]], last: int, manifest: RunManifest
-) -> tuple[OtherDtype, ...]:
-    found: dict[tuple[Place, str, str], set[int]] = {}
-    for step in (each for own in steps.values() for each in own if each.step == last):
-        stored = {
-            each.unit: each.dtypes for each in step.observations if each.place is Place.PARAMETER
-        }
-        for each in step.observations:
-            if not 0 <= each.unit < len(manifest.units):
-                continue
-            unit = manifest.units[each.unit]
-            declared: Mapping[Place, tuple[str, ...]] = {
-                Place.OUTPUT: (unit.param_dtype,),
-                # Accumulated gradients have the dtype of the reduction.
-                Place.GRADIENT: (unit.param_dtype, unit.reduce_dtype),
-                Place.REDUCED_GRADIENT: stored.get(each.unit, ()),
-            }
-            expected = [dtype for dtype in declared.get(each.place, ()) if dtype]
-            is_wider = each.place is Place.OUTPUT and not LOW_PRECISION & set(each.dtypes)
-            if expected and not set(expected) & set(each.dtypes) and not is_wider:
-                key = (each.place, expected[0], ", ".join(each.dtypes))
-                found.setdefault(key, set()).add(each.unit)
-    return tuple(
-        OtherDtype(place, declared, actual, tuple(_name(unit, manifest) for unit in sorted(units)))
-        for (place, declared, actual), units in sorted(found.items())
+        dtypes=uses,
+        other_dtypes=tuple(each for each in uses if not each.is_as_declared),
     )
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 from fsdp_inspect.analysis.drift import ChangePoint, measure_drift
 from fsdp_inspect.analysis.loss_spikes import LossSpike, find_loss_spikes
-from fsdp_inspect.analysis.numerics import LOW_PRECISION, Numerics, measure_numerics
+from fsdp_inspect.analysis.numerics import Numerics, measure_numerics
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind, find_activity
 from fsdp_inspect.diagnosis.collective_grid import CollectiveGrid, lay_out_collectives
 from fsdp_inspect.diagnosis.ends import EndKind, RankEnd, find_ends, first_ends
 from fsdp_inspect.diagnosis.fitting_plans import PlanSearch, search_plans
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory, read_out_of_memory
+from fsdp_inspect.diagnosis.process_signs import ProcessSigns, find_collection, read_signs
 from fsdp_inspect.diagnosis.stack_groups import StackGroup, group_stacks
 from fsdp_inspect.diagnosis.waits import (
     Wait,
@@ -40,6 +41,7 @@ from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
 from fsdp_inspect.trace.run import RunSource
 
+LOW_PRECISION = frozenset({"bfloat16", "float16"})
 MOST_LOST_RATIO = 0.5
 """Updates that are rounded away / all: beyond it, the training mostly stands still."""
 LEAST_HIGH_LOSSES = 5
@@ -117,6 +119,8 @@ class RankState:
     """What its training thread does; None without stacks."""
     hang_seen: bool
     """Whether its watchdog reported that nothing moved."""
+    process: ProcessSigns | None
+    """What its process showed from outside; None: nobody looked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +223,8 @@ class _Case:
         self._ends = find_ends(self._records, self._boxes, self._dumps)
         self._numerics = measure_numerics(run)
         self._waits = find_waits(self._boxes)
-        self._waiting = {rank for wait in self._waits for rank in wait.waiting}
+        in_training = [wait for wait in self._waits if not wait.issued.is_background]
+        self._waiting = {rank for wait in in_training for rank in wait.waiting}
         signs = [box.header.sign_unix_ns for box in self._boxes.values()]
         self._latest_ns = max(signs, default=0)
         """Wall time of the last sign of life of any rank."""
@@ -267,7 +272,7 @@ class _Case:
             Status.PROBLEM,
             ProblemClass.SIZE_MISMATCH if is_size else ProblemClass.ORDER_DIVERGED,
             ranks=first.culprits,
-            is_certain=first.is_majority and first.is_first,
+            is_certain=(first.is_majority or first.is_race) and first.is_first,
             unit=shown.unit,
             phase=shown.phase,
             step=first.usual.step,
@@ -690,6 +695,7 @@ class _Case:
             phase=phase,
             activity=self._activity(rank, phase),
             hang_seen=box is not None and bool(box.header.hang_seen_ns),
+            process=None if box is None else read_signs(box.header),
         )
 
     def _idle_s(self, rank: int) -> float | None:
@@ -705,6 +711,13 @@ class _Case:
         return seconds + max(min(self._latest_ns, end) - box.header.sign_unix_ns, 0) / 1e9
 
     def _activity(self, rank: int, phase: Phase | None) -> Activity | None:
+        box, found = self._boxes.get(rank), self._activity_by_stack(rank, phase)
+        collects = None if box is None else find_collection(box.header, self._idle_s(rank))
+        if collects is None or found is None or found.frame is None:
+            return collects or found
+        return replace(found, kind=collects.kind)  # a finalizer that gave up Python's lock
+
+    def _activity_by_stack(self, rank: int, phase: Phase | None) -> Activity | None:
         for dump in self._dumps[rank]:
             if dump.training is not None:
                 statement = dump.statement_of(dump.training.user_frame)

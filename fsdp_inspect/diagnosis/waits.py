@@ -41,10 +41,16 @@ class Wait:
 
 
 def find_waits(boxes: Mapping[int, BlackBox]) -> list[Wait]:
-    """The unfinished collectives of all communicators, the longest wait first."""
+    """The unfinished collectives of all communicators, the longest wait first.
+
+    Those that a thread next to the training issued come last: the training does not wait for them.
+    """
     members = members_by_communicator(boxes)
     found = [_find_wait(boxes, name, ranks) for name, ranks in members.items()]
-    return sorted((each for each in found if each is not None), key=lambda wait: -wait.seconds)
+    return sorted(
+        (each for each in found if each is not None),
+        key=lambda wait: (wait.issued.is_background, -wait.seconds),
+    )
 
 
 def _find_wait(boxes: Mapping[int, BlackBox], name: str, members: tuple[int, ...]) -> Wait | None:
@@ -103,8 +109,10 @@ def root_ranks(waits: list[Wait]) -> tuple[Wait, tuple[int, ...]] | None:
     A rank that is absent from one collective may wait in another one. The ranks at the end of such
     a chain wait in none. None: there is no wait, or the ranks wait for each other in a circle.
     """
-    in_some = {rank for wait in waits for rank in wait.waiting}
     for wait in waits:
+        is_background = wait.issued.is_background
+        alike = [each for each in waits if each.issued.is_background == is_background]
+        in_some = {rank for each in alike for rank in each.waiting}
         free = tuple(rank for rank in wait.absent if rank not in in_some)
         if free:
             return wait, free

@@ -23,6 +23,7 @@ from fsdp_inspect.importing.flight_recorder_file import Dump, read_dump
 from fsdp_inspect.store.finished import write_finished_run
 from fsdp_inspect.trace.black_box import (
     CAPACITY,
+    EMPTY_HEADER,
     ENTRY,
     BlackBox,
     CodePlace,
@@ -40,9 +41,7 @@ from fsdp_inspect.trace.run import (
 
 LEAST_STANDSTILL_NS = 5_000_000_000
 """A dump that was written so long after the last collective of all ranks shows a standstill."""
-_EMPTY_HEADER = Header(
-    **{**dict.fromkeys(Header.__slots__, 0), "step": UNKNOWN_STEP, "unit": NO_UNIT},  # type: ignore[arg-type]
-)
+_HEADER = replace(EMPTY_HEADER, step=UNKNOWN_STEP, unit=NO_UNIT)
 _MARKS = (b"collective_seq_id", b"pg_config", b"nccl_comm_state")
 _HEAD_BYTES = 1 << 16
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)|(\d{1,6})(?:\.\w+)?$", re.IGNORECASE)
@@ -235,7 +234,7 @@ def _make_boxes(
             begins,
             {} if has_ends else ends,
             replace(
-                _EMPTY_HEADER,
+                _HEADER,
                 rank=rank,
                 num_issued=len(dump.collectives),
                 sign_ns=latest_ns,

@@ -52,7 +52,7 @@ from fsdp_inspect.recording.out_of_memory import (
     make_record,
 )
 from fsdp_inspect.recording.patches import warn
-from fsdp_inspect.recording.process_life import describe_process
+from fsdp_inspect.recording.process_life import describe_process, num_compiles
 from fsdp_inspect.recording.scalars import ScalarLog
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
@@ -118,6 +118,8 @@ class Attachment:
     """A recording in progress: hooks on a model, a writer, a sampler."""
 
     _cuda_limit: CudaLimit | None = None
+    _noted = (0, 0)
+    """The number of compilations and standstills in the record."""
 
     def __init__(
         self,
@@ -466,7 +468,7 @@ class Attachment:
             self._settle_units()
             self._write_manifest()
             self._writer.update(**self._describe_groups())
-        if session.step == 1 or self._instruments.checkpoints.has_news:
+        if session.step == 1 or self._life_has_news():
             self._describe_life()
         self._report_problems()
 
@@ -486,11 +488,20 @@ class Attachment:
         except Exception as error:
             self.session.fail(error)
 
+    def _standstills(self) -> tuple[tuple[int, int], ...]:
+        return () if self._surveillance is None else self._surveillance.standstills
+
+    def _life_has_news(self) -> bool:
+        """Whether the record lacks a background save, a compilation or a standstill."""
+        noted = num_compiles(), len(self._standstills())
+        return self._instruments.checkpoints.has_news or noted != self._noted
+
     def _describe_life(self) -> None:
-        """Update the record with loads before the first step and background saves."""
-        checkpoints = self._instruments.checkpoints
+        """Update the record with what happened outside of plain steps."""
+        checkpoints, standstills = self._instruments.checkpoints, self._standstills()
         checkpoints.has_news = False
-        life = describe_process(self.session.opened_ns, checkpoints.background_saves)
+        self._noted = num_compiles(), len(standstills)
+        life = describe_process(self.session.opened_ns, checkpoints.background_saves, standstills)
         self._writer.update(life=life)
 
     # --- the manifest

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fsdp_inspect.trace import black_box as layout
 from fsdp_inspect.trace.black_box import (
     CAPACITY,
+    COLLECTION_OFFSET,
     ENTRY_STRUCT,
     FINISHED_OFFSET,
     HEADER_BYTES,
@@ -102,6 +103,8 @@ class BlackBoxWriter:
         self._pending: dict[int, tuple[int, Pending]] = {}
         """Asynchronous collectives without an end: number and collective, by identity."""
         self._lock = threading.Lock()
+        self._issuing = threading.RLock()
+        """Reentrant, because a garbage collection may run inside it, and with it any finalizer."""
 
     # --- the training thread
 
@@ -116,8 +119,27 @@ class BlackBoxWriter:
         step: int,
         microbatch: int,
         place: int,
+        state: int = 0,
     ) -> int:
         """Note a collective that is about to be issued; returns the number of its entry."""
+        with self._issuing:  # threads next to the training issue collectives too
+            return self._issue(
+                kind, unit, group, message_bytes, dtype, phase, step, microbatch, place, state
+            )
+
+    def _issue(  # noqa: PLR0913 - one argument a field of the entry
+        self,
+        kind: int,
+        unit: int,
+        group: dist.ProcessGroup,
+        message_bytes: int,
+        dtype: int,
+        phase: int,
+        step: int,
+        microbatch: int,
+        place: int,
+        state: int,
+    ) -> int:
         order = self._order_of.get(group)
         if order is None:
             order = self._add_group(group)
@@ -147,7 +169,7 @@ class BlackBoxWriter:
             kind,
             phase,
             dtype,
-            0,
+            state,
             0,
         )
         self.num_issued = number
@@ -169,6 +191,20 @@ class BlackBoxWriter:
         pending = self._pending.pop(identity, None)
         if pending is not None:
             self.finish(pending[0], ns)
+
+    def begin_collection(self, unix_ns: int, place: str) -> None:
+        """Note a garbage collection that begins; takes no lock, as `garbage_collection` requires.
+
+        Args:
+            unix_ns: The wall time.
+            place: The user's line, `file:line`; empty if unknown.
+        """
+        encoded = layout.encode_collection(unix_ns, place)
+        self._buffer[COLLECTION_OFFSET : COLLECTION_OFFSET + len(encoded)] = encoded
+
+    def end_collection(self) -> None:
+        """Note that no garbage collection runs."""
+        _TIME.pack_into(self._buffer, COLLECTION_OFFSET, 0)
 
     def end_step(self, step: int) -> None:
         """Note the step that begins, and forget what is too old to be useful."""

@@ -17,11 +17,18 @@ import mmap
 import os
 import select
 import signal
+import struct
 import sys
 import time
 
 INTERVAL_MS = 1000
 ENDED_OFFSET = 256
+"""See `trace.black_box`."""
+WATCHED_OFFSET = 264
+"""See `trace.black_box`."""
+WATCHED = struct.Struct("<qqqqc7x")
+"""See `trace.black_box`."""
+RING_OFFSET = 512
 """See `trace.black_box`."""
 CLOSED_OFFSET = 97
 """See `trace.black_box`."""
@@ -54,13 +61,16 @@ def keep(descriptor: int, pid: int, target: str) -> bool:
         _save(_with_end(memory[:]), bytes(size), target)
         return not memory[CLOSED_OFFSET]
     saved = bytes(size)
+    watch = Watch(pid)
     is_over = is_asked = False
     while not is_over:
         events = [descriptor for descriptor, _ in ends.poll(INTERVAL_MS)]
         is_over = bool(events)
         # The pipe of a rank that dies closes a moment before its process has ended.
         is_asked = 0 in events and os.read(0, 1) != b""
-        content = _with_end(memory[:]) if is_over and not is_asked else memory[:]
+        content = watch.look(memory[:], is_over=is_over)
+        if is_over and not is_asked:
+            content = _with_end(content)
         if not os.path.exists(target):  # noqa: PTH110 - pathlib takes 10 ms to import
             saved = bytes(size)
         with contextlib.suppress(OSError):  # the disk may work again next time
@@ -89,6 +99,46 @@ def copy_to_stderr(path: str) -> None:
     """Print a file, if it exists."""
     with contextlib.suppress(OSError), open(path, "rb") as file:  # noqa: PTH123
         os.write(2, file.read())
+
+
+class Watch:
+    """Looks at the process of the rank from outside: it may be stopped, or hold Python's lock."""
+
+    def __init__(self, pid: int) -> None:
+        """`pid`: the process."""
+        self._folder = f"/proc/{pid}"
+        self._ring = b""
+        self._changed_s = time.monotonic()
+        self._faults = 0
+        """The major page faults of the process when its collectives last changed."""
+        self._last = bytes(WATCHED.size)
+
+    def look(self, content: bytes, *, is_over: bool) -> bytes:
+        """The black box with what is seen now; at the end, with what was seen last."""
+        if not is_over:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                self._last = self._read(content[RING_OFFSET:])
+        end = WATCHED_OFFSET + WATCHED.size
+        return content[:WATCHED_OFFSET] + self._last + content[end:]
+
+    def _read(self, ring: bytes) -> bytes:
+        """What proc(5) says about the process."""
+        with open(f"{self._folder}/stat") as file:  # noqa: PTH123
+            fields = file.read().rpartition(")")[2].split()
+        state, faults, now = fields[0], int(fields[9]), time.monotonic()
+        if ring != self._ring:
+            self._ring, self._changed_s, self._faults = ring, now, faults
+        still_ns = round((now - self._changed_s) * 1e9)
+        since = max(faults - self._faults, 0)
+        return WATCHED.pack(time.time_ns(), since, still_ns, self._swapped(), state[:1].encode())
+
+    def _swapped(self) -> int:
+        """Bytes of the process that are swapped out; 0 where the system does not say."""
+        with open(f"{self._folder}/status") as file:  # noqa: PTH123
+            for line in file:
+                if line.startswith("VmSwap:"):
+                    return int(line.split()[1]) << 10
+        return 0
 
 
 def _with_end(content: bytes) -> bytes:

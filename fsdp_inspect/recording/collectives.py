@@ -16,10 +16,12 @@ import torch.distributed as dist
 from fsdp_inspect.recording.journal import NOT_NEEDED, Completion, host_ns_of, later_of
 from fsdp_inspect.recording.units import dtype_code
 from fsdp_inspect.trace.codes import (
+    NO_UNIT,
     WAIT_OF,
     EventFlag,
     EventKind,
     Method,
+    Phase,
     Stream,
 )
 
@@ -46,6 +48,7 @@ class Communication:
         "flags",
         "group",
         "identity",
+        "is_background",
         "issue_ns",
         "issued_by",
         "kind",
@@ -90,6 +93,13 @@ class Communication:
         self.wait_method: int | None = None
         """How that wait is known; None: like the collective, on a device inferred."""
         self.was_written = False
+        self.is_background = False
+        """Whether a thread next to the training issued it: the training does not wait for it."""
+
+    def leave_training(self) -> None:
+        """Note that a thread next to the training issues it."""
+        self.is_background = True
+        self.phase, self.issued_by = Phase.OUTSIDE, NO_UNIT
 
     def begin(
         self, session: Session, message: torch.Tensor, group: dist.ProcessGroup, start: Any
@@ -326,12 +336,14 @@ def recorded_reduce_scatter(inner: Any, hooks: CollectiveHooks) -> Any:
 
 def run_inside_collective(session: Session, collective: Callable[[], Any]) -> Any:
     """Call a collective without recording the inner collectives that it issues."""
-    session.collective_depth += 1
+    depth = session.depth
+    depth.collectives += 1
     try:
         result = collective()
     finally:
-        session.collective_depth -= 1
-    if session.tracker is not None and session.collective_depth == 0:
+        depth.collectives -= 1
+    is_outer = session.tracker is not None and depth.collectives == 0
+    if is_outer and session.tracker is not None and not session.is_background():
         # An asynchronous collective, also a functional one, still uses its tensors.
         session.tracker.collective_ended(is_blocking=result is None)
     return result

@@ -199,6 +199,10 @@ def _open_host(training_thread: int, note: Callable[[str], None]) -> list[_Probe
     scheduled = Path(f"/proc/self/task/{training_thread}/schedstat")
     if scheduled.exists():  # Linux with scheduler statistics
         probes.append(_Probe("The wait for a core", partial(_read_run_delay, scheduled)))
+    probes.append(_Probe("Page faults", _read_major_faults))
+    status = Path("/proc/self/status")
+    if status.exists():
+        probes.append(_Probe("Swapped memory", partial(_read_swap, status)))
     try:
         import psutil
     except ImportError:
@@ -230,6 +234,19 @@ def _open_host(training_thread: int, note: Callable[[str], None]) -> list[_Probe
 def _read_run_delay(scheduled: Path) -> Mapping[str, int]:
     """A thread's `schedstat`: time on a core, time ready without one (ns), slices (proc(5))."""
     return {"run_delay_ns": int(scheduled.read_text().split()[1])}
+
+
+def _read_major_faults() -> Mapping[str, int]:
+    """Page faults of this process that had to read from a disk."""
+    import resource  # not on Windows: the probe then fails and is not tried again
+
+    return {"major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt}
+
+
+def _read_swap(status: Path) -> Mapping[str, int]:
+    """`VmSwap` of proc(5); missing where the kernel has no swap."""
+    _, found, rest = status.read_text().partition("VmSwap:")
+    return {"process_swap": int(rest.split()[0]) << 10} if found else {}
 
 
 class _CpuShare:
@@ -390,6 +407,20 @@ def _gpu_probes(nvml: Any, handle: Any) -> list[_Probe]:
             _one(
                 "gpu_sm_clock_mhz",
                 lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            ),
+        ),
+        _Probe(
+            "The GPU's temperature",
+            _one(
+                "gpu_temperature_c",
+                lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            ),
+        ),
+        _Probe(
+            "What limits the GPU's clock",
+            _one(
+                "gpu_clock_limits",
+                lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
             ),
         ),
         _Probe("NVLink traffic", read_nvlink),

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -64,6 +65,13 @@ _STREAM_OF_REDUCTION = {
 }
 
 
+class _Coalesced(threading.local):
+    """The coalescing manager that one thread has opened."""
+
+    queued: list[tuple[EventKind, list[torch.Tensor], Any]] | None = None
+    """Kind, tensors and group of the calls that it has queued; None: no manager is open."""
+
+
 class DistCalls:
     """Times the collectives that do not go through an FSDP unit's communication objects."""
 
@@ -73,8 +81,7 @@ class DistCalls:
         self._reductions_of = reductions_of
         self._unwaited: dict[int, Communication] = {}
         """Functional collectives in flight, by the address of their result."""
-        self._coalesced: list[tuple[EventKind, list[torch.Tensor], Any]] | None = None
-        """Kind, tensors and group of the calls that the open coalescing manager has queued."""
+        self._of_thread = _Coalesced()
 
     def attach(self, patches: Patches) -> None:
         """Wrap every supported function that this torch version has."""
@@ -130,9 +137,11 @@ class DistCalls:
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
             return None
         session = self._session
+        is_background = session.is_background()
         # HSDP's all-reduce, and the reductions of FSDP1.
         in_reduction = (
-            kind in _STREAM_OF_REDUCTION
+            not is_background
+            and kind in _STREAM_OF_REDUCTION
             and session.hook_unit != NO_UNIT
             and session.phase == Phase.BACKWARD
         )
@@ -142,6 +151,8 @@ class DistCalls:
             session.hook_unit if in_reduction else NO_UNIT,
             _STREAM_OF_REDUCTION[kind] if in_reduction else Stream.OTHER,
         )
+        if is_background:
+            communication.leave_training()
         tensors = tensors_of(message)
         communication.begin(
             session, tensors[0] if tensors else torch.empty(0), group, session.clock.mark()
@@ -160,6 +171,7 @@ class DistCalls:
             group,
             communication.bytes,
             communication.dtype,
+            is_background=communication.is_background,
         )
         communication.follow_in_black_box(session, number)
 
@@ -175,10 +187,10 @@ class DistCalls:
             communication = None
             try:
                 message, group = pick(argument, args, kwargs), pick("group", args, kwargs)
-                if self._coalesced is None:
+                if self._of_thread.queued is None:
                     communication = self._begin(kind, message, group)
                 else:
-                    self._coalesced.append((kind, tensors_of(message), group))
+                    self._of_thread.queued.append((kind, tensors_of(message), group))
             except Exception as error:
                 self._session.fail(error)
             result = run_inside_collective(
@@ -201,11 +213,13 @@ class DistCalls:
             if self._is_passing():
                 return original(group, tensors, *args, **kwargs)
             communication = None
-            if self._coalesced is None:
+            if self._of_thread.queued is None:
                 begin = functools.partial(self._begin, EventKind.POINT_TO_POINT, tensors, group)
                 communication = self._guarded(begin)
             else:
-                self._coalesced.append((EventKind.POINT_TO_POINT, tensors_of(tensors), group))
+                self._of_thread.queued.append(
+                    (EventKind.POINT_TO_POINT, tensors_of(tensors), group)
+                )
             work = run_inside_collective(
                 self._session, functools.partial(original, group, tensors, *args, **kwargs)
             )
@@ -237,11 +251,11 @@ class DistCalls:
         @functools.wraps(original)
         @contextlib.contextmanager
         def recorded(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            if self._is_passing() or self._coalesced is not None:
+            if self._is_passing() or self._of_thread.queued is not None:
                 with original(*args, **kwargs) as manager:
                     yield manager
                 return
-            self._coalesced, communication = [], None
+            self._of_thread.queued, communication = [], None
             try:
                 with original(*args, **kwargs) as manager:
                     yield manager
@@ -250,13 +264,13 @@ class DistCalls:
                     end = functools.partial(self._coalesced_issued, communication, manager)
                     self._guarded(end)
             finally:
-                self._coalesced = None
+                self._of_thread.queued = None
 
         return recorded
 
     def _begin_coalesced(self) -> Communication | None:
         """Note the issue of the manager's queued calls; None if there are none."""
-        queued = self._coalesced or []
+        queued = self._of_thread.queued or []
         if not queued:
             return None
         kind, _, group = queued[0]
@@ -283,6 +297,9 @@ class DistCalls:
             self._issued_async(communication, result)
             return
         communication.end = session.clock.mark()
+        if communication.is_background:
+            communication.write(session)
+            return
         if session.on_host:
             communication.block_host()
         elif communication.unit != NO_UNIT:

@@ -9,6 +9,7 @@ import torch
 
 from fsdp_inspect.recording.checkpoints import CheckpointHooks
 from fsdp_inspect.recording.dist_calls import DistCalls
+from fsdp_inspect.recording.garbage_collection import GarbageCollections
 from fsdp_inspect.recording.graph_capture import pause_during_capture
 from fsdp_inspect.recording.loop_hooks import LoopHooks
 from fsdp_inspect.recording.memory import MemoryProbe
@@ -35,6 +36,7 @@ class Instruments:
         self._units = sharder.make_hooks(session, memory)
         self._dist_calls = DistCalls(session, self._units.reductions_of)
         self.checkpoints = CheckpointHooks(session)
+        self._collections = GarbageCollections(session)
         self._loop = LoopHooks(session, optimizers, on_optimizer_step, before_update)
 
     def attach(self) -> None:
@@ -43,12 +45,14 @@ class Instruments:
         self._dist_calls.attach(self._patches)
         self._loop.attach(self._patches)
         self.checkpoints.attach(self._patches)
+        self._collections.attach(self._patches)
         pause_during_capture(self._session, self._patches)
 
     def end_step(self) -> None:
         """Close open events after a step, and reinstall hooks that other code replaced."""
         self._units.end_step()
         self._dist_calls.end_step()
+        self._collections.end_step()
 
     def detach(self) -> None:
         """Remove all hooks and write their pending events."""

@@ -1,4 +1,4 @@
-"""Note when a process starts, shards its model and loads checkpoints.
+"""Note when a process starts, shards its model, loads checkpoints and compiles.
 
 [Note: Noting loads]
 Weights are loaded before the recorder attaches. `note_process` therefore wraps torch's loading
@@ -6,6 +6,11 @@ functions once a process, when the recorder is imported (the launcher: when the 
 torch). A call costs 0.12 ms more before the first step, because it reads the memory of the process,
 and 0.6 µs after it. The wraps stay, as those of `sharding_calls`. A script that imported such a
 function by name before keeps the original, and its calls are not noted.
+
+[Note: Noting compilations]
+torch.compile compiles in the middle of a forward or a backward, perhaps in many steps. torch calls
+registered functions at the start and the end of the outermost compilation (torch 2.13,
+`torch/_dynamo/callback.py`). Older versions of torch without them note nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from fsdp_inspect.trace.process_life import HostMemoryMark, ProcessLife, TimeSpa
 
 MOST_SPANS = 100
 """The most loads, and the most saves, that a run stores."""
+_COMPILE_CALLBACKS = "torch._dynamo.callback"
 CHECKPOINT_PACKAGE = "torch.distributed.checkpoint"
 _LOADS = {
     "torch": ("load",),
@@ -54,6 +60,8 @@ class _ProcessNotes:
 
     def __init__(self) -> None:
         self.loads: deque[tuple[int, int]] = deque(maxlen=MOST_SPANS)
+        self.compiles: deque[tuple[int, int]] = deque(maxlen=MOST_SPANS)
+        self.compile_started_ns = 0
         self.marks: deque[HostMemoryMark] = deque(maxlen=MOST_SPANS)
 
     def mark_memory(self, time_ns: int) -> None:
@@ -74,6 +82,12 @@ def note_process() -> None:
     _notes.mark_memory(_notes.imported_ns)
     for module in _LOADS:
         call_after_import(module, functools.partial(_wrap_loads, module))
+    call_after_import(_COMPILE_CALLBACKS, _watch_compiler)
+
+
+def num_compiles() -> int:
+    """The number of compilations that `describe_process` would list."""
+    return len(_notes.compiles)
 
 
 def begin_sharding() -> None:
@@ -92,13 +106,16 @@ def end_sharding() -> None:
 
 
 def describe_process(
-    first_step_ns: int | None = None, background_saves: Iterable[tuple[int, int]] = ()
+    first_step_ns: int | None = None,
+    background_saves: Iterable[tuple[int, int]] = (),
+    standstills: Iterable[tuple[int, int]] = (),
 ) -> ProcessLife:
     """Describe what is known of this process.
 
     Args:
         first_step_ns: Only loads that began before it count; None means all so far.
         background_saves: Checkpoints that were written in the background, as (start, end) in ns.
+        standstills: Times in which nothing moved.
     """
     if first_step_ns is None:
         _notes.mark_memory(time.perf_counter_ns())
@@ -114,12 +131,31 @@ def describe_process(
             if first_step_ns is None or each[0] < first_step_ns
         ],
         background_saves=[_span(each) for each in tuple(background_saves)],
+        compiles=[_span(each) for each in tuple(_notes.compiles)],
+        standstills=[_span(each) for each in tuple(standstills)],
         memory_marks=sorted(marks, key=lambda mark: mark.time_ns),
     )
 
 
 def _span(times: tuple[int, int]) -> TimeSpan:
     return TimeSpan(start_ns=times[0], end_ns=times[1])
+
+
+def _watch_compiler() -> None:
+    """Note compilations. See [Note: Noting compilations]."""
+    callbacks: Any = sys.modules[_COMPILE_CALLBACKS]
+    handler = getattr(callbacks, "callback_handler", None)
+    if handler is None or not hasattr(handler, "register_start_callback"):
+        return
+
+    def start(_: object) -> None:
+        _notes.compile_started_ns = time.perf_counter_ns()
+
+    def end(_: object) -> None:
+        _notes.compiles.append((_notes.compile_started_ns, time.perf_counter_ns()))
+
+    handler.register_start_callback(start)
+    handler.register_end_callback(end)
 
 
 def _wrap_loads(module: str) -> None:

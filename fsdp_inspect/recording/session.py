@@ -47,6 +47,13 @@ _MEASURED = int(Method.MEASURED)
 _MEMORY_STEP = int(EventFlag.MEMORY_STEP)
 
 
+class _Depth(threading.local):
+    """Of one thread."""
+
+    collectives = 0
+    """Above 0 inside a recorded collective: inner calls are part of it."""
+
+
 class Session:
     """The recording's position in the training, and the conversion of marks to rows."""
 
@@ -112,8 +119,7 @@ class Session:
         """Set during a memory step, and always under a limit of memory; see `follow_storages`."""
         self.is_memory_step = False
         """Whether no time of this step counts."""
-        self.collective_depth = 0
-        """Above 0 inside a recorded collective: inner calls are part of it."""
+        self.depth = _Depth()
         self.execution_order: list[int] = []
         """Units in the order of the first recorded forward."""
         self.execution_known = False
@@ -127,6 +133,17 @@ class Session:
         self._reference_passes = ReferencePasses()
 
     # --- the position
+
+    @property
+    def collective_depth(self) -> int:
+        """Above 0 inside a recorded collective of this thread."""
+        return self.depth.collectives
+
+    def is_background(self) -> bool:
+        """Whether this is a thread of the script next to the training, not one of autograd."""
+        if threading.get_ident() == self.training_thread:
+            return False
+        return not isinstance(threading.current_thread(), threading._DummyThread)
 
     def position(self) -> tuple[int, int]:
         """The innermost unit on the host's stack, or -1, and the phase."""
@@ -218,12 +235,21 @@ class Session:
             return self._backward_place
         return self.places.find(sys._getframe(2))
 
-    def note_issue(self, kind: int, unit: int, group: Any, message_bytes: int, dtype: int) -> int:
+    def note_issue(
+        self,
+        kind: int,
+        unit: int,
+        group: Any,
+        message_bytes: int,
+        dtype: int,
+        *,
+        is_background: bool = False,
+    ) -> int:
         """Note a collective in the black box before it is issued; returns its number there."""
         box = self.black_box
         if box is None:
             return 0
-        place = self.place()
+        place = self.places.find(sys._getframe(1)) if is_background else self.place()
         if self.places.new:
             box.add_places(self.places.new)
         return box.issue(
@@ -232,10 +258,11 @@ class Session:
             group,
             message_bytes,
             dtype,
-            self.communication_phase(),
+            Phase.OUTSIDE if is_background else self.communication_phase(),
             self.step,
             self.microbatch,
             place,
+            int(is_background),
         )
 
     # --- rows

@@ -61,6 +61,11 @@ class Surveillance:
             store, prefix, given.rank, self._box, self._watchdog.contents, given.unit_names
         )
 
+    @property
+    def standstills(self) -> tuple[tuple[int, int], ...]:
+        """Hangs that ended, as (start, end) in ns."""
+        return tuple(self._watchdog.standstills)
+
     def start(self) -> None:
         """Begin to watch."""
         self._stacks.install(has_keeper=self._box.can_be_kept)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_inspect.recording.black_box import num_oom_kills
 from fsdp_inspect.recording.order_check import OrderCheck, interval_s
+from fsdp_inspect.recording.process_life import MOST_SPANS
 from fsdp_inspect.recording.verdict import claim_explanation, run_command
 from fsdp_inspect.store.schema import BLACK_BOX_FILE
 from fsdp_inspect.trace.black_box import Header
@@ -108,6 +110,8 @@ class Watchdog:
         self._has_explained = False
         self._oom_kills = num_oom_kills()
         self._is_closed = False
+        self.standstills: deque[tuple[int, int]] = deque(maxlen=MOST_SPANS)
+        """Hangs that ended, as (start, end) in ns."""
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._work, name="fsdp-inspect-watchdog", daemon=True
@@ -143,6 +147,7 @@ class Watchdog:
         """Stop the thread, and save the black box a last time."""
         self._stop.set()
         self._thread.join(timeout=_STOP_S)
+        self._watch_progress(self._now())  # a hang may have ended since the thread last looked
         self._is_closed = True
         self._save()
         self._box.stop_keeper(_STOP_S)
@@ -217,8 +222,9 @@ class Watchdog:
         seen = (box.num_issued, box.num_finished, session.step)
         if seen == self._seen:
             return
-        self._seen, self._changed_ns = seen, now
+        since, self._seen, self._changed_ns = self._changed_ns, seen, now
         if self._hang_seen_ns:
+            self.standstills.append((since, now))
             waited = (now - self._hang_seen_ns) / 1e9
             self._hang_seen_ns = 0
             self._has_explained = False

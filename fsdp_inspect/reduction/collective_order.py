@@ -33,6 +33,8 @@ class Issued(NamedTuple):
     """Position in the communicator, from 0."""
     place: CodePlace | None
     has_finished: bool
+    is_background: bool = False
+    """Whether a thread next to the training issued it."""
 
     @property
     def signature(self) -> tuple[int, int, int, int]:
@@ -77,6 +79,9 @@ class OrderDifference:
     """Seen from the culprits; OTHER without culprits."""
     num_since: int
     """Collectives that have finished on some rank since this position: their results are wrong."""
+    is_race: bool = False
+    """Whether two threads of a rank issue collectives on this communicator, so that chance decides
+    their order. Then no rank is a culprit."""
 
     @property
     def usual(self) -> Issued:
@@ -130,7 +135,8 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
     sets = reader.sets_at(position)
     if len(sets) == 1:  # they differed before what is kept, and agree here again
         return None
-    culprits, is_majority = _culprits(sets, reader, position)
+    is_race = any(_is_race(each, position) for each in rows.values())
+    culprits, is_majority = ([], False) if is_race else _culprits(sets, reader, position)
     others = [rank for rank in rows if rank not in culprits]
     difference = Difference.OTHER
     if culprits and others:
@@ -144,7 +150,16 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
         is_majority=is_majority,
         difference=difference,
         num_since=max(_num_finished(each, position) for each in rows.values()),
+        is_race=is_race,
     )
+
+
+def _is_race(rows: NDArray[np.void], position: int) -> bool:
+    """Whether the training thread and another one issued collectives around a position."""
+    steps = rows["step"][rows["sequence"] == position]
+    near = rows[np.abs(rows["step"] - steps.max(initial=-2)) <= 1]
+    is_background = near["state"] != 0
+    return bool(is_background.any() and not is_background.all())
 
 
 def _first_position(rows: Sequence[NDArray[np.void]]) -> tuple[int | None, bool]:
@@ -244,6 +259,7 @@ def read_entry(box: BlackBox, row: np.void) -> Issued:
         sequence=int(row["sequence"]),
         place=box.places.get(int(row["place"])),
         has_finished=int(row["finished_ns"]) != 0,
+        is_background=int(row["state"]) != 0,
     )
 
 

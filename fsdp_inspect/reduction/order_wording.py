@@ -31,7 +31,8 @@ def describe_issued(issued: Issued, unit_names: Sequence[str], *, with_size: boo
     kind = name_kind(issued)
     article = "an" if kind[0] in "aeiou" else "a"
     if issued.unit == NO_UNIT:
-        what = f"{article} {kind} of no unit"
+        of = "of a background thread" if issued.is_background else "of no unit"
+        what = f"{article} {kind} {of}"
         size = f" ({format_bytes(issued.bytes)})" if issued.bytes > 0 and with_size else ""
         return f"{what}{size}{_in_phase(issued.phase)}"
     if issued.unit == UNKNOWN_UNIT:
@@ -64,7 +65,13 @@ def _subject(found: OrderDifference, names: Sequence[str]) -> str:
     where = "" if usual.step == UNKNOWN_STEP else f" in step {usual.step}"
     where += "" if found.is_first else " or earlier"
     if deviant is None:
-        return f"The ranks issued different collectives{where}: {_each_set(found, names)}."
+        text = f"The ranks issued different collectives{where}: {_each_set(found, names)}."
+        if found.is_race:
+            text += (
+                " Two threads of a rank issue collectives on this process group, so chance decides "
+                "their order."
+            )
+        return text
     who = capitalize(format_ranks(found.culprits))
     others = [rank for ranks, _ in found.issued for rank in ranks if rank not in found.culprits]
     rest = capitalize(format_ranks(sorted(others)))

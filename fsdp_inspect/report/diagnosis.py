@@ -20,9 +20,11 @@ from fsdp_inspect.diagnosis.diagnose import (
     Unknown,
 )
 from fsdp_inspect.diagnosis.ends import EndKind
+from fsdp_inspect.diagnosis.process_signs import ProcessSigns, ProcessState
 from fsdp_inspect.diagnosis.waits import Wait
 from fsdp_inspect.formatting import (
     capitalize,
+    format_bytes,
     format_ns,
     format_owner,
     format_ranks,
@@ -134,6 +136,7 @@ def _state_to_dict(state: RankState, found: Diagnosis) -> dict[str, Any]:
         "waits": state.waits,
         "idle_s": None if state.idle_s is None else round(state.idle_s, 3),
         "activity": None if activity is None else activity.kind.value,
+        "process": None if state.process is None else to_plain(state.process),
         "location": None if activity is None or activity.frame is None else str(activity.frame),
         "failure": state.end.detail or None,
     }
@@ -210,7 +213,7 @@ def _late(found: Diagnosis) -> str:
         return f"No rank has issued a collective for {_longest_idle(found)}.{_common(found)}"
     who = capitalize(format_ranks(found.ranks))
     if found.ranks and not found.wait.absent:
-        return f"{_all_wait(found, found.wait)}. {who} {_silent(len(found.ranks))}"
+        return f"{_all_wait(found, found.wait)}. {who} {_silent(found, found.ranks)}"
     if set(found.wait.absent) != set(found.ranks):
         return _circle(found)
     what = describe_issued(found.wait.issued, found.unit_names)
@@ -226,18 +229,50 @@ def _doing(state: RankState, found: Diagnosis) -> str:
     if state.activity is None and found.is_imported:
         return _last_seen(state, found)
     if state.activity is None:
-        return f"It {_silent(1)}" if _is_silent(state, found) else _unseen(state, since)
-    silent = f" It {_silent(1)}" if _is_silent(state, found) else ""
-    return f"{who} {has} {_activity(state.activity)}{since}.{silent}"
+        doing = _unseen(state, since)
+        if _is_silent(state, found):
+            doing = f"It {_silent(found, [state.rank])}"
+        return f"{doing}{_paging(state.process)}"
+    silent = f" It {_silent(found, [state.rank])}" if _is_silent(state, found) else ""
+    return f"{who} {has} {_activity(state.activity)}{since}.{silent}{_paging(state.process)}"
 
 
 def _is_silent(state: RankState, found: Diagnosis) -> bool:
     return not state.hang_seen and any(each.hang_seen for each in found.states)
 
 
-def _silent(count: int) -> str:
-    verb, whose = ("does", "its process is") if count == 1 else ("do", "their processes are")
+_STATES = {
+    ProcessState.STOPPED: "is stopped by a signal (SIGSTOP)",
+    ProcessState.TRACED: "is stopped by a debugger",
+    ProcessState.WAITS_FOR_DEVICE: "waits in the kernel for a device, such as a disk or a network "
+    "file system",
+    ProcessState.RUNS: "runs, and native code holds Python's lock",
+    ProcessState.SLEEPS: "sleeps, probably in native code that holds Python's lock",
+}
+
+
+def _silent(found: Diagnosis, ranks: Sequence[int]) -> str:
+    """Why ranks do not answer; their processes are known as the keepers last saw them."""
+    states = {state.rank: state for state in found.states}
+    signs = {None if each is None else each.state for each in (states[r].process for r in ranks)}
+    verb, whose = ("does", "its process is") if len(ranks) == 1 else ("do", "their processes are")
+    state = signs.pop() if len(signs) == 1 else None
+    if len(ranks) == 1 and state is not None:
+        return f"{verb} not answer: its process {_STATES[state]}."
     return f"{verb} not answer: {whose} stopped or gone, or native code holds Python's lock."
+
+
+def _paging(process: ProcessSigns | None) -> str:
+    """A sentence about the pages that a process reads from a disk; empty if they are few."""
+    if process is None or not process.is_paging:
+        return ""
+    what = "its memory, or files that it maps, are read from a disk"
+    if process.swap_bytes:
+        what = f"its memory is read back from swap, {format_bytes(process.swap_bytes)} of it"
+    return (
+        f" Meanwhile, its process had {process.major_faults:,} major page faults in "
+        f"{_seconds(process.seconds)}: {what}."
+    )
 
 
 def _last_seen(state: RankState, found: Diagnosis) -> str:
@@ -586,6 +621,8 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
 
 def _why_culprits(found: Diagnosis) -> str:
     assert found.difference is not None
+    if found.difference.is_race:
+        return "No rank is at fault: every rank runs both threads."
     if not found.difference.culprits:
         return (
             "Which of them is wrong cannot be told: no set of ranks is the majority, and the step "
@@ -676,10 +713,22 @@ def _next(found: Diagnosis) -> Iterator[str]:
     if found.out_of_memory is not None:
         yield from list_next_steps(found.plans)
         return
+    if found.difference is not None and found.difference.is_race:
+        yield (
+            "Give the background thread a process group of its own, such as "
+            "dcp.async_save(..., process_group=dist.new_group(backend='gloo'))."
+        )
+        yield "Do not use the weights of this run: results since that step are wrong."
+        return
     yield from _NEXT.get(found.problem, ()) if found.problem is not None else ()
     state = found.state_of(found.ranks[0]) if found.ranks else None
     if found.problem is ProblemClass.RANK_LATE and state is not None and state.activity is not None:
         yield from _NEXT_FOR.get(state.activity.kind, ())
+    if state is not None and state.process is not None and state.process.is_paging:
+        yield (
+            "Free host memory on that rank's machine, or give it more: pages that it reads from a "
+            "disk take 0.1 ms or more each."
+        )
     if found.problem is ProblemClass.NOT_FINITE and not _is_exact(found):
         yield (
             "To find the exact step, start from the last checkpoint before, and record with "

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
+from fsdp_inspect.analysis.dtype_uses import DtypeUse
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.numerics import Numerics
@@ -103,6 +104,9 @@ def render_numerics(found: Numerics) -> RenderableType:
     return Group(
         Text(f"{Numerics.TABLE.title}, step {found.steps[-1]}", style="bold"),
         render_table(Numerics.TABLE, found.rows()),
+        "",
+        Text(DtypeUse.TABLE.title, style="bold"),
+        render_table(DtypeUse.TABLE, found.dtypes),
         *map(Text, _other_dtypes(found)),
         dim(
             f"{steps} on {format_ranks(found.ranks)}. Gradient: its norm over the whole unit. "
@@ -119,7 +123,7 @@ def _other_dtypes(found: Numerics) -> Iterable[str]:
         units = "1 unit" if len(each.units) == 1 else f"{len(each.units)} units"
         names = ", ".join(format_owner(unit, None) for unit in each.units[:3])
         yield (
-            f"The {each.place.value} of {units} ({names}{', ...' if len(each.units) > 3 else ''}) "
+            f"The {each.place} of {units} ({names}{', ...' if len(each.units) > 3 else ''}) "
             f"is {each.actual}, but {each.declared} is declared."
         )
 

@@ -62,7 +62,8 @@ ENTRY = np.dtype(
 `issued_ns` and `finished_ns` are on the rank's clock; a `finished_ns` of 0 means that no end was
 seen. `number` counts the rank's collectives from 1. `sequence` counts those of the process group
 from 0, without point-to-point messages, which have -1. `digest` is the running digest of the
-group's order up to this entry. `place` is the line of code that led to it, 0: unknown.
+group's order up to this entry. `place` is the line of code that led to it, 0: unknown. `state` is 1
+if a thread next to the training issued it.
 """
 ENTRY_STRUCT = struct.Struct("<qqqQQiiiHHHBBBBH")
 assert ENTRY_STRUCT.size == ENTRY.itemsize
@@ -74,6 +75,13 @@ MAX_BYTES = TEXT_START + TEXT_BYTES
 
 ENDED_OFFSET = 256
 """Offset of the wall time, ns, at which the keeper saw the process end; 0: it had not ended."""
+WATCHED_OFFSET = 264
+"""Offset of what the keeper has seen of the process, `WATCHED_STRUCT`."""
+WATCHED_STRUCT = struct.Struct("<qqqqc7x")
+COLLECTION_OFFSET = 304
+"""Offset of the wall time, ns, at which a garbage collection of all generations began, 0: none
+runs, and of `COLLECTION_PLACE_BYTES` with the user's line, filled up with zeros."""
+COLLECTION_PLACE_BYTES = 192
 TEXT_BYTES_OFFSET = 24
 """Offset of the length of the text in the header."""
 STEP_OFFSET = 88
@@ -104,6 +112,35 @@ _HEADER_FIELDS = (
     "oom_kills",
     "hang_after_ns",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What the keeper saw of the process when it last looked, from outside."""
+
+    unix_ns: int
+    """When it looked; 0: never."""
+    major_faults: int
+    """Pages that the process had to read from a disk since its collectives last changed."""
+    still_ns: int
+    """How long its collectives had not changed."""
+    swap_bytes: int
+    """Memory of the process that is swapped out."""
+    state: str
+    """Of the main thread, as in proc(5): R running, S sleeping, D waiting for a device, T stopped.
+    Empty: unknown."""
+
+
+NOT_WATCHED = Watched(0, 0, 0, 0, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """A garbage collection of all generations that runs."""
+
+    began_unix_ns: int
+    place: str
+    """The user's line, `file:line`; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +176,9 @@ class Header:
     """How long the watchdog waits."""
     ended_unix_ns: int = 0
     """Wall time at which the process ended; 0: it had not, or nobody saw it."""
+    watched: Watched = NOT_WATCHED
+    collection: Collection | None = None
+    """None: no garbage collection of all generations ran."""
 
     @property
     def hang_seen_unix_ns(self) -> int:
@@ -146,6 +186,14 @@ class Header:
         if not self.hang_seen_ns:
             return 0
         return self.sign_unix_ns - (self.sign_ns - self.hang_seen_ns)
+
+
+EMPTY_HEADER = Header(
+    **{  # type: ignore[arg-type]
+        name: 0 for name in _HEADER_FIELDS if name in Header.__slots__
+    }
+)
+"""The header of a rank of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +262,12 @@ def decode(content: bytes | bytearray) -> BlackBox:
     text_bytes = fields.pop("text_bytes")
     fields["is_closed"] = bool(fields["is_closed"])
     (ended,) = _TIME.unpack_from(content, ENDED_OFFSET)
-    header = Header(**fields, ended_unix_ns=ended)
+    header = Header(
+        **fields,
+        ended_unix_ns=ended,
+        watched=_decode_watched(content),
+        collection=_decode_collection(content),
+    )
     text = bytes(content[TEXT_START : TEXT_START + max(min(text_bytes, TEXT_BYTES), 0)])
     groups, places = _decode_text(text)
     return BlackBox(header, _decode_entries(content, header), groups, places)
@@ -247,9 +300,28 @@ def encode_header(header: Header, text_bytes: int) -> bytes:
         "entry_bytes": ENTRY.itemsize,
         "capacity": CAPACITY,
         "text_bytes": text_bytes,
-        **{name: getattr(header, name) for name in Header.__slots__},
+        **{name: getattr(header, name) for name in Header.__slots__ if name in _HEADER_FIELDS},
     }
     return HEADER_STRUCT.pack(*(values[name] for name in _HEADER_FIELDS))
+
+
+def encode_collection(began_unix_ns: int, place: str) -> bytes:
+    """A running garbage collection as bytes; 0 and an empty place: none runs."""
+    return _TIME.pack(began_unix_ns) + place.encode()[:COLLECTION_PLACE_BYTES].ljust(
+        COLLECTION_PLACE_BYTES, b"\0"
+    )
+
+
+def _decode_watched(content: bytes | bytearray) -> Watched:
+    unix, faults, still, swap, state = WATCHED_STRUCT.unpack_from(content, WATCHED_OFFSET)
+    return Watched(unix, faults, still, swap, state.decode("ascii", "replace").strip("\0"))
+
+
+def _decode_collection(content: bytes | bytearray) -> Collection | None:
+    (began,) = _TIME.unpack_from(content, COLLECTION_OFFSET)
+    start = COLLECTION_OFFSET + _TIME.size
+    place = bytes(content[start : start + COLLECTION_PLACE_BYTES]).partition(b"\0")[0]
+    return Collection(began, place.decode(errors="replace")) if began > 0 else None
 
 
 def encode_group(index: int, group: Communicator) -> bytes:

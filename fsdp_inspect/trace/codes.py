@@ -55,6 +55,9 @@ class EventKind(NamedCode):
     OTHER_COLLECTIVE = 44
     OTHER_WAIT = 45
     """As ALL_GATHER_WAIT, for the collectives from BROADCAST on."""
+    GARBAGE_COLLECTION = 50
+    """Python collected garbage, in any thread, and every other thread waited. Overlaps the events
+    around it."""
 
 
 COLLECTIVES = frozenset(
@@ -149,6 +152,8 @@ class EventFlag(IntFlag):
     """The end is an upper bound: the moment at which the collective was seen to have ended."""
     CHECKPOINT = 128
     """BETWEEN_STEPS: a checkpoint was saved. With ASYNC, it is written in the background."""
+    FULL_COLLECTION = 256
+    """GARBAGE_COLLECTION: of all generations."""
 
 
 class MemoryPoint(NamedCode):

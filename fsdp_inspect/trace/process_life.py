@@ -26,7 +26,7 @@ class HostMemoryMark(Record):
 
 
 class ProcessLife(Record):
-    """When a rank's process started, sharded its model, loaded and saved checkpoints."""
+    """What a rank's process did outside of plain steps: loads, sharding, compilations and so on."""
 
     started_ns: Moment | None = None
     """The start of the process, to 10 ms; None: unknown."""
@@ -39,6 +39,11 @@ class ProcessLife(Record):
     """Calls of torch that load a checkpoint, before the first step; at most the last 100."""
     background_saves: list[TimeSpan] = Field(default_factory=list)
     """Checkpoints that `async_save` completed, from the call to the end of the write; at most the
+    last 100."""
+    compiles: list[TimeSpan] = Field(default_factory=list)
+    """Compilations by torch.compile; at most the last 100."""
+    standstills: list[TimeSpan] = Field(default_factory=list)
+    """Times longer than the watchdog's limit in which nothing moved, and which ended; at most the
     last 100."""
     memory_marks: list[HostMemoryMark] = Field(default_factory=list)
     """Host memory before the device samples begin, by time; empty where the system has none."""

@@ -280,6 +280,10 @@ class DeviceTable(Table):
         "host_memory_used": np.int64,
         "host_memory_total": np.int64,
         "run_delay_ns": np.int64,
+        "gpu_temperature_c": np.int16,
+        "gpu_clock_limits": np.int64,
+        "major_faults": np.int64,
+        "process_swap": np.int64,
     }
 
     time_ns: NDArray[np.int64]
@@ -302,6 +306,13 @@ class DeviceTable(Table):
     run_delay_ns: NDArray[np.int64]
     """Time in which the training thread was ready to run without a core (Linux scheduler). A
     counter since the start of the thread: use differences."""
+    gpu_temperature_c: NDArray[np.int16]
+    gpu_clock_limits: NDArray[np.int64]
+    """Why the GPU's clocks are not higher: bits of `nvmlClocksEventReason` (NVML)."""
+    major_faults: NDArray[np.int64]
+    """Pages that this process had to read from a disk. A counter: use differences."""
+    process_swap: NDArray[np.int64]
+    """Bytes of this process that are swapped out (Linux)."""
 
 
 @dataclass(frozen=True, slots=True)

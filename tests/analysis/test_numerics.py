@@ -124,6 +124,18 @@ def test_a_dtype_that_is_not_the_declared_one_is_listed() -> None:
     output, reduced = seen(Place.OUTPUT, 1), seen(Place.REDUCED_GRADIENT, 3)
     found = numerics_of([step_of(0, stored, output, gradient, reduced)]).other_dtypes
     assert [(each.place, each.declared, each.actual, each.units) for each in found] == [
-        (Place.OUTPUT, "float32", "bfloat16", ("layers.1",)),
-        (Place.REDUCED_GRADIENT, "float32", "bfloat16", ("layers.1",)),
+        ("forward output", "float32", "bfloat16", ("layers.1",)),
+        ("reduced gradient", "float32", "bfloat16", ("layers.1",)),
     ]
+
+
+def test_states_may_be_wider_than_the_parameters_but_not_narrower() -> None:
+    def states_in(dtype: str) -> bool:
+        stored = replace(seen(Place.PARAMETER), dtypes=("bfloat16",))
+        state = replace(seen(Place.STATE, 2), dtypes=(dtype,))
+        uses = numerics_of([step_of(0, stored, state)]).dtypes
+        return next(each.is_as_declared for each in uses if each.place == "optimizer state")
+
+    assert states_in("float32")
+    assert states_in("bfloat16")
+    assert not states_in("float8_e4m3fn")

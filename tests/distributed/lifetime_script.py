@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 lifetime_script.py RUN_FOLDER STEPS [resume]
 
-It evaluates after step 2 and saves after step 4, of which steps 5 and later are lost. A resumed
-attempt saves in the background instead, and does not fail.
+It compiles a function in step 1, stands still in step 3, evaluates after step 2 and saves after
+step 4, of which steps 5 and later are lost. A resumed attempt saves in the background instead, and
+does not fail.
 """
 
 import sys
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_inspect import Recorder
 
 SLEEP_S = 0.1
+STANDSTILL_S = 2.0
 
 
 def main(run: Path, steps: int, *, resumes: bool) -> None:
@@ -33,9 +35,14 @@ def main(run: Path, steps: int, *, resumes: bool) -> None:
     if resumes:
         dcp.load(get_model_state_dict(model), checkpoint_id=checkpoint)
     optimizer = torch.optim.AdamW(model.parameters())
-    with Recorder(model, optimizer=optimizer, path=run, memory_steps=()) as recorder:
+    settings = {"memory_steps": (), "hang_after_s": 0.5}
+    with Recorder(model, optimizer=optimizer, path=run, **settings) as recorder:
         for step in range(steps):
             with recorder.step():
+                if step == 1:
+                    torch.compile(torch.sin, backend="eager")(torch.ones(2))
+                if step == 3:
+                    time.sleep(STANDSTILL_S)
                 model(torch.randn(4, 32)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()

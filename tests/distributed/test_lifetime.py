@@ -8,7 +8,7 @@ import fsdp_inspect
 from fsdp_inspect.analysis.lifetime import Lifetime
 from fsdp_inspect.trace.codes import EventKind
 from tests.conftest import Torchrun
-from tests.distributed.lifetime_script import SLEEP_S
+from tests.distributed.lifetime_script import SLEEP_S, STANDSTILL_S
 
 SCRIPT = Path(__file__).with_name("lifetime_script.py")
 STEPS = 8
@@ -39,7 +39,8 @@ def test_what_the_script_does_is_found(lifetime: Lifetime) -> None:
     # Both attempts build and evaluate.
     assert lifetime.duration_ns("build") >= 2 * SLEEP_NS
     assert lifetime.duration_ns("evaluation") >= 2 * SLEEP_NS
-    for phase in ("shard", "load", "checkpoint", "restart", "first step"):
+    assert lifetime.duration_ns("idle") >= 2 * STANDSTILL_S * 1e9
+    for phase in ("shard", "load", "checkpoint", "restart", "first step", "compile"):
         assert lifetime.duration_ns(phase) > 0, phase
     assert lifetime.background_checkpoint_ns > 0
 
@@ -52,15 +53,15 @@ def test_steps_after_the_last_checkpoint_of_the_failed_attempt_are_lost(
     assert lifetime.duration_ns("lost") > 0
 
 
-def test_the_training_is_the_sum_of_the_steps_that_count(folder: Path, lifetime: Lifetime) -> None:
+def test_the_training_is_in_the_steps_that_count(folder: Path, lifetime: Lifetime) -> None:
     total = 0
     for number, counted in ((0, range(1, 5)), (1, range(1, STEPS))):
         rows = fsdp_inspect.open_run(folder, attempt=number).source.summary(
             ranks=[0], kinds=[EventKind.STEP]
         )
         total += int(rows.duration_ns[[step in counted for step in rows.step.tolist()]].sum())
-    assert lifetime.duration_ns("training") == total
-    assert lifetime.goodput_ratio == total / lifetime.wall_ns
+    assert 0 < lifetime.duration_ns("training") < total - 2 * STANDSTILL_S * 1e9
+    assert lifetime.goodput_ratio == lifetime.duration_ns("training") / lifetime.wall_ns
 
 
 def test_memory_before_the_first_sample_is_known(lifetime: Lifetime) -> None:

@@ -96,6 +96,17 @@ def test_lost_updates_are_those_of_a_float64_shadow(
     assert numerics is not None
     assert numerics.units[0].gradient_norm == pytest.approx(found[0]["norms"][4], rel=1e-6)
     assert run.steps.numerics == (2, 4)
+    assert [
+        (each.place, each.declared, each.actual, len(each.units)) for each in numerics.dtypes
+    ] == [
+        ("parameter", None, "bfloat16", 3),
+        ("gathered parameter", "bfloat16", "bfloat16", 3),
+        ("forward output", "bfloat16", "bfloat16", 3),
+        ("gradient", "bfloat16", "bfloat16", 3),
+        ("reduction", "float32", "float32", 3),
+        ("reduced gradient", "bfloat16", "bfloat16", 3),
+        ("optimizer state", "bfloat16", "bfloat16", 3),
+    ]
     assert not set(run.steps.timed) & {0, 2, 4}
 
 

@@ -19,8 +19,8 @@ from fsdp_inspect.recording.verdict import EXPLAINED_FILE
 from fsdp_inspect.trace.black_box import (
     CAPACITY,
     CLOSED_OFFSET,
+    EMPTY_HEADER,
     ENDED_OFFSET,
-    Header,
     decode,
     encode_header,
 )
@@ -28,16 +28,16 @@ from fsdp_inspect.trace.codes import EventKind, Phase
 from tests.browser.states import write_crashed
 
 GATHER = int(EventKind.ALL_GATHER)
-HEADER = Header(**dict.fromkeys(Header.__slots__, 0))
+HEADER = EMPTY_HEADER
 _DIES = """
 import os, sys, time
 import torch.distributed as dist
 from pathlib import Path
 from fsdp_inspect.recording.black_box import BlackBoxWriter
-from fsdp_inspect.trace.black_box import Header
+from fsdp_inspect.trace.black_box import EMPTY_HEADER
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 box = BlackBoxWriter(time.perf_counter_ns)
-box.write_header(Header(**dict.fromkeys(Header.__slots__, 0)))
+box.write_header(EMPTY_HEADER)
 run = Path(sys.argv[2]) if len(sys.argv) > 2 else None
 assert box.start_keeper(Path(sys.argv[1]), run, None)
 for unit in range(5):

@@ -21,6 +21,7 @@ class FakeNvml:
 
     NVML_SUCCESS = 0
     NVML_CLOCK_SM = 1
+    NVML_TEMPERATURE_GPU = 0
     NVML_PCIE_UTIL_TX_BYTES = 0
     NVML_PCIE_UTIL_RX_BYTES = 1
     NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = 138
@@ -76,6 +77,12 @@ class FakeNvml:
         if not self.clock_works:
             raise self.NVMLError("Not Supported")
         return 1980
+
+    def nvmlDeviceGetTemperature(self, handle, sensor):
+        return 61 + sensor
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        return 0x20 | 0x04
 
     def nvmlDeviceGetPcieThroughput(self, handle, counter):
         return {0: 7, 1: 9}[counter]
@@ -328,6 +335,7 @@ def test_gpu_readings_have_the_units_of_their_columns(nvml, monkeypatch):
     assert row["gpu_memory_used"] == 5 << 30
     assert row["gpu_power_mw"] == 350_000
     assert row["gpu_sm_clock_mhz"] == 1980
+    assert (row["gpu_temperature_c"], row["gpu_clock_limits"]) == (61, 0x24)
     assert (row["nvlink_tx_bytes"], row["nvlink_rx_bytes"]) == (4 * 138 * 1024, 4 * 139 * 1024)
     assert (row["pcie_tx_bytes_per_s"], row["pcie_rx_bytes_per_s"]) == (7000, 9000)
 

@@ -1,23 +1,25 @@
 """The bytes of a black box."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_inspect.trace.black_box import (
+    EMPTY_HEADER,
     HEADER_BYTES,
     MAX_BYTES,
     BlackBoxError,
     CodePlace,
     Communicator,
-    Header,
     decode,
     encode_group,
     encode_header,
     encode_place,
 )
 
-HEADER = Header(**{**dict.fromkeys(Header.__slots__, 0), "rank": 3, "step": 7, "pid": 99})
+HEADER = replace(EMPTY_HEADER, rank=3, step=7, pid=99)
 
 
 def make_bytes(text: bytes = b"") -> bytearray:

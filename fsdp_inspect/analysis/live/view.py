@@ -314,10 +314,12 @@ _LEVELS = (
     ("gpu_power_mw", "GPU power", "W", 1e-3),
     ("gpu_memory_used", "memory in use on the device", "bytes", 1.0),
     ("gpu_sm_clock_mhz", "SM clock", "MHz", 1.0),
+    ("gpu_temperature_c", "GPU temperature", "°C", 1.0),
     ("pcie_tx_bytes_per_s", "PCIe, sent", "bytes/s", 1.0),
     ("pcie_rx_bytes_per_s", "PCIe, received", "bytes/s", 1.0),
     ("process_cpu_pct", "CPU of the process", "%", 1.0),
     ("process_rss", "memory of the process", "bytes", 1.0),
+    ("process_swap", "memory of the process in swap", "bytes", 1.0),
     ("host_memory_used", "host memory in use", "bytes", 1.0),
 )
 """Column, label, unit, and the factor from the column to the unit."""
@@ -325,6 +327,7 @@ _COUNTERS = (
     ("nvlink_tx_bytes", "NVLink, sent", "bytes/s", 1.0),
     ("nvlink_rx_bytes", "NVLink, received", "bytes/s", 1.0),
     ("run_delay_ns", "training thread waits for a core", "%", 1e-7),
+    ("major_faults", "pages read from a disk", "per s", 1.0),
 )
 """Column, label, unit, and the factor from a rate of the column per second to the unit."""
 

@@ -27,6 +27,10 @@ _DEVICE_NAMES = {
     "process_cpu_pct": "process CPU (% of one core)",
     "host_memory_used": "host memory used (bytes)",
     "run_delay_ns": "training thread ready without a core (ns since it began)",
+    "gpu_temperature_c": "GPU temperature (°C)",
+    "gpu_clock_limits": "limits of the GPU clock (bits of NVML)",
+    "major_faults": "major page faults (since the start of the process)",
+    "process_swap": "process memory in swap (bytes)",
 }
 """Every column of `DeviceTable` that changes with time."""
 
