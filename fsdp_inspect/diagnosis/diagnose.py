@@ -275,7 +275,7 @@ class _Case:
             is_certain=(first.is_majority or first.is_race) and first.is_first,
             unit=shown.unit,
             phase=shown.phase,
-            step=first.usual.step,
+            step=first.step,
             location="" if place is None else str(place),
             difference=first,
         )
@@ -293,8 +293,15 @@ class _Case:
         )
 
     def _uneven(self, found: OrderDifference) -> Diagnosis | None:
-        """Whether the culprits had no batch left and left the loop before the others."""
-        ended = [rank for rank, box in self._boxes.items() if self._loader_ended(box)]
+        """Whether the culprits had no batch left and left the loop before the others.
+
+        An order that differed in an earlier step already has another cause.
+        """
+        ended = [
+            rank
+            for rank, box in self._boxes.items()
+            if self._loader_ended(box) and box.header.loader_ended_step <= found.step
+        ]
         differing = {rank for ranks, _ in found.issued for rank in ranks}
         if not ended or differing <= set(ended):
             return None

@@ -69,7 +69,8 @@ def describe_failure(error: BaseException, session: Session, units: Sequence[Uni
     place = "" if phase == Phase.OUTSIDE else f", {Phase(phase).label}"
     if unit >= 0:
         place = f"{place or ','} of {format_unit(units[unit].fqn)}"
-    return f"{type(error).__name__} at step {session.step}{place}: {error}"
+    message = f": {error}" if str(error) else ""  # a KeyboardInterrupt has none
+    return f"{type(error).__name__} at step {session.step}{place}{message}"
 
 
 def find_failing_line(error: BaseException) -> str:

@@ -56,6 +56,8 @@ class Difference(StrEnum):
     """The same collective with another message size."""
     DTYPE = "dtype"
     """The same collective in another dtype."""
+    STEP = "step"
+    """The same collective in another step: they did more or fewer backward passes or updates."""
     OTHER = "other"
 
 
@@ -84,6 +86,15 @@ class OrderDifference:
     their order. Then no rank is a culprit."""
 
     @property
+    def step(self) -> int:
+        """The step of the difference: the earliest in which a rank issued this position.
+
+        A rank that leaves out the end of a step is a step ahead, and one that adds a collective
+        at its end is a step behind.
+        """
+        return min(issued.step for _, issued in self.issued)
+
+    @property
     def usual(self) -> Issued:
         """What the ranks issued that are no culprits; without culprits, of the largest set."""
         return next(
@@ -107,7 +118,7 @@ def find_order_differences(boxes: Mapping[int, BlackBox]) -> list[OrderDifferenc
     found = [find_difference(boxes, name) for name in members_by_communicator(boxes)]
     return sorted(
         (each for each in found if each is not None),
-        key=lambda each: min(issued.step for _, issued in each.issued),
+        key=lambda each: each.step,
     )
 
 
@@ -133,13 +144,18 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
         return None
     reader = _Reader(boxes, rows)
     sets = reader.sets_at(position)
+    is_step = len(sets) == 1
+    if is_step:
+        sets = reader.sets_at(position, by_step=True)
     if len(sets) == 1:  # they differed before what is kept, and agree here again
         return None
     is_race = any(_is_race(each, position) for each in rows.values())
     culprits, is_majority = ([], False) if is_race else _culprits(sets, reader, position)
     others = [rank for rank in rows if rank not in culprits]
     difference = Difference.OTHER
-    if culprits and others:
+    if is_step:
+        difference = Difference.STEP
+    elif culprits and others:
         difference = _classify(reader, culprits[0], others[0], position)
     return OrderDifference(
         communicator=name,
@@ -202,13 +218,19 @@ class _Reader:
         """What a rank issued at a position; None: not reached, or no longer kept."""
         return find_issued(self._boxes[rank], self._rows[rank], position)
 
-    def sets_at(self, position: int) -> list[list[int]]:
-        """The ranks with equal collectives at a position, the largest set first."""
+    def sets_at(self, position: int, *, by_step: bool = False) -> list[list[int]]:
+        """The ranks with equal collectives at a position, the largest set first.
+
+        Args:
+            position: In the communicator, from 0.
+            by_step: The step must be equal too.
+        """
         sets: dict[tuple[int, ...], list[int]] = {}
         for rank in sorted(self._rows):
             issued = self.maybe_at(rank, position)
             if issued is not None:
-                sets.setdefault(issued.signature, []).append(rank)
+                step = (issued.step,) if by_step else ()
+                sets.setdefault((*issued.signature, *step), []).append(rank)
         return sorted(sets.values(), key=lambda ranks: (-len(ranks), ranks[0]))
 
     def departs(self, rank: int, position: int) -> bool | None:

@@ -62,8 +62,10 @@ def _in_phase(phase: Phase) -> str:
 
 def _subject(found: OrderDifference, names: Sequence[str]) -> str:
     usual, deviant = found.usual, found.deviant
-    where = "" if usual.step == UNKNOWN_STEP else f" in step {usual.step}"
+    where = "" if found.step == UNKNOWN_STEP else f" in step {found.step}"
     where += "" if found.is_first else " or earlier"
+    if found.difference is Difference.STEP:
+        return _steps(found, names)
     if deviant is None:
         text = f"The ranks issued different collectives{where}: {_each_set(found, names)}."
         if found.is_race:
@@ -97,6 +99,22 @@ def _subject(found: OrderDifference, names: Sequence[str]) -> str:
             )
         case _:
             return f"{who} issued {mine}{where}{at}. {rest} issued {theirs}{usual_at}."
+
+
+def _steps(found: OrderDifference, names: Sequence[str]) -> str:
+    """The ranks issued one collective in different steps."""
+    what = describe_issued(found.issued[0][1], names)
+    each = "; ".join(
+        f"{format_ranks(ranks)} in step {issued.step}{_at(issued)}"
+        for ranks, issued in found.issued
+    )
+    text = f"The ranks issued {what} in different steps: {each}."
+    if found.culprits:
+        text += (
+            f" {capitalize(format_ranks(found.culprits))} did more or fewer backward passes or "
+            "optimizer steps than before."
+        )
+    return text
 
 
 def _each_set(found: OrderDifference, names: Sequence[str]) -> str:

@@ -714,21 +714,10 @@ def _next(found: Diagnosis) -> Iterator[str]:
         yield from list_next_steps(found.plans)
         return
     if found.difference is not None and found.difference.is_race:
-        yield (
-            "Give the background thread a process group of its own, such as "
-            "dcp.async_save(..., process_group=dist.new_group(backend='gloo'))."
-        )
-        yield "Do not use the weights of this run: results since that step are wrong."
+        yield from _NEXT_FOR_RACE
         return
     yield from _NEXT.get(found.problem, ()) if found.problem is not None else ()
-    state = found.state_of(found.ranks[0]) if found.ranks else None
-    if found.problem is ProblemClass.RANK_LATE and state is not None and state.activity is not None:
-        yield from _NEXT_FOR.get(state.activity.kind, ())
-    if state is not None and state.process is not None and state.process.is_paging:
-        yield (
-            "Free host memory on that rank's machine, or give it more: pages that it reads from a "
-            "disk take 0.1 ms or more each."
-        )
+    yield from _next_for_rank(found)
     if found.problem is ProblemClass.NOT_FINITE and not _is_exact(found):
         yield (
             "To find the exact step, start from the last checkpoint before, and record with "
@@ -741,6 +730,25 @@ def _next(found: Diagnosis) -> Iterator[str]:
         )
     if found.unknown is Unknown.NO_BLACK_BOX:
         yield "Record the training again with this version, which writes a black box."
+
+
+def _next_for_rank(found: Diagnosis) -> Iterator[str]:
+    """What to do about what the first culprit does."""
+    state = found.state_of(found.ranks[0]) if found.ranks else None
+    if "DataLoader worker" in found.failure:
+        yield (
+            "Look for the end of the data loader's worker: the kernel may have killed it for "
+            "memory. Use fewer workers, or smaller batches."
+        )
+    if state is None:
+        return
+    if found.problem is ProblemClass.RANK_LATE and state.activity is not None:
+        yield from _NEXT_FOR.get(state.activity.kind, ())
+    if state.process is not None and state.process.is_paging:
+        yield (
+            "Free host memory on that rank's machine, or give it more: pages that it reads from a "
+            "disk take 0.1 ms or more each."
+        )
 
 
 def _is_exact(found: Diagnosis) -> bool:
@@ -795,6 +803,11 @@ _NEXT: dict[ProblemClass, tuple[str, ...]] = {
     ),
     ProblemClass.STOPPED: ("Read the log of the launcher or the scheduler.",),
 }
+_NEXT_FOR_RACE = (
+    "Give the background thread a process group of its own, such as dcp.async_save(..., "
+    "process_group=dist.new_group(backend='gloo')).",
+    "Do not use the weights of this run: results since that step are wrong.",
+)
 _NEXT_FOR: dict[ActivityKind, tuple[str, ...]] = {
     ActivityKind.DATA: (
         "Look at the data loader of that rank: its workers, its files and its network.",

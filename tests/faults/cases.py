@@ -14,10 +14,16 @@ SCRIPTS = {"mlp": "faulty_training", "llama": "faulty_training"}
 """The script of a model or a loop; the others are loops of `faulty_loops`."""
 LOOPS = ("trainer", "torchtitan")
 MODELS = (*SCRIPTS, *LOOPS)
-NOT_IN_LOOPS = frozenset(
-    {"data", "data-worker", "uneven", "memory-hoard", "memory-batch", "dtype"},
+IN_STEPS = frozenset(
+    {
+        *("swallowed", "hook", "frozen", "accumulation", "not-a-number", "no-sync", "clip"),
+        *("two-groups", "full", "update", "evaluate", "save", "worker-killed"),
+        *("memory-first", "memory-optimizer", "memory-evaluation"),
+    }
 )
-"""Faults of the data and of the batch, which a hook of a module does not reach."""
+"""Faults of the loop in `faulty_steps`."""
+NOT_IN_LOOPS = IN_STEPS | {"data", "data-worker", "uneven", "memory-hoard", "memory-batch", "dtype"}
+"""Faults of the data, the batch or the loop, which a hook of a module does not reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class Case:
     def script(self) -> Path:
         """The training script."""
         name = SCRIPTS.get(self.model, "faulty_loops")
+        if self.fault in IN_STEPS:
+            name = "faulty_steps"
         return Path(__file__).with_name(f"{name}.py")
 
     @property
@@ -64,7 +72,9 @@ class Case:
         """The line of the culprit; None: any."""
         marker = self.expected.line
         if self.model == "llama":
-            marker = {"order": "llama", "batch": "tokens"}.get(marker, marker)
+            marker = {"order": "llama", "batch": "tokens", "forward": "call"}.get(marker, marker)
+        elif marker == "forward":
+            marker = "order"
         if not marker or (self.model in LOOPS and marker == "order"):
             return None
         own, shared = line_of(marker, self.script), line_of(marker, FAULTS_FILE)
@@ -105,6 +115,29 @@ EXPECTED: dict[str, Expected] = {
     "vanish": Expected((P.RANK_DIED,), ""),
     "killed": Expected((P.RANK_DIED,), ""),
     "leave": Expected((P.RANK_EXITED_EARLY,), ""),
+    "garbage": Expected((P.RANK_LATE,), "garbage"),
+    "pages": Expected((P.RANK_LATE,), "pages"),
+    "barrier": Expected((P.ORDER_DIVERGED,), "barrier"),
+    "object": Expected((P.ORDER_DIVERGED,), "object"),
+    "queue": Expected((P.HOST_DEADLOCK,), "queue"),
+    "file": Expected((P.RANK_LATE,), "file"),
+    "interrupt": Expected((P.RANK_DIED,), ""),
+    "swallowed": _ORDER,
+    "hook": Expected((P.RANK_LATE,), "hook"),
+    "frozen": Expected((P.ORDER_DIVERGED,), "backward"),
+    "accumulation": Expected((P.ORDER_DIVERGED,), "forward"),
+    "not-a-number": _ORDER,
+    "no-sync": Expected((P.ORDER_DIVERGED,), "backward"),
+    "clip": Expected((P.ORDER_DIVERGED,), "clip"),
+    "update": Expected((P.ORDER_DIVERGED,), "forward"),
+    "two-groups": Expected((P.FOREIGN_COLLECTIVE, P.ORDER_DIVERGED), ""),
+    "full": Expected((P.ORDER_DIVERGED,), "full"),
+    "evaluate": _ORDER,
+    "save": Expected((P.ORDER_DIVERGED, P.SIZE_MISMATCH), "", has_culprit=False),
+    "worker-killed": Expected((P.RANK_DIED,), ""),
+    "memory-first": Expected((P.OUT_OF_MEMORY,), "batch"),
+    "memory-optimizer": Expected((P.OUT_OF_MEMORY,), "optimizer"),
+    "memory-evaluation": Expected((P.OUT_OF_MEMORY,), "batch"),
     "all-slow": Expected((P.SLOW_BUT_ALIVE,), "slow", has_culprit=False),
     "all-lock": Expected((P.HOST_DEADLOCK,), "lock", has_culprit=False),
 }

@@ -5,9 +5,14 @@ The line of a fault ends with a comment `# fault: NAME`, by which the suite find
 
 import argparse
 import ctypes
+import fcntl
+import gc
+import mmap
 import os
+import queue
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +31,7 @@ FAULT_TIME = "fault-time"
 WIDTH = 32
 LIMIT_BYTES = 64 << 20
 """The limit of the device's memory in the faults `memory-*`."""
+MAPPED_BYTES = 1 << 20
 
 
 class Block(nn.Module):
@@ -237,6 +243,76 @@ def reduce_alone() -> None:
     dist.all_reduce(torch.zeros(WIDTH))  # fault: foreign
 
 
+class Slow:
+    """An object in a cycle whose finalizer takes long and keeps Python's lock."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        """Sleep in native code."""
+        ctypes.PyDLL(None).sleep(int(FOREVER_S))  # fault: garbage
+
+
+def collect_garbage() -> None:
+    """Collect garbage for a long time."""
+    Slow()
+    gc.collect()
+
+
+def read_pages() -> None:
+    """Read pages that are not in memory again and again, as when memory is short."""
+    with tempfile.TemporaryFile(dir=Path.cwd()) as file:
+        file.write(os.urandom(MAPPED_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        mapped.madvise(mmap.MADV_RANDOM)  # no reading ahead
+        until = time.monotonic() + FOREVER_S
+        while time.monotonic() < until:
+            mapped.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            sum(mapped[at] for at in range(0, MAPPED_BYTES, mmap.PAGESIZE))  # fault: pages
+
+
+def synchronize_alone() -> None:
+    """Wait in a barrier that the other ranks do not enter."""
+    dist.barrier()  # fault: barrier
+
+
+def broadcast_alone() -> None:
+    """Broadcast an object that the other ranks do not receive."""
+    dist.broadcast_object_list([{"epoch": 1}], src=dist.get_rank())  # fault: object
+
+
+def wait_for_thread() -> None:
+    """Wait for an item of a thread that has died."""
+    items: queue.Queue[int] = queue.Queue()
+    thread = threading.Thread(target=lambda: items, daemon=True)
+    thread.start()
+    items.get()  # fault: queue
+
+
+def wait_for_file() -> None:
+    """Wait for the lock of a file that another process holds."""
+    import subprocess
+
+    holder = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
+    name = f"lock-{os.getpid()}"
+    code = f"{holder}; print(flush=True); time.sleep({FOREVER_S})"
+    process = subprocess.Popen([sys.executable, "-c", code, name], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    with Path(name).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # fault: file
+
+
+def interrupt() -> None:
+    """Get SIGINT, as of Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(FOREVER_S)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "checkpoint": save_alone,
     "evaluation": evaluate_alone,
@@ -256,6 +332,13 @@ FAULTS: dict[str, Callable[[], None]] = {
     "killed": be_killed,
     "leave": leave,
     "foreign": reduce_alone,
+    "garbage": collect_garbage,
+    "pages": read_pages,
+    "barrier": synchronize_alone,
+    "object": broadcast_alone,
+    "queue": wait_for_thread,
+    "file": wait_for_file,
+    "interrupt": interrupt,
 }
 ORDERS = {
     "mlp": {
