@@ -147,10 +147,11 @@ class BlackBoxWriter:
         if kind != _POINT_TO_POINT:
             sequence = order.first + len(order.digests) - 1
             size = 0 if kind in _UNEVEN else message_bytes
-            # A hash of integers is the same in every process of one Python version. When a thread
-            # next to the training issues a collective, the step of the training is chance.
-            known_step = _RANK_LOCAL if state else step
-            digest = hash((digest, kind, unit, size, dtype, known_step)) & _DIGEST_MASK
+            # A thread next to the training may be in the middle of its collectives when the
+            # recorder attaches. They are not compared, but they still take positions.
+            if not state:
+                # A hash of integers is the same in every process of one Python version.
+                digest = hash((digest, kind, unit, size, dtype, step)) & _DIGEST_MASK
             order.last = digest
             order.digests.append(digest)
         number = self.num_issued + 1

@@ -62,8 +62,8 @@ ENTRY = np.dtype(
 `issued_ns` and `finished_ns` are on the rank's clock; a `finished_ns` of 0 means that no end was
 seen. `number` counts the rank's collectives from 1. `sequence` counts those of the process group
 from 0, without point-to-point messages, which have -1. `digest` is the running digest of the
-group's order and steps up to this entry. `place` is the line of code that led to it, 0: unknown.
-`state` is 1 if a thread next to the training issued it.
+group's order and steps up to this entry, without those of `state` 1. `place` is the line of code
+that led to it, 0: unknown. `state` is 1 if a thread next to the training issued it.
 """
 ENTRY_STRUCT = struct.Struct("<qqqQQiiiHHHBBBBH")
 assert ENTRY_STRUCT.size == ENTRY.itemsize

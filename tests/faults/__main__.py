@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.faults.cases import EXPECTED, MODELS, Case, make_cases
+from tests.faults.cases import EXPECTED, LOOPS, MODELS, Case, make_cases
 from tests.faults.judging import RIGHT, UNKNOWN, WRONG, Verdict, judge
 from tests.faults.running import run_case, run_healthy
 
@@ -76,8 +76,13 @@ def _healthy_alarms(given: argparse.Namespace, folder: Path) -> Iterator[str]:
     for number in range(given.healthy):
         own = folder / f"healthy-{number:04d}"
         shutil.rmtree(own, ignore_errors=True)
+        model = given.models[number % len(given.models)]
+        is_rich = model not in LOOPS and number % 2 == 1
         said = run_healthy(
-            own, num_ranks=(2, 3, 4)[number % 3], model=given.models[number % len(given.models)]
+            own,
+            num_ranks=(2, 3, 4)[number // 2 % 3],
+            model=model,
+            fault="healthy" if is_rich else "none",
         )
         shutil.rmtree(own, ignore_errors=True)
         if said:

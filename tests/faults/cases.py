@@ -17,7 +17,7 @@ MODELS = (*SCRIPTS, *LOOPS)
 IN_STEPS = frozenset(
     {
         *("swallowed", "hook", "frozen", "accumulation", "not-a-number", "no-sync", "clip"),
-        *("two-groups", "full", "update", "evaluate", "save", "worker-killed"),
+        *("healthy", "two-groups", "full", "update", "evaluate", "save", "worker-killed"),
         *("memory-first", "memory-optimizer", "memory-evaluation"),
     }
 )

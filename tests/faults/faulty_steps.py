@@ -1,7 +1,8 @@
 """A longer loop with one injected fault: `python faulty_steps.py FAULT --rank R --step S`.
 
 It accumulates gradients, clips them and evaluates, as users' loops do. The faults are those of such
-loops: a part of a step that one rank does alone, twice or not at all.
+loops: a part of a step that one rank does alone, twice or not at all. With the fault `healthy`, all
+ranks do all of these parts in each step, and save checkpoints in the background.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.faults.faulty_training import FAULT_TIME, FOREVER_S, LIMIT_BYTES, Batches, make_model
+
+HEALTHY = "healthy"
 
 
 class Killed(Batches):
@@ -67,6 +70,9 @@ class Loop:
         self._optimizer = Greedy(self._model.parameters(), lr=1e-3)
         everyone = list(range(dist.get_world_size()))
         self._groups = [dist.new_group(everyone), dist.new_group(everyone)]
+        self._saving = dist.new_group(everyone)
+        self._saved: Any = None
+        self._is_healthy = given.fault == HEALTHY
         self._fault = ""
 
     def _batches(self) -> Iterator[torch.Tensor]:
@@ -87,17 +93,23 @@ class Loop:
         for step, batch in enumerate(self._batches()):
             is_now = step == at
             self._fault = given.fault if is_now and self._is_faulty else ""
-            if self._fault:
+            if self._is_healthy:
+                self._fault = HEALTHY
+            elif self._fault:
                 Path(FAULT_TIME).write_text(str(time.monotonic()))
             if given.fault == "save" and step >= at:
-                self._save(step)
+                self._save(step, None)
+            elif self._is_healthy and step % 10 == 0:
+                self._save(step, self._saving)
             try:
                 self._step(batch)
             except ValueError:
                 continue  # a damaged batch is skipped
-            if is_now:
+            if is_now or self._is_healthy:
                 self._evaluate(batch)
             time.sleep(given.pause)
+        if self._is_healthy:
+            self._saved.result()
         dist.barrier()
 
     def _step(self, batch: torch.Tensor) -> None:
@@ -105,11 +117,12 @@ class Loop:
         if fault == "memory-first":
             batch = batch.repeat(LIMIT_BYTES // batch.numel() // 16, 1)
         with self._prepared():
-            for _ in range(2 if fault == "accumulation" else 1):
+            for number in range(2 if fault in ("accumulation", HEALTHY) else 1):
                 loss = model(batch)  # fault: call
                 if fault == "not-a-number":
                     return
-                model.set_requires_gradient_sync(fault != "no-sync")
+                is_last = fault != HEALTHY or number == 1
+                model.set_requires_gradient_sync(fault != "no-sync" and is_last)
                 loss.backward()  # fault: backward
         self._update()
 
@@ -130,13 +143,13 @@ class Loop:
     def _update(self) -> None:
         model, fault = self._model, self._fault
         self._optimizer.is_greedy = fault == "memory-optimizer"
-        if fault == "clip":
+        if fault in ("clip", HEALTHY):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # fault: clip
         if self._given.fault == "two-groups":
             first, second = self._groups[::-1] if fault else self._groups
             dist.all_reduce(torch.zeros(2), group=first)
             dist.all_reduce(torch.zeros(2), group=second)
-        if fault == "full":
+        if fault in ("full", HEALTHY):
             next(model.parameters()).full_tensor()  # fault: full
         if fault != "update":
             self._optimizer.step()
@@ -147,16 +160,18 @@ class Loop:
         fault = self._given.fault
         if fault == "memory-evaluation" and self._fault:
             batch = batch.repeat(LIMIT_BYTES // batch.numel() // 16, 1)
-        if fault == "memory-evaluation" or self._fault == "evaluate":
+        if fault == "memory-evaluation" or self._fault in ("evaluate", HEALTHY):
             self._model.eval()
             with torch.no_grad():
                 self._model(batch)
             self._model.train()
 
-    def _save(self, step: int) -> None:
-        """Save in the background, through the process group that the training uses."""
+    def _save(self, step: int, group: dist.ProcessGroup | None) -> None:
+        """Save in the background; without a group, through the one that the training uses."""
         state = {"weight": torch.zeros(8)}
-        dcp.async_save(state, checkpoint_id=f"checkpoint-{step}")
+        if self._saved is not None:
+            self._saved.result()
+        self._saved = dcp.async_save(state, checkpoint_id=f"checkpoint-{step}", process_group=group)
 
 
 def main() -> None:

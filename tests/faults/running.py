@@ -167,13 +167,20 @@ def end_ranks(ranks: Ranks) -> None:
             worker.kill()
 
 
-def run_healthy(folder: Path, *, num_ranks: int, model: str) -> str:
-    """Train without a fault; returns what was said that is an alarm, or nothing."""
+def run_healthy(folder: Path, *, num_ranks: int, model: str, fault: str = "none") -> str:
+    """Train without a fault; returns what was said that is an alarm, or nothing.
+
+    Args:
+        folder: A new folder for the run.
+        num_ranks: How many ranks.
+        model: Of `MODELS`.
+        fault: `none`, or `healthy` for the loop that does all parts of `faulty_steps`.
+    """
     folder.mkdir(parents=True)
-    script = Case("none", model, num_ranks, 0, 0).script
+    script = Case(fault, model, num_ranks, 0, 0).script
     arguments = (
         *("-m", "fsdp_inspect.record", "--out", str(folder / "runs"), "--no-verdict"),
-        *("--hang-after", "4", "--memory-steps", "none", str(script), "none", "--model", model),
+        *("--hang-after", "4", "--memory-steps", "none", str(script), fault, "--model", model),
         *("--steps", "50", "--pause", "0.1"),  # longer than --hang-after, with shorter steps
     )
     ranks = start_ranks(arguments, num_ranks, folder)

@@ -31,9 +31,10 @@ def test_every_fault_is_named_with_its_rank_and_line(tmp_path: Path) -> None:
     assert not any(each.is_false_culprit for each in verdicts)
 
 
+@pytest.mark.parametrize("fault", ["none", "healthy"])
 @pytest.mark.parametrize("model", ["mlp", "llama"])
-def test_a_healthy_training_raises_no_alarm(tmp_path: Path, model: str) -> None:
-    assert run_healthy(tmp_path / "healthy", num_ranks=2, model=model) == ""
+def test_a_healthy_training_raises_no_alarm(tmp_path: Path, model: str, fault: str) -> None:
+    assert run_healthy(tmp_path / "healthy", num_ranks=2, model=model, fault=fault) == ""
 
 
 @pytest.mark.parametrize(("fault", "codes"), [("swap-equal", [1, 1, 1]), ("none", [0, 0, 0])])
