@@ -32,6 +32,7 @@ class Call(NamedTuple):
     kind: int = EventKind.ALL_GATHER
     has_finished: bool = True
     group: int = 0
+    state: int = 0
 
 
 def make_box(
@@ -42,18 +43,20 @@ def make_box(
     digests: dict[int, int] = {}
     counts: dict[int, int] = {}
     for at, call in enumerate(calls):
-        key = (digests.get(call.group, 0), call.kind, call.unit, call.bytes, call.dtype)
-        digests[call.group] = hash(key) & (1 << 64) - 1
+        if not call.state:
+            before = digests.get(call.group, 0)
+            key = (before, call.kind, call.unit, call.bytes, call.dtype, call.step)
+            digests[call.group] = hash(key) & (1 << 64) - 1
         begin = (at + 1) * SECOND
         rows[at]["number"] = at + 1
         rows[at]["issued_ns"] = begin
         rows[at]["finished_ns"] = begin + 1 if call.has_finished else 0
         rows[at]["sequence"] = counts.get(call.group, 0)
         counts[call.group] = counts.get(call.group, 0) + 1
-        rows[at]["digest"] = digests[call.group]
+        rows[at]["digest"] = digests.get(call.group, 0)
         rows[at]["phase"] = Phase.FORWARD
         rows[at]["place"] = 1
-        for name in ("unit", "step", "bytes", "dtype", "kind", "group"):
+        for name in ("unit", "step", "bytes", "dtype", "kind", "group", "state"):
             rows[at][name] = getattr(call, name)
     groups = {0: Communicator("all", tuple(ranks)), 1: Communicator("apart", tuple(ranks))}
     return BlackBox(replace(header, **fields), rows, groups, {1: CodePlace("train.py", 7, "f")})

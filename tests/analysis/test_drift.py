@@ -133,6 +133,50 @@ def test_samples_and_evaluations_are_stated_as_coincidence():
     )
 
 
+def test_what_the_samples_of_a_late_rank_show_is_stated():
+    row = dict.fromkeys(DeviceTable.DTYPES, -1)
+    hot = [
+        {
+            **row,
+            "time_ns": time,
+            "gpu_temperature_c": 61 if time < 5000 else 88,
+            "gpu_clock_limits": 0 if time < 5000 else 0x20 | 0x40,
+            "process_swap": 0 if time < 5000 else 1 << 30,
+            "major_faults": 0 if time < 5000 else time,
+        }
+        for time in range(0, 12_500, 100)
+    ]
+    run = changing_run(late=True, device_tables={1: DeviceTable.from_rows(hot)})
+    drift = measure_drift(run)
+    (change,) = drift.changes
+    of_rank = "" if drift.rank == 1 else " of rank 1"
+    stated = [each for each in change.coincident if not each.startswith("own work")]
+    assert [each.partition(":")[0] for each in stated] == [
+        f"pages that the process{of_rank} reads from a disk",
+        f"process memory in swap{of_rank}",
+        f"GPU temperature{of_rank}",
+        f"GPU clock{of_rank} limited by heat",
+    ]
+    assert f"GPU temperature{of_rank}: 61 °C to 88 °C" in stated
+
+
+@pytest.mark.parametrize("collects", [50, 10])
+def test_garbage_collections_account_for_a_change_of_their_time(collects):
+    builder = RunBuilder(world_size=1)
+    rank, now = builder.rank(0), 0
+    for step in range(STEPS):
+        end = now + (150 if step >= CHANGE else 100)
+        rank.step(step, now, end)
+        if step >= CHANGE:
+            rank.add(EventKind.GARBAGE_COLLECTION, now, now + collects)
+        now = end
+    (change,) = measure_drift(builder.build()).changes
+    if collects == 50:
+        assert "garbage collection: 0 ns to 50 ns" in change.accounted_by
+    else:
+        assert "garbage collection: 0 ns to 10 ns a step" in change.coincident
+
+
 def test_a_run_without_a_timed_step_has_no_drift():
     drift = measure_drift(RunBuilder(world_size=1).build())
     assert (drift.rank, drift.changes, drift.is_long_enough) == (None, (), False)

@@ -27,13 +27,15 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, torchrun: Torchrun) -> Path:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, torchrun: Torchrun, run_ranks: Torchrun
+) -> Path:
     """The recordings of all causes, each in a folder of its name."""
     folder = tmp_path_factory.mktemp("drift")
     environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
     on_virtual_clock = [cause for cause in NAMED if cause not in ON_REAL_CLOCK]
-    for causes in (on_virtual_clock, ON_REAL_CLOCK):
-        torchrun(SCRIPT, folder, *causes, num_ranks=3, environment=environment)
+    torchrun(SCRIPT, folder, *on_virtual_clock, num_ranks=3, environment=environment)
+    run_ranks(SCRIPT, folder, *ON_REAL_CLOCK, num_ranks=3, environment=environment)
     return folder
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from fsdp_inspect.trace.black_box import (
     CLOSED_OFFSET,
     EMPTY_HEADER,
     ENDED_OFFSET,
+    HEADER_BYTES,
+    WATCHED_OFFSET,
+    WATCHED_STRUCT,
+    Header,
     decode,
     encode_header,
 )
@@ -44,6 +49,18 @@ for unit in range(5):
     box.issue(11, unit, dist.group.WORLD, 64, 1, 2, 3, 0, 0)
 os.kill(os.getpid(), 9)
 """
+_STOPS = _DIES.replace(
+    "os.kill(os.getpid(), 9)", "box.begin_collection(1, 'train.py:7'); os.kill(os.getpid(), 19)"
+)
+
+
+def read_header(target: Path, is_wanted: Callable[[Header], bool]) -> Header:
+    """The header that the keeper writes at some time."""
+    while True:
+        header = decode(target.read_bytes()).header if target.exists() else EMPTY_HEADER
+        if is_wanted(header):
+            return header
+        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -109,11 +126,7 @@ def test_a_rank_that_is_killed_leaves_all_of_its_collectives(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", _DIES, str(target)], check=False)
 
     assert done.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if target.exists() and decode(target.read_bytes()).header.ended_unix_ns:
-            break
-        time.sleep(0.05)
+    read_header(target, lambda header: header.ended_unix_ns > 0)
     box = decode(target.read_bytes())
     assert box.entries["unit"].tolist() == [0, 1, 2, 3, 4]
     assert abs(box.header.ended_unix_ns - time.time_ns()) < 60e9
@@ -135,9 +148,27 @@ def test_the_keeper_of_the_first_rank_that_vanished_prints_the_diagnosis(tmp_pat
     assert second.stderr == ""
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the keeper needs Linux")
+def test_the_keeper_sees_that_a_rank_is_stopped_while_it_collects_garbage(tmp_path: Path) -> None:
+    target = tmp_path / "black_box.bin"
+    rank = subprocess.Popen([sys.executable, "-c", _STOPS, str(target)])
+
+    try:
+        header = read_header(target, lambda header: header.watched.state == "T")
+    finally:
+        rank.kill()
+        rank.wait()
+    assert header.collection is not None
+    assert header.collection.place == "train.py:7"
+    assert header.watched.still_ns >= 0
+
+
 def test_the_keeper_knows_the_layout_and_the_name_of_the_mark() -> None:
     assert black_box_keeper.ENDED_OFFSET == ENDED_OFFSET
     assert black_box_keeper.CLOSED_OFFSET == CLOSED_OFFSET
+    assert black_box_keeper.WATCHED_OFFSET == WATCHED_OFFSET
+    assert black_box_keeper.WATCHED.format == WATCHED_STRUCT.format
+    assert black_box_keeper.RING_OFFSET == HEADER_BYTES
     assert black_box_keeper.EXPLAINED_FILE == EXPLAINED_FILE
     closed = encode_header(replace(HEADER, is_closed=True), 0)
     opened = encode_header(HEADER, 0)

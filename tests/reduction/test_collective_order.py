@@ -12,7 +12,7 @@ from fsdp_inspect.reduction.collective_order import (
 )
 from fsdp_inspect.reduction.order_wording import describe_difference
 from fsdp_inspect.trace.black_box import BlackBox
-from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind
 from tests.boxes import Call, make_box
 
 RANKS = (0, 1, 2)
@@ -124,3 +124,33 @@ def test_the_sentence_names_rank_unit_step_and_line() -> None:
         "process group on pair different tensors: 4 have finished, and what was computed with "
         "them is wrong."
     )
+
+
+def test_a_rank_that_does_not_update_is_found_at_its_next_collective() -> None:
+    usual = [Call(0), Call(1), Call(0, step=1), Call(1, step=1)]
+    late = [Call(0), Call(1), Call(0), Call(1)]
+
+    found = find_difference(boxes(late, usual), "all")
+
+    assert found is not None
+    assert (found.sequence, found.difference, found.culprits) == (2, Difference.STEP, (1,))
+    assert found.step == 0
+    assert describe_difference(found, NAMES).startswith(
+        "The ranks issued the all-gather of (root) in forward in different steps: ranks 0, 2 in "
+        "step 1 (train.py:7); rank 1 in step 0 (train.py:7). Rank 1 did more or fewer backward "
+        "passes or optimizer steps than before."
+    )
+
+
+def test_two_threads_on_one_process_group_are_no_rank_s_fault() -> None:
+    apart = Call(NO_UNIT, state=1)
+    found = find_difference(boxes([Call(0), apart, Call(1)], [Call(0), Call(1), apart]), "all")
+
+    assert found is not None
+    assert (found.is_race, found.culprits) == (True, ())
+    assert "so chance decides their order" in describe_difference(found, NAMES)
+
+
+def test_collectives_of_background_threads_alone_are_not_compared() -> None:
+    one, other = Call(NO_UNIT, bytes=8, state=1), Call(NO_UNIT, bytes=16, state=1)
+    assert find_difference(boxes([one, other], [other, one]), "all") is None
