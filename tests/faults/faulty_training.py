@@ -6,7 +6,9 @@ The line of a fault ends with a comment `# fault: NAME`, by which the suite find
 import argparse
 import ctypes
 import fcntl
+import functools
 import gc
+import itertools
 import mmap
 import os
 import queue
@@ -268,11 +270,11 @@ def read_pages() -> None:
         os.fsync(file.fileno())
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         mapped.madvise(mmap.MADV_RANDOM)  # no reading ahead
-        until = time.monotonic() + FOREVER_S
-        while time.monotonic() < until:
-            mapped.madvise(mmap.MADV_DONTNEED)
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            sum(mapped[at] for at in range(0, MAPPED_BYTES, mmap.PAGESIZE))  # fault: pages
+        forget = functools.partial(mapped.madvise, mmap.MADV_DONTNEED)
+        drop = functools.partial(os.posix_fadvise, file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        read = functools.partial(mapped.__getitem__, slice(None, None, mmap.PAGESIZE))
+        for _ in itertools.repeat(None):
+            forget(), drop(), read()  # fault: pages
 
 
 def synchronize_alone() -> None:
@@ -308,7 +310,8 @@ def wait_for_file() -> None:
 
 
 def interrupt() -> None:
-    """Get SIGINT, as of Ctrl-C."""
+    """Get SIGINT, as of Ctrl-C; a shell may have started the process to ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(FOREVER_S)
 
