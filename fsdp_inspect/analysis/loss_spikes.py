@@ -89,7 +89,7 @@ def _find_loss_spikes(run: RunSource) -> tuple[LossSpike, ...]:
             peak=_highest(series.values[low : high or len(series.values)]),
             num_values=(high or len(series.values)) - low,
             recovered_at=None if high is None else series.steps[high],
-            moved=_find_moved(norms, series.steps[high - 1 if high else -1]),
+            moved=_find_moved(norms, series.steps[low], series.steps[high - 1 if high else -1]),
         )
         for low, high, usual in spikes
     )
@@ -147,24 +147,38 @@ def _highest(values: Sequence[float]) -> float | None:
 
 
 def _find_moved(
-    norms: Mapping[str | None, Sequence[tuple[int, float | None]]], last_step: int
+    norms: Mapping[str | None, Sequence[tuple[int, float | None]]], first_step: int, last_step: int
 ) -> tuple[MovedUnit, ...]:
-    """The units whose norm moved first, up to a step."""
+    """The units whose norm moved first.
+
+    A norm that rises before the loss and comes back before it is noise.
+
+    Args:
+        norms: By unit and step.
+        first_step: The first step of the spike.
+        last_step: The last step to look at.
+    """
     moved = []
     for fqn, known in norms.items():
         usual: list[float] = []
-        for step, norm in known:
+        for place, (step, norm) in enumerate(known):
             if step > last_step:
                 break
             middle = statistics.median(usual) if len(usual) >= _LEAST_NORMS else None
-            if middle is not None and (norm is None or norm > _MOVED * middle):
-                moved.append(MovedUnit(fqn, step, norm, middle))
-                break
+            if middle is not None and _exceeds(_MOVED * middle, norm):
+                later = (each for at, each in known[place:] if at <= first_step)
+                if all(map(partial(_exceeds, _MOVED * middle), later)):
+                    moved.append(MovedUnit(fqn, step, norm, middle))
+                    break
             if norm is not None:
                 usual.append(norm)
     first = min((each.step for each in moved), default=None)
     earliest = [each for each in moved if each.step == first]
     return tuple(sorted(earliest, key=_rise, reverse=True))
+
+
+def _exceeds(limit: float, norm: float | None) -> bool:
+    return norm is None or norm > limit
 
 
 def _rise(unit: MovedUnit) -> float:

@@ -90,6 +90,18 @@ def test_the_unit_whose_norm_moved_first_is_named() -> None:
     )
 
 
+def test_a_norm_that_comes_back_before_the_loss_rises_did_not_move() -> None:
+    values = losses()
+    values[50:] = [12.0] * 10
+    norms = {step: {0: 1.0, 1: 1.0} for step in range(0, 60, 5)}
+    norms[40][1] = 9.0
+    norms[50] = {0: 20.0, 1: 1.0}
+
+    [spike] = find_loss_spikes(run_of(values, norms))
+
+    assert [(each.fqn, each.step) for each in spike.moved] == [("layers.0", 50)]
+
+
 def test_units_that_moved_in_the_same_numerics_step_have_no_first() -> None:
     values = losses()
     values[50:] = [12.0] * 10

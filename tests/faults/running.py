@@ -156,7 +156,8 @@ def end_ranks(ranks: Ranks) -> None:
             children = psutil.Process(rank.pid).children()
             workers += [one for one in children if KEEPER not in " ".join(one.cmdline())]
     for rank in ranks.processes:
-        rank.send_signal(signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            rank.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + _TERM_S
     for rank in ranks.processes:
         rank.join(max(deadline - time.monotonic(), 0))
