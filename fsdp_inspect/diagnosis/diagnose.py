@@ -390,7 +390,9 @@ class _Case:
     def _before_hang(self) -> dict[int, RankEnd]:
         """The ends before a watchdog saw that nothing moves: later ones follow from that.
 
-        When a rank vanished is known only from the process that keeps its black box.
+        When a rank vanished is known only from the process that keeps its black box. A process
+        that crashed ends seconds later, when its core is dumped: if it did not answer the watchdogs
+        of the others, the crash came first.
         """
         seen = [box.header.hang_seen_unix_ns for box in self._boxes.values()]
         first = min((moment for moment in seen if moment), default=0)
@@ -399,7 +401,8 @@ class _Case:
         return {
             rank: end
             for rank, end in self._ends.items()
-            if 0 < end.unix_ns < first and (end.kind is not EndKind.VANISHED or self._ended(rank))
+            if (0 < end.unix_ns < first and (end.kind is not EndKind.VANISHED or self._ended(rank)))
+            or (end.kind is EndKind.FATAL_SIGNAL and self._does_not_answer(rank))
         }
 
     def _ended(self, rank: int) -> bool:
@@ -520,7 +523,8 @@ class _Case:
     def _does_not_answer(self, rank: int) -> bool:
         """Whether the rank's watchdog was silent while another one reported the hang."""
         asked = [box.header.hang_seen_ns for box in self._boxes.values()]
-        return any(asked) and not self._boxes[rank].header.hang_seen_ns
+        box = self._boxes.get(rank)
+        return any(asked) and box is not None and not box.header.hang_seen_ns
 
     def _nobody_absent(self, wait: Wait) -> Diagnosis:
         """All known ranks wait."""

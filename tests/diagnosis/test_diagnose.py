@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown, diagnose
 from fsdp_inspect.report.diagnosis import describe_diagnosis, diagnosis_to_dict
-from fsdp_inspect.trace.black_box import BlackBox, Header
+from fsdp_inspect.trace.black_box import BlackBox, Collection, Header, Watched
 from fsdp_inspect.trace.run import ClockPair, RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from tests.boxes import HEADER, SECOND, Call, make_box
@@ -251,3 +251,74 @@ def test_a_later_collective_that_ended_ends_the_earlier_one() -> None:
     boxes = {rank: make_box(calls, RANKS, HUNG) for rank in RANKS}
     found = diagnose(run_of(boxes))
     assert found.wait is None
+
+
+def silent_run(header: Header, dumps: dict[int, list[StackDump]] | None = None) -> InMemoryRun:
+    """Rank 1 does not answer the watchdogs of the ranks that wait for it."""
+    boxes = {rank: waiting(rank) for rank in RANKS}
+    boxes[1] = make_box(DONE, RANKS, header)
+    statuses = dict.fromkeys(RANKS, RunStatus.CRASHED)
+    return run_of(boxes, statuses, dumps)
+
+
+def test_a_crash_whose_core_is_dumped_for_long_is_no_late_rank() -> None:
+    text = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x01 (most recent call first):\n"
+        '  File "train.py", line 88 in main\n'
+    )
+    dump = parse_dump(text, DumpSource.CRASH)
+    assert dump is not None
+    header = replace(HEADER, sign_ns=5 * SECOND, ended_unix_ns=80 * SECOND)
+
+    found = diagnose(silent_run(header, {1: [dump]}))
+
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_DIED, (1,))
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("T", "It does not answer: its process is stopped by a signal (SIGSTOP)."),
+        ("D", "waits in the kernel for a device"),
+        ("R", "its process runs, and native code holds Python's lock."),
+        ("", "its process is stopped or gone, or native code holds Python's lock."),
+    ],
+)
+def test_why_a_rank_does_not_answer_is_seen_from_outside(state: str, words: str) -> None:
+    watched = Watched(80 * SECOND, 0, 70 * SECOND, 0, state)
+    found = diagnose(silent_run(replace(HEADER, sign_ns=9 * SECOND, watched=watched)))
+    assert found.problem is ProblemClass.RANK_LATE
+    assert words in describe_diagnosis(found).sentence
+
+
+@pytest.mark.parametrize(("began_s", "is_named"), [(11, True), (79, False)])
+def test_a_garbage_collection_is_named_if_it_fills_the_wait(began_s: int, is_named: bool) -> None:
+    header = replace(
+        HEADER,
+        sign_ns=10 * SECOND,
+        sign_unix_ns=10 * SECOND,
+        watched=Watched(80 * SECOND, 0, 70 * SECOND, 0, "R"),
+        collection=Collection(began_s * SECOND, "train.py:41"),
+    )
+    found = diagnose(silent_run(header))
+    assert ("collecting garbage at train.py:41" in describe_diagnosis(found).sentence) is is_named
+    assert (found.location == "train.py:41") is is_named
+
+
+@pytest.mark.parametrize(
+    ("faults", "swap", "words"),
+    [
+        (7_000, 1 << 30, "7,000 major page faults in 70 s: its memory is read back from swap"),
+        (7_000, 0, "its memory, or files that it maps, are read from a disk."),
+        (70, 1 << 30, None),
+    ],
+)
+def test_a_process_that_reads_its_memory_from_a_disk(
+    faults: int, swap: int, words: str | None
+) -> None:
+    watched = Watched(80 * SECOND, faults, 70 * SECOND, swap, "D")
+    found = diagnose(silent_run(replace(HEADER, sign_ns=9 * SECOND, watched=watched)))
+    text = describe_diagnosis(found)
+    assert ("page faults" in text.sentence) is (words is not None)
+    assert words is None or words in text.sentence
+    assert any("Free host memory" in each for each in text.next) is (words is not None)
