@@ -95,7 +95,8 @@ def test_killed_runs_can_be_compacted(killed: list[Path]) -> None:
 # --- the disk
 
 DISK_SCRIPT = """
-import errno, os, resource, shutil, sys, threading, time, warnings
+import errno, gc, os, resource, shutil, sys, threading, time, warnings
+gc.disable()  # collections are events too, and every run must have equally many
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -31,6 +31,7 @@ class RankTrack(NamedCode):
     ALL_REDUCE = 8
     OTHER_COLLECTIVES = 9
     MEMORY_COPIES = 10
+    GARBAGE_COLLECTION = 11
 
 
 TRACK_NAMES = {
@@ -45,6 +46,7 @@ TRACK_NAMES = {
     RankTrack.ALL_REDUCE: "all-reduce",
     RankTrack.OTHER_COLLECTIVES: "other collectives",
     RankTrack.MEMORY_COPIES: "memory copies by the device",
+    RankTrack.GARBAGE_COLLECTION: "garbage collection",
 }
 
 NESTED_TRACKS = frozenset(

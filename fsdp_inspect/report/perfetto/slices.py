@@ -51,6 +51,7 @@ _KIND_TRACKS = {
     EventKind.DATA: RankTrack.DATA_AND_OPTIMIZER,
     EventKind.OPTIMIZER: RankTrack.DATA_AND_OPTIMIZER,
     EventKind.MEMORY_COPY: RankTrack.MEMORY_COPIES,
+    EventKind.GARBAGE_COLLECTION: RankTrack.GARBAGE_COLLECTION,
 }
 _FSDP_TRACKS = {
     EventKind.ALL_GATHER: RankTrack.ALL_GATHER,
