@@ -123,60 +123,43 @@ class BlackBoxWriter:
     ) -> int:
         """Note a collective that is about to be issued; returns the number of its entry."""
         with self._issuing:  # threads next to the training issue collectives too
-            return self._issue(
-                kind, unit, group, message_bytes, dtype, phase, step, microbatch, place, state
+            order = self._order_of.get(group)
+            if order is None:
+                order = self._add_group(group)
+            sequence, digest = _RANK_LOCAL, order.last
+            if kind != _POINT_TO_POINT:
+                sequence = order.first + len(order.digests) - 1
+                size = 0 if kind in _UNEVEN else message_bytes
+                # A thread next to the training may be in the middle of its collectives when the
+                # recorder attaches. They are not compared, but they still take positions.
+                if not state:
+                    # A hash of integers is the same in every process of one Python version.
+                    digest = hash((digest, kind, unit, size, dtype, step)) & _DIGEST_MASK
+                order.last = digest
+                order.digests.append(digest)
+            number = self.num_issued + 1
+            ENTRY_STRUCT.pack_into(
+                self._buffer,
+                HEADER_BYTES + number % CAPACITY * _ENTRY_BYTES,
+                self._now(),
+                0,
+                message_bytes,
+                digest,
+                number,
+                sequence,
+                step,
+                unit,
+                place,
+                order.index,
+                microbatch & 0xFFFF,
+                kind,
+                phase,
+                dtype,
+                state,
+                0,
             )
-
-    def _issue(  # noqa: PLR0913 - one argument a field of the entry
-        self,
-        kind: int,
-        unit: int,
-        group: dist.ProcessGroup,
-        message_bytes: int,
-        dtype: int,
-        phase: int,
-        step: int,
-        microbatch: int,
-        place: int,
-        state: int,
-    ) -> int:
-        order = self._order_of.get(group)
-        if order is None:
-            order = self._add_group(group)
-        sequence, digest = _RANK_LOCAL, order.last
-        if kind != _POINT_TO_POINT:
-            sequence = order.first + len(order.digests) - 1
-            size = 0 if kind in _UNEVEN else message_bytes
-            # A thread next to the training may be in the middle of its collectives when the
-            # recorder attaches. They are not compared, but they still take positions.
-            if not state:
-                # A hash of integers is the same in every process of one Python version.
-                digest = hash((digest, kind, unit, size, dtype, step)) & _DIGEST_MASK
-            order.last = digest
-            order.digests.append(digest)
-        number = self.num_issued + 1
-        ENTRY_STRUCT.pack_into(
-            self._buffer,
-            HEADER_BYTES + number % CAPACITY * _ENTRY_BYTES,
-            self._now(),
-            0,
-            message_bytes,
-            digest,
-            number,
-            sequence,
-            step,
-            unit,
-            place,
-            order.index,
-            microbatch & 0xFFFF,
-            kind,
-            phase,
-            dtype,
-            state,
-            0,
-        )
-        self.num_issued = number
-        return number
+            self.num_issued = number
+            return number
 
     def finish(self, number: int, ns: int) -> None:
         """Note the end of an entry."""

@@ -53,22 +53,30 @@ class GarbageCollections:
             gc.callbacks.remove(self._called)
 
     def _called(self, moment: str, info: dict[str, int]) -> None:
-        if os.getpid() != self._pid:  # a forked child, such as a worker of the data loader
-            return
-        session, box = self._session, self._session.black_box
         is_full = info["generation"] == _OLDEST_GENERATION
         if moment == "start":
             self._started_ns = self._now()
-            if is_full and box is not None:
-                box.begin_collection(time.time_ns(), _place_of(sys._getframe(1)))
+            if is_full:
+                self._note_start(sys._getframe(1))
             return
         start, end = self._started_ns, self._now()
-        if is_full and box is not None:
-            box.end_collection()
+        if is_full or end - start >= LEAST_NS:
+            self._note_end(start, end, is_full=is_full)
+
+    def _note_start(self, frame: FrameType) -> None:
+        box = self._session.black_box
+        if box is not None and os.getpid() == self._pid:
+            box.begin_collection(time.time_ns(), _place_of(frame))
+
+    def _note_end(self, start: int, end: int, *, is_full: bool) -> None:
+        session = self._session
+        if os.getpid() != self._pid:  # a forked child, such as a worker of the data loader
+            return
+        if is_full and session.black_box is not None:
+            session.black_box.end_collection()
         if start and end - start >= LEAST_NS and session.active:
             flags = int(EventFlag.FULL_COLLECTION) if is_full else 0
             self._found.append((start, end, session.step, int(session.phase), flags))
-        self._started_ns = 0
 
     def end_step(self) -> None:
         """Write the collections that have ended."""

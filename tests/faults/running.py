@@ -176,6 +176,9 @@ def run_healthy(folder: Path, *, num_ranks: int, model: str, fault: str = "none"
         num_ranks: How many ranks.
         model: Of `MODELS`.
         fault: `none`, or `healthy` for the loop that does all parts of `faulty_steps`.
+
+    Raises:
+        TimeoutError: The training did not end.
     """
     folder.mkdir(parents=True)
     script = Case(fault, model, num_ranks, 0, 0).script
@@ -188,7 +191,10 @@ def run_healthy(folder: Path, *, num_ranks: int, model: str, fault: str = "none"
     deadline = time.monotonic() + _LIMIT_S
     for rank in ranks.processes:
         rank.join(max(deadline - time.monotonic(), 0))
+    has_ended = all(rank.poll() is not None for rank in ranks.processes)
     end_ranks(ranks)
+    if not has_ended:
+        raise TimeoutError(f"The training did not end in {_LIMIT_S:.0f} s: the machine is busy.")
     found = diagnose_run(folder / "runs")
     alarms = [
         line
