@@ -9,6 +9,7 @@ does not answer. Nothing is ended.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import threading
 import time
@@ -303,5 +304,9 @@ def _print_diagnosis(run_folder: Path) -> None:
     """Run `diagnose` in a child process, which cannot disturb this one, and print its answer."""
     result = run_command("diagnose", str(run_folder), "--brief")
     text = "" if result is None else result.stdout.strip()
-    if text:
-        print(f"fsdp_inspect: {text}", file=sys.stderr, flush=True)
+    if not text:
+        text = (
+            "The ranks do not move, and the diagnosis failed or took too long on this machine. To "
+            f"see which rank they wait for: fsdp-inspect diagnose {shlex.quote(str(run_folder))}"
+        )
+    print(f"fsdp_inspect: {text}", file=sys.stderr, flush=True)
