@@ -76,8 +76,8 @@ chaos: $(READY) ## Kill recordings and break their disks at random moments for S
 	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) $(ARGS)
 
 .PHONY: faults
-faults: $(READY) ## Inject 217 faults into trainings and judge the diagnoses (25 minutes)
-	$(BIN)/python -m tests.faults --cases 217 --healthy 100 $(ARGS)
+faults: $(READY) ## Inject 228 faults into trainings and judge the diagnoses (25 minutes)
+	$(BIN)/python -m tests.faults --cases 228 --healthy 100 $(ARGS)
 
 .PHONY: planted
 planted: $(READY) ## Check planted regressions and RERUNS=50 unchanged runs, and write docs/planted.md
