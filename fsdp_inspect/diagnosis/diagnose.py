@@ -21,6 +21,7 @@ from fsdp_inspect.diagnosis.fitting_plans import PlanSearch, search_plans
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory, read_out_of_memory
 from fsdp_inspect.diagnosis.process_signs import ProcessSigns, find_collection, read_signs
 from fsdp_inspect.diagnosis.stack_groups import StackGroup, group_stacks
+from fsdp_inspect.diagnosis.standstills import is_outdated, without_ended_hang
 from fsdp_inspect.diagnosis.waits import (
     Wait,
     find_waits,
@@ -218,8 +219,17 @@ class _Case:
         self._run = run
         self._records = {record.rank: record for record in run.ranks}
         boxes = {rank: run.black_box(rank) for rank in self._records}
-        self._boxes = {rank: box for rank, box in boxes.items() if box is not None}
-        self._dumps = {rank: tuple(run.stack_dumps(rank)) for rank in self._records}
+        self._boxes = {
+            rank: without_ended_hang(box) for rank, box in boxes.items() if box is not None
+        }
+        self._dumps = {
+            rank: tuple(
+                dump
+                for dump in run.stack_dumps(rank)
+                if rank not in self._boxes or not is_outdated(dump, self._boxes[rank])
+            )
+            for rank in self._records
+        }
         self._ends = find_ends(self._records, self._boxes, self._dumps)
         self._numerics = measure_numerics(run)
         self._waits = find_waits(self._boxes)

@@ -322,3 +322,21 @@ def test_a_process_that_reads_its_memory_from_a_disk(
     assert ("page faults" in text.sentence) is (words is not None)
     assert words is None or words in text.sentence
     assert any("Free host memory" in each for each in text.next) is (words is not None)
+
+
+def test_signs_of_a_hang_that_ended_do_not_hide_a_death() -> None:
+    """The watchdogs of busy ranks had no time to note that it ended."""
+    ended = replace(HUNG, hang_seen_ns=SECOND // 2)  # before the first collective
+    boxes = {rank: waiting(rank) for rank in RANKS}
+    boxes = {rank: replace(box, header=ended) for rank, box in boxes.items()}
+    boxes[1] = replace(boxes[1], header=replace(ended, ended_unix_ns=80 * SECOND))
+    [old] = dump_at("model(batch)")
+    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CRASHED, 2: RunStatus.RUNNING}
+    old_dumps = {1: [replace(old, clock_ns=SECOND)]}
+
+    found = diagnose(run_of(boxes, statuses, old_dumps))
+
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_DIED, (1,))
+    state = found.state_of(1)
+    assert state is not None
+    assert state.activity is None
