@@ -133,6 +133,7 @@ class Attachment:
                 "torch.distributed.init_process_group() first, then attach the recorder."
             )
         self._sharder = find_sharder(model)
+        optimizers = self._sharder.optimizers(optimizers)
         refuse_recorded_units(model, self._sharder.units)
         self._device = self._sharder.device
         self._options = options
@@ -164,12 +165,13 @@ class Attachment:
             device_type=self._device.type,
             limit_bytes=None if self._device.type == "cuda" else options.device_memory,
             keep=self._keep_live_memory,
+            shared_buffers=self._sharder.shared_buffers,
         )
         self._memory_steps.plan(options.warmup_steps)
         self._numerics = NumericsSteps(
             self.session,
             self._writer,
-            options.numerics_every if self._emulation is None else 0,
+            self._numerics_every(),
             self._sharder.units,
         )
         self._sampler = self._start_sampler()
@@ -204,6 +206,16 @@ class Attachment:
                 f"An emulated network requires FSDP2, and the model uses {self._sharder.title}: "
                 "its collectives would not wait. Record it without the emulation."
             )
+
+    def _numerics_every(self) -> int:
+        every = self._options.numerics_every if self._emulation is None else 0
+        if every and not self._sharder.has_numerics:
+            self.session.problem(
+                f"Numerics are not recorded with {self._sharder.title}: its optimizer updates flat "
+                "partitions, not the parameters of the units."
+            )
+            return 0
+        return every
 
     def _number_groups(self) -> ProcessGroups:
         """Number the process groups of the units, then those of the other mesh dimensions."""

@@ -244,7 +244,16 @@ class TimedWork(dist.Work):
 
 
 _OWN_OF_TIMED_WORK = frozenset(
-    {"wait", "_inner", "_session", "_communication", "__class__", "__init__", "__dict__"}
+    {
+        "wait",
+        "_inner",
+        "_session",
+        "_communication",
+        "_on_wait",
+        "__class__",
+        "__init__",
+        "__dict__",
+    }
 )
 
 

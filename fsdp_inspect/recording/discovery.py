@@ -4,11 +4,12 @@
 A process that shards no model gets no hook; only the lines of `fully_shard` calls are noted (see
 `sharding_calls`). The first call creates a subclass of `FSDPModule`, which the discovery sees
 through `__init_subclass__`. `FullyShardedDataParallel` and `DistributedDataParallel` register the
-module that they wrap, which the discovery sees too. From then on a global forward pre-hook checks
-each called module, until one contains units, has trainable parameters and runs with gradients. The
-hook runs before that module's own hooks, so the recorder is attached before the first unit is
-unsharded and before torch.compile traces anything. Then the hook is removed. The found model is the
-outermost called module, which may itself be unsharded.
+module that they wrap, which the discovery sees too. For DeepSpeed it wraps the constructor of the
+engine. From then on a global forward pre-hook checks each called module, until one contains units,
+has trainable parameters and runs with gradients. The hook runs before that module's own hooks, so
+the recorder is attached before the first unit is unsharded and before torch.compile traces
+anything. Then the hook is removed. The found model is the outermost called module, which may itself
+be unsharded.
 
 Other models with units that exist at that moment, such as a critic or a teacher, are part of the
 recording. A model that is made later is not, and the recording notes it.
@@ -17,7 +18,9 @@ recording. A model that is made later is not, and the recording notes it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 
 WRAPPERS = ("FullyShardedDataParallel", "DistributedDataParallel")
 """Names of the classes that wrap a model; making one begins the search like `fully_shard`."""
+ENGINE_MODULE = "deepspeed.runtime.engine"
 
 NO_GRADIENTS = (
     "a model was sharded or wrapped, but none ran a forward pass with gradients in this process. A "
@@ -48,7 +52,8 @@ NO_GRADIENTS = (
 )
 NOT_SHARDED = (
     "no model was sharded in this process. Expected a call of fully_shard (FSDP2), or a model "
-    "wrapped with FullyShardedDataParallel (FSDP1) or DistributedDataParallel (DDP). If the script "
+    "wrapped with FullyShardedDataParallel (FSDP1), DistributedDataParallel (DDP) or a DeepSpeed "
+    "engine with ZeRO. If the script "
     "starts its ranks itself, start them with torchrun instead: "
     "torchrun --nproc-per-node N -m fsdp_inspect.record SCRIPT."
 )
@@ -79,6 +84,7 @@ class Discovery:
         self._search_patches.on_undo(handle.remove)
         note_process()
         call_after_import("torch.distributed.fsdp", self._await_fully_shard)
+        call_after_import(ENGINE_MODULE, self._await_engine)
 
     def finish(self, error: BaseException | None) -> Path | None:
         """End the recording, or print why there is none.
@@ -117,6 +123,18 @@ class Discovery:
             self._await_forward()
 
         self._search_patches.set_attribute(FSDPModule, "__init_subclass__", classmethod(follow))
+
+    def _await_engine(self) -> None:
+        """Begin the search when DeepSpeed makes an engine, which registers no module."""
+        engine: Any = sys.modules[ENGINE_MODULE].DeepSpeedEngine  # type: ignore[attr-defined]
+        original = engine.__init__
+
+        @functools.wraps(original)
+        def created(*args: Any, **kwargs: Any) -> None:
+            self._await_forward()
+            original(*args, **kwargs)
+
+        self._search_patches.set_attribute(engine, "__init__", created)
 
     def _await_forward(self) -> None:
         if self._is_searching:

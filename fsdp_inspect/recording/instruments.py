@@ -37,7 +37,8 @@ class Instruments:
         self._dist_calls = DistCalls(session, self._units.reductions_of)
         self.checkpoints = CheckpointHooks(session)
         self._collections = GarbageCollections(session)
-        self._loop = LoopHooks(session, optimizers, on_optimizer_step, before_update)
+        outer = sharder.outer_optimizers()
+        self._loop = LoopHooks(session, optimizers, on_optimizer_step, before_update, outer)
 
     def attach(self) -> None:
         """Install all hooks."""

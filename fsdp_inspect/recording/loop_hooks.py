@@ -33,12 +33,17 @@ class LoopHooks:
         optimizers: Sequence[torch.optim.Optimizer] | None,
         on_optimizer_step: Callable[[torch.optim.Optimizer], None],
         before_update: Callable[[], None] | None = None,
+        outer: Sequence[tuple[Any, torch.optim.Optimizer]] = (),
     ) -> None:
-        """`before_update` runs before each optimizer step; its exceptions reach the training."""
+        """`before_update` runs before each optimizer step; its exceptions reach the training.
+
+        `outer`: see `Sharder.outer_optimizers`. Such a step counts as one, from begin to end.
+        """
         self._session = session
         self._before_update = before_update
         self._optimizers = optimizers
         self._on_optimizer_step = on_optimizer_step
+        self._outer = outer
         self._backward_depth = 0
         self._optimizer_start: Any = None
         self._stepped_in_backward: torch.optim.Optimizer | None = None
@@ -47,6 +52,8 @@ class LoopHooks:
         """Install every hook."""
         self._wrap_backward(patches)
         self._hook_optimizer(patches)
+        for optimizer, inner in self._outer:
+            self._wrap_outer(optimizer, inner, patches)
         self._wrap_data_loader(patches)
         self._wrap_recomputation(patches)
 
@@ -117,6 +124,8 @@ class LoopHooks:
             return
         if self._before_update is not None:
             self._before_update()
+        if session.in_outer_optimizer:
+            return
         try:
             session.phase = Phase.OPTIMIZER
             if session.numerics is not None:
@@ -127,6 +136,9 @@ class LoopHooks:
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         session = self._session
+        if session.active and session.in_outer_optimizer:
+            self._on_optimizer_step(optimizer)
+            return
         if not session.active or self._optimizer_start is None:
             return
         try:
@@ -145,6 +157,25 @@ class LoopHooks:
             self._on_optimizer_step(optimizer)
         except Exception as error:
             session.fail(error)
+
+    def _wrap_outer(self, outer: Any, inner: torch.optim.Optimizer, patches: Patches) -> None:
+        """Time a step that communicates and then steps a torch optimizer, maybe several times."""
+        session = self._session
+
+        def before(*args: Any, **kwargs: Any) -> Any:
+            session.in_outer_optimizer = True
+            session.phase = Phase.OPTIMIZER
+            return session.clock.mark()
+
+        def after(start: Any, result: Any) -> None:
+            end, session.in_outer_optimizer = session.clock.mark(), False
+            if start is None:
+                return
+            session.add(EventKind.OPTIMIZER, start, end, phase=Phase.OPTIMIZER)
+            session.phase = Phase.OUTSIDE
+            self._on_optimizer_step(inner)
+
+        patches.set_attribute(outer, "step", wrap_call(outer.step, before, after, session))
 
     # --- data
 

@@ -40,12 +40,15 @@ class MemorySteps:
         host_units: Collection[int] = (),
         limit_bytes: int | None = None,
         keep: Callable[[list[LiveMoment]], None] | None = None,
+        shared_buffers: Callable[[], Sequence[tuple[MemoryCategory, torch.Tensor]]] = tuple,
     ) -> None:
         """`device_type`: of compute; offloaded parameters are on the host.
 
-        `keep` is called after a memory step with its highest moments.
+        `keep` is called after a memory step with its highest moments. `shared_buffers` returns
+        storages that belong to no unit.
         """
         self._keep = keep
+        self._shared_buffers = shared_buffers
         self._device_type = device_type
         self._limit_bytes = limit_bytes
         self._places = CodePlaces()
@@ -222,6 +225,8 @@ class MemorySteps:
             if handle.is_unsharded:
                 gathered = handle.gathered_parameters
                 tracker.register_known(MemoryCategory.UNSHARDED_PARAMETER, gathered, index)
+        for category, buffer in self._shared_buffers():
+            tracker.register_known(category, [buffer], NO_UNIT)
         owners = self._owners_of_buffers()
         for buffer in self._model.buffers():
             unit = owners.get(id(buffer), NO_UNIT)

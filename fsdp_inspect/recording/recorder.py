@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -145,7 +145,9 @@ class Recorder:
             record_source=record_source,
             print_verdict=print_verdict,
         )
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        # The optimizer of a DeepSpeed engine is no torch optimizer.
+        is_single = optimizer is not None and not isinstance(optimizer, Iterable)
+        optimizers: Any = [optimizer] if is_single else optimizer
         self._attachment = Attachment(
             as_one_module(model), None if optimizers is None else list(optimizers), options
         )

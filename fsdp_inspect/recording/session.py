@@ -77,6 +77,8 @@ class Session:
     """Looks at the values of this step; None: it is no numerics step."""
     watches_memory = False
     """Whether this step records any memory data at unit boundaries."""
+    in_outer_optimizer = False
+    """Inside the step of an optimizer around a torch optimizer, which ends the training step."""
     will_repeat = False
     """Inside the first forward of a reentrant checkpoint, which runs without gradients."""
 
@@ -170,9 +172,11 @@ class Session:
         """Whether an optimizer that has just stepped ends the step.
 
         If several optimizers step in a row, the first one ends the step. An optimizer that steps
-        during backward does not: then the end of backward ends the step.
+        during backward does not: then the end of backward ends the step. Neither does one that
+        steps inside the step of another.
         """
-        return not self.explicit_steps and self._has_trained and not self.in_backward
+        is_whole = not (self.in_backward or self.in_outer_optimizer)
+        return not self.explicit_steps and self._has_trained and is_whole
 
     def issuing_unit(self) -> int:
         """The unit whose hook is issuing now; -1 means the training script."""

@@ -56,7 +56,7 @@ class BucketHandle:
     @property
     def fqns(self) -> tuple[str, ...]:
         """The modules whose parameters the bucket holds, as few as name them all."""
-        return _enclosing_modules(self.wrapper.module, self.names, self.prefix)
+        return enclosing_modules(self.wrapper.module, self.names, self.prefix)
 
     @property
     def owned_modules(self) -> tuple[()]:
@@ -222,7 +222,7 @@ def settings_of(wrapper: DistributedDataParallel) -> dict[str, str]:
     }
 
 
-def _enclosing_modules(root: nn.Module, parameters: Sequence[str], prefix: str) -> tuple[str, ...]:
+def enclosing_modules(root: nn.Module, parameters: Sequence[str], prefix: str) -> tuple[str, ...]:
     """The outermost modules that hold only these parameters, in the order of the parameters."""
     names = [strip_wrappers(name) for name, _ in root.named_parameters()]
     own = {f"{prefix}.{name}".removeprefix(".") for name in names}

@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect.errors import PlanError
+from fsdp_inspect.sharding.engine_names import is_engine
 
 WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 """Path segments that activation checkpointing, torch.compile and FSDP1 insert."""
@@ -261,7 +262,7 @@ def original_class(module: nn.Module) -> type:
 
 def _wrapped_module(module: nn.Module) -> object:
     """The module inside a wrapper; None for a module that wraps none."""
-    if isinstance(module, DistributedDataParallel):
+    if isinstance(module, DistributedDataParallel) or is_engine(module):
         return module.module
     return next(
         (inner for name in WRAPPER_SEGMENTS if (inner := getattr(module, name, None)) is not None),

@@ -18,7 +18,7 @@ from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.process_life import ProcessLife
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
-from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SharderTraits, traits_of
+from fsdp_inspect.trace.sharders import FSDP1, FSDP2, SharderTraits, traits_of
 from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
     DeviceTable,
@@ -61,7 +61,8 @@ class RunStatus(StrEnum):
 class Unit(Record):
     """A communication group of parameters.
 
-    FSDP2: a `FSDPParamGroup`. FSDP1: a `FlatParamHandle`. DDP: a bucket.
+    FSDP2: a `FSDPParamGroup`. FSDP1: a `FlatParamHandle`. DDP: a bucket. ZeRO-3: a sub-module with
+    parameters of its own. ZeRO-1 and ZeRO-2: a bucket of gradients or a parameter group.
     """
 
     index: Index
@@ -105,6 +106,7 @@ class Unit(Record):
     """`custom_comm`: a wrapper installed with torch's public setters. `param_group`: a wrapper on
     the group object itself (several groups in a module, torch before 2.9). `flat_param`: a wrapper
     on FSDP1's `FlatParamHandle`. `reducer`: an observer of the all-reduces of DDP's reducer.
+    `zero_module`, `zero_bucket`, `zero_group`: wrappers on methods of DeepSpeed's ZeRO optimizer.
     Imports have `UNITS_FROM_RANGES`, `UNITS_FROM_FSDP1` or `UNITS_FROM_ORDER`."""
 
     @property
@@ -180,8 +182,8 @@ class RunManifest(Record):
     device_type: str
     device_name: str = ""
     sharder: str = FSDP2
-    """The code that made the units: `trace.sharders.FSDP2`, `FSDP1` or `DDP`. An import, and a run
-    recorded before this field existed, has `FSDP2`."""
+    """The code that made the units: a name of `trace.sharders`. An import, and a run recorded
+    before this field existed, has `FSDP2`."""
     source: str = "recorded"
     """`recorded`, `emulated`, `imported` or `predicted`."""
     emulation: dict[str, Any] = Field(default_factory=dict)
@@ -245,10 +247,10 @@ class RunManifest(Record):
 
         A trace without FSDP2's own ranges does not show the issuer of a collective. DDP issues
         collectives that belong to no bucket: of its first steps, of buffers, of a communication
-        hook.
+        hook. DeepSpeed reduces norms and compares the ranks' orders.
         """
         if self.source != "imported":
-            return self.sharder != DDP
+            return self.sharder_traits.owns_all
         return any(unit.recorded_by == UNITS_FROM_RANGES for unit in self.units)
 
 

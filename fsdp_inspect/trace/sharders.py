@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 FSDP2, FSDP1, DDP = "fsdp2", "fsdp1", "ddp"
 """`RunManifest.sharder`: `fully_shard`, `FullyShardedDataParallel`, `DistributedDataParallel`."""
+ZERO1, ZERO2, ZERO3 = "zero1", "zero2", "zero3"
+"""`RunManifest.sharder`: DeepSpeed's engine, by the stage of ZeRO."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +32,31 @@ class SharderTraits:
     """The setting that gives reductions their own communicator."""
     reduce_in_16_bits: str
     """The setting that reduces gradients in 16 bits."""
+    why_not_checked: str | None = None
+    """Why no plan check is possible, for a sharder whose units have passes; None: it is."""
+    owns_all: bool = True
+    """Whether every collective of the sharder belongs to a unit."""
 
     @property
     def is_simulated(self) -> bool:
         """Whether other plans of its runs can be simulated."""
         return self.why_not_simulated is None
+
+
+def _zero_of_stages_1_and_2(title: str) -> SharderTraits:
+    return SharderTraits(
+        title=title,
+        why_not_simulated="The simulation models the schedule of FSDP2, not that of ZeRO-1 or "
+        "ZeRO-2, which gather parameters once per step.",
+        units_have_passes=False,
+        hide_single_unit="Lower reduce_bucket_size and set overlap_comm, so that the first "
+        "reduction begins earlier",
+        keep_gathered=None,
+        prefetch_ahead=None,
+        separate_communicator=None,
+        reduce_in_16_bits='"communication_data_type": "bf16"',
+        owns_all=False,
+    )
 
 
 _TRAITS = {
@@ -67,6 +89,21 @@ _TRAITS = {
         prefetch_ahead=None,
         separate_communicator=None,
         reduce_in_16_bits="register_comm_hook(None, bf16_compress_hook), which requires NCCL",
+        owns_all=False,
+    ),
+    ZERO1: _zero_of_stages_1_and_2("DeepSpeed ZeRO-1"),
+    ZERO2: _zero_of_stages_1_and_2("DeepSpeed ZeRO-2"),
+    ZERO3: SharderTraits(
+        title="DeepSpeed ZeRO-3",
+        why_not_simulated="The simulation models the schedule of FSDP2, not that of ZeRO-3.",
+        units_have_passes=True,
+        hide_single_unit="Gather smaller sub-modules: wrap fewer of them with set_z3_leaf_modules",
+        keep_gathered="a larger stage3_max_reuse_distance and stage3_max_live_parameters",
+        prefetch_ahead="Prefetch more parameters (stage3_prefetch_bucket_size)",
+        separate_communicator=None,
+        reduce_in_16_bits='"communication_data_type": "bf16"',
+        why_not_checked="ZeRO-3 decides during training which parameters share a message",
+        owns_all=False,
     ),
 }
 

@@ -31,11 +31,17 @@ class Entry:
     first_compared: int = 1
     """The first step of an unmodified script whose collectives are compared. With several
     optimizers it is 2: the recorder learns them in the steps before."""
+    script: str = ""
+    """The name of a driver of several entries; empty: the entry's own."""
+    arguments: tuple[str, ...] = ()
+    """Of the driver."""
+    is_simulated: bool = True
+    """Whether plans are checked and simulated; else the commands state why they are not."""
 
     @property
     def driver(self) -> Path:
         """The training script."""
-        return FOLDER / f"{self.name}_driver.py"
+        return FOLDER / f"{self.script or self.name}_driver.py"
 
 
 ENTRIES = (
@@ -130,5 +136,19 @@ ENTRIES = (
         ends=(1, 2),
         callback_ends=(1, 2),
         first_compared=2,
+    ),
+    *(
+        Entry(
+            f"zero{stage}",
+            f"DeepSpeed ZeRO-{stage}",
+            ("deepspeed",),
+            "`Recorder(engine)`",
+            "torch's AdamW, with its state offloaded to the CPU. Simulation and plan check do not "
+            "support DeepSpeed.",
+            script="deepspeed",
+            arguments=(str(stage),),
+            is_simulated=False,
+        )
+        for stage in (1, 2, 3)
     ),
 )

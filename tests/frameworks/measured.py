@@ -83,17 +83,18 @@ def measure(entry: Entry, folder: Path) -> Measured:
     for each in (plain, zero, call):
         each.mkdir(parents=True)
     script = str(entry.driver)
-    _train("-m", "tests.frameworks.counted", plain, script, plain)
-    _train("-m", "fsdp_inspect.record", "--out", zero / "runs", script, zero)
-    _train(script, call, "--callback")
+    given = entry.arguments
+    _train("-m", "tests.frameworks.counted", plain, script, plain, *given)
+    _train("-m", "fsdp_inspect.record", "--out", zero / "runs", script, zero, *given)
+    _train(script, call, *given, "--callback")
     runs = list((zero / "runs").glob("*")) if (zero / "runs").exists() else []
     if len(runs) != 1:
         raise TrainingError(f"{entry.name}: the unmodified script has {len(runs)} recordings.")
     return Measured(
         entry.name,
         {name: version(name) for name in entry.packages},
-        _judge(runs[0], plain, zero, entry.ends, frozenset(), entry.first_compared),
-        _judge(call / "run", plain, call, entry.callback_ends, entry.scalars),
+        _judge(entry, runs[0], plain, zero, by_callback=False),
+        _judge(entry, call / "run", plain, call, by_callback=True),
     )
 
 
@@ -134,28 +135,24 @@ def _train(*arguments: str | Path) -> None:
 # --- judging
 
 
-def _judge(
-    path: Path,
-    plain: Path,
-    trained: Path,
-    ends: tuple[int, int],
-    scalars: frozenset[str],
-    first_compared: int = 1,
-) -> Recording:
+def _judge(entry: Entry, path: Path, plain: Path, trained: Path, *, by_callback: bool) -> Recording:
     run = fsdp_inspect.open_run(path)
+    scalars = entry.scalars if by_callback else frozenset[str]()
+    ends = entry.callback_ends if by_callback else entry.ends
+    first_compared = 1 if by_callback else entry.first_compared
     losses = read_losses(plain)
     same = bool(losses) and len(losses) == NUM_RANKS and losses == read_losses(trained)
     counts, compared = _compare_counts(run, plain, ends, first_compared)
-    simulation = run.simulate()
+    simulation = run.simulate() if entry.is_simulated else None
     refusal = run.advise().refusal or ""
     return Recording(
         losses="" if same else "the losses differ",
         counts=counts,
         recording=_judge_recording(run, scalars),
-        plan=_judge_plan(run),
-        commands=_run_commands(path, trained),
-        replay_error=simulation.replay_error,
-        memory_error=simulation.memory_error,
+        plan=_judge_plan(run, is_checked=entry.is_simulated),
+        commands=_run_commands(path, trained, is_simulated=entry.is_simulated),
+        replay_error=None if simulation is None else simulation.replay_error,
+        memory_error=None if simulation is None else simulation.memory_error,
         advice=refusal.split(": ")[-1],
         num_collectives=compared,
     )
@@ -171,10 +168,10 @@ def _judge_recording(run: Any, scalars: frozenset[str]) -> str:
     return " ".join(sorted(problems))
 
 
-def _judge_plan(run: Any) -> str:
+def _judge_plan(run: Any, *, is_checked: bool) -> str:
     check = check_plan(run.source)
     verdict = str(run.summary().verdict)
-    if check.is_consistent is not True:
+    if check.is_consistent is not (True if is_checked else None):
         return check.sentence
     return "the verdict reports a failed plan check" if PLAN_FAILS in verdict else ""
 
@@ -206,11 +203,15 @@ def _compare_counts(
     return ("" if compared else "nothing was compared"), compared
 
 
-def _run_commands(path: Path, folder: Path) -> dict[str, str]:
+def _run_commands(path: Path, folder: Path, *, is_simulated: bool) -> dict[str, str]:
     baseline = folder / "baseline.json"
     _run("check", path, "--baseline", baseline, "--update")
     options: dict[str, tuple[str | Path, ...]] = {"check": ("--baseline", baseline)}
-    return {name: _run(name, path, *options.get(name, ())) for name in COMMANDS}
+    found = {name: _run(name, path, *options.get(name, ())) for name in COMMANDS}
+    if not is_simulated:
+        is_reason = "cannot be simulated" in found["simulate"]
+        found["simulate"] = "" if is_reason else f"no reason: {found['simulate']}"
+    return found
 
 
 def _run(*arguments: str | Path) -> str:

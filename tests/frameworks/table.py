@@ -58,13 +58,25 @@ def _line(entry: Entry, row: Measured, way: str) -> str:
         "identical" if not recording.losses else "differ",
         f"{recording.num_collectives:,} equal" if not recording.counts else "differ",
         "complete" if not recording.recording else "incomplete",
-        "passes" if not recording.plan else "fails",
+        _plan(entry, recording),
         f"all {len(COMMANDS)} answer" if not failed else f"{', '.join(failed)} fail",
-        _percent(recording.replay_error),
-        _percent(recording.memory_error),
-        "refused" if recording.advice else "ranked",
+        _percent(recording.replay_error) if entry.is_simulated else "no",
+        _percent(recording.memory_error) if entry.is_simulated else "no",
+        _advice(entry, recording),
     )
     return f"| {' | '.join(cells)} |\n"
+
+
+def _plan(entry: Entry, recording: Recording) -> str:
+    if recording.plan:
+        return "fails"
+    return "passes" if entry.is_simulated else "no"
+
+
+def _advice(entry: Entry, recording: Recording) -> str:
+    if not entry.is_simulated:
+        return "findings"
+    return "refused" if recording.advice else "ranked"
 
 
 def _percent(ratio: float | None) -> str:

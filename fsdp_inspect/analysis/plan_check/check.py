@@ -115,6 +115,8 @@ def check_plan(run: RunSource) -> PlanCheck:
 def _why_not(run: RunSource, steps: Sequence[int]) -> str | None:
     if not run.manifest.units:
         return "the run has no FSDP units"
+    if run.manifest.sharder_traits.why_not_checked is not None:
+        return run.manifest.sharder_traits.why_not_checked
     if not all(unit.are_sizes_known for unit in run.manifest.units):
         return (
             "the trace lacks the sizes of some messages, so the expected collectives are unknown; "

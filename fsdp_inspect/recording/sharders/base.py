@@ -1,9 +1,10 @@
 """Define what a sharder tells the recorder about a model, and how its units are timed.
 
 A *sharder* is the code that distributes a model over ranks: `fully_shard` (FSDP2),
-`FullyShardedDataParallel` (FSDP1) or `DistributedDataParallel` (DDP). A *unit* is a communication
-group of parameters, whichever sharder made it. Each sharder records into the same tables, with
-the same words. Data that it cannot provide is absent.
+`FullyShardedDataParallel` (FSDP1), `DistributedDataParallel` (DDP) or an engine of DeepSpeed
+(ZeRO-1, ZeRO-2, ZeRO-3). A *unit* is a communication group of parameters, whichever sharder made
+it. Each sharder records into the same tables, with the same words. Data that it cannot provide is
+absent.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.unit_handle import UnitHandle
     from fsdp_inspect.recording.unit_timing import Reductions
     from fsdp_inspect.recording.units import ProcessGroups
+    from fsdp_inspect.trace.codes import MemoryCategory
     from fsdp_inspect.trace.plan import Plan
     from fsdp_inspect.trace.run import Unit
 
@@ -61,6 +63,9 @@ class Sharder(ABC, Generic[HandleT]):
     """As in `RunManifest.sharder`."""
     supports_emulation: ClassVar[bool] = False
     """Whether its collectives wait for an emulated network."""
+    has_numerics: ClassVar[bool] = True
+    """Whether the optimizer updates the parameters of the units, so that numerics steps see them.
+    """
 
     def __init__(self, units: Iterable[HandleT]) -> None:
         self.units = list(units)
@@ -123,6 +128,20 @@ class Sharder(ABC, Generic[HandleT]):
 
         Does nothing for a sharder without a moment at which all units start.
         """
+
+    def optimizers(
+        self, given: Sequence[torch.optim.Optimizer] | None
+    ) -> Sequence[torch.optim.Optimizer] | None:
+        """The torch optimizers to record, if the user gave these; None: any that steps."""
+        return given
+
+    def outer_optimizers(self) -> Sequence[tuple[Any, torch.optim.Optimizer]]:
+        """Objects whose `step` contains several steps of a torch optimizer, with that optimizer."""
+        return ()
+
+    def shared_buffers(self) -> Sequence[tuple[MemoryCategory, torch.Tensor]]:
+        """Storages that exist now and belong to no single unit."""
+        return ()
 
     def meshes(self) -> Sequence[DeviceMesh]:
         """The device meshes of the units; empty: this sharder has none."""

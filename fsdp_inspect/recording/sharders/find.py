@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,10 @@ from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.sharders.ddp import Ddp
 from fsdp_inspect.recording.sharders.fsdp1 import Fsdp1
 from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
+from fsdp_inspect.recording.sharders.zero3 import Zero3
+from fsdp_inspect.recording.sharders.zero12 import Zero1, Zero2
 
-SHARDERS: tuple[type[Sharder[Any]], ...] = (Fsdp2, Fsdp1, Ddp)
+SHARDERS: tuple[type[Sharder[Any]], ...] = (Fsdp2, Fsdp1, Ddp, Zero1, Zero2, Zero3)
 """Every sharder that the recorder supports."""
 
 
@@ -34,11 +37,14 @@ def find_sharder(model: nn.Module) -> Sharder[Any]:
         )
     if found:
         return found[0]
+    engine = wrapper_around(model) if "deepspeed" in sys.modules else model
+    if engine is not model:
+        return find_sharder(engine)
     raise RecordingError(
         f"{name} is not sharded: fully_shard was never called on it or on a module in it, and it "
-        "has no FullyShardedDataParallel and no DistributedDataParallel. Attach the recorder "
-        "after fully_shard(...) or after wrapping the model, and pass the model that was sharded "
-        "or wrapped."
+        "has no FullyShardedDataParallel, no DistributedDataParallel and no DeepSpeed engine. "
+        "Attach the recorder after fully_shard(...) or after wrapping the model, and pass the "
+        "model that was sharded or wrapped: with DeepSpeed, the engine."
     )
 
 
@@ -48,7 +54,7 @@ def sharder_class_of(module: nn.Module) -> type[Sharder[Any]] | None:
 
 
 def wrapper_around(model: nn.Module) -> nn.Module:
-    """The FSDP1 or DDP wrapper of a model without units of its own; else the model itself.
+    """The FSDP1, DDP or DeepSpeed wrapper of a model without own units; else the model itself.
 
     Training libraries pass the model that the user gave them, and keep the wrapper to themselves.
     """

@@ -1,0 +1,246 @@
+"""Record DeepSpeed engines with ZeRO-1 or ZeRO-2.
+
+[Note: Where the recorder attaches to ZeRO-1 and ZeRO-2]
+Parameters are whole on every rank. Gradients are reduced in buckets that DeepSpeed fills during
+backward, in the order in which gradients become ready (ZeRO-1: after backward, in the order of the
+parameters). The first backward shows the buckets; until then the recorder expects them. The
+optimizer's step gathers the flat parameters of each parameter group.
+
+A bucket is no module. It has no forward and no backward of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp_inspect.recording.patches import Patches, wrap_call
+from fsdp_inspect.recording.sharders.zero import Zero, ZeroHooks
+from fsdp_inspect.recording.unit_timing import UnitTimer
+from fsdp_inspect.recording.units import dtype_name
+from fsdp_inspect.sharding import deepspeed_zero
+from fsdp_inspect.sharding.deepspeed_zero import GradientBucketHandle, ParameterGroupHandle
+from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
+from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.sharders import ZERO1, ZERO2
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.memory import MemoryProbe
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.recording.units import ProcessGroups
+
+Handle = GradientBucketHandle | ParameterGroupHandle
+Members = tuple[tuple[int, int, int], ...]
+"""The gradients of a bucket: parameter group, place in it, number."""
+
+
+class Zero2(Zero[Handle]):
+    """The buckets and parameter groups of engines with ZeRO-2."""
+
+    name = ZERO2
+    stage = 2
+
+    def find_units(self) -> list[Handle]:
+        """The parameter groups, then the expected buckets."""
+        finds = (deepspeed_zero.find_parameter_groups, deepspeed_zero.expected_buckets)
+        return [
+            handle
+            for find in finds
+            for prefix, engine in self.engines
+            for handle in find(prefix, engine)
+        ]
+
+    def make_hooks(self, session: Session, memory: MemoryProbe) -> ZeroBucketHooks:
+        """Hooks on the reductions and on the final gather."""
+        return ZeroBucketHooks(session, self, memory)
+
+    def describe_unit(self, handle: Handle, index: int, name: str, groups: ProcessGroups) -> Unit:
+        """Describe a bucket or a parameter group."""
+        if isinstance(handle, ParameterGroupHandle):
+            return self._describe_group(handle, index, name, groups)
+        num_parameters = sum(handle.full_numels)
+        dtype = handle.parameters[0].dtype
+        return Unit(
+            index=index,
+            fqn=name,
+            modules=list(handle.fqns),
+            num_parameters=num_parameters,
+            num_trainable_parameters=num_parameters,
+            num_tensors=len(handle.parameters),
+            parameters=handle.parameter_shapes,
+            unsharded_bytes=num_parameters * dtype.itemsize,
+            sharded_bytes=num_parameters * dtype.itemsize,
+            reduce_bytes=handle.num_bytes,
+            param_dtype=dtype_name(dtype),
+            reduce_dtype=dtype_name(handle.dtype),
+            reshard_after_forward=False,
+            replicate_group=groups.find(deepspeed_zero.group_of(handle.engine), "shard"),
+            recorded_by="zero_bucket",
+        )
+
+    def _describe_group(
+        self, handle: ParameterGroupHandle, index: int, name: str, groups: ProcessGroups
+    ) -> Unit:
+        """Describe a parameter group; its parameters are counted in the buckets."""
+        flat = handle.flat
+        return Unit(
+            index=index,
+            fqn=name,
+            modules=[""],
+            num_parameters=0,
+            num_trainable_parameters=0,
+            unsharded_bytes=flat.nbytes,
+            sharded_bytes=flat.nbytes // handle.group.size(),
+            reduce_bytes=0,
+            param_dtype=dtype_name(flat.dtype),
+            reduce_dtype=dtype_name(flat.dtype),
+            reshard_after_forward=False,
+            shard_group=groups.find(handle.group, "shard"),
+            recorded_by="zero_group",
+        )
+
+    def shared_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
+        """The buckets, this rank's gradients and the optimizer's copies of the parameters."""
+        return [
+            each
+            for _, engine in self.engines
+            for each in deepspeed_zero.shared_buffers_of_stages_1_and_2(engine)
+        ]
+
+    def learn_bucket(
+        self, prefix: str, engine: Any, number: int, members: Members, dtype: torch.dtype
+    ) -> bool:
+        """Replace the expected bucket of this number by a real one; False: it is the expected one.
+
+        A real bucket after the last expected one is added to the units.
+        """
+        found = deepspeed_zero.make_bucket(prefix, engine, number, members, dtype)
+        for place, handle in enumerate(self.units):
+            is_bucket = isinstance(handle, GradientBucketHandle) and handle.engine is engine
+            if is_bucket and handle.name == found.name:
+                if handle == found:
+                    return False
+                self.units[place] = found
+                break
+        else:
+            self.units.append(found)
+        self.num_changes += 1
+        return True
+
+    def keep_buckets(self, engine: Any, count: int) -> None:
+        """Drop the expected buckets of an engine that its first backward did not have."""
+        kept = [
+            handle
+            for handle in self.units
+            if not isinstance(handle, GradientBucketHandle)
+            or handle.engine is not engine
+            or handle.bucket < count
+        ]
+        if len(kept) < len(self.units):
+            self.units[:] = kept
+            self.num_changes += 1
+
+
+class Zero1(Zero2):
+    """The buckets and parameter groups of engines with ZeRO-1."""
+
+    name = ZERO1
+    stage = 1
+
+
+class ZeroBucketHooks(ZeroHooks):
+    """The hooks on all buckets; see [Note: Where the recorder attaches to ZeRO-1 and ZeRO-2]."""
+
+    _sharder: Zero2
+
+    def __init__(self, session: Session, sharder: Zero2, memory: MemoryProbe) -> None:
+        super().__init__(session, sharder, memory)
+        self._next: dict[int, int] = {}
+        """The number of the next bucket, by engine."""
+        self._timers = {
+            index: UnitTimer(session, handle, index, memory)
+            for index, handle in enumerate(sharder.units)
+            if isinstance(handle, ParameterGroupHandle)
+        }
+
+    def attach_to(self, engine: Any, patches: Patches) -> None:
+        """Wrap the two ways to reduce a bucket, and the end of the reductions."""
+        zero = engine.optimizer
+        prefix = next(name for name, each in self._sharder.engines if each is engine)
+
+        def of_buffer(tensor: torch.Tensor, dtype: torch.dtype, *unused: Any) -> int:
+            return self._find_bucket(prefix, engine, dtype)
+
+        def of_list(rank: Any, grads: Any, dtype: torch.dtype, *unused: Any, **also: Any) -> int:
+            return self._find_bucket(prefix, engine, dtype)
+
+        for name, unit_of in (("average_tensor", of_buffer), ("buffered_reduce_fallback", of_list)):
+            patches.set_attribute(zero, name, self.reducing(getattr(zero, name), unit_of))
+        name = "independent_gradient_partition_epilogue"
+
+        def after(token: Any, result: Any) -> None:
+            self._after_epilogue(engine)
+
+        wrapped = wrap_call(getattr(zero, name), _nothing, after, self._session)
+        patches.set_attribute(zero, name, wrapped)
+
+    def begin_forward(self, engine: Any) -> None:
+        """The next reduction is that of the first bucket."""
+        self._next[id(engine)] = 0
+
+    def _find_bucket(self, prefix: str, engine: Any, dtype: torch.dtype) -> int:
+        """The unit of the bucket that is about to be reduced; no unit if it is a new one."""
+        bucket = engine.optimizer.ipg_buckets[dtype]
+        members: Members = tuple(tuple(each) for each in bucket.params)
+        if not members:
+            return NO_UNIT
+        number = self._next.get(id(engine), 0)
+        self._next[id(engine)] = number + 1
+        has_changed = self._sharder.learn_bucket(prefix, engine, number, members, dtype)
+        if has_changed and self._session.step == 0:
+            return NO_UNIT  # the numbers of units may still change
+        if has_changed:
+            self._session.problem(
+                "The buckets of gradients differ between steps: a bucket has the parameters of the "
+                "last step."
+            )
+        name = f"{prefix} bucket {number}".lstrip()
+        unit, handle = next(
+            (index, handle)
+            for index, handle in enumerate(self._sharder.units)
+            if handle.engine is engine and handle.name == name
+        )
+        if self._session.watches_memory:
+            self._memory.unsharded_gradients(handle, unit)
+            self.classify_gradients()
+        return unit
+
+    def gather(
+        self, collective: Callable[[], Any], output: torch.Tensor, shard: torch.Tensor, group: Any
+    ) -> Any:
+        """Run the gather of a parameter group, or another one of DeepSpeed."""
+        for index, timer in self._timers.items():
+            handle = self._sharder.units[index]
+            assert isinstance(handle, ParameterGroupHandle)
+            if handle.flat.data_ptr() == output.data_ptr():
+                timer._enter_hook()
+                try:
+                    return timer.all_gather(collective, output, group)
+                finally:
+                    timer._leave_hook()
+        return collective()
+
+    def _after_epilogue(self, engine: Any) -> None:
+        session = self._session
+        number = self._next.get(id(engine), 0)
+        if session.step == 0 and number:
+            self._sharder.keep_buckets(engine, number)
+        if self._reductions.reduce_scatters or self._reductions.all_reduces:
+            self._reductions.wait_for_all(session, session.clock.mark())
+        self.classify_gradients()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing before a call."""

@@ -1,0 +1,346 @@
+"""Record DeepSpeed engines with ZeRO-3.
+
+[Note: Where the recorder attaches to ZeRO-3]
+A unit is a sub-module that owns parameters. DeepSpeed's hooks fetch the parameters of a sub-module
+before its forward and its backward, and release them afterwards. The parameter coordinator gathers
+what is missing, waits for it, and then prefetches the parameters of the next sub-modules.
+
+One message may hold the parameters of several sub-modules. A gather counts for the unit that waits
+for it, which is the first one that uses it. A reduction counts for the unit of its first gradient.
+So the counts and bytes of a step are exact, and some units have no collective of their own.
+
+A sub-module whose inputs need no gradient has no end of backward. It ends before DeepSpeed reduces
+the last bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_inspect.recording.collectives import Communication, TimedWork, run_inside_collective
+from fsdp_inspect.recording.patches import Patches, wrap_call
+from fsdp_inspect.recording.sharders.zero import Zero, ZeroHooks
+from fsdp_inspect.recording.unit_timing import UnitTimer
+from fsdp_inspect.recording.units import dtype_code, dtype_name
+from fsdp_inspect.sharding import deepspeed_zero
+from fsdp_inspect.sharding.deepspeed_zero import ModuleHandle
+from fsdp_inspect.sharding.torch_fsdp import original_class
+from fsdp_inspect.trace.codes import (
+    NO_UNIT,
+    EventFlag,
+    EventKind,
+    MemoryCategory,
+    MemoryPoint,
+    Phase,
+    Stream,
+)
+from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.sharders import ZERO3
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.memory import MemoryProbe
+    from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.recording.units import ProcessGroups
+
+
+class Zero3(Zero[ModuleHandle]):
+    """The sub-modules of engines with ZeRO-3."""
+
+    name = ZERO3
+    stage = 3
+
+    def find_units(self) -> list[ModuleHandle]:
+        """The sub-modules that own parameters."""
+        return [
+            handle
+            for prefix, engine in self.engines
+            for handle in deepspeed_zero.find_module_handles(prefix, engine)
+        ]
+
+    def make_hooks(self, session: Session, memory: MemoryProbe) -> ModuleHooks:
+        """Hooks on each sub-module."""
+        return ModuleHooks(session, self, memory)
+
+    def describe_unit(
+        self, handle: ModuleHandle, index: int, name: str, groups: ProcessGroups
+    ) -> Unit:
+        """Describe a sub-module."""
+        parameters, numels = handle.parameters, handle.full_numels
+        trained = sum(
+            numel for each, numel in zip(parameters, numels, strict=True) if each.requires_grad
+        )
+        shards, itemsize = handle.shard_numels, handle.dtype.itemsize
+        padded_trained = sum(
+            numel for each, numel in zip(parameters, shards, strict=True) if each.requires_grad
+        )
+        dtype = handle.engine.optimizer.get_param_comm_dtype(parameters[0])
+        return Unit(
+            index=index,
+            fqn=name,
+            modules=[handle.name],
+            module_class=original_class(handle.module).__name__,
+            num_parameters=sum(numels),
+            num_trainable_parameters=trained,
+            num_tensors=len(parameters),
+            parameters=handle.parameter_shapes,
+            unsharded_bytes=sum(shards) * handle.world_size * itemsize,
+            sharded_bytes=sum(shards) * itemsize,
+            reduce_bytes=padded_trained * handle.world_size * dtype.itemsize,
+            param_dtype=dtype_name(handle.dtype),
+            reduce_dtype=dtype_name(dtype),
+            reshard_after_forward=not handle.is_persistent,
+            shard_group=groups.find(deepspeed_zero.group_of(handle.engine), "shard"),
+            is_root=handle.name == "",
+            offload=deepspeed_zero.offloads_parameters(handle.engine),
+            recorded_by="zero_module",
+        )
+
+    def shared_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
+        """The gradient shards, the buckets and the optimizer's copies of the parameters."""
+        return [
+            each
+            for _, engine in self.engines
+            for each in deepspeed_zero.shared_buffers_of_stage_3(engine)
+        ]
+
+
+class GatherWork(TimedWork):
+    """The handle of a gather; its row is written at the first wait for it."""
+
+    def __init__(
+        self,
+        inner: dist.Work,
+        session: Session,
+        communication: Communication,
+        on_wait: Callable[[Communication], None],
+    ) -> None:
+        super().__init__(inner, session, communication)
+        self._on_wait = on_wait
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait as the original handle does, and write the row."""
+        communication, session = self._communication, self._session
+        if communication.was_written or not session.active:
+            return self._inner.wait(*args, **kwargs)
+        result = super().wait(*args, **kwargs)
+        try:
+            self._on_wait(communication)
+            communication.write(session)
+        except Exception as error:
+            session.fail(error)
+        return result
+
+
+class ModuleHooks(ZeroHooks):
+    """The hooks on every unit; see [Note: Where the recorder attaches to ZeRO-3]."""
+
+    _sharder: Zero3
+
+    def __init__(self, session: Session, sharder: Zero3, memory: MemoryProbe) -> None:
+        super().__init__(session, sharder, memory)
+        self._timers = [
+            UnitTimer(session, handle, index, memory) for index, handle in enumerate(sharder.units)
+        ]
+        self._timer_of = {
+            handle.module: timer for handle, timer in zip(sharder.units, self._timers, strict=True)
+        }
+        self._unit_of = {
+            int(parameter.ds_id): index
+            for index, handle in enumerate(sharder.units)
+            for parameter in handle.parameters
+        }
+        """By DeepSpeed's number of the parameter."""
+        self._fetching: list[Any] = []
+        """The parameters that the coordinator gathers now, by number."""
+
+    def attach_to(self, engine: Any, patches: Patches) -> None:
+        """Wrap the coordinator's gather, the hooks of sub-modules and the reduction."""
+        zero = engine.optimizer
+        offload = zero.parameter_offload
+        coordinator = offload.get_param_coordinator()
+        name = "_PartitionedParameterCoordinator__all_gather_params_"
+        patches.set_attribute(coordinator, name, self._wrap_fetch(getattr(coordinator, name)))
+        for method, before, after in (
+            ("pre_sub_module_forward_function", self._before_forward, self._after_pre_forward),
+            ("post_sub_module_forward_function", self._before_post_forward, None),
+            ("pre_sub_module_backward_function", self._before_backward, self._after_pre_backward),
+            ("post_sub_module_backward_function", self._before_post_backward, None),
+        ):
+            wrapped = wrap_call(getattr(offload, method), before, after, self._session)
+            patches.set_attribute(offload, method, wrapped)
+        name = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+
+        def owner(dtype: torch.dtype, *unused: Any) -> int:
+            members = zero.ipg_buckets[dtype].params
+            return self._unit_of.get(int(members[0].ds_id), NO_UNIT) if members else NO_UNIT
+
+        patches.set_attribute(zero, name, self.reducing(getattr(zero, name), owner))
+        name = "independent_gradient_partition_epilogue"
+        wrapped = wrap_call(
+            getattr(zero, name), self._before_epilogue, self._after_epilogue, self._session
+        )
+        patches.set_attribute(zero, name, wrapped)
+
+    # --- all-gather
+
+    def _wrap_fetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def fetch(params: Any, *args: Any, **kwargs: Any) -> Any:
+            missing = [each for each in params if each.ds_status.name == "NOT_AVAILABLE"]
+            self._fetching = sorted(missing, key=lambda each: int(each.ds_id))
+            try:
+                return original(params, *args, **kwargs)
+            finally:
+                self._fetching = []
+
+        return fetch
+
+    def gather(
+        self, collective: Callable[[], Any], output: torch.Tensor, shard: torch.Tensor, group: Any
+    ) -> Any:
+        """Run a gather of the coordinator, or of persistent parameters after the update."""
+        session = self._session
+        try:
+            members = self._take_members(output) or self._find_persistent(shard)
+            if not members:
+                return collective()
+            communication, number = self._begin(members, output, group)
+        except Exception as error:
+            session.fail(error)
+            return collective()
+        work = run_inside_collective(session, collective)
+        try:
+            return self._issued(communication, number, work, output)
+        except Exception as error:
+            session.fail(error)
+            return work
+
+    def _take_members(self, output: torch.Tensor) -> list[Any]:
+        """The fetched parameters in a message: all of a dtype, or the next one alone."""
+        waiting = [each for each in self._fetching if each.ds_tensor.dtype == output.dtype]
+        sizes = [each.ds_tensor.ds_numel * each.ds_zero_partition_world_size for each in waiting]
+        if sum(sizes) == output.numel():
+            taken = waiting
+        else:
+            taken = [
+                each for each, size in zip(waiting, sizes, strict=True) if size == output.numel()
+            ][:1]
+        self._fetching = [each for each in self._fetching if not any(each is one for one in taken)]
+        return taken
+
+    def _find_persistent(self, shard: torch.Tensor) -> list[Any]:
+        """The parameter whose shard this is, if it is gathered alone."""
+        return [
+            parameter
+            for handle in self._sharder.units
+            for parameter in handle.parameters
+            if parameter.ds_tensor.data_ptr() == shard.data_ptr() and shard.numel()
+        ][:1]
+
+    def _begin(
+        self, members: Sequence[Any], output: torch.Tensor, group: Any
+    ) -> tuple[Communication, int]:
+        session = self._session
+        units = [self._unit_of.get(int(each.ds_id), NO_UNIT) for each in members]
+        unit = max(units) if session.phase == Phase.BACKWARD else min(units)
+        if session.hook_unit in units:
+            unit = session.hook_unit
+        number = session.note_issue(
+            EventKind.ALL_GATHER, unit, group, output.nbytes, dtype_code(output.dtype)
+        )
+        communication = Communication(session, EventKind.ALL_GATHER, unit, Stream.ALL_GATHER)
+        if session.hook_unit != unit:
+            communication.flags |= EventFlag.PREFETCHED
+        communication.begin(session, output, group, session.clock.mark())
+        return communication, number
+
+    def _issued(
+        self, communication: Communication, number: int, work: Any, output: torch.Tensor
+    ) -> Any:
+        session = self._session
+        if session.watches_memory:
+            self._memory.gather_buffer(output, communication.unit)
+        if isinstance(work, dist.Work):
+            communication.follow_in_black_box(session, number)
+            return GatherWork(work, session, communication, self._waited)
+        communication.end = session.clock.mark()
+        communication.note_end(session, number)
+        if session.on_host:
+            communication.block_host()
+        else:
+            communication.need_from(communication.start, communication.end)
+        communication.write(session)
+        return work
+
+    def _waited(self, communication: Communication) -> None:
+        """A unit waited for a gather: it counts for this unit."""
+        if self._session.hook_unit != NO_UNIT:
+            communication.unit = self._session.hook_unit
+        elif self._session.phase != Phase.OPTIMIZER:
+            communication.flags |= EventFlag.UNUSED  # DeepSpeed cleans up before a forward
+
+    # --- forward and backward
+
+    def _before_forward(self, module: Any) -> UnitTimer | None:
+        timer = self._timer_of.get(module)
+        if timer is not None:
+            timer._enter_hook()
+            timer._begin_forward((), {})
+        return timer
+
+    def _after_pre_forward(self, timer: UnitTimer | None, result: Any) -> None:
+        if timer is not None:
+            self._gathered(timer)
+            timer._leave_hook()
+            timer._open_forward()
+
+    def _before_post_forward(self, module: Any) -> None:
+        timer = self._timer_of.get(module)
+        if timer is not None:
+            timer._close_forward(None)
+
+    def _before_backward(self, module: Any) -> UnitTimer | None:
+        timer = self._timer_of.get(module)
+        if timer is not None:
+            self._session.phase = Phase.BACKWARD
+            timer._enter_hook()
+        return timer
+
+    def _after_pre_backward(self, timer: UnitTimer | None, result: Any) -> None:
+        if timer is not None:
+            self._gathered(timer)
+            timer._leave_hook()
+            timer._open_backward()
+
+    def _before_post_backward(self, module: Any) -> None:
+        timer = self._timer_of.get(module)
+        if timer is not None:
+            timer._close_backward()
+
+    def _gathered(self, timer: UnitTimer) -> None:
+        """The parameters of a unit are ready."""
+        if self._session.watches_memory:
+            self._memory.unsharded(self._sharder.units[timer.index], timer.index)
+            self._memory.sample(MemoryPoint.AFTER_UNSHARD, timer.index)
+
+    # --- the end of backward
+
+    def _before_epilogue(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed is about to reduce what is left."""
+        for timer in self._timers:
+            if timer._backward_start is not None:
+                timer._close_backward()
+
+    def _after_epilogue(self, token: Any, result: Any) -> None:
+        session = self._session
+        if self._reductions.reduce_scatters or self._reductions.all_reduces:
+            self._reductions.wait_for_all(session, session.clock.mark())
+        self.classify_gradients()
+
+    def end_step(self) -> None:
+        """Close open events."""
+        for timer in self._timers:
+            timer.end_step()

@@ -1,0 +1,493 @@
+"""Read the private state of DeepSpeed's ZeRO engines. No other file uses it.
+
+Written for DeepSpeed 0.19 (`runtime/zero/stage3.py`, `stage_1_and_2.py`). DeepSpeed itself is never
+imported: a model with an engine has imported it.
+
+- ZeRO-3: a unit is a sub-module that gathers its own parameters, without those of nested ones. A
+  leaf module (`set_z3_leaf_modules`) gathers the nested ones too.
+- ZeRO-1 and ZeRO-2: a unit is a bucket of gradients that is reduced as a whole, or a parameter
+  group, whose parameters the optimizer gathers at the end of its step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_inspect.sharding.engine_names import is_engine
+from fsdp_inspect.sharding.torch_ddp import enclosing_modules
+from fsdp_inspect.sharding.torch_fsdp import strip_wrappers
+from fsdp_inspect.trace.codes import MemoryCategory
+
+_STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
+_STAGES_1_AND_2 = "DeepSpeedZeroOptimizer"
+
+
+def find_engines(model: nn.Module) -> list[tuple[str, Any]]:
+    """The engines in a model, with the fqn of each."""
+    return [
+        (strip_wrappers(name), module)
+        for name, module in model.named_modules()
+        if is_engine(module)
+    ]
+
+
+def stage_of(engine: Any) -> int | None:
+    """The ZeRO stage of an engine whose optimizer shards; None: it does not, or in another way."""
+    names = {each.__name__ for each in type(engine.optimizer).__mro__}
+    if _STAGE_3 in names:
+        return 3
+    if _STAGES_1_AND_2 in names:
+        return 2 if engine.optimizer.partition_gradients else 1
+    return None
+
+
+def group_of(engine: Any) -> dist.ProcessGroup:
+    """The ranks among which ZeRO shards."""
+    group: dist.ProcessGroup | None = engine.optimizer.dp_process_group or dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def inner_optimizers(engine: Any) -> list[torch.optim.Optimizer]:
+    """The torch optimizers that update the shards."""
+    found = (getattr(engine.optimizer, name, None) for name in ("optimizer", "backup_optimizer"))
+    return [each for each in found if isinstance(each, torch.optim.Optimizer)]
+
+
+def communication_backend() -> Any:
+    """DeepSpeed's object for collectives, which keeps functions of `torch.distributed`."""
+    return getattr(sys.modules["deepspeed.comm.comm"], "cdb", None)
+
+
+def offloads_optimizer(engine: Any) -> str:
+    """The device of the optimizer's state, if it is offloaded; else empty."""
+    config = engine.zero_offload_optimizer()
+    device = getattr(config, "device", None)
+    name = str(getattr(device, "value", device or "none"))
+    return "" if name == "none" else name
+
+
+def offloads_parameters(engine: Any) -> bool:
+    """Whether the shards of ZeRO-3 are offloaded."""
+    device = getattr(engine.zero_offload_param(), "device", None)
+    return str(getattr(device, "value", device or "none")) != "none"
+
+
+def settings_of(engine: Any) -> dict[str, str]:
+    """The settings that decide the schedule or the memory, as text."""
+    config = engine._config.zero_config
+    names = ["reduce_bucket_size", "overlap_comm", "contiguous_gradients", "reduce_scatter"]
+    if stage_of(engine) == 3:
+        names += ["prefetch_bucket_size", "max_live_parameters", "max_reuse_distance",
+                  "param_persistence_threshold"]  # fmt: skip
+    else:
+        names += ["allgather_bucket_size"]
+    found = {name: str(getattr(config, name, "unknown")) for name in names}
+    return {**found, "offload_optimizer": offloads_optimizer(engine) or "none"}
+
+
+# --- ZeRO-3
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleHandle:
+    """The own parameters of one sub-module under ZeRO-3: a unit."""
+
+    engine: Any
+    module: nn.Module
+    name: str
+    """The fqn of the sub-module; empty for the root."""
+    names: tuple[str, ...]
+    """The fqns of its parameters."""
+    parameters: tuple[Any, ...]
+    """They are empty unless gathered; `ds_tensor` is this rank's shard."""
+
+    # --- `recording.unit_handle.UnitHandle`
+
+    @property
+    def key(self) -> nn.Module:
+        """The sub-module."""
+        return self.module
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The name of the sub-module."""
+        return (self.name,)
+
+    @property
+    def owned_modules(self) -> tuple[nn.Module, ...]:
+        """The sub-module."""
+        return (self.module,)
+
+    @property
+    def local_parameters(self) -> tuple[Any, ...]:
+        """The parameters; their shards are `shared_buffers`."""
+        return self.parameters
+
+    @property
+    def full_numels(self) -> list[int]:
+        """The elements of each parameter over all ranks."""
+        return [int(each.ds_numel) for each in self.parameters]
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether a parameter is gathered at this moment."""
+        return any(_is_gathered(each) for each in self.parameters)
+
+    @property
+    def gathered_parameters(self) -> list[torch.Tensor]:
+        """The gathered parameters."""
+        return [each.data for each in self.parameters if _is_gathered(each)]
+
+    @property
+    def followed_parameters(self) -> tuple[()]:
+        """None: first uses are not followed, because parameters of one message share a storage."""
+        return ()
+
+    @property
+    def full_gradients(self) -> list[torch.Tensor]:
+        """The gradients, until they are reduced."""
+        return [each.grad for each in self.parameters if each.grad is not None]
+
+    @property
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """None by unit: the shards of all gradients are one tensor, see `shared_buffers`."""
+        return []
+
+    @property
+    def kept_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
+        """None by unit: the shards of all units are one tensor, see `shared_buffers`."""
+        return []
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether the backward that runs now reduces the gradients."""
+        return not getattr(self.engine, "inside_no_sync_ctxt", False)
+
+    # --- sizes
+
+    @property
+    def world_size(self) -> int:
+        """The ranks that share the parameters."""
+        return int(self.parameters[0].ds_zero_partition_world_size)
+
+    @property
+    def shard_numels(self) -> list[int]:
+        """The elements of this rank's shard of each parameter, with padding."""
+        return [int(each.ds_tensor.ds_numel) for each in self.parameters]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters and of their gathers."""
+        dtype: torch.dtype = self.parameters[0].dtype
+        return dtype
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether all parameters stay gathered between steps."""
+        return all(bool(each.ds_persist) for each in self.parameters)
+
+    @property
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """The full shape of each parameter by fqn."""
+        pairs = zip(self.names, self.parameters, strict=True)
+        return {name: list(each.ds_shape) for name, each in pairs}
+
+
+def find_module_handles(prefix: str, engine: Any) -> list[ModuleHandle]:
+    """The sub-modules of a ZeRO-3 engine that own parameters, in the order of the model.
+
+    A parameter that several modules share belongs to the first one.
+    """
+    handles, seen = [], set[int]()
+    for name, module, recurse in _gathering_modules(engine.module, ""):
+        own = [
+            (f"{name}.{each}".removeprefix("."), parameter)
+            for each, parameter in module.named_parameters(recurse=recurse)
+            if id(parameter) not in seen
+        ]
+        seen.update(id(parameter) for _, parameter in own)
+        if own:
+            handles.append(
+                ModuleHandle(
+                    engine=engine,
+                    module=module,
+                    name=_joined(prefix, name),
+                    names=tuple(_joined(prefix, each) for each, _ in own),
+                    parameters=tuple(parameter for _, parameter in own),
+                )
+            )
+    return handles
+
+
+def _gathering_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Each module with a gather of its own, its name, and whether it includes nested modules."""
+    is_leaf = bool(getattr(module, "_z3_leaf", False))
+    yield name, module, is_leaf
+    if not is_leaf:
+        for child, inner in module.named_children():
+            yield from _gathering_modules(inner, f"{name}.{child}".removeprefix("."))
+
+
+def _is_gathered(parameter: Any) -> bool:
+    return bool(parameter.ds_status.name == "AVAILABLE")
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{strip_wrappers(name)}".strip(".")
+
+
+def shared_buffers_of_stage_3(engine: Any) -> list[tuple[MemoryCategory, torch.Tensor]]:
+    """Tensors of all units together: shards, their gradients, buckets, the optimizer's copies."""
+    zero = engine.optimizer
+    own = [each.ds_tensor for each in engine.module.parameters()]
+    buckets = [bucket.buffer for bucket in zero.ipg_buckets.values()]
+    masters = zero.fp32_partitioned_groups_flat
+    shards = {each.data_ptr() for each in zero.fp16_partitioned_groups_flat if each is not None}
+    return [
+        *_tensors(MemoryCategory.SHARDED_PARAMETER, own),
+        *_tensors(MemoryCategory.SHARDED_GRADIENT, [zero.grad_partitions_flat_buffer]),
+        *_tensors(MemoryCategory.REDUCE_SCATTER_BUFFER, buckets),
+        *_tensors(
+            MemoryCategory.OPTIMIZER_STATE,
+            [each for each in masters if each.data_ptr() not in shards],
+        ),
+    ]
+
+
+def _tensors(
+    category: MemoryCategory, values: Sequence[Any]
+) -> list[tuple[MemoryCategory, torch.Tensor]]:
+    return [(category, each) for each in values if torch.is_tensor(each)]
+
+
+# --- ZeRO-1 and ZeRO-2
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBucketHandle:
+    """Gradients that ZeRO-1 or ZeRO-2 reduces together: a unit."""
+
+    engine: Any
+    prefix: str
+    bucket: int
+    """Its number in the backward."""
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    dtype: torch.dtype
+    """Of the reduction."""
+
+    # --- `recording.unit_handle.UnitHandle`
+
+    @property
+    def key(self) -> Any:
+        """The engine."""
+        return self.engine
+
+    @property
+    def name(self) -> str:
+        """`bucket 0`, after the name of the engine if that is not the root."""
+        return f"{self.prefix} bucket {self.bucket}".lstrip()
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The modules whose parameters the bucket holds, as few as name them all."""
+        return enclosing_modules(self.engine.module, self.names, self.prefix)
+
+    @property
+    def owned_modules(self) -> tuple[()]:
+        """None: buckets hold no buffers of modules."""
+        return ()
+
+    @property
+    def local_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters, which are whole on every rank."""
+        return self.parameters
+
+    @property
+    def full_numels(self) -> list[int]:
+        """The elements of each parameter."""
+        return [parameter.numel() for parameter in self.parameters]
+
+    @property
+    def is_unsharded(self) -> bool:
+        """False: nothing is gathered before it is used."""
+        return False
+
+    @property
+    def gathered_parameters(self) -> tuple[()]:
+        """None."""
+        return ()
+
+    @property
+    def followed_parameters(self) -> tuple[()]:
+        """None."""
+        return ()
+
+    @property
+    def full_gradients(self) -> list[torch.Tensor]:
+        """The gradients, until the engine drops the parts of other ranks."""
+        return [each.grad for each in self.parameters if each.grad is not None]
+
+    @property
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """None by unit: see `shared_buffers`."""
+        return []
+
+    @property
+    def kept_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
+        """None."""
+        return []
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether the backward that runs now reduces the gradients."""
+        return not getattr(self.engine, "inside_no_sync_ctxt", False)
+
+    # --- sizes
+
+    @property
+    def num_bytes(self) -> int:
+        """The message of its reduction."""
+        return sum(self.full_numels) * self.dtype.itemsize
+
+    @property
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """The shape of each parameter by fqn."""
+        pairs = zip(self.names, self.parameters, strict=True)
+        return {name: list(each.shape) for name, each in pairs}
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroupHandle:
+    """The flat parameters of one parameter group, which the optimizer's step gathers: a unit.
+
+    Its parameters are counted in the buckets.
+    """
+
+    engine: Any
+    prefix: str
+    index: int
+    """Of the parameter group."""
+    local_parameters: tuple[nn.Parameter, ...] = ()
+    full_numels: tuple[int, ...] = ()
+    owned_modules: tuple[nn.Module, ...] = ()
+    is_unsharded: bool = False
+    gathered_parameters: tuple[torch.Tensor, ...] = ()
+    followed_parameters: tuple[tuple[int, torch.Tensor], ...] = ()
+    full_gradients: tuple[torch.Tensor, ...] = ()
+    reduced_gradients: tuple[torch.Tensor, ...] = ()
+    reduces_gradients: bool = True
+    kept_buffers: tuple[tuple[MemoryCategory, torch.Tensor], ...] = ()
+    fqns: tuple[str, ...] = ("",)
+
+    @property
+    def key(self) -> Any:
+        """The engine."""
+        return self.engine
+
+    @property
+    def name(self) -> str:
+        """`parameter group 0`."""
+        return f"{self.prefix} parameter group {self.index}".lstrip()
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The flat parameters, with padding."""
+        flat: torch.Tensor = self.engine.optimizer.bit16_groups_flat[self.index]
+        return flat
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that gather."""
+        group: dist.ProcessGroup = self.engine.optimizer.real_dp_process_group[self.index]
+        return group
+
+
+def find_parameter_groups(prefix: str, engine: Any) -> list[ParameterGroupHandle]:
+    """The parameter groups of an engine of stage 1 or 2 with more than one rank."""
+    groups = engine.optimizer.bit16_groups_flat
+    found = [ParameterGroupHandle(engine, prefix, index) for index in range(len(groups))]
+    return [each for each in found if each.group.size() > 1]
+
+
+def expected_buckets(prefix: str, engine: Any) -> list[GradientBucketHandle]:
+    """The buckets, if backward completes gradients in reverse order of the parameters.
+
+    ZeRO-1 reduces after backward, in the order of the parameters. The first backward shows the
+    real buckets.
+    """
+    zero, places = engine.optimizer, list[tuple[int, int, int]]()
+    for group, parameters in enumerate(zero.bit16_groups):
+        for place, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                places.append((group, place, zero.get_param_id(parameter)))
+    buckets: list[list[tuple[int, int, int]]] = [[]]
+    size = 0
+    reduces_in_backward = zero.partition_gradients or zero.overlap_comm
+    for group, place, number in reversed(places) if reduces_in_backward else places:
+        numel = zero.bit16_groups[group][place].numel()
+        if buckets[-1] and size + numel > zero.reduce_bucket_size:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((group, place, number))
+        size += numel
+    dtype = next(iter(zero.ipg_buckets))
+    return [
+        make_bucket(prefix, engine, index, members, dtype)
+        for index, members in enumerate(buckets)
+        if members
+    ]
+
+
+def make_bucket(
+    prefix: str,
+    engine: Any,
+    index: int,
+    members: Sequence[tuple[int, int, int]],
+    dtype: torch.dtype,
+) -> GradientBucketHandle:
+    """A bucket from DeepSpeed's list of its members: parameter group, place in it, number."""
+    names = {
+        id(parameter): _joined(prefix, name) for name, parameter in engine.module.named_parameters()
+    }
+    parameters = [engine.optimizer.bit16_groups[group][place] for group, place, _ in members]
+    return GradientBucketHandle(
+        engine=engine,
+        prefix=prefix,
+        bucket=index,
+        names=tuple(names[id(each)] for each in parameters),
+        parameters=tuple(parameters),
+        dtype=dtype,
+    )
+
+
+def shared_buffers_of_stages_1_and_2(engine: Any) -> list[tuple[MemoryCategory, torch.Tensor]]:
+    """Tensors of all units together: parameters, buckets, gradients, the optimizer's copies.
+
+    The parameters are whole on every rank.
+    """
+    zero = engine.optimizer
+    buckets = [each for bucket in zero.ipg_buckets.values() for each in bucket.buffer]
+    parts = [
+        each for group in zero.averaged_gradients.values() if group is not None for each in group
+    ]
+    flat = {each.untyped_storage()._cdata for each in zero.bit16_groups_flat}
+    masters = [
+        each
+        for each in zero.single_partition_of_fp32_groups
+        if each.untyped_storage()._cdata not in flat
+    ]
+    return [
+        *_tensors(MemoryCategory.SHARDED_PARAMETER, zero.bit16_groups_flat),
+        *_tensors(MemoryCategory.SHARDED_GRADIENT, parts),
+        *_tensors(MemoryCategory.REDUCE_SCATTER_BUFFER, buckets),
+        *_tensors(MemoryCategory.OPTIMIZER_STATE, masters),
+    ]
