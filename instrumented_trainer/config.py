@@ -162,11 +162,13 @@ class TrainerConfig(BaseModel):
     )
     fused: bool = _setting(Section.OPTIMIZER, True, "Use AdamW's fused kernel.")
 
-    sharding: Literal["fsdp2", "fsdp1", "ddp"] = _setting(
+    sharding: Literal["fsdp2", "fsdp1", "ddp", "zero3", "simple_fsdp"] = _setting(
         Section.SHARDING,
         "fsdp2",
-        "The sharder: `fully_shard` (fsdp2), `FullyShardedDataParallel` (fsdp1) or "
-        "`DistributedDataParallel` (ddp). The other sharders accept some of the settings below.",
+        "The sharder: `fully_shard` (fsdp2), `FullyShardedDataParallel` (fsdp1), "
+        "`DistributedDataParallel` (ddp), DeepSpeed's ZeRO-3 (zero3, requires DeepSpeed) or a "
+        "parametrization that torch.compile captures (simple_fsdp). The sharders other than fsdp2 "
+        "accept some of the settings below.",
     )
     plan: str | None = _setting(
         Section.SHARDING,

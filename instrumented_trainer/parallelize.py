@@ -45,7 +45,9 @@ def build_parallel_model(
     apply_checkpointing(model, plan.checkpointing)
     if parallelism.config is not None:
         materialize(model, runtime.device, offload=False, seed=recipe.config.seed)
-        return wrap_model(model.to(runtime.device), plan, parallelism.config, runtime)
+        wrapped = wrap_model(model.to(runtime.device), plan, parallelism.config, runtime)
+        compile_modules(wrapped, parallelism.compiled)  # of SimpleFSDP, whose graphs communicate
+        return wrapped
     compile_modules(model, parallelism.compiled)
     mesh = init_device_mesh(
         runtime.device.type,

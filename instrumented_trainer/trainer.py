@@ -26,9 +26,10 @@ from fsdp_inspect.formatting import format_count
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.sharding.engine_names import is_engine
 from fsdp_inspect.trace.limits import MAX_NS
 from fsdp_inspect.trace.plan import Plan, owned_parameters
-from fsdp_inspect.trace.sharders import DDP, FSDP2
+from fsdp_inspect.trace.sharders import DDP, FSDP2, SIMPLE_FSDP, ZERO3, traits_of
 from instrumented_trainer.checkpoint import (
     SavedCheckpoint,
     find_checkpoint,
@@ -37,6 +38,7 @@ from instrumented_trainer.checkpoint import (
 )
 from instrumented_trainer.config import TrainerConfig, legal_values
 from instrumented_trainer.data import Batch, Loader, open_corpus
+from instrumented_trainer.deepspeed_engine import EngineOptimizer
 from instrumented_trainer.emulation import (
     check_emulation,
     describe_overruns,
@@ -153,7 +155,7 @@ def train(prepared: PreparedRun) -> TrainingResult:
     config, runtime = prepared.config, prepared.runtime
     model = build_parallel_model(prepared.recipe, prepared.parallelism, runtime)
     fixed = fix_compute(model, prepared.timed_parts, prepared.fixed_times, runtime)
-    optimizer = make_optimizer(model, config)
+    optimizer: Any = EngineOptimizer(model) if is_engine(model) else make_optimizer(model, config)
     # Initial weights are equal on all ranks; later random numbers (dropout) should differ.
     torch.manual_seed(config.seed + 1 + runtime.rank)
     first_step = 0
@@ -480,7 +482,10 @@ def _describe_run(prepared: PreparedRun, model: nn.Module) -> str:
 
 def _arrangement(config: TrainerConfig, num_units: int) -> str:
     """The units in words; DDP assigns its buckets again after the first step."""
-    return "replicated by DDP" if config.sharding == DDP else f"in {num_units} FSDP units"
+    if config.sharding == DDP:
+        return "replicated by DDP"
+    kind = traits_of(config.sharding).title if config.sharding in (ZERO3, SIMPLE_FSDP) else "FSDP"
+    return f"in {num_units} {kind} units"
 
 
 class NoRecorder:
@@ -522,7 +527,7 @@ def _recording(
     }
     with Recorder(
         model,
-        optimizer=optimizer,
+        optimizer=None if is_engine(model) else optimizer,
         path=choose_run_folder(config),
         name=config.name,
         config=settings,

@@ -1,4 +1,4 @@
-"""Wrap a model with FSDP1 or DDP, by the same settings that shard it with `fully_shard`.
+"""Shard a model with another sharder, by the settings that shard it with `fully_shard`.
 
 One model, data set and seed then give comparable runs of each sharder. A setting that the chosen
 sharder does not have must keep its default.
@@ -19,11 +19,15 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.sharding.engine_names import is_engine
 from fsdp_inspect.sharding.torch_fsdp import modules_by_name
 from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, traits_of
+from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SIMPLE_FSDP, ZERO3, traits_of
 from instrumented_trainer.config import TrainerConfig
+from instrumented_trainer.deepspeed_engine import expect_deepspeed, make_engine
+from instrumented_trainer.optimization import make_optimizer
 from instrumented_trainer.runtime import Runtime
+from instrumented_trainer.simple_fsdp import shard_by_parametrization
 
 _ONLY_FSDP2 = (
     "plan", "emulate", "compile", "backward_prefetch", "offload", "reshard_after_backward",
@@ -31,7 +35,15 @@ _ONLY_FSDP2 = (
     "checkpoint_every", "resume",
 )  # fmt: skip
 _NOT_DDP = ("wrap", "reshard_after_forward", "forward_prefetch", "mesh")
-_UNSUPPORTED = {FSDP2: (), FSDP1: _ONLY_FSDP2, DDP: (*_ONLY_FSDP2, *_NOT_DDP)}
+_UNSUPPORTED = {
+    FSDP2: (),
+    FSDP1: _ONLY_FSDP2,
+    DDP: (*_ONLY_FSDP2, *_NOT_DDP),
+    ZERO3: (*_ONLY_FSDP2, *_NOT_DDP, "microbatches", "eval_every"),
+    SIMPLE_FSDP: tuple(name for name in (*_ONLY_FSDP2, *_NOT_DDP) if name != "compile"),
+}
+_IN_WEIGHT_DTYPE = (DDP, ZERO3, SIMPLE_FSDP)
+"""Sharders that the trainer runs in the dtype of the weights."""
 """By sharder: the settings that must keep their default."""
 
 
@@ -51,10 +63,13 @@ def check_sharder(config: TrainerConfig, plan: Plan) -> None:
             )
     if config.sharding == FSDP2:
         return
-    if config.accumulation_sync == "all_reduce_last":
+    if config.sharding == ZERO3:
+        expect_deepspeed()
+    kinds = ("every",) if config.sharding == SIMPLE_FSDP else ("every", "last")
+    if config.accumulation_sync not in kinds:
         raise ConfigError(
-            f"accumulation_sync is 'all_reduce_last', which {title} does not have. Expected "
-            "'every' or 'last'."
+            f"accumulation_sync is {config.accumulation_sync!r}, which {title} does not have. "
+            f"Expected {' or '.join(map(repr, kinds))}."
         )
     if config.sharding == FSDP1 and config.reshard_after_forward not in _STRATEGIES:
         raise ConfigError(
@@ -62,9 +77,9 @@ def check_sharder(config: TrainerConfig, plan: Plan) -> None:
             "for all units. Expected auto, true or false."
         )
     dtypes = {unit.param_dtype for unit in plan.units} | {unit.reduce_dtype for unit in plan.units}
-    if config.sharding == DDP and dtypes - {"float32", None}:
+    if config.sharding in _IN_WEIGHT_DTYPE and dtypes - {"float32", None}:
         raise ConfigError(
-            f"The dtypes are {', '.join(sorted(map(str, dtypes)))}. DDP computes and reduces in "
+            f"The dtypes are {', '.join(sorted(map(str, dtypes)))}. The trainer runs {title} in "
             "the dtype of the weights. Set --param-dtype float32 and --reduce-dtype float32."
         )
 
@@ -78,6 +93,16 @@ def wrap_model(model: nn.Module, plan: Plan, config: TrainerConfig, runtime: Run
         config: The settings, as `check_sharder` accepts them.
         runtime: The device of this rank.
     """
+    if config.sharding == ZERO3:
+        engine: nn.Module = make_engine(
+            model, make_optimizer(model, config), config, runtime.device
+        )
+        return engine
+    if config.sharding == SIMPLE_FSDP:
+        mesh = init_device_mesh(
+            runtime.device.type, (runtime.world_size,), mesh_dim_names=("shard",)
+        )
+        return shard_by_parametrization(model, mesh)
     if config.sharding == DDP:
         on_device = runtime.device.type == "cuda"
         return DistributedDataParallel(model, device_ids=[runtime.device] if on_device else None)
@@ -86,13 +111,15 @@ def wrap_model(model: nn.Module, plan: Plan, config: TrainerConfig, runtime: Run
 
 def clip_with_sharder(
     model: nn.Module, clip: Callable[[Any, float], torch.Tensor], max_norm: float
-) -> torch.Tensor:
-    """Scale gradients to a largest norm over all ranks; returns the original norm, 0-d.
+) -> torch.Tensor | None:
+    """Scale gradients to a largest norm over all ranks; returns the original norm, 0-d, if known.
 
     FSDP1's parameters do not know that they are shards, so only its own function sums over ranks.
     """
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm)
+    if is_engine(model):
+        return None  # the engine clips in its step
     return clip(model.parameters(), max_norm)
 
 

@@ -75,9 +75,19 @@ class _Coalesced(threading.local):
 class DistCalls:
     """Times the collectives that do not go through an FSDP unit's communication objects."""
 
-    def __init__(self, session: Session, reductions_of: Callable[[int], Reductions]) -> None:
-        """`reductions_of(unit)` returns the reductions that torch waits for with that unit's."""
+    def __init__(
+        self,
+        session: Session,
+        reductions_of: Callable[[int], Reductions],
+        *,
+        sees_functional: bool = True,
+    ) -> None:
+        """`reductions_of(unit)` returns the reductions that torch waits for with that unit's.
+
+        Functional collectives can be left to `graph_collectives`.
+        """
         self._session = session
+        self._sees_functional = sees_functional
         self._reductions_of = reductions_of
         self._unwaited: dict[int, Communication] = {}
         """Functional collectives in flight, by the address of their result."""
@@ -92,13 +102,8 @@ class DistCalls:
             recorded = self._wrap(original, kind, argument)
             patches.set_attribute(dist, name, recorded)
             patches.set_attribute(c10d, name, recorded)
-        for name, kind in FUNCTIONALS.items():
-            original = getattr(functional, name, None)
-            if original is not None:
-                patches.set_attribute(functional, name, self._wrap_functional(original, kind))
-        patches.set_attribute(
-            functional, "wait_tensor", self._wrap_wait_tensor(functional.wait_tensor)
-        )
+        if self._sees_functional:
+            self._attach_functional(patches)
         for name in ("send", "recv"):
             original = getattr(dist.ProcessGroup, name)
             patches.set_attribute(dist.ProcessGroup, name, self._wrap_message(original))
@@ -109,6 +114,15 @@ class DistCalls:
         if manager is not None:
             patches.set_attribute(dist, "_coalescing_manager", self._wrap_manager(manager))
             patches.set_attribute(c10d, "_coalescing_manager", self._wrap_manager(manager))
+
+    def _attach_functional(self, patches: Patches) -> None:
+        for name, kind in FUNCTIONALS.items():
+            original = getattr(functional, name, None)
+            if original is not None:
+                patches.set_attribute(functional, name, self._wrap_functional(original, kind))
+        patches.set_attribute(
+            functional, "wait_tensor", self._wrap_wait_tensor(functional.wait_tensor)
+        )
 
     def end_step(self) -> None:
         """Drop functional collectives of earlier steps: no later call waits for them."""

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from fsdp_inspect.recording.checkpoints import CheckpointHooks
-from fsdp_inspect.recording.dist_calls import DistCalls
+from fsdp_inspect.recording.dist_calls import DistCalls, uses_compile
 from fsdp_inspect.recording.garbage_collection import GarbageCollections
+from fsdp_inspect.recording.graph_collectives import GraphCollectives
 from fsdp_inspect.recording.graph_capture import pause_during_capture
 from fsdp_inspect.recording.loop_hooks import LoopHooks
 from fsdp_inspect.recording.memory import MemoryProbe
@@ -34,7 +35,12 @@ class Instruments:
         session.unit_depths = [_depth(handle.fqns[0]) for handle in sharder.units]
         self._patches = Patches()
         self._units = sharder.make_hooks(session, memory)
-        self._dist_calls = DistCalls(session, self._units.reductions_of)
+        units = sharder.graph_units(self._units)
+        self._dist_calls = DistCalls(
+            session, self._units.reductions_of, sees_functional=units is None
+        )
+        self._graphs = GraphCollectives(session, units)
+        self._is_in_graphs = units is not None
         self.checkpoints = CheckpointHooks(session)
         self._collections = GarbageCollections(session)
         outer = sharder.outer_optimizers()
@@ -44,6 +50,8 @@ class Instruments:
         """Install all hooks."""
         self._units.attach(self._patches)
         self._dist_calls.attach(self._patches)
+        if self._is_in_graphs or uses_compile():
+            self._graphs.attach(self._patches)
         self._loop.attach(self._patches)
         self.checkpoints.attach(self._patches)
         self._collections.attach(self._patches)
@@ -54,6 +62,9 @@ class Instruments:
         self._units.end_step()
         self._dist_calls.end_step()
         self._collections.end_step()
+        self._graphs.end_step()
+        if not self._graphs.is_attached and uses_compile():
+            self._graphs.attach(self._patches)
 
     def detach(self) -> None:
         """Remove all hooks and write their pending events."""

@@ -154,6 +154,8 @@ class EventFlag(IntFlag):
     """BETWEEN_STEPS: a checkpoint was saved. With ASYNC, it is written in the background."""
     FULL_COLLECTION = 256
     """GARBAGE_COLLECTION: of all generations."""
+    UNIT_INFERRED = 512
+    """A collective whose unit is inferred from the size and the order of its message."""
 
 
 class MemoryPoint(NamedCode):

@@ -106,6 +106,7 @@ class Unit(Record):
     """`custom_comm`: a wrapper installed with torch's public setters. `param_group`: a wrapper on
     the group object itself (several groups in a module, torch before 2.9). `flat_param`: a wrapper
     on FSDP1's `FlatParamHandle`. `reducer`: an observer of the all-reduces of DDP's reducer.
+    `graph`: observed operators, their units inferred from sizes and order.
     `zero_module`, `zero_bucket`, `zero_group`: wrappers on methods of DeepSpeed's ZeRO optimizer.
     Imports have `UNITS_FROM_RANGES`, `UNITS_FROM_FSDP1` or `UNITS_FROM_ORDER`."""
 

@@ -10,6 +10,8 @@ FSDP2, FSDP1, DDP = "fsdp2", "fsdp1", "ddp"
 """`RunManifest.sharder`: `fully_shard`, `FullyShardedDataParallel`, `DistributedDataParallel`."""
 ZERO1, ZERO2, ZERO3 = "zero1", "zero2", "zero3"
 """`RunManifest.sharder`: DeepSpeed's engine, by the stage of ZeRO."""
+SIMPLE_FSDP = "simple_fsdp"
+"""`RunManifest.sharder`: parameters that a parametrization shards, for torch.compile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,19 @@ _TRAITS = {
         separate_communicator=None,
         reduce_in_16_bits='"communication_data_type": "bf16"',
         why_not_checked="ZeRO-3 decides during training which parameters share a message",
+        owns_all=False,
+    ),
+    SIMPLE_FSDP: SharderTraits(
+        title="SimpleFSDP",
+        why_not_simulated="The simulation models the schedule of FSDP2. The compiler orders the "
+        "collectives of SimpleFSDP.",
+        units_have_passes=False,
+        hide_single_unit="Let the compiler overlap collectives: "
+        "torch._inductor.config.reorder_for_compute_comm_overlap=True",
+        keep_gathered=None,
+        prefetch_ahead=None,
+        separate_communicator=None,
+        reduce_in_16_bits="a parametrization that casts gradients before their reduction",
         owns_all=False,
     ),
 }

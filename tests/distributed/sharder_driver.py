@@ -27,6 +27,10 @@ from instrumented_trainer.trainer import NoRecorder, TrainingLoop, prepare, trai
 from tests.distributed import trainer_driver
 
 SMALL = {**trainer_driver.SMALL, "steps": 5, "memory_steps": "none", "record": True}
+SHARDERS = {
+    "plain": ("fsdp2", "fsdp1", "ddp", "simple_fsdp"),
+    "accumulated": ("fsdp2", "fsdp1", "ddp"),
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"microbatches": 2, "accumulation_sync": "last"},
@@ -44,10 +48,15 @@ def gradients_of(model: nn.Module) -> dict[str, list[float]]:
 def _flat_gradients(model: nn.Module) -> dict[str, list[float]]:
     inner = getattr(model, "module", model)
     return {
-        strip_wrappers(name): _full(parameter.grad).flatten().tolist()
+        _source_name(name): _full(parameter.grad).flatten().tolist()
         for name, parameter in inner.named_parameters()
         if parameter.grad is not None
     }
+
+
+def _source_name(name: str) -> str:
+    """The name without the segments of wrappers and of parametrizations."""
+    return strip_wrappers(name).replace("parametrizations.", "").removesuffix(".original")
 
 
 def _full(gradient: torch.Tensor) -> torch.Tensor:
@@ -59,7 +68,7 @@ def main(folder: Path) -> None:
     runtime = read_runtime()
     with process_group(runtime):
         for case, changes in CASES.items():
-            for sharding in ("fsdp2", "fsdp1", "ddp"):
+            for sharding in SHARDERS[case]:
                 settings = {**SMALL, **changes, "sharding": sharding}
                 run = prepare(check_settings({**settings, "record": False}), runtime)
                 model = build_parallel_model(run.recipe, run.parallelism, runtime)

@@ -82,8 +82,8 @@ def test_two_observers_see_each_all_reduce_and_leave_torch_s_kernel() -> None:
 
         return observer
 
-    first = observe_all_reduces("cpu", observe("first"))
-    second = observe_all_reduces("cpu", observe("second"))
+    first = observe_all_reduces(observe("first"))
+    second = observe_all_reduces(observe("second"))
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     first()

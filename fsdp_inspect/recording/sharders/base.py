@@ -23,6 +23,7 @@ from fsdp_inspect.trace.sharders import traits_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fsdp_inspect.recording.graph_collectives import GraphUnits
     from fsdp_inspect.recording.memory import MemoryProbe
     from fsdp_inspect.recording.patches import Patches
     from fsdp_inspect.recording.session import Session
@@ -128,6 +129,10 @@ class Sharder(ABC, Generic[HandleT]):
 
         Does nothing for a sharder without a moment at which all units start.
         """
+
+    def graph_units(self, hooks: ShardingHooks) -> GraphUnits | None:
+        """Its collectives in compiled graphs; None: it issues all of them outside of graphs."""
+        return None
 
     def optimizers(
         self, given: Sequence[torch.optim.Optimizer] | None

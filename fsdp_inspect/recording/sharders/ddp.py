@@ -178,7 +178,7 @@ class BucketHooks:
                     f"The model has the communication hook {name}: its collectives are recorded, "
                     "but not by bucket."
                 )
-        patches.on_undo(observe_all_reduces(self._sharder.device.type, self._observe))
+        patches.on_undo(observe_all_reduces(self._observe))
 
     def reductions_of(self, unit: int) -> Reductions:
         """The reductions that the reducer waits for at the end of backward."""

@@ -13,10 +13,19 @@ from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.sharders.ddp import Ddp
 from fsdp_inspect.recording.sharders.fsdp1 import Fsdp1
 from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
+from fsdp_inspect.recording.sharders.simple_fsdp import SimpleFsdp
 from fsdp_inspect.recording.sharders.zero3 import Zero3
 from fsdp_inspect.recording.sharders.zero12 import Zero1, Zero2
 
-SHARDERS: tuple[type[Sharder[Any]], ...] = (Fsdp2, Fsdp1, Ddp, Zero1, Zero2, Zero3)
+SHARDERS: tuple[type[Sharder[Any]], ...] = (
+    Fsdp2,
+    Fsdp1,
+    Ddp,
+    Zero1,
+    Zero2,
+    Zero3,
+    SimpleFsdp,
+)
 """Every sharder that the recorder supports."""
 
 

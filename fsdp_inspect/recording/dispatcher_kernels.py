@@ -1,0 +1,80 @@
+"""Observe operators of torch's dispatcher, whoever calls them: Python, C++ or a compiled graph.
+
+A kernel of ours runs in the key `BackendSelect` of an operator, and redispatches the same arguments
+to torch's kernel, so results are the same to the last bit. No operator that is observed here has a
+kernel of its own in that key. A call skips the autograd keys if it comes from inside another
+operator, such as a functional collective, but it never skips `BackendSelect`.
+
+[Note: Where the observer attaches to the dispatcher]
+The call of torch's kernel must release the GIL. gloo's threads free tensors under the lock that
+this kernel needs, and a tensor that Python has seen needs the GIL to be freed: with the GIL held,
+both wait for ever. `redispatch` releases it; a kernel of `torch.library.get_kernel` does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_KEY = "BackendSelect"
+
+Issue = Callable[[], Any]
+"""Runs the original kernel."""
+Observer = Callable[[tuple[Any, ...], Issue], Any]
+"""Called with the arguments of each call; it must call `Issue` once, and return its result."""
+
+
+class _Kernel:
+    """The kernel of an operator, for as long as there are observers."""
+
+    def __init__(self, operator: str) -> None:
+        self._namespace, self._name = operator.split("::")
+        self._observers: list[Observer] = []
+        self._library: Any = None
+
+    def add(self, observer: Observer) -> None:
+        if not self._observers:
+            self._library = torch.library.Library(self._namespace, "IMPL")  # type: ignore[no-untyped-call]
+            self._library.impl(self._name, self._run, _KEY, with_keyset=True)
+        self._observers.append(observer)
+
+    def remove(self, observer: Observer) -> None:
+        self._observers.remove(observer)
+        if not self._observers:
+            self._library._destroy()
+            self._library = None
+
+    def _run(self, keys: Any, *arguments: Any) -> Any:
+        operator = getattr(getattr(torch.ops, self._namespace), self._name).default
+
+        def issue() -> Any:
+            below = keys.remove(torch._C.DispatchKey.BackendSelect)
+            return operator.redispatch(below, *arguments)
+
+        for observer in list(self._observers):
+            issue = _nested(observer, arguments, issue)
+        return issue()
+
+
+def _nested(observer: Observer, arguments: tuple[Any, ...], issue: Issue) -> Issue:
+    return lambda: observer(arguments, issue)
+
+
+_kernels: dict[str, _Kernel] = {}
+
+
+def observe(operator: str, observer: Observer) -> Callable[[], None]:
+    """Call the observer for each call of an operator.
+
+    Args:
+        operator: `c10d::allreduce_`.
+        observer: See `Observer`.
+
+    Returns:
+        A function that ends the observation; after the last one the kernel is gone.
+    """
+    kernel = _kernels.setdefault(operator, _Kernel(operator))
+    kernel.add(observer)
+    return lambda: kernel.remove(observer)
