@@ -5,6 +5,7 @@ Only this file imports DeepSpeed, which the extra `deepspeed` installs.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from typing import Any
@@ -39,8 +40,7 @@ def make_engine(
 ) -> Any:
     """Shard a model that has its weights; the engine also owns the optimizer."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    import deepspeed
-
+    deepspeed: Any = importlib.import_module("deepspeed")
     settings = {
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": 1,

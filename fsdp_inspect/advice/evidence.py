@@ -10,6 +10,7 @@ from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.optimizer_wait import OptimizerWait
 from fsdp_inspect.analysis.pipeline import Pipeline
 from fsdp_inspect.analysis.plan_check.check import PlanCheck
+from fsdp_inspect.analysis.sharding_worth import ReplicationSaving, WholeMemory
 from fsdp_inspect.analysis.verdict import Verdict
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_ns
@@ -97,6 +98,10 @@ class Evidence:
     in_flight: GathersInFlight | None = None
     pipeline: Pipeline | None = None
     optimizer_wait: OptimizerWait | None = None
+    whole_memory: WholeMemory | None = None
+    """The memory without sharding; None for runs without FSDP or DDP."""
+    replication: ReplicationSaving | None = None
+    """The time that DDP would save; None for runs without FSDP."""
 
     def is_worth_naming(self, duration_ns: float) -> bool:
         """Whether a time is a large enough part of the step to be worth advice."""

@@ -1,9 +1,9 @@
 """Collect the findings of a run: problems that no sharding plan can fix.
 
 The order is: the limit of the step, problems in the trace (`advice.trace_findings`), costly
-settings (`advice.setting_findings`). The findings take their numbers from the analyses and measure
-nothing. The cost of a finding is the number of an analysis. Its effect is a bound, and no time is
-counted twice ([Note: no ms twice] in `advice.gain_attribution`).
+settings (`advice.setting_findings`), another sharder (`advice.sharding_findings`). The findings
+take their numbers from the analyses and measure nothing. The cost of a finding is the number of an
+analysis. Its effect is a bound, and no time is counted twice ([Note: no ms twice] in `advice.gain_attribution`).
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from dataclasses import replace
 from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow
 from fsdp_inspect.advice.setting_findings import find_costly_settings
 from fsdp_inspect.advice.sharder_remedies import in_words_of
+from fsdp_inspect.advice.sharding_findings import find_other_sharders
 from fsdp_inspect.advice.trace_findings import find_in_trace
 from fsdp_inspect.analysis.verdict import COMPARE_PLANS, STRAGGLER_RATIO, Limit
 from fsdp_inspect.analysis.verdict.limits import HOST_RATIO, INPUT_RATIO
@@ -38,7 +39,15 @@ _COSTS = {
 
 def find_first_things(evidence: Evidence) -> tuple[Finding, ...]:
     """All findings: the limit of the step, then the trace, then the settings."""
-    finds = (_limit, _late_ranks, _also, _broken_plan, find_in_trace, find_costly_settings)
+    finds = (
+        _limit,
+        _late_ranks,
+        _also,
+        _broken_plan,
+        find_in_trace,
+        find_costly_settings,
+        find_other_sharders,
+    )
     found = (finding for find in finds for finding in find(evidence))
     return tuple(map(_verifiable, in_words_of(evidence.manifest.sharder, found)))
 

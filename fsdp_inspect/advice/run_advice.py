@@ -21,6 +21,10 @@ from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.analysis.memory.peak import PeakMoment
 from fsdp_inspect.analysis.optimizer_wait import measure_optimizer_wait
 from fsdp_inspect.analysis.pipeline import measure_pipeline
+from fsdp_inspect.analysis.sharding_worth import (
+    measure_replication_saving,
+    measure_whole_memory,
+)
 from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.trace.codes import MemoryCategory
@@ -174,6 +178,7 @@ def _evidence(run: RunSource, digest: Summary, *, for_plans: bool = True) -> Evi
     is_device = run.manifest.device_type != "cpu"
     exposed, peak_rank = digest.exposed, digest.memory.peak_rank
     peak, damage = digest.memory.peak, list[str]()
+    whole = measure_whole_memory(run.manifest, peak, digest.memory.device_bytes)
     return Evidence(
         manifest=run.manifest,
         verdict=digest.verdict,
@@ -195,6 +200,14 @@ def _evidence(run: RunSource, digest: Summary, *, for_plans: bool = True) -> Evi
         else None,
         pipeline=try_measure(measure_pipeline, run, damage),
         optimizer_wait=try_measure(measure_optimizer_wait, run, damage),
+        whole_memory=whole,
+        replication=None
+        if whole is None or not whole.is_sharded or exposed is None
+        else try_measure(
+            lambda source: measure_replication_saving(source, whole, exposed.by_kind_ns),
+            run,
+            damage,
+        ),
     )
 
 

@@ -126,7 +126,7 @@ class Discovery:
 
     def _await_engine(self) -> None:
         """Begin the search when DeepSpeed makes an engine, which registers no module."""
-        engine: Any = sys.modules[ENGINE_MODULE].DeepSpeedEngine  # type: ignore[attr-defined]
+        engine: Any = sys.modules[ENGINE_MODULE].DeepSpeedEngine
         original = engine.__init__
 
         @functools.wraps(original)

@@ -124,7 +124,9 @@ class GraphCollectives:
             number = session.note_issue(kind, unit, group, communication.bytes, communication.dtype)
         return communication, number
 
-    def _issued(self, communication: Communication, number: int, result: Any, returned: Any) -> None:
+    def _issued(
+        self, communication: Communication, number: int, result: Any, returned: Any
+    ) -> None:
         session = self._session
         communication.follow_in_black_box(session, number)
         work = dist.Work.unbox(returned[1] if isinstance(returned, tuple) else returned)
@@ -165,7 +167,7 @@ class GraphCollectives:
 
 
 def _completion_of(work: dist.Work, session: Session) -> Completion | None:
-    """The end of a collective; None: nothing tells it but the wait, as for gloo's reduce-scatter."""
+    """The end of a collective; None: only the wait tells it, as for gloo's reduce-scatter."""
     try:
         future = work.get_future()
     except RuntimeError:

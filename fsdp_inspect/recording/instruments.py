@@ -10,8 +10,8 @@ import torch
 from fsdp_inspect.recording.checkpoints import CheckpointHooks
 from fsdp_inspect.recording.dist_calls import DistCalls, uses_compile
 from fsdp_inspect.recording.garbage_collection import GarbageCollections
-from fsdp_inspect.recording.graph_collectives import GraphCollectives
 from fsdp_inspect.recording.graph_capture import pause_during_capture
+from fsdp_inspect.recording.graph_collectives import GraphCollectives
 from fsdp_inspect.recording.loop_hooks import LoopHooks
 from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.patches import Patches

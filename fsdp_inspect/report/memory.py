@@ -67,6 +67,7 @@ def _answer(digest: MemoryOverview) -> Iterable[RenderableType]:
         describe_limit(digest, digest.rank),
         None if digest.source == "predicted" else describe_growth(digest.growth),
         describe_spread(digest.memory),
+        None if digest.whole is None else digest.whole.sentence,
     ):
         if line:
             yield Padding(Text(line), (0, 0, 0, 2))

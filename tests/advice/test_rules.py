@@ -10,6 +10,7 @@ LIBRARY = Path(fsdp_inspect.__file__).parent
 PLACES = {
     "finding": (
         "advice/findings.py", "advice/setting_findings.py", "advice/trace_findings.py",
+        "advice/sharding_findings.py",
         "analysis/plan_check/unit_waste.py",
     ),
     "change": ("advice/plan_space.py", "advice/change_words.py"),
@@ -25,7 +26,7 @@ def named_in(*files: str) -> set[str]:
 
 
 def test_all_rules_are_there_in_their_order():
-    assert list(RULES) == [f"R{number}" for number in range(1, 35)]
+    assert list(RULES) == [f"R{number}" for number in range(1, 36)]
 
 
 def test_every_rule_comes_up_where_the_table_says():

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.distributed
 
 DRIVER = Path(__file__).with_name("sharder_driver.py")
 OTHERS = [
-    (case, sharding) for case, names in SHARDERS.items() for sharding in names if sharding != "fsdp2"
+    (case, sharding)
+    for case, names in SHARDERS.items()
+    for sharding in names
+    if sharding != "fsdp2"
 ]
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth, measure_memory_growth
 from fsdp_inspect.analysis.memory.peak import Memory, OwnerBytes, RankMemory, measure_memory
+from fsdp_inspect.analysis.sharding_worth import WholeMemory, measure_whole_memory
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
 from fsdp_inspect.formatting import format_category, format_owner, format_unit
 from fsdp_inspect.results import TableResult
@@ -44,6 +45,8 @@ class MemoryOverview(TableResult):
     """The growth of the given rank, or else of the rank whose memory rises most."""
     failed_unit: str | None
     """The unit of the failed allocation; None outside all units, or without a failure."""
+    whole: WholeMemory | None = None
+    """The memory of a rank without sharding; None for runs without FSDP or DDP."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Memory at the peak by owner",
@@ -147,6 +150,7 @@ def measure_memory_overview(run: RunSource, *, rank: int | None = None) -> Memor
         allocator=None if shown is None else measure_allocator(run, rank=shown),
         growth=measure_memory_growth(run, rank=rank),
         failed_unit=_failed_unit(run, memory),
+        whole=measure_whole_memory(run.manifest, memory.peak, memory.device_bytes),
     )
 
 

@@ -1,0 +1,234 @@
+"""Measure whether sharding is worth its communication: memory and time with DDP instead.
+
+A sharded run shows what DDP would need: parameters, gradients and optimizer state of all ranks on
+each rank, plus what a rank holds anyway (activations, buffers, inputs, temporaries) at the peak of
+the memory step. A DDP run shows what FSDP would divide by the number of ranks. Both are inferred.
+
+DDP replaces all exposed all-gathers and reduce-scatters by one all-reduce of the gradients, in
+buckets. Backward may hide all buckets but the last one, or none. The duration comes from the run's
+own fit of latency and bandwidth.
+"""
+
+import math
+from dataclasses import dataclass
+
+from fsdp_inspect.analysis.bandwidth import KindBandwidth, measure_bandwidth
+from fsdp_inspect.analysis.link_fit import LinkFit
+from fsdp_inspect.analysis.memory.peak import PeakMoment
+from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.trace.bus_bandwidth import bus_factor
+from fsdp_inspect.trace.codes import EventKind, MemoryCategory
+from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, ZERO3
+
+FITS_RATIO = 0.9
+"""At most this part of a device may be planned: the allocator and the backend need the rest."""
+BUCKET_BYTES = 25 << 20
+"""DDP's default `bucket_cap_mb`."""
+_SHARDED = (FSDP2, FSDP1, ZERO3)
+_KEPT = (
+    MemoryCategory.ACTIVATION,
+    MemoryCategory.INPUT,
+    MemoryCategory.BUFFER,
+    MemoryCategory.TEMPORARY,
+)
+"""What a rank holds at the peak with each sharder."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeMemory:
+    """The memory of a rank with whole parameters, gradients and optimizer states."""
+
+    num_ranks: int
+    """The ranks that share them, or would."""
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int | None
+    """None: no memory step shows it."""
+    other_bytes: int | None
+    """Activations, inputs, buffers and temporaries at the peak."""
+    device_bytes: int | None
+    is_sharded: bool
+    """Whether the run shards them: then the memory is that of DDP in its place."""
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Parameters, gradients and optimizer states of all ranks together."""
+        if self.optimizer_bytes is None:
+            return None
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What a rank needs without sharding."""
+        state = self.state_bytes
+        return None if state is None or self.other_bytes is None else state + self.other_bytes
+
+    @property
+    def freed_bytes(self) -> int | None:
+        """What sharding takes away from each rank, before the units that it gathers."""
+        state = self.state_bytes
+        return None if state is None else state - math.ceil(state / self.num_ranks)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a rank fits its device without sharding; None: unknown."""
+        if self.total_bytes is None or self.device_bytes is None:
+            return None
+        return self.total_bytes <= FITS_RATIO * self.device_bytes
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words, or why it is unknown."""
+        return self._of_sharded() if self.is_sharded else self._of_replicated()
+
+    @property
+    def parts(self) -> str:
+        """`parameters 4.0 GiB, gradients 4.0 GiB, ...`."""
+        named = {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "activations and the rest": self.other_bytes,
+        }
+        return ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in named.items() if size is not None
+        )
+
+    def _of_sharded(self) -> str:
+        if self.total_bytes is None:
+            return (
+                "Whether the model fits one device without sharding: cannot tell, because no "
+                "memory step shows the optimizer state and the activations."
+            )
+        needs = f"Without sharding, each rank needs about {format_bytes(self.total_bytes)}"
+        if self.device_bytes is None:
+            return (
+                f"{needs}. Whether it fits: cannot tell, because the memory of the device is "
+                "unknown."
+            )
+        fits = "fits" if self.fits else "does not fit"
+        return f"{needs}, which {fits} into {format_bytes(self.device_bytes)}."
+
+    def _of_replicated(self) -> str:
+        if self.freed_bytes is None:
+            return (
+                "How much memory FSDP would save: cannot tell, because no memory step shows the "
+                "optimizer state."
+            )
+        return (
+            f"FSDP would save at most {format_bytes(self.freed_bytes)} per rank on "
+            f"{self.num_ranks} ranks, less the units that it gathers."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationSaving:
+    """The time that DDP would save in each step, or why it is unknown."""
+
+    low_ns: int | None
+    """No bucket of gradients is hidden; may be negative."""
+    high_ns: int | None
+    """All buckets but the last one are hidden."""
+    exposed_ns: int
+    """All-gathers, reduce-scatters and all-reduces of FSDP that are exposed now."""
+    all_reduce_ns: int | None
+    """All buckets of the gradients together."""
+    reason: str
+    """Why the time is unknown; empty: it is known."""
+
+
+def measure_whole_memory(
+    manifest: RunManifest, peak: PeakMoment | None, device_bytes: int | None
+) -> WholeMemory | None:
+    """The memory without sharding, of a recorded FSDP or DDP run.
+
+    Returns:
+        None for other runs, for one rank and without units.
+    """
+    is_sharded = manifest.sharder in _SHARDED
+    if manifest.source == "imported" or not manifest.units:
+        return None
+    if not (is_sharded or manifest.sharder == DDP):
+        return None
+    groups = {group.index: len(group.ranks) for group in manifest.process_groups}
+    unit = manifest.units[0]
+    num_ranks = groups.get(unit.shard_group if is_sharded else unit.replicate_group, 1)
+    if num_ranks == 1:
+        return None
+    parts = {row.category: row.bytes for row in peak.categories} if peak is not None else {}
+    copies = num_ranks if is_sharded else 1
+    optimizer = parts.get(MemoryCategory.OPTIMIZER_STATE.label)
+    return WholeMemory(
+        num_ranks=num_ranks,
+        parameter_bytes=copies * sum(unit.sharded_bytes for unit in manifest.units),
+        gradient_bytes=copies
+        * sum(
+            unit.sharded_bytes * unit.num_trainable_parameters // max(unit.num_parameters, 1)
+            for unit in manifest.units
+        ),
+        optimizer_bytes=None if optimizer is None else copies * optimizer,
+        other_bytes=sum(parts.get(each.label, 0) for each in _KEPT) if parts else None,
+        device_bytes=device_bytes,
+        is_sharded=is_sharded,
+    )
+
+
+def measure_replication_saving(
+    run: RunSource, memory: WholeMemory, exposed_by_kind_ns: dict[str, int]
+) -> ReplicationSaving:
+    """The time that DDP would save in each step of a sharded run.
+
+    Args:
+        run: The run.
+        memory: Its memory without sharding.
+        exposed_by_kind_ns: The exposed time of the typical step, by kind of collective.
+    """
+    kinds = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
+    exposed = sum(exposed_by_kind_ns.get(kind.label, 0) for kind in kinds)
+    reason = _why_unknown(run.manifest, memory)
+    link = None if reason else _find_link(run, memory.num_ranks)
+    if link is None:
+        reason = reason or "no reduce-scatter or all-gather of these ranks has a measured duration"
+        return ReplicationSaving(None, None, exposed, None, reason)
+    factor = bus_factor(EventKind.ALL_REDUCE, memory.num_ranks)
+
+    def duration_ns(message_bytes: int) -> int:
+        return round(link.latency_ns + message_bytes * factor / link.bus_bytes_per_s * 1e9)
+
+    full, rest = divmod(memory.gradient_bytes, BUCKET_BYTES)
+    all_reduce = full * duration_ns(BUCKET_BYTES) + (duration_ns(rest) if rest else 0)
+    last = duration_ns(min(memory.gradient_bytes, BUCKET_BYTES))
+    return ReplicationSaving(exposed - all_reduce, exposed - last, exposed, all_reduce, "")
+
+
+def _why_unknown(manifest: RunManifest, memory: WholeMemory) -> str:
+    if memory.num_ranks != manifest.world_size:
+        return "the run has replicas too, and the link between all ranks is not measured"
+    if any(
+        unit.unsharded_bytes != unit.sharded_bytes * memory.num_ranks for unit in manifest.units
+    ):
+        return "the run gathers in another dtype than that of its weights, which DDP would use"
+    return ""
+
+
+def _find_link(run: RunSource, num_ranks: int) -> LinkFit | None:
+    """The fit of the reductions of these ranks; without one, that of their gathers."""
+    bandwidth = measure_bandwidth(run)
+    rows: dict[str, KindBandwidth] = {}
+    for row in bandwidth.kinds if bandwidth is not None else ():
+        if row.group_size == num_ranks and row.group_role == "shard":
+            rows[row.kind] = row
+    kinds = (EventKind.REDUCE_SCATTER, EventKind.ALL_GATHER)
+    links = (rows[kind.label].link for kind in kinds if kind.label in rows)
+    return next((link for link in links if link is not None and link.bus_bytes_per_s), None)
+
+
+def describe_saving(saving: ReplicationSaving) -> str:
+    """The saving in words, or why it is unknown."""
+    if saving.low_ns is None or saving.high_ns is None:
+        return f"What DDP would save per step: cannot tell, because {saving.reason}."
+    if saving.high_ns <= 0:
+        return "DDP would save no time: its all-reduce takes longer than what is exposed now."
+    low = max(saving.low_ns, 0)
+    return f"DDP would save {format_ns(low)} to {format_ns(saving.high_ns)} a step."
