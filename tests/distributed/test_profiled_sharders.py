@@ -1,0 +1,115 @@
+"""Counts, bytes and exposed times of each sharder and mesh, compared with torch.profiler.
+
+Both watch the same steps. A trace of gloo lacks the size of a message of one number, the rows that
+an all-to-all receives: these are compared by their counts. The importer reads no sends between two
+ranks: `test_mesh_dimensions` counts them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.codes import COLLECTIVES, EventFlag, EventKind, StepPart
+from fsdp_inspect.trace.run import RunSource
+from tests.conftest import Torchrun
+from tests.distributed.profiled_sharders import PROFILED_STEPS, SHARDERS, WARMUP_STEPS
+
+pytestmark = pytest.mark.distributed
+
+MESHES = ("fsdp_tp", "hsdp", "fsdp_ep", "fsdp_cp", "pipeline")
+ON_EIGHT_RANKS = ("hsdp_tp",)
+STEPS = list(range(WARMUP_STEPS, WARMUP_STEPS + PROFILED_STEPS))
+KINDS = sorted(COLLECTIVES - {EventKind.POINT_TO_POINT})
+EXPOSED = (
+    StepPart.EXPOSED_ALL_GATHER,
+    StepPart.EXPOSED_REDUCE_SCATTER,
+    StepPart.EXPOSED_ALL_REDUCE,
+    StepPart.EXPOSED_OTHER,
+)
+CALL_NS = 400_000
+"""What of a call is not in a trace: see `test_imported_gloo`."""
+Seen = dict[str, tuple[RunSource, RunSource]]
+"""The recorded and the imported run, by case."""
+
+
+@pytest.fixture(scope="module")
+def seen(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("profiled")
+    launches = ((tuple(SHARDERS), 2), (MESHES, 4), (ON_EIGHT_RANKS, 8))
+    for cases, num_ranks in launches:
+        driver = "tests.distributed.profiled_sharders"
+        run_ranks("-m", driver, folder, *cases, num_ranks=num_ranks, timeout_s=300)
+    return {case: _open_both(folder / case) for cases, _ in launches for case in cases}
+
+
+def _open_both(folder: Path) -> tuple[RunSource, RunSource]:
+    import_traces(folder / "traces", folder / "imported", by_step=True)
+    return open_run(folder / "run"), open_run(folder / "imported")
+
+
+@pytest.fixture(params=[*SHARDERS, *MESHES, *ON_EIGHT_RANKS])
+def both(request: pytest.FixtureRequest, seen: Seen) -> tuple[RunSource, RunSource]:
+    return seen[request.param]
+
+
+def test_both_count_the_same_collectives(both: tuple[RunSource, RunSource]) -> None:
+    recorded, imported = both
+    for rank in (each.rank for each in recorded.ranks):
+        ours = Counter(recorded.events(rank, steps=STEPS, kinds=KINDS).kind.tolist())
+        assert ours == Counter(imported.events(rank, kinds=KINDS).kind.tolist())
+        assert ours.total() > 0
+
+
+def test_messages_are_as_large_as_in_the_trace(both: tuple[RunSource, RunSource]) -> None:
+    recorded, imported = both
+    sized = [kind for kind in KINDS if kind != EventKind.ALL_TO_ALL]
+    for rank in (each.rank for each in recorded.ranks):
+        ours = recorded.events(rank, steps=STEPS, kinds=sized)
+        theirs = imported.events(rank, kinds=sized)
+        known = Counter(
+            pair
+            for pair in zip(theirs.kind.tolist(), theirs.bytes.tolist(), strict=True)
+            if pair[1] >= 0
+        )
+        assert known.total() > 0
+        assert known - Counter(zip(ours.kind.tolist(), ours.bytes.tolist(), strict=True)) == {}
+
+
+def test_exposed_time_is_that_of_the_trace_but_for_what_it_lacks(
+    seen: Seen, both: tuple[RunSource, RunSource]
+) -> None:
+    recorded, imported = both
+    if both == seen["pipeline"]:
+        pytest.skip("The importer reads no sends between two ranks, which are exposed here.")
+    for rank in (each.rank for each in recorded.ranks):
+        ours, theirs = exposed_by_step(recorded, rank), exposed_by_step(imported, rank)
+        calls = len(recorded.events(rank, steps=STEPS, kinds=KINDS)) / PROFILED_STEPS
+        # In a trace, a bucket of DDP next to Python between two operators is exposed.
+        differences = ours - theirs if both == seen["ddp"] else np.abs(ours - theirs)
+        # Other work on the machine lengthens what lies between: the quietest step counts.
+        assert np.min(differences - 0.2 * ours - calls * CALL_NS) <= 0
+
+
+def exposed_by_step(run: RunSource, rank: int) -> np.ndarray:
+    rows = run.summary(ranks=[rank], kinds=EXPOSED)
+    steps = STEPS if run.manifest.source == "recorded" else np.unique(rows.step).tolist()
+    return np.array([rows.duration_ns[rows.step == step].sum() for step in steps])
+
+
+@pytest.mark.parametrize("case", ["simple_fsdp", "compiled_simple_fsdp"])
+def test_collectives_of_a_parametrization_have_the_unit_of_their_parameter(
+    seen: Seen, case: str
+) -> None:
+    recorded, _ = seen[case]
+    names = [unit.fqn for unit in recorded.manifest.units]
+    events = recorded.events(0, steps=STEPS[-1:], kinds=[EventKind.ALL_GATHER])
+    assert [names[unit] for unit in events.unit.tolist()] == names
+    assert np.all((events.flags & EventFlag.UNIT_INFERRED) != 0)
+    reductions = recorded.events(0, steps=STEPS[-1:], kinds=[EventKind.REDUCE_SCATTER])
+    assert [names[unit] for unit in reductions.unit.tolist()] == names[::-1]
