@@ -34,11 +34,11 @@ class _Kernel:
         self._observers: list[Observer] = []
         self._library: Any = None
 
-    def add(self, observer: Observer) -> None:
+    def add(self, observer: Observer, *, is_innermost: bool) -> None:
         if not self._observers:
             self._library = torch.library.Library(self._namespace, "IMPL")  # type: ignore[no-untyped-call]
             self._library.impl(self._name, self._run, _KEY, with_keyset=True)
-        self._observers.append(observer)
+        self._observers.insert(0 if is_innermost else len(self._observers), observer)
 
     def remove(self, observer: Observer) -> None:
         self._observers.remove(observer)
@@ -53,7 +53,7 @@ class _Kernel:
             below = keys.remove(torch._C.DispatchKey.BackendSelect)
             return operator.redispatch(below, *arguments)
 
-        for observer in list(self._observers):
+        for observer in list(self._observers):  # the first one is called by the others
             issue = _nested(observer, arguments, issue)
         return issue()
 
@@ -65,16 +65,17 @@ def _nested(observer: Observer, arguments: tuple[Any, ...], issue: Issue) -> Iss
 _kernels: dict[str, _Kernel] = {}
 
 
-def observe(operator: str, observer: Observer) -> Callable[[], None]:
+def observe(operator: str, observer: Observer, *, is_innermost: bool = False) -> Callable[[], None]:
     """Call the observer for each call of an operator.
 
     Args:
         operator: `c10d::allreduce_`.
         observer: See `Observer`.
+        is_innermost: Whether the observers so far are called before this one.
 
     Returns:
         A function that ends the observation; after the last one the kernel is gone.
     """
     kernel = _kernels.setdefault(operator, _Kernel(operator))
-    kernel.add(observer)
+    kernel.add(observer, is_innermost=is_innermost)
     return lambda: kernel.remove(observer)

@@ -37,6 +37,22 @@ _OPERATORS = {
 }
 """The kind of each operator, and the places of its message, its result and its group."""
 _WAIT = "_c10d_functional::wait_tensor"
+_FUNCTIONAL = (
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "all_gather_into_tensor_out",
+    "all_reduce",
+    "all_reduce_",
+    "all_reduce_coalesced",
+    "all_reduce_coalesced_",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_tensor_out",
+)
+"""The functional operators. Only collectives inside one of them are those of a graph."""
 _STREAMS = {
     EventKind.ALL_GATHER: Stream.ALL_GATHER,
     EventKind.REDUCE_SCATTER: Stream.REDUCE_SCATTER,
@@ -63,6 +79,7 @@ class GraphCollectives:
         self._units = units
         self._unwaited: dict[int, Communication] = {}
         """Collectives in flight, by the address of their result."""
+        self._functional_depth = 0
         self.is_attached = False
 
     def attach(self, patches: Patches) -> None:
@@ -70,8 +87,20 @@ class GraphCollectives:
         self.is_attached = True
         for operator, (kind, message, result, group) in _OPERATORS.items():
             observer = self._observer(kind, message, result, group)
-            patches.on_undo(observe(operator, observer))
+            # A sharder that observes an operator itself records its calls first.
+            patches.on_undo(observe(operator, observer, is_innermost=True))
         patches.on_undo(observe(_WAIT, self._wait))
+        for name in _FUNCTIONAL:
+            if hasattr(torch.ops._c10d_functional, name):
+                patches.on_undo(observe(f"_c10d_functional::{name}", self._functional))
+
+    def _functional(self, arguments: tuple[Any, ...], issue: Issue) -> Any:
+        """Note that a functional operator runs."""
+        self._functional_depth += 1
+        try:
+            return issue()
+        finally:
+            self._functional_depth -= 1
 
     def end_step(self) -> None:
         """Drop the collectives of earlier steps, which nothing waited for."""
@@ -88,7 +117,8 @@ class GraphCollectives:
     ) -> Callable[[tuple[Any, ...], Issue], Any]:
         def observer(arguments: tuple[Any, ...], issue: Issue) -> Any:
             session = self._session
-            if not session.active or session.collective_depth:
+            is_own = self._functional_depth and not session.collective_depth
+            if not (session.active and is_own):
                 return issue()
             communication, number = None, 0
             try:

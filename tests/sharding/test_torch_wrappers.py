@@ -1,6 +1,7 @@
 """The private state of FSDP1 and DDP, as `torch_fsdp1` and `torch_ddp` read it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_inspect.recording.all_reduce_kernel import observe_all_reduces
+from fsdp_inspect.recording.all_reduce_kernel import OPERATOR, observe_all_reduces
+from fsdp_inspect.recording.dispatcher_kernels import observe
 from fsdp_inspect.recording.sharders.fsdp1 import REPLACED_FUNCTIONS
 from fsdp_inspect.sharding.torch_ddp import find_buckets, has_final_buckets
 from fsdp_inspect.sharding.torch_fsdp1 import find_flat_handles
@@ -92,3 +94,23 @@ def test_two_observers_see_each_all_reduce_and_leave_torch_s_kernel() -> None:
     dist.all_reduce(tensor)
     assert sorted(seen) == [("first", 3, 1), ("second", 3, 1), ("second", 3, 1)]
     assert tensor.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_an_innermost_observer_is_called_by_those_before_it() -> None:
+    seen: list[str] = []
+
+    def named(name: str) -> Any:
+        def observer(arguments: tuple[Any, ...], issue: Any) -> Any:
+            seen.append(name)
+            return issue()
+
+        return observer
+
+    ends = [
+        observe(OPERATOR, named("outer")),
+        observe(OPERATOR, named("inner"), is_innermost=True),
+    ]
+    dist.all_reduce(torch.ones(1))
+    for end in ends:
+        end()
+    assert seen == ["outer", "inner"]
