@@ -140,4 +140,7 @@ $(READY): constraints.txt pyproject.toml
 $(FRAMEWORKS)/.complete: constraints-frameworks.txt pyproject.toml
 	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear $(FRAMEWORKS); fi
 	$(FRAMEWORKS)/bin/python -m pip install -c constraints-frameworks.txt -e '.[frameworks]'
+	# The requirements of DeepSpeed bring a CUDA build of torch, and its build imports torch and ninja.
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(FRAMEWORKS)/bin/python -m pip install --no-build-isolation \
+		--no-deps -c constraints-frameworks.txt deepspeed
 	@touch $@

@@ -1,0 +1,115 @@
+"""What DDP would need and save, and what FSDP would save: with the numbers written out."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fsdp_inspect.analysis.memory.peak import CategoryBytes, PeakMoment
+from fsdp_inspect.analysis.sharding_worth import (
+    WholeMemory,
+    describe_saving,
+    measure_replication_saving,
+    measure_whole_memory,
+)
+from fsdp_inspect.trace.sharders import DDP
+from tests.builders import steady_run
+
+PEAK = PeakMoment(
+    rank=0,
+    step=0,
+    phase="backward",
+    unit=-1,
+    fqn=None,
+    bytes=1000,
+    categories=(
+        CategoryBytes("optimizer_state", 200),
+        CategoryBytes("activation", 300),
+        CategoryBytes("unsharded_parameter", 70),
+        CategoryBytes("input", 5),
+    ),
+    owners=(),
+)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Two ranks that gather in the dtype of the weights."""
+    made = steady_run()
+    units = [
+        unit.model_copy(update={"unsharded_bytes": 2 * unit.sharded_bytes})
+        for unit in made.manifest.units
+    ]
+    return replace(made, manifest=made.manifest.model_copy(update={"units": units}))
+
+
+def whole(run, peak=PEAK, device_bytes=None, **changes) -> WholeMemory:
+    manifest = run.manifest.model_copy(update=changes)
+    found = measure_whole_memory(manifest, peak, device_bytes)
+    assert found is not None
+    return found
+
+
+def test_a_sharded_run_needs_the_parts_of_all_ranks_on_each_rank(run):
+    shards = sum(unit.sharded_bytes for unit in run.manifest.units)
+    found = whole(run)
+    ranks = found.num_ranks
+    assert ranks == run.manifest.world_size
+    assert found.parameter_bytes == found.gradient_bytes == ranks * shards
+    assert found.optimizer_bytes == ranks * 200
+    assert found.other_bytes == 305  # without what FSDP itself gathers
+    assert found.total_bytes == 2 * ranks * shards + ranks * 200 + 305
+
+
+def test_it_fits_a_device_that_is_a_ninth_larger(run):
+    needs = whole(run).total_bytes
+    assert whole(run, device_bytes=int(needs / 0.9) + 1).fits is True
+    assert whole(run, device_bytes=needs).fits is False
+
+
+def test_what_is_unknown_is_said(run):
+    assert "cannot tell, because the memory of the device is unknown" in whole(run).sentence
+    assert "cannot tell, because no memory step" in whole(run, peak=None).sentence
+    assert whole(run, peak=None).total_bytes is None
+
+
+def test_a_run_of_ddp_says_what_sharding_would_free(run):
+    units = [
+        unit.model_copy(update={"replicate_group": unit.shard_group, "shard_group": -1})
+        for unit in run.manifest.units
+    ]
+    found = whole(run, sharder=DDP, units=units)
+    state = 2 * sum(unit.sharded_bytes for unit in units) + 200
+    assert found.freed_bytes == state - -(-state // found.num_ranks)
+    assert "FSDP would save at most" in found.sentence
+
+
+def test_an_import_and_a_run_of_one_rank_have_no_answer(run):
+    imported = run.manifest.model_copy(update={"source": "imported"})
+    assert measure_whole_memory(imported, PEAK, None) is None
+    alone = [unit.model_copy(update={"shard_group": -1}) for unit in run.manifest.units]
+    lonely = run.manifest.model_copy(update={"units": alone})
+    assert measure_whole_memory(lonely, PEAK, None) is None
+
+
+def test_the_saving_lies_between_no_bucket_hidden_and_all_but_the_last(run):
+    memory = whole(run)
+    memory = replace(memory, gradient_bytes=3 * (25 << 20))
+    found = measure_replication_saving(run, memory, {"all_gather": 10**12, "reduce_scatter": 5})
+    assert found.reason == ""
+    assert found.exposed_ns == 10**12 + 5
+    assert found.low_ns == found.exposed_ns - found.all_reduce_ns
+    hidden = found.high_ns - found.low_ns
+    assert np.isclose(hidden, found.all_reduce_ns * 2 / 3, rtol=1e-3)
+    assert describe_saving(found).startswith("DDP would save ")
+
+
+def test_a_run_that_gathers_in_another_dtype_has_no_saving(run):
+    units = [
+        unit.model_copy(update={"unsharded_bytes": unit.unsharded_bytes // 2})
+        for unit in run.manifest.units
+    ]
+    other = replace(run, manifest=run.manifest.model_copy(update={"units": units}))
+    found = measure_replication_saving(other, whole(run), {"all_gather": 100})
+    assert (found.low_ns, found.high_ns) == (None, None)
+    assert "cannot tell, because the run gathers in another dtype" in describe_saving(found)
