@@ -7,10 +7,10 @@ from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.analysis.exposed import ExposedWait
 from fsdp_inspect.analysis.gathers_in_flight import GathersInFlight
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
+from fsdp_inspect.analysis.memory.sharding_worth import ReplicationSaving, WholeMemory
 from fsdp_inspect.analysis.optimizer_wait import OptimizerWait
 from fsdp_inspect.analysis.pipeline import Pipeline
 from fsdp_inspect.analysis.plan_check.check import PlanCheck
-from fsdp_inspect.analysis.sharding_worth import ReplicationSaving, WholeMemory
 from fsdp_inspect.analysis.verdict import Verdict
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_ns

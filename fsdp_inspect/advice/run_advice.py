@@ -19,12 +19,12 @@ from fsdp_inspect.analysis.damage import try_measure
 from fsdp_inspect.analysis.gathers_in_flight import measure_gathers_in_flight
 from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.analysis.memory.peak import PeakMoment
-from fsdp_inspect.analysis.optimizer_wait import measure_optimizer_wait
-from fsdp_inspect.analysis.pipeline import measure_pipeline
-from fsdp_inspect.analysis.sharding_worth import (
+from fsdp_inspect.analysis.memory.sharding_worth import (
     measure_replication_saving,
     measure_whole_memory,
 )
+from fsdp_inspect.analysis.optimizer_wait import measure_optimizer_wait
+from fsdp_inspect.analysis.pipeline import measure_pipeline
 from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.trace.codes import MemoryCategory

@@ -2,17 +2,17 @@
 
 R35 applies to a sharded run whose model, gradients, optimizer state and activations fit one device,
 and to which DDP would save time. A DDP run states what FSDP would save of its memory. Both numbers
-are inferred (`analysis.sharding_worth`).
+are inferred (`analysis.memory.sharding_worth`).
 """
 
 from collections.abc import Iterator
 
 from fsdp_inspect.advice.evidence import Effect, Evidence, Finding
-from fsdp_inspect.analysis.sharding_worth import (
+from fsdp_inspect.analysis.memory.sharding_worth import (
     FITS_RATIO,
     ReplicationSaving,
     WholeMemory,
-    describe_saving,
+    describe_replication_saving,
 )
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
@@ -54,7 +54,7 @@ def _replicate(
         ("Train with DistributedDataParallel, and compare the two runs.",),
         {"exposed_ns": saving.exposed_ns},
         effect=Effect(
-            sentence=describe_saving(saving),
+            sentence=describe_replication_saving(saving),
             saved_low_ns=max(saving.low_ns, 0),
             saved_high_ns=saving.high_ns,
             added_low_bytes=max(added, 0),

@@ -80,7 +80,7 @@ def offloads_parameters(engine: Any) -> bool:
     return str(getattr(device, "value", device or "none")) != "none"
 
 
-def settings_of(engine: Any) -> dict[str, str]:
+def zero_settings_of(engine: Any) -> dict[str, str]:
     """The settings that decide the schedule or the memory, as text."""
     config = engine._config.zero_config
     names = ["reduce_bucket_size", "overlap_comm", "contiguous_gradients", "reduce_scatter"]

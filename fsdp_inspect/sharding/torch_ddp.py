@@ -210,7 +210,7 @@ def comm_hooks_of(wrapper: DistributedDataParallel) -> list[str]:
     return [getattr(hook, "__name__", repr(hook)) for hook, _ in hooks]
 
 
-def settings_of(wrapper: DistributedDataParallel) -> dict[str, str]:
+def ddp_settings_of(wrapper: DistributedDataParallel) -> dict[str, str]:
     """The settings that change the schedule or the memory, as text."""
     logged: dict[str, Any] = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     cap = logged.get("bucket_cap_bytes")

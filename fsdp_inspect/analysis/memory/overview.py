@@ -12,7 +12,7 @@ from typing import ClassVar
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth, measure_memory_growth
 from fsdp_inspect.analysis.memory.peak import Memory, OwnerBytes, RankMemory, measure_memory
-from fsdp_inspect.analysis.sharding_worth import WholeMemory, measure_whole_memory
+from fsdp_inspect.analysis.memory.sharding_worth import WholeMemory, measure_whole_memory
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
 from fsdp_inspect.formatting import format_category, format_owner, format_unit
 from fsdp_inspect.results import TableResult

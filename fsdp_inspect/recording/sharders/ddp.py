@@ -34,11 +34,11 @@ from fsdp_inspect.recording.units import dtype_code, dtype_name
 from fsdp_inspect.sharding.torch_ddp import (
     BucketHandle,
     comm_hooks_of,
+    ddp_settings_of,
     find_buckets,
     find_wrappers,
     has_final_buckets,
     has_rebuilt_buckets,
-    settings_of,
 )
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, MemoryPoint, Method, Stream
 from fsdp_inspect.trace.run import Unit
@@ -128,7 +128,7 @@ class Ddp(Sharder[BucketHandle]):
 
     def settings(self) -> dict[str, str]:
         """The settings of the first wrapped model."""
-        return settings_of(self.wrappers[0][1])
+        return ddp_settings_of(self.wrappers[0][1])
 
     def update_units(self) -> None:
         """Find the buckets again if a reducer has assigned parameters to other ones.

@@ -120,7 +120,7 @@ class Zero(Sharder[HandleT]):
 
     def settings(self) -> dict[str, str]:
         """The settings of the first engine."""
-        return deepspeed_zero.settings_of(self.engines[0][1])
+        return deepspeed_zero.zero_settings_of(self.engines[0][1])
 
 
 class ZeroHooks:

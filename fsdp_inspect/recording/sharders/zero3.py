@@ -61,9 +61,9 @@ class Zero3(Zero[ModuleHandle]):
             for handle in deepspeed_zero.find_module_handles(prefix, engine)
         ]
 
-    def make_hooks(self, session: Session, memory: MemoryProbe) -> ModuleHooks:
+    def make_hooks(self, session: Session, memory: MemoryProbe) -> SubmoduleHooks:
         """Hooks on each sub-module."""
-        return ModuleHooks(session, self, memory)
+        return SubmoduleHooks(session, self, memory)
 
     def describe_unit(
         self, handle: ModuleHandle, index: int, name: str, groups: ProcessGroups
@@ -135,7 +135,7 @@ class GatherWork(TimedWork):
         return result
 
 
-class ModuleHooks(ZeroHooks):
+class SubmoduleHooks(ZeroHooks):
     """The hooks on every unit; see [Note: Where the recorder attaches to ZeRO-3]."""
 
     _sharder: Zero3

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from fsdp_inspect.analysis.memory.peak import CategoryBytes, PeakMoment
-from fsdp_inspect.analysis.sharding_worth import (
+from fsdp_inspect.analysis.memory.sharding_worth import (
     WholeMemory,
-    describe_saving,
+    describe_replication_saving,
     measure_replication_saving,
     measure_whole_memory,
 )
@@ -101,7 +101,7 @@ def test_the_saving_lies_between_no_bucket_hidden_and_all_but_the_last(run):
     assert found.low_ns == found.exposed_ns - found.all_reduce_ns
     hidden = found.high_ns - found.low_ns
     assert np.isclose(hidden, found.all_reduce_ns * 2 / 3, rtol=1e-3)
-    assert describe_saving(found).startswith("DDP would save ")
+    assert describe_replication_saving(found).startswith("DDP would save ")
 
 
 def test_a_run_that_gathers_in_another_dtype_has_no_saving(run):
@@ -112,4 +112,6 @@ def test_a_run_that_gathers_in_another_dtype_has_no_saving(run):
     other = replace(run, manifest=run.manifest.model_copy(update={"units": units}))
     found = measure_replication_saving(other, whole(run), {"all_gather": 100})
     assert (found.low_ns, found.high_ns) == (None, None)
-    assert "cannot tell, because the run gathers in another dtype" in describe_saving(found)
+    assert "cannot tell, because the run gathers in another dtype" in describe_replication_saving(
+        found
+    )

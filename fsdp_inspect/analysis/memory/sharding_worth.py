@@ -224,7 +224,7 @@ def _find_link(run: RunSource, num_ranks: int) -> LinkFit | None:
     return next((link for link in links if link is not None and link.bus_bytes_per_s), None)
 
 
-def describe_saving(saving: ReplicationSaving) -> str:
+def describe_replication_saving(saving: ReplicationSaving) -> str:
     """The saving in words, or why it is unknown."""
     if saving.low_ns is None or saving.high_ns is None:
         return f"What DDP would save per step: cannot tell, because {saving.reason}."
