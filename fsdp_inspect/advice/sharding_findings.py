@@ -36,9 +36,12 @@ def _replicate(
     evidence: Evidence, memory: WholeMemory, saving: ReplicationSaving | None
 ) -> Iterator[Finding]:
     is_short_of_memory = evidence.verdict.limit in _MEMORY_LIMITS
-    if not memory.fits or is_short_of_memory or saving is None or saving.high_ns is None:
+    if not memory.fits or is_short_of_memory or saving is None:
         return
     assert memory.total_bytes is not None
+    if saving.high_ns is None:
+        yield from _unknown_saving(evidence, memory, saving)
+        return
     assert saving.low_ns is not None
     assert saving.all_reduce_ns is not None
     if saving.high_ns <= 0 or not evidence.is_worth_naming(saving.high_ns):
@@ -68,6 +71,23 @@ def _replicate(
         ),
         snippet="model = DistributedDataParallel(model, gradient_as_bucket_view=True)",
     )
+
+
+def _unknown_saving(
+    evidence: Evidence, memory: WholeMemory, saving: ReplicationSaving
+) -> Iterator[Finding]:
+    """The model fits one device, but the time of DDP's all-reduce is unknown."""
+    if evidence.is_worth_naming(saving.exposed_ns):
+        yield Finding(
+            "R35",
+            (),
+            f"Sharding is not needed for memory: {memory.sentence.removesuffix('.')}.",
+            f"{memory.parts}. FSDP's collectives are exposed for {format_ns(saving.exposed_ns)} a "
+            "step.",
+            ("Record the same training with DistributedDataParallel, and compare the two runs.",),
+            {},
+            effect=Effect(sentence=describe_replication_saving(saving)),
+        )
 
 
 def _shard(evidence: Evidence, memory: WholeMemory) -> Iterator[Finding]:

@@ -1,0 +1,42 @@
+"""A sharded model that fits one device: what DDP would save, or why that is unknown."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+from fsdp_inspect.advice.sharding_findings import find_other_sharders
+from fsdp_inspect.analysis.memory.sharding_worth import ReplicationSaving, measure_whole_memory
+from fsdp_inspect.analysis.verdict import Limit
+from tests.analysis.memory.test_sharding_worth import PEAK
+from tests.builders import steady_run
+
+KNOWN = ReplicationSaving(low_ns=10, high_ns=40, exposed_ns=60, all_reduce_ns=50, reason="")
+UNKNOWN = ReplicationSaving(None, None, 60, None, "the run gathers in another dtype")
+
+
+def find(saving: ReplicationSaving, *, device_bytes: int = 1 << 30, limit: str = "communication"):
+    evidence = SimpleNamespace(
+        whole_memory=measure_whole_memory(steady_run().manifest, PEAK, device_bytes),
+        replication=saving,
+        verdict=SimpleNamespace(limit=limit),
+        peak_bytes=PEAK.bytes,
+        is_worth_naming=lambda ns: ns >= 2,
+    )
+    return list(find_other_sharders(evidence))
+
+
+def test_a_model_that_fits_one_device_has_the_saving_as_an_interval() -> None:
+    [found] = find(KNOWN)
+    assert (found.rule, found.effect.saved_low_ns, found.effect.saved_high_ns) == ("R35", 10, 40)
+
+
+def test_an_unknown_saving_is_said_with_its_reason() -> None:
+    [found] = find(UNKNOWN)
+    assert found.rule == "R35"
+    assert "cannot tell, because the run gathers in another dtype" in found.effect.sentence
+    assert (found.effect.saved_low_ns, found.effect.saved_high_ns) == (None, None)
+
+
+def test_nothing_is_said_of_a_model_that_does_not_fit_or_of_short_memory() -> None:
+    assert find(KNOWN, device_bytes=1) == []
+    assert find(KNOWN, limit=Limit.MEMORY) == []
+    assert find(replace(UNKNOWN, exposed_ns=1)) == []
