@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fsdp_inspect.run import Run, open_run
+from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.trace.codes import EventKind, Phase
 from tests.conftest import Torchrun
 
@@ -56,9 +57,9 @@ def test_the_run_follows_its_plan_though_a_head_has_no_gradient(run: Run) -> Non
     assert "has parameters without a gradient" in remark.sentence
 
 
-def test_the_typical_step_contains_the_teacher_and_can_be_simulated(run: Run) -> None:
-    simulation = run.simulate(rank=0)
-    assert abs(simulation.replay_error) < 0.02
-    timed = run.units().to_pandas().set_index("unit")
-    teacher = [name for name in timed.index if "sequential." in str(name)]
+def test_the_simulated_step_gathers_the_teacher(run: Run) -> None:
+    work = measure_work(run.source, rank=0)
+    teacher = [at for at, unit in enumerate(work.units) if "sequential." in unit.fqn]
+    gathered = [span.unit for span in work.play().spans if span.kind is EventKind.ALL_GATHER]
     assert len(teacher) == 2
+    assert [gathered.count(unit) for unit in teacher] == [1, 1]

@@ -18,8 +18,8 @@ from fsdp_inspect.report.simulation import (
 from fsdp_inspect.report.values import format_kind
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.result_types import (
-    Origin,
     Plan,
+    PredictionOrigin,
     RecordedWork,
     RunEntry,
     RunManifest,
@@ -302,7 +302,7 @@ def _show_keep(
 ) -> None:
     with show_card("Export", key="keep"):
         bandwidth, latency = network_of(chosen)
-        origin = Origin(
+        origin = PredictionOrigin(
             made_by="what-if",
             bus_bytes_per_s=bandwidth,
             latency_ns=latency,
