@@ -74,9 +74,9 @@ def find_coincidences(
     late = _late_ranks(run, member, sides, change)
     for other in late:
         yield from _own_work(other, sides, change)
-    was, now = (_collected_ns(member, side) for side in (before, after))
-    if abs(now - was) >= _LEAST_SHARE * abs(change) and not _is_account(now - was, change):
-        yield f"garbage collection: {format_ns(was)} to {format_ns(now)} a step"
+    yield from _collections(member, before, after, change, "")
+    for other in late:
+        yield from _collections(other, *_slices(other, sides), change, f" of rank {other.rank}")
     for rank in (member.rank, *(other.rank for other in late)):
         of_rank = "" if rank == member.rank else f" of rank {rank}"
         yield from _samples(run, rank, sides, of_rank)
@@ -108,6 +108,15 @@ def _collected_ns(member: RankSteps, side: slice) -> int:
     return round(float(values.mean())) if len(values) else 0
 
 
+def _collections(
+    member: RankSteps, before: slice, after: slice, change: float, of_rank: str
+) -> Iterator[str]:
+    """Garbage collections that changed, but that do not account for the change."""
+    was, now = (_collected_ns(member, side) for side in (before, after))
+    if abs(now - was) >= _LEAST_SHARE * abs(change) and not _is_account(now - was, change):
+        yield f"garbage collection{of_rank}: {format_ns(was)} to {format_ns(now)} a step"
+
+
 # --- late ranks
 
 
@@ -137,11 +146,16 @@ def _own_levels(member: RankSteps, sides: _Sides) -> tuple[int, int]:
     return was, now
 
 
-def _own_work(other: RankSteps, sides: _Sides, change: float) -> Iterator[str]:
-    was, now = _own_levels(other, sides)
+def _slices(other: RankSteps, sides: _Sides) -> tuple[slice, slice]:
+    """The positions of the steps of both sides in the steps of another rank."""
     first = int(np.searchsorted(other.steps, sides[1][0]))
     begin, end = (int(np.searchsorted(other.steps, at)) for at in (sides[0][0], sides[1][-1] + 1))
-    before, after = slice(begin, first), slice(first, end)
+    return slice(begin, first), slice(first, end)
+
+
+def _own_work(other: RankSteps, sides: _Sides, change: float) -> Iterator[str]:
+    was, now = _own_levels(other, sides)
+    before, after = _slices(other, sides)
     own_parts = [part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES]
     why = list(_parts(other, before, after, change, own_parts))
     collected = tuple(_collected_ns(other, side) for side in (before, after))

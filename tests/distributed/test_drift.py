@@ -17,7 +17,7 @@ NAMED = {
     "checkpoint": "checkpoint written in the background: ",
     "memory": "process memory: ",
     "pages": "pages that the process reads from a disk: ",
-    "garbage-of-one": "garbage collection: ",
+    "garbage-of-one": "garbage collection",
     "rank": "own work of rank 1: ",
     "neighbours": "wait for a core",
 }
