@@ -25,6 +25,7 @@ from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.table_cache import TableCache
 from fsdp_inspect_app.boundary import files_of_run, is_in_folder
+from fsdp_inspect_app.dated import Dated, is_younger_than
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
@@ -59,7 +60,7 @@ def runs_folder() -> Path:
 
 def list_entries() -> list[RunEntry]:
     """The runs of the folder, newest first, those that cannot be read last."""
-    return _list_entries(str(runs_folder()))[0]
+    return _list_entries(str(runs_folder())).value[0]
 
 
 def look_again() -> None:
@@ -69,15 +70,17 @@ def look_again() -> None:
 
 def list_foreign() -> list[str]:
     """Runs that are links to places outside the folder: by their ids, never opened."""
-    return _list_entries(str(runs_folder()))[1]
+    return _list_entries(str(runs_folder())).value[1]
 
 
-@st.cache_resource(ttl=_LISTING_LIFE_S, max_entries=4, show_spinner="Looking for runs")
-def _list_entries(folder: str) -> tuple[list[RunEntry], list[str]]:
+@st.cache_resource(
+    validate=is_younger_than(_LISTING_LIFE_S), max_entries=4, show_spinner="Looking for runs"
+)
+def _list_entries(folder: str) -> Dated[tuple[list[RunEntry], list[str]]]:
     entries = list_runs(Path(folder))
     inside = [entry for entry in entries if is_in_folder(entry.path, Path(folder))]
     known = {entry.id for entry in inside}
-    return inside, [entry.id for entry in entries if entry.id not in known]
+    return Dated((inside, [entry.id for entry in entries if entry.id not in known]))
 
 
 def open_entry(entry: RunEntry) -> Run:
@@ -255,11 +258,11 @@ def contents_of(entry: RunEntry) -> tuple[int, int]:
 
 
 def _state_of(path: Path) -> _State:
-    return _read_state(str(path), str(runs_folder()))
+    return _read_state(str(path), str(runs_folder())).value
 
 
-@st.cache_resource(ttl=_STATE_LIFE_S, max_entries=512, show_spinner=False)
-def _read_state(path: str, folder: str) -> _State:
+@st.cache_resource(validate=is_younger_than(_STATE_LIFE_S), max_entries=512, show_spinner=False)
+def _read_state(path: str, folder: str) -> Dated[_State]:
     """The state of a run's files; files that vanish meanwhile do not count.
 
     Raises:
@@ -274,4 +277,5 @@ def _read_state(path: str, folder: str) -> _State:
         newest_ns = max(newest_ns, status.st_mtime_ns)
         num_bytes += status.st_size
         is_live = is_live or file.name.endswith(_LIVE_SUFFIX)
-    return _State(newest_ns, num_bytes, int(time.time() / _LIVE_LIFE_S) if is_live else 0)
+    moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
+    return Dated(_State(newest_ns, num_bytes, moment))

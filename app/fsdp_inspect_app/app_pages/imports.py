@@ -9,6 +9,7 @@ from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import show_card, show_headline
+from fsdp_inspect_app.dated import Dated, is_younger_than
 from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.imports import frame_sources
 from fsdp_inspect_app.import_jobs import ImportJobs, JobState, JobView
@@ -28,7 +29,7 @@ torch.cuda.memory._dump_snapshot(f"snapshots/rank{rank}.pickle")"""
 
 def show_page() -> None:
     """What can be imported, the choice, and how the import goes."""
-    sources = _list(str(loading.runs_folder()))
+    sources = _list(str(loading.runs_folder())).value
     if not sources:
         show_nothing(
             "This folder has nothing to import.",
@@ -52,9 +53,11 @@ def show_page() -> None:
     )
 
 
-@st.cache_resource(ttl=_LISTING_LIFE_S, max_entries=4, show_spinner="Looking for traces")
-def _list(folder: str) -> list[ImportSource]:
-    return list_sources(loading.runs_folder())
+@st.cache_resource(
+    validate=is_younger_than(_LISTING_LIFE_S), max_entries=4, show_spinner="Looking for traces"
+)
+def _list(folder: str) -> Dated[list[ImportSource]]:
+    return Dated(list_sources(loading.runs_folder()))
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)

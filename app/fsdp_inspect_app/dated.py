@@ -1,0 +1,26 @@
+"""Cache values that are computed again after some seconds.
+
+Streamlit's own `ttl` can raise a KeyError for a value that expires between its two look-ups
+(streamlit 1.67, `cache_resource_api.read_result`), and the page then fails. `validate` is called
+once for each look-up.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Dated(Generic[T]):
+    """A value, and when it was computed."""
+
+    value: T
+    at_s: float = field(default_factory=time.monotonic)
+
+
+def is_younger_than(seconds: float) -> Callable[[Dated[T]], bool]:
+    """For the option `validate` of `st.cache_resource`."""
+    return lambda dated: time.monotonic() - dated.at_s < seconds
