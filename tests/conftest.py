@@ -59,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Scheduling(config), "fsdp-inspect-scheduling")
 
 
+@pytest.hookimpl(optionalhook=True)  # absent without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than processors for `-n logical`: many tests wait for other processes."""
     return (os.cpu_count() or 1) + 1
