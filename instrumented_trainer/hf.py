@@ -120,7 +120,8 @@ def compute_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
     The decoder of an encoder-decoder gets the tokens, too.
     """
-    config = getattr(model, "config", None)
+    # DDP and DeepSpeed wrap the model, and DeepSpeed has a config of its own.
+    config = getattr(getattr(model, "module", model), "config", None)
     inputs = [tokens if config is None else make_input(config, tokens)]
     is_pair = bool(getattr(config, "is_encoder_decoder", False))
     output = model(*inputs, decoder_input_ids=tokens) if is_pair else model(*inputs)
