@@ -20,6 +20,10 @@ def test_an_evaluation_now_and_then_belongs_to_no_step() -> None:
     assert run([], [STUDENT], [], [], [STUDENT], []) == [[], [False], [], [], [False], []]
 
 
+def test_evaluations_after_two_steps_in_a_row_belong_to_no_step() -> None:
+    assert run([], [], [], [STUDENT], [STUDENT]) == [[], [], [], [False], [False]]
+
+
 def test_an_evaluation_of_the_student_is_none_of_the_teachers_passes() -> None:
     assert run([TEACHER], [TEACHER, STUDENT], [TEACHER]) == [[False], [True, False], [True]]
 
