@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_inspect.sharding.bucket import WholeParameterBucket
 from fsdp_inspect.sharding.engine_names import is_engine
 from fsdp_inspect.sharding.torch_ddp import enclosing_modules
 from fsdp_inspect.sharding.torch_fsdp import strip_wrappers
@@ -271,18 +272,11 @@ def _tensors(
 # --- ZeRO-1 and ZeRO-2
 
 
-@dataclass(frozen=True, slots=True)
-class GradientBucketHandle:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientBucketHandle(WholeParameterBucket):
     """Gradients that ZeRO-1 or ZeRO-2 reduces together: a unit."""
 
     engine: Any
-    prefix: str
-    bucket: int
-    """Its number in the backward."""
-    names: tuple[str, ...]
-    parameters: tuple[nn.Parameter, ...]
-    dtype: torch.dtype
-    """Of the reduction."""
 
     # --- `recording.unit_handle.UnitHandle`
 
@@ -292,44 +286,9 @@ class GradientBucketHandle:
         return self.engine
 
     @property
-    def name(self) -> str:
-        """`bucket 0`, after the name of the engine if that is not the root."""
-        return f"{self.prefix} bucket {self.bucket}".lstrip()
-
-    @property
     def fqns(self) -> tuple[str, ...]:
         """The modules whose parameters the bucket holds, as few as name them all."""
         return enclosing_modules(self.engine.module, self.names, self.prefix)
-
-    @property
-    def owned_modules(self) -> tuple[()]:
-        """None: buckets hold no buffers of modules."""
-        return ()
-
-    @property
-    def local_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters, which are whole on every rank."""
-        return self.parameters
-
-    @property
-    def full_numels(self) -> list[int]:
-        """The elements of each parameter."""
-        return [parameter.numel() for parameter in self.parameters]
-
-    @property
-    def is_unsharded(self) -> bool:
-        """False: nothing is gathered before it is used."""
-        return False
-
-    @property
-    def gathered_parameters(self) -> tuple[()]:
-        """None."""
-        return ()
-
-    @property
-    def followed_parameters(self) -> tuple[()]:
-        """None."""
-        return ()
 
     @property
     def full_gradients(self) -> list[torch.Tensor]:
@@ -352,17 +311,6 @@ class GradientBucketHandle:
         return not getattr(self.engine, "inside_no_sync_ctxt", False)
 
     # --- sizes
-
-    @property
-    def num_bytes(self) -> int:
-        """The message of its reduction."""
-        return sum(self.full_numels) * self.dtype.itemsize
-
-    @property
-    def parameter_shapes(self) -> dict[str, list[int]]:
-        """The shape of each parameter by fqn."""
-        pairs = zip(self.names, self.parameters, strict=True)
-        return {name: list(each.shape) for name, each in pairs}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,24 +21,16 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_inspect.sharding.bucket import WholeParameterBucket
 from fsdp_inspect.sharding.torch_fsdp import strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
 
 
-@dataclass(frozen=True, slots=True)
-class BucketHandle:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketHandle(WholeParameterBucket):
     """One bucket of a model: a unit."""
 
     wrapper: DistributedDataParallel
-    prefix: str
-    """The fqn of the wrapped model; empty if the model itself is wrapped."""
-    bucket: int
-    """Its number among the buckets of its model: the order of the all-reduces."""
-    names: tuple[str, ...]
-    """The fqns of its parameters."""
-    parameters: tuple[nn.Parameter, ...]
-    dtype: torch.dtype
-    """Of the all-reduce."""
     buffer: BucketBuffer = field(compare=False)
 
     # --- `recording.unit_handle.UnitHandle`
@@ -49,44 +41,9 @@ class BucketHandle:
         return self.wrapper
 
     @property
-    def name(self) -> str:
-        """`bucket 0`, after the name of its model if that is not the root."""
-        return f"{self.prefix} bucket {self.bucket}".lstrip()
-
-    @property
     def fqns(self) -> tuple[str, ...]:
         """The modules whose parameters the bucket holds, as few as name them all."""
         return enclosing_modules(self.wrapper.module, self.names, self.prefix)
-
-    @property
-    def owned_modules(self) -> tuple[()]:
-        """None: buckets hold no buffers of modules."""
-        return ()
-
-    @property
-    def local_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters, which are whole on every rank."""
-        return self.parameters
-
-    @property
-    def full_numels(self) -> list[int]:
-        """The elements of each parameter."""
-        return [parameter.numel() for parameter in self.parameters]
-
-    @property
-    def is_unsharded(self) -> bool:
-        """False: nothing is gathered."""
-        return False
-
-    @property
-    def gathered_parameters(self) -> tuple[()]:
-        """None."""
-        return ()
-
-    @property
-    def followed_parameters(self) -> tuple[()]:
-        """None: first uses are known for gathered parameters only."""
-        return ()
 
     @property
     def full_gradients(self) -> tuple[()]:
@@ -113,23 +70,10 @@ class BucketHandle:
     # --- sizes and settings
 
     @property
-    def num_bytes(self) -> int:
-        """The message of its all-reduce."""
-        return sum(self.full_numels) * self.dtype.itemsize
-
-    @property
     def group(self) -> ProcessGroup:
         """The ranks that reduce."""
         group: ProcessGroup = self.wrapper.process_group
         return group
-
-    @property
-    def parameter_shapes(self) -> dict[str, list[int]]:
-        """The shape of each parameter by fqn."""
-        return {
-            name: list(parameter.shape)
-            for name, parameter in zip(self.names, self.parameters, strict=True)
-        }
 
 
 class BucketBuffer:
