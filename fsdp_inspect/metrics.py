@@ -73,9 +73,8 @@ _ALL = (
         "floor_ns",
         "exposed floor",
         _NS,
-        "exposed time of the first all-gather of each forward and the last reduction of each "
-        "backward, with their waits for stragglers; no compute runs next to them, so no setting "
-        "hides it",
+        "the rest of the exposed time of the first all-gather of each forward and the last "
+        "reduction of each backward; no compute runs next to them, so no setting hides it",
         Better.NEITHER,
     ),
     Metric("step_ratio", "share of the step", _RATIO, "time / step time"),

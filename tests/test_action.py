@@ -1,4 +1,4 @@
-"""Do the GitHub Action and the GitLab job do what they say? Their shell steps are run, for real."""
+"""The shell steps of the GitHub Action and the GitLab job, really run."""
 
 import os
 import re

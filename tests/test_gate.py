@@ -1,7 +1,7 @@
-"""Does our own gate, `.ci/gate`, end with the worst of its verdicts, and are its baselines whole?
+"""`.ci/gate` ends with the worst of its verdicts, and its baselines are complete.
 
-The forecasts and the run themselves take minutes, and are what `make gate` is for. Here a stand-in
-for the interpreter notes what it was asked, and answers as it is told.
+The forecasts and the run take minutes; `make gate` runs them. Here a stand-in for the interpreter
+notes its arguments and gives planned answers.
 """
 
 import os

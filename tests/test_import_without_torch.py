@@ -1,7 +1,7 @@
-"""Does a run open on a laptop that has neither torch nor streamlit?
+"""A run opens on a laptop that has neither torch nor streamlit.
 
-`tests/test_wheel.py` proves it from outside, in an environment without them; these tests say which
-module is to blame.
+`tests/test_wheel.py` proves this in an environment without them. These tests name the module that
+imports them.
 """
 
 import subprocess

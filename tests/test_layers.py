@@ -1,7 +1,6 @@
-"""Do imports go down only, and does the check of `make check` notice when one does not?
+"""Imports go down only, and `make check` reports one that does not.
 
-Each violation is a new module in a copy of the packages: a check that nothing can fail proves
-nothing.
+Each violation is a new module in a copy of the packages.
 """
 
 import os

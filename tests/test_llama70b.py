@@ -1,4 +1,4 @@
-"""Does the synthetic Llama-70B run have the published counts and sizes?"""
+"""The synthetic Llama-70B run has the published counts and sizes."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""Does `make` set up a bare machine, and say what to do where it cannot?
+"""`make` sets up a bare machine, and states what to do where it cannot.
 
-The set-up itself takes minutes and is what every CI run begins with. Its logic is tested here with
-an interpreter that only notes what it was asked to do.
+The set-up takes minutes, and every CI run begins with it. Here its logic is tested with a stand-in
+for the interpreter that only notes its arguments.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Is what `import fsdp_inspect` offers exactly what it says, and documented?"""
+"""The public names of `import fsdp_inspect` are complete and documented."""
 
 import inspect
 import subprocess

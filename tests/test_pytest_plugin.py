@@ -1,4 +1,4 @@
-"""Does the pytest plugin fail a test whose memory grew, and stay out of the way of all others?
+"""The pytest plugin fails a test whose memory grew, and leaves all others alone.
 
 Most sessions run in this process, which has loaded torch already.
 """

@@ -1,4 +1,4 @@
-"""Does a server accept its own names, origins and token, and refuse all others?"""
+"""A server accepts its own names, origins and token, and refuses all others."""
 
 import os
 from types import SimpleNamespace

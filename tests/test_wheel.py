@@ -1,9 +1,9 @@
-"""Does what a user installs work: the wheel, in fresh environments with and without the extras?
+"""The wheel works in fresh environments, with and without the extras.
 
-An environment here is a real virtual environment into which pip installs the wheel. Its
-dependencies are links to the distributions of the environment that runs the tests: exactly those
-that the wheel's metadata asks for, and theirs, so that a forgotten dependency is missing here as
-it would be for a user, and nothing is downloaded.
+An environment is a real virtual environment into which pip installs the wheel. Its dependencies are
+links to the distributions of the environment that runs the tests: those in the wheel's metadata,
+and their dependencies. A forgotten dependency is therefore missing, as it would be for a user, and
+nothing is downloaded.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Who may see the runs? Whoever reaches the server, or, where a login is set up, whoever logs in.
+"""Check who may see the runs: everyone who reaches the server, or only logged-in users.
 
 The login is Streamlit's own (OpenID Connect), set up in `secrets.toml`:
 
@@ -13,8 +13,8 @@ The login is Streamlit's own (OpenID Connect), set up in `secrets.toml`:
     emails = ["ada@example.org"]
     domains = ["example.org"]
 
-With `[auth]` nothing is shown before a login. Without `[access]` every account of the provider gets
-in; with it only the addresses that it names, unless the provider calls one unverified.
+With `[auth]`, nothing is shown before a login. Without `[access]`, every account of the provider
+may see the runs. With it, only the named addresses may, if the provider has verified them.
 """
 
 from collections.abc import Mapping

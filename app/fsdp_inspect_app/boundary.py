@@ -1,8 +1,8 @@
-"""Which files may the dashboard read? Those in the folder that it was started with.
+"""Restrict the dashboard to files in the folder that it was started with.
 
-Runs are found by listing that folder, so no address and no widget can name a file. What is left is
-a link inside the folder that leads out of it: whoever may write a run there must not make the
-dashboard show other files of this machine.
+Runs come from a listing of that folder, so no address and no widget can name a file. A link inside
+the folder could still lead out of it. A user who may write a run there must not make the dashboard
+show other files of this machine.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Which point of a chart was clicked? Also a cell of a map, of which `on_select` never tells.
+"""Report which point of a chart was clicked, also cells of a heat map.
 
-A click is an event: it is told once, in the run of the script that it causes. Wherever it leads, a
-table, a picker or a link must lead, too, for those who have no pointer.
+A click is an event: it is reported once, in the run of the script that it causes. A table, a picker
+or a link must lead to the same place, for users without a pointer.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""How does an import go that was started from the dashboard? One at a time, in its own process."""
+"""Run the imports that the dashboard starts, one at a time, each in its own process."""
 
 import json
 import re

@@ -1,8 +1,8 @@
-"""What lies below the folder of runs that could become a run? A listing, from which one chooses.
+"""List the files in the folder of runs that can be imported.
 
-An import names an entry of this listing and never a path: what is typed or linked to reaches the
-disk only if it is the name of an entry. Links that lead out of the folder, hidden files and the
-files of runs are not in it.
+An import names an entry of this listing, never a path. Typed or linked text reaches the disk only
+if it is the name of an entry. The listing omits links that lead out of the folder, hidden files and
+the files of runs.
 """
 
 import os

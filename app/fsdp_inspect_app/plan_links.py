@@ -1,8 +1,8 @@
-"""How does a plan travel in an address? As packed text that is checked when it is read.
+"""Plans in addresses: packed text that is checked when it is read.
 
-The text is the plan file, deflated and in URL-safe base64: some 300 characters for a model of 80
-blocks. What comes from an address is as long as it may be and no longer, unpacked or not, and is
-read as any plan file is; it names modules, never files.
+The text is the plan file, deflated and in URL-safe base64: about 300 characters for a model of 80
+blocks. The length of a text from an address is limited, packed and unpacked. It is read like any
+plan file. It names modules, never files.
 """
 
 import base64

@@ -1,7 +1,8 @@
-"""How is the first page there soon? A server that loads what pages need while nobody asks yet.
+"""A server that loads the modules of pages while it waits for the first request.
 
-`python -m fsdp_inspect_app.server run SCRIPT ...` is `streamlit run SCRIPT ...`, which loads the
-libraries only when the first page is opened: two seconds that a browser's own start can hide.
+`python -m fsdp_inspect_app.server run SCRIPT ...` does what `streamlit run SCRIPT ...` does.
+Streamlit loads the libraries when the first page opens. This server loads them while the browser
+starts, which saves two seconds.
 """
 
 import gc

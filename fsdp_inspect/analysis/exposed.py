@@ -53,12 +53,15 @@ class ExposedOwner:
     """Time in flight per step, exposed or not."""
     exposed_ns: int
     """Per step."""
-    floor_ns: int
-    """The part of `exposed_ns` that belongs to the structural floor."""
     step_ratio: float
     """Exposed time / step time, 0 to 1."""
     causes_ns: dict[str, int]
     """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`."""
+
+    @property
+    def floor_ns(self) -> int:
+        """The part of `exposed_ns` whose cause is the floor: no setting can hide it."""
+        return self.causes_ns.get(Cause.FLOOR.label, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,21 +208,11 @@ CAUSES = TableSpec(
         text_column(
             "definition",
             "The definition of the cause.",
-            lambda row: _define_cause(row.name),
+            lambda row: find_metric(f"{row.name}_ns").definition,
         ),
     ),
 )
 """The columns of `CauseTime`."""
-
-
-def _define_cause(cause: str) -> str:
-    """The metric `floor_ns` includes waits for stragglers, which are a cause of their own here."""
-    if cause == Cause.FLOOR.label:
-        return (
-            "the rest of the exposed time of the first all-gather of each forward and the last "
-            "reduction of each backward; no compute runs next to them, so no setting hides it"
-        )
-    return find_metric(f"{cause}_ns").definition
 
 
 def list_causes(causes_ns: Mapping[str, int]) -> list[CauseTime]:
@@ -290,9 +283,6 @@ class Exposed:
     exposed_ns: int
     step_ratio: float
     """Exposed time / step time, 0 to 1."""
-    floor_ns: int
-    """The part that no setting can hide: the first gather of each forward and the last reduction
-    of each backward, because no compute runs next to them; includes their waits for stragglers."""
     backward_gathers_ns: int
     """Exposed time of FSDP's all-gathers in backward; `reshard_after_forward=False` removes it."""
     by_kind_ns: dict[str, int]
@@ -313,6 +303,11 @@ class Exposed:
     evidence: tuple[ExposedWait, ...]
     """The longest waits of the timed steps, longest first, at most `MOST_EVIDENCE`: the longest
     wait of each owner, or the longest waits of a selected unit."""
+
+    @property
+    def floor_ns(self) -> int:
+        """The part of `exposed_ns` whose cause is the floor: no setting can hide it."""
+        return self.causes_ns.get(Cause.FLOOR.label, 0)
 
 
 def measure_exposed(
@@ -358,7 +353,6 @@ def measure_exposed(
         communication_ns=split.communication_ns,
         exposed_ns=exposed,
         step_ratio=exposed / step_time if step_time else 0.0,
-        floor_ns=typical.floor_ns(typical.waits.share_by_cause_ns),
         backward_gathers_ns=_backward_gathers(member),
         by_kind_ns={
             part.label.removeprefix("exposed_"): split.duration_ns(part)
@@ -427,11 +421,6 @@ class _TypicalWaits:
         if exposed_ns is None or abs(total - exposed_ns) > 1:
             exposed_ns = round(total)
         return _by_name(apportion(means, exposed_ns))
-
-    def floor_ns(self, by_cause_ns: NDArray[np.int64]) -> int:
-        """Return the waits per step for floor collectives, with their waits for stragglers."""
-        floor = by_cause_ns[self.waits.is_floor][:, [Cause.FLOOR, Cause.STRAGGLER]]
-        return round(float(floor.sum() / max(self.num_steps, 1)))
 
 
 def _by_name(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:
@@ -532,7 +521,6 @@ def _find_owners(
                 count_per_step=float(own.count.sum() / max(len(member.steps), 1)),
                 duration_ns=member.typical_per_step(own, "duration_ns"),
                 exposed_ns=exposed,
-                floor_ns=owned.floor_ns(owned.waits.by_cause_ns),
                 step_ratio=exposed / step_time if step_time else 0.0,
                 causes_ns=owned.causes_ns(owned.waits.by_cause_ns, exposed),
             )

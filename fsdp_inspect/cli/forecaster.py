@@ -1,4 +1,4 @@
-"""Who makes forecasts for a command that never loads torch? A child process that answers jobs."""
+"""Run forecasts for a command that does not load torch, in a child process."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Is the advice right where the answer is known, and is it true where it is played?"""
+"""Advice on runs with a known answer, and on plans that are really run."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which findings come before the plan, and which never come?"""
+"""The findings that come before the plan, and those that never come."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Does the search find what ranks should keep: a share within a node, or fewer activations?"""
+"""The search over what ranks keep: a share within a node, or fewer activations."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Is it said how the times of each group of numbers were obtained?"""
+"""The method of measurement of each group of numbers."""
 
 from fsdp_inspect.analysis.methods import name_methods
 from fsdp_inspect.trace.codes import EventKind, Method

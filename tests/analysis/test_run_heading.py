@@ -1,4 +1,4 @@
-"""Does the outline of a run say what its digest says, without its waits?"""
+"""The heading of a run has the numbers of its summary, without the waits."""
 
 from dataclasses import fields
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Is each event of a step described by what the analyses of that step say?"""
+"""The events of a step, compared with the analyses of that step."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which runs do the pages open? A folder of synthetic ones, whole and damaged, and every sample."""
+"""The runs that the pages open: synthetic ones, whole and damaged, and every sample."""
 
 import dataclasses
 import json

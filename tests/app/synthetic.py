@@ -1,7 +1,7 @@
-"""What would a believable FSDP run look like? Two ranks, ten units, streams as on a GPU.
+"""Make a realistic FSDP run: two ranks, ten units, streams as on a GPU.
 
-A small schedule, not a recording: each unit's all-gather is issued one unit ahead, its
-reduce-scatter follows its backward, and `norm, lm_head` is large enough to be waited for.
+The run is a small schedule, not a recording. Each unit's all-gather is issued one unit ahead, and
+its reduce-scatter follows its backward. The step waits for `norm, lm_head`, which is large.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

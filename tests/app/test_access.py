@@ -1,4 +1,4 @@
-"""Does nobody see a run before the login, where one is set up?"""
+"""Where a login is set up, nobody sees a run before it."""
 
 import pytest
 from fsdp_inspect_app.access import may_enter

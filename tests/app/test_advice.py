@@ -1,4 +1,4 @@
-"""Does Advice show what the library advises, with plans that can be run, and what became of it?"""
+"""The Advice page: the library's advice, plans that can be run, and measured results."""
 
 import dataclasses
 import shutil

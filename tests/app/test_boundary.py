@@ -1,4 +1,4 @@
-"""Does the dashboard read files of its folder only?"""
+"""The dashboard reads files of its folder only."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Do the figures draw the numbers of the result objects, in the fixed colours?"""
+"""Figures draw the numbers of the results in the fixed colours."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Is what a browser tells of a click believed only as far as it makes sense?"""
+"""Clicks from the browser are checked before they are used."""
 
 import pytest
 from fsdp_inspect_app.clicks import Click, read_click

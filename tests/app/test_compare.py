@@ -1,4 +1,4 @@
-"""Does Compare say first what differs, with the library's own numbers, for any runs it is given?"""
+"""The Compare page: differences first, with the library's numbers, for any runs."""
 
 import dataclasses
 import shutil

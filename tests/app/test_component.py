@@ -1,4 +1,4 @@
-"""What does the canvas get, and is what it sends back believed only as far as it makes sense?"""
+"""The data that the canvas gets, and the checks of what it sends back."""
 
 import dataclasses
 

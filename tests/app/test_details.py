@@ -1,4 +1,4 @@
-"""Does a selected event read as the wireframe says, with nothing where nothing is known?"""
+"""The details of a selected event; a field is absent where its value is unknown."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Does a dashboard know what an earlier one found out, and survive whatever lies in its place?"""
+"""A dashboard reuses findings of an earlier one, and survives damaged cache files."""
 
 import sqlite3
 from pathlib import Path

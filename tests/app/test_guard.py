@@ -1,4 +1,4 @@
-"""Does the real server answer only requests with its own Host and Origin, and with the token?"""
+"""The server answers only requests with its own Host and Origin, and with the token."""
 
 import http.client
 import os

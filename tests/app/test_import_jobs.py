@@ -1,4 +1,4 @@
-"""Does an import go on in its own process, end in a run or in words, and leave nothing else?"""
+"""An import runs in its own process and ends with a run or a message, and with nothing else."""
 
 import os
 import signal

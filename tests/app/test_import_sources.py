@@ -1,4 +1,4 @@
-"""Is only that listed for import which lies in the folder, whatever links and names try?"""
+"""Only files in the folder are offered for import, whatever links and names exist."""
 
 import pytest
 from fsdp_inspect_app.import_sources import SourceKind, find_source, list_sources

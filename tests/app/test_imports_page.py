@@ -1,4 +1,4 @@
-"""Does the Import page offer what lies in the folder, and lead to the run that it makes?"""
+"""The Import page lists the files of the folder and links to the run that it makes."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Does the server start where only this machine reaches it, with nothing sent home?"""
+"""The server starts on loopback only and sends nothing to other hosts."""
 
 import socket
 import subprocess

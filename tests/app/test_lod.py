@@ -1,4 +1,4 @@
-"""Is what is sent for a window exact, and small however many spans there are?"""
+"""The data for a window is exact, and small for any number of spans."""
 
 import time
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Do the pages show the library's numbers of each mesh dimension?"""
+"""The pages show the library's numbers of each mesh dimension."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Can the other side take a packed block apart by its own description?"""
+"""A packed block can be read with its own description."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Does every page open every run, say first what matters, and show the library's own numbers?"""
+"""Every page opens every run, with its headline first and the library's numbers."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Does the Ranks page say who is late, and show the library's own numbers of every rank?"""
+"""The Ranks page names late ranks and shows the library's numbers of every rank."""
 
 import dataclasses
 

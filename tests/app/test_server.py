@@ -1,4 +1,4 @@
-"""Does the server load what pages need, and nothing that only a page may?"""
+"""The server loads what pages need, and no module that only a page may load."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Are the numbers of many runs found without holding up the page, and only once?"""
+"""Summaries of many runs are computed once, without blocking the page."""
 
 import shutil
 import threading

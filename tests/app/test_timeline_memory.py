@@ -1,4 +1,4 @@
-"""Is the memory of a step drawn as it was read, and is no peak lost where there is no room?"""
+"""The memory curve of a step is drawn as it was read, and keeps every peak."""
 
 import numpy as np
 import pytest

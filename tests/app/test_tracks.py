@@ -1,4 +1,4 @@
-"""Does the drawing of a step say the same as the analysis of that step?"""
+"""The drawing of a step agrees with the analysis of that step."""
 
 import numpy as np
 import pytest

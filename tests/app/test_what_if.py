@@ -1,4 +1,4 @@
-"""Does What-if predict what the command predicts, for every setting, and explain what cannot be?"""
+"""What-if predicts what the command predicts for every setting, and explains refusals."""
 
 import json
 import shlex

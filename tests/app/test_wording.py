@@ -1,4 +1,4 @@
-"""Are names shown as they are, and facts said as they are?"""
+"""Names appear unchanged, and facts appear as they are."""
 
 import re
 

@@ -1,10 +1,9 @@
-"""Are the recorded times right? All-gather durations against torch.profiler's gloo events.
+"""Recorded durations of all-gathers against torch.profiler's gloo events.
 
-Recorder and profiler watch the same steps. gloo marks each collective from the creation of its
-handle to its completion, in order; the n-th mark is the n-th recorded all-gather of the rank. The
-recorder starts a little earlier (before the call) and ends a little later (when Python's callback
-runs), so its durations are longer; where they are synchronous the wake-up of the training thread
-is inside, too.
+The recorder and the profiler observe the same steps. gloo marks each collective from the creation
+of its handle to its completion, in order. The n-th mark is the n-th recorded all-gather of the
+rank. The recorder starts before the call and ends when Python's callback runs, so its durations are
+a little longer. For synchronous collectives they include the wake-up of the training thread.
 """
 
 from __future__ import annotations

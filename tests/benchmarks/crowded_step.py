@@ -1,7 +1,7 @@
-"""What would one step with very many intervals look like? A run folder with a single such step.
+"""A run folder with a single step of very many intervals.
 
-A step of a large run, repeated as microbatches (gradient accumulation) until it holds as many
-events as asked, on 16 ranks.
+A step of a large run on 16 ranks is repeated as microbatches (gradient accumulation) until it has
+the requested number of events.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""How quickly is each page of the dashboard there, and how much does it send?
+"""The times of each page of the dashboard, and the data that it sends.
 
-Measured in Chromium against the real server on this machine: every page on a recorded sample, the
-pages of one run on a made-up run of 1,024 ranks, and the timeline of one step with very many
-intervals. Warm: the server has shown the page before. Cold: the server was just started. From the
-list: it has shown the list of runs and nothing of this one. Static files are in the browser's cache
-each time.
+Chromium opens pages of the real server on this machine: every page of a recorded sample, the pages
+of a synthetic run of 1,024 ranks, and the timeline of one step with very many intervals.
+
+- Warm: the server has shown the page before.
+- Cold: the server was just started.
+- From the list: the server has shown the list of runs, and nothing of this run.
+
+Static files are in the browser's cache in all cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How are figures shown? One table, with a note to each row on how it was obtained, and JSON."""
+"""The table of figures, with a note on the origin of each row, and as JSON."""
 
 from __future__ import annotations
 

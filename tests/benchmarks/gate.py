@@ -1,9 +1,9 @@
-"""Does the gate leave an unchanged program alone? Many checks of one program against itself.
+"""Many gate checks of one unchanged program against itself.
 
-The program runs again and again, each run a new pair of processes. Every check draws its baseline
-and its run from that pool, so checks share runs and are not independent: the number of processes is
-told beside the number of checks. Memory is checked one run against one, times five against five:
-drawn at random, and as in CI, where five in a row are held against five in a row from before.
+Each run of the program is a new pair of processes. Every check draws its baseline and its run from
+the pool of these runs. Checks share runs and are not independent, so the number of processes is
+stated next to the number of checks. Memory checks compare one run with one. Time checks compare
+five runs with five: drawn at random, and as in CI, five in a row with the five before.
 """
 
 from __future__ import annotations

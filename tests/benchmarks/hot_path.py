@@ -1,9 +1,9 @@
-"""What does one recorded event cost? The recorder's own code, under torch calls that do nothing.
+"""The cost of one recorded event: the recorder's code under torch calls that do nothing.
 
-In a training step the cost of recording drowns in noise. Here torch's `FSDPParamGroup` is
-replaced by a stand-in that makes the same calls in the same order with nothing in them, so that
-what remains when the recorder is attached is the recorder. All caches are warm: a training step,
-whose own work evicts them, pays more; the paired rounds of `overhead` contain that.
+In a training step, noise hides the cost of recording. Here a stand-in replaces torch's
+`FSDPParamGroup`. It makes the same calls in the same order, and they do nothing. The remaining time
+is the recorder's. All caches are warm. The work of a real step evicts them, so recording costs more
+there; the paired rounds of `overhead` contain that cost.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def _measure(repeats: int) -> HotPathCost:
     probe = MemoryProbe(session, lambda row: None, None)
     groups = [StandInGroup() for _ in range(NUM_BLOCKS + 2)]
     handles: list[Any] = [
-        SimpleNamespace(group=group, num_groups=1, modules=(group,), fqns=("",)) for group in groups
+        SimpleNamespace(group=group, num_groups=1, modules=(group,), owned_modules=(), fqns=("",))
+        for group in groups
     ]
     instruments = Instruments(session, Fsdp2(handles), probe, None, lambda optimizer: None)
     bare_ns, recorded_ns = [], []
@@ -174,6 +175,13 @@ class _ReduceScatter(_Comm):
         return
 
 
+@dataclass(eq=False)
+class _CommContext:
+    """What the units of a root share: the reduce-scatters in flight."""
+
+    reduce_scatter_states: list[Any] = field(default_factory=list)
+
+
 @dataclass
 class StandInGroup:
     """`FSDPParamGroup` (torch 2.13) without work; also the module whose setters torch offers."""
@@ -184,7 +192,8 @@ class StandInGroup:
     _training_state: TrainingState = TrainingState.IDLE
     is_unsharded: bool = False
     fsdp_params: tuple[Any, ...] = ()
-    comm_ctx: Any = field(default_factory=lambda: SimpleNamespace(reduce_scatter_states=[]))
+    modules: tuple[Any, ...] = (None,)
+    comm_ctx: _CommContext = field(default_factory=_CommContext)
 
     def __post_init__(self) -> None:
         self._world = dist.group.WORLD

@@ -1,8 +1,8 @@
-"""What does HTA say, and what does it cost? Run by the interpreter of HTA's own environment.
+"""HTA's results and their cost, run by the interpreter of HTA's own environment.
 
     hta-python hta_driver.py TRACE     one line of JSON
 
-Peak memory is this process's own (VmHWM): getrusage would count the parent's, from before exec.
+Peak memory is VmHWM of this process. getrusage would include the parent's memory before exec.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Where is HTA, to be compared with? In an environment of its own, outside of the project's.
+"""An environment for HTA outside the project's own.
 
-HTA needs pandas before 3, which this project's environment has not. `make bench ARGS="--only
-imports"` makes the environment under build/ (a minute, and the network); tests use it where it is.
+HTA needs a pandas older than 3, which this project does not use. `make bench ARGS="--only imports"`
+creates the environment under build/ in a minute, from the network. Tests use it if it exists.
 """
 
 import json

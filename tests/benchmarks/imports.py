@@ -1,7 +1,7 @@
-"""How long does somebody else's trace take, and how much memory? Beside HTA, in turn, in one run.
+"""Time and memory of imports, in turn with HTA in one run.
 
-Both load the same trace and answer the same question (where the time goes, how much communication
-is hidden), each in a fresh process, the imports of packages left out. Their answers must agree.
+Both load the same trace and report the same times (parts of the step, overlap), each in a fresh
+process. Imports of packages do not count. Their results must agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does an import cost, and opening it again? One fresh process, one line of JSON.
+"""One import, or the opening of its run, in a fresh process that prints one line of JSON.
 
 python -m tests.benchmarks.imports_driver import TRACE RUN
 python -m tests.benchmarks.imports_driver open RUN

@@ -1,9 +1,9 @@
-"""What would a run of 1,000 GPUs leave behind? A run folder of any size, written by the store.
+"""A run folder of any size, for example of 1,000 GPUs, written by the store.
 
-Every rank gets a recording of its own: events as the recorder writes them on CUDA (13 a unit and
-step), allocator samples at the unit boundaries, a loss, and the summary that the store makes of
-them. One step is laid out once; ranks and steps vary its times by a seeded, deterministic noise, so
-that nothing compresses better than a recording does.
+Every rank gets its own recording: events as the recorder writes them on CUDA (13 per unit and
+step), allocator samples at the unit boundaries, a loss, and the store's summary of them. One step
+is made, and ranks and steps vary its times by seeded, deterministic noise. The files therefore
+compress no better than those of a real recording.
 """
 
 from __future__ import annotations

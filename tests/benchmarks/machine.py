@@ -1,4 +1,4 @@
-"""Which machine was measured, and was it quiet?"""
+"""The machine that was measured, and its load."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""What does recording add to a step? The same model bare, recorded and profiled, in turn.
+"""The recorder's overhead: one model bare, recorded and profiled, in turn.
 
-Each round runs every mode once, in random order, alike on all ranks; `bare again` is the control
-that says what the method itself can tell. A window holds a few steps of the trainer's own loop,
-behind two that are not timed.
-Recording is on in its windows alone: hooks are put on before, and in the window are the steps, the
-background threads and a flush of everything recorded to disk (recording on its own flushes once a
-second). `torch.profiler` is started before its window and stopped behind it, and nothing is
-exported: its collection alone is measured.
+Each round runs every mode once, in a random order that is the same on all ranks. `bare again` is
+the control, which shows the noise of the method. A window has a few steps of the trainer's loop,
+after two steps that are not timed. Recording is on in its own windows only. Hooks are set before
+the window. The window contains the steps, the background threads and one flush of all recorded data
+to disk (the recorder flushes once a second by default). `torch.profiler` starts before its window
+and stops after it. Nothing is exported, so only its collection is measured.
 """
 
 from __future__ import annotations

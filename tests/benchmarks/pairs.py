@@ -1,7 +1,7 @@
-"""What do paired measurements say? Median ratios, each with a bootstrap interval.
+"""Median ratios of paired measurements, each with a bootstrap interval.
 
-A round measures every mode once, close in time; a ratio is taken within a round, so that a machine
-that slows down for a while slows both sides. The interval is the percentile bootstrap over rounds.
+A round measures every mode once, within a short time. Ratios are taken within a round, so a slow
+phase of the machine affects both sides. The interval is the percentile bootstrap over rounds.
 """
 
 from __future__ import annotations

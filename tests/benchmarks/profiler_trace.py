@@ -1,6 +1,6 @@
-"""What did torch.profiler see? The events of an exported trace, in ns, and its size.
+"""The events of an exported torch.profiler trace, in ns, and its size.
 
-Times in a trace are µs since its own origin, durations µs with three decimals.
+Times in a trace are µs since its own origin. Durations are µs with three decimals.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How does a benchmark run on several ranks? A module under torchrun that answers with JSON.
+"""Run a module on several ranks under torchrun; it answers with JSON.
 
     outcome = run_ranks("tests.benchmarks.overhead", {"rounds": 200}, folder)
 
-Each rank calls `on_each_rank`, which hands it the options and writes what it returns.
+Each rank calls `on_each_rank`, which passes the options to a function and writes its result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What does a run of a thousand ranks cost its reader? Time and memory, in fresh processes.
+"""Time and memory of reading a run of a thousand ranks, in fresh processes.
 
-The run is made up (`large_run`); smaller ones are its first ranks, with the same files.
+The run is synthetic (`large_run`). Smaller runs are its first ranks, with the same files.
 """
 
 from __future__ import annotations

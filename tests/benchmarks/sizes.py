@@ -1,6 +1,6 @@
-"""How much disk does a recording take? Bytes per rank and step, beside a profiler trace's.
+"""The size of a recording: bytes per rank and step, beside a profiler trace.
 
-Both are measured at two lengths: the growth between them is what a step costs, the rest is fixed.
+Both are measured at two lengths. The growth between them is the cost of a step; the rest is fixed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long does it take to start? Imports and commands in fresh interpreters, again and again."""
+"""Start times of imports and commands, in fresh interpreters, repeatedly."""
 
 from __future__ import annotations
 

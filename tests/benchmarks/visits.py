@@ -1,8 +1,8 @@
-"""How long until a page of the dashboard can be used, and what does it send? One visit in Chromium.
+"""One visit to a page of the dashboard in Chromium: its time and its data.
 
-What counts as interactive is decided in the page itself, frame by frame: see `watch.js`. Bytes are
-the payloads of the frames that arrive over the websocket (Chromium's
-`Network.webSocketFrameReceived`): all but the static files, which are in the browser's cache.
+`watch.js` in the page decides, frame by frame, when the page is interactive. Bytes are the payloads
+of the frames that arrive over the websocket (Chromium's `Network.webSocketFrameReceived`). Static
+files do not count: they are in the browser's cache.
 """
 
 from __future__ import annotations

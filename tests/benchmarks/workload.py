@@ -1,4 +1,4 @@
-"""What is measured on? The trainer's own step, on its `tiny` decoder with 8 blocks unless told."""
+"""The workload of the benchmarks: the trainer's step on `tiny` with 8 blocks by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drives the dashboard? A real server on a free port, and a real Chromium."""
+"""A real server on a free port, and a real Chromium."""
 
 import os
 import subprocess

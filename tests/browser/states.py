@@ -1,4 +1,4 @@
-"""Which states of a run does a browser look at? One folder with a run of each."""
+"""A folder with one run of each state, for browser tests."""
 
 import dataclasses
 import json

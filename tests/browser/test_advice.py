@@ -1,4 +1,4 @@
-"""Can a stranger take the advice from the page: read it, save the plan, try it out?"""
+"""A new user reads the advice on the page, saves the plan and tries it."""
 
 import pytest
 

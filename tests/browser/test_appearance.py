@@ -1,6 +1,6 @@
-"""Does every page fit a common window, a large and a small one, light and dark? Its pictures.
+"""Every page at common, large and small window sizes, light and dark, as pictures.
 
-The pictures go where the environment says (`FSDP_INSPECT_SCREENSHOTS`), to be looked at.
+If `FSDP_INSPECT_SCREENSHOTS` names a folder, the pictures are kept there.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Can a stranger compare two runs: choose them, read what differs, send it on?"""
+"""A new user chooses two runs, reads their differences and shares the page."""
 
 import pytest
 

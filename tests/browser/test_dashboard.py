@@ -1,4 +1,4 @@
-"""Does a stranger with a browser see what the library measured, on the samples?"""
+"""The pages show what the library measured on the samples."""
 
 import re
 

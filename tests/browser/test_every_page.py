@@ -1,4 +1,4 @@
-"""Does every page answer for every kind of run: recorded, imported, crashed, of 1,024 ranks?"""
+"""Every page answers for every kind of run: recorded, imported, crashed, of 1,024 ranks."""
 
 import pytest
 from fsdp_inspect_app.pages import SECTIONS

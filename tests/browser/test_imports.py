@@ -1,4 +1,4 @@
-"""Does a stranger with a browser turn a trace of the folder into a run, and open it?"""
+"""A new user turns a trace of the folder into a run and opens it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Does the page of a run that is being recorded move by itself, and say when a rank dies?"""
+"""The Live page updates while a run is recorded, and reports a dead rank."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Does a stranger with a browser see what fills memory, and can a link say which rank and step?"""
+"""The Memory page shows what fills memory; a link keeps its rank and step."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Does the Overview of every kind of run answer first, and lead to its evidence?"""
+"""The Overview of every kind of run answers first, and links to its evidence."""
 
 import re
 from urllib.parse import parse_qs, urlsplit

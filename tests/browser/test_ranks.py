@@ -1,4 +1,4 @@
-"""Does a stranger with a browser see who is late, and get to one rank with a click?"""
+"""The Ranks page shows late ranks, and opens one rank with a click."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Does the HTML report stand by itself: without a network, at any width, light, dark, on paper?"""
+"""The HTML report works without a network, at any width, in light and dark, on paper."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Does the list of runs show them all, find one, and lead to one or to a comparison?"""
+"""The list of runs shows all runs, finds one, and opens one run or a comparison."""
 
 import re
 from urllib.parse import parse_qs, urlsplit

@@ -1,4 +1,4 @@
-"""Is nothing obeyed that a run, an address or another site says?"""
+"""No text of a run, an address or another site is executed."""
 
 import http.client
 

@@ -1,4 +1,4 @@
-"""Can a stranger find the guilty unit on the timeline, look closely, and show it to others?"""
+"""The timeline shows the unit that costs most, zooms, and can be shared."""
 
 import dataclasses
 import re

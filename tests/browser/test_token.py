@@ -1,4 +1,4 @@
-"""Does the URL with the token open the dashboard in a browser, and nothing else do?"""
+"""Only the URL with the token opens the dashboard."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Does the Units page lead from all units to one, to its neighbours and to its evidence?"""
+"""The Units page leads from all units to one, to its neighbours and to its evidence."""
 
 import re
 from urllib.parse import parse_qs, urlsplit

@@ -1,4 +1,4 @@
-"""Does a prediction move with the knobs in a real browser, and travel with its address?"""
+"""A prediction follows the controls in a real browser, and its address keeps them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Is a baseline file stable, short, and read back as it was?"""
+"""A baseline file is stable and short, and is read back unchanged."""
 
 import dataclasses
 import json

@@ -1,6 +1,6 @@
-"""Is each planted regression found, with the right unit, phase and category, and nothing else?
+"""Each planted regression is found with its unit, phase and category, and nothing else.
 
-The table is the specification: what is planted, and what must be blamed. Everything goes through
+The table is the specification: the planted change and the expected cause. Each case runs through
 `fsdp-inspect check`, once with forecasts and once with recordings of real tensors.
 """
 

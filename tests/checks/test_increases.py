@@ -1,4 +1,4 @@
-"""Is what grew named, and nothing that only moved or varied?"""
+"""Growth is named; moves and variation are not."""
 
 from fsdp_inspect.checks.increases import Increase, abbreviate_units, find_increases, find_longer
 

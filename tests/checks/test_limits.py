@@ -1,4 +1,4 @@
-"""Are limits read as people write them, and refused in words?"""
+"""Limits are read in usual notations; others are refused with a message."""
 
 import pytest
 

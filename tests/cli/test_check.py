@@ -1,4 +1,4 @@
-"""Does `fsdp-inspect check` pass, fail and refuse with its three exit codes, in every form?"""
+"""`fsdp-inspect check` and its three exit codes, in every output format."""
 
 import json
 import sys

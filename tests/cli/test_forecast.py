@@ -1,4 +1,4 @@
-"""Does `fsdp-inspect forecast` answer, and refuse in words?"""
+"""`fsdp-inspect forecast`: its answers and its refusals."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Does a monitor get a run's numbers: printed, as a file, and from a run that is being recorded?"""
+"""`fsdp-inspect metrics`: printed, as a file, and of a run that is being recorded."""
 
 import http.client
 import re

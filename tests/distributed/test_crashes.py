@@ -1,4 +1,4 @@
-"""What is left of a recording whose training was killed, or whose disk failed under it?"""
+"""Recordings of trainings that were killed or whose disk failed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Changes of the step time that trainings inject, one recording for each cause."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,6 +24,9 @@ NAMED = {
 }
 """By cause: the begin of a statement that names it."""
 ON_REAL_CLOCK = ("garbage-of-one", "rank", "neighbours")
+ON_A_FREE_CORE = "neighbours"
+"""Other processes cause a change only on a core that was free before."""
+NUM_TRIES = 2
 QUICK = ("data", "garbage", "checkpoint", "garbage-of-one")
 
 pytestmark = pytest.mark.distributed
@@ -70,7 +74,20 @@ def test_what_changed_with_the_step_time_is_named(
 
 @pytest.mark.slow
 def test_every_other_injected_cause_is_named(record: Callable[[Sequence[str]], Path]) -> None:
-    others = [cause for cause in NAMED if cause not in QUICK]
+    others = [cause for cause in NAMED if cause not in (*QUICK, ON_A_FREE_CORE)]
     folder = record(others)
     for cause in others:
         check_is_named(folder, cause)
+
+
+@pytest.mark.slow
+def test_processes_that_take_the_core_are_named(record: Callable[[Sequence[str]], Path]) -> None:
+    for _ in range(NUM_TRIES):
+        folder = record([ON_A_FREE_CORE])
+        if fsdp_inspect.open_run(folder / ON_A_FREE_CORE).drift().changes:
+            check_is_named(folder, ON_A_FREE_CORE)
+            return
+    busy = os.getloadavg()[0] - 1
+    if busy > (os.cpu_count() or 1):
+        pytest.skip(f"{busy:.0f} other processes took the cores before the change, too")
+    pytest.fail("no change was found on a machine with a free core")

@@ -1,4 +1,4 @@
-"""Is the memory of emulated ranks that of real ones? Byte for byte, under many plans."""
+"""The memory of emulated ranks equals that of real ranks, byte for byte, under many plans."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Does the launcher record a script that knows nothing of it, on real ranks and on two nodes?"""
+"""The launcher records an unmodified script, on real ranks and on two nodes."""
 
 from __future__ import annotations
 

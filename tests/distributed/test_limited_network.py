@@ -1,4 +1,4 @@
-"""Does communication cost what it must on a network that is slow? Real gloo over real TCP."""
+"""The cost of communication on a slow network: real gloo over real TCP."""
 
 import os
 import subprocess

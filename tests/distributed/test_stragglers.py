@@ -1,4 +1,4 @@
-"""Is a rank that really sleeps found and priced, from parts that were written on two disks?"""
+"""A rank that sleeps is found with its cost, from parts that were written on two disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do parts of a model last the time that is decreed, whatever else happens inside?"""
+"""Parts of a model last a given time, whatever else runs inside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When do emulated transfers run? Queues on a clock that the tests set."""
+"""The times of emulated transfers: queues on a clock that the tests set."""
 
 import time
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What does a script meet that runs as rank 0 of ranks that do not exist?"""
+"""A script as rank 0 of ranks that do not exist."""
 
 import os
 from collections.abc import Iterator

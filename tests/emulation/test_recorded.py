@@ -1,4 +1,4 @@
-"""Does FSDP2 under emulation wait where CUDA's compute stream would, and is it recorded so?"""
+"""FSDP2 under emulation waits where CUDA's compute stream would wait, and is recorded so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may `--emulate` say, and which link does a process group get?"""
+"""The values of `--emulate`, and the link of each process group."""
 
 import pytest
 

@@ -25,6 +25,8 @@ from tests.faults.judging import RIGHT, UNKNOWN, WRONG, Verdict, judge
 from tests.faults.running import run_case, run_healthy
 
 WANTED_CLASSES = 0.95
+_PROGRESS_RUNS = 25
+"""After how many healthy trainings a line states the progress."""
 
 
 def main() -> int:
@@ -73,7 +75,8 @@ def _judge_all(given: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
 
 def _healthy_alarms(given: argparse.Namespace, folder: Path) -> Iterator[str]:
     """What was said about healthy trainings; those that did not end in time say nothing."""
-    for number in range(given.healthy):
+
+    def run(number: int) -> str:
         own = folder / f"healthy-{number:04d}"
         shutil.rmtree(own, ignore_errors=True)
         model = given.models[number % len(given.models)]
@@ -87,11 +90,16 @@ def _healthy_alarms(given: argparse.Namespace, folder: Path) -> Iterator[str]:
             )
         except TimeoutError as error:
             print(f"NOT RUN {number}: {error}", file=sys.stderr, flush=True)
-            continue
+            return ""
         shutil.rmtree(own, ignore_errors=True)
         if said:
             print(f"ALARM {number}: {said}", file=sys.stderr, flush=True)
-            yield said
+        elif number % _PROGRESS_RUNS == 0:
+            print(f"healthy training {number} of {given.healthy}", file=sys.stderr, flush=True)
+        return said
+
+    with ThreadPoolExecutor(given.parallel) as pool:
+        yield from filter(None, pool.map(run, range(given.healthy)))
 
 
 def render(verdicts: Sequence[Verdict], healthy: int, alarms: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""How far is a forecast from what torchtitan published, and what does that consist of?"""
+"""The difference of a forecast from torchtitan's published memory, and its parts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Does torch's own tracker see the same peak? Pinned for torch 2.13, whose API is private."""
+"""Torch's own memory tracker sees the same peak. Pinned for torch 2.13: its API is private."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Do the stand-ins save what CUDA's kernels save? Counted in bytes kept for backward; 2.13."""
+"""The stand-ins keep as many bytes for backward as CUDA's kernels. Pinned for torch 2.13."""
 
 from collections.abc import Callable
 

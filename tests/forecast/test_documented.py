@@ -1,4 +1,4 @@
-"""Is the builder of docs/gate.md one that works?"""
+"""The builder in docs/gate.md works."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Does torch build meshes, groups and optimizers on fake ranks? Pinned for torch 2.13."""
+"""Torch builds meshes, groups and optimizers on fake ranks. Pinned for torch 2.13."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Is the forecast what real tensors take? Byte for byte, under many plans."""
+"""Forecasts equal the memory of real tensors, byte for byte, under many plans."""
 
 import json
 from pathlib import Path

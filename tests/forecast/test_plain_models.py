@@ -1,4 +1,4 @@
-"""Does a forecast hold for what people train, to the byte, and say what it cannot know?"""
+"""Forecasts of common models are exact to the byte and state what is unknown."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Is what is to be forecast found, and refused in words where it cannot be?"""
+"""The model of a forecast is found, or refused with a message."""
 
 import pytest
 

@@ -166,6 +166,7 @@ class _Worker:
         self._process = context.Process(target=work, args=(theirs, self._folder, self._seed))
         self._process.start()
         theirs.close()
+        self._pipe.recv()  # the corpus is made
 
     def stop(self) -> None:
         """End the process."""

@@ -24,6 +24,7 @@ def work(pipe: Connection, folder: Path, seed: int) -> None:
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, hang)
     corpus = make_corpus(folder / "work")
+    pipe.send(("ready", 0))
     while True:
         target, start, seconds = pipe.recv()
         pipe.send(("done", _read_many(pipe, corpus, seed, target, start, seconds)))

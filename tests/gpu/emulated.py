@@ -1,7 +1,7 @@
-"""How do many ranks behave, emulated on one GPU, and does `simulate` say so beforehand?
+"""Many ranks, emulated on one GPU, compared with `simulate`.
 
-The plan as recorded is run twice: the difference between the two is what any prediction can be off
-by from the machine alone.
+The recorded plan runs twice. The difference of the two runs is the machine's noise, which bounds
+the accuracy of any prediction.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Is the forecast peak the allocator's? Three models on emulated ranks, forecast beforehand.
+"""The forecast peak against the allocator's: three models on emulated ranks.
 
-The allocator's peak of one step after warm-up, beside the forecast of the same settings. What the
-allocator rounds up and what kernels take as workspace (cuBLAS) is in the one and not in the other:
-the difference is the error, and what was reserved beyond the peak is the allowance.
+The allocator's peak of one step after warm-up is compared with the forecast of the same settings.
+Only the allocator's peak contains its rounding and the workspace of kernels (cuBLAS). The
+difference is the error. Reserved memory beyond the peak is the allowance.
 """
 
 from __future__ import annotations

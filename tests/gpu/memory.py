@@ -1,4 +1,4 @@
-"""Is recorded memory what torch's allocator counted? Counters, storage tracker, snapshot."""
+"""Recorded memory against torch's allocator: counters, storage tracker, snapshot."""
 
 from __future__ import annotations
 

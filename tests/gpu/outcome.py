@@ -1,8 +1,8 @@
-"""What did a step find? Rows of the table: a number beside its aim, and whether it holds.
+"""Rows of the table of `make gpu`: a number, its target, and whether it is met.
 
-Three kinds of rows. `shown` stands for information. `aimed` is judged against what the project
-wants, except in a quick try-out, whose numbers mean nothing. `exact` is judged always. What could
-not be measured is a row too, and says why.
+There are three kinds of rows. `shown` is information. `aimed` is compared with the project's
+target, except in a quick try-out, whose numbers mean nothing. `exact` is always compared. A number
+that could not be measured is a row with the reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What does recording add to a step on a GPU? Bare, recorded and profiled windows, in turn.
+"""The recorder's overhead on a GPU: bare, recorded and profiled windows, in turn.
 
-The rounds are those of `tests.benchmarks.overhead`. How many fit into the time is found out by a
-few that are thrown away.
+The rounds are those of `tests.benchmarks.overhead`. A few discarded rounds show how many rounds fit
+into the time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What does a small recorded GPU run look like? A sample as `samples/` holds it.
+"""A small recorded GPU run in the form of `samples/`.
 
-The run and its `expected.json` are made here; the README with the table follows when all steps are
-done (`pack`).
+This module makes the run and its `expected.json`. `pack` adds the README with the table when all
+steps are done.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where does a step of the GPU script run, and what does it train? One process, rank 0 of many.
+"""The process of the GPU script and its model: one process, rank 0 of many.
 
-The other ranks are emulated (`fsdp_inspect.emulation`): one GPU cannot hold two ranks of NCCL
-before its version 2.30. Everything but the network is real: FSDP2's own scheduling, the kernels,
-the allocator, the streams and events.
+The other ranks are emulated (`fsdp_inspect.emulation`), because two NCCL ranks can share a GPU only
+since NCCL 2.30. Everything except the network is real: FSDP2's scheduling, the kernels, the
+allocator, the streams and events.
 """
 
 from __future__ import annotations

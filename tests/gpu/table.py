@@ -1,4 +1,4 @@
-"""How is the table of `make gpu` shown? Markdown that reads well on a terminal, and JSON."""
+"""The table of `make gpu`: Markdown that is readable on a terminal, and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the comparisons of the GPU script say what they should? On times and bytes written by hand."""
+"""The comparisons of the GPU script, on times and bytes written by hand."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Are the recorder's CUDA times those of the profiler? One GPU as rank 0 of 8, in one run.
+"""The recorder's CUDA times against the profiler's: one GPU as rank 0 of 8, in one run.
 
-Not yet run on a GPU: written when none was at hand. The logic behind it is tested on virtual
-streams (`tests/recording/test_cuda_path.py`). The collectives are spin kernels on the stream on
-which FSDP runs them, so that they take real stream time under the fake process group.
+This test has not yet run on a GPU. Its logic is tested on virtual streams
+(`tests/recording/test_cuda_path.py`). The collectives are spin kernels on the stream on which FSDP
+runs them, so they take real stream time under the fake process group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does the GPU script work where there is no GPU? Each step in little, and what trouble is."""
+"""Each step of the GPU script without a GPU, on small inputs, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a snapshot that torch takes on a GPU say the same after it was imported?"""
+"""A snapshot that torch takes on a GPU, after its import."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Are the times of CUDA events those of the kernels? Recorder and torch.profiler on the same steps.
+"""CUDA event times against kernel times: recorder and torch.profiler on the same steps.
 
-Every emulated collective is one spinning kernel on the stream on which FSDP issues it. The n-th
-that the recorder saw issued is the n-th by the profiler's correlation id: both count in the order
-of the host. A collective that queues behind another of its communicator begins when its turn has
-come (`analysis.collectives.queues`): that is what is compared with the start of the kernel.
+Every emulated collective is one spinning kernel on the stream on which FSDP issues it. Recorder and
+profiler both count in the host's order: the recorder's n-th collective is the n-th by the
+profiler's correlation id. A collective that queues behind another one of its communicator begins
+after it (`analysis.collectives.queues`). This begin is compared with the start of the kernel.
 
-[Note: two clocks] The profiler keeps a clock of its own. The offset is the median distance of the
-ends of all pairs; what is left after taking it away is the error of each time. The offset itself is
-compared with one that the host measured, by marks in the trace around which it read its clock.
+[Note: two clocks] The profiler has its own clock. The offset is the median difference of the ends
+of all pairs. The rest after subtracting the offset is the error of each time. The offset is also
+compared with a measurement of the host, which read its clock around marks in the trace.
 """
 
 from __future__ import annotations

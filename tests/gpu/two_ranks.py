@@ -1,6 +1,6 @@
-"""Are the times of real collectives right? Two ranks, recorded and profiled at once.
+"""Times of real collectives on two ranks, recorded and profiled at once.
 
-NCCL where there are two GPUs, or one and a library that lets two ranks share it (2.30 and newer,
+NCCL is used with two GPUs, or with one GPU and an NCCL whose ranks can share it (2.30 and newer,
 with `NCCL_MULTI_RANK_GPU_ENABLE=1`). On CPU the same code runs on gloo.
 """
 

@@ -1,4 +1,4 @@
-"""How often are ranks that differ by chance alone told apart? In fewer than 5 % of runs."""
+"""In fewer than 5% of runs, ranks that differ by chance are called stragglers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which model does the launcher find, what does it say about others, what does it leave behind?"""
+"""The model that the launcher finds, its notes on other models, and what it leaves behind."""
 
 from __future__ import annotations
 

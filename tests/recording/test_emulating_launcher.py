@@ -1,4 +1,4 @@
-"""Does a script that knows nothing of it run as rank 0 of many, and is it recorded?"""
+"""An unmodified script runs as rank 0 of many and is recorded."""
 
 import subprocess
 import sys

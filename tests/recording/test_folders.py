@@ -1,4 +1,4 @@
-"""Do all ranks record under one name, each where it was asked to, whatever the disks do?"""
+"""All ranks record under one name, in the requested folder, whatever the disks do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a module left as it is found, with one call after its import?"""
+"""A module is unchanged by the import hook, which makes one call after its import."""
 
 import importlib
 import importlib.util

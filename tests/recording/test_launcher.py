@@ -1,4 +1,4 @@
-"""Can a script tell that it was launched? Plain Python is the oracle."""
+"""A launched script sees what plain Python shows it."""
 
 from __future__ import annotations
 

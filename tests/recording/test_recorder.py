@@ -1,4 +1,4 @@
-"""What does the recorder do when it is misused, when training fails, when it fails itself?"""
+"""The recorder when it is misused, when training fails, and when it fails itself."""
 
 from __future__ import annotations
 

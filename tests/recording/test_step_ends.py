@@ -1,4 +1,4 @@
-"""Where does a step end when the script does not say so? Optimizers of every habit, one process."""
+"""The end of a step without `recorder.step()`: all kinds of optimizer use, in one process."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Does the log of storages add up? Hand-built logs with exact bytes, and laws over random ones."""
+"""The log of storages: logs with exact bytes written by hand, and laws over random ones."""
 
 import pytest
 from hypothesis import given

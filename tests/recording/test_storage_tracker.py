@@ -1,4 +1,4 @@
-"""Does the tracker see every storage, and nothing else? On plain tensors, with exact bytes."""
+"""The storage tracker sees every storage once: plain tensors with exact bytes."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Does the tracker see what FSDP does? Real FSDP2 code under a fake process group of 8 ranks."""
+"""The storage tracker on real FSDP2 code under a fake process group of 8 ranks."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Are causes named right? torch's own FSDP2 on virtual time, where every cause is known."""
+"""The causes of waits on torch's own FSDP2 in virtual time, where every cause is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does one verdict read alike in every form, whatever the names in it try?"""
+"""One verdict reads the same in every format, with any names in it."""
 
 from dataclasses import replace
 from xml.etree import ElementTree

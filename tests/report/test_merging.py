@@ -1,4 +1,4 @@
-"""Does the outcome of a merge read as what is there and what is not?"""
+"""The outcome of a merge states which parts are there and which are missing."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Is what a monitor gets legal OpenMetrics text, with the run's numbers in base units?"""
+"""The OpenMetrics text is valid and has the run's numbers in base units."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Does the straggler read as an answer, and does everything fit 80 columns?"""
+"""The straggler is stated as an answer, and all output fits 80 columns."""
 
 import pytest
 

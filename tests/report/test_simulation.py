@@ -1,4 +1,4 @@
-"""Does a simulated step read the same in a terminal as on its page?"""
+"""A simulated step reads the same in a terminal as on its page."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
-"""Are the memory samples of real recordings consistent with themselves (peaks, categories, owners)?
+"""Memory samples of real recordings are consistent (peaks, categories, owners).
 
-The storage tracker counted these on CPU. What must hold of any recording: no reading lies above the
-peak, what a row holds by category adds up to what it holds, and the units' shares to the whole.
+The storage tracker counted them on CPU. These laws hold for any recording: no reading is above the
+peak, the categories of a row add up to the row, and the units add up to the whole.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Do the samples still say what they said when they were recorded?"""
+"""The samples still have the numbers that they had when they were recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is an object left as it was?"""
+"""An object is unchanged after its attributes are restored."""
 
 import sys
 from contextlib import ExitStack

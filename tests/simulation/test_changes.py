@@ -1,4 +1,4 @@
-"""Which plan does a change make?"""
+"""The plan that a change makes."""
 
 import pytest
 

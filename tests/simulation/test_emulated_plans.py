@@ -1,8 +1,8 @@
-"""Is the peak of another plan, predicted from one run, what that plan's own run measures?
+"""The predicted peak of another plan equals the peak of that plan's own run.
 
-Runs of the trainer under emulation, whose memory is that of real ranks to the byte
-(`tests/distributed/test_emulated_memory.py`): two nodes of four ranks each. What a step allocates
-outside of all units, such as positions, the ledger takes to be there throughout.
+The runs are trainings under emulation on two nodes of four ranks each. Their memory equals that of
+real ranks to the byte (`tests/distributed/test_emulated_memory.py`). The simulation assumes that
+memory outside all units, such as positions, is alive during the whole step.
 """
 
 import argparse

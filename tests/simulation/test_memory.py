@@ -1,4 +1,4 @@
-"""Does the ledger rise as torch's memory does? FSDP2's rules by arithmetic, and recorded peaks."""
+"""The simulated memory rises as torch's does: FSDP2's rules by arithmetic, and recorded peaks."""
 
 from dataclasses import replace
 from pathlib import Path

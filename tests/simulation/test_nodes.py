@@ -1,4 +1,4 @@
-"""Whose ranks share a node, and how fast is a group there? As runs tell it, and as users do."""
+"""Ranks that share a node, and the bandwidth of groups there, from runs and from users."""
 
 from dataclasses import replace
 

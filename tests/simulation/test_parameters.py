@@ -1,4 +1,4 @@
-"""What does a smaller group keep, and when? By torch's rules, in bytes."""
+"""What a smaller group keeps, and when: torch's rules, in bytes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What changes where a plan checkpoints? Time and memory by arithmetic, and what is refused."""
+"""Plans that checkpoint elsewhere: time and memory by arithmetic, and refusals."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Does a measured run play again as it ran? A closed loop: play, write as a run, read back."""
+"""A measured run replays as it ran: play, write as a run, read back."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""Does a run on streams predict another plan? Torch's FSDP2 and our recorder, on virtual time.
+"""A run on streams predicts another plan: torch's FSDP2 and our recorder, on virtual time.
 
-The recorder's own CUDA path records a plan; the prediction for another one is held against torch
-running that plan on the same virtual device. The only step of the real thing that is missing is
-the hardware.
+The recorder's CUDA path records a plan. The prediction for another plan is compared with torch,
+which runs that plan on the same virtual device. Only the hardware is not real.
 """
 
 from collections.abc import Callable, Iterator

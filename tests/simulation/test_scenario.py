@@ -1,4 +1,4 @@
-"""Is another plan's step what the same compute, cut otherwise, would take? By arithmetic."""
+"""The step of another plan has the time of the same compute under other units, by arithmetic."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Is the schedule torch's? Held against torch's own FSDP2 code on virtual streams, to the ns."""
+"""The schedule equals torch's own FSDP2 code on virtual streams, to the ns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

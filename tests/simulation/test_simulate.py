@@ -1,4 +1,4 @@
-"""What does a simulation say besides a step time? Causes, and an interval."""
+"""The causes and the interval that a simulation states next to its step time."""
 
 from dataclasses import replace
 

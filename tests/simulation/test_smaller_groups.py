@@ -1,4 +1,4 @@
-"""What does an integer `reshard_after_forward` change? By arithmetic on a run of eight ranks."""
+"""An integer `reshard_after_forward`, by arithmetic on a run of eight ranks."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The run of the scale benchmark, small: is what it measures a run like any other?"""
+"""The run of the scale benchmark, small, is a run like any other."""
 
 from pathlib import Path
 

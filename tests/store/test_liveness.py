@@ -1,4 +1,4 @@
-"""Is a silent rank dead? The process table on its own host, silence elsewhere."""
+"""Dead ranks: by the process table on their own host, by silence elsewhere."""
 
 import os
 import subprocess

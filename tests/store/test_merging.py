@@ -1,4 +1,4 @@
-"""Do the parts of a run become the run that a shared disk would have held?"""
+"""The parts of a run merge to the run that a shared disk would have held."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Does flattening show, at every instant, the span that began last?"""
+"""Flattened spans show, at every instant, the span that began last."""
 
 import numpy as np
 from hypothesis import given

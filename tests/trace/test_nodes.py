@@ -1,4 +1,4 @@
-"""Which ranks share a node, and how many do?"""
+"""The ranks that share a node, and their number."""
 
 import pytest
 

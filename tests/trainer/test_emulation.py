@@ -1,4 +1,4 @@
-"""What does the trainer do with `--emulate`? One process, marked emulated, and no loss anywhere."""
+"""The trainer with `--emulate`: one process, marked emulated, without a loss."""
 
 import argparse
 import json

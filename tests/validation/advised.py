@@ -1,8 +1,8 @@
-"""Is the plan that `advise` ranks first the one to run? Held against the plans of the grid.
+"""The first plan of `advise` against all plans of the grid.
 
-On virtual time the simulator's best of the grid is the best that runs (`virtual` part), so that
-two plans of each place are run: the advised one, and the best of all that the grid has there. The
-same two run on the machine's clock, where the noise between processes is in the result.
+On virtual time, the simulator's best plan of the grid is the best plan that runs (`virtual` part).
+Therefore two plans of each place run: the advised plan and the best plan of the grid. The same two
+plans run on the machine's clock, with the noise between processes in the result.
 """
 
 from __future__ import annotations

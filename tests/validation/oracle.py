@@ -1,12 +1,12 @@
-"""Is the `stream` model torch's schedule? Random plans against torch's own FSDP2 on virtual time.
+"""The `stream` model against torch's FSDP2: random plans on virtual time.
 
-Two questions, both free of noise:
+There are two comparisons, both free of noise:
 
-- played: a step of known work, played by the simulator and by torch's code on virtual streams;
-- predicted: a run that the recorder's CUDA path wrote of torch's code, from which another plan is
-  predicted; the truth is torch's code under that plan.
+- played: the simulator and torch's code on virtual streams play a step of known work
+- predicted: the recorder's CUDA path records torch's code, and another plan is predicted from this
+  run; the truth is torch's code under that plan
 
-Errors of exposed time are by unit, as a share of the step.
+Errors of exposed time are by unit, as a fraction of the step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Are plans predicted that change what ranks keep: a share in a node, or fewer activations?
+"""Predictions of plans that change what ranks keep: a share in a node, or fewer activations.
 
-On two nodes of four ranks each: `reshard_after_forward` to a group within a node, on and off, and
-activation checkpointing, on and off. The link within a node is the one that the emulation says. It
-all runs on virtual time (`virtual_time`), so that an error is the schedule's.
+The plans run on two nodes of four ranks each: `reshard_after_forward` to a group within a node, on
+and off, and activation checkpointing, on and off. The emulation states the link within a node. All
+runs use virtual time (`virtual_time`), so every error is the schedule's.
 """
 
 from __future__ import annotations

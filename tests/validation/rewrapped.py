@@ -1,8 +1,8 @@
-"""Are other units predicted whatever the recorded ones were? Each wrap from each, on virtual time.
+"""Predictions of other units: each wrap from each recorded wrap, on virtual time.
 
-A model may have been recorded as one unit, with the rest in the root, in blocks or in halves of
-them: what the units of the plan then take and hold is told by when a memory step saw each parameter
-used. The vocabulary is large, so that with few activations the peak lies in the loss.
+A model is recorded as one unit with the rest in the root, in blocks, or in halves of blocks. A
+memory step records when each parameter is used. The times and memory of the new units follow from
+this. The vocabulary is large, so with few activations the peak is in the loss.
 """
 
 from __future__ import annotations

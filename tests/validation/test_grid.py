@@ -1,4 +1,4 @@
-"""Does the grid hold what is asked of it, and is a missed figure told?"""
+"""The grid covers what is required, and a missed figure is reported."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Do predictions hold against torch's own code on virtual streams, where nothing is noisy?"""
+"""Predictions against torch's own code on virtual streams, without noise."""
 
 from tests.validation.oracle import judge_played, judge_predicted
 from tests.validation.outcomes import Errors

@@ -1,4 +1,4 @@
-"""How do plans lie between step time and memory? Advice to figures; nothing is computed."""
+"""Figures of plans by step time and memory. Nothing is computed here."""
 
 import plotly.graph_objects as go
 

@@ -1,4 +1,4 @@
-"""How does a run look that is being recorded? Result objects to figures; nothing is computed."""
+"""Figures of a run that is being recorded. Nothing is computed here."""
 
 from collections.abc import Sequence
 from textwrap import wrap

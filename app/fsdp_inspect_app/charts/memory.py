@@ -1,4 +1,4 @@
-"""How does memory look as charts? Result objects to figures; nothing is computed here."""
+"""Figures of memory. Nothing is computed here."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How do ranks look as charts? Result objects to figures; nothing is computed here."""
+"""Figures of ranks. Nothing is computed here."""
 
 import numpy as np
 import plotly.graph_objects as go

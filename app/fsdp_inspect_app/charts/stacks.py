@@ -1,4 +1,4 @@
-"""How do wholes look beside each other, each split into its parts, all on one scale?"""
+"""Stacked bars side by side on one scale, each split into its parts."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""How do units look as charts? Result objects to figures; nothing is computed here."""
+"""Figures of units. Nothing is computed here."""
 
 from collections.abc import Mapping
 

@@ -1,9 +1,9 @@
-"""How does a timeline get onto a page? A Streamlit component around one canvas.
+"""The timeline on a page: a Streamlit component around one canvas.
 
     step = loading.timeline_of(entry, step=12, ranks=(0, 1))      # cached; a TrackSet
     show_timeline([step], key="timeline")
 
-Several steps lie one above the other, from their starts, on one axis, and zoom together:
+Several steps are drawn above each other on one axis, aligned at their starts, and zoom together:
 
     show_timeline(
         [replace(step_a, title="A: baseline"), replace(step_b, title="B: no reshard")],
@@ -14,8 +14,8 @@ A prediction is drawn from its events:
 
     predicted = TrackSet(draw_events(simulation.predicted.events, rank=0), manifest)
 
-`show_timeline` is a fragment: zooming and selecting run only it again, and `explain`, which a page
-may give to show something about the selection above the canvas.
+`show_timeline` is a fragment: zooming and selecting run only the fragment again. A page may pass
+`explain` to show details of the selection above the canvas; it runs again, too.
 """
 
 from collections.abc import Callable, Sequence

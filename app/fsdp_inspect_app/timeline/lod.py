@@ -1,9 +1,8 @@
-"""What must be sent to draw a window of W pixels? Spans if they are few, pixel columns if many.
+"""The spans of a window of W pixels: the spans themselves, or columns of pixels for many spans.
 
-Exact at every zoom, with nothing computed beforehand but a sort: the time that a lane's spans of
-one look cover in each pixel column comes from `Intervals.covered_ns`, O(W log n) for each lane and
-look. Each rank's spans lie on its own clock and are indexed by themselves; a drawing moves what it
-takes of them onto its axis.
+The result is exact at every zoom and needs only a sort beforehand. `Intervals.covered_ns` gives the
+time that a lane's spans of one look cover in each pixel column, in O(W log n) for each lane and
+look. Each rank's spans have their own clock and index; a drawing moves the spans onto its axis.
 """
 
 from collections.abc import Sequence

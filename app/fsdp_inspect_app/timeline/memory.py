@@ -1,7 +1,7 @@
-"""How did the memory of a rank move through a step? The curve of its lane.
+"""The curve of a rank's memory during a step, for its lane.
 
-Readings are taken by the host, which on a GPU runs ahead of the streams above: the curve lies at
-the host's times. Between two readings only the highest moment is known, where the counters tell it
+The host takes the readings, and on a GPU it runs ahead of the streams, so the curve has the host's
+times. Between two readings, the counters give at most the highest value
 ([Note: peaks between readings] in `reduction.memory_parts`).
 """
 

@@ -1,11 +1,11 @@
-"""How do arrays reach the browser? One block of bytes: a JSON header, then the columns.
+"""Pack arrays for the browser: one block of bytes with a JSON header and the columns.
 
 Layout, little-endian, every part padded to 8 bytes:
 
     u32 length of the header | u32 zero | header | column 0 | column 1 | ...
 
-The header is the caller's dictionary plus `columns`: name, dtype (`f8`, `i4`, `u2`, `u1`) and
-number of values of each column, in order.
+The header is the caller's dictionary with `columns` added: the name, the dtype (`f8`, `i4`, `u2`,
+`u1`) and the number of values of each column, in order.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What does the canvas need to know to draw a window of a step, and to explain what is in it?"""
+"""The data with which the canvas draws a window of a step and describes its spans."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,10 +1,12 @@
-"""What is drawn of one rank in one step? Its lanes, and the spans on them.
+"""The lanes of one rank in one step, and the spans on them.
 
-A rank's lanes, from the top: marks where the host issued collectives; its clock, the compute
-stream (CPU: the main thread), split exactly as `reduction.step_parts.split_step` splits the step,
-so that what is hatched on it adds up to the step's exposed communication; the collectives, each
-from its real start to its real end, in rows where they overlap; and the memory of the step, where
-it was sampled.
+The lanes of a rank, from the top:
+
+- marks at the times at which the host issued collectives
+- the compute stream (CPU: the main thread), split as `reduction.step_parts.split_step` splits the
+  step; its hatched parts add up to the exposed communication of the step
+- the collectives, each from its real start to its real end, in several rows where they overlap
+- the memory of the step, if it was sampled
 
 Times are ns on the rank's own clock.
 """

@@ -1,8 +1,8 @@
-"""What does the browser show and ask for? Everything that comes from it, checked.
+"""Check what the browser shows and requests.
 
-The browser sends one object, as a whole, at every change:
+The browser sends one whole object at every change:
 
-    key       identity of the drawing that it is about
+    key       identity of the drawing
     view      {start_ns, end_ns, width_px}: the window
     selected  number of an event; -1: none
     find      {query, direction, serial}: the search for a unit

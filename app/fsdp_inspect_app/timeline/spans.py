@@ -1,4 +1,4 @@
-"""What is drawn of one rank? Spans as columns, on the rank's own clock."""
+"""The spans of one rank as columns, on the rank's own clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,7 @@
-"""What does one drawing show? One or several steps, each a block of lanes on the shared axis.
+"""The steps in one drawing, each a block of lanes on the shared axis.
 
-Every step begins at 0, so that steps of different runs lie one above the other from their starts.
-Events are numbered through over the sets of a drawing, units too.
+Every step begins at 0, so steps of different runs are aligned at their starts. Events and units
+have one sequence of numbers over all sets of a drawing.
 """
 
 import re

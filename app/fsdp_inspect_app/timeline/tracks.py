@@ -1,8 +1,8 @@
-"""What is drawn for one step? Ranks, each laid out by itself, on one axis.
+"""The ranks of one step, each with its own lanes, on one axis.
 
 Times on the axis are ns from the start of the earliest rank's step, on the clock of the first rank
-drawn; a rank whose clock cannot be aligned begins at 0. Nothing of a rank is copied to be among
-others: lanes and events are numbered through over the ranks, and each is found by its number.
+drawn. A rank whose clock cannot be aligned begins at 0. No data of a rank is copied: lanes and
+events have one sequence of numbers over the ranks, and each is found by its number.
 """
 
 import os

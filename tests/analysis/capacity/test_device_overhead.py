@@ -1,4 +1,4 @@
-"""Is the allowance what the device needed beside what was allocated?"""
+"""The allowance for memory that the device needs outside the allocator."""
 
 import pytest
 

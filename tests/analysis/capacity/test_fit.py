@@ -1,4 +1,4 @@
-"""Is what is said to fit really the most that fits, by forecasts that were made?"""
+"""The largest batch that fits, compared with forecasts of the next sizes."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Are clocks of different machines put onto one within the stated uncertainty, or refused?"""
+"""Clocks of different machines: aligned within the stated uncertainty, or refused."""
 
 from dataclasses import dataclass
 

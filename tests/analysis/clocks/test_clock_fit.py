@@ -1,4 +1,4 @@
-"""Does every bound hold for the fitted line, and is the uncertainty that of the possible lines?"""
+"""The fitted line of two clocks meets every bound; its uncertainty covers every such line."""
 
 import numpy as np
 

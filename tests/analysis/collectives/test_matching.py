@@ -1,4 +1,4 @@
-"""Are the ranks that communicate with each other found, and their collectives matched?"""
+"""Matched collectives of the ranks that communicate with each other."""
 
 import pytest
 

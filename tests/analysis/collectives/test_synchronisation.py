@@ -1,4 +1,4 @@
-"""Do ranks that read one clock speak with one voice, and are contradictions noticed?"""
+"""Ranks that read one clock: they agree, and contradictions are reported."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Is it said whether a run moves, stalls, died or ended, from what lies in its folder?"""
+"""The state of a run (moving, stalled, dead, ended), read from its folder."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Does a monitor hear the same of a run that goes on as of one that ended?"""
+"""Monitors get the same numbers of a running run and of an ended one."""
 
 import numpy as np
 

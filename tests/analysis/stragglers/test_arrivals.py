@@ -1,4 +1,4 @@
-"""Who is late, by how much, and how long does the transfer alone take?"""
+"""Late ranks, their delays, and the duration of the transfer alone."""
 
 import pytest
 

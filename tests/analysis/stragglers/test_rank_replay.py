@@ -1,4 +1,4 @@
-"""Does the replay give the recorded step, and the right one when programs are exchanged?"""
+"""The replay of ranks: the recorded step, and steps with exchanged programs."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Is chance told from a rank that works longer, exactly?"""
+"""Ranks that work longer, separated from chance."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""Is the straggler found, priced, and told from ranks that take turns?"""
+"""Stragglers and their cost, separated from ranks that are late in turn."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Do the sampled ranks and steps stand for the run?"""
+"""Sampled ranks and steps represent the run."""
 
 from fsdp_inspect.analysis.step_selection import timed_ranks
 from fsdp_inspect.analysis.stragglers.sampling import (

@@ -1,4 +1,4 @@
-"""Does a recorder see what the real Accelerate has prepared, as far as that shards on CPU?"""
+"""The recorder on models that the real Accelerate prepared, as far as it shards on CPU."""
 
 from __future__ import annotations
 

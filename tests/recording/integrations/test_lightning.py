@@ -1,4 +1,4 @@
-"""Does the callback record what the real Lightning does, under both of its names?"""
+"""The callback records the real Lightning, under both of its package names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do all integrations share? Options, refusals, libraries that are not installed."""
+"""What all integrations share: options, refusals, missing libraries."""
 
 from __future__ import annotations
 

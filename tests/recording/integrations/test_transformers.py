@@ -1,4 +1,4 @@
-"""Does the callback record what the real Trainer does, and does the Trainer not notice?"""
+"""The callback records the real Trainer and does not change its results."""
 
 from __future__ import annotations
 
