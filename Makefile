@@ -38,13 +38,17 @@ test: $(READY) ## Run the tests that guard a change (without a GPU, GPU tests ar
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
 .PHONY: test-all
-test-all: $(READY) ## Run all tests except benchmarks, the exhaustive ones too, as CI does
+test-all: $(READY) ## Run the exhaustive tests, too, as CI does for each change
 	$(PYTEST) $(PARALLEL) --exhaustive $(ARGS)
+
+.PHONY: studies
+studies: $(READY) ## Run the tests that repeat a measurement many times (CI runs them every night)
+	$(PYTEST) $(PARALLEL) --exhaustive --studies -m study $(ARGS)
 
 .PHONY: coverage
 coverage: $(READY) ## Measure line and branch coverage of all tests; takes longer than test-all
 	$(BIN)/coverage erase
-	$(PYTEST) $(PARALLEL) --exhaustive --cov --cov-report= $(ARGS)
+	$(PYTEST) $(PARALLEL) --exhaustive --studies --cov --cov-report= $(ARGS)
 	$(BIN)/coverage combine --quiet --append || true  # processes that ended after their test
 	$(BIN)/coverage report
 

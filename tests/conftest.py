@@ -2,7 +2,8 @@
 
 Benchmarks run only with `-m benchmark`, and tests of other frameworks with `-m frameworks`. Tests
 marked `slow` run only with `--exhaustive`, with `-m slow`, or when they are named
-(`tests/file.py::test`). Tests marked `gpu` are skipped with a reason where there is no CUDA device.
+(`tests/file.py::test`). Likewise, tests marked `study` run only with `--studies`. Tests marked
+`gpu` are skipped with a reason where there is no CUDA device.
 Tests that need Chromium ask for the `chromium` fixture.
 """
 
@@ -42,6 +43,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 REQUIRE_BROWSER = "FSDP_INSPECT_REQUIRE_BROWSER"
 EXHAUSTIVE = "--exhaustive"
+STUDIES = "--studies"
 
 Torchrun = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -49,6 +51,8 @@ Torchrun = Callable[..., subprocess.CompletedProcess[str]]
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "run the tests marked slow, too: those that check many cases of one kind"
     parser.addoption(EXHAUSTIVE, action="store_true", help=text)
+    text = "run the tests marked study, too: those that repeat a measurement many times"
+    parser.addoption(STUDIES, action="store_true", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,8 +99,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker not in config.option.markexpr:
             _deselect(config, items, marker)
     is_named = any("::" in argument for argument in config.args)
-    if not (config.getoption(EXHAUSTIVE) or "slow" in config.option.markexpr or is_named):
-        _deselect(config, items, "slow")
+    for marker, option in (("slow", EXHAUSTIVE), ("study", STUDIES)):
+        if not (config.getoption(option) or marker in config.option.markexpr or is_named):
+            _deselect(config, items, marker)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_cuda():
         for item in gpu_items:

@@ -29,7 +29,7 @@ def test_fifty_steady_runs_have_no_change_point():
     assert found == [[]] * 50
 
 
-@pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.parametrize("memory", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("spread", [0.01, 0.08, 0.2])
 def test_steady_steps_have_no_change_point(spread, memory):

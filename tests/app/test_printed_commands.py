@@ -18,9 +18,9 @@ from tests.app.conftest import start_app
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "samples"
-SMALLEST = "tiny-2-ranks/run"
+MARKS = {"tiny-2-ranks/run": (), "async-prefetch-2-ranks/run": pytest.mark.study}
 SAMPLE_IDS = [
-    pytest.param(name, marks=() if name == SMALLEST else pytest.mark.slow)
+    pytest.param(name, marks=MARKS.get(name, pytest.mark.slow))
     for name in sorted(
         path.parent.relative_to(SAMPLES).as_posix() for path in SAMPLES.glob("**/run.json")
     )

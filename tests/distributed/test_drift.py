@@ -72,7 +72,7 @@ def test_what_changed_with_the_step_time_is_named(
         assert any(NAMED[cause] in sentence for sentence in change.accounted_by)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_every_other_injected_cause_is_named(record: Callable[[Sequence[str]], Path]) -> None:
     others = [cause for cause in NAMED if cause not in (*QUICK, ON_A_FREE_CORE)]
     folder = record(others)
@@ -80,7 +80,7 @@ def test_every_other_injected_cause_is_named(record: Callable[[Sequence[str]], P
         check_is_named(folder, cause)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_processes_that_take_the_core_are_named(record: Callable[[Sequence[str]], Path]) -> None:
     for _ in range(NUM_TRIES):
         folder = record([ON_A_FREE_CORE])

@@ -1,5 +1,6 @@
 """One training for each fault; `make faults` runs more of them, on more ranks."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,16 +11,35 @@ from tests.faults.judging import RIGHT, Verdict, judge
 from tests.faults.running import SCRIPT, end_ranks, run_case, run_healthy, start_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+OF_EACH_CHANGE = (
+    *("skip-equal", "skip-other", "swap-equal", "branch", "dtype", "user-size", "foreign"),
+    *("foreign-absent", "foreign-hidden", "data-worker", "checkpoint", "evaluation", "breakpoint"),
+    *("lock", "native", "stopped", "uneven", "exception", "memory", "memory-batch", "killed"),
+    *("segmentation", "leave", "garbage", "object", "frozen", "two-groups", "save", "all-slow"),
+    *("not-a-number",),
+)
+"""The faults that every change is tested with; the others are a study."""
 
 
 def is_right(verdict: Verdict) -> bool:
     return (verdict.problem, verdict.ranks, verdict.line) == (RIGHT, RIGHT, RIGHT)
 
 
-def test_every_fault_is_named_with_its_rank_and_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(OF_EACH_CHANGE, id="of each change"),
+        pytest.param(
+            [fault for fault in EXPECTED if fault not in OF_EACH_CHANGE],
+            marks=pytest.mark.study,
+            id="all others",
+        ),
+    ],
+)
+def test_every_fault_is_named_with_its_rank_and_line(tmp_path: Path, faults: Sequence[str]) -> None:
     cases = [
         Case(fault, ("mlp", "llama")[number % 2], 3, number % 3, 4)
-        for number, fault in enumerate(EXPECTED)
+        for number, fault in enumerate(faults)
     ]
 
     with ThreadPoolExecutor(3) as pool:  # most of the time they wait

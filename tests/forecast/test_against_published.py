@@ -25,7 +25,7 @@ def forecast_peak(path: Path, **settings: object) -> int:
     return peak
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_llama_8b_on_8_gpus_lies_below_the_reserved_memory_that_torchtitan_read(
     tmp_path: Path,
 ) -> None:

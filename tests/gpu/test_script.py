@@ -100,7 +100,7 @@ def forked(command: list[str], *, cwd: Path, stdin: int, stdout: Any, stderr: in
     return ForkedProcess(command, cwd=cwd, stdout=stdout, stderr=stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.distributed
 @pytest.mark.timeout(1200)
 def test_every_step_runs_on_a_cpu_in_little(

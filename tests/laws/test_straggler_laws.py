@@ -14,7 +14,7 @@ JITTERS = {
 RUNS = 60
 
 
-@pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.parametrize("jitter", JITTERS.values(), ids=JITTERS)
 @pytest.mark.parametrize(("num_ranks", "num_steps"), [(2, 4), (2, 6), (4, 4)])
 def test_symmetric_jitter_makes_a_straggler_in_less_than_5_percent(num_ranks, num_steps, jitter):
