@@ -29,6 +29,8 @@ _RATE_STEPS = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, 
 _COUNT_STEPS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _ROUNDS_UP = 0.9995
 """From this fraction of a unit on, three digits round to the unit: 999.6 µs is 1.00 ms."""
+_MANY_TIMES = 10
+"""From this factor on, a change is shown as a factor instead of a percentage."""
 
 
 def format_ns(value: float | None) -> str:
@@ -70,8 +72,19 @@ def format_ratio(value: float | None) -> str:
     return MISSING if value is None else _percent(value)
 
 
+def format_times(factor: float) -> str:
+    """Format a factor: `75.5x`, `2,000x`."""
+    digits = max(0, 3 - len(f"{factor:.0f}"))
+    return f"{factor:,.{digits}f}x"
+
+
 def format_signed(ratio: float) -> str:
-    """Format a relative change with its sign: `+14.9%`. A change that rounds to 0 has no sign."""
+    """Format a relative change with its sign: `+14.9%`; from 10 times the value on as `75.5x`.
+
+    A change that rounds to 0 has no sign.
+    """
+    if ratio >= _MANY_TIMES - 1:
+        return format_times(1 + ratio)
     text = _percent(abs(ratio))
     return text if text in ("0%", "0.0%") else f"{'-' if ratio < 0 else '+'}{text}"
 

@@ -71,7 +71,7 @@ _ALL = (
     ),
     Metric(
         "floor_ns",
-        "exposed floor",
+        "floor",
         _NS,
         "the rest of the exposed time of the first all-gather of each forward and the last "
         "reduction of each backward; no compute runs next to them, so no setting hides it",

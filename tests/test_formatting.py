@@ -55,12 +55,14 @@ def test_counts_ratios_and_milliseconds_read_as_the_field_writes_them():
         pytest.param(-0.227, "-22.7%", "-22.7%", id="decimal"),
         pytest.param(1, "100%", "+100%", id="all"),
         pytest.param(0.99951, "100%", "+100%", id="rounded to three digits"),
-        pytest.param(12.345, "1,234%", "+1,234%", id="thousands"),
+        pytest.param(12.345, "1,234%", "13.3x", id="many times"),
+        pytest.param(75.4467, "7,545%", "76.4x", id="very many times"),
+        pytest.param(1999, "199,900%", "2,000x", id="thousands of times"),
         pytest.param(0, "0%", "0%", id="zero"),
         pytest.param(0.00001, "0.0%", "0.0%", id="rounds to zero"),
     ],
 )
-def test_percentages_have_no_space_and_at_most_three_digits(ratio, text, signed):
+def test_changes_have_no_space_and_at_most_three_digits(ratio, text, signed):
     assert (formatting.format_ratio(ratio), formatting.format_signed(ratio)) == (text, signed)
 
 

@@ -138,7 +138,6 @@ OWNERS = TableSpec(
         text_column("phase", "The phase in which it was issued."),
         text_column("dimension", "The dimension of the device mesh."),
         metric_column("exposed_ns", label="exposed"),
-        metric_column("floor_ns", label="floor"),
         metric_column("step_ratio"),
         metric_column("duration_ns", metric="communication_ns", label="in flight"),
         metric_column("count_per_step", label="per step"),

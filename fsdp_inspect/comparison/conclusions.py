@@ -22,7 +22,14 @@ from fsdp_inspect.comparison.differences import (
 )
 from fsdp_inspect.comparison.noise import CONFIDENCE, PROCESS_NOISE_RATIO, Judgement, Telling
 from fsdp_inspect.comparison.settings import SettingDifference
-from fsdp_inspect.formatting import format_bytes, format_ns, format_signed, format_unit
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_ns,
+    format_ratio,
+    format_signed,
+    format_times,
+    format_unit,
+)
 from fsdp_inspect.metrics import find_metric
 
 _SHARE_OF_A_REASON = 0.25
@@ -150,12 +157,18 @@ def _phrase_step_time(
             f"{format_signed(judged.change)}. {times}. "
             f"{_phrase_why_unknown(evidence, judged, other)}"
         )
-    direction = "slower" if judged.change > 0 else "faster"
-    headline = f"{label} is {abs(judged.change):.1%} {direction} than {first}."
+    headline = f"{label} is {_phrase_speed(judged.change)} than {first}."
     if judged.p_value is None:
         missing = _phrase_missing_runs(evidence, judged, other)
         return f"{headline} {times}. To test the difference, {missing}."
     return f"{headline} {times} ({_interval(judged)}, p = {judged.p_value:.2g})."
+
+
+def _phrase_speed(change: float) -> str:
+    """`14.9% faster`, `4.27x slower`: the change of the step time."""
+    if change >= 1:
+        return f"{format_times(1 + change)} slower"
+    return f"{format_ratio(abs(change))} {'slower' if change > 0 else 'faster'}"
 
 
 def _phrase_why_unknown(evidence: ConclusionEvidence, judged: Judgement, other: int) -> str:

@@ -209,7 +209,8 @@ def _whole_plan(plan: PlanAdvice) -> str:
     changes = "With this change" if number == 1 else f"With all {number} changes"
     return (
         f"{changes}: {format_ns(plan.fastest.step_ns)} a step instead of "
-        f"{format_ns(plan.replayed_step_ns)}, peak {describe_plan_peak(plan.fastest)}."
+        f"{format_ns(plan.replayed_step_ns)} (both simulated), "
+        f"peak {describe_plan_peak(plan.fastest)}."
     )
 
 

@@ -48,7 +48,7 @@ MOST_FINDINGS = 5
 """The most findings about the plan in a summary."""
 MOST_NAMED = 3
 """The most units that a finding names."""
-_OWNER_COLUMNS = ("unit", "collective", "phase", "duration_ns", "exposed_ns", "floor_ns")
+_OWNER_COLUMNS = ("unit", "collective", "phase", "duration_ns", "exposed_ns", "cause_floor_ns")
 _RANK_COLUMNS = ("rank", "host", "step_time_ns", "communication_ns", "exposed_ns", "overlap_ratio")
 _COLLECTIVE_COLUMNS = (
     "unit",

@@ -33,7 +33,7 @@ Key numbers of rank 0 (3 timed steps)
 step time              1.00 µs  p10 1.00 µs, p90 1.00 µs
 communication           500 ns
 exposed communication   250 ns
-exposed floor           150 ns
+floor                   150 ns
 overlap                    50%
 peak allocated               –
 peak reserved                –  missing on CPU

@@ -253,7 +253,11 @@ def _show_numbers(plan: PlanAdvice) -> None:
     interval = f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}"
     numbers = (
         ("Predicted step", format_ns(fastest.step_ns), interval),
-        ("Recorded step", format_ns(plan.recorded_step_ns), "measured"),
+        (
+            "Recorded step",
+            format_ns(plan.recorded_step_ns),
+            f"measured; simulated {format_ns(plan.replayed_step_ns)}",
+        ),
         (
             "Predicted peak",
             format_bytes(fastest.peak_bytes),
@@ -276,8 +280,8 @@ def _show_suggestion(
     question: Question,
     manifest: RunManifest,
 ) -> None:
-    step = format_ns(suggestion.step_ns)
-    step = f"step {step}"
+    before = plan.replayed_step_ns if place == 1 else plan.suggestions[place - 2].step_ns
+    step = f"step {format_ns(suggestion.step_ns)} instead of {format_ns(before)}, both simulated"
     with show_card(f"{place}. {suggestion.what}", key=f"change-{place}") as header:
         with header:
             st.markdown(" ".join(_badge(rule) for rule in suggestion.rules if rule))

@@ -191,20 +191,20 @@ def _show_numbers(simulation: Simulation) -> None:
     memory_error = format_error(simulation.memory_error)
     numbers = (
         (
-            "Step",
+            "Predicted step",
             format_ns(after.step_time_ns),
             f"{format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}",
             "Predicted step time. The interval includes the self-check error and the residuals of "
             "the fitted network.",
         ),
         (
-            "Exposed",
+            "Predicted exposed",
             format_ns(after.exposed_ns),
-            f"recorded plan: {format_ns(before.exposed_ns)}",
+            f"recorded plan, simulated: {format_ns(before.exposed_ns)}",
             "Predicted exposed communication in a step.",
         ),
         (
-            "Peak",
+            "Predicted peak",
             format_bytes(after.peak_bytes),
             f"recorded plan: {format_bytes(before.peak_bytes)}",
             "Predicted peak of allocated memory.",
