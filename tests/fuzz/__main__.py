@@ -5,7 +5,7 @@
 
 The inputs follow from the seed, the target and their number, so each can be made again. The state
 file in `build/fuzz` has the number of inputs by target; a later call goes on from there. A worker
-process reads the inputs. If one kills it or takes longer than `HANG_S`, the parent notes a failure
+process reads the inputs. If one kills it or exceeds a time limit, the parent notes a failure
 and starts another worker. Each kind of failure is saved with its input as a file.
 """
 
@@ -14,14 +14,20 @@ import base64
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.worker import HANG_S, describe_failure, hang, read_one, work
+from tests.fuzz.worker import (
+    HANG_S,
+    STALL_S,
+    catch_hangs,
+    describe_failure,
+    read_one,
+    work,
+)
 
 MAX_MEMORY = "1GiB"
 """`--max-memory` of the harness."""
@@ -139,7 +145,7 @@ class _Worker:
             self._start()
         self._pipe.send((target, start, seconds))
         number = start
-        while self._pipe.poll(seconds + 2 * HANG_S + 30):
+        while self._pipe.poll(seconds + 2 * STALL_S + 30):
             try:
                 kind, value = self._pipe.recv()
             except (EOFError, ConnectionError):
@@ -181,10 +187,10 @@ def _replay(path: Path) -> int:
     from tests.fuzz.targets import find_target
 
     failure = json.loads(path.read_text())
-    signal.signal(signal.SIGALRM, hang)
     corpus = make_corpus(FOLDER / "replay")
     content = base64.b64decode(failure["content"])
-    problem = read_one(find_target(failure["target"]), corpus, content)
+    with catch_hangs():
+        problem = read_one(find_target(failure["target"]), corpus, content)
     print("passes now" if problem is None else f"{problem[0]}\n{problem[1]}")
     return 0 if problem is None else 1
 

@@ -1,12 +1,10 @@
 """The harness makes its inputs again, and the current code passes a few of each target."""
 
-import signal
-
 import pytest
 
 from tests.fuzz.corpus import make_corpus, seeded
 from tests.fuzz.targets import TARGETS
-from tests.fuzz.worker import hang, read_one
+from tests.fuzz.worker import catch_hangs, read_one
 
 NUM_INPUTS = 12
 
@@ -20,13 +18,10 @@ def corpus(tmp_path_factory):
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_no_mutated_input_shows_a_traceback(target, corpus, monkeypatch):
     monkeypatch.setenv("FSDP_INSPECT_MAX_MEMORY", "1GiB")
-    before = signal.signal(signal.SIGALRM, hang)
-    try:
+    with catch_hangs():
         for number in range(NUM_INPUTS):
             content = target.make(corpus, seeded(3, target.name, number))
             assert read_one(target, corpus, content) is None
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_input_follows_from_seed_target_and_number(corpus):

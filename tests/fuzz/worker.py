@@ -8,11 +8,16 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 HANG_S = 5.0
+"""Limit of an input's processor time, which does not grow on a busy machine."""
+STALL_S = 60.0
+"""Limit of an input's time on the clock."""
 MAX_RSS_BYTES = 2 << 30
 """Limit of a worker's resident memory, with a `--max-memory` of half of it."""
 
@@ -22,21 +27,36 @@ def work(pipe: Connection, folder: Path, seed: int) -> None:
     from tests.fuzz.corpus import make_corpus
 
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, hang)
     corpus = make_corpus(folder / "work")
     pipe.send(("ready", 0))
-    while True:
-        target, start, seconds = pipe.recv()
-        pipe.send(("done", _read_many(pipe, corpus, seed, target, start, seconds)))
+    with catch_hangs():
+        while True:
+            target, start, seconds = pipe.recv()
+            pipe.send(("done", _read_many(pipe, corpus, seed, target, start, seconds)))
 
 
 class _HangError(BaseException):
-    """An input took longer than `HANG_S`."""
+    """An input took longer than `HANG_S` or `STALL_S`."""
 
 
-def hang(*_: object) -> None:
-    """End an input that takes too long; a signal handler."""
+@contextmanager
+def catch_hangs() -> Iterator[None]:
+    """Inside the block, end an input that takes longer than `HANG_S` or `STALL_S`."""
+    before = {number: signal.signal(number, _hang) for number in (signal.SIGPROF, signal.SIGALRM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _hang(*_: object) -> None:
     raise _HangError
+
+
+def _limit(hang_s: float, stall_s: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, hang_s)
+    signal.setitimer(signal.ITIMER_REAL, stall_s)
 
 
 def _read_many(
@@ -52,11 +72,11 @@ def _read_many(
     while time.monotonic() < end:
         content = target.make(corpus, seeded(seed, name, number))
         pipe.send(("at", number))
-        began = time.monotonic()
-        faulthandler.dump_traceback_later(2 * HANG_S, exit=True)  # code in C that no signal reaches
+        began = time.process_time()
+        faulthandler.dump_traceback_later(2 * STALL_S, exit=True)  # C code that no signal reaches
         problem = read_one(target, corpus, content)
         faulthandler.cancel_dump_traceback_later()
-        slowest = max(slowest, time.monotonic() - began)
+        slowest = max(slowest, time.process_time() - began)
         if problem is not None:
             kind, text = problem
             failures.setdefault(kind, describe_failure(name, seed, number, content, kind, text))
@@ -72,7 +92,7 @@ def read_one(target: Any, corpus: Any, content: bytes) -> tuple[str, str] | None
     """Read one input; None, or the kind of the failure and its traceback."""
     from tests.fuzz.targets import CommandFailure, run_target
 
-    signal.setitimer(signal.ITIMER_REAL, HANG_S)
+    _limit(HANG_S, STALL_S)
     try:
         run_target(target, corpus, content)
     except _HangError:
@@ -82,7 +102,7 @@ def read_one(target: Any, corpus: Any, content: bytes) -> tuple[str, str] | None
     except Exception as error:
         return f"{target.name}: {type(error).__name__} in {_place()}", traceback.format_exc()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _limit(0, 0)
     return None
 
 
