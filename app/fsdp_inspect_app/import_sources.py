@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from fsdp_inspect.importing.snapshot import looks_like_snapshot
+from fsdp_inspect.importing.trace_file import looks_like_trace
 from fsdp_inspect.store.schema import MANIFEST_FILE, attempt_numbers
 from fsdp_inspect_app.boundary import is_in_folder
 
@@ -58,7 +59,9 @@ def list_sources(folder: Path) -> list[ImportSource]:
     found: list[ImportSource] = []
     for place in _folders(folder):
         files = _files_in(place, folder)
-        traces = [file for file in files if file.name.endswith(_TRACE_SUFFIXES)]
+        traces = [
+            file for file in files if file.name.endswith(_TRACE_SUFFIXES) and looks_like_trace(file)
+        ]
         snapshots = [
             file
             for file in files

@@ -17,6 +17,8 @@ from fsdp_inspect.server_access import Origin, ServerAccess, is_loopback, server
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8501
+MAX_UPLOAD_MIB = 1024
+"""The largest uploaded file. Streamlit holds an upload in memory."""
 
 _SCRIPT = Path(__file__).with_name("asgi.py")
 _ACCESS_VARIABLE = "FSDP_INSPECT_SERVER_ACCESS"
@@ -59,6 +61,7 @@ def server_flags(
         "server.enableCORS": "true",
         "server.enableXsrfProtection": "true",
         "server.fileWatcherType": "none",
+        "server.maxUploadSize": str(MAX_UPLOAD_MIB),
         "browser.gatherUsageStats": "false",
         "client.showErrorDetails": "type",
         "logger.hideWelcomeMessage": "true",  # it shows a URL without the token

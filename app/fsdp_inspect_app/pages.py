@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FIRST = "runs"
+LIVE = "live"
 
 _FOLDER = Path(__file__).parent / "app_pages"
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import streamlit as st
 
+from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.result_types import RunStatus
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.access import require_login
 from fsdp_inspect_app.empty_states import show_failure
-from fsdp_inspect_app.pages import FIRST, SECTIONS, PageFile, find_page
+from fsdp_inspect_app.pages import FIRST, LIVE, SECTIONS, PageFile, find_page
 from fsdp_inspect_app.selection import (
     RUN_KEY,
     follow_run,
@@ -45,15 +47,29 @@ def pick_run() -> None:
         )
 
 
-def make_page(file: PageFile) -> st.Page:
-    """One page of the navigation."""
+def make_page(file: PageFile, *, is_live: bool) -> st.Page:
+    """One page of the navigation, which lists Live only for a run that is being recorded."""
     return st.Page(
         file.path,
         title=file.title,
         icon=file.icon,
         url_path=file.address,
         default=file.name == FIRST,
+        visibility="visible" if is_live or file.name != LIVE else "hidden",
     )
+
+
+def is_chosen_live() -> bool:
+    """Whether the chosen run is being recorded."""
+    entries = {entry.id: entry for entry in loading.list_entries()}
+    if not entries:
+        return False
+    follow_run(entries)
+    try:
+        run = loading.open_entry(entries[st.session_state[RUN_KEY]])
+    except FsdpInspectError:
+        return False
+    return run.source.status is RunStatus.RUNNING
 
 
 def open_first() -> None:
@@ -65,8 +81,9 @@ def open_first() -> None:
 st.set_page_config(layout="wide", page_icon=_ICON, initial_sidebar_state=_SIDEBAR_PX)
 st.logo(str(_HERE / "logo.svg"), size="large", icon_image=_ICON)
 st.html(_HERE / "page.css")
+is_live = is_chosen_live()
 menu = {
-    section: [make_page(file) for file in files if file.exists]
+    section: [make_page(file, is_live=is_live) for file in files if file.exists]
     for section, files in SECTIONS.items()
 }
 menu[""].append(st.Page(open_first, title=FIRST, url_path=FIRST, visibility="hidden"))

@@ -40,7 +40,7 @@ _LIVE_LIFE_S = 10
 _LIVE_SUFFIX = ".arrows"
 _KEEP_EVERY = 100
 """So many new findings are written at once."""
-_ROW_VERSION = 1
+_ROW_VERSION = 2
 """Rises with every change of what a row means that leaves its fields as they are."""
 
 

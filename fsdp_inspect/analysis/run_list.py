@@ -7,6 +7,8 @@ key numbers of a run (`measure_key_numbers`) come from its summary, in some mill
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from fsdp_inspect.analysis.memory.summary_rows import highest_peak_bytes
 from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.step_times import measure_step_times
@@ -15,6 +17,9 @@ from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.folder import RunEntry, list_runs
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunSource
+
+MOST_COURSE = 40
+"""The most points of the course of the step time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,9 @@ class RunKeyNumbers:
     overlap_ratio: float | None
     peak_allocated_bytes: int | None
     """None if memory was not recorded."""
+    step_times_ns: tuple[int, ...] = ()
+    """The course of the step time of the median rank: medians of at most `MOST_COURSE` equal parts
+    of its timed steps."""
 
 
 def measure_key_numbers(run: RunSource) -> RunKeyNumbers:
@@ -112,7 +120,13 @@ def measure_key_numbers(run: RunSource) -> RunKeyNumbers:
         exposed_ns=overlap.exposed_ns if overlap else None,
         overlap_ratio=overlap.overlap_ratio if overlap else None,
         peak_allocated_bytes=highest_peak_bytes(run),
+        step_times_ns=_course([each.step_time_ns for each in times.over_steps if each.is_timed]),
     )
+
+
+def _course(values: list[int]) -> tuple[int, ...]:
+    parts = np.array_split(np.array(values, dtype=np.int64), min(len(values), MOST_COURSE) or 1)
+    return tuple(int(np.median(part)) for part in parts if len(part))
 
 
 def change_ratio(value: int | None, reference: int | None) -> float | None:

@@ -36,6 +36,20 @@ class ImportLimits:
     """Largest size of one event, or of one other value."""
 
 
+def looks_like_trace(path: Path) -> bool:
+    """Whether a file begins like a trace: an object with `traceEvents`, or an array of events."""
+    if not path.is_file():  # reading a pipe or a device may never end
+        return False
+    try:
+        head, _ = next(_raw_blocks(path), (b"", 0))
+    except (OSError, EOFError, zlib.error):
+        return False
+    start = head.lstrip()
+    if start.startswith(b"{"):
+        return b'"traceEvents"' in start
+    return start.startswith(b"[") and b'"ph"' in start
+
+
 def read_blocks(
     path: Path, limits: ImportLimits, on_progress: OnProgress | None = None
 ) -> Iterator[bytes]:

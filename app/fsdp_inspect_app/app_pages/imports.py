@@ -14,10 +14,12 @@ from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.imports import frame_sources
 from fsdp_inspect_app.import_jobs import ImportJobs, JobState, JobView
 from fsdp_inspect_app.import_sources import ImportSource, find_source, list_sources
-from fsdp_inspect_app.selection import follow, link, page_link
+from fsdp_inspect_app.selection import RUN_KEY, follow, link, page_link
+from fsdp_inspect_app.uploads import keep_uploads
 from fsdp_inspect_app.wording import code, plain
 
 _SOURCE_KEY = "source"
+_UPLOADS_KEY = "number of uploads"
 _REFRESH_EVERY_S = 1
 _LISTING_LIFE_S = 3
 _HOW = """# in the training script, once for each rank
@@ -34,15 +36,17 @@ def show_page() -> None:
         show_nothing(
             "This folder has nothing to import.",
             f"Searched {loading.runs_folder()} and four levels below for profiler traces (.json, "
-            ".json.gz) and memory snapshots (.pickle). Copy such files there. A folder with one "
-            "trace for each rank becomes one run.",
+            ".json.gz) and memory snapshots (.pickle). Upload such files, or copy them there. A "
+            "folder with one trace for each rank becomes one run.",
             remedy=_HOW,
         )
+        _show_upload()
         return
     jobs = _jobs(str(loading.runs_folder()))
     show_headline(plain(_answer(sources)))
     _show_job(jobs)
     _show_choice(sources, jobs)
+    _show_upload()
     with st.expander(f"All {len(sources)} that can be imported"):
         st.dataframe(
             frame_sources(sources), hide_index=True, alt="What can be imported, one row each"
@@ -75,6 +79,28 @@ def _answer(sources: Sequence[ImportSource]) -> str:
     ]
     listed = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
     return f"{listed} can become {'a run' if len(sources) == 1 else 'runs'}."
+
+
+def _show_upload() -> None:
+    """Take files from the browser, several for a run of several ranks."""
+    number = st.session_state.setdefault(_UPLOADS_KEY, 0)
+    with st.container(border=True, key="card-upload"):
+        files = st.file_uploader(
+            "Upload a trace or a snapshot, or one for each rank",
+            accept_multiple_files=True,
+            key=f"upload-{number}",
+        )
+        if not st.button("Save uploads", disabled=not files, icon=":material/upload:"):
+            return
+    try:
+        name = keep_uploads(loading.runs_folder(), files)
+    except StoreError as error:
+        st.error(plain(str(error)), icon=":material/error:")
+        return
+    st.session_state[_UPLOADS_KEY] = number + 1  # an empty uploader
+    _list.clear()
+    st.query_params[_SOURCE_KEY] = name
+    st.rerun()
 
 
 def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:
@@ -131,6 +157,8 @@ def _show_progress(jobs: ImportJobs, *, is_running: bool) -> None:
         return
     if is_running and view.state is not JobState.RUNNING:
         loading.look_again()
+        if view.state is JobState.DONE:
+            st.query_params[RUN_KEY] = view.run_id  # the run picker shows the new run
         st.rerun()
     match view.state:
         case JobState.RUNNING:

@@ -7,7 +7,7 @@ import streamlit as st
 
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import MISSING, format_ns
-from fsdp_inspect.result_types import RunEntry
+from fsdp_inspect.result_types import RunEntry, RunStatus
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headline
 from fsdp_inspect_app.empty_states import show_no_runs
@@ -22,7 +22,7 @@ from fsdp_inspect_app.selection import (
     remembered,
     switch_page,
 )
-from fsdp_inspect_app.summaries import KnownRuns, summaries_of
+from fsdp_inspect_app.summaries import LOOK_AGAIN_S, KnownRuns, summaries_of
 from fsdp_inspect_app.wording import code, plain
 
 _PATIENCE_S = 1.0
@@ -59,6 +59,8 @@ def show_page() -> None:
     _show_list(matching, found)
     if not found.is_complete:
         _show_progress(entries)
+    elif running := [entry for entry in matching if _is_running(entry, found)]:
+        _refresh_running(running, found)
 
 
 def _answer(entries: Sequence[RunEntry], found: KnownRuns) -> str:
@@ -148,6 +150,11 @@ def _show_table(frame: pd.DataFrame) -> list[str]:
                 if column.endswith(BASELINE_SUFFIX)
             },
             "mark": st.column_config.TextColumn(width=90),
+            "step time over steps": st.column_config.LineChartColumn(
+                width=110,
+                help="Step time of the timed steps of the median rank, from the first to the "
+                "last. Each line has its own scale.",
+            ),
             "recorded (UTC)": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm"),
             _NAME_COLUMN: st.column_config.TextColumn(pinned=True, help="Click to open"),
         },
@@ -218,6 +225,19 @@ def _compared(chosen: Sequence[str], baseline: str | None) -> list[str]:
     """The runs to compare, the baseline first: the one that was made it, or the first chosen."""
     first = [] if baseline is None else [baseline]
     return list(dict.fromkeys([*first, *chosen])) if chosen else []
+
+
+def _is_running(entry: RunEntry, found: KnownRuns) -> bool:
+    row = found.rows.get(entry.id)
+    return row is not None and row.summary.status == RunStatus.RUNNING
+
+
+@st.fragment(run_every=LOOK_AGAIN_S)
+def _refresh_running(running: Sequence[RunEntry], shown: KnownRuns) -> None:
+    """Rerun the page when the numbers of a running run have changed."""
+    now = summaries_of(str(loading.runs_folder())).find(running, patience_s=_PATIENCE_S)
+    if any(now.rows.get(entry.id) != shown.rows.get(entry.id) for entry in running):
+        st.rerun()
 
 
 @st.fragment(run_every=_LOOK_AGAIN_S)
