@@ -72,7 +72,7 @@ def _row_of(wait: ExposedWait) -> TraceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The results of the analyses of a run; None where an analysis has no result."""
+    """The results of the analyses of a run; None if an analysis has no result."""
 
     manifest: RunManifest
     verdict: Verdict

@@ -116,7 +116,7 @@ class Space:
         try:
             merged = with_units(start, start.merge([first, second]).units)
         except PlanError:
-            return None  # one is inside the other
+            return None  # one unit is inside the other
         if set(self.find_risks(merged)) - set(self.find_risks(self.plan)):
             return None
         words = f"merge {format_unit(first)} with {format_unit(second)}"

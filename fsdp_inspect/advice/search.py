@@ -117,7 +117,7 @@ class Search:
             yield replace(start, grouping=grouping, reshard=reshard)
 
     def _smaller_groups(self) -> Iterator[Choice]:
-        """Fewer ranks that keep the parameters: gathers take less time, and memory rises."""
+        """Let fewer ranks keep the parameters: gathers take less time, and memory rises."""
         for choice, group in product(self._beam(), self._groups_in_a_node()[1:]):
             yield replace(choice, reshard=group, num_kept=None)
 

@@ -14,7 +14,7 @@ from fsdp_inspect.trace.sharders import DDP, FSDP1
 
 @dataclass(frozen=True, slots=True)
 class SharderRemedy:
-    """What to do about a rule with one sharder."""
+    """The remedy for a rule under one sharder."""
 
     steps: tuple[str, ...]
     snippet: str = ""

@@ -43,7 +43,7 @@ class Slowdown:
         return self.middle > 1
 
     def paid(self, hidden_more_ns: int) -> "Paid":
-        """The cost of hiding so much more; negative: the gain of hiding less."""
+        """The cost of hiding more than the recorded plan; negative: the gain of hiding less."""
         return Paid(*(round((each - 1) * hidden_more_ns) for each in self._all))
 
     @property
