@@ -64,9 +64,9 @@ class Judgement:
     low: float | None
     """Low end of the 95% interval of the change; None without a test."""
     high: float | None
-    """High end of the interval."""
+    """High end of the 95% interval of the change; None without a test."""
     p_value: float | None
-    """None without a test."""
+    """p-value of the rank test; None without a test."""
     more_runs: tuple[int, int]
     """Additional runs that a test requires, for each side; 0 if no test applies."""
 
