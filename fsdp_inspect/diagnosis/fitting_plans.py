@@ -51,7 +51,7 @@ class NoPlans(StrEnum):
     NOT_FOLLOWED = "not followed"
     """The storages of the failed step were not followed (CUDA)."""
     NOT_EXPLAINED = "not explained"
-    """The simulated peak of the recorded plan is below what was alive."""
+    """The simulated peak of the recorded plan is below the live memory."""
     NOT_SIMULATED = "not simulated"
     """The simulation misses data; `detail` has the reason."""
     NONE_FITS = "none fits"
