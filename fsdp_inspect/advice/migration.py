@@ -34,7 +34,7 @@ class SettingChange:
 
     setting: str
     recorded: str
-    """Its value in the run; empty: not recorded."""
+    """The value in the run; empty: not recorded."""
     replacement: str
     """The setting of FSDP2, or the reason why none exists."""
     has_counterpart: bool

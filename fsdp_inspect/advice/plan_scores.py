@@ -100,7 +100,7 @@ class PlanScorer:
         self.scores: dict[Choice, Score] = {}
         """Every simulated plan, in order."""
         self.refusals: dict[str, None] = {}
-        """Why some plans could not be simulated, one sentence each."""
+        """The reasons why some plans could not be simulated, one sentence each."""
         self.slowdown = slowdown or Slowdown()
         step = self.work.play()
         self._hidden_ns = hidden_ns(step) if self.slowdown.is_told else 0

@@ -22,7 +22,7 @@ class Slowdown:
     low: float = 1.0
     high: float = 1.0
     reason: str = ""
-    """Why no slowdown is assumed; empty: the slowdown was measured."""
+    """The reason why no slowdown is assumed; empty: the slowdown was measured."""
 
     @classmethod
     def of(cls, contention: Contention | None, *, is_emulated: bool) -> "Slowdown":
@@ -57,7 +57,7 @@ class Paid:
 
     value_ns: int = 0
     low_ns: int = 0
-    """At the lowest slowdown of single passes."""
+    """The cost at the lowest slowdown of single passes."""
     high_ns: int = 0
 
 

@@ -312,7 +312,7 @@ def _end_of(run: RunSource, record: RankRecord, events: EventTable, offset: int)
 
 
 def _idle_of(run: RunSource, record: RankRecord, offset: int, end_ns: int) -> Intervals:
-    """The standstills that ended, and the one in which the attempt ended."""
+    """The completed standstills, and the standstill in which the attempt ended."""
     spans = [] if record.life is None else list(record.life.standstills)
     starts, ends = [span.start_ns + offset for span in spans], [s.end_ns + offset for s in spans]
     box = run.black_box(record.rank)

@@ -34,7 +34,7 @@ class Overlap:
     run: RankOverlap | None
     """The median rank; None without a timed step."""
     ranks: tuple[RankOverlap, ...]
-    """By rank; ranks without a timed step are absent."""
+    """The ranks, ascending. Ranks without a timed step are absent."""
 
 
 def measure_overlap(run: RunSource) -> Overlap:

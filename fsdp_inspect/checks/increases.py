@@ -154,7 +154,7 @@ def _beside_the_longest(longer: Sequence[Increase]) -> list[Increase]:
 
 
 def abbreviate_units(units: Sequence[str]) -> str:
-    """`layers.3`; `layers.*` for at least three that differ in a number; else the names."""
+    """The units in short form: `layers.3`, `layers.*` for three or more, or the names."""
     patterns = list(dict.fromkeys(_NUMBER.sub("*", unit) for unit in units))
     if len(units) > 2 and len(patterns) < len(units):
         return ", ".join(patterns)

@@ -34,7 +34,7 @@ class ChildError(FsdpInspectError):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
-        """Its exit code; negative: the signal that ended it."""
+        """The exit code; negative: the signal that ended the process."""
 
 
 def require_trainer(who: str) -> None:

@@ -61,7 +61,7 @@ class UnitSide:
     forward_ns: int | None
     """Sum over the units, with nested units; None if an import records no forward."""
     backward_ns: int | None
-    """Like `forward_ns`."""
+    """Sum over the units, like `forward_ns`."""
     exposed_ns: int
     all_gather: UnitCollective
     """For several units, counts and exposed time are sums, and numbers of one collective are

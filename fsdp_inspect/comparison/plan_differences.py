@@ -22,7 +22,7 @@ class PlanDifference:
 
     name: str
     where: str
-    """The units with this difference, in words; empty for the whole plan."""
+    """A description of the units with this difference; empty for the whole plan."""
     asked: Any
     ran: Any
 

@@ -32,7 +32,7 @@ class SettingDifference:
     name: str
     """Dotted name, as in the run's configuration."""
     where: str
-    """The units with this difference, in words; empty for the whole run."""
+    """A description of the units with this difference; empty for the whole run."""
     values: tuple[Any, ...]
     """One value for each side; None if a side lacks the setting."""
 

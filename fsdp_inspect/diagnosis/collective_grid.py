@@ -76,12 +76,12 @@ def lay_out_collectives(
     wait: Wait | None,
     waits: Sequence[Wait],
 ) -> CollectiveGrid | None:
-    """The collectives around the difference or the wait; without both, the last ones.
+    """Collect the collectives around the difference or the wait, or else the last ones.
 
     Args:
         boxes: Black boxes by rank; ranks may be missing.
         difference: The first difference between ranks; it comes before the wait.
-        wait: The wait in question.
+        wait: The wait to show.
         waits: All waits of all communicators.
 
     Returns:

@@ -1,7 +1,8 @@
-"""Decide what went wrong in a run: one class, the ranks, and the evidence.
+"""Diagnose a run: one class of problem, the ranks, and the evidence.
 
-The order of the questions is that of the causes: a difference in the order of collectives explains
-a hang, and a rank that died explains why others wait. What cannot be decided is said.
+The order of the checks is the order of the causes. A difference in the order of collectives
+explains a hang, and a dead rank explains why others wait. The diagnosis lists the data that it
+lacks.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class Diagnosis:
     drift: tuple[ChangePoint, ...]
     """Lasting changes of the step time, by step."""
     grid: CollectiveGrid | None
-    """The collectives of each rank around the one in question; None without a black box."""
+    """The collectives of each rank around the difference or the wait; None without a black box."""
     stacks: tuple[StackGroup, ...]
     """The distinct stacks of the training threads, those of the fewest ranks first."""
     out_of_memory: OutOfMemory | None = None
@@ -201,7 +202,9 @@ def diagnose(run: RunSource) -> Diagnosis:
 def with_plans(
     found: Diagnosis, run: RunSource, *, name_file: Callable[[int], str] = "plan-{}.toml".format
 ) -> Diagnosis:
-    """Add the plans that would have fitted to a diagnosis. An out-of-memory takes seconds.
+    """Add the plans that would have fitted to a diagnosis.
+
+    The search takes seconds after an out-of-memory, and no time otherwise.
 
     Args:
         found: The diagnosis of the run.
@@ -508,7 +511,7 @@ class _Case:
         is_held = state.rank in wait.held and kind in (ActivityKind.COLLECTIVE, ActivityKind.CODE)
         if kind is ActivityKind.COLLECTIVE and is_held:
             problem = ProblemClass.TRANSPORT_STUCK
-        elif kind is ActivityKind.COLLECTIVE:  # a collective that the recorder did not see
+        elif kind is ActivityKind.COLLECTIVE:  # a collective that was not recorded
             problem, ranks = ProblemClass.FOREIGN_COLLECTIVE, ()
         elif kind is ActivityKind.LOCK and not is_stopped:
             problem = ProblemClass.HOST_DEADLOCK

@@ -1,4 +1,4 @@
-"""Tell how each rank ended, and which end came first by itself."""
+"""Find the end of each rank, and the ends that no other end explains."""
 
 from __future__ import annotations
 

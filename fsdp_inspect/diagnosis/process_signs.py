@@ -1,4 +1,4 @@
-"""Tell what the process of a rank did, as seen from outside, while its collectives stood still."""
+"""Read the state of a rank's process, as seen from outside, after its collectives stopped."""
 
 from __future__ import annotations
 

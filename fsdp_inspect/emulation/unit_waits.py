@@ -40,9 +40,9 @@ class UnitWaits:
         self._gathers: WeakKeyDictionary[FSDPParamGroup, Transfer] = WeakKeyDictionary()
         self._last_reductions: WeakKeyDictionary[FSDPParamGroup, Transfer] = WeakKeyDictionary()
         self._in_flight: WeakKeyDictionary[Any, list[Transfer]] = WeakKeyDictionary()
-        """By FSDP root: reduce-scatters whose input FSDP keeps, oldest first."""
+        """Reduce-scatters whose input FSDP keeps, by FSDP root, oldest first."""
         self._outstanding: WeakKeyDictionary[Any, list[Transfer]] = WeakKeyDictionary()
-        """By FSDP root: every reduction until the end of backward."""
+        """Reductions until the end of backward, by FSDP root."""
         self.gathering: FSDPParamGroup | None = None
         """The unit whose `unshard` is running."""
         self.reducing: FSDPParamGroup | None = None

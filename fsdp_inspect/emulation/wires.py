@@ -30,7 +30,7 @@ class Wire(Protocol):
         ...
 
     def occupy(self, message: EmulatedMessage) -> Transfer | None:
-        """Make the caller wait; returns the transfer if the host knows its times."""
+        """Make the caller wait, and return the transfer if the host has its times."""
         ...
 
     def defer(self, message: EmulatedMessage, *, not_before_ns: int = 0) -> Transfer | None:
