@@ -77,7 +77,7 @@ class PlanAdvice:
     snippet: str
     """Python that applies the written plan."""
     change: CodeChange
-    """How the recorded run's own code makes all suggested changes."""
+    """The change of the recorded run's own code that makes all suggested changes."""
     verify: tuple[str, ...]
     """Commands that record the plan and compare it with the baseline."""
 

@@ -142,7 +142,7 @@ def apply_lines(change: Change, model: str, mesh: str, prefix: str = "") -> list
 
 
 def find_root_calls(calls: Sequence[ShardingCall], plan: Plan) -> dict[str, ShardingCall]:
-    """The call of each outermost unit, by its module; empty if one of them is several modules."""
+    """The call of each outermost unit, by its module; empty if one of them has several modules."""
     roots = {}
     for call in calls:
         for name in call.units:
@@ -193,7 +193,7 @@ def _is_once(call: ShardingCall) -> bool:
 def _with_keyword(
     call: ShardingCall, sources: Sequence[SourceLines], value: str
 ) -> tuple[str, ...] | None:
-    """The statement with another `reshard_after_forward`; None: an unpacked mapping may have it."""
+    """The statement with another `reshard_after_forward`; None: an unpacked mapping may set it."""
     lines = lines_of(sources, call.file, call.first_line, call.end_line)
     if lines is None or "**" in call.keywords or value == "None":
         return None

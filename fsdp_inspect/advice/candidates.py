@@ -32,7 +32,7 @@ def find_candidates(
 
 
 def choose_candidates(bench: PlanScorer, search: Search, count: int) -> list[Choice]:
-    """As `find_candidates`, without the descriptions."""
+    """Choose the plans like `find_candidates`, without their descriptions."""
     found = search.run()
     if not found.fits:
         return []

@@ -39,7 +39,7 @@ def rule_of(choice: Choice, name: str, rules: Mapping[str, str]) -> str:
 
 
 def say_changes(choice: Choice) -> str:
-    """The changes of a choice in words."""
+    """Describe the changes of a choice."""
     return _sentence(", ".join(_words(choice))) or "Change nothing"
 
 

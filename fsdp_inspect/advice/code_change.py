@@ -32,10 +32,10 @@ _MOST_PLACES = 3
 
 @dataclass(frozen=True, slots=True)
 class CodeChange:
-    """How the code and the launch of a recorded run make a change of the plan."""
+    """The change of a recorded run's code and launch that makes a change of the plan."""
 
     where: str
-    """What changes where, in one or two sentences."""
+    """A description of the change and its position, in one or two sentences."""
     diff: str
     """A unified diff of the user's files, for `patch -p0`; empty: none can be written."""
     settings: str

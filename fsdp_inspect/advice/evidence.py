@@ -36,7 +36,7 @@ class NodeLinks:
     within_bytes_per_s: float | None
     """Bus bandwidth within a node; None: unknown, since no collective ran within a node."""
     within_from: str
-    """The source of `within_bytes_per_s` in words; empty if it is None."""
+    """A description of the source of `within_bytes_per_s`; empty if it is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _row_of(wait: ExposedWait) -> TraceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The results of the analyses of a run; None where an analysis has no result."""
+    """The results of the analyses of a run; None if an analysis has no result."""
 
     manifest: RunManifest
     verdict: Verdict
@@ -158,4 +158,4 @@ class Finding:
     snippet: str = ""
     """Lines to paste; empty if no line of code fixes the problem."""
     verify: str = ""
-    """How to check that the problem is fixed."""
+    """A way to check that the problem is fixed."""

@@ -131,7 +131,7 @@ def _rows(evidence: Evidence, limit: Limit) -> tuple[TraceRow, ...]:
 
 
 def _effect(evidence: Evidence, limit: Limit) -> Effect:
-    """At most the cost of the limit; for memory and unrecorded parts no effect is known."""
+    """An effect of at most the cost of the limit; unknown for memory and unrecorded parts."""
     name = _COSTS.get(limit)
     cost = evidence.verdict.numbers.get(name) if name else None
     if cost is None:

@@ -27,7 +27,7 @@ class FrameworkSettings:
     """The settings that make a change."""
 
     lines: str
-    """As the user writes them; empty: only options of the launch line change."""
+    """The settings as the user writes them; empty: only options of the launch line change."""
     options: dict[str, str] = field(default_factory=dict)
     """Options of the script in the launch line."""
     starter_options: dict[str, str] = field(default_factory=dict)

@@ -24,7 +24,7 @@ def split_played_step(step: PlayedStep, *, on_host: bool) -> dict[str, int]:
     Args:
         step: The simulated step.
         on_host: Whether one thread runs everything but the collectives (CPU). On a device the
-            all-gather's copy-in runs on a stream of its own, beside compute.
+            all-gather's copy-in runs on its own stream, in parallel with compute.
     """
     copies = COPIES if on_host else COPIES - {EventKind.ALL_GATHER_COPY_IN}
     parts: dict[str, int] = {}
@@ -51,7 +51,7 @@ def subtract_parts(before: Mapping[str, int], after: Mapping[str, int]) -> dict[
 def say_parts(saved_by_ns: Mapping[str, int]) -> str:
     """`all-gather 25.2 ms, host work 5.8 ms, copies -1.0 ms`; empty without a gain.
 
-    Parts below 1% of the gain are added up, and shown only if their sum is not.
+    Parts below 1% of the gain are added up, and shown if their sum is at least 1%.
     """
     total = sum(saved_by_ns.values())
     shown = {name: ns for name, ns in saved_by_ns.items() if abs(ns) >= _LEAST_RATIO * abs(total)}

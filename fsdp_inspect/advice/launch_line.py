@@ -12,7 +12,7 @@ _FLAGS_OF_RECORDER = frozenset({"--no-verdict", "--no-source", "-h", "--help"})
 _DECIDED = frozenset(
     f"--{no}{name.replace('_', '-')}" for name in DECIDED_BY_PLAN for no in ("", "no-")
 )
-"""Options of the trainer that set what a plan sets. The trainer rejects them next to a plan."""
+"""Options of the trainer that set the same as a plan. The trainer rejects them next to a plan."""
 
 
 def write_launch_line(
@@ -23,7 +23,7 @@ def write_launch_line(
     starter_options: Mapping[str, str] | None = None,
     reads_plan: bool = True,
 ) -> str:
-    """The recorded launch with another plan; a comment states what the line cannot show.
+    """The recorded launch with another plan; a comment has the parts that it cannot contain.
 
     Args:
         manifest: The manifest of the run.
@@ -64,7 +64,7 @@ def without_options(words: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def _start_of_script(words: Sequence[str]) -> int:
-    """Where the script's own arguments begin: after the script or the module.
+    """The position of the script's own arguments, after the script or the module.
 
     The recorder's options come before its script.
     """

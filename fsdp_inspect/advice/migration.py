@@ -30,13 +30,13 @@ _NO_SHARD = "NO_SHARD"
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """One setting of FSDP1, and what takes its place."""
+    """One setting of FSDP1, and its counterpart in FSDP2."""
 
     setting: str
     recorded: str
-    """Its value in the run; empty: not recorded."""
+    """The value in the run; empty: not recorded."""
     replacement: str
-    """The setting of FSDP2, or why there is none."""
+    """The setting of FSDP2, or the reason why none exists."""
     has_counterpart: bool
 
 

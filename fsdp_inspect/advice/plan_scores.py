@@ -81,7 +81,7 @@ class PlanScorer:
             latency_ns: Latency of another network; None: the run's own.
             slowdown: The slowdown of compute by communication; None: no slowdown.
             node: The link within a node; None: as measured in the run.
-            work: The work to simulate, if it is known already; None: that of the median rank.
+            work: The work to simulate, if it is known already; None: the work of the median rank.
 
         Raises:
             MissingDataError: The run lacks data that the simulation needs.
@@ -100,7 +100,7 @@ class PlanScorer:
         self.scores: dict[Choice, Score] = {}
         """Every simulated plan, in order."""
         self.refusals: dict[str, None] = {}
-        """Why some plans could not be simulated, one sentence each."""
+        """The reasons why some plans could not be simulated, one sentence each."""
         self.slowdown = slowdown or Slowdown()
         step = self.work.play()
         self._hidden_ns = hidden_ns(step) if self.slowdown.is_told else 0
@@ -137,7 +137,7 @@ class PlanScorer:
         return known
 
     def can_play(self, choice: Choice) -> bool:
-        """Simulate a plan; False if the run does not tell what it would do.
+        """Simulate a plan; False if the run lacks the data for it.
 
         The reason is kept in `refusals`.
         """
@@ -173,7 +173,7 @@ class PlanScorer:
         return replace(self._scenario(plan, self.network, Pace.TYPICAL), plan=plan)
 
     def _why_off(self) -> str:
-        """What is known about the error of the self-check, and what to do."""
+        """Explain the error of the self-check, and how to fix it."""
         others, alike = self.work.num_other_steps, len(self.work.steps)
         if others:
             return (

@@ -54,7 +54,7 @@ class Choice:
     keep_between_microbatches: bool | None = None
     """Whether parameters stay unsharded after backward (`reshard_after_backward`)."""
     checkpointing: Literal["full"] | None = None
-    """For every block: backward repeats its forward."""
+    """Activation checkpointing of every block: backward repeats its forward."""
     param_dtype: FloatDtype | None = None
     reduce_dtype: FloatDtype | None = None
 
@@ -81,7 +81,7 @@ class Space:
     plan: Plan
     """The recorded plan, resolved."""
     groupings: dict[str, Plan]
-    """By the change in words. None adds a risk that the recorded plan does not have."""
+    """Plans by a description of the change. No plan adds a risk to those of the recorded plan."""
     holds_host: bool
     """The backend blocks the main thread until a collective ends. An early issue gains nothing
     unless gathers are asynchronous."""
@@ -116,7 +116,7 @@ class Space:
         try:
             merged = with_units(start, start.merge([first, second]).units)
         except PlanError:
-            return None  # one is inside the other
+            return None  # one unit is inside the other
         if set(self.find_risks(merged)) - set(self.find_risks(self.plan)):
             return None
         words = f"merge {format_unit(first)} with {format_unit(second)}"
@@ -224,7 +224,7 @@ def _changed(unit: UnitPlan, choice: Choice, reshard: bool | int | None) -> Unit
 def _groupings(
     work: RecordedWork, plan: Plan, parameters: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, str, Plan]]:
-    """Yield the change in words, its rule and the plan."""
+    """Yield a description of the change, its rule and the plan."""
     yield from _regrouped(plan)
     yield from _unwrapped(plan, parameters)
     sizes = {unit.fqn: unit.num_parameters for unit in work.units}

@@ -44,7 +44,7 @@ class FittingPlans:
     """The fastest plans of different kinds within a memory limit."""
 
     plans: tuple[RunnablePlan, ...]
-    """By predicted step time; empty: no simulated plan fits."""
+    """The plans, by predicted step time; empty: no simulated plan fits."""
     num_plans: int
     """The number of simulated plans."""
     recorded_peak_bytes: int

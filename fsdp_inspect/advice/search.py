@@ -29,7 +29,8 @@ BEAM = 4
 MAX_DEPTH = 3
 MAX_BUFFERS = 3
 MAX_MERGES, MAX_PAIRS = 3, 40
-"""At most `MAX_MERGES` merges, one pair at a time; none in models with over `MAX_PAIRS` units."""
+"""The highest number of merges, one pair at a time, and the highest number of units for which
+merges are tried."""
 _NOISE_RATIO, _MOST_NOISE_RATIO = 0.01, 0.02
 _DTYPE: FloatDtype = "bfloat16"
 
@@ -117,7 +118,7 @@ class Search:
             yield replace(start, grouping=grouping, reshard=reshard)
 
     def _smaller_groups(self) -> Iterator[Choice]:
-        """Fewer ranks that keep the parameters: gathers take less time, and memory rises."""
+        """Let fewer ranks keep the parameters: gathers take less time, and memory rises."""
         for choice, group in product(self._beam(), self._groups_in_a_node()[1:]):
             yield replace(choice, reshard=group, num_kept=None)
 
@@ -155,7 +156,7 @@ class Search:
         return [each for each in self._beam() if self._bench.space.can_prefetch(each)]
 
     def _loops(self) -> Iterator[Choice]:
-        """When microbatches reduce their gradients, and whether parameters stay between them."""
+        """Vary the microbatches that reduce gradients, and keep parameters between microbatches."""
         accumulation = self._bench.space.plan.accumulation
         if accumulation.microbatches < 2:
             return

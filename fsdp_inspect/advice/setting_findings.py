@@ -93,7 +93,7 @@ def _large_unit(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _largest_tensor_bytes(unit: Unit) -> int:
-    """0 where the parameters are not known."""
+    """Bytes of the largest tensor of a unit; 0 if its parameters are unknown."""
     sizes = (math.prod(shape) for shape in unit.parameters.values())
     return max(sizes, default=0) * ITEMSIZE.get(unit.param_dtype, 0)
 

@@ -14,7 +14,7 @@ from fsdp_inspect.trace.sharders import DDP, FSDP1
 
 @dataclass(frozen=True, slots=True)
 class SharderRemedy:
-    """What to do about a rule with one sharder."""
+    """The remedy for a rule under one sharder."""
 
     steps: tuple[str, ...]
     snippet: str = ""
@@ -59,8 +59,8 @@ _DDP_REMEDIES: dict[str, SharderRemedy | None] = {
     "R30": None,
 }
 _REMEDIES = {FSDP1: _FSDP1_REMEDIES, DDP: _DDP_REMEDIES}
-"""By sharder, then by rule; None: the finding does not apply. Other rules concern no setting of a
-sharder."""
+"""Remedies by sharder, then by rule; None: the finding does not apply. Other rules concern no
+setting of a sharder."""
 
 
 def in_words_of(sharder: str, findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ class Slowdown:
     low: float = 1.0
     high: float = 1.0
     reason: str = ""
-    """Why no slowdown is assumed; empty: the slowdown was measured."""
+    """The reason why no slowdown is assumed; empty: the slowdown was measured."""
 
     @classmethod
     def of(cls, contention: Contention | None, *, is_emulated: bool) -> "Slowdown":
@@ -43,7 +43,7 @@ class Slowdown:
         return self.middle > 1
 
     def paid(self, hidden_more_ns: int) -> "Paid":
-        """The cost of hiding so much more; negative: the gain of hiding less."""
+        """The cost of hiding more than the recorded plan; negative: the gain of hiding less."""
         return Paid(*(round((each - 1) * hidden_more_ns) for each in self._all))
 
     @property
@@ -57,7 +57,7 @@ class Paid:
 
     value_ns: int = 0
     low_ns: int = 0
-    """At the lowest slowdown of single passes."""
+    """The cost at the lowest slowdown of single passes."""
     high_ns: int = 0
 
 

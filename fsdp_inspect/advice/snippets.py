@@ -80,7 +80,7 @@ _OF_ALL: Mapping[str, Callable[[Any], str]] = {
         f"mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.{value}))"
     ),
 }
-"""Changes that apply to every unit alike."""
+"""Changes that apply to every unit."""
 
 
 def _checkpoint(after: Plan) -> Iterator[str]:

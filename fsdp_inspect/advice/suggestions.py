@@ -56,7 +56,7 @@ class Suggestion:
 
     rules: tuple[str, ...]
     what: str
-    """The change in words."""
+    """A description of the change."""
     units: tuple[str, ...]
     """Fqns of the units that change, as in the plan; empty: all units."""
     evidence: tuple[str, ...]
@@ -88,7 +88,7 @@ class Suggestion:
     snippet: str
     """Torch code of the change; empty: only the plan file can make it."""
     change: CodeChange
-    """How the recorded run's own code makes this change and all earlier ones."""
+    """The change of the recorded run's own code that makes this change and all earlier ones."""
     verify: tuple[str, ...] = ()
     """Commands that write the plan up to here with its prediction, run it, and compare."""
 
@@ -118,7 +118,7 @@ class Proposal:
 
 
 class Narrator:
-    """Describes choices in words and numbers."""
+    """Describes choices with sentences and numbers."""
 
     def __init__(self, bench: PlanScorer, evidence: Evidence, plan_file: str = "plan.toml") -> None:
         """Prepare the descriptions. Plans are simulated when a description needs them.
@@ -171,7 +171,7 @@ class Narrator:
         )
 
     def code_change(self, choice: Choice) -> CodeChange:
-        """How the code of the recorded run makes a choice."""
+        """The change of the recorded run's code that makes a choice."""
         space = self._bench.space
         change = Change(
             space.plan_of(AS_RECORDED),

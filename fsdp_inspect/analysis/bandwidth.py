@@ -39,17 +39,19 @@ class KindBandwidth:
     num_events: int
     num_sizes: int
     bytes_per_step: int
-    """Sum of the messages of the typical step."""
+    """Sum of the messages in the typical step."""
     transfer_ns: int | None
     """Median transfer of one collective."""
     transfer_from: str
-    """`all_ranks`: the minimum over ranks; `rank`: this rank's own times; `mixed`."""
+    """Source of the transfer times. `all_ranks`: the minimum over ranks; `rank`: this rank's own
+    times; `mixed`: both."""
     method: str
     """Method of the times: `measured`, `inferred`, `host_blocking`; several joined with `, `."""
     algorithm_bytes_per_s: float | None
-    """Sum of the messages / sum of the transfer times: large messages have the largest weight."""
+    """Sum of the messages / sum of the transfer times. Large messages have the largest weight."""
     bus_bytes_per_s: float | None
-    """The same for bus bytes; None if the kind has no bus bytes, or the group is unknown."""
+    """Sum of the bus bytes / sum of the transfer times; None if the kind has no bus bytes, or the
+    group is unknown."""
     median_bus_bytes_per_s: float | None
     """Median bus bandwidth over the collectives."""
     link: LinkFit | None
@@ -105,7 +107,7 @@ class Bandwidth:
     rank: int
     num_steps: int
     kinds: tuple[KindBandwidth, ...]
-    """Most bytes first."""
+    """The collectives by kind and group, most bytes first."""
 
 
 def measure_bandwidth(
@@ -119,7 +121,7 @@ def measure_bandwidth(
 
     Args:
         run: A recorded run.
-        rank: Default: the median rank.
+        rank: The rank; default: the median rank.
         unit: Index of a unit, to limit the collectives. The fit of latency + bandwidth always uses
             all collectives of the kind and group.
         transfer_ns: The transfer time from all ranks, for each of the rank's
@@ -189,7 +191,7 @@ class _Transfers:
 
     @property
     def usable(self) -> NDArray[np.bool_]:
-        """Which collectives have bytes and a duration, not only an upper bound of the duration."""
+        """Whether each collective has bytes and a duration that is not only an upper bound."""
         known: NDArray[np.bool_] = (self.collectives.bytes > 0) & (self.duration_ns > 0)
         known &= (self.collectives.flags & EventFlag.LATEST_END) == 0
         return known

@@ -39,10 +39,10 @@ class PartTime:
     """One part of a step."""
 
     name: str
-    """`forward`, `exposed_all_gather`, ...: a `StepPart`."""
+    """A `StepPart`: `forward`, `exposed_all_gather`, ..."""
     duration_ns: int
     ratio: float
-    """Fraction of the step, 0 to 1."""
+    """Fraction of the step time, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,16 @@ class DimensionTime:
     """`shard`, `replicate`, `tp`, `ep`, `cp`, `pp`, a user's own name, `world` or `other`: see
     [Note: the dimension of a process group] in `trace.mesh_dimensions`."""
     names: tuple[str, ...]
-    """Its names in the `DeviceMesh`, or those of the process groups in an import."""
+    """Names of the dimension in the `DeviceMesh`; in an import, names of the process groups."""
     is_inferred: bool
-    """Whether the dimension of one of its groups follows from ranks or names only."""
+    """Whether the dimension of a group is inferred from ranks or names."""
     exposed_ns: int
-    """Disjoint over the dimensions; they add up to the exposed time of the step."""
+    """Exposed time. The times of the dimensions are disjoint and add up to the exposed time of the
+    step."""
     step_ratio: float
     """Exposed time / step time, 0 to 1."""
     communication_ns: int
-    """Running collectives, exposed or not; a sum over its process groups."""
+    """Time of running collectives, exposed or not, as a sum over the process groups."""
     count_per_step: float
     bytes_per_step: int
 
@@ -103,18 +104,19 @@ class StepBreakdown:
     """The step, or the steps behind the mean; ascending."""
     step_time_ns: int
     parts: tuple[PartTime, ...]
-    """All of `PARTS_OF_STEP`, in that order; their durations add up to `step_time_ns` exactly."""
+    """The parts in the order of `PARTS_OF_STEP`. Their durations add up to `step_time_ns`
+    exactly."""
     exposed_ns: int
     """Sum of the exposed parts."""
     closest_step: int
     """The step of `steps` whose time is closest to `step_time_ns`, as an example."""
     communication_ns: int
-    """Union of the rank's running collectives; it overlaps the parts."""
+    """Union of the rank's running collectives. It overlaps the parts."""
     between_ns: int
-    """Evaluation and checkpoints before the step; not in `step_time_ns`."""
+    """Time of evaluation and checkpoints before the step, which `step_time_ns` does not contain."""
     dimensions: tuple[DimensionTime, ...] = ()
-    """The collectives by dimension of the mesh; exposed times add up to `exposed_ns`, counts and
-    bytes to those of the step."""
+    """The collectives by dimension of the mesh. Exposed times add up to `exposed_ns`, and counts
+    and bytes add up to those of the step."""
 
     def duration_ns(self, part: StepPart) -> int:
         """Return the time of one part."""
@@ -147,7 +149,7 @@ def _measure_breakdown(run: RunSource) -> Breakdown:
 
 
 def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreakdown:
-    """Split one step into parts; the step need not be a timed step.
+    """Split one step into parts. The step need not be a timed step.
 
     Raises:
         IncompleteRunError: The rank did not complete this step.
@@ -176,7 +178,7 @@ def split_typical_step(run: RunSource, member: RankSteps) -> StepBreakdown:
 
 
 def _split_typical_steps(run: RunSource, members: Sequence[RankSteps]) -> Iterator[StepBreakdown]:
-    """Split the typical step of each rank. The summary is read by kind to limit memory."""
+    """Split the typical step of each rank. The summary is read by kind, which limits memory."""
     keys = np.sort(
         np.concatenate(
             [_keys(np.int64(member.rank), member.typical_steps) for member in members]
@@ -205,7 +207,7 @@ def _at(rows: SummaryTable, keys: NDArray[np.int64]) -> SummaryTable:
 
 
 def _split(rows: SummaryTable, dimensions: GroupDimensions) -> StepBreakdown:
-    """Split the mean over the steps of the rows; all rows are of one rank."""
+    """Split the mean over the steps of the rows, which belong to one rank."""
     steps, whole = np.unique(rows.step), rows.where(rows.kind == EventKind.STEP)
 
     def mean(kind: int) -> int:

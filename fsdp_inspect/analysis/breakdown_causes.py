@@ -50,7 +50,7 @@ class BreakdownCauses(TableResult):
     arrivals: ArrivalsKnown | None
     """The ranks whose arrivals are known, for the cause `straggler`."""
     left_out: str
-    """The number of timed steps and the steps that are left out, in words."""
+    """The number of timed steps and the steps that are left out, as a sentence."""
     ranks: tuple[StepBreakdown, ...]
     """The typical step of each rank, by rank."""
 
@@ -85,13 +85,13 @@ class BreakdownCauses(TableResult):
             metric_column("between_ns"),
         ),
     )
-    """Of `ranks`."""
+    """The columns of `ranks`."""
 
     DIMENSIONS: ClassVar[TableSpec] = DIMENSIONS
-    """Of `shown.dimensions`."""
+    """The columns of `shown.dimensions`."""
 
     def rows(self) -> Sequence[PartTime]:
-        """The parts of the step, in order; they add up to it."""
+        """The parts of the step in order. They add up to the step."""
         return self.shown.parts if self.shown else ()
 
 
@@ -102,7 +102,7 @@ def measure_breakdown_causes(
 
     Args:
         run: A recorded run.
-        rank: Default: the median rank.
+        rank: The rank; default: the median rank.
         step: Any completed step; default: the typical step of the rank.
 
     Raises:
@@ -142,7 +142,7 @@ def split_exposed_by_cause(
 
     Returns:
         The causes in ns, only causes above 0, largest first; they add up to `shown.exposed_ns`.
-        And the ranks whose arrivals are known.
+        The second value has the ranks whose arrivals are known.
     """
     steps = list(shown.steps)
     collectives = run.events(shown.rank, steps=steps, kinds=sorted(COLLECTIVES))

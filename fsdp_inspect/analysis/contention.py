@@ -44,7 +44,7 @@ ALONE_RATIO = 0.1
 BESIDE_RATIO = 0.3
 """A pass counts as slowed if at least this fraction of it runs during communication."""
 MIN_PASSES = 5
-"""Required number of passes of either kind."""
+"""The number of passes alone, and of slowed passes, that a result requires."""
 
 _PASSES = (EventKind.FORWARD, EventKind.BACKWARD)
 _IDLE = frozenset({*COPIES, *WAIT_OF.values(), EventKind.OTHER_WAIT})
@@ -67,17 +67,18 @@ class UnitContention:
     compute_ns: int
     """Median time of one pass, without nested units, copies and waits."""
     beside_ratio: float
-    """Fraction of the compute that runs during communication, 0 to 1."""
+    """Fraction of the compute time that runs during communication, 0 to 1."""
     slowdown: float | None
-    """Time during communication / time of the same work alone; 1: none. None: see `reason`."""
+    """Time during communication / time of the same work alone; 1 means no slowdown. None: see
+    `reason`."""
     low: float | None
-    """Tenth percentile over the passes: their spread, not a confidence interval."""
+    """Tenth percentile over the passes. It describes their spread, not a confidence interval."""
     high: float | None
     """Ninetieth percentile over the passes."""
     compared_with: str
-    """Source of `alone`: `itself`, `alike` (units of the same class and size) or ``."""
+    """Source of the time alone: `itself`, `alike` (units of the same class and size) or ``."""
     reason: str | None
-    """Why there is no slowdown."""
+    """The reason why the slowdown is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +90,14 @@ class Contention:
     slowdown: float | None
     """Median over the slowed passes of all units; None: see `reason`."""
     low: float | None
-    """Tenth percentile over these passes: their spread, not a confidence interval."""
+    """Tenth percentile over these passes. It describes their spread, not a confidence interval."""
     high: float | None
     """Ninetieth percentile over these passes."""
     is_clear: bool
     """Whether the spread excludes 1; otherwise the slowdown can be noise."""
     reason: str | None
     units: tuple[UnitContention, ...]
-    """In order of execution; forward before backward."""
+    """The units in order of execution, forward before backward."""
 
 
 def measure_contention(
@@ -106,7 +107,7 @@ def measure_contention(
 
     Args:
         run: A recorded run.
-        rank: Default: the median rank.
+        rank: The rank; default: the median rank.
         unit: Index of a unit, to limit the result; similar units still provide its time alone.
 
     Returns:
@@ -159,7 +160,7 @@ def _execution_order(unit: Unit) -> tuple[bool, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """Forwards and backwards of units; arrays of shape (n,)."""
+    """Forwards and backwards of units, as arrays of shape (n,)."""
 
     unit: NDArray[np.int64]
     kind: NDArray[np.int64]
@@ -195,12 +196,12 @@ class _Passes:
 def _passes_of(events: EventTable) -> NDArray[np.int64]:
     """Return unit, kind, own compute and its part during communication, shape (4, passes).
 
-    The events are those of one step.
+    The events belong to one step.
     """
     communication = _spans(events, np.isin(events.kind, list(COLLECTIVES)))
     computing = _computing(events)
     trained = np.isin(events.phase, (Phase.FORWARD, Phase.BACKWARD)) & (events.unit != NO_UNIT)
-    # A forward inside backward is recompute: part of its unit's backward, if that is open.
+    # A forward inside backward is recompute. It is part of its unit's backward, if that is open.
     is_pass = (events.kind == EventKind.FORWARD) & (events.phase == Phase.FORWARD)
     is_pass |= events.kind == EventKind.BACKWARD
     passes = events.where(is_pass & trained)
@@ -231,7 +232,7 @@ def _nested_passes(passes: EventTable) -> Iterator[tuple[int, NDArray[np.int64]]
 
 
 def _computing(events: EventTable) -> Intervals:
-    """Return when the rank computes: its kernels, or all time except copies and waits."""
+    """Return the time in which the rank computes: its kernels, or all but copies and waits."""
     kernels = _spans(events, events.kind == EventKind.COMPUTE)
     if len(kernels):
         return kernels

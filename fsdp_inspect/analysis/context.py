@@ -32,9 +32,8 @@ T = TypeVar("T")
 class RunContext:
     """A run with the values that its analyses share.
 
-    The values are those of the moment at which they were first needed. For a run that is still
-    being recorded, open it again to see more. Threads may share a context: each value is computed
-    once.
+    A value is computed once, when it is first needed, also if several threads share the context. To
+    see new data of a run that is still being recorded, open the run again.
     """
 
     def __init__(self, source: RunSource) -> None:
@@ -43,7 +42,7 @@ class RunContext:
         self._lock = threading.RLock()
 
     def remember(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """The value of a key, computed at the first call."""
+        """The value of a key. It is computed in the first call."""
         with self._lock:
             if key not in self._values:
                 self._values[key] = compute()
@@ -52,7 +51,7 @@ class RunContext:
 
     @property
     def manifest(self) -> RunManifest:
-        """See `RunSource`, as for everything below."""
+        """See `RunSource`, also for the members below."""
         return self.source.manifest
 
     @property
@@ -133,5 +132,5 @@ class RunContext:
 
 
 def remember(run: RunSource, key: Hashable, compute: Callable[[], T]) -> T:
-    """The value that a context remembers under the key; computed now for any other run."""
+    """The value that a context keeps for a key. For any other run, it is computed in each call."""
     return run.remember(key, compute) if isinstance(run, RunContext) else compute()

@@ -36,21 +36,21 @@ _LEAST_SEPARATION = 0.97
 
 @dataclass(frozen=True, slots=True)
 class ChangePoint:
-    """A step from which on the step time differs."""
+    """A step at which the step time changes."""
 
     step: int
     """The first step after the change; exact to one block."""
     before_ns: int
-    """Median step time between the change point before and this one."""
+    """Median step time from the previous change point to this one."""
     after_ns: int
-    """Median step time from here to the next change point."""
+    """Median step time from this change point to the next one."""
     change_ratio: float
     """after / before - 1."""
     accounted_by: tuple[str, ...]
-    """What grew or shrank by the same time, in words; see
-    [Note: Coincidence] in `drift_evidence`."""
+    """Parts that changed by the same time as the step, one sentence each; see [Note: Coincidence]
+    in `drift_evidence`."""
     coincident: tuple[str, ...]
-    """What else changed at the same step, in words; not a cause."""
+    """Other changes at the same step, one sentence each. They are not causes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class Drift(TableResult):
     """The change points of the step time of the median rank."""
 
     rank: int | None
-    """None without a timed step."""
+    """The median rank; None without a timed step."""
     num_steps: int
     """The number of timed steps."""
     is_long_enough: bool
     """Whether the run has enough timed steps (100) for a change point."""
     changes: tuple[ChangePoint, ...]
-    """By step."""
+    """The change points, by step."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Changes of the step time",
@@ -94,7 +94,7 @@ class Drift(TableResult):
 
 
 def measure_drift(run: RunSource) -> Drift:
-    """Find the change points of the step time, and what changed with each."""
+    """Find the change points of the step time, and the other changes at each."""
     return remember(run, "drift", partial(_measure_drift, run))
 
 
@@ -128,7 +128,7 @@ def find_change_points(values: NDArray[np.integer]) -> list[int]:
 
 
 def _candidates(blocks: NDArray[np.float64], start: int) -> Iterator[int]:
-    """The best split, and the best splits of both sides, down to the shortest sides."""
+    """Yield the best split, and the best splits of both sides, down to the shortest sides."""
     least = _BLOCKS_PER_SIDE
     if len(blocks) < 2 * least:
         return
@@ -143,7 +143,7 @@ def _candidates(blocks: NDArray[np.float64], start: int) -> Iterator[int]:
 
 
 def _prune(blocks: NDArray[np.float64], splits: Sequence[int]) -> list[int]:
-    """Remove the smallest split that is no change, until all splits are changes."""
+    """Remove the smallest split that is not a change, until all splits are changes."""
     kept = sorted(splits)
     while kept:
         edges = [0, *kept, len(blocks)]

@@ -21,35 +21,35 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import DeviceTable, rows_of
 
 _ACCOUNTS = (0.8, 1.2)
-"""A part accounts for a change of the step time if it changed by this fraction of it."""
+"""Range of part change / step time change in which a part accounts for the change."""
 _LEAST_PART = 0.2
-"""Change of the own work of a late rank / change of the step time."""
+"""Smallest change of own work / change of the step time for a late rank."""
 _LEAST_SHARE = 0.05
-"""Change of a fraction of the time, or of the samples, that is stated."""
+"""Smallest reported change of a fraction of the time or of the samples."""
 _LEAST_CLOCK = 0.05
-"""Relative change of the GPU's clock that is stated."""
+"""Smallest reported relative change of the GPU's clock."""
 _LEAST_HEAT = 5.0
-"""Change of the GPU's temperature that is stated, in °C."""
+"""Smallest reported change of the GPU's temperature, in °C."""
 _LEAST_MEMORY = 0.1
-"""Relative change of the process memory that is stated."""
+"""Smallest reported relative change of the process memory."""
 _LEAST_SWAP = 64 << 20
-"""Change of the memory in swap that is stated, in bytes."""
+"""Smallest reported change of swapped-out memory, in bytes."""
 _LEAST_FAULTS = 10.0
-"""Change of the major page faults a second that is stated."""
+"""Smallest reported change of the major page faults per second."""
 _MOST_LATE_RANKS = 4
-"""The most late ranks that are stated, those that changed most."""
+"""The number of late ranks to report, largest change first."""
 _STEPS_NEAR = 5
 _CLOCK_LIMITS = {"heat": 0x20 | 0x40, "power": 0x04 | 0x80, "a hardware slowdown": 0x08}
-"""Bits of `nvmlClocksEventReason` by what they mean."""
+"""Bits of `nvmlClocksEventReason`, by the limit that they report."""
 
 
 def find_accounts(member: RankSteps, before: slice, after: slice) -> Iterator[str]:
-    """Find what changed by the time by which the step changed. See [Note: Coincidence].
+    """Find the parts that account for a change of the step time. See [Note: Coincidence].
 
     Args:
         member: The median rank.
-        before: Its steps before the change, by position.
-        after: Its steps after the change.
+        before: The positions of its steps before the change.
+        after: The positions of its steps after the change.
     """
     change = _change(member.step_time_ns, before, after)
     yield from _parts(member, before, after, change, PARTS_OF_STEP)
@@ -61,13 +61,13 @@ def find_accounts(member: RankSteps, before: slice, after: slice) -> Iterator[st
 def find_coincidences(
     run: RunSource, member: RankSteps, before: slice, after: slice
 ) -> Iterator[str]:
-    """Find what else changed at the same step, first what the late ranks show.
+    """Find the other changes at the same step, those of late ranks first.
 
     Args:
         run: A recorded run.
         member: The median rank.
-        before: Its steps before the change, by position.
-        after: Its steps after the change.
+        before: The positions of its steps before the change.
+        after: The positions of its steps after the change.
     """
     change = _change(member.step_time_ns, before, after)
     sides = member.steps[before], member.steps[after]
@@ -102,7 +102,7 @@ def _parts(
 
 
 def _collected_ns(member: RankSteps, side: slice) -> int:
-    """The mean time of the garbage collections in a step: not every step collects."""
+    """The mean time of garbage collections per step, because not every step collects."""
     rows = rows_of(member.rows, kinds=[EventKind.GARBAGE_COLLECTION])
     values = sum_per_step(rows.step, rows.duration_ns, member.steps)[side]
     return round(float(values.mean())) if len(values) else 0
@@ -111,7 +111,7 @@ def _collected_ns(member: RankSteps, side: slice) -> int:
 def _collections(
     member: RankSteps, before: slice, after: slice, change: float, of_rank: str
 ) -> Iterator[str]:
-    """Garbage collections that changed, but that do not account for the change."""
+    """Garbage collections that changed and do not account for the change."""
     was, now = (_collected_ns(member, side) for side in (before, after))
     if abs(now - was) >= _LEAST_SHARE * abs(change) and not _is_account(now - was, change):
         yield f"garbage collection{of_rank}: {format_ns(was)} to {format_ns(now)} a step"
@@ -125,9 +125,9 @@ _Sides = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 def _late_ranks(run: RunSource, member: RankSteps, sides: _Sides, change: float) -> list[RankSteps]:
-    """The late ranks, the one that changed most first. See [Note: Coincidence]."""
+    """The late ranks, largest change first. See [Note: Coincidence]."""
     if _is_account(_own_change(member, sides), change):
-        return []  # the median rank works longer itself
+        return []  # the median rank itself works longer
     others = [other for other in timed_ranks(run).members if other.rank != member.rank]
     parts = {other.rank: _own_change(other, sides) / change for other in others}
     late = [other for other in others if parts[other.rank] >= _LEAST_PART]
@@ -140,7 +140,7 @@ def _own_change(member: RankSteps, sides: _Sides) -> int:
 
 
 def _own_levels(member: RankSteps, sides: _Sides) -> tuple[int, int]:
-    """The median time of a step without exposed communication, before and after."""
+    """The median step time without exposed communication, before and after the change."""
     own = member.step_time_ns - member.exposed_ns
     was, now = (_median(own[np.isin(member.steps, side)]) for side in sides)
     return was, now
@@ -213,7 +213,7 @@ def _levels(spans: Sequence[DeviceTable], of_rank: str) -> Iterator[str]:
 
 
 def _is_stated(column: str, was: float, now: float) -> bool:
-    """Whether a level changed by enough."""
+    """Whether the level of a column changed by enough to be reported."""
     if column == "process_swap":
         return abs(now - was) >= _LEAST_SWAP
     if column == "gpu_temperature_c":
@@ -223,7 +223,7 @@ def _is_stated(column: str, was: float, now: float) -> bool:
 
 
 def _clock_limits(spans: Sequence[DeviceTable], of_rank: str) -> Iterator[str]:
-    """What NVML says limits the clock of the GPU, in which part of the samples."""
+    """The limits of the GPU clock that NVML reports, with their fraction of the samples."""
     known = [span.gpu_clock_limits[span.gpu_clock_limits >= 0] for span in spans]
     if not all(len(values) > 1 for values in known):
         return
@@ -235,7 +235,7 @@ def _clock_limits(spans: Sequence[DeviceTable], of_rank: str) -> Iterator[str]:
 
 
 def _rate(counter: NDArray[np.int64], times: NDArray[np.int64]) -> float | None:
-    """The increase of a counter per ns; None if it is unknown."""
+    """The increase of a counter per ns; None if unknown."""
     known = counter >= 0
     if known.sum() < 2 or times[known][-1] == times[known][0]:
         return None
@@ -243,7 +243,7 @@ def _rate(counter: NDArray[np.int64], times: NDArray[np.int64]) -> float | None:
 
 
 def _saving_ratio(run: RunSource, rank: int, window: tuple[int, int]) -> float:
-    """The fraction of a time in which the rank wrote a checkpoint in the background."""
+    """The fraction of a time window in which the rank wrote a checkpoint in the background."""
     record = next((each for each in run.ranks if each.rank == rank), None)
     saves = [] if record is None or record.life is None else record.life.background_saves
     written = Intervals.of([save.start_ns for save in saves], [save.end_ns for save in saves])
@@ -252,7 +252,7 @@ def _saving_ratio(run: RunSource, rank: int, window: tuple[int, int]) -> float:
 
 
 def _retries(run: RunSource, rank: int, at: int, of_rank: str) -> Iterator[str]:
-    """Retries of the allocator, which began with the change."""
+    """Retries of the allocator that increased after the change."""
     memory = run.memory(rank)
     counted = memory.where(memory.num_alloc_retries >= 0)
     was, now = counted.num_alloc_retries[counted.step < at], counted.num_alloc_retries
@@ -261,7 +261,7 @@ def _retries(run: RunSource, rank: int, at: int, of_rank: str) -> Iterator[str]:
 
 
 def _between(member: RankSteps, after: slice) -> Iterator[str]:
-    """An evaluation or a checkpoint in the step of the change or the block before it."""
+    """An evaluation or a checkpoint in the step of the change or in the block before it."""
     at = int(member.steps[after.start])
     first = int(member.steps[max(after.start - _STEPS_NEAR, 0)])
     rows = rows_of(member.rows, kinds=[StepPart.BETWEEN_STEPS])

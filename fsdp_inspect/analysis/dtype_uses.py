@@ -26,9 +26,9 @@ _PLACES = (
     Place.REDUCED_GRADIENT.value,
     Place.STATE.value,
 )
-"""In the order of a step."""
+"""Places in the order of a step."""
 _MAY_BE_WIDER = frozenset({Place.OUTPUT.value, Place.STATE.value})
-"""Places where a wider dtype than declared loses nothing."""
+"""Places where a wider dtype than the declared one loses nothing."""
 _BYTES_ALONE = "uint8"
 """Messages of several dtypes are gathered as bytes."""
 
@@ -39,14 +39,14 @@ class DtypeUse:
 
     place: str
     declared: str | None
-    """Gathered parameter, output, gradient: the dtype of forward and backward. Reduction: its
-    dtype. Reduced gradient and optimizer state: the dtype of the stored parameters. None: nothing
-    declares it (stored parameters)."""
+    """The declared dtype. Gathered parameter, output and gradient: the dtype of forward and
+    backward. Reduction: its dtype. Reduced gradient and optimizer state: the dtype of the stored
+    parameters. None: no dtype is declared (stored parameters)."""
     actual: str
     is_as_declared: bool
-    """Also where nothing is declared, and where a wider dtype loses nothing."""
+    """True also if no dtype is declared, and if a wider dtype loses nothing."""
     units: tuple[str | None, ...]
-    """None: parameters of no unit."""
+    """The units by name; None: parameters of no unit."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Declared and actual dtypes",
@@ -75,7 +75,7 @@ def compare_dtypes(
     Args:
         run: The run.
         steps: The numerics steps by rank.
-        last: The number of the last one.
+        last: The number of the last numerics step.
     """
     units: dict[tuple[str, str, str], set[int]] = {}
     for rank, own in steps.items():
@@ -97,7 +97,7 @@ def compare_dtypes(
 
 
 def _seen(run: RunSource, rank: int, step: NumericsStep) -> Iterator[tuple[int, str, str, str]]:
-    """Unit, place, actual and declared dtype of what one rank saw; an empty text: none."""
+    """Yield unit, place, actual and declared dtype of one rank's values; empty: not declared."""
     known = run.manifest.units
     stored = {
         each.unit: ", ".join(each.dtypes)
@@ -142,7 +142,7 @@ def _is_as_declared(place: str, declared: str, actual: str) -> bool:
 
 
 def _bytes(dtypes: str) -> int:
-    """The bytes of an element of the narrowest of some dtypes."""
+    """The bytes per element of the narrowest dtype."""
     return min(ITEMSIZE.get(name, 0) for name in dtypes.split(", "))
 
 

@@ -17,20 +17,20 @@ from fsdp_inspect.trace.run import RunSource
 
 EXPERTS = "ep"
 LEAST_IMBALANCE = 1.1
-"""Largest / mean bytes; below it, the loads count as equal."""
+"""Largest / mean bytes below which the loads count as equal."""
 LEAST_WAIT_RATIO = 0.02
-"""Extra wait / step time; below it, no cause is reported."""
+"""Extra wait / step time below which no cause is reported."""
 
 
 class LoadFinding(StrEnum):
-    """What the sizes of the messages tell about the waits for experts."""
+    """The relation between the message sizes and the waits for experts."""
 
     CAUSE = "cause"
-    """The rank with most bytes waits least, and the others wait for it."""
+    """The rank with the most bytes waits least, and the others wait for it."""
     OPPOSITE = "opposite"
-    """Loads are unequal, but the rank with most bytes does not wait least."""
+    """Loads are unequal, but the rank with the most bytes does not wait least."""
     EQUAL = "equal"
-    """Ranks wait unequally, and send equally many bytes: the cause is unknown."""
+    """Ranks wait unequally and send equal amounts, so the cause is unknown."""
     NO_WAIT = "no_wait"
     """The ranks wait equally long."""
     ALONE = "alone"
@@ -53,13 +53,13 @@ class ExpertGroup:
     """Ranks that exchange tokens with each other."""
 
     members: tuple[ExpertRank, ...]
-    """By rank."""
+    """The members, by rank."""
     busiest_rank: int
-    """The member with most bytes."""
+    """The member with the most bytes."""
     imbalance_ratio: float
-    """Largest bytes of a member / mean bytes; 1.0 if all are equal."""
+    """Largest bytes of a member / mean bytes; 1.0 if all members are equal."""
     extra_wait_ns: int
-    """Longest exposed time of a member - the shortest."""
+    """Longest exposed time of a member - shortest exposed time of a member."""
     finding: LoadFinding
 
 
@@ -68,7 +68,7 @@ class ExpertLoad:
     """The load of the groups of experts."""
 
     groups: tuple[ExpertGroup, ...]
-    """Largest extra wait first."""
+    """The groups, largest extra wait first."""
 
     @property
     def worst(self) -> ExpertGroup:

@@ -29,7 +29,7 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.tables import EventTable, SummaryTable, positions_by_value, rows_of
 
 MOST_EVIDENCE = 10
-"""Number of waits that are listed as evidence."""
+"""The highest number of waits that are listed as evidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +39,25 @@ class ExposedOwner:
     unit: int
     """Index into the manifest's units; -1: no unit."""
     fqn: str | None
-    """None for communication without a unit."""
+    """The unit's name; None for communication without a unit."""
     is_fsdp: bool | None
     """Whether FSDP issued it; None if the source does not record it (traces without ranges)."""
     kind: str
     """`all_gather`, `reduce_scatter`, ..."""
     phase: str
-    """`forward`, `backward`, ...: the phase in which it was issued."""
+    """The phase in which the collective was issued: `forward`, `backward`, ..."""
     dimension: str
     """The dimension of the mesh: `shard`, `tp`, ...; `other` if it is unknown."""
     count_per_step: float
     duration_ns: int
     """Time in flight per step, exposed or not."""
     exposed_ns: int
-    """Per step."""
+    """Exposed time per step."""
     step_ratio: float
     """Exposed time / step time, 0 to 1."""
     causes_ns: dict[str, int]
-    """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`."""
+    """Exposed time by `Cause`, largest first, without causes of 0. The causes add up to
+    `exposed_ns`."""
 
     @property
     def floor_ns(self) -> int:
@@ -71,26 +72,27 @@ class ExposedPass:
     kind: str
     phase: str
     dimension: str
-    """See `ExposedOwner`."""
+    """The dimension of the mesh; see `ExposedOwner`."""
     num_units: int
-    """Number of units that own these collectives; 0: none of them has a unit."""
+    """Number of units that own these collectives; 0 if they belong to no unit."""
     count_per_step: float
     exposed_ns: int
-    """Per step; simultaneous waits count for each collective."""
+    """Exposed time per step. Simultaneous waits count for each collective."""
     causes_ns: dict[str, int]
-    """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`."""
+    """Exposed time by `Cause`, largest first, without causes of 0. The causes add up to
+    `exposed_ns`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherCommunication:
-    """Collectives that FSDP did not issue: of one kind, in one phase, on one mesh dimension."""
+    """Collectives that FSDP did not issue, of one kind, phase and mesh dimension."""
 
     kind: str
     phase: str
     dimension: str
     """The dimension of the mesh: `tp`, `world`, ...; `other` if it is unknown."""
     exposed_ns: int
-    """Per step."""
+    """Exposed time per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,9 @@ class ExposedDimension:
 
     time: DimensionTime
     causes_ns: dict[str, int]
-    """By `Cause`, only causes above 0, largest first. Simultaneous waits count for each collective;
-    without any, they add up to `time.exposed_ns`. Empty if the rank's events are missing."""
+    """Exposed time by `Cause`, largest first, without causes of 0. Simultaneous waits count for
+    each collective. Without simultaneous waits, the causes add up to `time.exposed_ns`. Empty if
+    the rank's events are missing."""
 
 
 def _kind_of(row: ExposedOwner | ExposedPass) -> str:
@@ -187,7 +190,7 @@ class CauseTime:
     """The exposed time of one cause."""
 
     name: str
-    """A `Cause`."""
+    """The name of a `Cause`."""
     duration_ns: int
     ratio: float
     """Fraction of the exposed time, 0 to 1."""
@@ -225,24 +228,24 @@ class Ahead:
     """The previous collective in the queue of the communicator."""
 
     fqn: str | None
-    """None: it belongs to no unit."""
+    """The unit's name; None: the collective belongs to no unit."""
     is_fsdp: bool | None
     """See `ExposedOwner`."""
     kind: str
     dimension: str
     """See `ExposedOwner`."""
     end_ns: int
-    """From the start of the step."""
+    """End of the collective, from the start of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExposedWait:
-    """One exposed wait; all times except durations count from the start of its step."""
+    """One exposed wait. All times except durations count from the start of its step."""
 
     step: int
     microbatch: int
     fqn: str | None
-    """The unit whose collective is waited for; None: no unit."""
+    """The owner of the wait; None: no unit."""
     is_fsdp: bool | None
     """See `ExposedOwner`."""
     kind: str
@@ -250,24 +253,25 @@ class ExposedWait:
     dimension: str
     """See `ExposedOwner`."""
     issue_ns: int
-    """The host issues the collective."""
+    """Time at which the host issues the collective."""
     start_ns: int
-    """The collective starts on its stream."""
+    """Time at which the collective starts on its stream."""
     need_ns: int
-    """The compute stream (CPU: the main thread) begins to wait for it."""
+    """Time at which the compute stream (CPU: the main thread) begins to wait for the collective."""
     end_ns: int
     exposed_ns: int
     cause: str
-    """The largest of `causes_ns`."""
+    """The cause with the largest part of the wait."""
     causes_ns: dict[str, int]
-    """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`."""
+    """Exposed time by `Cause`, largest first, without causes of 0. The causes add up to
+    `exposed_ns`."""
     ahead: Ahead | None
-    """None: no collective is ahead of it in this step."""
+    """The previous collective in the queue; None: there is none in this step."""
     bytes: int | None
     group: int | None
     """Index into the manifest's process groups."""
     sequence: int | None
-    """Sequence number in the group: the same collective has it on every rank."""
+    """Sequence number in the group. It is equal on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,21 +280,22 @@ class Exposed:
 
     rank: int
     num_steps: int
-    """Number of typical steps; every time is a mean over them."""
+    """Number of typical steps. Every time is a mean over them."""
     step_time_ns: int
     communication_ns: int
     exposed_ns: int
     step_ratio: float
     """Exposed time / step time, 0 to 1."""
     backward_gathers_ns: int
-    """Exposed time of FSDP's all-gathers in backward; `reshard_after_forward=False` removes it."""
+    """Exposed time of FSDP's all-gathers in backward, which `reshard_after_forward=False`
+    removes."""
     by_kind_ns: dict[str, int]
-    """By collective: `all_gather`, `reduce_scatter`, `all_reduce`, `other`."""
+    """Exposed time by collective: `all_gather`, `reduce_scatter`, `all_reduce`, `other`."""
     causes_ns: dict[str, int]
-    """By `Cause`, only causes above 0, largest first; they add up to `exposed_ns`. Empty if the
-    rank's events are missing."""
+    """Exposed time by `Cause`, largest first, without causes of 0. The causes add up to
+    `exposed_ns`. Empty if the rank's events are missing."""
     dimensions: tuple[ExposedDimension, ...]
-    """Every dimension of the mesh that the rank communicated along; exposed times add up to
+    """Every dimension of the mesh on which the rank communicated. Exposed times add up to
     `exposed_ns`."""
     passes: tuple[ExposedPass, ...]
     """Every kind of collective in every phase and dimension, most exposed first."""
@@ -300,8 +305,8 @@ class Exposed:
     """Communication that FSDP did not issue, most exposed first; empty if the source does not
     record the issuer."""
     evidence: tuple[ExposedWait, ...]
-    """The longest waits of the timed steps, longest first, at most `MOST_EVIDENCE`: the longest
-    wait of each owner, or the longest waits of a selected unit."""
+    """The longest waits of the timed steps, longest first, at most `MOST_EVIDENCE`. They are the
+    longest wait of each owner, or the longest waits of a selected unit."""
 
     @property
     def floor_ns(self) -> int:
@@ -321,9 +326,9 @@ def measure_exposed(
 
     Args:
         run: A recorded run.
-        rank: Default: the median rank.
+        rank: The rank; default: the median rank.
         step: One timed step of the rank; default: the typical step.
-        unit: Index of a unit: limits passes, owners and evidence, but not the rank's numbers.
+        unit: Index of a unit. It limits passes, owners and evidence, but not the rank's numbers.
         last_arrival_ns: The arrival of the last rank, on this rank's clock, for each of the rank's
             `analysis.wait_causes.timed_collectives` in their order (with `step`: only those of the
             step); -1 if unknown. Without it, no wait has the cause `straggler`.
@@ -411,9 +416,9 @@ class _TypicalWaits:
         """Return the causes per step, only causes above 0, largest first.
 
         Args:
-            by_cause_ns: Shape (n, len(Cause)), of these waits.
-            exposed_ns: The sum of the causes. If it is None, or differs from the events because
-                some are missing, the sum of the events applies.
+            by_cause_ns: The causes of these waits, shape (n, len(Cause)).
+            exposed_ns: The sum of the causes. The sum of the events applies if this is None, or if
+                it differs because events are missing.
         """
         means = by_cause_ns.sum(axis=0) / max(self.num_steps, 1)
         total = float(means.sum())
@@ -473,14 +478,17 @@ def _find_passes(
 
 @dataclass(frozen=True, slots=True)
 class _OwnerKeys:
-    """A rank with the names behind its owners."""
+    """The data behind the keys of a rank's owners."""
 
     manifest: RunManifest
     member: RankSteps
     dimensions: GroupDimensions
 
     def owners(self, table: EventTable | SummaryTable) -> NDArray[np.int64]:
-        """One number per row, equal for equal unit, phase, kind and dimension, sorted like them."""
+        """Return one number per row, which is equal for equal unit, phase, kind and dimension.
+
+        The numbers have the order of these values.
+        """
         place = self.dimensions.numbers(table.group, self.labels)
         unit, phase, kind = (
             column.astype(np.int64) for column in (table.unit, table.phase, table.kind)
@@ -490,7 +498,7 @@ class _OwnerKeys:
 
     @property
     def labels(self) -> list[str]:
-        """Every dimension of the rank, in order."""
+        """Labels of all dimensions of the rank, in order."""
         return order_labels([OTHER, *(one.label for one in self.dimensions.by_group.values())])
 
 

@@ -20,29 +20,29 @@ from fsdp_inspect.trace.run import RunSource
 
 @dataclass(frozen=True, slots=True)
 class GathersInFlight:
-    """The moment with the most pending all-gathers in one rank's timed steps."""
+    """The moment with the most pending all-gathers in the timed steps of one rank."""
 
     rank: int
     most: int
-    """All-gathers that the host issued and the device has not completed."""
+    """Number of all-gathers that the host has issued and the device has not completed."""
     step: int
     phase: str
     issue_ns: int
-    """Issue of the last of them, from the start of the step."""
+    """Issue of the last of these all-gathers, from the start of the step."""
     bytes: int
-    """Sum of their messages; an unknown size counts 0."""
+    """Sum of their messages. An unknown size counts 0."""
     bytes_of_last_two: int
-    """Sum of the largest two messages: the memory that a limit of two would at most need."""
+    """Sum of the largest two messages, which is the memory that a limit of two needs at most."""
     fqns: tuple[str, ...]
-    """Their units, in the order of issue."""
+    """Units of these all-gathers, in the order of issue."""
 
 
 def measure_gathers_in_flight(run: RunSource, *, rank: int | None = None) -> GathersInFlight | None:
     """Find the moment with the most pending all-gathers of units.
 
     Args:
-        run: A run on a device; on CPU the host waits for each one, or issues it as work.
-        rank: Default: the median rank.
+        run: A run on a device. On CPU the host waits for each all-gather, or issues it as work.
+        rank: The rank; default: the median rank.
 
     Returns:
         None if no timed step of the rank gathers a unit.

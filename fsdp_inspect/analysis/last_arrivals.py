@@ -13,7 +13,7 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 
 MOST_RANKS_ALIGNED = 12
-"""In a run with more ranks, the last arrival comes from this number of evenly spread ranks."""
+"""The number of evenly spread ranks that give the last arrival in a run with more ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class ArrivalsKnown:
     """The ranks whose arrivals at a collective are known."""
 
     num_ranks: int
-    """Ranks with a clock that is aligned with the given rank's, the given rank included."""
+    """Number of ranks with a clock that is aligned with the given rank, including this rank."""
     num_refused: int
-    """Ranks that were read but could not be aligned."""
+    """Number of ranks that were read but could not be aligned."""
     uncertainty_ns: int | None
     """Largest uncertainty between two aligned ranks; None with one rank."""
     sentence: str
-    """The same in words."""
+    """These numbers as a sentence."""
 
 
 def find_last_arrivals(
@@ -36,8 +36,8 @@ def find_last_arrivals(
     """Find the arrival of the last rank at some of a rank's collectives.
 
     Returns:
-        The ranks whose arrivals are known; and one time for each collective, on the rank's clock,
-        -1 if unknown.
+        The ranks whose arrivals are known, and one time for each collective on the rank's clock; -1
+        if unknown.
     """
     ranks = _some_ranks([record.rank for record in run.ranks], rank)
     alignment = align_clocks(run, ranks)
@@ -49,14 +49,14 @@ def read_transfers(run: RunSource, rank: int, collectives: EventTable) -> NDArra
     """Read the transfer time of a rank's collectives: the shortest duration over the ranks.
 
     Returns:
-        One duration for each collective, ns; -1: unknown.
+        One duration for each collective, ns; -1 if unknown.
     """
     ranks = _some_ranks([record.rank for record in run.ranks], rank)
     return find_transfers(run, rank, collectives, ranks)
 
 
 def _some_ranks(ranks: Collection[int], own: int) -> list[int]:
-    """Return all ranks, or a sample of many ranks, evenly spread and with the given rank."""
+    """Return all ranks, or an evenly spread sample of many ranks, with the given rank."""
     ordered = sorted(ranks)
     places = np.linspace(0, len(ordered) - 1, min(len(ordered), MOST_RANKS_ALIGNED))
     return sorted({own, *(ordered[round(place)] for place in places.tolist())})

@@ -45,20 +45,20 @@ class LifePhase(StrEnum):
     """A phase of a run. See [Note: Phases of a run]."""
 
     START = "start"
-    """From the start of the process until torch and the recorder are imported."""
+    """The time from the start of the process until torch and the recorder are imported."""
     BUILD = "build"
-    """From the imports to the first step, without sharding and loading: process groups, model,
-    optimizer, data."""
+    """The time from the imports to the first step, without sharding and loading: process groups,
+    model, optimizer, data."""
     LOAD = "load"
     """Calls of torch that load a checkpoint, before the first step."""
     SHARD = "shard"
-    """From the start of the first `fully_shard` call to the end of the last one."""
+    """The time from the start of the first `fully_shard` call to the end of the last one."""
     FIRST_STEP = "first step"
     """The first step of an attempt, with the set-up of communicators."""
     COMPILE = "compile"
     """Compilation by torch.compile, in any step."""
     IDLE = "idle"
-    """Nothing moved for longer than the watchdog's limit: no collective began or ended, and no
+    """The time without progress beyond the watchdog's limit: no collective began or ended, and no
     step ended."""
     TRAINING = "training"
     """The other steps that count."""
@@ -66,15 +66,15 @@ class LifePhase(StrEnum):
     """Steps lost at a restart, and the time after the last step of an attempt that failed or
     crashed."""
     EVALUATION = "evaluation"
-    """Between steps, and no checkpoint."""
+    """The time between steps without a checkpoint."""
     CHECKPOINT = "checkpoint"
-    """Saving a checkpoint while the training waits."""
+    """The time in which the training waits for a checkpoint to be saved."""
     RESTART = "restart"
-    """Between two attempts."""
+    """The time between two attempts."""
     END = "end"
-    """After the last step of an attempt that ended normally."""
+    """The time after the last step of an attempt that ended normally."""
     OTHER = "other"
-    """Not known, for example the step that a live run is in."""
+    """Unknown time, for example the current step of a live run."""
 
 
 _IN_ORDER = (
@@ -91,7 +91,7 @@ _IN_ORDER = (
     LifePhase.BUILD,
     LifePhase.END,
 )
-"""The phase of a moment is the first one that applies."""
+"""Phases in order of priority. A moment has the first phase that applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Lifetime(TableResult):
     num_steps: int
     """Completed steps of all attempts."""
     num_lost_steps: int
-    """Those that a restart lost."""
+    """Number of steps that a restart lost."""
     notes: tuple[str, ...]
 
     TABLE: ClassVar[TableSpec] = TableSpec(
@@ -156,7 +156,7 @@ class Lifetime(TableResult):
         return self.phases
 
     def duration_ns(self, phase: str) -> int:
-        """The time in a phase; 0 if the run was never in it."""
+        """The time in a phase; 0 if the run has no time in it."""
         return next((each.duration_ns for each in self.phases if each.phase == phase), 0)
 
 
@@ -165,10 +165,10 @@ def measure_lifetime(run: RunSource, *, rank: int | None = None) -> Lifetime:
 
     Args:
         run: A recorded or emulated run.
-        rank: Default the lowest recorded rank, which usually saves the checkpoints.
+        rank: The rank; default: the lowest recorded rank, which usually saves the checkpoints.
 
     Raises:
-        MissingDataError: The run is imported: a trace does not show the life of its processes.
+        MissingDataError: The run is imported, and a trace does not contain process times.
         IncompleteRunError: The run has no data of the rank.
     """
     return remember(run, ("lifetime", rank), partial(_measure_lifetime, run, rank))
@@ -198,21 +198,21 @@ def _measure_lifetime(run: RunSource, rank: int | None) -> Lifetime:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One attempt of one rank; times are wall times in ns."""
+    """One attempt of one rank, with wall times in ns."""
 
     number: int
     start_ns: int
     end_ns: int
     status: RunStatus
     life: ProcessLife
-    """Its times are still on the clock of the rank; add `offset_ns`."""
+    """Times of the process on the clock of the rank. Add `offset_ns` for wall times."""
     offset_ns: int
     first_step_ns: int
-    """When the training begins; without a step, when the recorder attached."""
+    """Start of the training; without a step, the time at which the recorder attached."""
     steps: NDArray[np.int64]
     """Shape (S, 3): number, start and end of each completed step, by start."""
     parts_ns: Mapping[str, NDArray[np.int64]]
-    """By name of the part, shape (S,)."""
+    """Time of each step by part name, shape (S,)."""
     idle: Intervals
     evaluation: Intervals
     checkpoint: Intervals
@@ -233,14 +233,14 @@ class _Attempt:
 
     @property
     def is_interrupted(self) -> NDArray[np.bool_]:
-        """Whether each step holds a compilation or a standstill, shape (S,)."""
+        """Whether each step contains a compilation or a standstill, shape (S,)."""
         apart = self.idle.union(self.spans(self.life.compiles))
         covered = apart.covered_ns(self.steps[:, 1], self.steps[:, 2])
         interrupted: NDArray[np.bool_] = covered > 0
         return interrupted
 
     def lost_since_ns(self, following: "_Attempt | None") -> int | None:
-        """The time after which steps are lost; None: none are. See [Note: Steps that count]."""
+        """The time after which steps are lost; None: no step is. See [Note: Steps that count]."""
         if following is None:
             return None
         loads = following.spans(following.life.loads).ends
@@ -298,7 +298,7 @@ def _shifted(rows: EventTable, mask: NDArray[np.bool_], offset: int) -> Interval
 
 
 def _end_of(run: RunSource, record: RankRecord, events: EventTable, offset: int) -> int:
-    """The end of a recording; of one that did not end in order, its last sign of life."""
+    """The end of a recording, or its last sign of life if it did not end normally."""
     if record.clock_end is not None:
         return record.clock_end.monotonic_ns + offset
     signs = [record.clock_start.unix_ns, record.flushed_unix_ns]
@@ -312,7 +312,7 @@ def _end_of(run: RunSource, record: RankRecord, events: EventTable, offset: int)
 
 
 def _idle_of(run: RunSource, record: RankRecord, offset: int, end_ns: int) -> Intervals:
-    """The standstills that ended, and the one in which the attempt ended."""
+    """The completed standstills, and the standstill in which the attempt ended."""
     spans = [] if record.life is None else list(record.life.standstills)
     starts, ends = [span.start_ns + offset for span in spans], [s.end_ns + offset for s in spans]
     box = run.black_box(record.rank)
@@ -325,7 +325,7 @@ def _idle_of(run: RunSource, record: RankRecord, offset: int, end_ns: int) -> In
 def _parts_of(
     run: RunSource, rank: int, steps: NDArray[np.int32]
 ) -> Mapping[str, NDArray[np.int64]]:
-    """The parts of each step, shape (S,); 0 where the summary lacks the step."""
+    """The parts of each step, shape (S,); 0 if the summary lacks the step."""
     kinds = {
         "exposed": [*EXPOSED_PART_CODES],
         "data": [StepPart.DATA],
@@ -389,7 +389,7 @@ class _Life:
     # --- the phases
 
     def _add_attempt(self, attempt: _Attempt, following: _Attempt | None) -> None:
-        """Give each moment of an attempt that no earlier attempt has to its phase."""
+        """Assign each moment of an attempt to its phase, unless an earlier attempt has it."""
         own = Intervals.of([attempt.start_ns], [attempt.end_ns]).subtract(self._covered)
         left = own
         spans = _phases_of(attempt, following)
@@ -459,7 +459,7 @@ class _Life:
 
 
 def _phases_of(attempt: _Attempt, following: _Attempt | None) -> Mapping[LifePhase, Intervals]:
-    """The spans of each phase; they may overlap."""
+    """The spans of each phase, which may overlap."""
     steps, is_lost = attempt.steps, _is_lost(attempt, following)
     life, offset = attempt.life, attempt.offset_ns
     imported = attempt.start_ns if life.imported_ns is None else life.imported_ns + offset
@@ -500,10 +500,10 @@ def _is_lost(attempt: _Attempt, following: _Attempt | None) -> NDArray[np.bool_]
 
 
 def _rise(attempt: _Attempt, spans: Intervals) -> int:
-    """The peak that the process reached inside the spans, -1 if unknown.
+    """The peak memory of the process inside the spans; -1 if unknown.
 
-    The high-water mark rose between two marks. The peak lies in these spans if they hold the whole
-    time between them.
+    A peak is known if the high-water mark rose between two marks. It lies in these spans if they
+    cover the whole time between the marks.
     """
     marks = attempt.life.memory_marks
     begin = attempt.life.started_ns

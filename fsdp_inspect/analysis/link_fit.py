@@ -21,13 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_SIZE_RATIO = 1.5
-"""Lowest ratio of the largest to the smallest message from which a latency is fitted."""
+"""Smallest ratio of the largest to the smallest message that allows the fit of a latency."""
 MIN_EXPLAINED_RATIO = 0.05
-"""A line that explains less of the differences is not better than a constant duration."""
+"""A line that explains a smaller fraction of the differences is no better than a constant
+duration."""
 MIN_GROWTH_RATIO = 0.01
-"""Lowest fraction of the longest predicted duration that must come from the bytes."""
+"""Smallest fraction of the longest predicted duration that must depend on the bytes."""
 _OUTLIER_RATIO = 0.1
-"""Above this relative error, a duration counts linearly."""
+"""Relative error above which a duration counts linearly."""
 _SPREAD_PERCENT = (10, 90)
 
 _Float64 = NDArray[np.float64]
@@ -38,7 +39,7 @@ class LinkFit:
     """The time of one kind of collective on one process group, as a function of its message."""
 
     latency_ns: float
-    """0 if it is unknown."""
+    """Latency; 0 if it is unknown."""
     bus_bytes_per_s: float
     bus_factor: float
     """Bus bytes per byte of a message."""
@@ -50,16 +51,17 @@ class LinkFit:
     residual_ratio: float
     """Median of |duration - predicted| / predicted."""
     explained_ratio: float
-    """1 - sum of the errors / sum of the errors of a constant, both of the logarithm. 1 is
-    perfect; 0 is not better than a constant duration (like R squared, without squares)."""
+    """1 - sum of the errors / sum of the errors of a constant, both of the logarithm. 1 is perfect,
+    and 0 is no better than a constant duration. It is like R squared, without squares."""
     low_ratio: float
     """Tenth percentile of duration / predicted."""
     high_ratio: float
     """Ninetieth percentile of duration / predicted."""
     refusal: str | None
-    """Why there is no latency, in words; None if both were fitted."""
+    """The reason why no latency was fitted, as a sentence; None if both values were fitted."""
     is_constant: bool
-    """Messages of different sizes take equally long: the latency is the whole duration."""
+    """Whether messages of different sizes take equally long. The latency is then the whole
+    duration."""
     typical_ns: float
     """Median duration."""
     middle_bytes: float
@@ -74,7 +76,7 @@ class LinkFit:
         return self.latency_ns + message_bytes * self.bus_factor / self.bus_bytes_per_s * 1e9
 
     def error_ns(self, message_bytes: float) -> float:
-        """Return the standard error of a predicted duration; it grows outside the fitted sizes."""
+        """Return the standard error of a predicted duration. It grows outside the fitted sizes."""
         distance = message_bytes - self.middle_bytes
         return math.hypot(self.middle_error_ns, self.slope_error_ns_per_byte * distance)
 
@@ -90,8 +92,8 @@ def fit_link(
     """Fit latency and bandwidth to the durations of some collectives of one kind and group.
 
     Args:
-        message_bytes: Shape (n,), full messages.
-        duration_ns: Shape (n,); the duration of the transfer, if it is known.
+        message_bytes: Full messages, shape (n,).
+        duration_ns: Durations of the transfers if known, else of the collectives, shape (n,).
         bus_factor: Bus bytes per byte of a message, above 0.
 
     Returns:
@@ -119,7 +121,7 @@ def fit_link(
 
 
 class _Sample:
-    """Messages and their durations; a line is `latency + slope x bytes`, ns."""
+    """Messages and their durations. A line is `latency + slope x bytes`, ns."""
 
     def __init__(
         self, sizes: NDArray[np.int64], durations: NDArray[np.int64], bus_factor: float
@@ -129,7 +131,7 @@ class _Sample:
         self.bus_factor = bus_factor
 
     def refusal(self) -> str | None:
-        """Return why these messages give no latency; None if they do."""
+        """Return the reason why these messages give no latency; None if they give one."""
         smallest, largest = int(self.sizes.min()), int(self.sizes.max())
         if smallest == largest:
             return f"All {len(self.sizes)} messages have the same size, {smallest} bytes."
@@ -141,7 +143,7 @@ class _Sample:
         return None
 
     def solve(self) -> tuple[float, float]:
-        """Fit latency and slope by least squares of the logarithm; large errors count linearly."""
+        """Fit latency and slope by least squares of the logarithm. Large errors count linearly."""
         from scipy.optimize import least_squares  # slow to import, and needed only here
 
         size, duration = float(self.sizes.max()), float(np.median(self.durations))

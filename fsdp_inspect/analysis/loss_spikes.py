@@ -39,13 +39,13 @@ class MovedUnit:
     """A unit whose gradient norm rose with a spike."""
 
     fqn: str | None
-    """None: parameters of no unit."""
+    """The name of the unit; None: parameters of no unit."""
     step: int
-    """The first numerics step in which the norm had moved."""
+    """The first numerics step with a raised norm."""
     norm: float | None
-    """None: not finite."""
+    """The raised norm; None: not finite."""
     usual_norm: float
-    """The median of the norms before."""
+    """The median of the earlier norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +53,20 @@ class LossSpike:
     """A rise of the logged loss."""
 
     name: str
-    """Of the logged number."""
+    """The name of the logged number."""
     rank: int
     step: int
-    """The first value of the spike."""
+    """The step of the first value of the spike."""
     usual: float
-    """The level before."""
+    """The level before the spike."""
     peak: float | None
     """The highest value; None: not finite."""
     num_values: int
-    """Logged values from the first of the spike to its last."""
+    """Number of logged values in the spike."""
     recovered_at: int | None
-    """The first of 3 normal values in a row; None: the loss did not recover."""
+    """The step of the first of 3 normal values in a row; None: the loss did not recover."""
     moved: tuple[MovedUnit, ...]
-    """The units whose norm moved in the earliest numerics step, the largest rise first."""
+    """The units whose norm rose in the earliest numerics step, largest rise first."""
 
 
 def find_loss_spikes(run: RunSource) -> tuple[LossSpike, ...]:
@@ -96,11 +96,11 @@ def _find_loss_spikes(run: RunSource) -> tuple[LossSpike, ...]:
 
 
 def find_spikes(values: Sequence[float]) -> list[tuple[int, int | None, float]]:
-    """The spikes of a series; see [Note: Loss spikes].
+    """Find the spikes of a series; see [Note: Loss spikes].
 
     Returns:
-        For each, the position of its first value, the position of the first value after it (None:
-        it lasts to the end), and the level before it.
+        For each spike: the positions of its first value and of the first value after it, and the
+        level before it. The second position is None if the spike lasts to the end.
     """
     found: list[tuple[int, int | None, float]] = []
     normal: list[float] = []
@@ -110,7 +110,7 @@ def find_spikes(values: Sequence[float]) -> list[tuple[int, int | None, float]]:
             limit = _limit(normal)
             if value <= limit:
                 normal.append(value)
-            elif normal:  # not a number is a spike too
+            elif normal:  # a value that is not a number is a spike, too
                 low, num_normal = at, 0
             continue
         num_normal = num_normal + 1 if value <= limit else 0
@@ -125,7 +125,7 @@ def find_spikes(values: Sequence[float]) -> list[tuple[int, int | None, float]]:
 
 
 def _limit(normal: Sequence[float]) -> float:
-    """The highest normal value after these values; infinity after too few."""
+    """The highest normal value after these values; infinity after too few values."""
     recent = normal[-_MOST_VALUES:]
     if len(recent) < _LEAST_VALUES:
         return math.inf
@@ -137,7 +137,7 @@ def _limit(normal: Sequence[float]) -> float:
 
 
 def _loss_of(series: Sequence[ScalarSeries]) -> ScalarSeries | None:
-    """The series of the loss: the one of that name, or the first whose name contains it."""
+    """The series with the name `loss`, or the first series whose name contains it."""
     losses = [each for each in series if "loss" in each.name.lower()]
     return min(losses, key=lambda each: (each.name.lower() != "loss", each.name), default=None)
 
@@ -149,14 +149,14 @@ def _highest(values: Sequence[float]) -> float | None:
 def _find_moved(
     norms: Mapping[str | None, Sequence[tuple[int, float | None]]], first_step: int, last_step: int
 ) -> tuple[MovedUnit, ...]:
-    """The units whose norm moved first.
+    """Find the units whose norm rose first.
 
-    A norm that rises before the loss and comes back before it is noise.
+    A norm that rises and recovers before the spike is noise.
 
     Args:
-        norms: By unit and step.
+        norms: The norms by unit and step.
         first_step: The first step of the spike.
-        last_step: The last step to look at.
+        last_step: The last step to search.
     """
     moved = []
     for fqn, known in norms.items():

@@ -27,7 +27,7 @@ from fsdp_inspect.trace.run import GroupDimension, RankRecord, RunSource
 
 @dataclass(frozen=True, slots=True)
 class GroupDimensions:
-    """The mesh dimension of each process group, as one rank numbers the groups."""
+    """The mesh dimensions of the process groups, by the group numbers of one rank."""
 
     by_group: Mapping[int, MeshDimension]
 
@@ -36,7 +36,7 @@ class GroupDimensions:
         return self.by_group.get(group, UNKNOWN).label
 
     def by_label(self, groups: NDArray[np.integer]) -> dict[str, NDArray[np.int64]]:
-        """The positions of the groups of each dimension in a column, by ordered label."""
+        """Positions in a column by dimension of the group, with ordered labels."""
         distinct = np.unique(groups).tolist()
         labels = {group: self.label(group) for group in distinct}
         return {
@@ -47,7 +47,7 @@ class GroupDimensions:
         }
 
     def numbers(self, groups: NDArray[np.integer], labels: Sequence[str]) -> NDArray[np.int64]:
-        """The place in `labels` of the dimension of each group of a column."""
+        """The position in `labels` of each group's dimension, for a column of groups."""
         found = np.zeros(len(groups), dtype=np.int64)
         for label, positions in self.by_label(groups).items():
             found[positions] = labels.index(label)
@@ -109,7 +109,8 @@ def dimension_members(run: RunSource, label: str, rank: int) -> tuple[int, ...]:
     """Return the ranks with which a rank communicates along a dimension of the mesh.
 
     Returns:
-        Global ranks, including the rank; empty if unknown. Of several groups, the largest counts.
+        Global ranks, including the rank; empty if unknown. If there are several groups, the largest
+        counts.
     """
     manifest = run.manifest
     described = _described(run)

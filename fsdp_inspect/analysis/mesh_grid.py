@@ -25,7 +25,7 @@ from fsdp_inspect.trace.mesh_dimensions import DIMENSIONS, order_labels
 from fsdp_inspect.trace.run import RunSource
 
 NODE, LOCAL_RANK = "node", "local rank"
-"""Dimensions of the machines, next to those of the mesh."""
+"""Dimensions of the machines, in addition to those of the mesh."""
 MESH_METRICS = (
     "own_work_ns",
     "exposed_ns",
@@ -42,12 +42,13 @@ class MeshLocation:
     """Ranks with a higher value than all other ranks."""
 
     names: tuple[str, ...]
-    """What the set is: `pp 1`, `node b`, `tp group of rank 4`; several if they are one set."""
+    """Names of the set: `pp 1`, `node b`, `tp group of rank 4`. One set of ranks may have several
+    names."""
     ranks: tuple[int, ...]
     median: float
-    """Of these ranks, ns or bytes."""
+    """Median over these ranks, ns or bytes."""
     other_median: float
-    """Of all other ranks."""
+    """Median over all other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class MeshGrid(Result):
     """One metric of the typical steps of the ranks, by place along two dimensions."""
 
     metric: str
-    """One of `MESH_METRICS`."""
+    """A metric of `MESH_METRICS`."""
     rows: str
     """The dimension from top to bottom."""
     columns: str
@@ -63,17 +64,17 @@ class MeshGrid(Result):
     row_places: tuple[str, ...]
     column_places: tuple[str, ...]
     values: tuple[tuple[float, ...], ...]
-    """By row and column, ns or bytes: the median over the ranks of the cell; NaN if unknown."""
+    """Median over the ranks of each cell, by row and column, ns or bytes; NaN if unknown."""
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     """The ranks of each cell, by row and column."""
     located: MeshLocation | None
-    """The ranks with the highest values; None: no set of ranks stands out."""
+    """The ranks with the highest values; None if no set of ranks stands out."""
 
 
 def list_axes(run: RunSource) -> list[str]:
     """Return the dimensions along which ranks can be laid out, outermost first.
 
-    A dimension with one place is left out. Without any, the local rank remains.
+    A dimension with one place is left out. The local rank remains if no dimension is left.
     """
     places = _places(run)
     known = {axis for found in places.values() for axis in found}
@@ -89,7 +90,7 @@ def list_axes(run: RunSource) -> list[str]:
 def default_axes(run: RunSource) -> tuple[str, str]:
     """Return the first two dimensions whose grid has ranks in every cell, or else the first two.
 
-    Two meshes over the same ranks, as of experts and of all other units, leave cells empty.
+    Two meshes over the same ranks, as for experts and for all other units, leave cells empty.
     """
     axes, places = list_axes(run), _places(run)
     for rows, columns in combinations(axes, 2):
@@ -126,7 +127,7 @@ def measure_mesh_grid(
         ranks: The ranks of `measure_ranks`.
         metric: One of `MESH_METRICS`.
         rows: A dimension of `list_axes`; default that of `default_axes`.
-        columns: Another one; likewise.
+        columns: Another dimension of `list_axes`; default that of `default_axes`.
 
     Raises:
         ValueError: The metric or a dimension is unsupported.
@@ -169,7 +170,7 @@ def measure_mesh_grid(
 
 
 def _natural(place: str) -> tuple[int, str]:
-    """Sort numbers by value, and before names."""
+    """A sort key that puts numbers in numeric order and before names."""
     return (int(place), "") if place.isdecimal() else (1 << 30, place)
 
 
@@ -181,7 +182,7 @@ def _median(values: Mapping[int, float], ranks: Sequence[int]) -> float:
 def _locate(
     run: RunSource, values: Mapping[int, float], places: Mapping[int, Mapping[str, str]]
 ) -> MeshLocation | None:
-    """Find the set of ranks that is above all others; see [Note: located ranks]."""
+    """Find the set of ranks whose values exceed all others; see [Note: located ranks]."""
     if len(values) < 2:
         return None
     ordered = sorted(values, key=lambda rank: -values[rank])

@@ -25,14 +25,14 @@ _PHASE_OF_GROUP = {
     "backward": Phase.BACKWARD,
     "optimizer": Phase.OPTIMIZER,
 }
-"""Parts of a step that consist of the compute kernels of one phase, in a kernel trace."""
+"""Parts of a kernel trace's step that consist of the compute kernels of one phase."""
 
 
 def name_methods(events: EventTable) -> dict[str, str]:
     """Return the methods of each group of numbers (`step`, `all_gather`, `forward`, ...).
 
-    A value is `measured`, `inferred`, `host_blocking`, or several of them. Groups without an event
-    are absent.
+    A value is `measured`, `inferred` or `host_blocking`, or several of these. Groups without an
+    event are absent.
     """
     methods = {
         group: ", ".join(labels_of(Method, _methods(events, group))) for group in _KINDS_OF_GROUP

@@ -30,22 +30,22 @@ from fsdp_inspect.trace.numerics import NumericsStep, Observation, Place
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 _STORED = frozenset({Place.PARAMETER, Place.UPDATED_PARAMETER, Place.STATE})
-"""Places that keep a value that is not finite for the next step."""
+"""Places that keep a non-finite value for the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first values that are not finite."""
+    """The first non-finite values."""
 
     step: int
     rank: int
     fqn: str | None
-    """Of the unit; None: parameters of no unit."""
+    """The name of the unit; None: parameters of no unit."""
     place: Place
     count: int
     total: int
     last_finite_step: int | None
-    """The numerics step before; None: there was none."""
+    """The previous numerics step; None: there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +53,20 @@ class UnitNumerics:
     """One unit in the last numerics step."""
 
     fqn: str | None
-    """None: parameters of no unit."""
+    """The name of the unit; None: parameters of no unit."""
     gradient_norm: float | None
-    """Of the gradients that the optimizer received; None if one was not finite, or without one."""
+    """Norm of the gradients that the optimizer received; None if it was not finite, or without
+    gradients."""
     parameter_norm: float | None
     update_ratio: float | None
     """Norm of the update / norm of the parameters."""
     largest_output: float | None
     """Largest magnitude of a forward output."""
     num_non_finite: int
-    """At all places, on all ranks."""
+    """Number of non-finite values at all places, on all ranks."""
     lost_ratio: float | None
-    """Updates that changed no stored value / updates that should; the median over the numerics
-    steps. None if the optimizer keeps a copy in higher precision, or without an update."""
+    """Updates that changed no stored value / updates that should change it, as the median over the
+    numerics steps. None if the optimizer keeps a copy in higher precision, or without an update."""
     parameter_dtype: str
     state_dtype: str
 
@@ -79,19 +80,19 @@ class Numerics(TableResult):
     steps: tuple[int, ...]
     """The numerics steps."""
     ranks: tuple[int, ...]
-    """The ranks that looked."""
+    """The ranks that recorded the numerics steps."""
     units: tuple[UnitNumerics, ...]
     first_non_finite: NonFinite | None
-    """None: parameters and optimizer states stayed finite. Gradients alone may overflow, as a
-    gradient scaler expects."""
+    """None: parameters and optimizer states stayed finite. Gradients alone may overflow, because a
+    gradient scaler expects it."""
     lost_ratio: float | None
-    """Of all units together, as `UnitNumerics.lost_ratio`."""
+    """`UnitNumerics.lost_ratio` over all units together."""
     stored_dtypes: tuple[str, ...]
     """Dtypes of the stored parameters."""
     dtypes: tuple[DtypeUse, ...]
     """Declared and actual dtypes, by place."""
     other_dtypes: tuple[DtypeUse, ...]
-    """Those of `dtypes` that lose precision: not as declared."""
+    """Entries of `dtypes` that differ from the declaration and lose precision."""
 
     def rows(self) -> Sequence[UnitNumerics]:
         """One row per unit."""
@@ -133,7 +134,7 @@ def measure_numerics(run: RunSource) -> Numerics | None:
 def gradient_norms(run: RunSource) -> dict[str | None, list[tuple[int, float | None]]]:
     """The norm of each unit's gradients in each numerics step, by step; None: not finite.
 
-    Steps whose norm is not known from all ranks of the unit's shard group are left out.
+    A step is left out if the norm is not known on all ranks of the unit's shard group.
     """
     manifest = run.manifest
     by_step: dict[int, dict[int, NumericsStep]] = {}
@@ -191,10 +192,10 @@ def _measure_unit(
 
 
 def _ranks_of_whole(unit: int, manifest: RunManifest, own: Iterable[int]) -> set[int]:
-    """The ranks, of those that looked, that together hold a unit once.
+    """The recorded ranks that together hold one copy of a unit.
 
-    This is the shard group that rank 0 or the lowest rank knows, or one rank of a unit that every
-    rank holds whole; all ranks if it is unknown.
+    These are the ranks of the shard group that rank 0 or the lowest rank knows. For a unit that
+    every rank holds whole, it is one rank. If the group is unknown, these are all ranks.
     """
     ranks = set(own)
     if not 0 <= unit < len(manifest.units):
@@ -229,7 +230,7 @@ def _dtypes(own: Mapping[int, Mapping[Place, Observation]], place: Place) -> str
 
 
 def _lost_ratio(steps: Mapping[int, Sequence[NumericsStep]], unit: int | None) -> float | None:
-    """Lost / meant updates of a unit, or of all: the median over the numerics steps."""
+    """Lost / intended updates of a unit, or of all units, as the median over the numerics steps."""
     lost: dict[int, int] = {}
     meant: dict[int, int] = {}
     for found in steps.values():
@@ -245,7 +246,7 @@ def _lost_ratio(steps: Mapping[int, Sequence[NumericsStep]], unit: int | None) -
 def _find_first(
     steps: Mapping[int, Sequence[NumericsStep]], numbers: Sequence[int], manifest: RunManifest
 ) -> NonFinite | None:
-    """The first values that are not finite in the first step that stored such values."""
+    """The first non-finite values in the first step that stored such values."""
     stored = [
         step.step
         for found in steps.values()

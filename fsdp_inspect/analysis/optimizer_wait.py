@@ -29,7 +29,7 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 MIN_STEPS = 3
-"""Number of steps that follow another step, required for a result."""
+"""The number of steps after another step that a result requires."""
 _KINDS = frozenset(
     {
         *COLLECTIVES,
@@ -43,16 +43,16 @@ _KINDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class DelayedGather:
-    """The first all-gather after one optimizer step; times in ns from the start of its step."""
+    """The first all-gather after one optimizer step. Times are ns from the start of its step."""
 
     step: int
     fqn: str
     issue_ns: int
     start_ns: int
-    """Start of its copy-in, if that is recorded."""
+    """Start of the all-gather's copy-in, if recorded."""
     end_ns: int
     optimizer_end_ns: int
-    """Below 0 if it lies in the step before."""
+    """End of the optimizer; negative if it ends in the previous step."""
     delay_ns: int
     exposed_ns: int
     """Exposed time of the all-gather."""
@@ -76,15 +76,15 @@ class OptimizerWait:
 
     rank: int
     delay_ns: int
-    """Median over the steps."""
+    """Median delay over the steps."""
     gain_ns: int
-    """Median over the steps."""
+    """Median gain over the steps."""
     gain_low_ns: int
-    """Tenth percentile of the lower bound, over the steps."""
+    """Tenth percentile of the lower bound of the gain, over the steps."""
     gain_high_ns: int
-    """Ninetieth percentile over the steps."""
+    """Ninetieth percentile of the gain, over the steps."""
     gathers: tuple[DelayedGather, ...]
-    """One for each analysed step, longest delay first."""
+    """One all-gather for each analysed step, longest delay first."""
 
 
 def measure_optimizer_wait(run: RunSource, *, rank: int | None = None) -> OptimizerWait | None:
@@ -92,7 +92,7 @@ def measure_optimizer_wait(run: RunSource, *, rank: int | None = None) -> Optimi
 
     Args:
         run: A run on a device with streams.
-        rank: Default: the median rank.
+        rank: The rank; default: the median rank.
 
     Returns:
         None on CPU, where everything runs in the order of the main thread, and with fewer than
@@ -133,7 +133,7 @@ def _find_gathers(events: EventTable, fqns: dict[int, str]) -> list[DelayedGathe
     first = np.searchsorted(gathers.start_ns, updates.end_ns)
     found = []
     for position in np.unique(first[first < len(gathers)]).tolist():
-        # Several optimizers of one step end one after the other: the last one counts.
+        # If several optimizers of one step end one after the other, the last one counts.
         last = int(np.flatnonzero(first == position)[-1])
         is_next = 0 <= gathers.step[position] - updates.step[last] <= 1
         if is_next:
@@ -145,7 +145,7 @@ def _find_gathers(events: EventTable, fqns: dict[int, str]) -> list[DelayedGathe
 def _follow(
     events: EventTable, first_two: EventTable, optimizer_end: int, fqns: dict[int, str]
 ) -> DelayedGather | None:
-    """Describe the all-gather after an optimizer step; None if evaluation lies between them."""
+    """Describe the all-gather after an optimizer step; None if an evaluation is between them."""
     gather, behind = first_two.where(np.array([0])), first_two.where(np.arange(1, len(first_two)))
     behind = behind.where(behind.step == gather.step[0])
     step, unit = int(gather.step[0]), int(gather.unit[0])

@@ -18,7 +18,8 @@ class RankOverlap:
     communication_ns: int
     """Union of the rank's running collectives over all streams."""
     exposed_ns: int
-    """The part during which the compute stream (CPU: the main thread) waits for a collective."""
+    """The time in which the compute stream (CPU: the main thread) waits for a running
+    collective."""
     overlap_ratio: float
     """1 - exposed / communication, 0 to 1; 1.0 without communication."""
     communication_bytes: int | None
@@ -33,7 +34,7 @@ class Overlap:
     run: RankOverlap | None
     """The median rank; None without a timed step."""
     ranks: tuple[RankOverlap, ...]
-    """By rank; ranks without a timed step are absent."""
+    """The ranks, ascending. Ranks without a timed step are absent."""
 
 
 def measure_overlap(run: RunSource) -> Overlap:

@@ -23,7 +23,7 @@ _SENDS = EventKind.POINT_TO_POINT
 
 @dataclass(frozen=True, slots=True)
 class RepeatedUnit:
-    """A unit that is gathered more than once per step; medians over the timed steps."""
+    """A unit that is gathered more than once per step, with medians over the timed steps."""
 
     fqn: str
     forwards_per_step: int
@@ -33,21 +33,22 @@ class RepeatedUnit:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A run whose ranks send to each other; numbers of the typical step of one rank."""
+    """A run whose ranks send to each other, with numbers of the typical step of one rank."""
 
     rank: int
     transfers_per_step: float
     """Number of sends and receives."""
     forwards_per_step: int
-    """Forwards of a unit: median over steps and units. 0 if the source does not record them."""
+    """Forwards of a unit, as the median over steps and units; 0 if the source does not record
+    them."""
     units: tuple[RepeatedUnit, ...]
-    """Units that several forwards of a step gather again each time."""
+    """Units that are gathered again for several forwards of a step."""
     repeated_gathers_per_step: float
-    """All-gathers of these units beyond the first one of each unit in a step."""
+    """All-gathers of these units, except the first one of each unit in a step."""
     repeated_ns: int
-    """Their time in flight per step."""
+    """Time in flight of these all-gathers, per step."""
     repeated_exposed_ns: int
-    """Their exposed time per step; simultaneous waits count once."""
+    """Exposed time of these all-gathers, per step. Simultaneous waits count once."""
 
 
 def measure_pipeline(run: RunSource, *, rank: int | None = None) -> Pipeline | None:
@@ -55,7 +56,7 @@ def measure_pipeline(run: RunSource, *, rank: int | None = None) -> Pipeline | N
 
     Args:
         run: A recorded run.
-        rank: Default: the median rank.
+        rank: The rank; default: the median rank.
 
     Returns:
         None if no timed step has a send or a receive.
@@ -88,7 +89,7 @@ def measure_pipeline(run: RunSource, *, rank: int | None = None) -> Pipeline | N
 
 
 def _forwards(events: EventTable) -> EventTable:
-    """Return the forwards of units, without the ones that checkpointing repeats."""
+    """Return the forwards of units, without those that checkpointing repeats."""
     is_own = (events.kind == EventKind.FORWARD) & (events.unit != NO_UNIT)
     is_own &= (events.phase == Phase.FORWARD) & ((events.flags & EventFlag.RECOMPUTE) == 0)
     return events.where(is_own)
@@ -125,7 +126,7 @@ def _repeated(
 
 
 def _beyond_first(collectives: EventTable, units: list[int]) -> NDArray[np.bool_]:
-    """Return which all-gathers are not the first of their unit in their step."""
+    """Return whether each all-gather is not the first of its unit in its step."""
     mine = np.isin(collectives.unit, units) & (collectives.kind == EventKind.ALL_GATHER)
     chosen = np.flatnonzero(mine & (collectives.phase != Phase.EVALUATION))
     order = chosen[np.lexsort((collectives.start_ns[chosen], collectives.unit[chosen],

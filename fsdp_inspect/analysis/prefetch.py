@@ -28,13 +28,13 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import positions_by_value
 
 MISSED_RATIO = 0.1
-"""An all-gather that its own unit issues is missed if its lead / time in flight is lower."""
+"""An all-gather that its own unit issues is missed if lead / time in flight is lower than this."""
 MOST_SWAPPED = 10
-"""Number of pairs of units in the wrong order that are reported."""
+"""The highest number of reported pairs of units in the wrong order."""
 
 
 class Issue(StrEnum):
-    """How an all-gather was issued."""
+    """The ways in which an all-gather was issued."""
 
     EXPLICIT = "explicit"
     IMPLICIT = "implicit"
@@ -53,11 +53,11 @@ class UnitPrefetch:
     phase: str
     num_gathers: int
     num_by_issue: dict[str, int]
-    """By `Issue`, only numbers above 0; they add up to `num_gathers`."""
+    """Number of all-gathers by `Issue`, without zeros. The numbers add up to `num_gathers`."""
     issued_by: tuple[str, ...]
-    """Other units whose hooks issue it, most frequent first."""
+    """Other units whose hooks issue the all-gathers, most frequent first."""
     lead_ns: int | None
-    """Median time from issue to need; negative: needed before it is issued. None: unknown."""
+    """Median time from issue to need; negative if the issue is later. None: unknown."""
     duration_ns: int
     """Median time in flight of one all-gather."""
     hidden_ratio: float | None
@@ -104,9 +104,10 @@ class SwappedPair:
     issued_first: str
     needed_first: str
     num_times: int
-    """Over all timed steps."""
+    """Number of times over all timed steps."""
     waited_ns: int
-    """Time that the rank waits for `needed_first` while it is queued, over all timed steps."""
+    """Time that the rank waits for the queued all-gather of `needed_first`, over all timed
+    steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +118,15 @@ class Prefetch:
     num_steps: int
     num_gathers: int
     num_by_issue: dict[str, int]
-    """By `Issue`, only numbers above 0; they add up to `num_gathers`."""
+    """Number of all-gathers by `Issue`, without zeros. The numbers add up to `num_gathers`."""
     hidden_ratio: float | None
     """Fraction of the time in flight in which the rank does not wait; None without any."""
     unused_bytes: int
     """Messages of unused all-gathers, over all timed steps."""
     units: tuple[UnitPrefetch, ...]
-    """In order of execution; forward before backward."""
+    """The units in order of execution, forward before backward."""
     swapped: tuple[SwappedPair, ...]
-    """The most frequent pairs in the wrong order; empty: all are issued in the order of need."""
+    """The most frequent pairs in the wrong order; empty if all are issued in the order of need."""
 
 
 def measure_prefetch(
@@ -135,7 +136,7 @@ def measure_prefetch(
 
     Args:
         run: A recorded run.
-        rank: Default: the median rank.
+        rank: The rank; default: the median rank.
         unit: Index of a unit, to limit the result to its all-gathers.
 
     Returns:
@@ -185,7 +186,7 @@ class _Gathers:
     def of(cls, waits: Waits) -> "_Gathers":
         gathers = waits.collectives
         flight = gathers.end_ns - waits.turn_ns
-        # A kernel trace does not record waits: there the lead is the hidden time.
+        # A kernel trace does not record waits, so the lead is the hidden time.
         hidden = flight - waits.exposed_ns
         lead = np.where(gathers.need_ns >= 0, gathers.need_ns - gathers.issue_ns, hidden)
         is_unused = (gathers.flags & EventFlag.UNUSED) != 0
@@ -262,7 +263,7 @@ def _measure_unit(own: _Gathers, fqns: dict[int, str], member: RankSteps) -> Uni
 def _find_swapped(
     gathers: _Gathers, fqns: dict[int, str], only_unit: int | None
 ) -> tuple[SwappedPair, ...]:
-    """Find pairs of units whose all-gathers are needed in another order than they are issued."""
+    """Find pairs of units whose all-gathers are needed in another order than issued."""
     times: Counter[tuple[int, int, int]] = Counter()
     waited: Counter[tuple[int, int, int]] = Counter()
     used = gathers.where(gathers.waits.collectives.need_ns >= 0).waits

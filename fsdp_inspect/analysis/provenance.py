@@ -22,15 +22,15 @@ class Provenance:
     """The sources and methods of a run's numbers."""
 
     sources: tuple[str, ...]
-    """`recorded`, `emulated`, `imported` or `predicted`; several in a mixed run."""
+    """Sources: `recorded`, `emulated`, `imported` or `predicted`. A mixed run has several."""
     methods: dict[str, str]
-    """By group of numbers (`step`, `all_gather`, `forward`, ...): `measured`, `inferred`,
-    `host_blocking`; groups without an event are absent."""
+    """Methods by group of numbers (`step`, `all_gather`, `forward`, ...): `measured`, `inferred`,
+    `host_blocking`. Groups without an event are absent."""
     memory: str | None
     """`cuda_allocator` or `storage_tracker`; None if no memory was recorded."""
     blocks_host: bool
-    """Every all-gather and reduce-scatter of FSDP blocks the host, as gloo does by default. Their
-    exposure is then a property of the backend, not of the plan."""
+    """Whether every all-gather and reduce-scatter of FSDP blocks the host, as gloo does by default.
+    Their exposure is then a property of the backend, not of the plan."""
 
 
 def measure_provenance(run: RunSource) -> Provenance:

@@ -41,17 +41,17 @@ class RankGrid:
     """One metric of R ranks in S steps."""
 
     metric: str
-    """One of `GRID_METRICS`."""
+    """A metric of `GRID_METRICS`."""
     ranks: tuple[int, ...]
-    """Ascending."""
+    """The ranks, ascending."""
     steps: tuple[int, ...]
-    """Ascending."""
+    """The steps, ascending."""
     values: _Grid
     """Shape (R, S), ns or bytes; NaN if unknown."""
     middle: _Grid
-    """Shape (S,): the median over the ranks with a known value."""
+    """Median over the ranks with a known value, shape (S,)."""
     left_out: tuple[int, ...]
-    """The steps that are not timed: warm-up and memory steps."""
+    """The steps that are not timed, which are warm-up and memory steps."""
     low: float
     """The 1st percentile of the values in the other steps, for the colour scale."""
     high: float
@@ -59,9 +59,9 @@ class RankGrid:
     highest: GridCell | None
     """The highest of these values; None without any."""
     num_all_ranks: int
-    """Number of ranks in the run; larger than R if a sample was read."""
+    """Number of ranks in the run. It is larger than R if a sample was read."""
     refusals: tuple[str, ...]
-    """Why ranks have no value, one sentence for each reason."""
+    """The reasons why ranks have no value, one sentence each."""
 
     def of_rank(self, rank: int) -> _Grid | None:
         """Return the values of one rank, shape (S,); None if it is not in the grid."""
@@ -76,7 +76,7 @@ def measure_rank_grid(run: RunSource, *, metric: str) -> RankGrid:
         metric: One of `GRID_METRICS`.
 
     Returns:
-        A grid of all ranks and completed steps; of `lateness_ns`, a sample of both.
+        A grid of all ranks and completed steps. The grid of `lateness_ns` has a sample of both.
 
     Raises:
         ValueError: The metric is unsupported.
@@ -166,7 +166,7 @@ def _describe(
     refusals: tuple[str, ...],
 ) -> RankGrid:
     selection = select_steps(run)
-    # If only memory steps have values (memory on CPU), they count.
+    # If only memory steps have values (memory on CPU), these values count.
     skipped = {*selection.warmup, *selection.memory}
     left_out = tuple(step for step in steps if step in skipped)
     counts = np.array([step not in skipped for step in steps], dtype=bool)

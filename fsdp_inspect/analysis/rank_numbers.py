@@ -33,12 +33,12 @@ class RankNumbers:
 
     last_step: int
     num_steps: int
-    """Number of given steps."""
+    """The number of given steps."""
     step_time_ns: int
     exposed_ns: int
     communication_ns: int
     data_ns: int
-    """Waiting for the next batch."""
+    """The time of waiting for the next batch."""
     units: tuple[UnitNumbers, ...]
 
 

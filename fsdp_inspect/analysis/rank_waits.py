@@ -33,7 +33,7 @@ class RankWaits(TableResult):
     """The unit that limits owners, all-gathers, bandwidth and evidence; None: all units."""
     num_timed_steps: int
     left_out: str
-    """The number of timed steps and the steps that are left out, in words."""
+    """The number of timed steps and the steps that are left out, as a sentence."""
     exposed: Exposed | None
     """None without a timed step, like the fields below."""
     prefetch: Prefetch | None
@@ -55,7 +55,7 @@ def measure_rank_waits(
 
     Args:
         run: A recorded run.
-        rank: Default: the median rank.
+        rank: The rank; default: the median rank.
         unit: Name of a unit, to limit the results; `(root)` is the root.
 
     Raises:

@@ -15,13 +15,13 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import MISSING_INT
 
 MOST_DIFFERENCE = 0.05
-"""The largest difference of run delay between comparable sides. Above it, other programs took the
-cores of one side."""
+"""The largest difference of run delay between comparable sides. A larger one shows that other
+programs used the cores of one side."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDelay:
-    """The rank whose training thread waits most for a core."""
+    """The rank whose training thread waits longest for a core."""
 
     rank: int
     run_delay_ratio: float
@@ -30,7 +30,7 @@ class RunDelay:
 
 
 def measure_run_delay(run: RunSource) -> RunDelay | None:
-    """Measure how long the training threads wait for a core, from the first to the last sample.
+    """Measure how long training threads wait for a core, from the first to the last sample.
 
     Returns:
         None if no rank has scheduler samples: imports, predictions, systems other than Linux.
@@ -46,11 +46,11 @@ def measure_run_delay(run: RunSource) -> RunDelay | None:
 def find_run_delay_difference(
     before: Sequence[float], after: Sequence[float]
 ) -> tuple[float, float] | None:
-    """The typical run delays of two sides whose times are not comparable; None: they are.
+    """The typical run delays of two sides, if their times are not comparable; else None.
 
     Args:
         before: `run_delay_ratio` of each run of the first side; empty counts as a quiet machine.
-        after: The same of the second side; empty: unknown, so there is no difference.
+        after: The same for the second side; empty: unknown, so there is no difference.
     """
     if not after:
         return None

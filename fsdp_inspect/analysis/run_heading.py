@@ -26,17 +26,17 @@ class Heading(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Missing or unusual data of the run, in words."""
+        """Missing or unusual data of the run, one sentence each."""
         ...
 
     @property
     def identity(self) -> RunIdentity:
-        """Command, model, device and versions of the run."""
+        """The command, model, device and versions of the run."""
         ...
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the job."""
+        """The number of ranks of the job."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Heading(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunHeading:
-    """The heading of a run and its typical step: a small part of its `Summary`."""
+    """The heading of a run and its typical step, which are a small part of its `Summary`."""
 
     run_id: str
     status: str

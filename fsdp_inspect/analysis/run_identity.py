@@ -11,7 +11,7 @@ class RunIdentity:
 
     name: str
     created: str
-    """ISO 8601, UTC."""
+    """Time of creation, ISO 8601, UTC."""
     command: tuple[str, ...]
     model: str
     num_parameters: int

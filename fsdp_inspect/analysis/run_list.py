@@ -27,22 +27,23 @@ class ListedRun:
     """One run of a folder of runs."""
 
     run_id: str | None
-    """None if `run.json` cannot be read, like all fields except `notes`, `id` and `path`."""
+    """Id of the run; None if `run.json` cannot be read, like all fields except `notes`, `id` and
+    `path`."""
     source: str | None
     """`recorded`, `emulated`, `imported` or `predicted`."""
     notes: tuple[str, ...]
-    """Missing or unusual data, or why the run cannot be read, in words."""
+    """Missing or unusual data, or the reason why the run cannot be read, one sentence each."""
     id: str
     """Path relative to the listed folder, with slashes."""
     path: Path
     created: str | None
-    """ISO 8601, UTC."""
+    """Time of creation, ISO 8601, UTC."""
     status: str | None
     world_size: int | None
     num_ranks: int | None
     """Number of ranks that wrote data."""
     num_steps: int | None
-    """Number of steps of the rank that reported most."""
+    """Number of steps of the rank that reported the most."""
     backend: str | None
     device: str | None
     model: str | None
@@ -85,8 +86,8 @@ LISTED = TableSpec(
 class RunKeyNumbers:
     """The status and the key numbers of one run.
 
-    The numbers equal those of the summary: the typical step of the median rank, and the highest
-    peak of all ranks.
+    The numbers equal those of the summary. They are those of the typical step of the median rank,
+    and the highest peak of all ranks.
     """
 
     status: str
@@ -95,7 +96,7 @@ class RunKeyNumbers:
     num_steps: int
     """Number of completed steps."""
     step_time_ns: int | None
-    """None without a timed step, like `exposed_ns` and `overlap_ratio`."""
+    """Step time; None without a timed step, like `exposed_ns` and `overlap_ratio`."""
     exposed_ns: int | None
     overlap_ratio: float | None
     peak_allocated_bytes: int | None
@@ -137,7 +138,7 @@ def change_ratio(value: int | None, reference: int | None) -> float | None:
 
 
 def list_recorded_runs(directory: Path) -> tuple[ListedRun, ...]:
-    """List all runs in a folder, newest first; unreadable runs come last, with the reason."""
+    """List all runs in a folder, newest first. Unreadable runs come last, with the reason."""
     return tuple(_describe(entry) for entry in list_runs(directory))
 
 

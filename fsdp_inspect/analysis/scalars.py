@@ -13,7 +13,7 @@ class ScalarSeries:
     name: str
     rank: int
     steps: tuple[int, ...]
-    """Ascending; of a step that is logged twice, the last value counts."""
+    """The steps, ascending. If a step is logged twice, its last value counts."""
     values: tuple[float, ...]
 
 
@@ -22,7 +22,7 @@ def measure_scalars(run: RunSource) -> tuple[ScalarSeries, ...]:
     series: dict[str, ScalarSeries] = {}
     for record in sorted(run.ranks, key=lambda record: record.rank):
         if series.keys() >= {*record.scalar_names}:
-            continue  # a thousand ranks log the same loss: read only the first
+            continue  # all ranks may log the same loss: read the first only
         table = run.scalars(record.rank)
         for index, name in enumerate(record.scalar_names):
             logged = table.where(table.name == index)

@@ -32,22 +32,22 @@ from fsdp_inspect.trace.tables import SummaryTable, rows_of
 
 @dataclass(frozen=True, slots=True)
 class StepSelection:
-    """The completed steps of a run: timed steps and steps that are left out of every time."""
+    """The completed steps of a run: timed steps, and steps that no time uses."""
 
     finished: tuple[int, ...]
     """Steps that at least one rank completed."""
     timed: tuple[int, ...]
-    """Steps that times are taken from."""
+    """Steps that times use."""
     warmup: tuple[int, ...]
-    """Left out: the first steps contain allocator growth, communicator set-up, compilation."""
+    """Warm-up steps, which contain allocator growth, communicator set-up and compilation."""
     memory: tuple[int, ...]
-    """Left out: memory steps run under the storage tracker, which slows them."""
+    """Memory steps, which the storage tracker slows."""
     numerics: tuple[int, ...] = ()
-    """Left out: numerics steps look at the values of the model."""
+    """Numerics steps, in which the recorder looks at the values of the model."""
 
     @property
     def sentence(self) -> str:
-        """The number of timed steps and the steps that are left out, in words."""
+        """The number of timed steps and the steps that are left out, as a sentence."""
         left_out = [
             f"{_numbered(steps)} {reason}"
             for steps, reason in (
@@ -62,7 +62,7 @@ class StepSelection:
 
 
 def select_steps(run: RunSource) -> StepSelection:
-    """Classify the completed steps: timed, warm-up, memory or numerics; warm-up comes first."""
+    """Classify the completed steps: timed, warm-up, memory or numerics. Warm-up comes first."""
     return remember(run, "step selection", partial(_select_steps, run))
 
 
@@ -96,7 +96,7 @@ def timed_summary(
 ) -> SummaryTable:
     """Return the summary rows of timed steps, of some ranks and kinds only.
 
-    With 64 units, the summary has 900 rows per rank and step: limit the ranks or the kinds.
+    With 64 units, the summary has 900 rows per rank and step. Limit the ranks or the kinds.
     """
     rows = run.summary(ranks=ranks, kinds=kinds)
     return _of_steps(rows, select_steps(run).timed)
@@ -106,7 +106,7 @@ def split_by_rank(rows: SummaryTable) -> dict[int, SummaryTable]:
     """Split the rows by rank, without copying them.
 
     Args:
-        rows: Sorted by rank, as `RunSource.summary` returns them.
+        rows: Rows sorted by rank, as `RunSource.summary` returns them.
     """
     ranks, firsts = np.unique(rows.rank, return_index=True)
     bounds = pairwise([*firsts.tolist(), len(rows)])
@@ -121,7 +121,7 @@ def collective_rows(rows: SummaryTable) -> SummaryTable:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The steps of one rank; arrays of shape (S,), by step."""
+    """The steps of one rank, as arrays of shape (S,), by step."""
 
     rank: int
     steps: NDArray[np.int32]
@@ -131,13 +131,13 @@ class RankSteps:
     communication_bytes: NDArray[np.int64]
     """Sum of the messages of the step's collectives, without evaluation passes."""
     num_collectives: NDArray[np.int32]
-    """Number of these collectives."""
+    """Number of collectives in the step, without evaluation passes."""
     read_rows: Callable[[], SummaryTable] = field(repr=False, compare=False)
     """Reads `rows`."""
 
     @cached_property
     def rows(self) -> SummaryTable:
-        """All summary rows of the rank in these steps, by step; read on first access."""
+        """All summary rows of the rank in these steps, by step. They are read on first access."""
         return self.read_rows()
 
     def only(self, step: int) -> "RankSteps":
@@ -159,7 +159,7 @@ class RankSteps:
 
     @cached_property
     def is_typical(self) -> NDArray[np.bool_]:
-        """True for the steps in the middle half by step time. See [Note: the typical step]."""
+        """Whether each step is in the middle half by step time. See [Note: the typical step]."""
         return middle_half(self.step_time_ns)
 
     @cached_property
@@ -172,7 +172,7 @@ class RankSteps:
         return round(self.typical_mean(values))
 
     def typical_mean(self, values: NDArray[np.integer]) -> float:
-        """Return the mean like `typical`, but not rounded: for counts."""
+        """Return the mean like `typical`, but without rounding, for counts."""
         chosen = values[self.is_typical]
         return float(chosen.mean()) if len(chosen) else 0.0
 
@@ -180,24 +180,24 @@ class RankSteps:
         """Return the mean over the typical steps of a column's sum in each step.
 
         Args:
-            rows: Some of the rank's rows; a step without a row counts 0.
+            rows: Some of the rank's rows. A step without a row counts 0.
             column: A column of `SummaryTable` that can be summed.
         """
         return round(self.typical_mean_per_step(rows, column))
 
     def typical_mean_per_step(self, rows: SummaryTable, column: str) -> float:
-        """Return the mean like `typical_per_step`, but not rounded: for counts."""
+        """Return the mean like `typical_per_step`, but without rounding, for counts."""
         return self.typical_mean(sum_per_step(rows.step, getattr(rows, column), self.steps))
 
     @property
     def closest_step(self) -> int:
-        """The typical step whose time is closest to their mean, the earliest of equals."""
+        """The typical step whose time is closest to their mean. In a tie, it is the earliest."""
         times = self.step_time_ns[self.is_typical]
         return int(self.typical_steps[np.argmin(np.abs(times - times.mean()))])
 
 
 def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
-    """Yield the completed steps in the rows, rank by rank; ranks without one are left out."""
+    """Yield the completed steps in the rows, rank by rank. Ranks without one are left out."""
     ordered = _ordered(rows)
 
     def rows_of_rank(rank: int) -> SummaryTable:
@@ -216,7 +216,7 @@ def _members(
     communication: SummaryTable,
     rows_of_rank: Callable[[int], SummaryTable],
 ) -> Iterator[RankSteps]:
-    """Yield the steps of each rank; both tables are by rank and step, and have the same steps."""
+    """Yield the steps of each rank. Both tables are by rank and step, and have the same steps."""
     ranks, firsts = np.unique(steps.rank, return_index=True)
     bounds = [*firsts.tolist(), len(steps)]
     for position, rank in enumerate(ranks.tolist()):
@@ -234,7 +234,7 @@ def _members(
 
 
 def _ordered(rows: SummaryTable) -> SummaryTable:
-    """Sort the rows by rank and step; stored summaries are sorted already and returned as is."""
+    """Sort the rows by rank and step. Stored summaries are sorted and returned unchanged."""
     same_rank = rows.rank[1:] == rows.rank[:-1]
     is_ordered = (rows.rank[1:] > rows.rank[:-1]) | (same_rank & (rows.step[1:] >= rows.step[:-1]))
     return rows if is_ordered.all() else rows.where(np.lexsort((rows.step, rows.rank)))
@@ -245,7 +245,7 @@ class TimedRanks:
     """The timed steps of every rank."""
 
     members: tuple[RankSteps, ...]
-    """By rank; ranks without a timed step are absent."""
+    """The ranks, ascending. Ranks without a timed step are absent."""
     median: RankSteps | None
     """The median rank, which represents the run; None without members. See
     [Note: the median rank]."""
@@ -254,8 +254,8 @@ class TimedRanks:
 def timed_ranks(run: RunSource) -> TimedRanks:
     """Return the timed steps of every rank, and the median rank.
 
-    A rank whose own files are missing (the run's summary can still contain it) becomes the median
-    rank only if there is no other rank.
+    A rank whose own files are missing becomes the median rank only if there is no other rank. The
+    run's summary may still contain such a rank.
     """
     return remember(run, "timed ranks", partial(_timed_ranks, run))
 
@@ -280,7 +280,7 @@ def _of_steps(rows: SummaryTable, steps: Collection[int]) -> SummaryTable:
 
 
 def _in_both(rows: SummaryTable, other: SummaryTable) -> SummaryTable:
-    """The rows of ranks and steps that the other table has too: all, unless a file is damaged."""
+    """The rows whose rank and step the other table has: all rows, unless a file is damaged."""
     if np.array_equal(rows.rank, other.rank) and np.array_equal(rows.step, other.step):
         return rows
     keys, known = ((part.rank.astype(np.int64) << 32) + part.step for part in (rows, other))
@@ -330,15 +330,15 @@ def _select_median(members: Sequence[RankSteps]) -> RankSteps | None:
 def sum_per_step(
     rows_step: NDArray[np.integer], values: NDArray[np.integer], steps: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Sum the values of each step; a step without rows counts 0.
+    """Sum the values of each step. A step without rows counts 0.
 
     Args:
-        rows_step: Shape (n,), the step of each value; each is in `steps`.
-        values: Shape (n,).
-        steps: Shape (S,), ascending, distinct.
+        rows_step: The step of each value, shape (n,). Each is in `steps`.
+        values: The values, shape (n,).
+        steps: The steps, shape (S,), ascending and distinct.
 
     Returns:
-        Shape (S,).
+        The sums, shape (S,).
     """
     sums = np.zeros(len(steps), dtype=np.int64)
     np.add.at(sums, np.searchsorted(steps, rows_step), values)

@@ -25,7 +25,7 @@ class RankStepTime:
     rank: int
     step_time_ns: Distribution
     closest_step: int
-    """The step whose time is closest to the typical step, the earliest of equals."""
+    """The step whose time is closest to the typical step. In a tie, it is the earliest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class StepPoint:
     communication_ns: int
     exposed_ns: int
     is_timed: bool
-    """False for warm-up and memory steps."""
+    """Whether the step is timed; False for warm-up and memory steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class StepTimes(TableResult):
     step_time_ns: Distribution | None
     """Step time of the median rank; None without a timed step."""
     ranks: tuple[RankStepTime, ...]
-    """By rank; ranks without a timed step are absent."""
+    """The ranks, ascending. Ranks without a timed step are absent."""
     over_steps: tuple[StepPoint, ...]
     """Every completed step of the median rank, timed or not, by step."""
 
@@ -99,7 +99,7 @@ def measure_step_times(run: RunSource) -> StepTimes:
 def _over_steps(
     run: RunSource, selection: StepSelection, rank: int | None
 ) -> tuple[StepPoint, ...]:
-    """Return the steps of a rank; without a rank, the steps of the first rank that has one."""
+    """Return the steps of a rank. Without a rank, return those of the first rank that has any."""
     kinds = (EventKind.STEP, StepPart.COMMUNICATION)
     rows = run.summary(ranks=None if rank is None else [rank], kinds=kinds)
     chosen = islice(steps_by_rank(rows), 1)

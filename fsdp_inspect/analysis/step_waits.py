@@ -18,12 +18,12 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 MOST_NAMED = 4
-"""Number of waits that are reported as the longest."""
+"""The number of longest waits to report."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWaits:
-    """The waits of one rank in one step; arrays of shape (n,), one row per collective."""
+    """The waits of one rank in one step, as arrays of shape (n,), one row per collective."""
 
     rank: int
     step: int
@@ -31,9 +31,9 @@ class StepWaits:
     """Position among the events of the rank and step, ascending."""
     exposed_ns: NDArray[np.int64]
     by_cause_ns: NDArray[np.int64]
-    """Shape (n, len(Cause)); the sum of a row is its exposed time."""
+    """Exposed time by cause, shape (n, len(Cause)). The sum of a row is its exposed time."""
     arrivals: str
-    """The ranks whose arrivals are known, in words."""
+    """The ranks whose arrivals are known, as a sentence."""
 
     def longest(self) -> list[int]:
         """Return the events of the longest waits, at most `MOST_NAMED`, longest first."""
@@ -41,7 +41,7 @@ class StepWaits:
         return [int(self.event[row]) for row in order if self.exposed_ns[row] > 0]
 
     def exposed(self, event: int) -> int:
-        """Return the exposed time of an event; 0 for an event that is no collective."""
+        """Return the exposed time of an event; 0 for an event that is not a collective."""
         row = self._row(event)
         return 0 if row is None else int(self.exposed_ns[row])
 
@@ -68,14 +68,14 @@ class EventFacts:
     """One event of a step; None for values that are unknown or do not apply to its kind."""
 
     kind: str
-    """An `EventKind`: `all_gather`, `forward`, ..."""
+    """The name of an `EventKind`: `all_gather`, `forward`, ..."""
     fqn: str | None
-    """None: the event belongs to no FSDP unit."""
+    """The unit's name; None: the event belongs to no FSDP unit."""
     phase: str
     issued_by: str | None
-    """The unit whose hook issued it, if that is another unit."""
+    """The unit whose hook issued the event, if it is another unit."""
     start_ns: int
-    """From the start of the step."""
+    """Start of the event, from the start of the step."""
     duration_ns: int
     bytes: int | None
     dtype: str | None
@@ -83,12 +83,13 @@ class EventFacts:
     """Name of the process group."""
     bus_bytes_per_s: float | None
     fit_bus_bytes_per_s: float | None
-    """Bus bandwidth of a message of this size, by the fit to the run's collectives of this kind."""
+    """Bus bandwidth of a message of this size, from the fit to the run's collectives of this
+    kind."""
     lead_ns: int | None
-    """Need - issue; negative if it is issued after it is needed."""
+    """Need - issue; negative if the issue is later."""
     exposed_ns: int | None
     causes_ns: dict[str, int]
-    """By `Cause`, largest first."""
+    """Exposed time by `Cause`, largest first."""
     source: str
     method: str
 
@@ -163,7 +164,7 @@ def describe_event(
 
 
 def _fitted(row: dict[str, int], bandwidth: Bandwidth | None) -> float | None:
-    """Return the bus bandwidth of a message of this size, by the fit to its kind and group."""
+    """Return the bus bandwidth of a message of this size, from the fit to its kind and group."""
     if bandwidth is None or row["kind"] not in COLLECTIVES or row["bytes"] <= 0:
         return None
     kind = EventKind(row["kind"]).label

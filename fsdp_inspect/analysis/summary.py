@@ -47,7 +47,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class StepsLeftOut:
-    """The completed steps that no time is taken from."""
+    """The completed steps that no time uses."""
 
     warmup: tuple[int, ...]
     memory: tuple[int, ...]
@@ -56,26 +56,27 @@ class StepsLeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Summary(Result):
-    """The summary of a run; the fields are the keys of `summary --json`."""
+    """The summary of a run. The fields are the keys of `summary --json`."""
 
     run_id: str
     status: str
     """`complete`, `running`, `crashed`, `failed`, `partial` or `imported`."""
     notes: tuple[str, ...]
-    """Missing or unusual data of the run, in words."""
+    """Missing or unusual data of the run, one sentence each."""
     is_kernel_trace: bool
-    """Imported kernel trace: some metrics have another definition (`metrics.define_metric`)."""
+    """Whether the run is an imported kernel trace, which defines some metrics differently
+    (`metrics.define_metric`)."""
     identity: RunIdentity
     world_size: int
     num_ranks: int
     """Number of ranks that wrote data."""
     backend: str
     num_steps: int
-    """Number of completed steps, including steps that are left out of times."""
+    """Number of completed steps, including steps that no time uses."""
     num_timed_steps: int
     left_out: StepsLeftOut
     median_rank: int | None
-    """The rank that the times of this object come from; None without a timed step."""
+    """The rank that supplies the times; None without a timed step."""
     provenance: Provenance | None
     goodput_ratio: float | None
     """Time of the training steps that count / wall time; None for imports and old runs."""
@@ -89,19 +90,19 @@ class Summary(Result):
     overlap_ratio: float | None
     """1 - exposed_ns / communication_ns; 1.0 without communication."""
     floor_ns: int | None
-    """The part of exposed_ns that no setting can hide."""
+    """The part of `exposed_ns` that no setting can hide."""
     communication_bytes: int | None
     """Sum of the full padded messages of one step."""
     collectives_per_step: float | None
     peak_allocated_bytes: int | None
-    """Highest of all ranks; None if memory was not recorded."""
+    """Highest peak over all ranks; None if memory was not recorded."""
     peak_reserved_bytes: int | None
-    """Highest of all ranks; None on CPU, where nothing is reserved."""
+    """Highest peak over all ranks; None on CPU, where nothing is reserved."""
     breakdown: StepBreakdown | None
-    """The typical step of the median rank; its parts add up to it."""
+    """The typical step of the median rank. Its parts add up to it."""
     exposed: Exposed | None
-    """The waits of the typical step by owner and cause, with waits for stragglers; the causes add
-    up to the exposed parts of `breakdown`."""
+    """The waits of the typical step by owner and cause, including waits for stragglers. The causes
+    add up to the exposed parts of `breakdown`."""
     memory: Memory
     loss: Loss | None
     units: tuple[UnitCost, ...]
@@ -110,13 +111,13 @@ class Summary(Result):
     rank_verdicts: tuple[RankVerdict, ...]
     """The limit of each rank, by rank."""
     plan_check: PlanCheck | None
-    """Whether the collectives match the plan."""
+    """The result of checking the collectives against the plan."""
 
 
 def measure_summary(run: RunSource) -> Summary:
     """Run all analyses of a run.
 
-    An analysis whose files are damaged has no result; `notes` gives the reason.
+    An analysis whose files are damaged has no result, and `notes` gives the reason.
     """
     damage: list[str] = []
     times, overlap = measure_step_times(run), measure_overlap(run)
@@ -184,7 +185,7 @@ def measure_summary(run: RunSource) -> Summary:
 
 
 def _measure_waits(run: RunSource) -> Exposed | None:
-    """Measure the waits of the median rank; waits for stragglers in its typical steps only."""
+    """Measure the waits of the median rank. Waits for stragglers are those of its typical steps."""
     member = timed_rank(run)
     if member is None:
         return None

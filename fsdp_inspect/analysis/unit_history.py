@@ -45,7 +45,7 @@ class OneCollective:
     duration_ns: int
     exposed_ns: int
     bus_bytes_per_s: float | None
-    """None if no bytes are sent, or the sizes are unknown."""
+    """Bus bandwidth; None if no bytes are sent, or the sizes are unknown."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Collectives of the unit",
@@ -71,13 +71,13 @@ class CollectiveHistory:
     bytes: int | None
     """Largest full padded message; None if unknown."""
     method: str
-    """Method of the times; several are joined with `, `."""
+    """Method of the times. Several methods are joined with `, `."""
     duration_ns: Distribution
     """Distribution over the collectives (`num_steps` is their number)."""
     bus_bytes_per_s: int | None
     """Median bus bandwidth; None if no bytes are sent, or the sizes are unknown."""
     collectives: tuple[OneCollective, ...]
-    """In the order of issue."""
+    """The collectives, in the order of issue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,10 @@ class Hold:
     category: str
     """`unsharded_parameter`, `all_gather_buffer` or `reduce_scatter_buffer`."""
     start_ns: int
-    """From the start of the step, like `end_ns`."""
+    """Start of the interval, from the start of the step, like `end_ns`."""
     end_ns: int
     bytes: int | None
-    """None if the run does not record the unit's sizes."""
+    """Size; None if the run does not record the unit's sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +100,12 @@ class UnitHistory:
     rank: int
     num_steps: int
     histories: tuple[CollectiveHistory, ...]
-    """All-gathers before reductions, forward before backward."""
+    """The histories: all-gathers before reductions, forward before backward."""
     step: int
-    """The step of `holds`: the one whose time is closest to the rank's typical step."""
+    """The step of `holds`, whose time is closest to the rank's typical step."""
     step_time_ns: int
     holds: tuple[Hold, ...]
-    """By start."""
+    """The holds, by start."""
 
 
 def measure_unit_history(
@@ -116,7 +116,7 @@ def measure_unit_history(
     Args:
         run: A recorded run.
         unit: Index of the unit.
-        rank: Default: the median rank.
+        rank: The rank; default: the median rank.
 
     Returns:
         None if the rank has no timed step.
@@ -189,7 +189,7 @@ def _history(waits: Waits, run: RunSource) -> CollectiveHistory | None:
 
 
 _Held = tuple[int, int, str, int | None]
-"""Start, end, category, bytes."""
+"""Start, end, category and bytes."""
 
 
 def _find_holds(events: EventTable, unit: Unit, step_end: int) -> Iterator[_Held]:

@@ -10,7 +10,7 @@ def find_unit(manifest: RunManifest, name: str) -> Unit:
     """Return the unit with this name; `(root)` or the empty string is the root.
 
     Raises:
-        MissingDataError: The run has no such unit; the message names the closest names.
+        MissingDataError: The run has no such unit. The message lists the closest names.
     """
     units = {format_unit(unit.fqn): unit for unit in manifest.units}
     found = units.get(format_unit(name))

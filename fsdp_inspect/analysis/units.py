@@ -38,10 +38,11 @@ class UnitCollective:
     """One unit's collectives of one kind."""
 
     count_per_step: float
-    """Mean over all timed steps, because an expert may run in few of them, outside the typical
-    steps; 0 for a group of one rank, or for frozen parameters."""
+    """Mean number over all timed steps, because an expert may run in few steps and in no typical
+    step. 0 for a group of one rank, and for frozen parameters."""
     bytes: int | None
-    """Full padded message of one collective: all-gather output, reduce-scatter input."""
+    """Full padded message of one collective: the output of an all-gather, the input of a
+    reduce-scatter."""
     group_size: int | None
     """Number of ranks that take part; None without a group."""
     duration_ns: int | None
@@ -49,7 +50,7 @@ class UnitCollective:
     exposed_ns: int
     """Exposed time per step."""
     bus_bytes_per_s: float | None
-    """None for a group of one rank."""
+    """Bus bandwidth; None for a group of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,12 @@ class UnitCost:
 
     index: int
     fqn: str
-    """Empty for the root."""
+    """The unit's name; empty for the root."""
     module_class: str
     execution_index: int | None
     """Position in the first recorded forward; None if it never ran."""
     num_parameters: int | None
-    """None if an import does not record it, like the next four fields."""
+    """Number of parameters; None if an import does not record it, like the next four fields."""
     num_trainable_parameters: int | None
     unsharded_bytes: int | None
     sharded_bytes: int | None
@@ -74,20 +75,21 @@ class UnitCost:
     all_gather: UnitCollective
     reduce_scatter: UnitCollective
     all_reduce: UnitCollective
-    """HSDP only; the count is 0 without HSDP."""
+    """All-reduces under HSDP. The count is 0 without HSDP."""
     exposed_ns: int
-    """Exposed time of all its collectives, per step."""
+    """Exposed time of all collectives of the unit, per step."""
     prefetched_per_step: float
-    """All-gathers issued before their own unit needs them."""
+    """All-gathers per step that are issued before their own unit needs them."""
     copies_ns: int | None
-    """FSDP's copies between parameters and communication buffers; None if an import does not
-    record them, like the next two fields."""
+    """Time of FSDP's copies between parameters and communication buffers; None if an import does
+    not record them, like the next two fields."""
     forward_ns: int | None
-    """Time from parameters ready to output; includes nested units."""
+    """Time from parameters ready to output, including nested units."""
     backward_ns: int | None
-    """Time from parameters ready to gradients complete; includes nested units and recompute."""
+    """Time from parameters ready to gradients complete, including nested units and recompute."""
     recompute_ns: int
-    """Forward work that activation checkpointing repeats in backward; part of `backward_ns`."""
+    """Forward work that activation checkpointing repeats in backward. It is part of
+    `backward_ns`."""
 
 
 def _collective_columns(kind: str) -> tuple[Column, ...]:
@@ -129,10 +131,10 @@ COLLECTIVES_TABLE = TableSpec(
 
 @dataclass(frozen=True, slots=True)
 class UnitKindCost:
-    """The collectives of one kind of one unit: a row of `UnitCosts.COLLECTIVES`."""
+    """The collectives of one kind of one unit, as a row of `UnitCosts.COLLECTIVES`."""
 
     fqn: str
-    """Empty for the root."""
+    """The unit's name; empty for the root."""
     kind: str
     """`all_gather`, `reduce_scatter` or `all_reduce`."""
     collective: UnitCollective
@@ -150,12 +152,12 @@ class UnitCosts(TableResult):
     source: str
     """`recorded`, `emulated`, `imported` or `predicted`."""
     notes: tuple[str, ...]
-    """Missing or unusual data of the run, in words."""
+    """Missing or unusual data of the run, one sentence each."""
     rank: int | None
-    """None without a timed step; every time is then 0 or None."""
+    """The rank; None without a timed step, and every time is then 0 or None."""
     num_steps: int
     units: tuple[UnitCost, ...]
-    """In order of execution; units that never run come last."""
+    """The units in order of execution. Units that never run come last."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Units in the typical step",
@@ -222,7 +224,7 @@ class UnitCosts(TableResult):
             ),
         ),
     )
-    """Of `collectives()`."""
+    """The columns of `collectives()`."""
 
     def collectives(self) -> Sequence[UnitKindCost]:
         """The collectives by unit and kind, without the kinds that no unit has."""
@@ -234,7 +236,7 @@ class UnitCosts(TableResult):
         ]
 
     def _has_kind(self, kind: EventKind) -> bool:
-        """Whether a unit has such collectives, or shards over a group, if only of one rank."""
+        """Whether a unit has such collectives, or shards over a group, which may have one rank."""
         found = [getattr(unit, kind.label) for unit in self.units]
         if any(each.count_per_step for each in found):
             return True
@@ -249,7 +251,7 @@ class UnitCosts(TableResult):
         )
 
     def rows(self) -> Sequence[UnitCost]:
-        """The units in order of execution, those that never ran last."""
+        """The units in order of execution. Units that never ran come last."""
         return self.units
 
 
@@ -258,7 +260,7 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
 
     Args:
         run: A recorded run.
-        rank: Default: the median rank.
+        rank: The rank; default: the median rank.
 
     Raises:
         IncompleteRunError: The run has no data of the rank.
@@ -297,7 +299,7 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
 
 @dataclass(frozen=True, slots=True)
 class _UnitRows:
-    """Summary rows of one rank's typical steps, and the number of these steps."""
+    """Summary rows of one rank's typical steps, with the number of these steps."""
 
     rows: SummaryTable
     num_steps: int
@@ -395,7 +397,7 @@ def _measure_recompute(
     """Measure the repeated forwards of each unit per step.
 
     A checkpoint around several units repeats their forwards inside the backward of one of them.
-    Each unit then gets its own forward. The gathers for it are no recompute.
+    Each unit then gets its own forward. The all-gathers for it are not recompute.
     """
     repeats = trained.of_kind(EventKind.RECOMPUTE).rows
     if not len(repeats) and not len(trained.of_kind(EventKind.FORWARD, phase=Phase.BACKWARD).rows):
@@ -417,11 +419,11 @@ def _measure_recompute(
 
 
 def _inner_units(recomputes: EventTable, others: EventTable) -> Intervals:
-    """The time of other units inside recomputes, each from its gather to the end of its forward.
+    """The time of other units inside recomputes, from each all-gather to the end of its forward.
 
     Args:
         recomputes: Repeated forwards of one unit.
-        others: Gathers and forwards of other units, by start.
+        others: All-gathers and forwards of other units, by start.
     """
     starts, ends = list[int](), list[int]()
     for first, last in zip(recomputes.start_ns, recomputes.end_ns, strict=True):
@@ -446,7 +448,7 @@ def _known(unit: Unit, value: int) -> int | None:
 def _known_time(own: _UnitRows, manifest: RunManifest) -> int | None:
     """Return a time per step; None without such an event if the source may lack them.
 
-    A trace may lack them, and a unit that is no module has no passes.
+    A trace may lack such events, and a unit that is not a module has no passes.
     """
     is_complete = manifest.source != "imported" and manifest.sharder_traits.units_have_passes
     if not (is_complete or len(own.rows)):
@@ -460,8 +462,9 @@ def _measure_collective(
     """Measure the collectives of one kind.
 
     Args:
-        own: Of the typical steps.
-        timed: Of all timed steps; the sizes and durations of a unit that no typical step runs.
+        own: The rows of the typical steps.
+        timed: The rows of all timed steps. They give the sizes and durations of a unit that no
+            typical step runs.
         group_size: The number of ranks.
         factor: Converts message bytes to bus bytes.
     """
@@ -487,8 +490,8 @@ def _measure_collective(
 def _gather_factor(gathers: _UnitRows, unit: Unit, shard: int | None) -> float:
     """Return the mean of (N-1)/N over the unit's all-gathers of a step.
 
-    With an integer `reshard_after_forward`, the all-gathers of backward run in the smaller group
-    of that size. Otherwise every all-gather runs in the shard group.
+    With an integer `reshard_after_forward`, the all-gathers of backward run in a smaller group of
+    that size. Otherwise every all-gather runs in the shard group.
     """
     reshard = unit.reshard_after_forward
     in_shard_group = bus_factor(EventKind.ALL_GATHER, shard or 0)

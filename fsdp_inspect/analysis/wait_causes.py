@@ -59,7 +59,7 @@ _Int64 = NDArray[np.int64]
 
 
 class Cause(NamedCode):
-    """The cause of an exposed wait, in the order in which the causes take their part."""
+    """The cause of an exposed wait. The order is the order in which causes take their part."""
 
     SERIALIZED = 0
     STRAGGLER = 1
@@ -92,35 +92,35 @@ _CAUSES_OF_REDUCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """The n collectives of some steps of one rank, and the causes of their waits."""
+    """The n collectives of some steps of one rank, with the causes of their waits."""
 
     collectives: EventTable
-    """In the order of the given events."""
+    """The collectives, in the order of the given events."""
     begin_ns: _Int64
-    """Shape (n,). Start of the wait; the collective's end if there is no wait."""
+    """Start of the wait, shape (n,); the collective's end if there is no wait."""
     exposed_ns: _Int64
-    """Shape (n,). Simultaneous waits count for each collective."""
+    """Exposed time, shape (n,). Simultaneous waits count for each collective."""
     by_cause_ns: _Int64
-    """Shape (n, len(Cause)); the sum of a row is its exposed time."""
+    """Exposed time by cause, shape (n, len(Cause)). The sum of a row is its exposed time."""
     share_by_cause_ns: _Int64
-    """Shape (n, len(Cause)). Like `by_cause_ns`, but every instant counts once, for the wait that
-    began first: the rows of a step add up to the exposed time of the step."""
+    """Like `by_cause_ns`, but every instant counts once, for the wait that began first, shape (n,
+    len(Cause)). The rows of a step add up to the exposed time of the step."""
     ahead: _Int64
-    """Shape (n,). Position of the previous collective in the communicator's queue; -1: none."""
+    """Position of the previous collective in the communicator's queue, shape (n,); -1: none."""
     turn_ns: _Int64
-    """Shape (n,). Moment from which its own bytes travel."""
+    """Moment from which the collective's own bytes travel, shape (n,)."""
     step_start_ns: _Int64
-    """Shape (n,). Start of its step."""
+    """Start of the collective's step, shape (n,)."""
     is_floor: NDArray[np.bool_]
-    """Shape (n,). Whether it is the first gather of a forward or the last reduction of a
-    backward."""
+    """Whether the collective is the first all-gather of a forward or the last reduction of a
+    backward, shape (n,)."""
 
     def where(self, mask: NDArray[np.generic]) -> "Waits":
         """Return the collectives that a mask or an index array selects.
 
         `ahead` still refers to positions in the original table.
         """
-        rows = np.flatnonzero(mask) if mask.dtype == bool else mask  # once for all columns
+        rows = np.flatnonzero(mask) if mask.dtype == bool else mask  # computed once for all columns
         return Waits(
             collectives=self.collectives.where(rows),
             begin_ns=self.begin_ns[rows],
@@ -157,8 +157,8 @@ def split_waits(events: EventTable, *, last_arrival_ns: _Int64 | None = None) ->
     """Split the exposed wait for every collective by cause.
 
     Args:
-        events: All events of some steps of one rank, at least of `NEEDED_KINDS`. An incomplete step
-            has no exposed time, because its waits are unknown.
+        events: All events of some steps of one rank, at least of `NEEDED_KINDS`. The waits of an
+            incomplete step are unknown, so it has no exposed time.
         last_arrival_ns: The arrival of the last rank of the group, on this rank's clock, for each
             collective among the events in their order; -1 if unknown. Without it, no wait has the
             cause `straggler`.
@@ -202,7 +202,7 @@ def _blank(collectives: EventTable) -> Waits:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """The n collectives of steps of one rank that lie side by side on one time axis.
+    """The n collectives of some steps of one rank, one step after the other on one time axis.
 
     All times are times on that axis.
     """
@@ -293,7 +293,7 @@ def _find_starts(axis: SideBySide) -> _Int64:
 
 
 def _find_ready(axis: SideBySide, collectives: EventTable, place: _Int64, start: _Int64) -> _Int64:
-    """Return when the dependencies of each collective ended; its issue if that is unknown."""
+    """Return the end of each collective's dependencies, or its issue if they are unknown."""
     events, ready = axis.events, collectives.issue_ns.copy()
     own_begin = axis.begin_ns[place]
     by_fsdp = collectives.unit != NO_UNIT
@@ -313,7 +313,7 @@ def _find_ready(axis: SideBySide, collectives: EventTable, place: _Int64, start:
 def _parameters_ready(
     events: EventTable, gathers: EventTable, own_begin: _Int64, start: _Int64
 ) -> _Int64:
-    """Return when each all-gather has its input and a buffer: after step start and optimizer."""
+    """Return when each all-gather has its input (after step start and optimizer) and a buffer."""
     updates = events.kind == EventKind.OPTIMIZER
     updates |= (events.kind == EventKind.COMPUTE) & (events.phase == Phase.OPTIMIZER)
     updated = np.concatenate([[-1], np.sort(events.end_ns[updates])])
@@ -327,7 +327,7 @@ def _parameters_ready(
 def _buffers_freed(
     events: EventTable, gathers: EventTable, own_begin: _Int64, default: _Int64
 ) -> _Int64:
-    """Return the end of the copy-outs that torch makes the all-gather streams wait for."""
+    """Return the end of the copy-outs for which torch makes the all-gather streams wait."""
     on_stream = events.stream == Stream.COMPUTE
     copies = events.where((events.kind == EventKind.ALL_GATHER_COPY_OUT) & on_stream)
     copies = copies.where(np.argsort(copies.issue_ns, kind="stable"))
@@ -341,7 +341,7 @@ def _buffers_freed(
 
 
 def _last_of_unit(causes: EventTable, reductions: EventTable, own_begin: _Int64) -> _Int64:
-    """Return the end of the unit's last cause before each reduction; the issue without one."""
+    """Return the end of the unit's last cause before each reduction, or the issue without one."""
     ends, starts = causes.end_ns, reductions.start_ns
     if len(causes) == 0 or len(reductions) == 0:
         return reductions.issue_ns
@@ -357,7 +357,7 @@ def _last_of_unit(causes: EventTable, reductions: EventTable, own_begin: _Int64)
 
 
 def _find_floor(collectives: EventTable, place: _Int64) -> NDArray[np.bool_]:
-    """Return which collectives are the structural floor of their microbatch.
+    """Return whether each collective is the structural floor of its microbatch.
 
     A forward cannot begin before its first all-gather ends, and a step cannot end before its last
     reduction ends.
@@ -375,7 +375,7 @@ def _find_floor(collectives: EventTable, place: _Int64) -> NDArray[np.bool_]:
 
 
 def _outermost(rows: _Int64, ends: _Int64, groups: _Int64, *, first: bool) -> _Int64:
-    """Return the row of each group that ends first (or last); of equals, the first (or last)."""
+    """Return the row of each group that ends first (or last). In a tie, the first (or last)."""
     ordered = rows[np.lexsort((ends[rows], groups[rows]))]
     changes = groups[ordered[1:]] != groups[ordered[:-1]]
     edge = np.ones(min(len(ordered), 1), dtype=bool)

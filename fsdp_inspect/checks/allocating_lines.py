@@ -15,24 +15,24 @@ from fsdp_inspect.checks.measurements import LineBytes, MemoryMoment
 from fsdp_inspect.checks.unit_rows import in_words_and_numbers
 
 _MOST_LINES = 3
-"""Of one increase."""
+"""The highest number of lines for one increase."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatingLine:
-    """A line of code, and its storages in what grew, at the same moment."""
+    """A line of code, with its live storages in one increase of memory."""
 
     category: str
     units: tuple[str, ...]
-    """Those that hold storages of the line."""
+    """The units that own storages of the line."""
     line: str
-    """`file:line`; with the library's line that it called, if there is one."""
+    """`file:line`, followed by the line of the library that it called, if there is one."""
     bytes: int
-    """Alive at the moment."""
+    """Live bytes at the moment."""
     count: int
     """The number of storages."""
     is_changed: bool
-    """Whether no line of the baseline had these bytes; False also if the baseline does not know."""
+    """Whether the baseline has no line with these bytes; False also if this is unknown."""
 
     @property
     def where(self) -> str:
@@ -45,10 +45,10 @@ def find_lines(
 ) -> Iterator[AllocatingLine]:
     """Yield the lines of each increase, the largest first.
 
-    If the baseline knows which lines changed, only these are given.
+    If the changed lines are known, only these are yielded.
 
     Args:
-        growth: What grew at the moment.
+        growth: The increases at the moment.
         before: The baseline's moment.
         after: The run's moment; None, or without lines: nothing is yielded.
     """
@@ -78,7 +78,7 @@ def _changed(
     before: MemoryMoment | None,
     after: MemoryMoment | None,
 ) -> list[LineBytes]:
-    """The rows with other bytes than in the baseline; empty if a side does not know all lines."""
+    """The rows with other bytes than in the baseline; empty if a side lacks lines."""
     old = _rows_of(grown, before)
     if not (_is_complete(grown, old, before) and _is_complete(grown, rows, after)):
         return []

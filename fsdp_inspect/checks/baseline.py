@@ -135,7 +135,7 @@ class Baseline(BaseModel):
     phase: str | None = None
     """The phase of the peak."""
     moments: dict[str, MomentRecord] = Field(default_factory=dict)
-    """By phase, and after the step."""
+    """The memory by phase, and after the step."""
     limits: dict[str, str] = Field(default_factory=dict)
     """Limits by metric; written by hand, and kept by an update."""
 
@@ -223,7 +223,7 @@ def _kept_ranges(reading: GateMeasurements) -> dict[str, int]:
 
 
 def why_no_baseline(reading: GateMeasurements) -> str | None:
-    """Why a reading cannot be a baseline; None: it can."""
+    """The reason why a reading cannot be a baseline; None: it can."""
     if reading.problems:
         return reading.problems[0]
     if "peak_allocated_bytes" in reading.memory:

@@ -34,7 +34,7 @@ _COMPUTED = ("activation", "temporary")
 _UNSHARDED = ("unsharded_parameter", "all_gather_buffer")
 _REDUCED = ("reduce_scatter_buffer", "unsharded_gradient", "sharded_gradient")
 _FREED_IN_A_STEP = {*_COMPUTED, "all_gather_buffer", "reduce_scatter_buffer", "input"}
-"""Only code that keeps tensors lets these outlive a step: no setting does."""
+"""No setting lets these outlive a step. Only code that keeps tensors does."""
 _OFFLOADED = ("sharded_parameter", "sharded_gradient", "optimizer_state", "temporary")
 _ALL = tuple(category.label for category in MemoryCategory)
 _RAISED_BY_MODEL: Mapping[str, Collection[str]] = {
@@ -46,9 +46,9 @@ _RAISED_BY_MODEL: Mapping[str, Collection[str]] = {
 }
 _WORDS_OF_BATCH = ("batch", "seq", "length", "tokens")
 _WORDS_OF_LENGTH = ("seq", "length", "dim")
-"""Attention and weights can grow with the square of these."""
+"""Attention and weights can grow with the square of these settings."""
 _ROUNDING_RATIO = 0.1
-"""A setting may raise memory by this fraction more than computed: padding, and a shifted peak."""
+"""The fraction by which memory may exceed the computed increase: padding, and a shifted peak."""
 _COMPUTED_PER_PARAMETER = 2
 """If a unit has 10% more parameters, its activations may be 20% larger."""
 _COUNT_OF_MODULES = re.compile(r"in (\d+) modules")
@@ -61,11 +61,11 @@ class _Cause:
 
     sentence: str
     raises: Collection[str]
-    """Categories of memory that it can raise; empty: it only costs time."""
+    """Categories of memory that the setting can raise; empty: it only costs time."""
     most_bytes: int | None = None
-    """The most that it can raise them by together; None: unknown."""
+    """The largest possible increase of these categories together; None: unknown."""
     most_of: Callable[[Increase], float] | None = None
-    """The most that it can raise one category of one unit by; None: unknown."""
+    """The largest possible increase of one category of one unit; None: unknown."""
 
 
 def find_causes(  # noqa: PLR0913 - the two sides, and what of them exceeds its limit
@@ -142,7 +142,7 @@ def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[_Cause
     known, now = {unit.fqn for unit in before}, {unit.fqn for unit in after}
     gone = [unit for unit in before if unit.fqn not in now]
     if not gone or len(before) == len(after):
-        return  # at most renamed
+        return  # the units were renamed at most
     larger = [
         (unit, old)
         for unit in after
@@ -193,13 +193,13 @@ def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Caus
 
 
 def _within(units: Sequence[Unit]) -> Callable[[Increase], float]:
-    """Only memory of these units grows."""
+    """The most by which a category may grow: no limit inside these units, 0 outside."""
     names = {format_unit(unit.fqn) for unit in units}
     return lambda one: math.inf if names.issuperset(one.units) else 0.0
 
 
 def _gathered_again(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Cause]:
-    """Units of which backward gathers more than in the baseline."""
+    """Units that backward gathers more often than in the baseline, or from more ranks."""
     for now, units in _resharding(was, shared, keeps_more=False).items():
         names = abbreviate_units([format_unit(unit.fqn) for unit in units])
         held = format_bytes(sum(unit.unsharded_bytes for unit in units))
@@ -225,7 +225,7 @@ def _resharding(
 
 
 def _kept(reshard_after_forward: bool | int) -> float:
-    """The fraction of a unit that stays after forward: none, a part, or all of it."""
+    """The fraction of a unit that stays unsharded after forward, 0 to 1."""
     if isinstance(reshard_after_forward, bool):
         return 0.0 if reshard_after_forward else 1.0
     return 1 / reshard_after_forward
@@ -248,7 +248,7 @@ def _dtypes(was: dict[str, Unit], shared: Sequence[Unit], *, of_time: bool) -> I
 
 
 def _prefetched(before: RunManifest, after: RunManifest, phase: str | None) -> Iterator[_Cause]:
-    """Deeper prefetch. Each of the two raises memory in its own phase only."""
+    """Deeper prefetch. A prefetch setting raises memory in its own phase only."""
     for name in ("forward_prefetch", "backward_prefetch"):
         old, new = before.plan.get(name), after.plan.get(name)
         is_possible = phase is None or name.startswith(phase)
@@ -267,7 +267,7 @@ def _depth(prefetch: object) -> int:
 
 
 def _checkpointed(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
-    """Modules whose forward is repeated less than in the baseline."""
+    """Modules that repeat less of their forward than in the baseline."""
     was, now = (_checkpoints(each.plan.get("checkpointing")) for each in (before, after))
     for gone, words in (
         ([name for name in was if name not in now], "no longer checkpointed"),
@@ -282,7 +282,7 @@ def _checkpointed(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
 
 
 def _checkpoints(checkpointing: object) -> dict[str, str]:
-    """By module: `full` or `selective`."""
+    """The kind of checkpointing (`full` or `selective`) of each module."""
     tables = checkpointing if isinstance(checkpointing, Mapping) else {}
     return {
         name: kind
@@ -293,7 +293,7 @@ def _checkpoints(checkpointing: object) -> dict[str, str]:
 
 
 def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterator[_Cause]:
-    """Settings that decide how much is computed, and what was observed of model and loop."""
+    """Settings that decide the amount of compute, and observed settings of model and loop."""
     for difference in compare_settings([before, after]):
         name, (old, new) = difference.name, difference.values
         if old is None or new is None or (_is_number(old) and _is_number(new) and new < old):
@@ -323,7 +323,11 @@ def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterat
 
 
 def _in_proportion(name: str, old: object, new: object) -> Callable[[Increase], float] | None:
-    """Memory grows as a size does, or as its square; None: the setting is no size."""
+    """The most by which memory may grow if it is proportional to a size or to its square.
+
+    Returns:
+        None if the setting is not a size.
+    """
     if not (_is_number(old) and _is_number(new)):
         return None
     was, now = float(str(old)), float(str(new))
@@ -335,7 +339,7 @@ def _in_proportion(name: str, old: object, new: object) -> Callable[[Increase], 
 
 
 def _as_parameters(before: RunManifest, after: RunManifest) -> Callable[[Increase], float] | None:
-    """Memory of a unit grows if its parameters do; that of a new unit is new."""
+    """The most by which memory may grow with its unit's parameters; no limit for a new unit."""
     was = {format_unit(unit.fqn): unit.num_parameters for unit in before.units}
     now = {format_unit(unit.fqn): unit.num_parameters for unit in after.units}
     if not (was and now):
@@ -355,15 +359,18 @@ def _as_parameters(before: RunManifest, after: RunManifest) -> Callable[[Increas
 
 
 def _next_to_the_loss(after: RunManifest) -> Callable[[Increase], float]:
-    """The loss is computed in no unit, in the root, or in the unit that ran last."""
+    """The most by which memory may grow in the units that can compute the loss.
+
+    These are no unit, the root, and the unit that ran last.
+    """
     last = max(after.units, key=lambda unit: unit.execution_index, default=None)
     names = {NO_UNIT, format_unit(""), *(() if last is None else (format_unit(last.fqn),))}
     return lambda one: math.inf if names.issuperset(one.units) else 0.0
 
 
 def _can_raise(name: str, old: object, new: object) -> bool:
-    """Whether this change of an observed setting can cost memory."""
-    if name == "dropout":  # another probability drops as many values
+    """Whether a change of an observed setting can increase memory."""
+    if name == "dropout":  # another probability drops equally many values
         counts = [sum(map(int, _COUNT_OF_MODULES.findall(str(value)))) for value in (old, new)]
         return counts[1] > counts[0]
     if name == "loss_dtype":

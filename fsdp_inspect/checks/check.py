@@ -47,11 +47,14 @@ from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
 from fsdp_inspect.trace.run import RunManifest
 
 SIGNIFICANCE = 0.01
-"""Stricter than in a comparison, since the gate stops a merge: with five runs a side, the two sides
-must not overlap."""
+"""The p-value below which a time is a regression.
+
+It is stricter than in a comparison, because the gate stops a merge. With five runs on each side,
+the two sides must not overlap.
+"""
 EXACT = GateLimit("to the byte", beyond=0)
 DEFAULT_RATIO = 0.01
-"""Allowed growth of the memory of a recorded run, besides the rounding."""
+"""Allowed growth of the memory of a recorded run, in addition to the rounding."""
 ROUNDING_BYTES = 512
 RESERVED_ROUNDING_BYTES = 20 << 20
 """The CUDA allocator rounds a block up to 512 bytes, and reserves segments of up to 20 MiB for
@@ -62,8 +65,8 @@ first one's increase."""
 TIMES_THE_RANGE = 2
 LEAST_LEARNED = 0.001
 ALWAYS = tuple(name for name in MEMORY_METRICS if name != "step_adds_bytes")
-"""Memory metrics that are gated if the baseline has them. `step_adds_bytes` is not one of them: it
-also rises when resting memory falls."""
+"""Memory metrics that are gated if the baseline has them. `step_adds_bytes` is not included,
+because it also rises when resting memory falls."""
 DECLARED = tuple(name for name in DECIDED_BY_PLAN if name != "mesh")
 """Settings of a run's configuration that declare its plan. The mesh is compared as observed."""
 
@@ -104,18 +107,18 @@ class MetricCheck:
 
 @dataclass(frozen=True, slots=True)
 class PhaseGrowth:
-    """What grew at the peak of another phase, or after the step."""
+    """The increases at the peak of another phase, or after the step."""
 
     metric: str
     phase: str
     increase: int
     """Bytes by which the metric rose."""
     growth: tuple[Increase, ...]
-    """Largest first."""
+    """The increases, largest first."""
     causes: tuple[str, ...]
     """Likely causes; empty: unknown."""
     lines: tuple[AllocatingLine, ...]
-    """Where the memory of `growth` is allocated now; empty: not recorded."""
+    """The lines that allocate the memory of `growth`; empty: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +148,13 @@ class CheckResult(Result):
     causes: tuple[str, ...]
     """Likely causes of the increase, best evidence first."""
     lines: tuple[AllocatingLine, ...]
-    """Where the memory of `growth` is allocated now, in its order; empty: not recorded."""
+    """The lines that allocate the memory of `growth`, in its order; empty: not recorded."""
     others: tuple[PhaseGrowth, ...]
-    """Other failed metrics in which something else grew."""
+    """Other failed metrics, whose increases come from other memory."""
     settings: tuple[SettingDifference, ...]
     """Settings in which the run differs from the baseline."""
     reasons: tuple[str, ...]
-    """Why the run cannot be judged, each with a remedy; empty if it can be."""
+    """The reasons why the run cannot be judged, each with a remedy; empty if it can."""
     improved: tuple[str, ...]
     """Metrics that decreased significantly."""
 
@@ -223,7 +226,7 @@ def find_risen(metrics: Sequence[MetricCheck]) -> list[MetricCheck]:
 
 
 def _phase_to_explain(reading: GateMeasurements, failed: Sequence[str]) -> str | None:
-    """The phase of the first failed metric; several failures are mostly one increase."""
+    """The phase of the first failed metric. Several failures usually have one cause."""
     for name in failed:
         if name == "resting_bytes":
             return RESTING
@@ -250,7 +253,7 @@ def _lines_of(
     phase: str | None,
     grown: Iterable[Increase],
 ) -> tuple[AllocatingLine, ...]:
-    """The lines that allocate what grew at the peak of a phase."""
+    """The lines that allocate the increased memory at the peak of a phase."""
     if baseline is None or phase is None:
         return ()
     before = baseline.moments.get(phase)
@@ -285,13 +288,13 @@ def _causes_of(
 def _explain_others(
     reading: GateMeasurements, baseline: Baseline, phase: str | None, failed: Sequence[str]
 ) -> Iterator[PhaseGrowth]:
-    """Explain failed metrics whose increase is not that of the first one.
+    """Explain failed metrics with another increase than the first one.
 
     Args:
         reading: The measurements of the run.
         baseline: The baseline.
-        phase: The phase that is explained already.
-        failed: The failed metrics of memory, the first one first.
+        phase: The phase that is already explained.
+        failed: The failed metrics of memory, in order.
     """
     first = _grown_by_unit(reading, baseline, phase)
     known = {(one.category, one.units): one.increase for one in first}
@@ -308,7 +311,7 @@ def _explain_others(
         new = sum(max(0, one.increase - known.get((one.category, one.units), 0)) for one in growth)
         is_new = new > _OTHER_RATIO * total
         is_larger = increase > _increase_of(reading, baseline, failed[0])
-        # What explains a peak does not explain memory that is left after the step.
+        # The cause of a peak does not explain memory that is left after the step.
         is_left = other == RESTING and (is_new or bool(causes))
         if not growth or not (is_left or (is_new and is_larger)):
             continue
@@ -336,7 +339,7 @@ def _grown_by_unit(
 def _longer(
     reading: GateMeasurements, baseline: Baseline | None, failed: Sequence[str]
 ) -> tuple[Increase, ...]:
-    """Parts of the step that take longer; if only exposed communication increased, only waits."""
+    """Parts of the step that take longer; only waits if only exposed communication increased."""
     if baseline is None or not failed:
         return ()
     is_of_step = "step_time_ns" in failed
@@ -358,14 +361,14 @@ def _altogether(metrics: Sequence[MetricCheck], reasons: Sequence[str]) -> Check
 def _is_improved(one: MetricCheck) -> bool:
     if one.outcome is not CheckOutcome.PASSES or one.change is None or one.change >= 0:
         return False
-    return one.name not in TIME_METRICS or one.reason != ""  # a change beyond noise
+    return one.name not in TIME_METRICS or one.reason != ""  # such a change exceeds the noise
 
 
 # --- required equality of settings
 
 
 def _other_keys(baseline: Baseline | None, reading: GateMeasurements) -> Iterator[str]:
-    """Why the baseline does not match the run, one sentence each with a remedy."""
+    """The reasons why the baseline does not match the run, one sentence each with a remedy."""
     if baseline is None:
         return
     before = baseline.manifest
@@ -375,7 +378,7 @@ def _other_keys(baseline: Baseline | None, reading: GateMeasurements) -> Iterato
     if baseline.method and reading.method:
         pairs["memory counter"] = (baseline.method, reading.method)
     if before.world_size != after.world_size:
-        del pairs["mesh"]  # follows from it
+        del pairs["mesh"]  # the mesh follows from the world size
     for name, (was, now) in pairs.items():
         if was != now:
             yield f"The baseline has {name} {was}, and the run has {now}. {remedy}"
@@ -431,8 +434,8 @@ def _judge_all(
 def _has_no_peak(name: str, reading: GateMeasurements) -> bool:
     """Whether the metric is the peak of a phase in which nothing was allocated or freed.
 
-    Such a phase is as high as its neighbours. A thread of gloo may free a buffer in it or later, by
-    chance.
+    Its peak equals that of its neighbours. A thread of gloo may free a buffer during the phase or
+    later, by chance.
     """
     is_of_phase = name in {f"peak_{phase}_bytes" for phase in PHASES}
     return is_of_phase and bool(reading.moments) and name not in reading.memory
@@ -518,11 +521,11 @@ def _judge_time(
 def _hindrance(
     name: str, outcome: CheckOutcome, before: Sequence[float], after: Sequence[float]
 ) -> str | None:
-    """Why other work on the machine may explain an outcome; None: it does not.
+    """The reason why other work on the machine may explain an outcome; None: it does not.
 
     Args:
         name: The metric.
-        outcome: The outcome by the times alone.
+        outcome: The outcome from the times alone.
         before: Run delays of the baseline's runs; empty: unknown, or the limit is absolute.
         after: Run delays of the runs.
     """
@@ -555,7 +558,10 @@ def _room(allowed: int | None, before: int | None, after: int) -> float:
 def _judge_absolute(
     name: str, times: Sequence[int], after: int, allowed: int
 ) -> tuple[CheckOutcome, str]:
-    """With few runs, a value near its limit may be above or below it by chance."""
+    """Judge times against an absolute limit.
+
+    With few runs, a value near its limit may be above or below it by chance.
+    """
     is_few = len(times) < RUNS_FOR_A_TEST
     if is_few and abs(after - allowed) < PROCESS_NOISE_RATIO * allowed:
         return CheckOutcome.UNTOLD, (

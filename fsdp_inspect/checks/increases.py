@@ -14,9 +14,9 @@ from fsdp_inspect.checks.unit_rows import in_words_and_numbers
 
 _NEARLY_ALL = 0.95
 _LEAST_SHARE = 0.05
-"""Smaller fractions of the total increase are named only if nothing else is."""
+"""Smaller fractions of the total increase are named only if no increase is larger."""
 _BESIDE_THE_LONGEST = 0.25
-"""Times vary. An increase of time is named from this fraction of the largest increase."""
+"""An increase of time is named from this fraction of the largest increase, because times vary."""
 _EXPOSED = "exposed_"
 """Prefix of the parts of a step that are waits."""
 _NUMBER = re.compile(r"\d+")
@@ -154,7 +154,7 @@ def _beside_the_longest(longer: Sequence[Increase]) -> list[Increase]:
 
 
 def abbreviate_units(units: Sequence[str]) -> str:
-    """`layers.3`; `layers.*` for at least three that differ in a number; else the names."""
+    """The units in short form: `layers.3`, `layers.*` for three or more, or the names."""
     patterns = list(dict.fromkeys(_NUMBER.sub("*", unit) for unit in units))
     if len(units) > 2 and len(patterns) < len(units):
         return ", ".join(patterns)

@@ -21,7 +21,7 @@ from fsdp_inspect.reading import MAX_TOML_BYTES, InvalidTextError, parse_toml, r
 from fsdp_inspect.trace.codes import MemoryCategory
 
 PHASES = ("forward", "backward", "optimizer")
-"""Phases with a gated peak each, so that increases below the peak of the step are found too."""
+"""The phases whose peaks are gated, so that increases below the peak of the step are found too."""
 MEMORY_METRICS = (
     "peak_allocated_bytes",
     "peak_reserved_bytes",
@@ -49,7 +49,7 @@ class GateLimit:
     """Allowed increase as a fraction of the baseline."""
 
     def allowed(self, baseline: int | None) -> int | None:
-        """The highest allowed value; None: the limit requires a baseline, and there is none."""
+        """The highest allowed value; None: the limit requires a baseline, and none exists."""
         if self.absolute is not None:
             return self.absolute
         if baseline is None:

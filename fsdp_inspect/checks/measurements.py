@@ -53,8 +53,8 @@ class MemoryMoment:
     """Position: the innermost unit on the host's stack."""
     held: Held
     lines: tuple[LineBytes, ...] = ()
-    """Where it was allocated, the largest first; empty: not recorded. Storages without a known
-    line, and the smallest ones, are missing."""
+    """The lines that allocated it, the largest first; empty: not recorded. Storages without a known
+    line and the smallest storages are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,15 @@ class GateMeasurements:
     memory: dict[str, int] = field(default_factory=dict)
     """Highest value over the runs, by metric; unrecorded metrics are missing."""
     ranges: dict[str, int] = field(default_factory=dict)
-    """Highest minus lowest value over the runs, by metric of `memory`; empty for one run."""
+    """Highest minus lowest value over the runs, by metric; empty for one run."""
     num_memory_runs: int = 1
-    """Runs with recorded memory."""
+    """The number of runs with recorded memory."""
     times: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Typical step of each run, by metric."""
+    """The time of the typical step of each run, by metric."""
     phase: str | None = None
     """The phase of the peak; None: the composition was not recorded."""
     moments: dict[str, MemoryMoment] = field(default_factory=dict)
-    """By phase, and `RESTING`; of the run with the highest peak."""
+    """The memory of the run with the highest peak, by phase and after the step (`RESTING`)."""
     parts: dict[str, int] = field(default_factory=dict)
     """ns of the parts of a step: medians over the runs' typical steps."""
     waits: Held = field(default_factory=dict)
@@ -85,9 +85,9 @@ class GateMeasurements:
     over the runs."""
     run_delays: tuple[float, ...] = ()
     """For each run with timed steps, the fraction of time in which a training thread had no core;
-    empty unless known for every run."""
+    empty if unknown for any run."""
     problems: tuple[str, ...] = ()
-    """Why a run cannot be judged."""
+    """The reasons why a run cannot be judged."""
 
     def value(self, metric: str) -> int | None:
         """A memory metric; None: not recorded."""
@@ -181,7 +181,7 @@ def _moments_of(run: RunSource, memory: Memory) -> dict[str, MemoryMoment]:
 def _lines_of(
     live: LiveMoment | None, moment: PeakMoment, names: Mapping[int, str]
 ) -> Iterator[LineBytes]:
-    """The lines of the same step; a run with several memory steps has lines of the last one."""
+    """The lines of the peak's step; the only such step is the last memory step."""
     for row in live.live if live is not None and live.step == moment.step else ():
         if row.place:
             unit = names.get(row.unit, NO_UNIT)
@@ -213,7 +213,7 @@ class _Timing:
     """Times of the median rank."""
     breakdown: StepBreakdown | None
     exposed: Exposed | None
-    """Also None if the required files are damaged."""
+    """None also if the required files are damaged."""
 
 
 def _measure_times(run: RunSource) -> _Timing:

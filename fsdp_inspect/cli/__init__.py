@@ -52,7 +52,7 @@ def _options_of(words: Sequence[str]) -> list[str]:
 
 
 def _describe(error: Exception) -> str:
-    """One line for an error: what is wrong, what is expected, what to do."""
+    """Describe an error in one line: the problem, the expected value and the remedy."""
     if isinstance(error, FsdpInspectError):
         return str(error)
     if isinstance(error, MemoryError):

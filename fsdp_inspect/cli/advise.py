@@ -200,7 +200,7 @@ def patch_file_of(plan: Path) -> Path:
 
 
 def _earlier(run: "StoredRun", advice: "Advice") -> "TrackRecord":
-    """The track record of the verified predictions next to this run."""
+    """The verified predictions next to this run."""
     from fsdp_inspect.predictions.creation import changed_settings
     from fsdp_inspect.predictions.ledger import find_ledger, read_ledger
     from fsdp_inspect.predictions.records import Ledger

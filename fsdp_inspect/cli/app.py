@@ -92,7 +92,7 @@ def serve(
     if proxy_name is not None:
         parse_origin(proxy_name)
         command += ["--proxy-name", proxy_name]
-    # The next process creates the token: a command line is no secret.
+    # The next process creates the token, because a command line is visible to other users.
     token = choose_token(is_wanted=is_token_wanted, is_host_given=host is not None)
     command += ["--no-token" if token is None else "--token"]
     sys.stdout.flush()

@@ -113,10 +113,10 @@ def require_new_file(option: str, path: Path | None) -> None:
 
 
 def parse_bandwidth(text: str | None) -> float | None:
-    """Bytes a second that `BandwidthOption` was given; None: nothing.
+    """Bytes per second from the value of `BandwidthOption`; None: the option is not set.
 
     Raises:
-        typer.BadParameter: It is no bandwidth.
+        typer.BadParameter: The value is not a bandwidth.
     """
     from fsdp_inspect.quantities import parse_bytes_per_s
 
@@ -124,10 +124,10 @@ def parse_bandwidth(text: str | None) -> float | None:
 
 
 def parse_node_link(bandwidth: str | None, latency: str | None) -> "NodeLink | None":
-    """The link that `NodeBandwidthOption` and `NodeLatencyOption` were given; None: neither.
+    """The link from the values of the options for the link within a node; None: no option is set.
 
     Raises:
-        typer.BadParameter: One is no bandwidth, or no time.
+        typer.BadParameter: A value is not a bandwidth or not a time.
     """
     from fsdp_inspect.quantities import parse_bytes_per_s
     from fsdp_inspect.simulation.network import NodeLink
@@ -144,19 +144,19 @@ def parse_node_link(bandwidth: str | None, latency: str | None) -> "NodeLink | N
 
 
 def parse_latency(text: str | None) -> float | None:
-    """Nanoseconds that `LatencyOption` was given; None: nothing.
+    """Nanoseconds from the value of `LatencyOption`; None: the option is not set.
 
     Raises:
-        typer.BadParameter: It is no time.
+        typer.BadParameter: The value is not a time.
     """
     return parse_time("--latency", text, "20us")
 
 
 def parse_time(option: str, text: str | None, example: str) -> float | None:
-    """Nanoseconds that an option was given; None: nothing.
+    """Nanoseconds from the value of an option; None: the option is not set.
 
     Raises:
-        typer.BadParameter: It is no time.
+        typer.BadParameter: The value is not a time.
     """
     from fsdp_inspect.quantities import parse_time_ns
 
@@ -182,7 +182,7 @@ def parse_memory(text: str) -> int:
     """Parse an amount of memory, for `typer.Option(parser=...)`: `80GiB`, `500 MB`.
 
     Raises:
-        typer.BadParameter: It is not an amount above 0 with a unit.
+        typer.BadParameter: The text is not an amount above 0 with a unit.
     """
     from fsdp_inspect.quantities import parse_bytes
 
@@ -198,15 +198,15 @@ def parse_memory(text: str) -> int:
 
 
 def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
-    """A parser of whole numbers, for `typer.Option(parser=...)`.
+    """Return a parser of whole numbers, for `typer.Option(parser=...)`.
 
     Args:
         low: The lowest allowed number.
-        high: The highest allowed number; by default above all that a command can use.
+        high: The highest allowed number. The default exceeds all useful values.
     """
 
     def parse(text: str) -> int:
-        # More digits than this are out of range, and Python does not parse 5,000 of them.
+        # A longer number is out of range. Python does not parse 5,000 digits.
         digits = str(text).strip()
         number = int(digits) if digits.lstrip("-").isdecimal() and len(digits) < 20 else None
         if number is None or not low <= number <= high:

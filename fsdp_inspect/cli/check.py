@@ -281,7 +281,7 @@ def _write_files(result: "CheckResult", markdown: Path | None, junit: Path | Non
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
         if markdown is not None:
-            with markdown.open("a", encoding="utf-8") as file:  # other parts of the job's summary
+            with markdown.open("a", encoding="utf-8") as file:  # appends to the job's summary
                 file.write(report.render_markdown([result]))
         if junit is not None:
             junit.write_text(report.render_junit([result]), encoding="utf-8")

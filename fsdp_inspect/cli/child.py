@@ -13,19 +13,19 @@ from typing import TextIO
 from fsdp_inspect.errors import FsdpInspectError
 
 TRAINER = "instrumented_trainer"
-"""The reference trainer, which is started as a process and never imported."""
+"""The reference trainer. It runs as a process and is never imported."""
 
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.IGNORECASE)
 _ERROR = re.compile(r"\b\w+(Error|Exception): \S|\binstrumented_trainer[^:]*: \S|\berror: \S")
-"""Lines of a training's output that say what went wrong."""
+"""Lines of a training's output that state an error."""
 _OF_RANK = re.compile(r"\[rank\d+\]:")
 _OF_TORCHRUN = re.compile(r"[EW]\d{4} \S+ \d+ torch/distributed/elastic/")
 _POLL_S = 0.2
 _NUM_TAIL_LINES = 25
 _TERMINATE_WAIT_S = 15.0
 _NOT_FOUND = 127
-"""Exit code of a command that could not be started, as a shell has it."""
+"""The exit code of a shell for a command that cannot be started."""
 
 
 class ChildError(FsdpInspectError):
@@ -34,7 +34,7 @@ class ChildError(FsdpInspectError):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
-        """Its exit code; negative: the signal that ended it."""
+        """The exit code; negative: the signal that ended the process."""
 
 
 def require_trainer(who: str) -> None:
@@ -111,8 +111,8 @@ def run_child(
         The duration in seconds.
 
     Raises:
-        ChildError: It cannot be started, or its exit code is not 0. The message contains the end
-            of the log.
+        ChildError: The command cannot be started, or its exit code is not 0. The message contains
+            the end of the log.
     """
     started = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def run_child(
 
 
 def reason_in(log: Path) -> str | None:
-    """The line of a training's output that says why it ended; None: there is none."""
+    """The line of a training's output that states why it ended; None: there is none."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     for pattern in (_OUT_OF_MEMORY, _ERROR):
         found = [line for line in lines if pattern.search(line)]
@@ -198,7 +198,7 @@ def _last_line(log: Path) -> str:
 
 
 def _tail(log: Path) -> str:
-    """The last lines; of a failed job, those of the first rank that failed, not of torchrun."""
+    """The last lines of the log. For a failed job, the lines of the first failed rank."""
     lines = [line.rsplit("\r", 1)[-1] for line in _end_of(log).splitlines()]
     first = next((line.split(":")[0] for line in lines if _OF_RANK.match(line)), None)
     if first is not None:

@@ -46,8 +46,8 @@ def open_sides(given: list[str]) -> "list[StoredRun | list[StoredRun]]":
     """Open each argument as a run or as a side of repeats.
 
     Raises:
-        BadParameter: Fewer than two, or the same run twice.
-        FsdpInspectError: A folder whose runs differ.
+        BadParameter: There are fewer than two arguments, or one run is given twice.
+        FsdpInspectError: The runs of a folder differ in their settings.
     """
     opened = [open_side(one) for one in given]
     if len(opened) < 2:
@@ -58,7 +58,7 @@ def open_sides(given: list[str]) -> "list[StoredRun | list[StoredRun]]":
             "the runs separately: fsdp-inspect compare A B"
         )
     _refuse_twins(given, opened)
-    # A folder with one run is that run, and may repeat another that was given.
+    # A folder with one run is this run, and may repeat another argument.
     return [one[0] if isinstance(one, list) and len(one) == 1 else one for one in opened]
 
 

@@ -19,7 +19,7 @@ _NUM_RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class _DemoRun:
-    """One of the demo's recordings."""
+    """One recording of the demo."""
 
     name: str
     settings: tuple[str, ...]
@@ -76,7 +76,7 @@ def demo(
 def _record(
     run: _DemoRun, runs_dir: Path, steps: int, environment: Mapping[str, str]
 ) -> "StoredRun":
-    """Train once in a child process and open the recorded run."""
+    """Train in a child process, and open the recorded run."""
     from fsdp_inspect.cli.child import run_child
     from fsdp_inspect.errors import NotARunError
     from fsdp_inspect.store.folder import list_runs

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HEALTHY, PROBLEM, CANNOT_TELL = range(3)
 SETTLE_S = 1.5
-"""The black boxes of ranks are saved each second."""
+"""Time to wait for ranks that still write. The black box of a rank is saved each second."""
 
 
 def diagnose(
@@ -84,7 +84,7 @@ def diagnose(
 
 
 def _with_plans(run: "Run", found: "Diagnosis", write: Path | None) -> "Diagnosis":
-    """Search the plans that would have fitted, and write them into files."""
+    """Search the plans that would have fitted, and write them to files."""
     from fsdp_inspect.diagnosis.diagnose import with_plans
     from fsdp_inspect.report.out_of_memory import name_plan_file
 

@@ -115,7 +115,7 @@ class _Session:
         self._step = step
 
     def run(self) -> "Equivalence":
-        """Compare; a difference without a known cause is checked against a second sharded run."""
+        """Compare both runs. An unexplained difference is checked with a second sharded run."""
         from fsdp_inspect.comparison.equivalence import StepFault, compare_steps
 
         site = self._folder / "site"
@@ -129,10 +129,10 @@ class _Session:
         return found
 
     def _dump(self, name: str, sharded: str | None) -> "list[StepDump]":
-        """Run the command and read what its ranks dumped.
+        """Run the command, and read the dumps of its ranks.
 
         Raises:
-            FsdpInspectError: It failed, or did not reach the step.
+            FsdpInspectError: The command failed, or did not reach the step.
         """
         from fsdp_inspect.cli.child import ChildError, run_child
         from fsdp_inspect.errors import FsdpInspectError

@@ -143,7 +143,7 @@ def forecast(  # noqa: PLR0913 - one argument an option
 
 
 class _Maker:
-    """Makes each forecast once, with a line about what is being made."""
+    """Makes each forecast once, and prints a line about it."""
 
     def __init__(
         self, forecaster: "Forecaster", name: str, *, out: Path, scratch: Path, replaces: bool
@@ -160,11 +160,11 @@ class _Maker:
         self.accepted = forecaster.accepted_settings()
 
     def keep(self, world_size: int) -> "StoredRun":
-        """A forecast that was asked for."""
+        """Make a forecast that the command shows, in the output folder."""
         return self._forecast(self._out, world_size, {})
 
     def try_out(self, world_size: int, changed: Mapping[str, Any]) -> "StoredRun":
-        """One on the way to an answer, which nobody keeps."""
+        """Make an intermediate forecast with changed settings, in a temporary folder."""
         return self._forecast(self._scratch, world_size, changed)
 
     def _forecast(self, folder: Path, world_size: int, changed: Mapping[str, Any]) -> "StoredRun":
@@ -184,7 +184,7 @@ class _Maker:
 
 
 def _remove_forecast(path: Path) -> None:
-    """Remove an earlier forecast; what is none stays."""
+    """Remove an earlier forecast; a folder that is not a forecast stays."""
     import shutil
 
     from fsdp_inspect.errors import StoreError
@@ -240,7 +240,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _name_of(builder: str, settings: Mapping[str, Any]) -> str:
-    """What the forecasts are called: by the builder, or by what the trainer is to build."""
+    """The name of the forecasts: the builder's name, or the model that the trainer builds."""
     if builder != TRAINER:
         return builder.partition(":")[2]
     given = (settings.get(name) for name in ("preset", "hf", "config"))

@@ -17,7 +17,7 @@ _END_WAIT_S = 15.0
 
 
 class Forecaster:
-    """A child that makes one forecast after another; see `start_forecaster`."""
+    """A child process that makes forecasts; see `start_forecaster`."""
 
     def __init__(self, child: "subprocess.Popen[str]", log: Path, job: Mapping[str, Any]) -> None:
         self._child = child
@@ -25,10 +25,10 @@ class Forecaster:
         self._job = dict(job)
 
     def accepted_settings(self) -> Sequence[str] | None:
-        """The settings that the builder takes; None: any.
+        """The settings that the builder accepts; None: any.
 
         Raises:
-            ForecastError: There is no such builder.
+            ForecastError: The builder does not exist.
         """
         accepted: Sequence[str] | None = self._ask({**self._job, "path": None})["accepted"]
         return accepted
@@ -37,12 +37,12 @@ class Forecaster:
         """Make a forecast, and open it.
 
         Args:
-            path: The run folder to make.
+            path: The run folder to create.
             world_size: Ranks of the job.
-            settings: Those that go over the ones the forecaster was started with.
+            settings: Settings that override the forecaster's own.
 
         Raises:
-            ForecastError: It cannot be made; says why.
+            ForecastError: The forecast fails; the message states the reason.
         """
         changed = {**self._job["settings"], **settings}
         self._ask({**self._job, "path": str(path), "world_size": world_size, "settings": changed})
@@ -80,13 +80,13 @@ def start_forecaster(
     gpus_per_node: int,
     device_type: Literal["cuda", "cpu"],
 ) -> Iterator[Forecaster]:
-    """A child that forecasts one builder for as long as the block runs.
+    """Run a child process that makes forecasts of one builder, until the block ends.
 
     Args:
         builder: `module:function`, found from the current folder.
-        settings: Keywords for it.
+        settings: Keyword arguments of the builder.
         gpus_per_node: Ranks on one node.
-        device_type: Whose kernels to choose.
+        device_type: The device for which to choose kernels.
     """
     job = {
         "builder": builder,
@@ -112,7 +112,7 @@ def start_forecaster(
 
 def _end(child: "subprocess.Popen[str]") -> None:
     assert child.stdin is not None
-    child.kill()  # it holds nothing that could be lost
+    child.kill()  # the child has no state to lose
     child.wait(_END_WAIT_S)
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9464
 REQUEST_TIMEOUT_S = 10.0
-"""A request that is not complete, or an answer that is not taken, after so long is cut off."""
+"""After this time, an incomplete request or an unread answer is cut off."""
 MAX_CONNECTIONS = 16
-"""Connections at once. Further ones are closed at once, so that threads and files stay bounded."""
+"""The highest number of concurrent connections. Further ones are closed immediately, so that
+threads and files stay bounded."""
 DIAGNOSIS_LIFE_S = 10.0
-"""A diagnosis reads the black boxes of all ranks, 0.3 MB each."""
+"""The lifetime of a diagnosis, which reads the black boxes of all ranks (0.3 MB each)."""
 _PATH = "/metrics"
 _EXPOSURE = (
     "Listening on {host}: everyone who {who} port {port} of this machine can read the names and "
@@ -95,7 +96,7 @@ def metrics(  # noqa: PLR0913 - one argument an option
 
 
 class _Source:
-    """The text of a run at the moment of each request."""
+    """The metrics of a run at the time of each request."""
 
     def __init__(self, argument: str, asked: list[int] | None) -> None:
         self._argument = argument
@@ -106,7 +107,7 @@ class _Source:
         self._diagnosed: tuple[float, Diagnosis] | None = None
 
     def render(self) -> str:
-        """The numbers now; of a run that is over they are worked out once."""
+        """Render the current numbers. For a run that is over, they are computed once."""
         from fsdp_inspect.report.openmetrics import find_families, render_openmetrics
         from fsdp_inspect.trace.run import RunStatus
 
@@ -120,7 +121,7 @@ class _Source:
             return text
 
     def _diagnose(self, run: "StoredRun") -> "Diagnosis":
-        """What went wrong; of a live run at most `DIAGNOSIS_LIFE_S` old."""
+        """The diagnosis of the run. For a live run, it is at most `DIAGNOSIS_LIFE_S` old."""
         from fsdp_inspect.diagnosis.diagnose import diagnose
         from fsdp_inspect.trace.run import RunStatus
 
@@ -161,15 +162,15 @@ class _BoundedServer(ThreadingHTTPServer):
     """A server with a limit on concurrent connections."""
 
     request_queue_size = 128
-    """Connections that wait to be accepted. With Python's default of 5, the clients of a burst
-    retry after 1, 3 and 7 s."""
+    """The highest number of connections that wait to be accepted. With Python's default of 5, the
+    clients of a burst retry after 1, 3 and 7 s."""
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(address, handler)
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, or close the connection if there are too many."""
+        """Answer in a separate thread, or close the connection if there are too many."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -180,14 +181,14 @@ class _BoundedServer(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, then let another connection in."""
+        """Answer, then allow another connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a client that went away; the server prints no traceback."""
+        """Ignore an error of the connection, so that the server prints no traceback."""
 
 
 def _serve(
@@ -198,7 +199,7 @@ def _serve(
     token: str | None,
     run: str,
 ) -> None:
-    """Serve until interrupted; the accepted requests name the port, so it is bound before."""
+    """Serve until interrupted. The port is bound before, because accepted requests name it."""
     from fsdp_inspect.server_access import is_loopback, make_access, server_url
 
     port = int(server.server_address[1])
@@ -219,7 +220,7 @@ class _TimedHandler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         """Start the deadline."""
         super().setup()
-        # The socket's timeout begins anew with each byte; this one is for the whole request.
+        # The socket's timeout restarts with each byte. This timer covers the whole request.
         self._deadline = threading.Timer(REQUEST_TIMEOUT_S, self._cut_off)
         self._deadline.daemon = True
         self._deadline.start()

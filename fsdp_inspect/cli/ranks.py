@@ -45,7 +45,7 @@ def ranks(
 
     opened = open_run_argument(run)
     if rank is not None:
-        timed_rank(opened.source, rank)  # raises for a rank that the run lacks
+        timed_rank(opened.source, rank)  # raises an error if the run lacks this rank
     measured = opened.ranks()
     laid_out = _lay_out(opened, grid, metric)
     if as_json:

@@ -164,7 +164,7 @@ def _command(
     num_ranks: int | None,
     options: dict[str, str | int | None],
 ) -> tuple[list[str], dict[str, str]]:
-    """The training's words with placeholders, and what its environment has beside the user's."""
+    """The training command with placeholders, and the variables to add to its environment."""
     from fsdp_inspect.cli.child import require_trainer, training_environment
     from fsdp_inspect.cli.tuning_command import complaint_about, trainer_command
 
@@ -230,7 +230,7 @@ def _begin(folder: Path, session: "TuningSession", config: Path | None) -> None:
 
 
 def _run(folder: Path, session: "TuningSession", write: Path | None, *, as_json: bool) -> None:
-    """Do what is left, and show what is known, also after Ctrl-C."""
+    """Run the rest of the session, and show the results, also after Ctrl-C."""
     from fsdp_inspect.cli.tuner import Tuner, how_to_resume
     from fsdp_inspect.predictions.ledger import LEDGER_FILE
 

@@ -39,7 +39,7 @@ _KILLED = -9
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One training that is to be done."""
+    """One planned training of a session."""
 
     plan: int
     round: int
@@ -49,23 +49,23 @@ class Tuner:
     """Runs a session, new or resumed."""
 
     def __init__(self, folder: Path, session: TuningSession, ledger: Path) -> None:
-        """Nothing runs yet.
+        """Prepare the session without running anything.
 
         Args:
-            folder: Of the session.
-            session: What it is to do, and what is done.
-            ledger: Where predictions and outcomes are kept.
+            folder: The folder of the session.
+            session: The settings of the session, and its completed trainings.
+            ledger: The prediction history, which keeps predictions and outcomes.
         """
         self._folder = folder
         self._session = session
         self._ledger = ledger
 
     def run(self) -> None:
-        """Do everything that is not done.
+        """Run all trainings that are not completed.
 
         Raises:
-            FsdpInspectError: The baseline does not run, or nothing can be predicted from it.
-            KeyboardInterrupt: Ctrl-C; what ended is kept.
+            FsdpInspectError: The baseline fails, or it cannot be simulated.
+            KeyboardInterrupt: Ctrl-C was pressed. Completed trainings are kept.
         """
         if self._session.find(BASELINE, 0) is None:
             self._train(_Turn(BASELINE, 0))
@@ -82,7 +82,7 @@ class Tuner:
                 self._train(turn)
 
     def result(self) -> "Tuning":
-        """What is known by now; outcomes are kept in the ledger."""
+        """The results so far. The outcomes are added to the prediction history."""
         from fsdp_inspect.advice.run_advice import find_findings
         from fsdp_inspect.predictions.tuning import Trial, measure_tuning
 
@@ -109,10 +109,10 @@ class Tuner:
             append_entries(self._ledger, outcomes)
         return tuning
 
-    # --- what is to be done
+    # --- planned trainings
 
     def _turns(self) -> Iterator[_Turn]:
-        """All trainings, in order; those of the first baseline and of failed plans as well."""
+        """All trainings in order, including those of failed plans."""
         yield _Turn(BASELINE, 0)
         plans = list(range(1, (self._session.num_plans or 0) + 1))
         for round_ in range(1, self._session.repeats + 1) if plans else ():
@@ -125,14 +125,14 @@ class Tuner:
         return not is_done and not self._failed(turn.plan)
 
     def _failed(self, plan: int) -> str | None:
-        """Why a plan is not run again; a baseline that once ran is."""
+        """The failure because of which a plan does not run again; None for the baseline."""
         tried = self._session.of_plan(plan) if plan != BASELINE else []
         return next((each.failure for each in tried if each.failure is not None), None)
 
     # --- plans
 
     def _choose_plans(self) -> None:
-        """Play plans on the baseline, and write the best down with what is predicted of them."""
+        """Simulate plans on the baseline, and write the best ones with their predictions."""
         from fsdp_inspect.advice.request import AdviceRequest
         from fsdp_inspect.advice.run_advice import find_plans_to_run
         from fsdp_inspect.predictions.creation import PredictionOrigin, make_prediction
@@ -168,7 +168,7 @@ class Tuner:
     # --- trainings
 
     def _train(self, turn: _Turn) -> None:
-        """Train once; a plan that does not run is an outcome, not an end."""
+        """Run one training. The failure of a plan is an outcome and does not end the session."""
         before = {entry.id for entry in list_runs(self._folder)}
         started, failure = time.monotonic(), None
         try:
@@ -235,7 +235,7 @@ class Tuner:
         return self._runs_of(BASELINE)
 
     def _runs_of(self, plan: int) -> list[StoredRun]:
-        """Those that ended well; of a plan that failed also what it left."""
+        """The ended runs of a plan; failed runs count for plans, but not for the baseline."""
         runs = []
         for tried in self._session.of_plan(plan):
             if tried.folder is None or (plan == BASELINE and tried.failure is not None):
@@ -263,5 +263,5 @@ def _say(text: str) -> None:
 
 
 def how_to_resume(folder: Path) -> str:
-    """The command that goes on with a session."""
+    """The command that continues a session."""
     return f"fsdp-inspect tune --resume {shlex.quote(str(folder))}"

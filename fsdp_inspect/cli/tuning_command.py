@@ -25,12 +25,12 @@ _EMULATE = "emulate"
 def fill_placeholders(
     command: Sequence[str], *, folder: Path, name: str, plan: Path | None
 ) -> list[str]:
-    """A command with its placeholders filled in.
+    """The command with values in place of its placeholders.
 
     Args:
-        command: With placeholders.
-        folder: Of the session.
-        name: Of the run.
+        command: The command with placeholders.
+        folder: The folder of the session.
+        name: The name of the run.
         plan: The plan file; None: the baseline.
     """
     words = list(command) if plan is not None else _without_plan(command)
@@ -44,11 +44,11 @@ def fill_placeholders(
 def trainer_command(
     config: Path | None, *, num_ranks: int | None, options: Sequence[str]
 ) -> tuple[list[str], int]:
-    """The trainer's command with placeholders, and how many ranks it starts.
+    """The trainer's command with placeholders, and its number of ranks.
 
     Args:
         config: A TOML file of settings; None: the defaults.
-        num_ranks: Processes; None: one under emulation, else two.
+        num_ranks: The number of processes; None: one under emulation, else two.
         options: Further settings, as `--key`, `value`.
 
     Raises:
@@ -63,7 +63,7 @@ def trainer_command(
 
 
 def write_configs(config: Path, folder: Path) -> None:
-    """Put the settings into a session: as they are, and without what a plan decides."""
+    """Write the settings to a session: unchanged, and without the settings that a plan decides."""
     settings = read_config(config)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _CONFIG_FILE).write_text(tomli_w.dumps(settings))
@@ -74,7 +74,7 @@ def read_config(config: Path) -> dict[str, Any]:
     """The settings of a file.
 
     Raises:
-        FsdpInspectError: It cannot be read, or is no TOML.
+        FsdpInspectError: The file is unreadable or not TOML.
     """
     try:
         return parse_toml(read_regular(config, MAX_TOML_BYTES))
@@ -86,7 +86,7 @@ def read_config(config: Path) -> dict[str, Any]:
 
 
 def complaint_about(command: Sequence[str]) -> str | None:
-    """Why a command of the user's cannot be given a plan; None: it can."""
+    """The reason why a plan cannot be passed to the user's command; None: it can."""
     if any(PLAN in word for word in command):
         return None
     return (
@@ -107,7 +107,7 @@ def _without_plan(command: Sequence[str]) -> list[str]:
 
 
 def _setting(config: Path | None, name: str) -> Any:
-    """A setting of a file, at its top or in a table; None: it is not set."""
+    """A setting of a file, at its top level or in a table; None: it is not set."""
     if config is None:
         return None
     settings = read_config(config)

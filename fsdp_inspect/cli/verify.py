@@ -131,7 +131,7 @@ def _find_baseline(prediction: "Prediction", run: "StoredRun") -> "list[StoredRu
 
 
 def _keep(verification: "Verification", ledger: Path | None, beside: "StoredRun") -> str:
-    """Write the outcome; return a sentence with its file, or with the reason for no file."""
+    """Write the outcome. Return a sentence with its file, or with the reason for no file."""
     from fsdp_inspect.errors import PredictionError
     from fsdp_inspect.predictions.ledger import append_entries, find_ledger, read_ledger
     from fsdp_inspect.predictions.records import Ruling

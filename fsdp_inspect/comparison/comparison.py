@@ -39,13 +39,13 @@ class ComparedRun:
     source: str
     """`recorded`, `emulated`, `imported` or `predicted`."""
     notes: tuple[str, ...]
-    """Missing or unusual data of the run, in words."""
+    """Missing or unusual data of the run, one sentence each."""
     status: str
     step_time_ns: int | None
-    """Duration of its typical step."""
+    """Duration of the typical step."""
     num_timed_steps: int
     rank: int | None
-    """The rank that its times come from."""
+    """The rank that supplies the times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ class Comparison(Result):
     answer: str
     """The headline: the comparison of the step times, with its details."""
     sides: tuple[Side, ...]
-    """The first is the reference."""
+    """The sides; the first is the reference."""
     caveats: tuple[str, ...]
     """Differences that limit the comparison; show them before any number."""
     settings: tuple[SettingDifference, ...]
     conclusions: tuple[Conclusion, ...]
-    """One for each side but the first."""
+    """One conclusion for each side but the first."""
     metrics: tuple[MetricComparison, ...]
     parts: tuple[PartComparison, ...]
     """The breakdown of the typical step of each side's median run."""

@@ -48,7 +48,7 @@ _IN_UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """The comparison of one side with the reference, in words."""
+    """A sentence about one side compared with the reference, and the reasons."""
 
     label: str
     telling: Telling
@@ -324,8 +324,8 @@ def _phrase_settings(
     Args:
         settings: The settings that differ between any sides.
         other: The side, from 1.
-        is_different: A number differs beyond noise, so the difference needs a reason.
-        is_certain: Counts or bytes differ, which noise cannot change.
+        is_different: Whether a number differs beyond noise, so that the difference needs a reason.
+        is_certain: Whether counts or bytes differ, which noise cannot change.
     """
     differing = [setting for setting in settings if setting.values[0] != setting.values[other]]
     names = list(dict.fromkeys(setting.name for setting in differing))

@@ -61,10 +61,11 @@ class UnitSide:
     forward_ns: int | None
     """Sum over the units, with nested units; None if an import records no forward."""
     backward_ns: int | None
-    """Like `forward_ns`."""
+    """Sum over the units, like `forward_ns`."""
     exposed_ns: int
     all_gather: UnitCollective
-    """Of several units: counts and exposed time are sums, numbers of one collective are None."""
+    """For several units, counts and exposed time are sums, and numbers of one collective are
+    None."""
     reduce_scatter: UnitCollective
     all_reduce: UnitCollective
     peak_held_bytes: int | None
@@ -76,11 +77,12 @@ class UnitComparison:
     """One row of aligned units."""
 
     sides: tuple[UnitSide | None, ...]
-    """None if a side has no unit in this row."""
+    """One entry for each side; None if a side has no unit in this row."""
     is_regrouped: bool
-    """The sides wrap the same modules into different units."""
+    """Whether the sides wrap the same modules into different units."""
     exposed_changes_ns: tuple[int | None, ...]
-    """None if one of the two sides has no unit in this row."""
+    """One change for each side but the first; None if one of the two sides has no unit in this
+    row."""
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -94,7 +96,7 @@ class CategoryComparison:
 
     category: str
     values: tuple[int | None, ...]
-    """Bytes; None if a side recorded no composition."""
+    """Bytes for each side; None if a side recorded no composition."""
     changes: tuple[int | None, ...]
 
 
@@ -204,7 +206,7 @@ def _categories(digest: Summary) -> dict[str, int] | None:
 def _align(
     tables: Sequence[dict[str, int] | None],
 ) -> Iterator[tuple[str, tuple[int | None, ...]]]:
-    """Yield every name of any side with its values: 0 if a side lacks it, None if unknown."""
+    """Yield each name of any side with its values: 0 if a side lacks the name, None if unknown."""
     names = dict.fromkeys(name for table in tables if table is not None for name in table)
     for name in names:
         yield name, tuple(None if table is None else table.get(name, 0) for table in tables)

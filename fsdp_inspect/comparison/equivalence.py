@@ -43,10 +43,10 @@ from fsdp_inspect.trace.step_dump import (
 _ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _LEAST_ROUNDOFF = 2.0**-15
 _OTHER_ROUNDOFF = 2.0**-4
-"""Of dtypes below 16 bits."""
+"""Roundoff of dtypes below 16 bits."""
 _SAME_FACTOR = 1e-4
 _MIN_VALUES = 16
-"""Fewer values may fit a narrower dtype by chance."""
+"""A smaller number of values may fit a narrower dtype by chance."""
 
 
 class StepStatus(StrEnum):
@@ -58,26 +58,26 @@ class StepStatus(StrEnum):
 
 
 class StepFault(StrEnum):
-    """What is wrong with a sharded step."""
+    """The faults of a sharded step."""
 
     OTHER_INPUTS = "other inputs"
     """The two runs got different batches, so nothing can be compared."""
     STALE_PARAMETERS = "stale parameters"
-    """A forward used values that are not those of the shards."""
+    """A forward used other values than those of the shards."""
     OTHER_OUTPUT = "other output"
     OTHER_LOSS = "other loss"
-    """The outputs are equal, but other gradients enter the model, so nothing more can be compared.
-    Labels, weights of a loss or other models differ between the two runs."""
+    """The outputs are equal, but the gradients that enter the model differ, so nothing more can be
+    compared. The labels, the weights of the loss, or the models differ between the two runs."""
     MISSING_GRADIENT = "missing gradient"
     """The unsharded step has a gradient where the sharded one has none."""
     NOT_REDUCED = "not reduced"
     """Each rank has its own gradient."""
     SCALED = "wrong factor"
     LOST_PRECISION = "lost precision"
-    """Each value fits a narrower dtype than the declared ones."""
+    """Each value fits a narrower dtype than the declared dtypes."""
     OTHER_GRADIENT = "other gradient"
     DIVIDED_TWICE = "divided twice"
-    """The script divides by the number of ranks, and FSDP does it again."""
+    """Both the script and FSDP divide by the number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +85,18 @@ class UnitGradients:
     """The gradients of one unit in both runs."""
 
     unit: str | None
-    """None: parameters of no unit."""
+    """The name of the unit; None: parameters of no unit."""
     parameters: tuple[str, ...]
     gradient_norm: float
-    """Of the mean over ranks, without sharding."""
+    """Norm of the mean gradient over ranks, without sharding."""
     error_ratio: float
     """Norm of the difference / norm of the gradient without sharding."""
     tolerance_ratio: float
-    """The same for the largest difference that rounding explains."""
+    """The largest difference that rounding explains, / norm of the gradient without sharding."""
     factor: float | None
-    """Sharded gradient / gradient without sharding, if they differ by a factor only."""
+    """Sharded gradient / gradient without sharding, if they differ only by a factor."""
     fault: StepFault | None
-    """None: equal."""
+    """The fault of the unit; None: the gradients are equal."""
     worst_parameter: str
     param_dtype: str
     reduce_dtype: str
@@ -113,23 +113,23 @@ class Equivalence(TableResult):
     status: StepStatus
     fault: StepFault | None
     unit: str | None
-    """Where the fault shows first: the unit, or the module of a forward."""
+    """The first unit with the fault, or the first module if a forward is at fault."""
     ranks: tuple[int, ...]
     """The ranks that show the fault; empty: all."""
     location: str
     """The line of the script behind the fault; empty: unknown."""
     factor: float | None
-    """Of `SCALED`: sharded / without sharding. Of `DIVIDED_TWICE`: the factor of the script."""
+    """For `SCALED`: sharded / without sharding. For `DIVIDED_TWICE`: the script's own factor."""
     step: int
-    """From 0."""
+    """The compared step, from 0."""
     world_size: int
     num_backwards: int
     divide_factor: float | None
-    """As set by the script for the unit; None: the number of ranks."""
+    """The script's divide factor of the unit; None: the number of ranks."""
     is_deterministic: bool | None
-    """Whether a second sharded run gave the same gradients; None: there was none."""
+    """Whether a second sharded run gave the same gradients; None: there was no second run."""
     units: tuple[UnitGradients, ...]
-    """In the order of backward."""
+    """The units in the order of backward."""
     notes: tuple[str, ...]
 
     def rows(self) -> Sequence[UnitGradients]:
@@ -143,12 +143,12 @@ def compare_steps(
     """Compare the dumps of all ranks of two runs.
 
     Args:
-        sharded: Of the sharded run.
-        whole: Of the run without sharding.
-        repeat: Of a second sharded run; empty: there was none.
+        sharded: The dumps of the sharded run.
+        whole: The dumps of the run without sharding.
+        repeat: The dumps of a second sharded run; empty: there was none.
 
     Raises:
-        FsdpInspectError: A file of a dump is damaged.
+        FsdpInspectError: A file is damaged.
     """
     units = tuple(_compare_units(sharded, whole, repeat))
     found = _Finding(sharded, whole, repeat, units)
@@ -184,7 +184,7 @@ class _Finding:
     units: Sequence[UnitGradients]
 
     def judge(self) -> _Judgement:
-        """Status, fault, unit, ranks, line of the script, factor."""
+        """Return the status, fault, unit, ranks, line of the script and factor."""
         pairs = list(zip(self.sharded, self.whole, strict=True))
         other = tuple(a.rank for a, b in pairs if a.inputs != b.inputs)
         if other:
@@ -224,7 +224,7 @@ class _Finding:
                 if _is_near(factor, explained):
                     location = self.sharded[0].divided_at
                     if unit.divide_factor == 1:
-                        status = StepStatus.UNKNOWN  # right if the loss divides by a global total
+                        status = StepStatus.UNKNOWN  # right if a global total divides the loss
         return status, first.fault, first.unit, (), location, factor
 
     def _judge_factors(self) -> _Judgement:
@@ -256,7 +256,7 @@ class _Finding:
 
 
 def _change_after_backward(dump: StepDump) -> float | None:
-    """The one factor by which gradients changed between backward and update; None: no such."""
+    """The factor by which all gradients changed between backward and update; None: none."""
     changes = [
         each.change_after_backward
         for each in dump.parameters
@@ -273,7 +273,7 @@ def _change_after_backward(dump: StepDump) -> float | None:
 def _find_stale(
     sharded: Sequence[StepDump], whole: Sequence[StepDump]
 ) -> tuple[str, tuple[int, ...]] | None:
-    """The first parameter that a forward used with other values than its shards, and its ranks."""
+    """The first parameter that a forward used with values other than its shards, and the ranks."""
     places: dict[int, tuple[int, str]] = {}
     for one, other in zip(sharded, whole, strict=True):
         taken = {name: at for at, (name, _) in enumerate(other.taken)}
@@ -288,7 +288,7 @@ def _find_stale(
 def _first_other(
     first: Sequence[StepDump], second: Sequence[StepDump], kind: str, tolerance: float
 ) -> tuple[str, tuple[int, ...]] | None:
-    """The first of the outputs, or of the gradients that enter models, that differs."""
+    """The first output that differs, or the first differing gradient that enters a model."""
     places: dict[int, tuple[int, str]] = {}
     for one, other in zip(first, second, strict=True):
         keys = [each.outputs if kind == "outputs" else each.entered for each in (one, other)]
@@ -302,7 +302,7 @@ def _first_other(
 
 
 def _earliest(places: Mapping[int, tuple[int, str]]) -> tuple[str, tuple[int, ...]] | None:
-    """The earliest of the ranks' places, and the ranks that have it."""
+    """The earliest place, and the ranks that are there."""
     if not places:
         return None
     first = min(places.values())
@@ -325,7 +325,7 @@ def _is_same_print(left: Array, right: Array, tolerance: float) -> bool:
 def _compare_units(
     sharded: Sequence[StepDump], whole: Sequence[StepDump], repeat: Sequence[StepDump]
 ) -> Iterable[UnitGradients]:
-    """The units in the order of backward, then the parameters of no unit."""
+    """Compare the gradients of the units in the order of backward, then those of no unit."""
     dump = sharded[0]
     used = {name: at for at, (name, _) in enumerate(dump.used)}
     members: dict[str | None, list[DumpedParameter]] = {}
@@ -350,7 +350,7 @@ def _compare_units(
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """The gradient of one parameter in both runs; norms of whole tensors."""
+    """The gradient of one parameter in both runs, as norms of whole tensors."""
 
     name: str
     error: float
@@ -368,7 +368,7 @@ def _compare_parameter(
     whole: Sequence[StepDump],
     repeat: Sequence[StepDump],
 ) -> _Compared | None:
-    """Compare one parameter; None: no rank of either run has a gradient, or parts are missing."""
+    """Compare one parameter; None: no rank has a gradient, or parts are missing."""
     name = parameter.name
     expected, locals_ = _mean_gradient(name, whole)
     parts = _parts(name, sharded)
@@ -404,13 +404,13 @@ class _Gradients:
     """The gradient of one parameter in both runs."""
 
     parts: Sequence[tuple[DumpedParameter, Array]]
-    """Of the sharded run, by rank."""
+    """Parts of the sharded run's gradient, by rank."""
     found: Array
-    """Assembled from the parts."""
+    """The sharded run's gradient, assembled from the parts."""
     locals_: Sequence[tuple[DumpedParameter, Array]]
-    """Without sharding, by rank."""
+    """Gradients without sharding, by rank."""
     expected: Array
-    """Their mean."""
+    """The mean of `locals_`."""
 
     def explain(self, tolerance: float) -> tuple[StepFault, float | None]:
         """The fault that explains a difference, and its factor."""
@@ -457,9 +457,9 @@ def _join(unit: str | None, own: DumpedUnit | None, compared: Sequence[_Compared
 def _mean_gradient(
     name: str, dumps: Sequence[StepDump]
 ) -> tuple[Array | None, list[tuple[DumpedParameter, Array]]]:
-    """The mean of the ranks' own gradients, and these; None: no rank has one.
+    """The mean of the ranks' own gradients, and these gradients; None: no rank has one.
 
-    With tensor parallelism, ranks hold parts: the mean of each part is over the ranks that hold it.
+    With tensor parallelism, ranks have parts. The mean of each part is over the ranks that have it.
     """
     own = _parts(name, dumps)
     if not own:
@@ -469,7 +469,7 @@ def _mean_gradient(
     for dump in dumps:
         at = _index(dump, name)
         if at is not None:
-            count[slices_of(dump.parameters[at])] += 1  # a rank without a gradient has zeros
+            count[slices_of(dump.parameters[at])] += 1  # zeros for ranks without a gradient
     total = np.zeros(shape)
     for parameter, values in own:
         total[slices_of(parameter)] += values
@@ -490,9 +490,10 @@ def _index(dump: StepDump, name: str) -> int | None:
 
 
 def _later_factor(parameter: DumpedParameter, sharded: Sequence[StepDump]) -> float:
-    """What the script multiplied the dumped gradient by after the backward.
+    """The factor by which the script changed the dumped gradient after the backward.
 
-    Gradients of no unit are dumped at the update, because the script may reduce them itself.
+    For a unit it is 1. Gradients of no unit are dumped at the update, because the script may reduce
+    them itself.
     """
     if parameter.unit is not None:
         return 1.0
@@ -502,7 +503,7 @@ def _later_factor(parameter: DumpedParameter, sharded: Sequence[StepDump]) -> fl
 def _tolerance(
     parameter: DumpedParameter, unit: DumpedUnit | None, num_ranks: int, num_backwards: int
 ) -> float:
-    """Relative to the mean norm of the ranks' gradients; see [Note: Tolerance]."""
+    """The tolerance, relative to the mean norm of the ranks' gradients; see [Note: Tolerance]."""
     compute = _roundoff(unit.param_dtype if unit is not None else parameter.dtype)
     reduce = _roundoff(unit.reduce_dtype if unit is not None else parameter.dtype)
     compute = 2 * max(num_backwards, 1) * max(compute, _LEAST_ROUNDOFF)
@@ -546,7 +547,7 @@ def _is_own(
 
 
 def _factor(found: Array, expected: Array) -> float | None:
-    """The factor that fits best, by least squares; None: there is none."""
+    """The best factor by least squares; None: no factor fits."""
     square = float(np.vdot(expected, expected))
     if square == 0 or not math.isfinite(square):
         return None

@@ -32,7 +32,8 @@ from fsdp_inspect.statistics import median
 RUNS_FOR_A_TEST = 5
 """Runs per side that a test of times requires."""
 PROCESS_NOISE_RATIO = 0.10
-"""With fewer runs, smaller relative differences count as process noise."""
+"""The relative difference below which changes count as process noise, if a side has too few
+runs."""
 WORTH_NAMING_RATIO = 0.02
 """Smaller relative changes are never significant."""
 SIGNIFICANCE = 0.05
@@ -64,9 +65,9 @@ class Judgement:
     low: float | None
     """Low end of the 95% interval of the change; None without a test."""
     high: float | None
-    """High end of the interval."""
+    """High end of the 95% interval of the change; None without a test."""
     p_value: float | None
-    """None without a test."""
+    """p-value of the rank test; None without a test."""
     more_runs: tuple[int, int]
     """Additional runs that a test requires, for each side; 0 if no test applies."""
 

@@ -22,7 +22,7 @@ class PlanDifference:
 
     name: str
     where: str
-    """The units with this difference, in words; empty for the whole plan."""
+    """A description of the units with this difference; empty for the whole plan."""
     asked: Any
     ran: Any
 
@@ -33,7 +33,7 @@ def find_plan_differences(
     """Return the differences between a plan and the plan that ran.
 
     Args:
-        asked: The plan, resolved.
+        asked: The requested plan, resolved.
         ran: The observed plan, resolved.
         with_parameters: Names of the units that manage parameters. Prefetch skips other units, and
             their settings cannot be observed.

@@ -19,7 +19,7 @@ _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "
 _OBSERVED = ("dropout", "attention", "optimizer", "loss_dtype", "gradient_sync")
 """Settings in `RunManifest.observed`, which older runs lack."""
 _ALWAYS_OBSERVED = ("dropout", "gradient_sync")
-"""Those that only a run of an older version lacks."""
+"""Observed settings that only a run of an older version lacks."""
 _MOST_NAMED = 3
 
 
@@ -30,9 +30,9 @@ class SettingDifference:
     group: str
     """`machine`, `model`, `config`, `plan`, `versions`, `environment` or `code`."""
     name: str
-    """Dotted, as in the run's configuration."""
+    """Dotted name, as in the run's configuration."""
     where: str
-    """The units with this difference, in words; empty for the whole run."""
+    """A description of the units with this difference; empty for the whole run."""
     values: tuple[Any, ...]
     """One value for each side; None if a side lacks the setting."""
 
@@ -94,7 +94,7 @@ def are_repeats(first: RunManifest, second: RunManifest) -> bool:
 
 
 def find_other_settings(first: RunManifest, second: RunManifest) -> tuple[SettingDifference, ...]:
-    """Return the differences because of which one run is not a repeat of the other."""
+    """Return the differences that prevent one run from being a repeat of the other."""
     differences = compare_settings([first, second])
     return tuple(
         difference for difference in differences if difference.name not in _REPEATS_MAY_DIFFER

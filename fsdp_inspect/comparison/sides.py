@@ -31,7 +31,7 @@ class MeasuredSide:
     """`A` for the reference, then `B`, `C`, ..."""
     runs: tuple[MeasuredRun, ...]
     median_run: MeasuredRun
-    """The run with the side's median step time (the lower of two). Its breakdown and units
+    """The run with the side's median step time (the lower one of two). Its breakdown and units
     represent the side. Runs without a timed step come last."""
 
 

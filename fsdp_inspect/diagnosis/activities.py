@@ -11,7 +11,7 @@ from fsdp_inspect.trace.stack_dumps import StackFrame, ThreadStack
 
 
 class ActivityKind(StrEnum):
-    """What a thread does."""
+    """The kinds of work that a thread can do."""
 
     BREAKPOINT = "breakpoint"
     DATA = "data"
@@ -25,22 +25,22 @@ class ActivityKind(StrEnum):
     CHILD_PROCESS = "child process"
     FILE = "file"
     COLLECTIVE = "collective"
-    """Inside a collective, by its stack; the black box may not have it."""
+    """The stack is inside a collective. The black box may not contain it."""
     COMPARISON = "comparison"
     """FSDP Inspect's own comparison of ranks before an optimizer step."""
     CODE = "code"
-    """The script's own code, or a library without a class of its own."""
+    """The script's own code, or code of a library without its own class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What the training thread of a rank does."""
+    """The current work of a rank's training thread."""
 
     kind: ActivityKind
     frame: StackFrame | None
-    """The innermost frame of the user's code; None without one."""
+    """The innermost frame of the user's code; None: there is none."""
     statement: str
-    """The source of that line, if it was recorded; else empty."""
+    """The source of that line; empty if it was not recorded."""
 
 
 _INSIDE = (
@@ -51,7 +51,7 @@ _INSIDE = (
         re.compile(r"torch/distributed/(distributed_c10d|_functional_collectives)\.py$"),
     ),
 )
-"""By the library that the user's innermost line called."""
+"""Classes of libraries that the user's innermost line called."""
 _AROUND = (
     (ActivityKind.DATA, re.compile(r"torch/utils/data/|/datasets/|/torchdata/|/streaming/")),
     (
@@ -60,7 +60,8 @@ _AROUND = (
     ),
     (ActivityKind.COMPILE, re.compile(r"torch/_(dynamo|inductor)/|/triton/")),
 )
-"""By any library on the stack: it may have called the user's line, as a loader calls a dataset."""
+"""Classes of libraries anywhere on the stack. They may call the user's line, as a loader calls a
+dataset."""
 _INSIDE_OF_PYTHON = (
     (
         ActivityKind.NETWORK,
@@ -91,10 +92,10 @@ _BY_FUNCTION = (
 
 
 def find_activity(stack: ThreadStack, statement: str, phase: Phase) -> Activity:
-    """What a thread does: by the library it is in, by its statement, by the functions around it.
+    """Find the current work of a thread from its stack, its statement and the functions around it.
 
     Args:
-        stack: Of the training thread.
+        stack: The stack of the training thread.
         statement: The source of the innermost line of the user's code; empty if unknown.
         phase: The phase of the rank.
     """

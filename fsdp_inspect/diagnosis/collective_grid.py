@@ -23,20 +23,20 @@ from fsdp_inspect.reduction.collective_order import (
 from fsdp_inspect.trace.black_box import BlackBox
 
 ROWS_BEFORE, ROWS_AFTER = 6, 4
-"""Collectives that are shown before and after the one in question."""
+"""The number of collectives to show before and after the focused one."""
 
 
 class CellState(StrEnum):
-    """What a rank did with one collective."""
+    """The state of one rank in one collective."""
 
     DONE = "done"
     WAITS = "waits"
-    """It has issued the collective, which has not finished."""
+    """The rank has issued the collective, which has not finished."""
     NOT_ISSUED = "not issued"
     DIFFERS = "differs"
-    """It issued another collective at this position than most ranks."""
+    """The rank issued another collective at this position than most ranks."""
     NOT_KEPT = "not kept"
-    """Its black box no longer holds this position."""
+    """The rank's black box no longer contains this position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Cell:
 
     state: CellState
     issued: Issued | None
-    """What the rank issued; None if it did not, or if that is not kept."""
+    """The collective that the rank issued; None if it issued none, or if it is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class GridColumn:
 
     ranks: tuple[int, ...]
     cells: tuple[Cell, ...]
-    """By row."""
+    """The cells, by row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class CollectiveGrid:
 
     communicator: str
     rows: tuple[Issued, ...]
-    """What most ranks issued at each position, oldest first."""
+    """The collective that most ranks issued at each position, oldest first."""
     focus: int
-    """The row in question: of the difference, or of the wait; else the last one."""
+    """The row of the difference or of the wait; the last row if there is neither."""
     columns: tuple[GridColumn, ...]
-    """By their first rank."""
+    """The columns, by their first rank."""
 
 
 def lay_out_collectives(
@@ -76,13 +76,13 @@ def lay_out_collectives(
     wait: Wait | None,
     waits: Sequence[Wait],
 ) -> CollectiveGrid | None:
-    """The collectives around the difference or the wait; without both, the last ones.
+    """Collect the collectives around the difference or the wait, or else the last ones.
 
     Args:
         boxes: Black boxes by rank; ranks may be missing.
         difference: The first difference between ranks; it comes before the wait.
-        wait: The wait in question.
-        waits: All waits, of any communicator.
+        wait: The wait to show.
+        waits: All waits of all communicators.
 
     Returns:
         The grid; None if no rank has issued a collective.
@@ -139,7 +139,7 @@ def _communicator(
 
 
 def _usual(column: Sequence[Issued | None]) -> Issued | None:
-    """What most ranks issued; of several equally frequent ones, that of the lowest rank."""
+    """The collective that most ranks issued. In a tie, the lowest rank decides."""
     issued = [each for each in column if each is not None]
     counts = Counter(each.signature for each in issued)
     return max(issued, key=lambda each: counts[each.signature], default=None)
@@ -162,7 +162,7 @@ def _cell(
 
 
 def _without_places(cells: tuple[Cell, ...]) -> tuple[Cell, ...]:
-    """The cells with only what a column shows, so that equal ranks fall into one column."""
+    """The cells with only the fields that a column shows, so that equal ranks form one column."""
     return tuple(
         Cell(
             cell.state,

@@ -1,7 +1,8 @@
-"""Decide what went wrong in a run: one class, the ranks, and the evidence.
+"""Diagnose a run: one class of problem, the ranks, and the evidence.
 
-The order of the questions is that of the causes: a difference in the order of collectives explains
-a hang, and a rank that died explains why others wait. What cannot be decided is said.
+The order of the checks is the order of the causes. A difference in the order of collectives
+explains a hang, and a dead rank explains why others wait. The diagnosis lists the data that it
+lacks.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from fsdp_inspect.trace.run import RunSource
 
 LOW_PRECISION = frozenset({"bfloat16", "float16"})
 MOST_LOST_RATIO = 0.5
-"""Updates that are rounded away / all: beyond it, the training mostly stands still."""
+"""If at least this fraction of all updates is rounded away, most parameters stop changing."""
 LEAST_HIGH_LOSSES = 5
-"""Logged losses of a spike at the end of a run, from which on the loss does not come back."""
+"""The smallest number of high logged losses after a spike that counts as unrecovered."""
 LEAST_WAIT_S = 5.0
-"""A shorter wait of a run that ended from outside shows no hang."""
+"""A shorter wait in a run that was ended from outside is not a hang."""
 
 
 class Status(StrEnum):
-    """The answer in one word."""
+    """The answer of a diagnosis."""
 
     HEALTHY = "healthy"
     PROBLEM = "problem"
@@ -60,7 +61,7 @@ class Status(StrEnum):
 
 
 class ProblemClass(StrEnum):
-    """What went wrong."""
+    """The kinds of problems."""
 
     ORDER_DIVERGED = "order diverged"
     SIZE_MISMATCH = "size or dtype mismatch"
@@ -86,55 +87,56 @@ _WITHOUT_GRID = (
     ProblemClass.LOSS_SPIKE,
     ProblemClass.DRIFT,
 )
-"""Problems that the order of collectives does not explain."""
+"""Problems without a relation to the order of collectives."""
 LEAST_SLOWDOWN = 0.2
-"""Last level of the step time / first level - 1, from which on a drift is a problem."""
+"""A drift is a problem if last level / first level of the step time - 1 is at least this."""
 
 
 class Unknown(StrEnum):
-    """Why nothing can be said."""
+    """The reasons why a diagnosis is missing or uncertain."""
 
     NO_BLACK_BOX = "no black box"
     MISSING_RANKS = "missing ranks"
     NO_CULPRIT = "no culprit"
     IMPORTED = "imported"
     TIME_OF_DUMP = "time of dump"
-    """A flight recorder dump does not say when it was written."""
+    """A flight recorder dump does not contain the time of its writing."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Where one rank was when it was last seen."""
+    """The last known state of one rank."""
 
     rank: int
     end: RankEnd
     last: Issued | None
-    """Its last collective; None without a black box."""
+    """The last collective; None without a black box."""
     waits: bool
-    """Whether it waits in an unfinished collective."""
+    """Whether the rank waits in an unfinished collective."""
     idle_s: float | None
-    """Seconds since its last collective was issued or finished."""
+    """Seconds since the last collective was issued or finished."""
     step: int | None
     phase: Phase | None
     activity: Activity | None
-    """What its training thread does; None without stacks."""
+    """The current work of the training thread; None without stacks."""
     hang_seen: bool
-    """Whether its watchdog reported that nothing moved."""
+    """Whether the rank's watchdog reported that nothing moved."""
     process: ProcessSigns | None
-    """What its process showed from outside; None: nobody looked."""
+    """The state of the process as seen from outside; None: it was not observed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What went wrong in a run, with the evidence."""
+    """The problem of a run, with the evidence."""
 
     status: Status
     problem: ProblemClass | None
-    """None for a healthy run, and where nothing can be said."""
+    """None if the run is healthy, or if the problem is unknown."""
     ranks: tuple[int, ...]
-    """The culprits; empty: no single rank, or cannot tell which."""
+    """The ranks that caused the problem; empty: no single rank, or unknown."""
     is_certain: bool
-    """False: the most likely explanation, with what is missing in `unknown`."""
+    """Whether the diagnosis is certain. If it is not, it is the most likely explanation, and
+    `unknown` has the missing data."""
     unit: str | None
     """Name of the unit; None: no unit is concerned."""
     phase: Phase | None
@@ -146,41 +148,41 @@ class Diagnosis:
     failure: str
     """The exception or signal; empty without one."""
     states: tuple[RankState, ...]
-    """All ranks that left something, by rank."""
+    """The states of all ranks that wrote data, by rank."""
     missing_ranks: tuple[int, ...]
     is_running: bool
     is_imported: bool
-    """Whether it comes from flight recorder dumps: without units, steps, stacks and durations."""
+    """Whether the run is an import of flight recorder dumps, which have no units, steps, stacks or
+    durations."""
     oom_kills: int
-    """Processes that the kernel killed for memory on a rank's machine."""
+    """Processes that the kernel killed for lack of memory on a rank's machine."""
     unknown: Unknown | None
-    """What is missing for a certain answer."""
+    """The data that is missing for a certain diagnosis."""
     unit_names: tuple[str, ...]
     """The fqns of all units, by index."""
     numerics: Numerics | None
     """None without numerics steps."""
     loss_spikes: tuple[LossSpike, ...]
-    """Of the logged loss, by step."""
+    """Spikes of the logged loss, by step."""
     drift: tuple[ChangePoint, ...]
     """Lasting changes of the step time, by step."""
     grid: CollectiveGrid | None
-    """What each rank issued around the collective in question; None without a black box."""
+    """The collectives of each rank around the difference or the wait; None without a black box."""
     stacks: tuple[StackGroup, ...]
-    """The distinct stacks of the training threads, that of the fewest ranks first."""
+    """The distinct stacks of the training threads, those of the fewest ranks first."""
     out_of_memory: OutOfMemory | None = None
-    """What filled the memory; None: nothing ran out of memory, or no rank reported it."""
+    """The contents of memory at the failure; None: no rank reported an out-of-memory."""
     plans: PlanSearch | None = None
-    """The plans that would have fitted; None: nothing ran out of memory, or they were not searched.
-    """
+    """The plans that would have fitted; None: there was no out-of-memory, or no search."""
 
     @property
     def is_beside_collectives(self) -> bool:
-        """Whether values or step times went wrong, not ranks or collectives."""
+        """Whether the problem lies in values or step times, not in ranks or collectives."""
         return self.problem in _WITHOUT_GRID
 
     @property
     def is_problem(self) -> bool:
-        """Whether something went wrong."""
+        """Whether the run has a problem."""
         return self.status is Status.PROBLEM
 
     def state_of(self, rank: int) -> RankState | None:
@@ -189,7 +191,7 @@ class Diagnosis:
 
 
 def diagnose(run: RunSource) -> Diagnosis:
-    """Decide what went wrong in a run.
+    """Diagnose a run.
 
     Args:
         run: A run in any state.
@@ -200,7 +202,9 @@ def diagnose(run: RunSource) -> Diagnosis:
 def with_plans(
     found: Diagnosis, run: RunSource, *, name_file: Callable[[int], str] = "plan-{}.toml".format
 ) -> Diagnosis:
-    """Add the plans that would have fitted to a diagnosis; takes seconds after an out-of-memory.
+    """Add the plans that would have fitted to a diagnosis.
+
+    The search takes seconds after an out-of-memory, and no time otherwise.
 
     Args:
         found: The diagnosis of the run.
@@ -237,14 +241,14 @@ class _Case:
         self._waiting = {rank for wait in in_training for rank in wait.waiting}
         signs = [box.header.sign_unix_ns for box in self._boxes.values()]
         self._latest_ns = max(signs, default=0)
-        """Wall time of the last sign of life of any rank."""
+        """Wall time of the last sign of life over all ranks."""
         world = range(run.manifest.world_size)
         is_whole = run.manifest.source in ("emulated", "predicted")
         self._missing = () if is_whole else tuple(r for r in world if r not in self._records)
         self._states = {rank: self._state(rank) for rank in sorted(self._records)}
 
     def decide(self) -> Diagnosis:
-        """The first question that has an answer."""
+        """Return the first diagnosis that one of the checks finds."""
         questions = (
             self._differs,
             self._died,
@@ -262,10 +266,10 @@ class _Case:
                 return answer
         return self._make(Status.HEALTHY, None)
 
-    # --- the questions
+    # --- the checks
 
     def _differs(self) -> Diagnosis | None:
-        """Whether ranks issued different collectives."""
+        """Check whether ranks issued different collectives."""
         found = find_order_differences(self._boxes)
         if not found:
             return None
@@ -291,7 +295,7 @@ class _Case:
         )
 
     def _ended_early_instead(self, found: OrderDifference) -> bool:
-        """Whether a rank that had failed before only cleaned up, as with a barrier at its end."""
+        """Whether a failed rank only cleaned up, for example with a barrier at its end."""
         return any(
             self._ends[rank].kind in (EndKind.EXCEPTION, EndKind.OUT_OF_MEMORY)
             for rank in found.culprits
@@ -303,9 +307,9 @@ class _Case:
         )
 
     def _uneven(self, found: OrderDifference) -> Diagnosis | None:
-        """Whether the culprits had no batch left and left the loop before the others.
+        """Check whether the culprits had no batch left and left the loop before the others.
 
-        An order that differed in an earlier step already has another cause.
+        A difference in an earlier step has another cause.
         """
         ended = [
             rank
@@ -322,7 +326,7 @@ class _Case:
         return self._make_uneven(tuple(sorted(ended)), rest, found)
 
     def _loader_ended(self, box: BlackBox) -> bool:
-        """Whether the rank's loader has ended, and it has begun no step since."""
+        """Whether the rank's loader has ended, and the rank has begun no step since."""
         header = box.header
         return header.loader_ended_ns > 0 and header.loader_ended_step >= header.step
 
@@ -345,7 +349,7 @@ class _Case:
         )
 
     def _died(self) -> Diagnosis | None:
-        """Whether a rank ended by itself while the training was not over."""
+        """Check whether a rank ended on its own before the training was over."""
         firsts = first_ends(self._before_hang())
         if not firsts:
             return None
@@ -357,7 +361,7 @@ class _Case:
         culprits = [end for end in firsts if end.kind is kind]
         if kind is EndKind.EXCEPTION and len(culprits) > 1:
             culprits = self._earliest(culprits)
-        if kind is EndKind.VANISHED:  # one that waited for another was ended after it
+        if kind is EndKind.VANISHED:  # a rank that waited for another one was ended after it
             culprits = [end for end in culprits if end.rank not in self._waiting] or culprits
         ranks = tuple(sorted(end.rank for end in culprits))
         state = self._states[ranks[0]]
@@ -382,7 +386,7 @@ class _Case:
     def _out_of_memory(
         self, ranks: tuple[int, ...], reported: OutOfMemory, end: RankEnd | None = None
     ) -> Diagnosis:
-        """The diagnosis with the position that the report states."""
+        """Diagnose an out-of-memory at the position that the report contains."""
         record = reported.record
         return self._make(
             Status.PROBLEM,
@@ -398,11 +402,11 @@ class _Case:
         )
 
     def _before_hang(self) -> dict[int, RankEnd]:
-        """The ends before a watchdog saw that nothing moves: later ones follow from that.
+        """The ends before a watchdog reported the hang. Later ends are consequences of the hang.
 
-        When a rank vanished is known only from the process that keeps its black box. A process
-        that crashed ends seconds later, when its core is dumped: if it did not answer the watchdogs
-        of the others, the crash came first.
+        The time of a vanished rank is known only if the process that keeps its black box recorded
+        it. A crashed process ends seconds later, after its core is dumped. If it did not answer the
+        other ranks' watchdogs, the crash came first.
         """
         seen = [box.header.hang_seen_unix_ns for box in self._boxes.values()]
         first = min((moment for moment in seen if moment), default=0)
@@ -416,21 +420,21 @@ class _Case:
         }
 
     def _ended(self, rank: int) -> bool:
-        """Whether the moment of the rank's end is known."""
+        """Whether the time of the rank's end is known."""
         return rank in self._boxes and self._boxes[rank].header.ended_unix_ns > 0
 
     def _all_vanished(self) -> bool:
-        """Whether every rank ended without a word: then no rank stands out."""
+        """Whether every rank ended silently, so that no rank stands out."""
         kinds = {end.kind for end in self._ends.values()}
         return kinds == {EndKind.VANISHED} and len(self._ends) > 1
 
     @staticmethod
     def _earliest(ends: Sequence[RankEnd]) -> list[RankEnd]:
-        """The ends with the text of the earliest one; others may follow from it."""
+        """The ends with the same message as the earliest one. Other ends may be consequences."""
         return [end for end in ends if _first_line(end.detail) == _first_line(ends[0].detail)]
 
     def _peer_lost(self, firsts: Sequence[RankEnd]) -> Diagnosis:
-        """Ranks lost a peer: it left, its folder is missing, or the network failed."""
+        """Diagnose the loss of a peer: it left, its folder is missing, or the network failed."""
         if self._complete:
             return self._exited(self._complete)
         return self._make(
@@ -464,7 +468,7 @@ class _Case:
         )
 
     def _hangs(self) -> Diagnosis | None:
-        """Whether ranks wait, now or when they were ended."""
+        """Check whether ranks wait, now or when they were ended."""
         if not self._is_stuck() or (self._is_imported and not self._waits):
             return None
         absent = self._waits[0].absent if self._waits else ()
@@ -496,7 +500,7 @@ class _Case:
         return span / 1e9 / (int(steps[-1]) - int(steps[0]))
 
     def _late(self, wait: Wait, ranks: tuple[int, ...]) -> Diagnosis:
-        """Ranks wait in a collective that others have not reached."""
+        """Diagnose a wait in a collective that other ranks have not reached."""
         ended = tuple(rank for rank in ranks if self._loader_ended(self._boxes[rank]))
         if ended:
             return self._make_uneven(ended, wait.issued, None, wait)
@@ -507,7 +511,7 @@ class _Case:
         is_held = state.rank in wait.held and kind in (ActivityKind.COLLECTIVE, ActivityKind.CODE)
         if kind is ActivityKind.COLLECTIVE and is_held:
             problem = ProblemClass.TRANSPORT_STUCK
-        elif kind is ActivityKind.COLLECTIVE:  # one that the recorder did not see
+        elif kind is ActivityKind.COLLECTIVE:  # a collective that was not recorded
             problem, ranks = ProblemClass.FOREIGN_COLLECTIVE, ()
         elif kind is ActivityKind.LOCK and not is_stopped:
             problem = ProblemClass.HOST_DEADLOCK
@@ -537,7 +541,7 @@ class _Case:
         return any(asked) and box is not None and not box.header.hang_seen_ns
 
     def _nobody_absent(self, wait: Wait) -> Diagnosis:
-        """All known ranks wait."""
+        """Diagnose a hang in which all known ranks wait."""
         if wait.unknown:
             return self._make(
                 Status.CANNOT_TELL,
@@ -562,10 +566,10 @@ class _Case:
         )
 
     def _circle(self) -> Diagnosis:
-        """Ranks wait for each other in different process groups.
+        """Diagnose ranks that wait for each other in different process groups.
 
-        A collective that FSDP did not issue is called by the script, perhaps by some ranks only.
-        The fewer ranks, those that called it or those that did not, are the likely culprits.
+        The script calls a collective that FSDP did not issue, perhaps on some ranks only. The
+        likely culprits are the smaller group: the ranks that called it, or the ranks that did not.
         """
         foreign = [wait for wait in self._waits if wait.issued.unit == NO_UNIT]
         wait = min(foreign or self._waits, key=lambda each: len(each.absent))
@@ -583,7 +587,7 @@ class _Case:
         )
 
     def _no_collective(self) -> Diagnosis:
-        """No rank waits in a collective that the recorder saw."""
+        """Diagnose a hang without a rank that waits in a recorded collective."""
         kinds = {state.activity.kind for state in self._states.values() if state.activity}
         ranks = tuple(self._states)
         problem = ProblemClass.SLOW_BUT_ALIVE
@@ -608,7 +612,7 @@ class _Case:
         )
 
     def _overflows(self) -> Diagnosis | None:
-        """Whether parameters or optimizer states stopped being finite."""
+        """Check whether parameters or optimizer states stopped being finite."""
         numerics = self._numerics
         first = None if numerics is None else numerics.first_non_finite
         if first is None:
@@ -619,7 +623,7 @@ class _Case:
         return replace(found, unit=None if first.fqn is None else format_unit(first.fqn))
 
     def _rounds_away(self) -> Diagnosis | None:
-        """Whether most updates change no stored parameter, because its dtype is too coarse."""
+        """Check whether most updates change no stored parameter because its dtype is too coarse."""
         numerics = self._numerics
         if numerics is None or numerics.lost_ratio is None:
             return None
@@ -629,7 +633,7 @@ class _Case:
         return self._make(Status.PROBLEM, ProblemClass.PRECISION_LOSS, step=numerics.steps[-1])
 
     def _spikes(self) -> Diagnosis | None:
-        """Whether the loss rose and did not come back."""
+        """Check whether the loss rose and did not recover."""
         last = next(iter(find_loss_spikes(self._run)[-1:]), None)
         if last is None or last.recovered_at is not None or last.num_values < LEAST_HIGH_LOSSES:
             return None
@@ -640,7 +644,7 @@ class _Case:
         return found
 
     def _drifts(self) -> Diagnosis | None:
-        """Whether the steps became slower for good."""
+        """Check whether the steps became slower permanently."""
         changes = measure_drift(self._run).changes
         if not changes or changes[-1].after_ns < changes[0].before_ns * (1 + LEAST_SLOWDOWN):
             return None
@@ -648,7 +652,7 @@ class _Case:
         return self._make(Status.PROBLEM, ProblemClass.DRIFT, step=largest.step)
 
     def _stopped(self) -> Diagnosis | None:
-        """Whether the launcher, the scheduler or the user ended all ranks."""
+        """Check whether the launcher, the scheduler or the user ended all ranks."""
         kinds = {end.kind for end in self._ends.values()}
         from_outside = {EndKind.SIGTERM, EndKind.VANISHED}
         if not kinds or not kinds <= from_outside:
@@ -664,7 +668,7 @@ class _Case:
         )
 
     def _unsaid(self) -> Diagnosis | None:
-        """Whether too little is known to call the run healthy."""
+        """Check whether too much data is missing to call the run healthy."""
         if self._is_imported:
             failed = tuple(rank for rank, each in self._records.items() if each.failed_request)
             reported = read_out_of_memory(self._run, failed)
@@ -683,11 +687,11 @@ class _Case:
             )
         return None
 
-    # --- what the answers share
+    # --- shared parts of the checks
 
     @property
     def _complete(self) -> tuple[int, ...]:
-        """The ranks that ended in order."""
+        """The ranks that ended normally."""
         return tuple(rank for rank, end in self._ends.items() if end.kind is EndKind.COMPLETE)
 
     @property
@@ -705,7 +709,7 @@ class _Case:
         if box is not None and len(box.entries):
             last = read_entry(box, box.entries[-1])
             if int(box.entries[-1]["issued_ns"]) > box.header.sign_ns:
-                phase = None  # it may have ended since the background thread noted it
+                phase = None  # the phase may have ended since the background thread noted it
         return RankState(
             rank=rank,
             end=self._ends[rank],
@@ -720,9 +724,10 @@ class _Case:
         )
 
     def _idle_s(self, rank: int) -> float | None:
-        """Seconds since the rank's last collective, until any rank was last seen alive.
+        """Seconds from the rank's last collective to the last sign of life of any rank.
 
-        A rank whose watchdog is silent, such as a stopped process, has older signs than the others.
+        A rank whose watchdog is silent, such as a stopped process, has older signs of life than the
+        others.
         """
         box = self._boxes.get(rank)
         seconds = None if box is None else seconds_since_last_collective(box)
@@ -736,7 +741,7 @@ class _Case:
         collects = None if box is None else find_collection(box.header, self._idle_s(rank))
         if collects is None or found is None or found.frame is None:
             return collects or found
-        return replace(found, kind=collects.kind)  # a finalizer that gave up Python's lock
+        return replace(found, kind=collects.kind)  # a finalizer that released the GIL
 
     def _activity_by_stack(self, rank: int, phase: Phase | None) -> Activity | None:
         for dump in self._dumps[rank]:
@@ -754,7 +759,7 @@ class _Case:
         return str(state.last.place) if state.last is not None and state.last.place else ""
 
     def _wait_for(self, ranks: tuple[int, ...]) -> Wait | None:
-        """The collective in which others wait for these ranks."""
+        """The collective in which other ranks wait for these ranks."""
         return next((wait for wait in self._waits if set(ranks) & set(wait.absent)), None)
 
     def _make(
@@ -765,7 +770,7 @@ class _Case:
         unit: int | None = None,
         **known: Any,
     ) -> Diagnosis:
-        """The diagnosis with the fields that are known; the rest is empty."""
+        """Make a diagnosis with the known fields; the other fields are empty."""
         names = tuple(each.fqn for each in self._run.manifest.units)
         empty = Diagnosis(
             status=status,
@@ -802,7 +807,7 @@ class _Case:
 
 
 def _position(issued: Issued) -> dict[str, Any]:
-    """The fields of a diagnosis that a collective gives."""
+    """The fields of a diagnosis that a collective determines."""
     return {"unit": issued.unit, "phase": issued.phase, "step": issued.step}
 
 

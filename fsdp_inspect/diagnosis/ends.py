@@ -1,4 +1,4 @@
-"""Tell how each rank ended, and which end came first by itself."""
+"""Find the end of each rank, and the ends that no other end explains."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump
 
 
 class EndKind(StrEnum):
-    """How a rank ended."""
+    """The kinds of ends of a rank."""
 
     RUNNING = "running"
     COMPLETE = "complete"
     EXCEPTION = "exception"
     OUT_OF_MEMORY = "out of memory"
     PEER_LOST = "peer lost"
-    """An exception because another rank had gone."""
+    """An exception because another rank was gone."""
     FATAL_SIGNAL = "fatal signal"
     """A crash inside native code, such as a segmentation fault."""
     SIGTERM = "sigterm"
     VANISHED = "vanished"
-    """It ended without a word: SIGKILL, `os._exit`, or a crash whose stacks went elsewhere."""
+    """The rank ended silently: SIGKILL, `os._exit`, or a crash whose stacks are not in the run."""
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one rank ended."""
+    """The end of one rank."""
 
     rank: int
     kind: EndKind
@@ -40,9 +40,9 @@ class RankEnd:
     failed_at: str
     """The user's line of the exception, `file:line`; empty if unknown."""
     unix_ns: int
-    """Wall time of its end, or of its last sign of life; 0: unknown."""
+    """Wall time of the end, or of the last sign of life; 0: unknown."""
     may_have_crashed: bool = False
-    """For `VANISHED`: whether a crash would have left no stacks in the run."""
+    """For `VANISHED`: whether a crash could have left no stacks in the run."""
 
 
 _PEER_LOST = re.compile(
@@ -61,7 +61,7 @@ def find_ends(
     boxes: Mapping[int, BlackBox],
     dumps: Mapping[int, Sequence[StackDump]],
 ) -> dict[int, RankEnd]:
-    """How each recorded rank ended."""
+    """Find the end of each recorded rank."""
     return {
         rank: _find_end(record, boxes.get(rank), dumps.get(rank, ()))
         for rank, record in records.items()
@@ -97,10 +97,10 @@ def _sort(failure: str) -> EndKind:
 
 
 def first_ends(ends: Mapping[int, RankEnd]) -> list[RankEnd]:
-    """The ends that no other rank's end explains; empty if no rank died by itself.
+    """The ends that no other rank's end explains; empty if no rank died on its own.
 
-    An exception of its own comes before a lost peer, and a rank that vanished before ranks that got
-    SIGTERM, because the launcher ends the ranks that are left.
+    An exception comes before a lost peer. A vanished rank comes before ranks with SIGTERM, because
+    the launcher ends the remaining ranks.
     """
     order = (
         (EndKind.FATAL_SIGNAL, EndKind.OUT_OF_MEMORY, EndKind.EXCEPTION),

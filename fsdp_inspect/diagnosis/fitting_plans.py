@@ -27,22 +27,23 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 
 NUM_PLANS = 3
 _LEAST_MARGIN = 0.02
-"""Of the predicted peak. Measured peaks of 16 proposed plans were up to 1.1% above it."""
+"""Margin as a fraction of the predicted peak. Measured peaks of 16 proposed plans exceeded it by up
+to 1.1%."""
 _GROWN_MARGIN = 0.02
-"""Added if the failed step is larger than the recorded ones."""
+"""Margin to add if the failed step is larger than the recorded ones."""
 _GROWN_RATIO = 0.005
-"""The least growth for that."""
+"""The smallest growth of the failed step that adds `_GROWN_MARGIN`."""
 _EXPLAINED = 0.98
-"""The part of the memory at the failure that the simulated peak must reach."""
+"""The fraction of the memory at the failure that the simulated peak must reach."""
 
 
 class NoPlans(StrEnum):
-    """Why no plan is proposed."""
+    """The reasons why no plan is proposed."""
 
     IMPORTED = "imported"
     """A snapshot has no times and no plan."""
     NO_LIMIT = "no limit"
-    """The memory of the device is unknown."""
+    """The device's memory is unknown."""
     FIRST_STEP = "first step"
     """No step has ended."""
     NOT_TRAINING = "not training"
@@ -50,7 +51,7 @@ class NoPlans(StrEnum):
     NOT_FOLLOWED = "not followed"
     """The storages of the failed step were not followed (CUDA)."""
     NOT_EXPLAINED = "not explained"
-    """The simulated peak of the recorded plan is below what was alive."""
+    """The simulated peak of the recorded plan is below the live memory."""
     NOT_SIMULATED = "not simulated"
     """The simulation misses data; `detail` has the reason."""
     NONE_FITS = "none fits"
@@ -58,28 +59,29 @@ class NoPlans(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlanSearch:
-    """The plans that would have fitted, or why none is proposed."""
+    """The plans that would have fitted, or the reason why none is proposed."""
 
     limit_bytes: int | None
     """The highest peak of a proposed plan, with its margin; None: unknown."""
     plans: tuple[RunnablePlan, ...]
-    """By predicted step time."""
+    """The plans, by predicted step time."""
     reason: NoPlans | None
-    """None: `plans` has at least one plan."""
+    """The reason why no plan is proposed; None: `plans` has at least one plan."""
     detail: str = ""
-    """A sentence of the simulation about the missing data."""
+    """A sentence from the simulation about the missing data."""
     num_plans: int = 0
     """The number of simulated plans."""
     recorded_peak_bytes: int | None = None
     """Simulated peak of the recorded plan with the memory of the failed step."""
     least_peak_bytes: int | None = None
-    """The lowest simulated peak."""
+    """The lowest simulated peak of all plans."""
     tries_checkpointing: bool = True
     """Whether plans with more activation checkpointing were simulated."""
     growth_ratio: float | None = None
-    """What forwards keep in the failed step, in relation to the recorded steps; None: unknown."""
+    """Bytes that forwards keep in the failed step / in the recorded steps; None: unknown."""
     has_timed_steps: bool = True
-    """False: all steps are warm-up steps, so the predicted times are rough."""
+    """Whether the run has timed steps. If all steps are warm-up steps, the predicted times are
+    rough."""
 
 
 def search_plans(
@@ -89,7 +91,7 @@ def search_plans(
 
     Args:
         run: The run that ran out of memory.
-        found: Its failed allocation.
+        found: The failed allocation of the run.
         name_file: Returns the file of the n-th plan, from 1, as the commands name it.
     """
     record = found.record

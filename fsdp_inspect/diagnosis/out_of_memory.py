@@ -20,67 +20,68 @@ _RESTING = {
     MemoryCategory.BUFFER.label,
 }
 _FEWEST_STEPS = 3
-"""Steps between two moments that show what steps leave behind."""
+"""The smallest number of steps between two moments that shows a leak."""
 _SMALLEST_GROWTH = 0.01
 """Growth below this fraction of the live bytes is not listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Live bytes with one thing in common."""
+    """Live bytes that share a unit, a category or a line."""
 
     name: str
     """A unit's fqn, a category, or a line `file:line`; empty: no unit, or no known line."""
     bytes: int
     main_category: str
-    """The category with the most of them."""
+    """The category with the most of these bytes."""
     num_units: int
     """The number of owning units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Live bytes of one category and line that are more than in the last good step."""
+    """Live bytes of one category and line, if they exceed those of the last good step."""
 
     category: str
     place: str
-    """Empty: unknown."""
+    """The allocating line; empty: unknown."""
     then_bytes: int
     now_bytes: int
     num_units: int
-    """The number of units in which they grew."""
+    """The number of units in which the bytes grew."""
 
     @property
     def bytes(self) -> int:
-        """The difference."""
+        """The increase in bytes."""
         return self.now_bytes - self.then_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """The failed allocation of one rank, what was alive, and what grew."""
+    """The failed allocation of one rank, the live memory, and its growth."""
 
     record: OutOfMemoryRecord
     unit: str | None
-    """The fqn of the unit that ran; None: none."""
+    """The fqn of the running unit; None: no unit was running."""
     by_category: tuple[Filling, ...]
     by_unit: tuple[Filling, ...]
     by_place: tuple[Filling, ...]
-    """By allocating line; the row without a name has no known line."""
+    """Rows by allocating line; the row without a name has no known line."""
     live_bytes: int
-    """The sum of the rows."""
+    """The sum of the rows of a table."""
     unattributed_bytes: int | None
-    """Allocated, beyond the rows; None: unknown."""
+    """Allocated bytes beyond the rows; None: unknown."""
     growth: tuple[Growth, ...] | None
-    """None: no good step before is known."""
+    """Growth since the last good step; None: no good step is known."""
     grown_bytes: int | None
-    """Live bytes now - in the good step; None: unknown, as for `growth`."""
+    """Live bytes now, minus those in the good step; None: unknown, as for `growth`."""
     leak: tuple[Growth, ...]
-    """What was alive when the failed step began, and was not when an early step began."""
+    """Memory that was live at the start of the failed step, but not at the start of an early
+    step."""
     fragmented_bytes: int | None
-    """Reserved - allocated; None: there is no allocator that reserves."""
+    """Reserved - allocated bytes; None: the allocator does not reserve memory."""
     unsharded_elsewhere_bytes: int
-    """Full parameters of units other than the one that ran."""
+    """Full parameters of units other than the running unit."""
     activation_bytes: int
     resting_bytes: int
     """Sharded parameters, optimizer state and buffers, which every step needs."""
@@ -105,7 +106,7 @@ def read_out_of_memory(run: RunSource, ranks: Sequence[int]) -> OutOfMemory | No
 
 
 def _imported(run: RunSource, record: RankRecord | None) -> OutOfMemoryRecord | None:
-    """The failed request of a snapshot that an older version imported: it lists nothing alive."""
+    """The failed request of a snapshot that an older version imported, without live memory."""
     if record is None or record.failed_request is None:
         return None
     failed: FailedRequest = record.failed_request
@@ -161,7 +162,7 @@ def _read(run: RunSource, record: OutOfMemoryRecord) -> OutOfMemory:
 
 
 def _leak(record: OutOfMemoryRecord) -> Iterable[Growth]:
-    """What steps have left behind; nothing if the early step is the one before."""
+    """Memory that steps left behind; empty if the early step is too close to the failed step."""
     before, now = record.resting_before, record.resting_now
     if before is None or now is None or now.step - before.step < _FEWEST_STEPS:
         return ()

@@ -1,4 +1,4 @@
-"""Tell what the process of a rank did, as seen from outside, while its collectives stood still."""
+"""Read the state of a rank's process, as seen from outside, after its collectives stopped."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fsdp_inspect.trace.black_box import Header
 from fsdp_inspect.trace.stack_dumps import StackFrame
 
 LEAST_FAULTS_PER_S = 50.0
-"""Major page faults a second from which on a process spends its time on them: each takes 0.1 ms
-(a fast SSD) to 10 ms."""
+"""From this rate of major page faults, a process spends its time on them. Each takes 0.1 ms (a fast
+SSD) to 10 ms."""
 _LEAST_SHARE = 0.5
-"""Part of the standstill that a garbage collection must fill."""
+"""The fraction of the standstill that a garbage collection must fill."""
 
 
 class ProcessState(StrEnum):
@@ -33,21 +33,21 @@ _STATES = {
     "T": ProcessState.STOPPED,
     "t": ProcessState.TRACED,
 }
-"""By the letter of proc(5)."""
+"""States by the letter in proc(5)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSigns:
-    """What the keeper of the black box saw of a process that stands still."""
+    """Observations of a process that stands still, by the process that keeps its black box."""
 
     state: ProcessState | None
-    """None: another state, or unknown."""
+    """The state; None: another state, or unknown."""
     seconds: float
-    """How long its collectives had not changed."""
+    """Seconds without a change of its collectives."""
     major_faults: int
-    """Pages that it had to read from a disk in this time."""
+    """Pages that the process read from a disk in this time."""
     swap_bytes: int
-    """Memory of the process that is swapped out."""
+    """Swapped-out memory of the process."""
 
     @property
     def is_paging(self) -> bool:
@@ -56,7 +56,7 @@ class ProcessSigns:
 
 
 def read_signs(header: Header) -> ProcessSigns | None:
-    """What was seen of the process; None: nobody looked."""
+    """Read the observations of a process; None: it was not observed."""
     watched = header.watched
     if not watched.unix_ns:
         return None
@@ -66,11 +66,11 @@ def read_signs(header: Header) -> ProcessSigns | None:
 
 
 def find_collection(header: Header, idle_s: float | None) -> Activity | None:
-    """The garbage collection that fills most of the time in which a rank issued nothing.
+    """The garbage collection that fills most of the time in which a rank issued no collective.
 
     Args:
-        header: Of the rank's black box.
-        idle_s: How long it issued nothing.
+        header: The header of the rank's black box.
+        idle_s: Seconds without a new collective.
     """
     collection, seen_ns = header.collection, max(header.watched.unix_ns, header.sign_unix_ns)
     if collection is None or idle_s is None:

@@ -10,24 +10,24 @@ from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, StackFrame
 
 @dataclass(frozen=True, slots=True)
 class StackGroup:
-    """Ranks with one stack of the training thread."""
+    """Ranks with the same stack of the training thread."""
 
     ranks: tuple[int, ...]
     source: DumpSource
-    """Why the stacks were written."""
+    """The reason for writing the stacks."""
     frames: tuple[StackFrame, ...]
-    """Outermost first."""
+    """Frames, outermost first."""
     num_shared: int
-    """Frames at the outer end that all groups have in common; 0 with a single group."""
+    """The number of outer frames that all groups share; 0 with a single group."""
     statements: tuple[tuple[str, str], ...]
-    """Lines of the user's source by place, as far as they were recorded."""
+    """Recorded lines of the user's source, by place."""
 
 
 def group_stacks(dumps: Mapping[int, Sequence[StackDump]]) -> tuple[StackGroup, ...]:
-    """The distinct stacks of the training threads, that of the fewest ranks first.
+    """The distinct stacks of the training threads, those of the fewest ranks first.
 
     Args:
-        dumps: The stack dumps by rank. Of several, the first with a training thread counts.
+        dumps: The stack dumps by rank. The first dump with a training thread counts.
     """
     ranks: dict[tuple[StackFrame, ...], list[int]] = {}
     chosen: dict[tuple[StackFrame, ...], StackDump] = {}

@@ -13,7 +13,7 @@ from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump
 
 
 def without_ended_hang(box: BlackBox) -> BlackBox:
-    """The black box, without a hang after which the rank issued a collective."""
+    """The black box without a hang that a later collective of the rank ended."""
     seen_ns = box.header.hang_seen_ns
     if not seen_ns or _last_issue_ns(box) <= seen_ns:
         return box

@@ -26,24 +26,23 @@ class Wait:
     members: tuple[int, ...]
     """All ranks of the communicator."""
     issued: Issued
-    """As the rank that has waited longest issued it."""
+    """The collective as the rank with the longest wait issued it."""
     waiting: tuple[int, ...]
-    """The ranks that have issued it and have seen no end."""
+    """The ranks that have issued it and have not seen its end."""
     absent: tuple[int, ...]
     """The ranks that have not issued it."""
     held: Mapping[int, Issued]
-    """By rank among `absent`: an earlier collective whose end it has not seen, unlike the others.
-    """
+    """By rank in `absent`: an earlier collective that has not ended for this rank only."""
     unknown: tuple[int, ...]
     """The ranks whose black box is missing."""
     seconds: float
-    """How long the longest wait was when its rank was last seen."""
+    """The longest wait, up to the last sign of life of its rank."""
 
 
 def find_waits(boxes: Mapping[int, BlackBox]) -> list[Wait]:
     """The unfinished collectives of all communicators, the longest wait first.
 
-    Those that a thread next to the training issued come last: the training does not wait for them.
+    Collectives of a background thread come last, because the training does not wait for them.
     """
     members = members_by_communicator(boxes)
     found = [_find_wait(boxes, name, ranks) for name, ranks in members.items()]
@@ -62,7 +61,8 @@ def _find_wait(boxes: Mapping[int, BlackBox], name: str, members: tuple[int, ...
             open_at[rank] = unfinished[0]
     if not open_at:
         return None
-    # A rank that waits at a later position has finished the earlier ones, so all have issued them.
+    # A rank that waits at a later position has finished the earlier ones, so all ranks have issued
+    # them.
     position = max(int(row["sequence"]) for row in open_at.values())
     waiting = {rank: row for rank, row in open_at.items() if _num_issued(rows[rank]) > position}
     known = [rank for rank in members if rank in boxes]
@@ -86,10 +86,10 @@ def _find_wait(boxes: Mapping[int, BlackBox], name: str, members: tuple[int, ...
 
 
 def _unfinished(rows: NDArray[np.void], step: int) -> NDArray[np.void]:
-    """The collectives at the end of a communicator that have not finished.
+    """The last collectives of a communicator, which have not finished.
 
-    The end of an asynchronous collective is not always seen. It has ended if a later one of its
-    communicator has, or if the rank is two steps further.
+    The end of an asynchronous collective is not always recorded. It has ended if a later collective
+    of its communicator has ended, or if the rank is two steps further.
     """
     finished = rows["sequence"][rows["finished_ns"] != 0]
     last = int(finished.max()) if len(finished) else -1
@@ -99,7 +99,7 @@ def _unfinished(rows: NDArray[np.void], step: int) -> NDArray[np.void]:
 
 
 def _num_issued(rows: NDArray[np.void]) -> int:
-    """Also of a damaged black box, whose entries may be out of order."""
+    """The number of issued collectives, also for a damaged black box with entries out of order."""
     return int(rows["sequence"].max()) + 1 if len(rows) else 0
 
 
@@ -107,7 +107,8 @@ def root_ranks(waits: list[Wait]) -> tuple[Wait, tuple[int, ...]] | None:
     """The wait at the end of the chain, and the ranks that it waits for.
 
     A rank that is absent from one collective may wait in another one. The ranks at the end of such
-    a chain wait in none. None: there is no wait, or the ranks wait for each other in a circle.
+    a chain wait in no collective. None: there is no wait, or the ranks wait for each other in a
+    circle.
     """
     for wait in waits:
         is_background = wait.issued.is_background

@@ -42,7 +42,7 @@ OF_OBJECTS = (
     "scatter_object_list",
     "monitored_barrier",
 )
-"""Functions whose collectives belong to the control flow: they take no time."""
+"""Functions that exchange objects for control flow: their collectives take no time."""
 
 BETWEEN_RANKS = (
     "send",
@@ -53,7 +53,7 @@ BETWEEN_RANKS = (
     "send_object_list",
     "recv_object_list",
 )
-"""Unsupported functions: they need another rank."""
+"""Unsupported functions, which need another rank."""
 
 
 class Collectives:
@@ -126,7 +126,7 @@ class Collectives:
         return emulated
 
     def _carry(self, message: EmulatedMessage, wire: Wire, work: Any) -> Any:
-        """Put a collective on its link; returns what the function returns."""
+        """Put a collective on its link, and return the function's own result."""
         waits = self._waits
         if isinstance(work, dist.Work):
             handle, self.last_transfer = wire.handle(message, work)

@@ -28,7 +28,7 @@ from fsdp_inspect.emulation.process import Emulation
 
 
 class FixedCompute:
-    """Makes the parts of a model last their fixed times."""
+    """Extends the parts of a model to their fixed times."""
 
     def __init__(self, times: FixedTimes, emulation: Emulation, device: torch.device) -> None:
         self.num_spans = 0
@@ -56,7 +56,7 @@ class FixedCompute:
         return time.perf_counter_ns() - self._waits.fsdp_ns - self._recompute_ns
 
     def last(self, begin_ns: int, duration_ns: int) -> None:
-        """Block the thread (CUDA: the stream) until a span that began then lasts this long."""
+        """Block the thread (CUDA: the stream) until the given time has passed since `begin_ns`."""
         self.num_spans += 1
         if self._spin is not None:
             self._spin(duration_ns)
@@ -82,8 +82,8 @@ class ModuleHooks:
     """The hooks on one module.
 
     FSDP's pre-forward hook runs before this hook and its post-forward hook after it. In backward a
-    part begins at the node that made its output. That is after every hook on that tensor: FSDP's,
-    and the hook of the next part, whose backward ends there.
+    part begins at the node that made its output, after all hooks on that tensor. These are FSDP's
+    hooks and the hook of the next part, whose backward ends there.
     """
 
     def __init__(self, fixed: FixedCompute, module: nn.Module, num_parameters: int) -> None:

@@ -32,7 +32,7 @@ class FixedTimes:
     backward: Duration
 
     def to_dict(self) -> dict[str, Any]:
-        """The form in `run.json`."""
+        """The representation in `run.json`."""
         return asdict(self)
 
 

@@ -16,14 +16,14 @@ from fsdp_inspect.trace.codes import EventKind
 _SPIN_NS = 150_000
 """The last part of a wait is spent spinning, because a sleep ends about 0.1 ms late."""
 
-# Bus bytes for each byte of a message, where trace.bandwidth (which measures) has none; source:
+# Bus bytes for each byte of a message, for kinds that trace.bandwidth does not measure. Source:
 # nccl-tests, doc/PERFORMANCE.md. OTHER_COLLECTIVE covers reduce, gather and scatter.
 _ONE_WAY_KINDS = (EventKind.BROADCAST, EventKind.OTHER_COLLECTIVE)
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One collective on its link; times in ns on the clock of `time.perf_counter_ns`."""
+    """One collective on its link, with times in ns on the clock of `time.perf_counter_ns`."""
 
     kind: EventKind
     num_bytes: int
@@ -31,7 +31,7 @@ class Transfer:
     start_ns: int
     end_ns: int
     need_ns: int = -1
-    """When something first waited for it; -1 if nothing has."""
+    """The time of the first wait for it; -1 if there was none."""
 
 
 class EmulatedNetwork:
@@ -94,7 +94,7 @@ class EmulatedNetwork:
 
 
 def sleep_until(deadline_ns: int) -> None:
-    """Return at a time of `time.perf_counter_ns`, or at once if that time is past.
+    """Sleep until a time of `time.perf_counter_ns`; return immediately if it has passed.
 
     Sleeping frees the processor; the last 0.15 ms are spent spinning.
     """

@@ -50,13 +50,13 @@ class Emulation:
     def take_transfer(self) -> Transfer | None:
         """The transfer of the last issued collective, once; None if its times are unknown.
 
-        On CUDA they are unknown: the device keeps them, and events on its streams measure them.
+        On CUDA they are unknown to the host: events on the device's streams measure them.
         """
         transfer, self._collectives.last_transfer = self._collectives.last_transfer, None
         return transfer
 
     def spinning_device(self, device: torch.device) -> SpinningDevice:
-        """Return the object that keeps streams of a CUDA device busy; made at the first call."""
+        """Return the object that keeps streams of a CUDA device busy. The first call creates it."""
         spinning = self._spinning.get(device)
         if spinning is None:
             spinning = self._spinning[device] = SpinningDevice(device, self.note)
@@ -77,7 +77,7 @@ class Emulation:
             take(sentence)
 
     def describe(self) -> dict[str, Any]:
-        """The form in `run.json`."""
+        """The representation in `run.json`."""
         return {**self.specification.to_dict(), **self.settings}
 
 

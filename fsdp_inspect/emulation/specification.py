@@ -58,13 +58,13 @@ class Specification:
     world_size: int
     gpus_per_node: int
     intra: Link
-    """The link of a group within a node, whatever its number of ranks."""
+    """The link of a group within a node, for any number of ranks."""
     inter: Link | None
     """The link between nodes, per network card of one rank; None: there is one node."""
     preset: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The form in `run.json`."""
+        """The representation in `run.json`."""
         return asdict(self)
 
     def link_of(self, ranks: Sequence[int]) -> Link:

@@ -73,7 +73,7 @@ class SpinBackend(Protocol):
         """The kernel of `SPIN_PTX`: call it with seconds, nanoseconds below 1e9 and the stream.
 
         Raises:
-            Exception: It cannot be loaded here.
+            Exception: The kernel cannot be loaded.
         """
         ...
 
@@ -82,7 +82,7 @@ class SpinBackend(Protocol):
         ...
 
     def measure_ns(self, enqueue: Callable[[Any], None]) -> float:
-        """Measure the device time of the work that `enqueue` puts on a stream; waits for it."""
+        """Measure the device time of the work that `enqueue` puts on a stream, and wait for it."""
         ...
 
 
@@ -95,7 +95,7 @@ def make_spin(backend: SpinBackend, note: Callable[[str], None]) -> Spin:
     """
     try:
         spin = _timer_spin(backend)
-    except Exception as error:  # any error of the driver or of torch's private API: fall back
+    except Exception as error:  # fall back after any error of the driver or of torch's private API
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         note(
             f"{CYCLES_NOTE}: {reason}. If the GPU lowers its clock under load, transfers last "
@@ -109,7 +109,7 @@ def _timer_spin(backend: SpinBackend) -> Spin:
     launch = backend.load_timer_kernel()
 
     def spin(duration_ns: int, stream: Any) -> None:
-        # Two parts, because torch passes integers to a kernel with 32 bits.
+        # The time has two parts, because torch passes integers to a kernel with 32 bits.
         launch(*divmod(duration_ns, _NS_PER_S), stream)
 
     times = [backend.measure_ns(lambda stream: spin(_CHECKED_NS, stream)) for _ in range(_REPEATS)]
@@ -149,7 +149,7 @@ class CudaSpinBackend:
         from torch.cuda._utils import _cuda_load_module
 
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()  # makes the context current, which the driver's calls need
+            torch.cuda.synchronize()  # makes the context current for the driver's calls
             module: Any = _cuda_load_module(SPIN_PTX, [SPIN_KERNEL])
         kernel = module[SPIN_KERNEL]
         threads = threading.local()

@@ -40,9 +40,9 @@ class UnitWaits:
         self._gathers: WeakKeyDictionary[FSDPParamGroup, Transfer] = WeakKeyDictionary()
         self._last_reductions: WeakKeyDictionary[FSDPParamGroup, Transfer] = WeakKeyDictionary()
         self._in_flight: WeakKeyDictionary[Any, list[Transfer]] = WeakKeyDictionary()
-        """By FSDP root: reduce-scatters whose input FSDP keeps, oldest first."""
+        """Reduce-scatters whose input FSDP keeps, by FSDP root, oldest first."""
         self._outstanding: WeakKeyDictionary[Any, list[Transfer]] = WeakKeyDictionary()
-        """By FSDP root: every reduction until the end of backward."""
+        """Reductions until the end of backward, by FSDP root."""
         self.gathering: FSDPParamGroup | None = None
         """The unit whose `unshard` is running."""
         self.reducing: FSDPParamGroup | None = None
@@ -73,7 +73,7 @@ class UnitWaits:
         self._gathers[self.gathering] = transfer
 
     def note_reduction(self, transfer: Transfer, *, is_reduce_scatter: bool) -> None:
-        """Note a reduce-scatter, or the all-reduce after it, that the reducing unit has issued."""
+        """Note a reduce-scatter of the reducing unit, or the all-reduce after it."""
         group = self.reducing
         assert group is not None
         self._last_reductions[group] = transfer
@@ -83,12 +83,12 @@ class UnitWaits:
 
     @property
     def reduced_ns(self) -> int:
-        """When the unit's previous reduction ends: an all-reduce follows its reduce-scatter."""
+        """The end of the unit's previous reduction: an all-reduce follows its reduce-scatter."""
         assert self.reducing is not None
         last = self._last_reductions.get(self.reducing)
         return 0 if last is None else last.end_ns
 
-    # --- the wraps
+    # --- the wrapped methods
 
     def _bind(self, wrap: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -115,7 +115,7 @@ class UnitWaits:
             original()
         finally:
             self.reducing = outer
-        self._wait_for_dropped(group)  # a unit without gradients drops inputs and reduces nothing
+        self._wait_for_dropped(group)  # without gradients, inputs are dropped and not reduced
 
     def _wait_for_post_backward(self, original: Callable[[], None], group: FSDPParamGroup) -> None:
         self._wait_for_dropped(group)

@@ -30,7 +30,7 @@ class Wire(Protocol):
         ...
 
     def occupy(self, message: EmulatedMessage) -> Transfer | None:
-        """Make the caller wait; returns the transfer if the host knows its times."""
+        """Make the caller wait, and return the transfer if the host has its times."""
         ...
 
     def defer(self, message: EmulatedMessage, *, not_before_ns: int = 0) -> Transfer | None:
@@ -112,15 +112,15 @@ class HostWork(dist.Work):
 
 
 class CudaWire:
-    """CUDA: a kernel spins for the transfer's time, one at a time for each communicator.
+    """CUDA: a kernel spins for the transfer's time; each communicator runs one at a time.
 
-    The fake process group fills outputs with copies, in a gather one for each rank. The copies run
-    on a stream of their own, at the same time as the spin. Copies before the spin would make every
+    The fake process group fills outputs with copies; a gather needs one for each rank. The copies
+    run on their own stream, in parallel with the spin. Copies before the spin would make every
     transfer longer, by a third for 8 ranks on NVLink. The transfer ends when both have ended.
 
     The current stream is the stream on which FSDP (or the script) issues the collective. Work that
-    waits for that stream, or for an event on it, waits for the transfer. The host knows no times:
-    the recorder measures them with events on the stream, as with NCCL.
+    waits for that stream, or for an event on it, waits for the transfer. The times are unknown to
+    the host. The recorder measures them with events on the stream, as with NCCL.
     """
 
     def __init__(self, network: EmulatedNetwork, device: Any) -> None:
@@ -183,7 +183,7 @@ class StreamWork(dist.Work):
         self._inner = inner
         self._device = device
         self._ended = ended
-        # As with NCCL: their memory must not be reused before `wait`.
+        # As with NCCL, the memory of the tensors must not be reused before `wait`.
         self._tensors = tensors
 
     def wait(self, timeout: Any = None) -> bool:
@@ -215,7 +215,7 @@ class SpinningDevice:
         self._spin = make_spin(CudaSpinBackend(device), note)
 
     def current_stream(self) -> Any:
-        """The stream that the host issues to."""
+        """The stream to which the host issues work."""
         return torch.cuda.current_stream(self._device)
 
     def new_stream(self, *, high_priority: bool = False) -> Any:

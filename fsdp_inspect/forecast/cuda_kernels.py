@@ -52,7 +52,7 @@ def _attend(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """(B, H, T, D) queries, (B, K, S, D) keys and values to (B, H, T, D)."""
+    """Attend: (B, H, T, D) queries, (B, K, S, D) keys and values to (B, H, T, D)."""
     scale, is_grouped = options.get("scale"), query.shape[1] != key.shape[1]
     if _is_flash(query, value, attn_mask):
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -80,7 +80,7 @@ def _is_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | Non
 def _additive(
     mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor | None:
-    """The mask in the kernel's form: numbers to add, (B, H, T, S)."""
+    """The mask in the form that the kernel requires: numbers to add, (B, H, T, S)."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

@@ -68,7 +68,7 @@ def fake_rank(
         # Copies of modules read the address of their weights, which has no effect here.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         tensors = undo.enter_context(ValuelessTensors())
-        # The inside of a compiled region cannot be tracked, so it runs as eager code.
+        # The storages inside a compiled region cannot be tracked, so the region runs as eager code.
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         use_one_device(undo)
         _let_tensors_be_swapped(undo, tensors)
@@ -81,7 +81,7 @@ def fake_rank(
 
 
 def _make_meshes_real(undo: ExitStack) -> None:
-    """See [Note: What has to be real]."""
+    """Run the construction of meshes on real tensors. See [Note: What has to be real]."""
     initialise = DeviceMesh.__init__
 
     @functools.wraps(initialise)
@@ -101,10 +101,11 @@ def _make_meshes_real(undo: ExitStack) -> None:
 
 
 def _keep_layouts_apart(undo: ExitStack) -> None:
-    """Make DTensor compute its layouts under a fake mode of its own.
+    """Make DTensor compute its layouts under a separate fake mode.
 
-    It does so once for each operation in a process, on tensors of the global shape, under the
-    active fake mode. The storage tracker would count these tensors, but only the first time.
+    DTensor computes the layout of each operation once per process, on tensors of the global shape,
+    under the active fake mode. The storage tracker would count these tensors, but only the first
+    time.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
     undo.callback(
@@ -142,7 +143,7 @@ def _pin_nothing(undo: ExitStack) -> None:
 
 
 def _copy_from_host(undo: ExitStack) -> None:
-    """Copy an offloaded shard before its all-gather: host and device are one device here."""
+    """Copy an offloaded shard before its all-gather: here, host and device are one device."""
     inputs = FSDPParam.all_gather_inputs
     assert isinstance(inputs, property)
     read = inputs.fget
@@ -156,7 +157,7 @@ def _copy_from_host(undo: ExitStack) -> None:
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, run on real tensors."""
+    """The same function, run outside the fake mode on real tensors."""
 
     @functools.wraps(function)
     def real(*args: Any, **kwargs: Any) -> Any:

@@ -30,12 +30,12 @@ class ValuelessTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
         self.values = UniformValues()
         self.num_asked = 0
-        """The number of reads of a value that is unknown."""
+        """The number of reads of an unknown value."""
         self.first_asked = ""
         """Position of the first read in the user's own code: `step, train.py:30`."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Dispatch as torch does; see the class."""
+        """Dispatch like torch, but return 0 for unknown values."""
         if func is _GROUPED and args[0].dtype is not torch.bfloat16:
             shape = _grouped_shape(*args[:3], **(kwargs or {}))
             return super().dispatch(_NEW_EMPTY, types, (args[0], shape), {})
@@ -58,7 +58,7 @@ def _grouped_shape(
 ) -> list[int]:
     """The shape of a grouped matrix product.
 
-    torch 2.13: its own shape function refuses other dtypes than bfloat16, which the kernels take.
+    The shape function of torch 2.13 rejects dtypes other than bfloat16, which the kernels accept.
     """
     rows, columns = left.shape[-2], right.shape[-1]
     if left.dim() == 3 and right.dim() == 3:
@@ -77,7 +77,7 @@ def _zero(dtype: torch.dtype) -> complex:
 
 
 def describe_user_line(frames: traceback.StackSummary) -> str:
-    """The last line of the user's own code in a stack; a library's line if there is none."""
+    """The last line of the user's own code in a stack, or a library's line if there is none."""
     own = [frame for frame in frames if not _is_of_a_library(Path(frame.filename))]
     last = (own or frames)[-1]
     return f"{last.name}, {last.filename}:{last.lineno}"

@@ -114,7 +114,7 @@ def _follow(
     try:
         target = build_target(builder, settings)
         with ExitStack() as undo:
-            mask_as_in_training(undo, tensors, notes)  # the builder has loaded Transformers
+            mask_as_in_training(undo, tensors, notes)  # the builder may have imported Transformers
             return target, track_step(target, has_host=has_host)
     except FsdpInspectError:
         raise

@@ -57,9 +57,9 @@ class TrackedStep:
     notes: tuple[str, ...]
     """Limits of the count, one sentence each."""
     rows: Sequence[tuple[int, ...]]
-    """In the column order of `MemoryTable`."""
+    """Rows in the column order of `MemoryTable`."""
     moments: Sequence[LiveMoment]
-    """What was alive at the highest moments."""
+    """The live storages at the moments of highest memory."""
 
 
 def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
@@ -67,7 +67,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
 
     Args:
         target: The model and step to run.
-        has_host: Whether the device is not the host itself, so that offloaded tensors are on the
+        has_host: Whether the device differs from the host, so that offloaded tensors are on the
             host.
 
     Raises:

@@ -33,7 +33,7 @@ def mask_as_in_training(undo: ExitStack, tensors: ValuelessTensors, notes: list[
     )
     find_packed = getattr(masks, "find_packed_sequence_indices", None)
     is_fake = getattr(imports, "is_fake_tensor", None)
-    if find_packed is None or is_fake is None:  # not loaded, or another version
+    if find_packed is None or is_fake is None:  # Transformers is not loaded, or has another version
         return
 
     def find_none(position_ids: Any) -> Any:

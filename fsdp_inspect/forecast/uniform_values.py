@@ -37,7 +37,7 @@ _FOLLOWED: Mapping[Any, Callable[..., Any]] = {
     _aten.logical_not.default: lambda value, _: not value,
     _aten.sum.default: lambda value, tensor: value * math.prod(tensor.shape),
 }
-"""By operation: the value of its result, from that of its first argument, and its arguments."""
+"""The value of an operation's result, from the value of its first argument and its arguments."""
 
 
 class UniformValues:
@@ -45,7 +45,7 @@ class UniformValues:
 
     def __init__(self) -> None:
         self._changed: set[int] = set()
-        """Storages that an operation changed in place."""
+        """Storages that an operation has changed in place."""
 
     def find(self, tensor: Any) -> Any:
         """The value of all elements of a fake tensor; None if it is unknown."""
@@ -55,7 +55,7 @@ class UniformValues:
         return value
 
     def follow(self, operation: Any, arguments: tuple[Any, ...], result: Any) -> None:
-        """Note what an operation that has run shows about its result and its arguments."""
+        """Note how a completed operation affects the values of its result and its arguments."""
         if operation._schema.is_mutable:
             self._changed.update(
                 tensor.untyped_storage()._cdata

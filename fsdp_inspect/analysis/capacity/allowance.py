@@ -24,15 +24,15 @@ class Allowance:
     """Device memory that a forecast leaves out, bytes."""
 
     reserved_bytes: int
-    """Reserved, not allocated."""
+    """Reserved memory that is not allocated."""
     context_bytes: int
-    """CUDA context and kernels."""
+    """The CUDA context and kernels."""
     library_bytes: int
     """Workspaces of cuBLAS and buffers of NCCL."""
 
     @property
     def bytes(self) -> int:
-        """The sum."""
+        """The sum of all parts."""
         return self.reserved_bytes + self.context_bytes + self.library_bytes
 
 
@@ -41,7 +41,7 @@ def default_allowance(peak_bytes: int, *, world_size: int) -> Allowance:
 
     Args:
         peak_bytes: The forecast peak of storages.
-        world_size: Ranks; one rank has no NCCL buffers.
+        world_size: The number of ranks; one rank has no NCCL buffers.
     """
     nccl = NCCL_BUFFER_BYTES if world_size > 1 else 0
     return Allowance(round(RESERVED_RATIO * peak_bytes), CONTEXT_BYTES, CUBLAS_BYTES + nccl)

@@ -20,11 +20,11 @@ class DeviceOverhead:
     reserved_beyond_allocated_bytes: int
     """Reserved - allocated at the sample with the most allocated."""
     outside_allocator_bytes: int | None
-    """Device in use (NVML) - reserved; None: NVML was not recorded."""
+    """Device memory in use (NVML) - reserved; None: NVML was not recorded."""
 
     @property
     def bytes(self) -> int:
-        """Sum of both; a missing value counts 0."""
+        """Sum of both. A missing value counts 0."""
         return self.reserved_beyond_allocated_bytes + (self.outside_allocator_bytes or 0)
 
 

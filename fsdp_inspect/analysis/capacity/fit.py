@@ -33,10 +33,10 @@ class FittingChange:
 
     settings: Mapping[str, Any]
     peak_bytes: int | None
-    """None: the forecast failed."""
+    """Forecast peak; None: the forecast failed."""
     fits: bool
     problem: str | None
-    """Why the forecast failed."""
+    """The reason why the forecast failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class Fit:
     largest_batch_size: int | None
     """Largest batch per rank that fits on `world_size` ranks; 0: none fits; None: unknown."""
     remedies: tuple[FittingChange, ...]
-    """Tried in order until one fits; empty if the given configuration fits."""
+    """Remedies, tried in order until one fits; empty if the given configuration fits."""
     unknown: tuple[str, ...]
-    """Unknown results, one sentence each, with the reason and what to do."""
+    """Unknown results, one sentence each, with the reason and a remedy."""
 
     @property
     def spare_bytes(self) -> int:
-        """Memory limit - peak; negative if memory is missing."""
+        """Memory limit - peak; negative if the memory is too small."""
         return self.limit_bytes - self.peak_bytes
 
 
@@ -73,7 +73,7 @@ def find_fit(
         peak: Makes a forecast.
         limit_bytes: Memory of the device.
         world_size: World size of the batch and of the remedies.
-        accepted: The settings that can be changed; None: any.
+        accepted: The settings that can be changed; None: all.
 
     Raises:
         FsdpInspectError: The forecast of the given configuration fails.
@@ -93,7 +93,7 @@ def find_fit(
 
 
 class _Search:
-    """The three searches. A failed forecast makes its own search unknown, and not the others."""
+    """The three searches. If a forecast fails, only the result of its own search is unknown."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _Search:
         self.unknown: list[str] = []
 
     def smallest_world_size(self) -> int | None:
-        """Search the smallest world size that fits, by bisection: more ranks need less memory."""
+        """Find the smallest world size that fits, by bisection: memory falls with more ranks."""
         known, fits = self._world_size, self.fits
         candidates = [size for size in WORLD_SIZES if (size < known if fits else size > known)]
         low, high = 0, len(candidates)
@@ -134,7 +134,7 @@ class _Search:
         return known if fits else 0
 
     def largest_batch(self) -> int | None:
-        """Search the largest batch that fits; a line through two forecasts gives the next guess."""
+        """Find the largest batch that fits. A line through two forecasts gives the next guess."""
         if not self._can_set({"batch_size": 1}):
             self.unknown.append(
                 "The largest batch is unknown: the builder has no keyword batch_size. Add it to "
@@ -163,7 +163,7 @@ class _Search:
             if high - low <= 1:
                 return low
             guess = _line(held, self._limit)
-            # If the guess is known to fit, try the next size; stay inside the open interval.
+            # If the guess is known to fit, try the next size, but stay inside the open interval.
             size = min(max(guess if guess > low else guess + 1, low + 1), high - 1)
             held[size] = peak_with(size)
 

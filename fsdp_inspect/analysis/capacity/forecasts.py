@@ -18,9 +18,9 @@ class ForecastRow:
 
     world_size: int
     peak_bytes: int
-    """Storages at the peak of rank 0."""
+    """Bytes of storages at the peak of rank 0."""
     resting_bytes: int
-    """Allocated at the end of the step."""
+    """Allocated bytes at the end of the step."""
     phase: str
     """Phase of the peak."""
     phases: dict[str, int]
@@ -28,7 +28,7 @@ class ForecastRow:
     fqn: str | None
     """Innermost unit at the peak; None: outside all units."""
     categories: tuple[CategoryBytes, ...]
-    """At the peak, largest first."""
+    """Categories at the peak, largest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,17 @@ class ForecastTable:
     num_parameters: int
     torch_version: str
     rows: tuple[ForecastRow, ...]
-    """One for each world size, in the given order."""
+    """One row for each world size, in the given order."""
     allowance_bytes: int | None
-    """Added for device memory that a forecast leaves out; None: neither given nor measured."""
+    """Device memory that is added because a forecast leaves it out; None: neither given nor
+    measured."""
     allowance: DeviceOverhead | Allowance | None
-    """The measurement or the estimate of `allowance_bytes`; None: it was given, or there is
+    """The measurement or the estimate of `allowance_bytes`; None: the value was given, or there is
     none."""
     fit: Fit | None
-    """None: no memory limit was given."""
+    """The configurations that fit; None: no memory limit was given."""
     memory: MemoryOverview
-    """The memory of the first world size, in full."""
+    """The complete memory analysis of the first world size."""
     notes: tuple[str, ...]
 
 
@@ -64,7 +65,7 @@ def collect_forecasts(
     """Collect forecasts of one model.
 
     Args:
-        runs: One for each world size, at least one.
+        runs: One forecast for each world size, at least one.
         allowance_bytes: Device memory to add, because forecasts leave it out.
         allowance: The measurement or the estimate of `allowance_bytes`, for the first run.
         fit: The configurations that fit into a device's memory.

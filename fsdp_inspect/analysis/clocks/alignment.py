@@ -39,7 +39,7 @@ from fsdp_inspect.trace.tables import EventTable
 _Int64 = NDArray[np.int64]
 
 MAX_UNCERTAINTY_RATIO = 0.1
-"""Highest accepted uncertainty / median step time: a less certain clock shows no late ranks."""
+"""Highest accepted uncertainty / median step time. A less certain clock cannot show late ranks."""
 _MAX_STEPS = 16
 _MAX_RANKS_READ = 64
 _MAX_PARENTS = 8
@@ -51,7 +51,7 @@ class RankClock:
 
     clock: LinearClock
     machine: str
-    """Ranks with the same value read the same clock."""
+    """The machine of the clock. Ranks with equal values read the same clock."""
     machine_uncertainty_ns: int
     """Largest error of `clock`, within the time span of the alignment."""
     event_uncertainty_ns: int
@@ -65,9 +65,9 @@ class Alignment:
     reference: int | None
     """The rank whose clock all times are mapped to; None without ranks."""
     clocks: Mapping[int, RankClock]
-    """By rank, for the aligned ranks, including the reference."""
+    """Clocks by rank, for the aligned ranks and the reference."""
     refusals: Mapping[int, str]
-    """By rank, for the other ranks: the reason, as a sentence."""
+    """The reasons why the other ranks are not aligned, by rank, one sentence each."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -117,13 +117,14 @@ def align_clocks(
 
     Args:
         run: A recorded run.
-        ranks: The ranks; default: all that wrote data. Other ranks are read if they connect two
-            machines.
+        ranks: The ranks; default: all ranks that wrote data. Other ranks are read if they connect
+            two machines.
         steps: The steps whose collectives are used; default: a sample of the whole run. The
             uncertainty holds within their time span.
 
     Returns:
-        All of the ranks, aligned or refused. The uncertainties hold if clocks drift evenly.
+        All of the ranks, each with a clock or a refusal. The uncertainties hold if clocks drift
+        evenly.
     """
     key = ("alignment", *(None if each is None else tuple(sorted(each)) for each in (ranks, steps)))
     return remember(run, key, lambda: _align_clocks(run, ranks, steps))
@@ -152,19 +153,19 @@ def last_arrivals(run: RunSource, rank: int, events: EventTable, alignment: Alig
     """Return the arrival of the last rank at each collective, on the clock of `rank`.
 
     A rank arrives when its stream reaches the collective and the previous collective on its
-    communicator has ended. The arrivals are lower bounds: arrivals of other ranks are moved
-    earlier by the uncertainty of their clocks, so that no rank is late by error. Ranks that are
-    not aligned are ignored: the true last arrival is not earlier.
+    communicator has ended. The arrivals are lower bounds. Arrivals of other ranks are moved earlier
+    by the uncertainty of their clocks, so that a clock error makes no rank late. Ranks that are not
+    aligned are ignored, so the true last arrival is not earlier.
 
     Args:
         run: A recorded run.
         rank: The rank that waits.
-        events: Events of this rank; events that are no collectives are ignored.
+        events: Events of this rank; other events than collectives are ignored.
         alignment: The ranks to read, in the steps of the events.
 
     Returns:
-        One time for each collective of `events`, in their order; -1 if unknown: the rank is not
-        aligned, or no other rank recorded the collective.
+        One time for each collective of `events`, in their order; -1 if the rank is not aligned, or
+        if no other rank recorded the collective.
     """
     own = events.where(np.isin(events.kind, list(COLLECTIVES)))
     unknown = np.full(len(own), -1, dtype=np.int64)
@@ -190,7 +191,7 @@ def _partners(matching: Matching, events: EventTable, rank: int) -> set[int]:
 
 
 def _look_up(keys: _Int64, among: _Int64) -> tuple[_Int64, NDArray[np.bool_]]:
-    """Return the position of each key in `among`, and whether it is there."""
+    """Return the position of each key in `among`, and whether `among` contains it."""
     order = np.argsort(among, kind="stable")
     if len(order) == 0:
         return np.zeros(len(keys), dtype=np.int64), np.zeros(len(keys), dtype=bool)
@@ -201,8 +202,8 @@ def _look_up(keys: _Int64, among: _Int64) -> tuple[_Int64, NDArray[np.bool_]]:
 def _is_one_clock(records: Sequence[RankRecord]) -> bool:
     """Return whether these ranks certainly read one clock.
 
-    An import is always checked with the collectives: a profiler maps each process to the wall clock
-    on its own, and traces can come from different times.
+    An import is always checked with the collectives, because a profiler maps each process to the
+    wall clock independently, and traces can come from different times.
     """
     machines = {_machine(record) for record in records}
     is_imported = len(records) > 1 and any(one.clock == IMPORTED_CLOCK for one in records)
@@ -210,7 +211,7 @@ def _is_one_clock(records: Sequence[RankRecord]) -> bool:
 
 
 def _machine(record: RankRecord) -> str:
-    """Return what identifies a clock: the boot, or else the host; empty if both are unknown."""
+    """Return the identity of a clock: the boot id, or else the host; empty if both are unknown."""
     if record.clock == UNPLACED_CLOCK:
         return ""
     boot = record.pid_scope.split(" ")[0]
@@ -220,7 +221,7 @@ def _machine(record: RankRecord) -> str:
 def _to_read(
     selected: Sequence[int], machines: Mapping[int, str], records: Mapping[int, RankRecord]
 ) -> list[int]:
-    """Return all ranks if they are few, else one per machine, with the same local rank."""
+    """Return all ranks of a small run, else one rank per machine, with equal local ranks."""
     if len(selected) <= _MAX_RANKS_READ:
         return list(selected)
     chosen: dict[str, int] = {}
@@ -277,7 +278,7 @@ class _Placing:
         return {machine for machine in known if self._reader.has_read(machine, self._machines)}
 
     def _widen(self) -> bool:
-        """Read more ranks of every machine; return whether there were any."""
+        """Read more ranks of every machine. Return whether more ranks were found."""
         self._syncs.clear()
         every = sorted(set(self._machines.values()))
         added = [self._reader.read_more(machine, self._machines) for machine in every]

@@ -23,10 +23,10 @@ _Int64 = NDArray[np.int64]
 _Float64 = NDArray[np.float64]
 
 MAX_DRIFT = 1e-3
-"""Largest drift between two clocks: Linux slews a clock by at most 500 ppm (adjtimex)."""
+"""Largest drift between two clocks. Linux slews a clock by at most 500 ppm (adjtimex)."""
 _MAX_BOUNDS = 64
-"""Number of bounds per direction: the tightest bound of each of as many equal time spans. Leaving
-a bound out widens the polygon, and never makes it wrong."""
+"""Number of bounds per direction: the tightest bound in each of this many equal time spans. Leaving
+out a bound widens the polygon, which stays correct."""
 _ROUNDING_NS = 1.0
 
 
@@ -39,7 +39,7 @@ class LinearClock:
     offset_ns: int = 0
     """Time of the clock at this moment - `anchor_ns`."""
     drift: float = 0.0
-    """ns that the clock gains in one ns of the reference clock."""
+    """Time in ns that the clock gains in one ns of the reference clock."""
 
     def from_reference(self, times_ns: _Int64) -> _Int64:
         """Convert times of the reference clock to times of this clock."""
@@ -55,7 +55,7 @@ class LinearClock:
         return shown
 
     def seen_through(self, nearer: Self) -> "LinearClock":
-        """Return this clock relative to the reference of `nearer`, its own reference."""
+        """Return this clock relative to the reference of `nearer`, which is its own reference."""
         anchor = int(nearer.to_reference(np.array([self.anchor_ns]))[0])
         return LinearClock(
             anchor_ns=anchor,
@@ -66,7 +66,7 @@ class LinearClock:
 
 @dataclass(frozen=True, slots=True)
 class OffsetBounds:
-    """OffsetBounds of d(t): `d(at_high) <= high` and `d(at_low) >= low`; arrays of shape (n,)."""
+    """Bounds of the offset d(t): `d(at_high) <= high` and `d(at_low) >= low`, shape (n,)."""
 
     at_high_ns: _Int64
     high_ns: _Int64
@@ -98,8 +98,8 @@ def fit_clock(bounds: OffsetBounds, span: tuple[int, int]) -> ClockFit | None:
         span: The first and the last moment, on clock a, for which the uncertainty must hold.
 
     Returns:
-        None if no line satisfies the bounds: the rows are matched wrongly, or the clocks do not
-        run evenly.
+        None if no line satisfies the bounds, because rows are matched wrongly or clocks drift
+        unevenly.
     """
     first = int(min(span[0], bounds.at_high_ns.min(), bounds.at_low_ns.min()))
     last = int(max(span[1], bounds.at_high_ns.max(), bounds.at_low_ns.max()))
@@ -145,7 +145,7 @@ def _tightest(at: _Int64, limit: _Int64, sign: int) -> tuple[_Int64, _Int64]:
 def _clip_by_all(polygon: _Float64, planes: _Float64) -> _Float64:
     """Return the part of a convex polygon that lies in all half planes.
 
-    The half plane that cuts off most comes next: then few others cut anything.
+    The half plane that cuts off the most is applied next, so that few others cut anything.
     """
     left = np.ones(len(planes), dtype=bool)
     while len(polygon):
@@ -175,7 +175,7 @@ def _clip(polygon: _Float64, a: float, b: float, limit: float) -> _Float64:
 
 
 def _centre(polygon: _Float64, ends: _Float64, anchor: int, base: int) -> ClockFit:
-    """Return the mean of the lines that are extreme at either end: a possible, central line."""
+    """Return the mean of the lines that are extreme at either end, which is a possible line."""
     values = polygon[:, :1] + polygon[:, 1:] * ends
     extremes = np.concatenate([values.argmax(axis=0), values.argmin(axis=0)])
     offset, drift = polygon[extremes].mean(axis=0).tolist()

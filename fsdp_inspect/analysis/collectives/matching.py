@@ -35,7 +35,7 @@ class Matching:
         return members_of(groups[0].ranks, rank, self.world_size) if groups else ()
 
     def keys(self, events: EventTable, rank: int) -> NDArray[np.int64]:
-        """Return a key for each row; two ranks have the same key for the same collective.
+        """Return a key for each row. Two ranks have the same key for the same collective.
 
         Returns:
             Shape (len(events),); `NO_KEY` for rows that cannot be matched.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.trace.tables import EventTable
 
 NOTHING_AHEAD = -1
-"""The value of `Queue.ahead` without a previous collective."""
+"""The value of `Queue.ahead` if there is no previous collective."""
 _LONG_AGO = np.iinfo(np.int64).min // 4
 _GROUP_BITS = 16
 """Number of bits for the index of a process group."""
@@ -21,15 +21,15 @@ _GROUP_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """The place of each collective in the queue of its communicator; arrays of shape (n,)."""
+    """The place of each collective in the queue of its communicator, as arrays of shape (n,)."""
 
     ahead: NDArray[np.int64]
     """Position of the previous collective, or `NOTHING_AHEAD`."""
     ahead_end_ns: NDArray[np.int64]
-    """End of the previous collective; a very early time without one."""
+    """End of the previous collective; a very early time if there is none."""
     same_stream_end_ns: NDArray[np.int64]
-    """End of the previous collective on the same stream and communicator: the order of a stream
-    is fixed for any number of communicators."""
+    """End of the previous collective on the same stream and communicator. A stream has a fixed
+    order for any number of communicators."""
     turn_ns: NDArray[np.int64]
     """Moment from which its own bytes can travel: the later of its start and `ahead_end_ns`."""
 
@@ -38,11 +38,11 @@ def queue_up(collectives: EventTable, *, apart: NDArray[np.integer] | None = Non
     """Compute the queues of all communicators of one rank.
 
     Args:
-        collectives: Collectives of one rank, in any order. A collective without a process group
-            has its own communicator. A collective that ends before the one issued before it was
-            not queued: the backend runs several at a time.
+        collectives: Collectives of one rank, in any order. A collective without a process group has
+            its own communicator. A collective was not queued if it ends before the previously
+            issued one: the backend runs several at a time.
         apart: Shape (n,), not negative. Collectives with different values are never in one queue,
-            for example collectives of steps that are analysed one by one.
+            for example collectives of steps that are analysed separately.
     """
     nothing = np.full(len(collectives), NOTHING_AHEAD, dtype=np.int64)
     in_group = nothing.copy()

@@ -22,7 +22,7 @@ _Int64 = NDArray[np.int64]
 SYNCHRONISING = frozenset(
     {EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE, EventKind.BARRIER}
 )
-"""The collectives that no rank leaves before every rank has entered."""
+"""The collectives that no rank leaves before all ranks have entered."""
 _MAX_READ_MORE = 8
 
 
@@ -36,7 +36,7 @@ class Synchronisations:
     end_ns: _Int64
     """Upper bound of the time at which the first of the ranks leaves."""
     what: _Int64
-    """Kind and message: equal for equal keys."""
+    """Kind and message of the collective. They are equal for equal keys."""
 
     @classmethod
     def joined(cls, members: Iterable["Synchronisations"]) -> Self:
@@ -64,8 +64,8 @@ class SynchronisationReader:
     def check(self, machines: Mapping[int, str], ranks: Iterable[int]) -> dict[int, str]:
         """Read these ranks, and return the machine of every rank.
 
-        If ranks of one machine contradict each other, each of them becomes a machine of its own. So
-        does a rank whose machine is unknown.
+        If ranks of one machine contradict each other, each of them becomes a separate machine. A
+        rank whose machine is unknown also becomes a separate machine.
         """
         named = {rank: machine or f"rank {rank}" for rank, machine in machines.items()}
         by_machine: dict[str, list[int]] = defaultdict(list)
@@ -89,7 +89,7 @@ class SynchronisationReader:
         )
 
     def read_more(self, machine: str, machines: Mapping[int, str]) -> bool:
-        """Read other ranks of a machine; return whether there were any."""
+        """Read other ranks of a machine. Return whether more ranks were found."""
         others = [rank for rank in machines if machines[rank] == machine and rank not in self._read]
         for rank in others[:_MAX_READ_MORE]:
             self._read[rank] = self._read_rank(rank)

@@ -26,7 +26,7 @@ def find_transfers(
     Args:
         run: A recorded run.
         rank: The rank of the collectives.
-        collectives: Some of its collectives.
+        collectives: Some collectives of this rank.
         ranks: Other ranks to read, in the steps of the collectives. If only a part of a group is
             read, the true transfer can be shorter.
 

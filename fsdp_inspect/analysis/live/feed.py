@@ -42,7 +42,7 @@ class LiveStatus:
     rank: int
     view: LiveView
     now_ns: int
-    """The moment, on the rank's clock."""
+    """The current time on the rank's clock."""
     silent_ns: int | None
     """Time since the rank's last step ended; None before the first step."""
     ranks: tuple[RankRecord, ...]
@@ -54,7 +54,7 @@ class LiveStatus:
 
 
 class LiveFeed:
-    """Follows one rank of a run; several threads can share a feed."""
+    """Follows one rank of a run. Several threads can share a feed."""
 
     def __init__(self, path: Path, attempt: int, rank: int) -> None:
         """Create a feed; reading starts with `look`.
@@ -114,7 +114,7 @@ def _now_on(record: RankRecord | None) -> int:
 
 
 def _judge(records: Sequence[RankRecord], view: LiveView, now_ns: int) -> LiveState:
-    """Derive the state. One lost rank decides it: the others wait for it in a collective."""
+    """Derive the state. One lost rank decides it, because the others wait for this rank."""
     statuses = {record.status for record in records}
     if RunStatus.FAILED in statuses:
         return LiveState.FAILED

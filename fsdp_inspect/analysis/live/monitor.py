@@ -30,7 +30,7 @@ class MonitoredRank:
 
     rank: int
     numbers: RankNumbers | None
-    """None before its first timed step."""
+    """The rank's numbers; None before its first timed step."""
     allocated_bytes: int | None
     """Highest allocated bytes; None if memory is not recorded."""
     reserved_bytes: int | None
@@ -38,7 +38,7 @@ class MonitoredRank:
     reserved_ratio: float | None
     """Reserved / memory of the device, 0 to 1."""
     num_alloc_retries: int | None
-    """Since the first sample, like `num_ooms`."""
+    """Allocation retries since the first sample, like `num_ooms`."""
     num_ooms: int | None
     memory_method: str
     """`cuda_allocator`, `storage_tracker` or `memory_snapshot`; empty if memory is not recorded."""
@@ -66,7 +66,7 @@ class MonitoredRun:
     manifest: RunManifest
     state: LiveState
     over: str
-    """The steps that the typical step is taken from, in words."""
+    """The steps behind the typical step, as a phrase."""
     ranks: tuple[MonitoredRank, ...]
 
 
@@ -124,7 +124,7 @@ def _name_methods(methods: Mapping[str, str]) -> dict[str, str]:
 
 
 class Monitor:
-    """Follows some ranks of a live run; each update reads the new rows only."""
+    """Follows some ranks of a live run. Each update reads only the new rows."""
 
     def __init__(self, path: Path, attempt: int, ranks: Sequence[int]) -> None:
         """Create a monitor; reading starts with `look`."""

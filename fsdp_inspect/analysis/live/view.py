@@ -35,17 +35,18 @@ from fsdp_inspect.trace.tables import (
 )
 
 MAX_STEPS = 200
-"""Number of steps that are kept."""
+"""The number of steps to keep."""
 MAX_DEVICE_SAMPLES = 240
 TYPICAL_STEPS = 20
-"""Number of last steps that the current step time is measured over."""
+"""The number of last steps behind the current step time."""
 STALL_STEPS = 10
-"""A run is stalled if no step ends for this number of median step times."""
+"""The number of median step times without a completed step after which a run is stalled."""
 LEAST_STALL_NS = 20_000_000_000
-"""A run is never stalled before this time: compilation and checkpoints make single steps long."""
+"""The time before which a run is never stalled, because compilation and checkpoints make single
+steps long."""
 _ALLOCATOR_COUNTERS = ("num_alloc_retries", "num_ooms")
 _KEPT_STEPS = 2
-"""Number of completed steps whose events are kept, because more events can arrive."""
+"""The number of completed steps whose events are kept, because more events can arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,12 @@ class LiveStep:
 
     step: int
     end_ns: int
-    """On the rank's clock."""
+    """End of the step, on the rank's clock."""
     step_time_ns: int
     exposed_ns: int
     communication_ns: int
     is_memory_step: bool
-    """Memory step: the storage tracker slows it."""
+    """Whether it is a memory step, which the storage tracker slows."""
 
     @property
     def exposed_ratio(self) -> float | None:
@@ -116,7 +117,7 @@ class DeviceSeries:
     """One metric of the machine over the last minutes."""
 
     name: str
-    """A column of `DeviceTable`; counters are converted to rates."""
+    """A column of `DeviceTable`. Counters are converted to rates."""
     label: str
     unit: str
     """`%`, `bytes`, `bytes/s`, `W` or `MHz`."""
@@ -141,10 +142,10 @@ class LiveView:
     steps: tuple[LiveStep, ...]
     """The last steps, by number."""
     typical_step_ns: int | None
-    """The mean over the middle half of the last `TYPICAL_STEPS`, memory steps left out; None
-    before the first."""
+    """The mean over the middle half of the last `TYPICAL_STEPS`, without memory steps; None before
+    the first step."""
     memory: tuple[LiveMemory, ...]
-    """By step."""
+    """Memory by step."""
     devices: tuple[DeviceSeries, ...]
     """The metrics that the machine provides."""
     scalars: tuple[LiveScalar, ...]
@@ -155,11 +156,12 @@ class LiveView:
     methods: Mapping[str, str]
     """Methods of the times of the newest step, by group of numbers."""
     num_alloc_retries: int | None
-    """Since the first sample of the feed; None without an allocator, like `num_ooms`."""
+    """Allocation retries since the first sample of the feed; None without an allocator, like
+    `num_ooms`."""
     num_ooms: int | None
 
     def is_stalled(self, now_ns: int) -> bool:
-        """Return whether no step has ended for much longer than a step takes.
+        """Return whether the time since the last step is much longer than a step.
 
         Args:
             now_ns: The current time on the rank's clock.
@@ -175,9 +177,9 @@ class LiveRank:
 
     def __init__(self, *, memory_from: str = "", scalar_names: Sequence[str] = ()) -> None:
         self.memory_from = memory_from
-        """Source of the rank's memory readings, from its record; may be set later."""
+        """Source of the rank's memory readings, from its record. It may be set later."""
         self.scalar_names = tuple(scalar_names)
-        """Names from the record; they grow during the run."""
+        """Names from the record, which grow during the run."""
         self._events = EventTable.empty()
         self._steps: dict[int, LiveStep] = {}
         self._memory: dict[int, LiveMemory] = {}
@@ -280,7 +282,7 @@ def _forget_oldest(kept: dict[int, LiveStep] | dict[int, LiveMemory]) -> None:
 
 
 def _join_recent(before: SummaryTable, rows: SummaryTable) -> SummaryTable:
-    """Return the rows of the last timed steps; newly reduced rows replace older ones."""
+    """Return the rows of the last timed steps. Newly reduced rows replace older ones."""
     slowed = rows.step[(rows.flags & StepFlag.MEMORY_STEP) != 0]
     kept = [
         before.where(~np.isin(before.step, rows.step)),

@@ -18,26 +18,27 @@ from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable, MemoryTable
 
 @dataclass(frozen=True, slots=True)
 class AllocatorUse:
-    """The allocator of one rank, at its highest sample and over the run; None: not recorded."""
+    """The allocator of one rank, at its highest sample and over the run. None: not recorded."""
 
     rank: int
     step: int
-    """The step of the sample with the most allocated."""
+    """The step of the sample with the most allocated bytes."""
     allocated_bytes: int
-    """At this sample, like the next two fields."""
+    """Allocated bytes at this sample, like the next two fields."""
     active_bytes: int | None
     reserved_bytes: int
     fragmentation_ratio: float | None
     """(reserved - active) / reserved at this sample, 0 to 1."""
     inactive_split_bytes: int | None
-    """At this sample; if it lacks the value, the last recorded value."""
+    """Inactive split bytes at this sample, or the last recorded value if the sample has none."""
     num_alloc_retries: int | None
-    """Between the first and the last sample; before the first sample if there is only one."""
+    """Allocation retries between the first and the last sample. With one sample, the retries before
+    it."""
     num_ooms: int | None
     device_used_bytes: int | None
     """Highest memory in use on the whole device (NVML)."""
     outside_allocator_bytes: int | None
-    """`device_used_bytes` - the memory that this rank's allocator reserves at that moment."""
+    """`device_used_bytes` - the bytes that this rank's allocator reserves at that moment."""
 
 
 def measure_allocator(run: RunSource, *, rank: int) -> AllocatorUse | None:

@@ -20,10 +20,11 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import SummaryTable
 
 MIN_STEPS = 6
-"""Fewer steps cannot reach `SIGNIFICANCE`."""
+"""The smallest number of steps that can reach `SIGNIFICANCE`."""
 SIGNIFICANCE = 0.01
 _MOST_STEPS = 512
-"""Longer runs are sampled evenly, because the test computes the slopes of all pairs."""
+"""The highest number of tested steps. Longer runs are sampled evenly, because the test computes the
+slopes of all pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +32,20 @@ class MemoryGrowth:
     """The trend of the memory that is allocated at the end of a step, on one rank."""
 
     rank: int
-    """The given rank, or the rank whose memory rises most from the first to the last step."""
+    """The given rank, or the rank with the largest rise from the first to the last step."""
     num_steps: int
     """Number of tested steps, after warm-up."""
     first_bytes: int
-    """Allocated at the end of the first tested step."""
+    """Allocated bytes at the end of the first tested step."""
     last_bytes: int
     grows: bool | None
-    """None with too few steps for the test."""
+    """Whether memory grows; None with too few steps for the test."""
     growth_bytes_per_step: float | None
-    """The median slope; None if memory does not grow, or if that is unknown."""
+    """The median slope; None if memory does not grow, or if the result is unknown."""
     p_value: float | None
     """Two-sided p-value of the trend."""
     steps_until_full: int | None
-    """Steps after the last one until the peak fills the device at this slope: an upper bound,
+    """Steps after the last one until the peak fills the device at this slope. It is an upper bound,
     because fragmentation needs memory too. None without growth, or if the device is unknown."""
 
 
@@ -53,7 +54,7 @@ def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryG
 
     Args:
         run: A recorded or imported run.
-        rank: The rank; default: the rank whose memory rises most.
+        rank: The rank; default: the rank with the largest rise.
 
     Returns:
         None if fewer than two steps after warm-up have a sample at their end.
@@ -82,7 +83,7 @@ def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryG
 def _after_warmup(ends: SummaryTable, run: RunSource) -> SummaryTable:
     """Return the rows of steps after warm-up, by rank and step.
 
-    If all rows belong to warm-up steps (memory steps on CPU), all of them count.
+    All rows count if all belong to warm-up steps (memory steps on CPU).
     """
     order = np.lexsort((ends.step, ends.rank))
     ends = ends.where(order)
@@ -113,7 +114,7 @@ def _test(steps: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[float, f
         return None
     if np.all(values == values[0]):
         return 0.0, 1.0
-    from scipy import stats  # takes a fifth of a second to load
+    from scipy import stats  # takes 0.2 s to load
 
     thinned = np.unique(np.linspace(0, len(steps) - 1, _MOST_STEPS, dtype=np.int64))
     x, y = steps[thinned], values[thinned]

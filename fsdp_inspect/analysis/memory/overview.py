@@ -31,7 +31,7 @@ class MemoryOverview(TableResult):
     run_id: str
     status: str
     notes: tuple[str, ...]
-    """Missing or unusual data, in words."""
+    """Missing or unusual data, one sentence each."""
     source: str
     """`recorded`, `emulated`, `imported` or `predicted`."""
     device_type: str
@@ -42,9 +42,9 @@ class MemoryOverview(TableResult):
     allocator: AllocatorUse | None
     """The allocator of this rank; None on CPU."""
     growth: MemoryGrowth | None
-    """The growth of the given rank, or else of the rank whose memory rises most."""
+    """The growth of the given rank, or else of the rank with the largest rise."""
     failed_unit: str | None
-    """The unit of the failed allocation; None outside all units, or without a failure."""
+    """The unit of the failed allocation; None: outside all units, or no failure."""
     whole: WholeMemory | None = None
     """The memory of a rank without sharding; None for runs without FSDP or DDP."""
 
@@ -87,7 +87,7 @@ class MemoryOverview(TableResult):
             metric_column("bytes", metric="peak_allocated_bytes", label="at the peak"),
         ),
     )
-    """Of `memory.peak.categories`."""
+    """The columns of `memory.peak.categories`."""
     POSITIONS: ClassVar[TableSpec] = TableSpec(
         "Highest readings by position",
         (
@@ -100,7 +100,7 @@ class MemoryOverview(TableResult):
             metric_column("bytes", metric="peak_allocated_bytes", label="allocated"),
         ),
     )
-    """Of `memory.positions`."""
+    """The columns of `memory.positions`."""
     RANKS: ClassVar[TableSpec] = TableSpec(
         "Memory of each rank",
         (
@@ -119,7 +119,7 @@ class MemoryOverview(TableResult):
             ),
         ),
     )
-    """Of `memory.ranks`."""
+    """The columns of `memory.ranks`."""
 
     def rows(self) -> Sequence[OwnerBytes]:
         """The owners at the highest moment of the memory step, largest first."""

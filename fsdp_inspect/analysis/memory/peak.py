@@ -49,7 +49,7 @@ class OwnerBytes:
     """The memory that one unit owns at the peak."""
 
     unit: int
-    """-1: memory that no FSDP unit owns."""
+    """Index of the unit; -1: memory that no FSDP unit owns."""
     fqn: str | None
     bytes: int
     categories: tuple[CategoryBytes, ...]
@@ -68,9 +68,9 @@ class PeakMoment:
     fqn: str | None
     bytes: int
     categories: tuple[CategoryBytes, ...]
-    """Categories above 0, largest first; without `outside_allocator` they add up to `bytes`."""
+    """Categories above 0, largest first. Without `outside_allocator` they add up to `bytes`."""
     owners: tuple[OwnerBytes, ...]
-    """Largest first; empty if owners were not recorded."""
+    """The owners, largest first; empty if owners were not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,9 @@ class RankMemory:
     peak_reserved_bytes: int | None
     """None on CPU."""
     resting_bytes: int | None
-    """Allocated at the end of the last sampled step."""
+    """Allocated bytes at the end of the last sampled step."""
     step_adds_bytes: int | None
-    """Peak allocated - resting."""
+    """Peak allocated - resting bytes."""
     device_bytes: int | None
     """Memory of the device; None on CPU."""
     device_ratio: float | None
@@ -166,7 +166,7 @@ class MemoryOfStep:
     """The highest of the samples at unit boundaries and of the known peaks between them."""
     highest_reserved_bytes: int | None
     allocated_at_end_bytes: int | None
-    """Allocated at the end of the step; None without a sample there."""
+    """Allocated bytes at the end of the step; None without a sample there."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Memory by step",
@@ -211,17 +211,17 @@ class Memory:
     peak: PeakMoment | None
     """Composition at the highest peak of the memory steps of `shown_rank`; None without any."""
     ranks: tuple[RankMemory, ...]
-    """By rank."""
+    """Memory of each rank, by rank."""
     over_steps: tuple[MemoryOfStep, ...]
     """The steps of `shown_rank`, by step."""
     unreadable: tuple[str, ...]
-    """Why samples of a rank cannot be read, one sentence per rank."""
+    """The reasons why samples of ranks cannot be read, one sentence per rank."""
     shown_rank: int | None
     """The rank of `peak`, `over_steps` and `positions`; by default the peak rank."""
     positions: tuple[PositionBytes, ...]
-    """Highest readings of `shown_rank` by unit and phase, largest first."""
+    """The highest readings of `shown_rank` by unit and phase, largest first."""
     spread: RankSpread | None
-    """None if fewer than two ranks have a known peak."""
+    """The spread of the peaks; None if fewer than two ranks have a known peak."""
     failed_request: FailedRequest | None
     """The failed allocation of `shown_rank`, or of the first rank that has one."""
     phases: tuple[PeakMoment, ...] = ()
@@ -237,8 +237,8 @@ def measure_memory(run: RunSource, *, rank: int | None = None, with_warmup: bool
         run: A recorded or imported run.
         rank: The rank for composition, steps and positions; default: the rank with the highest
             peak.
-        with_warmup: Whether warm-up steps count. The device must have room for them, but a
-            comparison should leave them out.
+        with_warmup: Whether warm-up steps count. They must fit the device, but a comparison should
+            leave them out.
 
     Raises:
         IncompleteRunError: The run has no data of the rank.
@@ -288,7 +288,7 @@ def _existing(run: RunSource, rank: int) -> int:
 
 
 def _read(run: RunSource, rank: int | None) -> tuple[MemoryTable, tuple[str, ...]]:
-    """Return the samples of a rank; if they cannot be read, an empty table and the reason."""
+    """Return the samples of a rank; an empty table and the reason if they cannot be read."""
     if rank is None:
         return MemoryTable.empty(), ()
     try:
@@ -353,10 +353,10 @@ def _find_failed(records: Iterable[RankRecord], shown: int | None) -> FailedRequ
 def _positions(run: RunSource, samples: MemoryTable, method: str) -> tuple[PositionBytes, ...]:
     """Return the highest reading of each unit and phase."""
     reached = samples.allocated
-    if method == STORAGE_TRACKER:  # its peaks count from the previous reading
+    if method == STORAGE_TRACKER:  # the tracker's peaks count from the previous reading
         reached = np.maximum(reached, samples.peak_allocated)
     known = np.flatnonzero(reached != MISSING_INT)
-    # The highest comes last, so that the dictionary keeps it; of equals, the first.
+    # The highest row comes last, so that the dictionary keeps it. Of equals, it keeps the first.
     order = known[np.lexsort((-known, reached[known]))]
     places = zip(samples.unit[order].tolist(), samples.phase[order].tolist(), strict=True)
     highest = dict(zip(places, order.tolist(), strict=True))
@@ -438,7 +438,7 @@ def _owners(rows: MemoryTable, fqns: dict[int, str]) -> tuple[OwnerBytes, ...]:
 
 
 def _categories(rows: MemoryTable, position: int) -> tuple[CategoryBytes, ...]:
-    """Return the categories of one row, largest first; the rest is `unattributed`."""
+    """Return the categories of one row, largest first. The rest is `unattributed`."""
     held = {
         category: max(int(getattr(rows, category.label)[position]), 0)
         for category in MemoryCategory

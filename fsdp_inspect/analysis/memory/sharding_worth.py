@@ -22,7 +22,8 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, ZERO3
 
 FITS_RATIO = 0.9
-"""At most this part of a device may be planned: the allocator and the backend need the rest."""
+"""The largest fraction of a device that a plan may use. The allocator and the backend need the
+rest."""
 BUCKET_BYTES = 25 << 20
 """DDP's default `bucket_cap_mb`."""
 _SHARDED = (FSDP2, FSDP1, ZERO3)
@@ -32,7 +33,7 @@ _KEPT = (
     MemoryCategory.BUFFER,
     MemoryCategory.TEMPORARY,
 )
-"""What a rank holds at the peak with each sharder."""
+"""Categories that a rank holds at the peak with any sharder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +41,16 @@ class WholeMemory:
     """The memory of a rank with whole parameters, gradients and optimizer states."""
 
     num_ranks: int
-    """The ranks that share them, or would."""
+    """The number of ranks that share the model, or would share it under FSDP."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int | None
-    """None: no memory step shows it."""
+    """Optimizer states; None: no memory step records them."""
     other_bytes: int | None
     """Activations, inputs, buffers and temporaries at the peak."""
     device_bytes: int | None
     is_sharded: bool
-    """Whether the run shards them: then the memory is that of DDP in its place."""
+    """Whether the run shards the model. The memory is then that of DDP instead."""
 
     @property
     def state_bytes(self) -> int | None:
@@ -60,13 +61,13 @@ class WholeMemory:
 
     @property
     def total_bytes(self) -> int | None:
-        """What a rank needs without sharding."""
+        """The memory of a rank without sharding."""
         state = self.state_bytes
         return None if state is None or self.other_bytes is None else state + self.other_bytes
 
     @property
     def freed_bytes(self) -> int | None:
-        """What sharding takes away from each rank, before the units that it gathers."""
+        """The memory that sharding frees on each rank, without the units that it gathers."""
         state = self.state_bytes
         return None if state is None else state - math.ceil(state / self.num_ranks)
 
@@ -79,7 +80,7 @@ class WholeMemory:
 
     @property
     def sentence(self) -> str:
-        """The answer in words, or why it is unknown."""
+        """The answer in one sentence, or the reason why it is unknown."""
         return self._of_sharded() if self.is_sharded else self._of_replicated()
 
     @property
@@ -124,27 +125,27 @@ class WholeMemory:
 
 @dataclass(frozen=True, slots=True)
 class ReplicationSaving:
-    """The time that DDP would save in each step, or why it is unknown."""
+    """The time that DDP would save in each step, or the reason why it is unknown."""
 
     low_ns: int | None
-    """No bucket of gradients is hidden; may be negative."""
+    """Saved time if no bucket of gradients is hidden. It may be negative."""
     high_ns: int | None
-    """All buckets but the last one are hidden."""
+    """Saved time if all buckets but the last one are hidden."""
     exposed_ns: int
-    """All-gathers, reduce-scatters and all-reduces of FSDP that are exposed now."""
+    """Current exposed time of FSDP's all-gathers, reduce-scatters and all-reduces."""
     all_reduce_ns: int | None
-    """All buckets of the gradients together."""
+    """Time of the all-reduces of all gradient buckets."""
     reason: str
-    """Why the time is unknown; empty: it is known."""
+    """The reason why the time is unknown; empty: it is known."""
 
 
 def measure_whole_memory(
     manifest: RunManifest, peak: PeakMoment | None, device_bytes: int | None
 ) -> WholeMemory | None:
-    """The memory without sharding, of a recorded FSDP or DDP run.
+    """Compute the memory without sharding, for a recorded FSDP or DDP run.
 
     Returns:
-        None for other runs, for one rank and without units.
+        None for other runs, for a run with one rank and for a run without units.
     """
     is_sharded = manifest.sharder in _SHARDED
     if manifest.source == "imported" or not manifest.units:
@@ -177,11 +178,11 @@ def measure_whole_memory(
 def measure_replication_saving(
     run: RunSource, memory: WholeMemory, exposed_by_kind_ns: dict[str, int]
 ) -> ReplicationSaving:
-    """The time that DDP would save in each step of a sharded run.
+    """Compute the time that DDP would save in each step of a sharded run.
 
     Args:
         run: The run.
-        memory: Its memory without sharding.
+        memory: The memory of the run without sharding.
         exposed_by_kind_ns: The exposed time of the typical step, by kind of collective.
     """
     kinds = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
@@ -213,7 +214,7 @@ def _why_unknown(manifest: RunManifest, memory: WholeMemory) -> str:
 
 
 def _find_link(run: RunSource, num_ranks: int) -> LinkFit | None:
-    """The fit of the reductions of these ranks; without one, that of their gathers."""
+    """The fit of the reductions of these ranks, or of their gathers if there are no reductions."""
     bandwidth = measure_bandwidth(run)
     rows: dict[str, KindBandwidth] = {}
     for row in bandwidth.kinds if bandwidth is not None else ():
@@ -225,7 +226,7 @@ def _find_link(run: RunSource, num_ranks: int) -> LinkFit | None:
 
 
 def describe_replication_saving(saving: ReplicationSaving) -> str:
-    """The saving in words, or why it is unknown."""
+    """The saving in one sentence, or the reason why it is unknown."""
     if saving.low_ns is None or saving.high_ns is None:
         return f"What DDP would save per step: cannot tell, because {saving.reason}."
     if saving.high_ns <= 0:

@@ -19,7 +19,7 @@ from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 _LEAST_COMPOSED = 2
-"""Lowest number of readings for a composition over time; `PeakMoment` has a single moment."""
+"""Smallest number of readings for a composition over time. `PeakMoment` covers a single moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class MemoryReading:
     """A `MemoryPoint`: `forward_start`, ..."""
     allocated_bytes: int
     highest_bytes: int
-    """Highest known amount since the previous reading; at least `allocated_bytes`."""
+    """Highest known amount since the previous reading, and at least `allocated_bytes`."""
     reserved_bytes: int | None
     """None on CPU."""
 
@@ -51,12 +51,12 @@ class CategorySeries:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The categories of memory through the step; the series add up to the allocated bytes."""
+    """The categories of memory through the step. The series add up to the allocated bytes."""
 
     offsets_ns: tuple[int, ...]
     """Times of the readings, like `MemoryReading.offset_ns`."""
     series: tuple[CategorySeries, ...]
-    """Categories that are ever above 0, in the order of `MemoryCategory`, without
+    """Categories that exceed 0 at any reading, in the order of `MemoryCategory`, without
     `outside_allocator`."""
 
 
@@ -67,7 +67,7 @@ class PlaceSpan:
     name: str | None
     """A phase, or the fqn of a unit; None: outside all units."""
     start_ns: int
-    """Like `MemoryReading.offset_ns`."""
+    """Start of the interval, like `MemoryReading.offset_ns`."""
     end_ns: int
 
 
@@ -80,15 +80,16 @@ class StepMemory:
     sampled_steps: tuple[int, ...]
     """The steps of the rank that have readings, ascending."""
     is_allocator: bool
-    """Whether an allocator made the readings, and not the storage tracker or an import."""
+    """Whether an allocator made the readings, instead of the storage tracker or an import."""
     readings: tuple[MemoryReading, ...]
-    """By time."""
+    """The readings, by time."""
     composition: Composition | None
-    """None if fewer than two readings of the step have categories."""
+    """The composition; None if fewer than two readings of the step have categories."""
     phases: tuple[PlaceSpan, ...]
     units: tuple[PlaceSpan, ...]
     peak: MemoryReading
-    """The reading with the highest `highest_bytes`; of equals, the one with the most allocated."""
+    """The reading with the highest `highest_bytes`. In a tie, it is the one with the most allocated
+    bytes."""
 
 
 def measure_step_memory(run: RunSource, *, rank: int, step: int | None = None) -> StepMemory | None:
@@ -101,7 +102,7 @@ def measure_step_memory(run: RunSource, *, rank: int, step: int | None = None) -
             composition.
 
     Returns:
-        None if the rank has no reading of this step, or none at all.
+        None if the rank has no reading of this step, or no reading at all.
 
     Raises:
         IncompleteRunError: The run has no data of the rank.
@@ -173,7 +174,7 @@ def _readings(
 
 
 def _knows_categories(table: MemoryTable) -> NDArray[np.bool_]:
-    """Return which readings of all memory have at least one category."""
+    """Return whether each reading of all memory has at least one category."""
     known: NDArray[np.bool_] = np.zeros(len(table), dtype=bool)
     for category in MemoryCategory:
         known |= getattr(table, category.label) != MISSING_INT
@@ -182,7 +183,7 @@ def _knows_categories(table: MemoryTable) -> NDArray[np.bool_]:
 
 
 def _compose(table: MemoryTable, start_ns: int) -> Composition | None:
-    """Return the categories over time; the last series is the unattributed rest."""
+    """Return the categories over time. The last series is the unattributed rest."""
     rows = table.where(_knows_categories(table) & (table.allocated != MISSING_INT))
     if len(rows) < _LEAST_COMPOSED:
         return None
@@ -204,7 +205,7 @@ def _compose(table: MemoryTable, start_ns: int) -> Composition | None:
 def _stretches(
     names: list[str] | list[str | None], offsets_ns: NDArray[np.int64]
 ) -> tuple[PlaceSpan, ...]:
-    """Return the interval of each name, from its first reading to the first one of the next."""
+    """Return the interval of each name, from its first reading to that of the next name."""
     starts = [place for place, name in enumerate(names) if place == 0 or name != names[place - 1]]
     ends = [*starts[1:], len(names) - 1]
     return tuple(

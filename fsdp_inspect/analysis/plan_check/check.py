@@ -34,7 +34,8 @@ from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 MOST_STEPS = 20
-"""Only the first timed steps are checked, because a plan acts the same in every step."""
+"""The number of timed steps to check. Later steps are skipped, because a plan acts equally in
+all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class UnitCheck:
     fqn: str
     reshard_after_forward: bool | int | None
     is_reshard_inferred: bool
-    """The manifest lacks the setting: it is inferred from the all-gathers, so they match it."""
+    """Whether the manifest lacks the setting, so that it is inferred from the all-gathers and
+    matches them."""
     is_consistent: bool
     all_gather: CollectiveCount
     reduce_scatter: CollectiveCount
@@ -63,10 +65,10 @@ class UnitCheck:
 
 @dataclass(frozen=True, slots=True)
 class LoopFacts:
-    """Behaviour of the training loop that no plan declares, read from the collectives."""
+    """Behaviour of the training loop that no plan declares, derived from the collectives."""
 
     microbatches: int
-    """Backward passes per step, the highest number of any checked step."""
+    """Backward passes per step. It is the highest number of any checked step."""
     sync: str
     """Microbatches that reduce gradients: `every`, `last`, `all_reduce_last`, `some`, `never`."""
     kept_between_microbatches: tuple[str, ...]
@@ -75,25 +77,25 @@ class LoopFacts:
 
 @dataclass(frozen=True, slots=True)
 class PlanCheck:
-    """Whether a run follows its plan."""
+    """The result of checking whether a run follows its plan."""
 
     rank: int | None
     """The rank whose collectives are counted; None if the check is not possible."""
     steps: tuple[int, ...]
     """The checked timed steps."""
     is_consistent: bool | None
-    """None: unknown; `sentence` gives the reason."""
+    """Whether the run follows its plan; None: unknown, and `sentence` has the reason."""
     sentence: str
     loop: LoopFacts | None
     totals: tuple[CollectiveTotal, ...]
     units: tuple[UnitCheck, ...]
-    """In the order of the manifest."""
+    """The checks of the units, in the order of the manifest."""
     findings: tuple[PlanFinding, ...]
-    """First contradictions of the plan, then waste of the plan."""
+    """Contradictions of the plan, followed by waste of the plan."""
 
 
 def check_plan(run: RunSource) -> PlanCheck:
-    """Check whether number and size of the collectives match the plan and the units.
+    """Check whether the number and the size of the collectives match the plan and the units.
 
     It reads the passes and collectives of one rank, up to the `MOST_STEPS`-th timed step.
     """
@@ -227,7 +229,7 @@ def _explain(count: UnitCount) -> Iterator[PlanFinding]:
 
 
 def _prefetched_in_vain(counts: Sequence[UnitCount], *, num_steps: int) -> Iterator[PlanFinding]:
-    """Yield one finding for all units whose parameters torch prefetched without a use."""
+    """Yield one finding for all units whose parameters torch prefetched and nothing used."""
     found = [count for count in counts if count.num_unneeded]
     if found:
         number = sum(count.num_unneeded for count in found)
@@ -289,7 +291,7 @@ def _phrase_sizes(count: CollectiveCount) -> str:
 
 
 def _remarks(counts: Sequence[UnitCount]) -> Iterator[PlanFinding]:
-    """Yield what is normal in torch, but not what the settings alone would show."""
+    """Yield facts that are normal in torch but do not follow from the settings alone."""
     yield from _joined(
         PlanFinding("", (count.unit.fqn,), False, count.reduce_scatter.remark, is_normal=True)
         for count in counts
@@ -335,7 +337,7 @@ def _name_sync(
 
 
 def _check_loop(plan: Plan, loop: LoopFacts) -> Iterator[PlanFinding]:
-    """Check the accumulation that the plan declares (the default is not a declaration)."""
+    """Check the accumulation that the plan declares. A default is not a declaration."""
     declared = plan.accumulation
     if declared.microbatches == 1:
         return

@@ -38,10 +38,11 @@ class CollectiveCount:
     kind: str
     """`all_gather`, `reduce_scatter` or `all_reduce`."""
     expected_per_step: float
-    """Mean over the checked steps, like `observed_per_step`: an expert may run in few of them."""
+    """Mean over the checked steps, like `observed_per_step`, because an expert may run in few
+    steps."""
     observed_per_step: float
     expected_count: int
-    """Over all checked steps."""
+    """Expected number over all checked steps."""
     observed_count: int
     expected_bytes: int | None
     """Padded message of one collective; None if none is expected or the size is unknown."""
@@ -50,10 +51,10 @@ class CollectiveCount:
     rule: str
     """The rule behind the expected number."""
     is_consistent: bool
-    """Counts match in every step, and every message has the expected size."""
+    """Whether the counts match in every step, and every message has the expected size."""
     remark: str = ""
-    """How the unit's gradients differ from those of all its parameters in every step, which FSDP
-    supports: a predicate of the unit. Empty: they do not."""
+    """A predicate of the unit about parameters without gradients in some steps, which FSDP
+    supports; empty: all parameters have gradients in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class GatherSurplus:
     """Observed - expected all-gathers of a unit, over all checked steps."""
 
     in_forward: int
-    """Observed - expected; negative if all-gathers are missing."""
+    """Observed - expected all-gathers in forward; negative if all-gathers are missing."""
     in_backward: int
     observed_in_backward: int
     unused: int
@@ -77,12 +78,12 @@ class UnitCount:
     reduce_scatter: CollectiveCount
     all_reduce: CollectiveCount
     reshards: bool
-    """Whether it reshards after forward; inferred from the all-gathers if the manifest lacks it."""
+    """Whether the unit reshards after forward; inferred from the all-gathers if not recorded."""
     is_kept: bool
-    """Whether it stays unsharded between microbatches although no plan declares it."""
+    """Whether the unit stays unsharded between microbatches although no plan declares it."""
     surplus: GatherSurplus
     num_unneeded: int
-    """All-gathers of torch's own backward prefetch that no backward used; `all_gather` does not
+    """All-gathers of torch's own backward prefetch that no backward used. `all_gather` does not
     count them."""
 
 
@@ -93,8 +94,9 @@ class ObservedCollectives:
         """Index a rank's passes and collectives.
 
         Args:
-            events: `PASS_KINDS` and `COUNTED_KINDS` of every step up to the last of `steps`; other
-                kinds are ignored. Earlier steps show what a unit holds at the start of the first.
+            events: Events of `PASS_KINDS` and `COUNTED_KINDS` in every step up to the last of
+                `steps`. Other kinds are ignored. Earlier steps determine whether a unit is
+                unsharded at the start of the first one.
             steps: The steps to compare, ascending.
         """
         self.steps = tuple(steps)
@@ -161,8 +163,8 @@ def count_unit(
     Args:
         unit: The unit, from the manifest.
         plan: The unit's part of the plan; None without a plan.
-        manifest: For the sizes of the process groups.
-        observed: One rank's passes and collectives.
+        manifest: Has the sizes of the process groups.
+        observed: The passes and collectives of one rank.
         roots: The FSDP root of each unit (`find_fsdp_roots`).
     """
     return _UnitCounter(unit, plan, manifest, observed, roots).count()
@@ -187,7 +189,8 @@ class _UnitCounter:
         is_unneeded = find_prefetches_in_vain(
             observed.passes_of(unit.index), gathers, observed.backwards_of(self._with_same_root)
         )
-        # Prefetch lists of the script follow no forward: there, such an all-gather is a mistake.
+        # The prefetch lists of the script do not follow any forward. Such an all-gather is then a
+        # mistake.
         is_unneeded &= not manifest.plan.get("backward_prefetch")
         self._num_unneeded = int(is_unneeded.sum())
         self._gathers = gathers.where(~is_unneeded)
@@ -208,7 +211,7 @@ class _UnitCounter:
         )
 
     def _find_needed_gathers(self) -> tuple[Counter[StepPhase], bool]:
-        """Return the all-gathers that the plan requires, or the ones of a loop that keeps units.
+        """Return the all-gathers that the plan requires, or those of a loop that keeps units.
 
         A training loop may keep a unit unsharded between microbatches without a plan. This
         explanation is used if it matches the observed counts and the plan does not.
@@ -229,7 +232,7 @@ class _UnitCounter:
         """Yield what a loop may do without a plan, and whether it keeps the unit unsharded."""
         yield self._replay(keeps=True), True
         if self._is_recorded and len(find_unshards(self._gathers)):
-            # The script also reshards the unit, which no event shows: its loop cannot be checked.
+            # The script also reshards the unit without an event, so its loop cannot be checked.
             gathers = self._gathers
             yield Counter(zip(gathers.step.tolist(), gathers.phase.tolist(), strict=True)), False
 
@@ -277,7 +280,7 @@ class _UnitCounter:
     def _count_reductions(self, kind: EventKind) -> CollectiveCount:
         unit, observed = self._unit, self._observed
         scatters = kind == EventKind.REDUCE_SCATTER
-        # Torch (2.13) all-reduces in a group of one replica, too, but scatters nothing to one rank.
+        # torch 2.13 also all-reduces in a group of one replica, but scatters nothing to one rank.
         communicates = self._shard > 1 if scatters else unit.replicate_group >= 0
         message = unit.reduce_bytes if scatters else unit.reduce_bytes // max(self._shard, 1)
         rule = "one per backward pass, in the microbatches that synchronise gradients"
@@ -306,8 +309,8 @@ class _UnitCounter:
         """Explain reductions in the first or the last steps only: a script may freeze a unit.
 
         Returns:
-            The reductions that are then needed, by step, and the explanation; None if it does not
-            match the observed reductions, or if nothing changed.
+            The needed reductions by step, and the explanation; None if it does not match the
+            observed reductions, or if nothing changed.
         """
         steps = self._observed.steps
         ran = dict(zip(steps, self._observed.count_per_step(events), strict=True))
@@ -357,7 +360,7 @@ class _UnitCounter:
     def _lacks_gradients(self, events: EventTable) -> bool:
         """Whether messages are smaller because parameters without a gradient are not sent.
 
-        In another dtype, messages are smaller for another reason.
+        Messages in another dtype are smaller for another reason.
         """
         sent = {DTYPES[code] for code in set(events.dtype.tolist()) if code > 0}
         sizes, declared = events.bytes[events.bytes >= 0], self._unit.reduce_bytes
@@ -366,7 +369,7 @@ class _UnitCounter:
         return sent <= {self._unit.reduce_dtype} and bool((sizes <= declared).all())
 
     def _adds_up(self, events: EventTable, expected: Sequence[int]) -> bool:
-        """Whether the reductions of each step are the unit's message, sent in parts."""
+        """Whether the reductions of each step add up to the unit's message."""
         sent = dict.fromkeys(self._observed.steps, 0)
         for step, size in zip(events.step.tolist(), events.bytes.tolist(), strict=True):
             sent[step] += size
@@ -375,7 +378,7 @@ class _UnitCounter:
 
 
 def _without_gradients(kind: EventKind, sizes: Sequence[int], declared: int | None) -> str:
-    """Phrase what it costs that some parameters of a unit get no gradient."""
+    """Phrase the cost of parameters without a gradient."""
     low, high = format_bytes(sizes[0]), format_bytes(sizes[-1])
     sent = low if low == high else f"{low} to {high}"
     return (
@@ -391,10 +394,10 @@ def _reshards(unit: Unit, gathers: EventTable) -> bool:
 
 
 def find_fsdp_roots(manifest: RunManifest) -> dict[int, str | None]:
-    """By unit, its FSDP root: the end of a root's backward reshards the units inside it only.
+    """Find the FSDP root of each unit. The end of its backward reshards only the units inside it.
 
-    The plan has the roots that manage no parameters, too. Without it, units outside all recorded
-    roots share one root, None.
+    The plan also has the roots that manage no parameters. Without a plan, units outside all
+    recorded roots share one root, None.
     """
     planned = {name for unit in manifest.plan.get("units", ()) for name in unit["modules"]}
     outer = [name for unit in manifest.units if unit.is_root for name in unit.modules]

@@ -41,13 +41,13 @@ StepPhase = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class BackwardPasses:
-    """The P backward passes of one rank, each over all units; arrays of shape (P,), by end."""
+    """The P backward passes of one rank, each over all units, as arrays of shape (P,), by end."""
 
     step: NDArray[np.int32]
     microbatch: NDArray[np.int16]
     end_ns: NDArray[np.int64]
     is_last: NDArray[np.bool_]
-    """Whether it is the last pass of its step."""
+    """Whether each pass is the last one of its step."""
 
     @classmethod
     def of(cls, events: EventTable) -> Self:
@@ -81,9 +81,9 @@ def count_needed_gathers(
         own: Forwards and backwards of the unit, evaluation included, from the start of the run.
         passes: The backward passes of the same rank.
         reshards: Whether the unit reshards after forward.
-        keeps_between: Whether it stays unsharded from one microbatch to the next
+        keeps_between: Whether the unit stays unsharded from one microbatch to the next
             (`set_reshard_after_backward(False)` until the last microbatch).
-        unshards_in_backward: Whether its backward gathers at all.
+        unshards_in_backward: Whether the unit's backward gathers at all.
     """
     resets = passes.end_ns[passes.is_last] if keeps_between else passes.end_ns
     last_microbatch = passes.last_microbatch()
@@ -97,7 +97,7 @@ def count_needed_gathers(
         seen = resets_before
         is_backward = kind == EventKind.BACKWARD
         if not is_backward and phase == Phase.BACKWARD and start < backward_end:
-            continue  # repeated inside the unit's own backward, which holds the parameters
+            continue  # repeated inside the unit's own backward, in which the unit is unsharded
         if not holds_all and (unshards_in_backward or not is_backward):
             needed[step, phase] += 1
         if is_backward:
@@ -109,7 +109,7 @@ def count_needed_gathers(
 
 
 def find_unshards(gathers: EventTable) -> EventTable:
-    """The all-gathers that the script issued itself, with `unshard()`."""
+    """The all-gathers that the script issued with `unshard()`."""
     is_early = (gathers.flags & EventFlag.PREFETCHED) != 0
     return gathers.where(is_early & (gathers.issued_by == NO_UNIT))
 
@@ -117,11 +117,11 @@ def find_unshards(gathers: EventTable) -> EventTable:
 def find_prefetches_in_vain(
     own: EventTable, gathers: EventTable, passes: BackwardPasses
 ) -> NDArray[np.bool_]:
-    """Find the prefetches in backward that torch aims at a forward without a backward.
+    """Find the prefetches in backward that torch issues for a forward without a backward.
 
     Without prefetch lists, torch prefetches in the reverse order of all forwards since the last
-    backward pass. An evaluation, a discarded forward or a frozen unit leaves a forward there whose
-    backward never comes: the parameters are gathered and freed unused.
+    backward pass. An evaluation, a discarded forward or a frozen unit leaves a forward without a
+    backward in this order. Its parameters are gathered and freed unused.
 
     Args:
         own: Forwards and backwards of the unit, evaluation included.

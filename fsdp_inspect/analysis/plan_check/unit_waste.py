@@ -25,11 +25,11 @@ class PlanFinding:
     fqns: tuple[str, ...]
     """The units; empty: the whole run."""
     is_contradiction: bool
-    """True: the run does not follow its plan. False: it does, but the plan is wasteful."""
+    """Whether the run contradicts its plan. If it does not, the plan is wasteful."""
     sentence: str
-    """With units: a predicate that holds for each unit. Without units: a whole sentence."""
+    """A predicate that holds for each unit, or a whole sentence if there are no units."""
     is_normal: bool = False
-    """True: normal in torch, and nothing needs to be done."""
+    """Whether the finding is normal in torch and needs no action."""
 
 
 def find_waste(manifest: RunManifest) -> Iterator[PlanFinding]:
@@ -79,7 +79,7 @@ def _full_precision(manifest: RunManifest) -> Iterator[PlanFinding]:
 
 
 def _tied(manifest: RunManifest) -> Iterator[PlanFinding]:
-    """Find two units that hold the same parameter: the units hold more than the model."""
+    """Find two units that hold the same parameter, so that the units hold more than the model."""
     surplus = sum(unit.num_parameters for unit in manifest.units) - manifest.model.num_parameters
     if surplus <= 0 or not manifest.model.num_parameters:
         return

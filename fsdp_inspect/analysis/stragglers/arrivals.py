@@ -23,7 +23,7 @@ from fsdp_inspect.trace.tables import EventTable
 
 _Int64 = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).min
-"""The arrival of a rank that takes no part, or of a rank without an aligned clock."""
+"""The arrival of a rank outside the collective, or of a rank without an aligned clock."""
 _UNKNOWN_DURATION = np.iinfo(np.int64).max
 
 
@@ -33,15 +33,15 @@ class Arrivals:
 
     ranks: tuple[int, ...]
     rows: EventTable
-    """Each collective as one of its ranks recorded it."""
+    """One row for each collective, as one of its ranks recorded it."""
     arrival_ns: _Int64
-    """Shape (C, R), on the reference clock; `NEVER` if unknown."""
+    """Arrivals on the reference clock, shape (C, R); `NEVER` if unknown."""
     transfer_ns: _Int64
-    """Shape (C,). The shortest duration over the ranks."""
+    """The shortest duration over the ranks, shape (C,)."""
     shortest: _Int64
-    """Shape (C,). Position of the rank with the shortest duration: it waits least."""
+    """Position of the rank with the shortest duration, which waits least, shape (C,)."""
     spread_ns: _Int64
-    """Shape (C,). Longest - shortest duration: the skew, measured without clocks."""
+    """Longest - shortest duration, which is the skew measured without clocks, shape (C,)."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,7 +62,7 @@ class Arrivals:
         )
 
     def first_ns(self) -> _Int64:
-        """Return the arrival of the first rank, shape (C,); for collectives of `aligned()`."""
+        """Return the arrival of the first rank, shape (C,). Requires collectives of `aligned()`."""
         known = self.arrival_ns != NEVER
         first: _Int64 = np.where(known, self.arrival_ns, np.iinfo(np.int64).max).min(axis=1)
         return first
@@ -127,7 +127,7 @@ def find_arrivals(
         run: A recorded run.
         ranks: The R ranks; their events in `steps` are read.
         steps: The steps to read.
-        alignment: The clocks; arrivals of ranks that are not aligned are unknown.
+        alignment: The clocks. Arrivals of ranks that are not aligned are unknown.
     """
     matching = Matching(run.manifest.process_groups, run.manifest.world_size)
     parts = [_of_rank(run, rank, steps, alignment, matching) for rank in ranks]

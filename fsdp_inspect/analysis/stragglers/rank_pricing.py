@@ -13,17 +13,17 @@ from fsdp_inspect.trace.run import RunSource
 
 @dataclass(frozen=True, slots=True)
 class StepReplay:
-    """The recorded steps replayed on all sampled ranks."""
+    """The recorded steps, replayed on all sampled ranks."""
 
     steps: tuple[int, ...]
     recorded_ns: int
     """Duration of a recorded step, until the last rank ends it."""
     replayed_ns: int
     error_ratio: float
-    """|replayed - recorded| / recorded, for the steps that the replay was read from. It checks the
-    order of events in the replay; it is not the error of a prediction."""
+    """|replayed - recorded| / recorded, for the steps that supplied the replay. It checks the order
+    of events in the replay. It is not the error of a prediction."""
     balanced_ns: int
-    """Duration of a step in which every rank works like the median rank by work."""
+    """Duration of a step in which every rank has the work of the median rank by work."""
 
 
 class RankPricing:
@@ -43,14 +43,14 @@ class RankPricing:
     def without(self, rank: int) -> tuple[int, int] | None:
         """Compute the cost of a rank's extra work per step, and the rank that it is compared with.
 
-        The comparison uses the median rank, by work, of the other ranks. The cost is the smaller
-        of two differences:
+        The comparison uses the median rank, by work, of the other ranks. The cost is the smaller of
+        two differences:
 
-        - the replayed step - the replayed step in which the rank has the work of the median rank.
-          It is small if a third rank is equally late;
-        - the replayed step in which all ranks have the work of the rank - the one in which all
-          have the work of the median rank. It is small if the two ranks are late in turns, because
-          then neither step contains the waits.
+        - The replayed step - the replayed step in which the rank has the work of the median rank.
+          It is small if a third rank is equally late.
+        - The replayed step in which all ranks have the work of the rank - the replayed step in
+          which all have the work of the median rank. It is small if the two ranks are late in
+          turns, because then neither step contains the waits.
 
         Returns:
             None if the steps cannot be replayed.

@@ -44,9 +44,9 @@ class _Item:
     work_ns: int
     """The rank's own work before the action, from the start of the first step."""
     collective: int
-    """Position among the program's collectives; for a mark, the number of the step."""
+    """Position among the program's collectives. For a mark, it is the number of the step."""
     does: str
-    """`issue`, `wait` or `mark` (the end of a step)."""
+    """The kind of the action: `issue`, `wait` or `mark` (the end of a step)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class Program:
 
     rank: int
     start_ns: int
-    """Start of its first step, on the reference clock."""
+    """Start of the first step, on the reference clock."""
     step_ends_ns: _Int64
-    """Ends of its steps, on the reference clock."""
+    """Ends of the steps, on the reference clock."""
     collectives: EventTable
     turn_ns: _Int64
     """Arrival of the rank at each collective, on the reference clock."""
@@ -101,19 +101,20 @@ class Replay:
 
     @property
     def recorded_ns(self) -> int:
-        """Recorded time of a step, by the last rank; of several, the mean without the first."""
+        """Recorded time of a step on the last rank; the mean over the steps, without the first."""
         ends = np.array([program.step_ends_ns for program in self._programs.values()])
         starts = [program.start_ns for program in self._programs.values()]
         return _step_time(ends.max(axis=0).tolist(), min(starts))
 
     def step_time_ns(self, donors: Mapping[int, int] | None = None) -> int | None:
-        """Return the replayed time of a step, defined as `recorded_ns`.
+        """Return the replayed time of a step, defined like `recorded_ns`.
 
         Args:
             donors: By rank, the rank whose program it runs instead of its own.
 
         Returns:
-            None if the order cannot be replayed: a rank waits for a collective that never ends.
+            None if the order cannot be replayed because a rank waits for a collective that never
+            ends.
         """
         donor_of = donors or {}
         world = _World()
@@ -175,11 +176,11 @@ def _step_time(ends_ns: Sequence[int], start_ns: int) -> int:
 def read_programs(
     run: RunSource, ranks: Sequence[int], steps: Sequence[int], alignment: Alignment
 ) -> list[Program]:
-    """Read the programs of some ranks; ranks that lack one of the steps are left out.
+    """Read the programs of some ranks. Ranks that lack one of the steps are left out.
 
     Args:
         run: A recorded run.
-        ranks: The ranks; only aligned ranks are read.
+        ranks: The ranks. Only aligned ranks are read.
         steps: Consecutive steps.
         alignment: Maps the times of the ranks to one clock.
     """
@@ -220,7 +221,7 @@ def _read_program(rank: int, events: EventTable, alignment: Alignment) -> Progra
 def _find_needs(events: EventTable, collectives: EventTable, start: int, end: int) -> _Int64:
     """Return the start of the wait for each collective; -1 without a wait.
 
-    Kernel traces do not record waits. There, a gap between kernels counts as a wait for the
+    Kernel traces do not record waits. For them, a gap between kernels counts as a wait for the
     collective that ends last in the gap.
     """
     compute = events.where(events.kind == EventKind.COMPUTE)
@@ -239,7 +240,7 @@ def _find_needs(events: EventTable, collectives: EventTable, start: int, end: in
 
 
 class _Compiler:
-    """Turns one rank's rows into items and followers."""
+    """Converts one rank's rows to items and followers."""
 
     def __init__(self, collectives: EventTable, needs: _Int64, waits: Intervals, start: int):
         self.items: list[tuple[int, int, _Item]] = []
@@ -248,7 +249,7 @@ class _Compiler:
         self._collectives, self._needs, self._waits, self._start = collectives, needs, waits, start
 
     def compile(self, stream_end: _Int64, step_ends: _Int64) -> None:
-        """Assign one of the three ways to arrive to every collective; add waits and marks."""
+        """Assign one of the three ways to arrive to every collective. Add waits and marks."""
         rows, needs = self._collectives, self._needs
         work_at_start, work_at_need = self._work(rows.start_ns), self._work(needs)
         waited = np.flatnonzero((needs >= 0) & (rows.end_ns > needs))
@@ -279,13 +280,13 @@ class _Compiler:
         return worked
 
     def _wait_at(self, time: int, waited: _Int64) -> int | None:
-        """Return the collective whose wait covers a moment, the earliest wait of several."""
+        """Return the collective whose wait covers a moment. If several do, it is the earliest."""
         needs, ends = self._needs[waited], self._collectives.end_ns[waited]
         found = waited[(needs < time) & (time < ends)]
         return None if len(found) == 0 else int(found[np.argmin(self._needs[found])])
 
     def _ended_at(self, time: int, position: int) -> int:
-        """Return the previous collective on the stream, which ended at that moment."""
+        """Return the previous collective on the stream, which ended at this moment."""
         rows = self._collectives
         same = (rows.end_ns == time) & (rows.stream == rows.stream[position])
         same &= rows.group == rows.group[position]
@@ -300,12 +301,12 @@ class _Shared:
     missing: int = 0
     arrival_ns: int = 0
     end_ns: int | None = None
-    """Exit of the first rank; None before that."""
+    """Exit of the first rank; None before this exit."""
     last_lag_ns: int = 0
     ahead: int | None = None
     next: list[int] = field(default_factory=list)
     members: list[tuple[int, int]] = field(default_factory=list)
-    """Index of the rank, and position in its program."""
+    """The index of each rank, and the position in its program."""
 
 
 class _World:
@@ -350,7 +351,7 @@ class _World:
         self._worked.append(0)
 
     def _join(self, position: int, key: int, program: Program, recorded: _Recorded) -> int:
-        """Add a new rank to a collective of its program; return the index of the collective."""
+        """Add a new rank to a collective of its program. Return the index of the collective."""
         index = self._by_key.get(key) if key != NO_KEY else None
         if index is None:
             index = len(self._shared)
@@ -395,7 +396,7 @@ class _World:
             self._next_item[number] += 1
 
     def _wait(self, number: int, position: int) -> bool:
-        """Wait for a collective; return whether it has ended."""
+        """Wait for a collective. Return whether it has ended."""
         if self._blocked_since[number] is None:
             self._blocked_since[number] = self._now[number]
             for follower in self._programs[number].in_wait.get(position, ()):
@@ -428,7 +429,7 @@ class _World:
             self._resolved.append(index)
 
     def _release(self, index: int) -> None:
-        """Continue everything that waits for the end of a collective."""
+        """Continue all actions that wait for the end of a collective."""
         shared = self._shared[index]
         assert shared.end_ns is not None
         for number, position in shared.members:

@@ -27,9 +27,9 @@ def chance_of_most(num_longest: int, num_steps: int, num_ranks: int) -> float:
     See [Note: chance].
 
     Args:
-        num_longest: Steps in which the rank works longest, k.
-        num_steps: All steps, n.
-        num_ranks: All ranks, N.
+        num_longest: The number of steps in which the rank works longest, k.
+        num_steps: The number of all steps, n.
+        num_ranks: The number of all ranks, N.
 
     Returns:
         The bound N P, at most 1.
@@ -43,12 +43,12 @@ def chance_of_most(num_longest: int, num_steps: int, num_ranks: int) -> float:
 
 
 def steps_to_tell(num_ranks: int) -> int:
-    """Return the number of steps from which a rank that always works longest is not chance."""
+    """Return the number of steps from which a rank that always works longest is a straggler."""
     return next(n for n in range(1, 64) if chance_of_most(n, n, num_ranks) <= MAX_CHANCE)
 
 
 class RankWork:
-    """The work of each rank in the steps that all ranks have: step time - exposed communication."""
+    """The work (step time - exposed communication) of each rank, in the steps that all have."""
 
     def __init__(self, members: Sequence[RankSteps]):
         steps = common_steps(members)
@@ -72,7 +72,7 @@ class RankWork:
         return int(self._work_ns.shape[1])
 
     def num_longest(self, rank: int) -> int:
-        """Return the number of steps in which every other rank works less; a tie does not count."""
+        """Return the number of steps in which every other rank works less. A tie does not count."""
         own, others = self._split(rank)
         return int(np.count_nonzero(own > others.max(axis=0, initial=-1)))
 
@@ -83,8 +83,8 @@ class RankWork:
     def excess_ns(self, rank: int) -> int:
         """Return the rank's work - the median work of the other ranks, as the median over steps.
 
-        A step cannot become shorter by more than the work that is removed from it, so this is an
-        upper bound of the rank's cost in the typical step. Single stalls and symmetric jitter do
+        This is an upper bound of the rank's cost in the typical step, because a step cannot become
+        shorter by more than the work that is removed from it. Single stalls and symmetric jitter do
         not affect it.
         """
         own, others = self._split(rank)

@@ -81,14 +81,15 @@ MAX_REPLAYED_STEPS = 4
 LEAST_COST_RATIO = 0.02
 LEAST_BUSIEST_RATIO = 0.75
 MAX_ERROR_RATIO = 0.05
-"""A replay with a larger error in its own steps gives no cost."""
+"""The largest accepted error of a replay in its own steps. With a larger error, there is no
+cost."""
 _OWN_PARTS = tuple(part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES)
 """The parts of a step in which a rank does not wait for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank: times of its typical step, and its arrivals at the sampled collectives."""
+    """One rank, with times of its typical step and its arrivals at the sampled collectives."""
 
     rank: int
     host: str
@@ -97,26 +98,29 @@ class RankRow:
     exposed_ns: int
     overlap_ratio: float
     own_work_ns: int
-    """Step time - exposed communication: the time in which it does not wait for other ranks."""
+    """Step time - exposed communication: the time in which the rank does not wait for other
+    ranks."""
     busiest_ratio: float
     """Fraction of the steps in which no other rank works longer."""
     peak_allocated_bytes: int | None
-    """Over all steps, memory steps included."""
+    """Peak over all steps, including memory steps."""
     last_ratio: float | None
-    """Fraction of the sampled collectives at which it arrives last; None if unknown."""
+    """Fraction of the sampled collectives at which the rank arrives last; None if unknown."""
     lateness_ns: int | None
-    """Median time from the first arrival to its arrival; None if its clock is not aligned."""
+    """Median time from the first arrival to the rank's arrival; None if its clock is not
+    aligned."""
     shortest_ratio: float | None
-    """Fraction of the sampled collectives that are shortest on it: a sign of late arrivals that
-    needs no aligned clocks."""
+    """Fraction of the sampled collectives that are shortest on this rank. It is a sign of late
+    arrivals that requires no aligned clocks."""
     coordinates: dict[str, int]
-    """Its place along each dimension of the mesh; empty: unknown, or a mesh without dimensions."""
+    """The rank's place along each dimension of the mesh; empty: unknown, or a mesh without
+    dimensions."""
     dimensions: tuple[DimensionTime, ...]
-    """Its collectives by dimension of the mesh; exposed times add up to `exposed_ns`."""
+    """The rank's collectives by dimension of the mesh. Exposed times add up to `exposed_ns`."""
 
     @property
     def place(self) -> str:
-        """The coordinates in words: `pp 0, tp 1`."""
+        """The coordinates as text: `pp 0, tp 1`."""
         return ", ".join(f"{name} {place}" for name, place in self.coordinates.items())
 
     def exposed_along(self, dimension: str) -> int | None:
@@ -126,7 +130,7 @@ class RankRow:
 
     @property
     def exposed_along_own_names(self) -> int | None:
-        """Exposed time along dimensions with names of the user; None without any."""
+        """Exposed time along dimensions with names of the user; None without such dimensions."""
         times = [row.exposed_ns for row in self.dimensions if row.dimension not in _LABELS]
         return sum(times) if times else None
 
@@ -163,7 +167,7 @@ RANK_DIMENSIONS = TableSpec(
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSkew:
-    """Collectives of one kind, message and process group; medians over the sample."""
+    """Collectives of one kind, message and process group, with medians over the sample."""
 
     kind: str
     dimension: str
@@ -179,7 +183,7 @@ class CollectiveSkew:
     skewed_ratio: float | None
     """Fraction of these collectives whose skew is longer than their transfer."""
     bus_bytes_per_s: float | None
-    """Bus bandwidth of the pure transfer: the rate once all ranks have arrived."""
+    """Bus bandwidth of the pure transfer, which begins when all ranks have arrived."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Arrivals and transfers by collective",
@@ -214,19 +218,19 @@ class Straggler:
     rank: int
     host: str
     last_ratio: float
-    """Fraction of the sampled collectives at which it arrives last."""
+    """Fraction of the sampled collectives at which the rank arrives last."""
     late_ns: int
-    """Its arrival - the median arrival of the other ranks, at the collectives where it is last
-    (median over these collectives)."""
+    """The rank's arrival - the median arrival of the other ranks, as the median over the
+    collectives at which the rank is last."""
     phase: str
-    """The phase in which it loses most time: `forward`, `backward`, ..."""
+    """The phase in which the rank loses most time: `forward`, `backward`, ..."""
     meanwhile: str
-    """The part of its own work that exceeds the median of the other ranks most: `backward`,
+    """The part of the rank's own work that exceeds the median of the other ranks most: `backward`,
     `data`, ..."""
     meanwhile_ns: int
     """The excess of that part, per step."""
     like_rank: int
-    """The median rank, by work, of the other ranks: its work replaces the straggler's in the
+    """The median rank, by work, of the other ranks. Its work replaces the straggler's in the
     replay."""
     cost_ns: int
     """Decrease of the typical step without the straggler's systematic extra work."""
@@ -239,18 +243,18 @@ class Ranks(TableResult):
     """The comparison of the ranks of a run."""
 
     ranks: tuple[RankRow, ...]
-    """By rank; ranks without a timed step are absent."""
+    """The ranks, ascending. Ranks without a timed step are absent."""
     skews: tuple[CollectiveSkew, ...]
-    """Largest total skew first."""
+    """The skews, largest total skew first."""
     skewed_ratio: float | None
-    """Fraction of all sampled collectives whose skew is longer than their transfer. Above one
-    half, RULES R32 puts the straggler before communication."""
+    """Fraction of all sampled collectives whose skew is longer than their transfer. Above one half,
+    RULES R32 puts the straggler before communication."""
     straggler: Straggler | None
     straggler_refusal: str | None
-    """Why it is unknown whether a rank is a straggler, as a clause without a capital letter; None:
-    it is known, or no clocks are aligned (`refusals`)."""
+    """The reason why it is unknown whether a rank is a straggler, as a clause without a capital
+    letter. None: it is known, or no clocks are aligned (`refusals`)."""
     replay: StepReplay | None
-    """None if clocks are not aligned, or the recorded order cannot be replayed."""
+    """The replay; None if clocks are not aligned, or the recorded order cannot be replayed."""
     expert_load: ExpertLoad | None
     """The load of the ranks that share experts; None without expert parallelism."""
     sampled_ranks: tuple[int, ...]
@@ -258,7 +262,7 @@ class Ranks(TableResult):
     clock_uncertainty_ns: int | None
     """Largest uncertainty between two sampled ranks; None if fewer than two are aligned."""
     refusals: tuple[str, ...]
-    """Sentences about results that are unknown, with the reason."""
+    """Unknown results with the reason, one sentence each."""
 
     @property
     def imbalance_ns(self) -> int | None:
@@ -285,7 +289,7 @@ class Ranks(TableResult):
         ),
     )
     DIMENSIONS: ClassVar[TableSpec] = RANK_DIMENSIONS
-    """Of `ranks`, their dimensions only."""
+    """The columns of `ranks` for their dimensions."""
     SKEWS: ClassVar[TableSpec] = TableSpec(
         "Skew of the collectives",
         (
@@ -302,7 +306,7 @@ class Ranks(TableResult):
             metric_column("bus_bytes_per_s", label="bus"),
         ),
     )
-    """Of `skews`."""
+    """The columns of `skews`."""
 
     def rows(self) -> Sequence[RankRow]:
         """The ranks, by rank."""
@@ -313,8 +317,8 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
     """Compare the ranks of a run.
 
     It reads the summary of all ranks, and the events of at most `max_ranks` ranks in
-    `MAX_SAMPLED_STEPS` steps: the ranks that communicate least, because a straggler does not wait
-    for other ranks, and other ranks spread evenly.
+    `MAX_SAMPLED_STEPS` steps. These are the ranks that communicate least, because a straggler does
+    not wait for other ranks, and other ranks spread evenly.
     """
     timed = timed_ranks(run)
     members = timed.members
@@ -506,7 +510,7 @@ class _Priced:
 
 
 def _find_straggler(evidence: _Evidence) -> tuple[_Priced | None, str | None]:
-    """Return the straggler, or why it is unknown; see [Note: straggler conditions]."""
+    """Return the straggler, or the reason why it is unknown; see [Note: straggler conditions]."""
     row = _find_suspect(evidence)
     if row is None:
         return None, None
@@ -539,7 +543,7 @@ def _find_straggler(evidence: _Evidence) -> tuple[_Priced | None, str | None]:
 
 
 def _find_suspect(evidence: _Evidence) -> RankRow | None:
-    """Return the rank that works longest in most steps, by enough to matter; None without one."""
+    """Return the rank that works longest in most steps, if its extra work matters; else None."""
     work, least = evidence.work, LEAST_COST_RATIO * evidence.step_time_ns
     if evidence.pricing.result is None or len(evidence.aligned) == 0 or work.num_steps == 0:
         return None
@@ -555,7 +559,7 @@ def _find_suspect(evidence: _Evidence) -> RankRow | None:
 
 
 def _is_waited_for(evidence: _Evidence, rank: int) -> bool:
-    """Return whether this rank causes most of the skew, by more than the clocks' uncertainty."""
+    """Return whether this rank causes most of the skew, by more than the uncertainty of clocks."""
     aligned = evidence.aligned
     is_last = aligned.last() == aligned.ranks.index(rank)
     skew = aligned.skew_ns()
@@ -587,7 +591,7 @@ def _describe_straggler(
 
 
 def _how_late(aligned: Arrivals, rank: int) -> tuple[int, str]:
-    """Return the median delay of a rank where it is last, and the phase with the largest delay.
+    """Return the rank's median delay when it is last, and the phase with the largest delay.
 
     The delay is the rank's arrival - the median arrival of the other ranks.
     """

@@ -11,7 +11,7 @@ from fsdp_inspect.analysis.step_selection import RankSteps
 def sample_ranks(members: Sequence[RankSteps], most: int) -> list[int]:
     """Return at most `most` ranks: those that communicate least, and others spread evenly.
 
-    A straggler does not wait for other ranks, so it is among the ranks that communicate least.
+    A straggler does not wait for other ranks, so it is one of the ranks that communicate least.
     """
     ranks = [member.rank for member in members]
     if len(ranks) <= most:
@@ -35,7 +35,7 @@ def common_steps(members: Sequence[RankSteps]) -> list[int]:
 
 
 def spread(values: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` of the values, evenly spread, with the first and the last."""
+    """Return at most `most` of the values, evenly spread, including the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[round(place)] for place in np.linspace(0, len(values) - 1, most).tolist()]

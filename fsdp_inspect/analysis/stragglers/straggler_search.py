@@ -24,7 +24,7 @@ def may_have_straggler(ranks: Sequence[RankOverlap]) -> bool:
 
 
 def find_straggler(run: RunSource, ranks: Sequence[RankOverlap]) -> StragglerFacts | None:
-    """Return the rank that the other ranks wait for, confirmed by a replay; None without one."""
+    """Return the rank that the other ranks wait for, as confirmed by a replay; None without one."""
     if not may_have_straggler(ranks):
         return None
     straggler = measure_ranks(run).straggler

@@ -55,22 +55,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The limit of the step, in words and numbers."""
+    """The limit of the step, with sentences and numbers."""
 
     limit: Limit
     sentence: str
-    """The headline: the limit with one number, at most 12 words."""
+    """The headline, which states the limit with one number in at most 12 words."""
     why: str
     """All details behind the headline."""
     next_steps: tuple[str, ...]
-    """Changes to try, best first; may be a single "change nothing"."""
+    """Changes to try, best first. It may be a single "change nothing"."""
     numbers: dict[str, float | int | None] = field(default_factory=dict)
     """The numbers behind the verdict, by metric name."""
     is_outside_fsdp: bool = False
-    """The limit is communication, most of which FSDP did not issue."""
+    """Whether the limit is communication, and FSDP did not issue most of it."""
     because: str = ""
-    """The main reason in one short sentence, with the unit, the cause and the rank if known; empty:
-    there is no limit, and `why` says why."""
+    """The main reason in one short sentence, with the unit, the cause and the rank if known. Empty:
+    there is no limit, and `why` has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ UNKNOWN = Verdict(
 
 
 def give_no_verdict(sentence: str, why: str, next_step: str) -> Verdict:
-    """Return a verdict without a limit, because the trace does not show enough."""
+    """Return a verdict without a limit, because the trace lacks data."""
     return Verdict(Limit.UNKNOWN, sentence, why, (next_step,))
 
 
@@ -109,7 +109,7 @@ def give_verdict(facts: StepFacts) -> Verdict:
 def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> RankVerdict:
     """Return the limit of one rank's typical step.
 
-    If a straggler limits the run, the other ranks have no limit of their own: they wait for it.
+    If a straggler limits the run, the other ranks have no own limit, because they wait for it.
 
     Args:
         rank: The rank.

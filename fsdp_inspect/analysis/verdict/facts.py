@@ -12,12 +12,12 @@ class Waiting:
     """The owner of the longest exposed time, without the floor."""
 
     fqn: str | None
-    """None: the collective belongs to no unit."""
+    """The unit's name; None: the collective belongs to no unit."""
     kind: str
     phase: str
     exposed_ns: int
     cause: str = ""
-    """The `Cause` of most of it; empty: unknown."""
+    """The `Cause` of most of the exposed time; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class OtherPart:
     dimension: str
     """The dimension of the mesh: `tp`, `world`, ...; `other` if it is unknown."""
     exposed_ns: int
-    """Of this part."""
+    """Exposed time of this part."""
     total_ns: int
-    """Of all communication that FSDP did not issue."""
+    """Exposed time of all communication that FSDP did not issue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,14 @@ class StragglerFacts:
     cost_ns: int
     """Decrease of the typical step without the straggler's extra work."""
     last_ratio: float
-    """Fraction of the collectives at which it arrives last, 0 to 1."""
+    """Fraction of the collectives at which the rank arrives last, 0 to 1."""
     late_ns: int
-    """Median delay behind the median of the other ranks, at the collectives where it is last."""
+    """Median delay behind the median of the other ranks, at the collectives at which the rank is
+    last."""
     phase: str
     """The phase with the largest delay."""
     meanwhile: str
-    """The part of its step that exceeds the same part of the other ranks most."""
+    """The part of the rank's step that exceeds the same part of the other ranks most."""
     meanwhile_ns: int
     """The excess of that part, per step."""
 
@@ -74,7 +75,7 @@ class MemoryGrowthFacts:
     rank: int
     bytes_per_step: float
     steps_until_full: int | None
-    """None if the device's memory is unknown (CPU)."""
+    """Steps until the device is full; None if its memory is unknown (CPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,38 +84,41 @@ class StepFacts:
 
     step_time_ns: int
     compute_ns: int
-    """Forward, backward and optimizer; in a kernel trace also compute of unknown phase."""
+    """Time of forward, backward and optimizer. In a kernel trace it includes compute of unknown
+    phase."""
     data_ns: int
     host_bound_ns: int
     exposed_ns: int
     floor_ns: int
     other_ns: int
     exposed_by_kind_ns: Mapping[str, int] = field(default_factory=dict)
-    """`all_gather`, `reduce_scatter`, `all_reduce`, `other`; they add up to `exposed_ns`."""
+    """Exposed time of `all_gather`, `reduce_scatter`, `all_reduce` and `other`. They add up to
+    `exposed_ns`."""
     causes_ns: Mapping[str, int] = field(default_factory=dict)
     """Exposed time by cause, only causes above 0; empty if the causes are unknown."""
     backward_gathers_ns: int = 0
     """Exposed time of the all-gathers in backward, which `SharderTraits.keep_gathered` removes."""
     top: Waiting | None = None
     reduces_in_float32: bool = False
-    """At least one unit reduces its gradients in float32."""
+    """Whether at least one unit reduces its gradients in float32."""
     blocks_host: bool = False
-    """The backend's collectives are synchronous."""
+    """Whether the collectives of the backend are synchronous."""
     backend: str = ""
     is_kernel_trace: bool = False
-    """Imported kernel trace: it shows when kernels ran, but no waits for collectives or data."""
+    """Whether the run is an imported kernel trace, which shows when kernels ran, but no waits for
+    collectives or data."""
     sharder: SharderTraits = FSDP2_TRAITS
-    """Whose settings the verdict names."""
+    """The sharder whose settings the verdict names."""
     knows_fsdp: bool = True
-    """A collective without a unit is known not to come from FSDP."""
+    """Whether a collective without a unit is known not to come from FSDP."""
     other_part: OtherPart | None = None
-    """Set if more exposed time comes from other code than from FSDP: no sharding plan changes
+    """The part outside FSDP, if other code exposes more time than FSDP. No sharding plan changes
     it."""
     has_plan: bool = False
-    """The run has its sharding plan, so `advise` can simulate other plans. The verdict then names
-    no change of the plan: only the simulation decides which change helps."""
+    """Whether the run has its sharding plan, so that `advise` can simulate other plans. The verdict
+    then names no change of the plan, because only the simulation decides which change helps."""
     has_gathers: bool = True
-    """The step gathers parameters: the run has a sharding plan that can be changed."""
+    """Whether the step gathers parameters. The sharding plan can then be changed."""
     num_units: int = 0
     largest_unit_ratio: float = 0.0
     """Fraction of the parameters in the largest unit."""
@@ -126,13 +130,13 @@ class StepFacts:
     """(reserved - active) / reserved at the peak; None: not recorded."""
     num_alloc_retries: int | None = None
     highest: HighestMoment | None = None
-    """None: no memory step shows what the peak holds."""
+    """The peak of a memory step; None if no memory step records its contents."""
     rank: int | None = None
     """The rank of the step; None: unknown."""
     straggler: StragglerFacts | None = None
     growth: MemoryGrowthFacts | None = None
     contradiction: str | None = None
-    """How the run contradicts its plan, as a sentence; None: the run follows its plan."""
+    """The contradiction between the run and its plan, as a sentence; None: there is none."""
 
     def ratio(self, duration_ns: int) -> float:
         """Return a time as a fraction of the step; 0 for a step without duration."""
@@ -145,12 +149,12 @@ class StepFacts:
 
     @property
     def avoidable_ns(self) -> int:
-        """Exposed time that some change can hide; in an unwrapped model all of it."""
+        """Exposed time that some change can hide. In an unwrapped model, this is all of it."""
         return self.exposed_ns if self.is_unwrapped else self.exposed_ns - self.floor_ns
 
     @property
     def late_ranks_ns(self) -> int:
-        """Exposed time spent waiting for ranks that arrive later."""
+        """Exposed time of waits for ranks that arrive later."""
         return self.causes_ns.get(Cause.STRAGGLER.label, 0)
 
 

@@ -13,7 +13,7 @@ OTHER_RATIO = 0.30
 CREEP_STEPS = 10_000
 """Growth is a risk if it fills the device within this number of steps."""
 CREEP_RATIO = 0.001
-"""Growth is a risk from this fraction of the peak per step, if the device's memory is unknown."""
+"""If the device's memory is unknown, growth is a risk from this fraction of the peak per step."""
 
 
 class Limit(StrEnum):
@@ -29,11 +29,11 @@ class Limit(StrEnum):
     OTHER = "other"
     COMPUTE = "compute"
     UNKNOWN = "unknown"
-    """No timed step, or a trace that does not show enough."""
+    """There is no timed step, or the trace lacks data."""
 
 
 def find_limit(facts: StepFacts) -> Limit:
-    """Return the limit of a step: first a risk for the run, then the largest ratio."""
+    """Return the limit of a step. A risk for the run comes first, then the largest ratio."""
     if facts.device_ratio is not None and facts.device_ratio >= MEMORY_RATIO:
         return Limit.MEMORY
     if _creeps(facts):

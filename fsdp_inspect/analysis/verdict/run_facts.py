@@ -38,11 +38,11 @@ _COMPUTE_PARTS = (StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """The results of the analyses of a run; None where an analysis has no result."""
+    """The results of the analyses of a run; None if an analysis has no result."""
 
     manifest: RunManifest
     hosts: dict[int, str]
-    """By rank."""
+    """The machine of each rank."""
     breakdown: Breakdown
     memory: Memory
     exposed: Exposed | None
@@ -77,7 +77,7 @@ def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
 
 
 def _find_doubt(answers: Answers, step: StepBreakdown) -> Verdict | None:
-    """Why an imported trace allows no verdict; None: it allows one."""
+    """The reason why an imported trace allows no verdict, as a verdict; None: it allows one."""
     manifest = answers.manifest
     if manifest.source != "imported":
         return None
@@ -175,8 +175,7 @@ def _has_gathers(answers: Answers) -> bool:
     """Return whether FSDP gathers parameters in the step.
 
     If the source does not record which collectives FSDP issues, an all-gather in forward or
-    backward counts. An all-gather after the optimizer (ZeRO-1) leaves nothing to prefetch or
-    reshard.
+    backward counts. An all-gather after the optimizer (ZeRO-1) cannot be prefetched or resharded.
     """
     manifest = answers.manifest
     if answers.exposed is None:
@@ -228,7 +227,7 @@ def _top_owner(exposed: Exposed) -> Waiting | None:
 
 
 def _main_cause(owner: ExposedOwner) -> str:
-    """The cause of more than half of an owner's exposed time without the floor; or empty."""
+    """The cause of more than half of an owner's exposed time without the floor; empty: none."""
     causes = {name: time for name, time in owner.causes_ns.items() if name != Cause.FLOOR.label}
     largest = max(causes, key=lambda name: causes[name], default="")
     return largest if largest and 2 * causes[largest] > sum(causes.values()) else ""

@@ -19,24 +19,25 @@ from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.trace.codes import Phase
 
 FRAGMENTED_RATIO = 0.10
-"""R21 applies if a larger fraction of reserved memory is unused at the peak."""
+"""R21 applies if more than this fraction of reserved memory is unused at the peak."""
 WORTH_NAMING_RATIO = 0.02
-"""Changes that concern a smaller fraction of the step are not advised."""
+"""Changes that affect a smaller fraction of the step are not advised."""
 
 COMPARE_PLANS = "Compare other sharding plans by simulation: `fsdp-inspect advise RUN`."
-"""The only next step about the plan of a recorded run. Which change of the plan helps is the answer
-of the simulation, so the verdict names none and cannot contradict it."""
+"""The only next step about the plan of a recorded run. The simulation decides which change of the
+plan helps. The verdict names no change, so it cannot contradict the simulation."""
 FIND_CALL = "Find the call that issues it: `fsdp-inspect exposed RUN` shows its kind and phase."
 
 Words = tuple[str, str, str, tuple[str, ...]]
-"""The headline, the main reason in one short sentence, all of it, the changes to try next."""
+"""The headline, the main reason in one short sentence, the complete reason, the changes to try
+next."""
 
 _PHASES_BY_NAME = frozenset({"forward", "backward"})
-"""The phases that a text names; the others do not locate a wait."""
+"""The phases that a text names. The other phases do not locate a wait."""
 
 
 def phrase_limit(limit: Limit, facts: StepFacts) -> Words:
-    """Phrase a limit; if the run contradicts its plan, the next steps begin with that."""
+    """Phrase a limit. The first next step is a contradiction between run and plan, if any."""
     sentence, because, why, next_steps = _WORDS[limit](facts)
     if facts.contradiction:
         first = f"First find out why the plan check fails. {facts.contradiction}"
@@ -98,7 +99,7 @@ def _phrase_highest(facts: StepFacts) -> str:
 
 
 def _unused_ratio(facts: StepFacts) -> float:
-    """Return the unused fraction of reserved memory: as recorded, otherwise from the two peaks."""
+    """Return the unused fraction of reserved memory, as recorded or else from the two peaks."""
     if facts.fragmentation_ratio is not None:
         return facts.fragmentation_ratio
     reserved, allocated = facts.peak_reserved_bytes or 0, facts.peak_allocated_bytes or 0
@@ -202,7 +203,7 @@ def _phrase_straggler(facts: StepFacts) -> Words:
 
 
 def describe_extra_work(straggler: StragglerFacts) -> str:
-    """`backward takes 3.86 s longer`: the extra work of a straggler; empty without any."""
+    """Describe the extra work of a straggler: `backward takes 3.86 s longer`; empty without any."""
     if straggler.meanwhile_ns <= 0:
         return ""
     part = find_metric(f"{straggler.meanwhile}_ns").label
@@ -210,7 +211,7 @@ def describe_extra_work(straggler: StragglerFacts) -> str:
 
 
 def _may_name_plans(facts: StepFacts) -> bool:
-    """Whether the verdict names changes of the plan: no simulation of this run can choose one."""
+    """Whether the verdict names changes of the plan, because no simulation can choose one."""
     return facts.has_gathers and not facts.has_plan
 
 
@@ -237,7 +238,7 @@ def _phrase_communication(facts: StepFacts) -> Words:
 
 
 def _phrase_other_part(facts: StepFacts, part: OtherPart) -> Words:
-    """The largest part of the exposed time comes from other code than FSDP."""
+    """Phrase the limit if most of the exposed time comes from code outside FSDP."""
     name, remedy = describe_other_part(part)
     place = f" in {part.phase}" if part.phase in _PHASES_BY_NAME else ""
     kind = part.kind.replace("_", "-")
@@ -252,7 +253,7 @@ def _phrase_other_part(facts: StepFacts, part: OtherPart) -> Words:
 
 
 def describe_other_part(part: OtherPart) -> tuple[str, str]:
-    """The name of communication that FSDP did not issue, and what to do about it."""
+    """Return the name of communication that FSDP did not issue, and its remedy."""
     if part.dimension in _DIMENSIONS:
         return _DIMENSIONS[part.dimension]
     if part.dimension not in _LOOP_DIMENSIONS:
@@ -286,7 +287,7 @@ _DIMENSIONS = {
         "Use more microbatches, or a schedule with smaller gaps between the stages.",
     ),
 }
-"""By mesh dimension: its name in words, and what to do."""
+"""The name of each mesh dimension in a sentence, and its remedy."""
 
 
 def _phrase_kinds(facts: StepFacts) -> str:
@@ -303,7 +304,7 @@ def _phrase_kinds(facts: StepFacts) -> str:
 
 
 def _phrase_causes(facts: StepFacts) -> str:
-    """`By cause: late issue 38.0 ms, bandwidth 12.1 ms.`; they add up to the exposed time."""
+    """`By cause: late issue 38.0 ms, bandwidth 12.1 ms.` The causes add up to the exposed time."""
     named = [
         f"{cause.replace('_', ' ')} {format_ns(duration)}"
         for cause, duration in facts.causes_ns.items()
@@ -329,7 +330,7 @@ def _phrase_most_exposed(facts: StepFacts) -> str:
 
 
 def _phrase_main_wait(facts: StepFacts) -> str:
-    """The unit, cause and rank of the longest wait, or what makes all waits alike."""
+    """Phrase the unit, cause and rank of the longest wait, or the property that all waits share."""
     if facts.blocks_host:
         blocks = f"Collectives block the host on {facts.backend}."
         return f"{blocks} {_phrase_most_exposed(facts)}".strip()
@@ -436,7 +437,7 @@ def _phrase_compute(facts: StepFacts) -> Words:
 
 
 def _say_plan_gain(facts: StepFacts) -> str:
-    """What a change of communication can gain in a compute-bound step."""
+    """Phrase the possible gain from a change of communication in a compute-bound step."""
     if facts.has_plan:
         return (
             f"Another sharding plan can hide at most {format_ns(max(facts.avoidable_ns, 0))} of "
