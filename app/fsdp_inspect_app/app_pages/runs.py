@@ -150,7 +150,7 @@ def _show_table(frame: pd.DataFrame) -> list[str]:
                 if column.endswith(BASELINE_SUFFIX)
             },
             "mark": st.column_config.TextColumn(width=90),
-            "step time over steps": st.column_config.LineChartColumn(
+            "step times": st.column_config.LineChartColumn(
                 width=110,
                 help="Step time of the timed steps of the median rank, from the first to the "
                 "last. Each line has its own scale.",

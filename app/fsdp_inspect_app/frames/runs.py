@@ -55,7 +55,7 @@ def _run_row(
         **known,
         "status": summary.status,
         "step time (ms)": ms(summary.step_time_ns),
-        "step time over steps": [ms(value) for value in summary.step_times_ns] or None,
+        "step times": [ms(value) for value in summary.step_times_ns] or None,
         "exposed (ms)": ms(summary.exposed_ns),
         "overlap": summary.overlap_ratio,
         "peak allocated (MiB)": mib(summary.peak_allocated_bytes),
