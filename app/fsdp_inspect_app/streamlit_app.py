@@ -11,6 +11,7 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.result_types import RunStatus
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.access import require_login
+from fsdp_inspect_app.command_palette import show_command_palette
 from fsdp_inspect_app.empty_states import show_failure
 from fsdp_inspect_app.pages import FIRST, LIVE, SECTIONS, PageFile, find_page
 from fsdp_inspect_app.selection import (
@@ -29,7 +30,7 @@ _SIDEBAR_PX = 264
 _MOST_LETTERS = 200
 
 
-def pick_run() -> None:
+def pick_run(*, is_live: bool) -> None:
     """Choose the run that the pages are about, starting from the one in the address."""
     ids = [entry.id for entry in loading.list_entries()]
     if not ids:
@@ -38,6 +39,8 @@ def pick_run() -> None:
     with st.sidebar:
         chosen = st.selectbox("Run", ids, key=RUN_KEY, on_change=forget_lost_run)
     link(RUN_KEY, chosen)
+    with st.sidebar:
+        show_command_palette(visible_pages(is_live=is_live), ids, chosen)
     lost = lost_run()
     if lost is not None:
         st.warning(
@@ -57,6 +60,12 @@ def make_page(file: PageFile, *, is_live: bool) -> st.Page:
         default=file.name == FIRST,
         visibility="visible" if is_live or file.name != LIVE else "hidden",
     )
+
+
+def visible_pages(*, is_live: bool) -> list[PageFile]:
+    """The pages that the navigation lists."""
+    files = [file for section in SECTIONS.values() for file in section if file.exists]
+    return [file for file in files if is_live or file.name != LIVE]
 
 
 def is_chosen_live() -> bool:
@@ -91,7 +100,7 @@ page = st.navigation(menu)
 show_title(page.title)
 st.set_page_config(page_title=f"{page.title} - FSDP Inspect")
 require_login()
-pick_run()
+pick_run(is_live=is_live)
 try:
     page.run()
 except Exception as error:  # the page says what is wrong; the log has the rest
