@@ -1,0 +1,63 @@
+"""Add the dashboard's title and its script for the history to Streamlit's HTML page."""
+
+from pathlib import Path
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_TITLE = (b"<title>Streamlit</title>", b"<title>FSDP Inspect</title>")
+_HEAD = b"<head>"
+
+
+class Shell:
+    """ASGI middleware that changes the HTML page which loads Streamlit, and nothing else."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        script = Path(__file__).with_name("history.js").read_bytes()
+        self._head = b"".join((_HEAD, b"<script>\n", script, b"</script>"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and change the answer if it is an HTML page."""
+        if scope["type"] != "http" or "text/html" not in Headers(scope=scope).get("accept", ""):
+            await self._app(scope, receive, send)
+            return
+        plain = dict(scope)
+        plain["headers"] = [
+            (name, value) for name, value in scope["headers"] if name != b"accept-encoding"
+        ]
+        await self._app(plain, receive, _Page(send, self._head).send)
+
+
+class _Page:
+    """One answer, which is held back until its body is complete if it is HTML."""
+
+    def __init__(self, send: Send, head: bytes) -> None:
+        self._send = send
+        self._head = head
+        self._start: Message | None = None
+        self._body = b""
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer, or keep it."""
+        if message["type"] == "http.response.start" and _is_html(message):
+            self._start = message
+        elif message["type"] == "http.response.body" and self._start is not None:
+            self._body += message.get("body", b"")
+            if not message.get("more_body"):
+                await self._send_page(self._start)
+        else:
+            await self._send(message)
+
+    async def _send_page(self, start: Message) -> None:
+        body = self._body.replace(*_TITLE, 1).replace(_HEAD, self._head, 1)
+        headers = MutableHeaders(raw=list(start["headers"]))
+        if "content-length" in headers and self._body:
+            headers["content-length"] = str(len(body))
+        await self._send({**start, "headers": headers.raw})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _is_html(start: Message) -> bool:
+    headers = Headers(raw=start["headers"])
+    return headers.get("content-type", "").startswith("text/html")
