@@ -88,7 +88,7 @@ _NOT_WORK = frozenset(
         *("hpu_user_annotation", "itt_annotation", "", "async_gpu", "user_annotation_async"),
     }
 )
-"""Categories of complete events that describe no work of a device."""
+"""Categories of complete events that do not describe work of a device."""
 _CODES = {name: int(category) for name, category in _CATEGORIES.items()}
 """Plain numbers: an array of enum members takes three times as long to make."""
 

@@ -118,7 +118,7 @@ def _other_circumstances(expected: Circumstances, manifest: RunManifest) -> Iter
 
 
 def _is_implied(name: str, ran: Circumstances) -> bool:
-    """Whether a value follows from the world size instead of being set."""
+    """Whether a value follows from the world size, so that nobody set it."""
     return name == "gpus_per_node" and ran.emulation.get("inter") is None
 
 
