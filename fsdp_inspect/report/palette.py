@@ -55,7 +55,7 @@ PART_LOOKS = {
     StepPart.OTHER: OTHER,
     StepPart.BETWEEN_STEPS: BETWEEN_STEPS,
 }
-"""The look of every part of a step."""
+"""The look of each part of a step."""
 
 _WAIT_LOOKS = {
     "all_gather": EXPOSED_ALL_GATHER,
