@@ -5,20 +5,19 @@ A mark is taken now, cheaply, and read later as nanoseconds on the host's monoto
 a stream. The recorder reads it a step or more later, when the event has completed. Nothing here
 synchronises after attach.
 
-[Note: Device time on the host clock]
-An event on the compute stream is no usable reference: it runs late by as much as the host is ahead.
-The reference is an event on an otherwise idle stream: one at attach (synchronised once), and one
-more at each step (`CudaClock.advance`). Each such *anchor* bounds the offset between the two clocks
-from both sides. An event cannot run before the host records it, and it has run when a query
-reports it complete:
+[Note: Device time on the host clock] An event on the compute stream is no usable reference: it runs
+late by the lead of the host. The reference is an event on an otherwise idle stream: one at attach
+(synchronised once), and one more at each step (`CudaClock.advance`). Each such *anchor* bounds the
+offset between the two clocks from both sides. An event cannot run before the host records it, and
+it has run when a query reports it complete:
 
     host time before record - device time  <=  offset  <=  host time after the query - device time
 
 The clock keeps the best bound of each side. A bound loosens with time by `_DRIFT_RATIO`, the
 largest assumed difference in rate between the two clocks. The lower bound is the estimate, because
 an idle stream runs an event within microseconds. The distance between the bounds is the current
-uncertainty. It grows where the idle stream shares its hardware queue with a busy one
-(`CUDA_DEVICE_MAX_CONNECTIONS=1`) and each anchor runs late.
+uncertainty. It grows if the idle stream shares its hardware queue with a busy stream
+(`CUDA_DEVICE_MAX_CONNECTIONS=1`), because each anchor then runs late.
 
 A mark is read against the anchor before it, which keeps the elapsed time short: `elapsed_time` is
 a float32 of milliseconds, exact to 60 ns at one second but to 8 µs at 100 s.
@@ -96,15 +95,15 @@ class HostClock:
         return
 
     def ready(self, mark: int) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def read(self, mark: int) -> int:
-        """The mark itself."""
+        """Return the mark itself."""
         return mark
 
     def host_now(self) -> int:
-        """Now, ns."""
+        """The current time, ns."""
         return time.perf_counter_ns()
 
     def advance(self) -> None:

@@ -95,7 +95,7 @@ class StepReading:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Equal for steps with the same boundaries in the same order."""
+        """A value that is equal for steps with the same boundaries in the same order."""
         places = tuple((each.part, each.unit, each.number) for each in self.stretches)
         return (places, self.passes, self.reduce_order)
 
@@ -193,7 +193,7 @@ class _Reader:
     def _found(self) -> Iterator[tuple[int | None, Pass, list[_Boundary]]]:
         """Each pass with its start and its boundaries, in the order of time.
 
-        The start is None for a pass that begins where the one before it ended.
+        The start is None for a pass that begins at the end of the previous pass.
         """
         repeated = (self._events.flags & EventFlag.RECOMPUTE) != 0
         forward = self._rows(EventKind.FORWARD) & ~repeated
@@ -298,9 +298,10 @@ class _Reader:
             low = end
 
     def _reduction_start(self, unit: int, after_ns: int) -> int | None:
-        """The issue of the reduce-scatter behind a unit's backward.
+        """The issue of the reduce-scatter after a unit's backward.
 
-        None if the unit has another boundary first: then this backward reduced nothing.
+        None if another boundary of the unit comes first, because this backward then reduced
+        nothing.
         """
         later = [issue for issue, owner in self._reductions if owner == unit and issue >= after_ns]
         if not later:

@@ -155,9 +155,9 @@ class Workload:
     """One per unit."""
     pieces: Sequence[Piece]
     passes: Sequence[Pass]
-    """In the order in which they run."""
+    """The passes in the order in which they run."""
     final_order: Sequence[int] = field(default_factory=tuple)
-    """The order in which torch visits the units after a backward: that of `named_modules`."""
+    """The order in which torch visits the units after a backward: the order of `named_modules`."""
     after_ns: int = 0
     """Time after the last pass: clipping, optimizer, zeroing, the rest of the step."""
     host_ahead_ns: int | None = None
@@ -186,7 +186,7 @@ class Workload:
 
 
 def reversed_tape(tape: Tape) -> Tape:
-    """The backward of a tape: everything in reverse, so that what was left is entered."""
+    """The backward of a tape: the reversed tape, with ENTER and LEAVE exchanged."""
     opposite = {Op.ENTER: Op.LEAVE, Op.RUN: Op.RUN, Op.LEAVE: Op.ENTER}
     return tuple((opposite[op], index) for op, index in reversed(tape))
 
@@ -202,7 +202,7 @@ def passes_of(
 
     Args:
         tape: The tape of the forward.
-        microbatches: What differs between the microbatches.
+        microbatches: The settings of each microbatch.
         before_forward_ns: Time before each forward.
         after_forward_ns: Time between a forward and its backward: the loss.
     """

@@ -308,7 +308,7 @@ class DeviceTable(Table):
     counter since the start of the thread: use differences."""
     gpu_temperature_c: NDArray[np.int16]
     gpu_clock_limits: NDArray[np.int64]
-    """Why the GPU's clocks are not higher: bits of `nvmlClocksEventReason` (NVML)."""
+    """The reason why the GPU's clocks are not higher: bits of `nvmlClocksEventReason` (NVML)."""
     major_faults: NDArray[np.int64]
     """Pages that this process had to read from a disk. A counter: use differences."""
     process_swap: NDArray[np.int64]
@@ -370,7 +370,7 @@ class SummaryTable(Table):
     kind: NDArray[np.int16]
     """An `EventKind`, or a `codes.StepPart` (from 100)."""
     group: NDArray[np.int16]
-    """Of collectives, index into the process groups of the rank; -1: none, or several."""
+    """For collectives, the index into the process groups of the rank; -1: none, or several."""
     flags: NDArray[np.int16]
     """On STEP rows: bits of `codes.StepFlag`."""
     count: NDArray[np.int32]
