@@ -124,7 +124,8 @@ class GpuIdentity:
     pci_bus_id: str | None
     """`domain:bus:device.function`, hexadecimal."""
     nvml_index: int
-    """The index from CUDA_VISIBLE_DEVICES; wrong if CUDA and NVML (by bus) order GPUs differently."""
+    """The index from CUDA_VISIBLE_DEVICES; wrong if CUDA and NVML (by bus) order GPUs
+    differently."""
 
 
 def identify_gpu(cuda_index: int) -> GpuIdentity:

@@ -45,7 +45,8 @@ from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable
 
 MAX_MEMORY_ERROR = 0.02
-"""The largest error of the simulated peak of the recorded plan at which other plans are simulated."""
+"""The highest error of the simulated peak of the recorded plan at which other plans are
+simulated."""
 MAX_STEPS = 64
 """The highest number of steps in the means; more only cost time."""
 _MAX_PASSES_OF_UNITS = 50_000

@@ -162,7 +162,8 @@ class Header:
     """The time at which the training's data loader last ended."""
     loader_ended_step: int
     hang_seen_ns: int
-    """The time at which the watchdog reported that nothing moves; 0: never, or progress continued."""
+    """The time at which the watchdog reported that nothing moves; 0: never, or progress
+    continued."""
     step: int
     unit: int
     """The innermost running unit; -1: none."""
