@@ -119,7 +119,7 @@ class Launch:
         call_after_import("torch", self._discover)
 
     def finish(self, error: BaseException | None) -> None:
-        """Close the recording after the script, and print its path or why there is none."""
+        """Close the recording after the script, and print its path or why there is no recording."""
         if os.getpid() != self._pid:
             return  # a child that the script forked; the recording belongs to the parent
         if self._discovery is None:

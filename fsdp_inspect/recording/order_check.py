@@ -167,7 +167,7 @@ class OrderCheck:
     # --- after a difference
 
     def _report(self, order: Order) -> str:
-        """Exchange the black boxes; the leader compares them and words the difference for all."""
+        """Exchange the black boxes; the leader compares them and describes the difference."""
         self._found.add(order.group.name)
         self._store.set(self._key(order, f"box/{self._rank}"), zlib.compress(self._contents(), 1))
         key = self._key(order, "sentence")

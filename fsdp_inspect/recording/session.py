@@ -143,7 +143,7 @@ class Session:
         return self.depth.collectives
 
     def is_background(self) -> bool:
-        """Whether this is a thread of the script next to the training, not one of autograd."""
+        """Whether this is a thread of the script other than the training and autograd threads."""
         if threading.get_ident() == self.training_thread:
             return False
         return not isinstance(threading.current_thread(), threading._DummyThread)

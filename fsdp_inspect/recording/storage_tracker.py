@@ -388,7 +388,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._limit.make_error(failed)
 
     def _place(self) -> int:
-        """The number of the user's line that runs now; 0: unknown, or the step has not begun."""
+        """The number of the running line of the user's code; 0: unknown, or before the step."""
         if self._find_place is None or not self._begun:
             return 0
         return self._find_place(sys._getframe(1))

@@ -20,7 +20,7 @@ class UnitHandle(Protocol):
 
     @property
     def key(self) -> object:
-        """The object of torch that lives as long as the unit; units of one object share it."""
+        """The object of torch that lives as long as the unit; several units may share it."""
         ...
 
     @property

@@ -132,7 +132,7 @@ def _limited(results: Results, folder: Path, say: Callable[[str], None]) -> None
 
 
 def _counting(say: Callable[[str], None], what: str) -> Callable[[], None]:
-    """Says every fiftieth."""
+    """Report every fiftieth call."""
     count = 0
 
     def on_case() -> None:

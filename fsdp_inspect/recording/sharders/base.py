@@ -130,7 +130,7 @@ class Sharder(ABC, Generic[HandleT]):
         """
 
     def graph_units(self, hooks: ShardingHooks) -> GraphUnits | None:
-        """Its collectives in compiled graphs; None: it issues all of them outside of graphs."""
+        """The interface to its collectives in compiled graphs; None if graphs have none of them."""
         return None
 
     def optimizers(

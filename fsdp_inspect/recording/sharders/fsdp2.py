@@ -139,7 +139,7 @@ class Fsdp2(Sharder[GroupHandle]):
     def watch_for_another(
         self, patches: Patches, on_another: Callable[[Sequence[nn.Module]], None]
     ) -> None:
-        """Torch calls `lazy_init` of each group in the first forward of its root."""
+        """Watch `lazy_init`, which torch calls for each group in the first forward of its root."""
         own = {id(handle.group) for handle in self.units}
         original = FSDPParamGroup.lazy_init
 

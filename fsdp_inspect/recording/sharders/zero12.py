@@ -112,7 +112,7 @@ class Zero2(Zero[Handle]):
     def learn_bucket(
         self, prefix: str, engine: Any, number: int, members: Members, dtype: torch.dtype
     ) -> bool:
-        """Replace the expected bucket of this number by a real one; False: it is the expected one.
+        """Replace the expected bucket of this number by a real one; False if they are equal.
 
         A real bucket after the last expected one is added to the units.
         """
