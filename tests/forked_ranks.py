@@ -44,7 +44,7 @@ def run_ranks(
 def rank_environments(
     num_ranks: int, port: int, environment: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """The environment variables of each rank, as `torchrun` sets them; `port` of the store."""
+    """The environment variables of each rank, as `torchrun` sets them; `port` is the store's."""
     shared = {
         **os.environ,
         **environment,

@@ -17,7 +17,7 @@ CIRCUMSTANCES = Circumstances(
 
 
 def prediction(**fields: Any) -> Prediction:
-    """100 ms a step and 30 ms exposed as recorded; 80 ms (78 to 82) and 10 ms predicted."""
+    """Recorded: 100 ms a step, 30 ms exposed. Predicted: 80 ms (78 to 82), 10 ms exposed."""
     plain: dict[str, Any] = {
         "prediction_id": "p1",
         "tool_version": "0.1.0",

@@ -57,7 +57,7 @@ class FindingsCache:
         return found
 
     def keep(self, found: Mapping[str, CachedFinding]) -> None:
-        """Keep findings, by the run's id, in the place of earlier ones; or else let it be."""
+        """Store findings by the run's id and replace earlier ones; ignores errors of the file."""
         now = time.time()
         rows = [
             (self.version, str(self.folder), run, finding.state, finding.text, now)

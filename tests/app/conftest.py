@@ -21,8 +21,7 @@ OpenApp = Callable[..., AppTest]
 
 @pytest.fixture(scope="session")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run, one that failed (with hostile names), one without a rank, one without steps,
-    one of a newer schema, and one that cannot be read."""
+    """Runs: complete, failed (hostile names), without a rank, without steps, newer, unreadable."""
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "whole", make_run(num_steps=8))
     write_run(folder / "failed", _hostile_run(), failures={1: "out of memory in step 5"})

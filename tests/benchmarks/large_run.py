@@ -95,7 +95,7 @@ def write_large_run(folder: Path, shape: Shape, *, processes: int | None = None)
 
 
 def write_part(whole: Path, folder: Path, shape: Shape) -> Path:
-    """A smaller run of the first ranks of a larger one, its tables linked; returns its folder."""
+    """Write a smaller run of the first ranks of a larger one, with linked tables."""
     create_run(folder, make_manifest(shape, run_id=folder.name))
     for rank in range(shape.num_ranks):
         source, target = rank_folder(whole, 0, rank), rank_folder(folder, 0, rank)

@@ -62,7 +62,7 @@ def build(
 
 
 def selective_contexts(*, every_mm: bool) -> Any:
-    """Keeps attention and every second matrix product, counted apart in forward and recompute."""
+    """Keep attention and every second matrix product, counted per forward and recompute."""
     counts: dict[bool, int] = defaultdict(int)
 
     def decide(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

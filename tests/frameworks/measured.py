@@ -179,7 +179,7 @@ def _judge_plan(run: Any, *, is_checked: bool) -> str:
 def _compare_counts(
     run: Any, plain: Path, ends: tuple[int, int], first_compared: int
 ) -> tuple[str, int]:
-    """Compare the collectives of every step but the first ones, in which the recording begins."""
+    """Compare the collectives of every step except the first ones, where the recording begins."""
     first, distance = ends
     compared = 0
     for rank in run.source.ranks:

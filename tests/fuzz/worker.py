@@ -73,7 +73,7 @@ def _read_many(
         content = target.make(corpus, seeded(seed, name, number))
         pipe.send(("at", number))
         began = time.process_time()
-        faulthandler.dump_traceback_later(2 * STALL_S, exit=True)  # C code that no signal reaches
+        faulthandler.dump_traceback_later(2 * STALL_S, exit=True)  # for C code that ignores signals
         problem = read_one(target, corpus, content)
         faulthandler.cancel_dump_traceback_later()
         slowest = max(slowest, time.process_time() - began)

@@ -28,7 +28,7 @@ together."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """The allocator, a mark, its reading, a spin; beside a model that has trained."""
+    """Measure the allocator, a mark, its reading, and a spin, after a model has trained."""
     repeats = 4 * _BATCH if setting.quick else _REPEATS
     with emulated_training(setting, ONE_NODE) as workload:
         loop = workload.loop()

@@ -120,7 +120,7 @@ def _row(setting: Setting, model: Model, emulation: str, predicted: int, folder:
 def _measure_peak(
     setting: Setting, model: Model, emulation: str, path: Path
 ) -> tuple[int, int | None]:
-    """Bytes allocated at the peak of a step after warm-up, and reserved; on CPU as tracked."""
+    """Allocated bytes at the peak of a step after warm-up, and reserved bytes."""
     with emulated_training(setting, emulation, **model.settings) as workload:
         if not setting.is_cuda:
             with make_recorder(workload, path, memory_steps=(1,)) as recorder:

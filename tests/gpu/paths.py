@@ -149,7 +149,7 @@ def several_roots(setting: Setting, folder: Path) -> str:
 
 
 def several_buffers(setting: Setting, folder: Path) -> str:
-    """Several inputs of reduce-scatters may be alive: a unit does not wait for the one before."""
+    """Several inputs of reduce-scatters may exist, so a unit does not wait for the previous one."""
     run = _emulated(setting, folder, reduce_scatter_buffers=2)
     events = run.events(0, steps=[STEPS - 1])
     scatters = events.where(events.kind == EventKind.REDUCE_SCATTER)

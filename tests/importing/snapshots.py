@@ -52,7 +52,7 @@ class FakeAllocator:
         return _Range(self, name)
 
     def snapshot(self, *, entries=None):
-        """As `_snapshot()` gives it; `entries` keeps the last ones only, as a ring buffer does."""
+        """The snapshot in the form of `_snapshot()`; `entries` keeps the last ones only."""
         self._note("snapshot", 0, 0)
         return {
             "segments": [self._describe(segment) for segment in self.segments],

@@ -244,7 +244,7 @@ class _Work(torch.autograd.Function):
 
 
 class TimedBlock(nn.Module):
-    """A linear layer whose forward takes a known time on the compute stream, backward twice it."""
+    """A linear layer with a given forward time on the compute stream; backward takes twice it."""
 
     def __init__(self, device: VirtualDevice, unit: str, forward_ns: int, host_ns: int) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ class Replay:
         shard: Callable[[TimedModel], None] = shard_blocks_and_root,
         prepare: Callable[[Any], object] | None = None,
     ) -> None:
-        """`copy_ms`: of each copy into an all-gather. `prepare` changes the sharded model."""
+        """`copy_ms` is the time of a copy into an all-gather; `prepare` changes the model."""
         self.device = VirtualDevice()
         self._shard = shard
         self._prepare = prepare

@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def change_error(self) -> float:
-        """Of the predicted change: (predicted / recorded baseline) / (measured / beside it) - 1."""
+        """The error of the predicted change, relative to the baseline that ran next to the plan."""
         return self.predicted_ns / self.level_ns - 1
 
 
