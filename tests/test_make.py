@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Stands for python3. It makes a "virtual environment" whose interpreter logs calls of pip. While a
+# Replaces python3. It makes a "virtual environment" whose interpreter logs calls of pip. While a
 # file `no-network` is next to the Makefile, it fails like pip without a network.
 NOTING_PYTHON = """#!/bin/sh
 [ "$2" = venv ] || exit 0

@@ -1,4 +1,4 @@
-"""Find the line of the user's code that the running thread came from."""
+"""Find the line of the user's code that the running thread executes."""
 
 from __future__ import annotations
 

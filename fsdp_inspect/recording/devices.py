@@ -5,10 +5,11 @@ memory of the machine. GPU: NVML's readings of the device that this process comp
 that cannot be read is -1 in the rows and one sentence in `DeviceSampler.problems`. The sampler
 never raises into the training.
 
-[Note: MIG] A process that computes on a MIG instance sees it as a separate GPU. NVML finds the
-instance by its UUID (`MIG-...`, as in CUDA_VISIBLE_DEVICES) and reports its memory. NVML has no
-utilisation, power, clock, NVLink or PCIe readings of an instance, and the GPU's readings would
-include other instances, so they are missing. CUDA gives a process one instance only.
+[Note: MIG]
+A process that computes on a MIG instance sees it as a separate GPU. NVML finds the instance by its
+UUID (`MIG-...`, as in CUDA_VISIBLE_DEVICES) and reports its memory. NVML has no utilisation, power,
+clock, NVLink or PCIe readings of an instance, and the GPU's readings would include other instances,
+so they are missing. CUDA gives a process one instance only.
 
 torch's `properties.uuid` is `cudaDeviceProp.uuid`, which may be the UUID of the GPU or of the
 instance: the CUDA documentation promises the latter only for `cuDeviceGetUuid_v2`. Both are tried.

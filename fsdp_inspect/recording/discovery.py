@@ -1,14 +1,15 @@
 """Find the models that a script trains, at the first forward of a sharded model.
 
-[Note: Discovery without interference] A process that shards no model gets no hook; only the lines
-of `fully_shard` calls are noted (see `sharding_calls`). The first call creates a subclass of
-`FSDPModule`, which the discovery sees through `__init_subclass__`. `FullyShardedDataParallel` and
-`DistributedDataParallel` register the module that they wrap, which the discovery sees too. For
-DeepSpeed it wraps the constructor of the engine. After that, a global forward pre-hook checks each
-called module, until one contains units, has trainable parameters and runs with gradients. The hook
-runs before that module's own hooks, so the recorder is attached before the first unit is unsharded
-and before torch.compile traces anything. Then the hook is removed. The found model is the outermost
-called module, which may itself be unsharded.
+[Note: Discovery without interference]
+A process that shards no model gets no hook; only the lines of `fully_shard` calls are noted (see
+`sharding_calls`). The first call creates a subclass of `FSDPModule`, which the discovery sees
+through `__init_subclass__`. `FullyShardedDataParallel` and `DistributedDataParallel` register the
+module that they wrap, which the discovery sees too. For DeepSpeed it wraps the constructor of the
+engine. After that, a global forward pre-hook checks each called module, until one contains units,
+has trainable parameters and runs with gradients. The hook runs before that module's own hooks, so
+the recorder is attached before the first unit is unsharded and before torch.compile traces
+anything. Then the hook is removed. The found model is the outermost called module, which may itself
+be unsharded.
 
 Other models with units that exist at that moment, such as a critic or a teacher, are part of the
 recording. A model that is made later is not recorded, and the recording notes it.

@@ -5,10 +5,10 @@ arguments to torch's kernel, so results are the same to the last bit. The observ
 other kernel in that key. A call skips the autograd keys if it comes from inside another operator,
 such as a functional collective, but it never skips `BackendSelect`.
 
-[Note: Where the observer attaches to the dispatcher] The call of torch's kernel must release the
-GIL. gloo's threads free tensors under the lock that this kernel needs, and a tensor that Python has
-seen needs the GIL to be freed: with the GIL held, both wait forever. `redispatch` releases it; a
-kernel of `torch.library.get_kernel` does not.
+[Note: Where the observer attaches to the dispatcher]
+The call of torch's kernel must release the GIL. gloo's threads free tensors under the lock that
+this kernel needs, and a tensor that Python has seen needs the GIL to be freed: with the GIL held,
+both wait forever. `redispatch` releases it; a kernel of `torch.library.get_kernel` does not.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Note when a process starts, shards its model, loads checkpoints and compiles.
 
-[Note: Noting loads] Weights are loaded before the recorder attaches. `note_process` therefore wraps
-torch's loading functions once in each process, when the recorder is imported (the launcher: when
-the script imports torch). A call costs 0.12 ms more before the first step, because it reads the
-memory of the process, and 0.6 µs after it. The wraps stay, like those of `sharding_calls`. A script
-that imported such a function by name before keeps the original, and its calls are not noted.
+[Note: Noting loads]
+Weights are loaded before the recorder attaches. `note_process` therefore wraps torch's loading
+functions once in each process, when the recorder is imported (the launcher: when the script imports
+torch). A call costs 0.12 ms more before the first step, because it reads the memory of the process,
+and 0.6 µs after it. The wraps stay, like those of `sharding_calls`. A script that imported such a
+function by name before keeps the original, and its calls are not noted.
 
 [Note: Noting compilations]
 torch.compile compiles in the middle of a forward or a backward, perhaps in many steps. torch calls

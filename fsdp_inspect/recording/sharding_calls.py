@@ -1,11 +1,11 @@
 """Note which line of code calls `fully_shard`, and read the source lines around these calls.
 
-[Note: Noting the calls] Every `fully_shard` call initializes one `FSDPState`. `note_sharding_calls`
-wraps that method once in each process. It therefore sees all calls of the script and of frameworks.
-The launcher installs it when the script imports FSDP, and importing `fsdp_inspect.Recorder`
-installs it too. A note costs about 30 µs for each call. A model that was sharded earlier has no
-notes, so its lines are unknown. The wrap stays until the process ends, because further models may
-be sharded at any time.
+[Note: Noting the calls]
+Every `fully_shard` call initializes one `FSDPState`. `note_sharding_calls` wraps that method once
+in each process. It therefore sees all calls of the script and of frameworks. The launcher installs
+it when the script imports FSDP, and importing `fsdp_inspect.Recorder` installs it too. A note costs
+about 30 µs for each call. A model that was sharded earlier has no notes, so its lines are unknown.
+The wrap stays until the process ends, because further models may be sharded at any time.
 
 Source lines are read when the recorder attaches, on rank 0 only.
 """

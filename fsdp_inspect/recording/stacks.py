@@ -6,10 +6,11 @@ send to the remaining ranks after one rank has died. Python's `faulthandler` wri
 from the signal handler, and the signal then has its usual effect. A handler is installed only if
 the process has none. The script may replace it later.
 
-[Note: Crashes that go to stderr] Many loops enable `faulthandler` for stderr before they train:
-torch's `@record` does so, and so do `PYTHONFAULTHANDLER=1` and Python's development mode. A process
-has only one such handler, so a crash would leave no stacks in the run. In these cases the handler
-writes to `crash.txt`, and the keeper of the black box copies the file to stderr after the crash.
+[Note: Crashes that go to stderr]
+Many loops enable `faulthandler` for stderr before they train: torch's `@record` does so, and so do
+`PYTHONFAULTHANDLER=1` and Python's development mode. A process has only one such handler, so a
+crash would leave no stacks in the run. In these cases the handler writes to `crash.txt`, and the
+keeper of the black box copies the file to stderr after the crash.
 """
 
 from __future__ import annotations

@@ -5,15 +5,17 @@ all steps. On CPU and on CUDA, it sees every storage that an operation returns o
 by which FSDP frees and restores unsharded parameters, and the release of each storage. It changes
 nothing: it adds no hook to the model, and the step computes the same results with and without it.
 
-[Note: The limit] With a `MemoryLimit`, an allocation above the limit raises an error, as on a
-device of that size. The tracker sees a result after the operation has run, so the result is
-dropped. Workspaces inside an operation are not seen and do not count.
+[Note: The limit]
+With a `MemoryLimit`, an allocation above the limit raises an error, as on a device of that size.
+The tracker sees a result after the operation has run, so the result is dropped. Workspaces inside
+an operation are not seen and do not count.
 
-[Note: What is counted] The tracker counts the bytes of each live storage once, for any number of
-views, without rounding. It does not count memory that no operation returns: workspaces inside
-kernels and libraries (cuBLAS, NCCL, gloo), the caching allocator's reserve, and the inside of a
-compiled region (`torch.compile`), which still runs compiled. A storage that existed before the step
-counts from `register_known`, or else from its first use.
+[Note: What is counted]
+The tracker counts the bytes of each live storage once, for any number of views, without rounding.
+It does not count memory that no operation returns: workspaces inside kernels and libraries (cuBLAS,
+NCCL, gloo), the caching allocator's reserve, and the inside of a compiled region (`torch.compile`),
+which still runs compiled. A storage that existed before the step counts from `register_known`, or
+else from its first use.
 
 [Note: Storages and their Python objects]
 The Python object of a storage lives as long as the storage itself (torch keeps object and storage
@@ -21,10 +23,11 @@ together). The callback of a weak reference to the object therefore runs exactly
 freed. That may happen inside any line of Python and on autograd's own threads, so the callback only
 appends to a list.
 
-[Note: Threads of a backend] A thread of gloo keeps the tensors of a collective for some
-microseconds after the collective has ended; on a busy machine, for longer. The peak of a step would
-randomly depend on this. After a blocking collective, the tracker therefore waits until the number
-of references is as before, for at most `_LONGEST_RELEASE_S`.
+[Note: Threads of a backend]
+A thread of gloo keeps the tensors of a collective for some microseconds after the collective has
+ended; on a busy machine, for longer. The peak of a step would randomly depend on this. After a
+blocking collective, the tracker therefore waits until the number of references is as before, for at
+most `_LONGEST_RELEASE_S`.
 """
 
 import functools

@@ -1,10 +1,11 @@
 """Start and stop the watchers of a rank together: watchdog, order check, stack files.
 
-[Note: The store] The ranks communicate through the key-value store of the default process group. A
-store client serves one call at a time, so each thread has a clone, and the training never waits for
-a call of the watchdog. The watchdog waits for an answer for a limited time, because the server may
-be in the rank that hangs. A store that cannot be cloned (torch before 2.7, or a store class of the
-script) is not used, and the run notes it.
+[Note: The store]
+The ranks communicate through the key-value store of the default process group. A store client
+serves one call at a time, so each thread has a clone, and the training never waits for a call of
+the watchdog. The watchdog waits for an answer for a limited time, because the server may be in the
+rank that hangs. A store that cannot be cloned (torch before 2.7, or a store class of the script) is
+not used, and the run notes it.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ class UnitHooks(UnitTimer):
         end = self._close_backward()
         self._enter_hook()
         self._reduce_copy_in = self._reduce_copied = None
-        # torch 2.13, `post_backward`: a group of several modules of which only some ran.
+        # torch 2.13, `post_backward`: only some modules of the group ran.
         is_partial = len(self._group.modules) > 1
         self._reduces_at_once = is_partial and self._group._training_state is _TORCH_FORWARD
         return end

@@ -106,8 +106,8 @@ class UnitPolicy:
 class Pass:
     """One forward or backward of a step.
 
-    A forward begins and ends with the hooks that torch runs for the outermost FSDP module: the root
-    as a rule, or a unit that the loop calls by itself.
+    A forward begins and ends with the hooks that torch runs for the outermost FSDP module: usually
+    the root, or a unit that the loop calls directly.
     """
 
     phase: Phase

@@ -12,12 +12,12 @@ offset size               contents
 262656 up to `TEXT_BYTES` JSON lines: the process groups and the lines of code that entries name
 ====== ================== =====================================================================
 
-[Note: Why the ring is not a memory-mapped file] A write to a mapped page of a file can wait for the
-disk: for the journal of ext4, or for the server of NFS. Then a slow disk stops the training. The
-ring is in memory that a small process shares (`recording.black_box_keeper`). Every second it writes
-the changed bytes. It writes once more after the rank has ended, by an exit, an abort or SIGKILL.
-The last second is lost only if that process is killed with the rank. A rank that hangs changes
-nothing any more, so its file is exact.
+[Note: Why the ring is not a memory-mapped file]
+A write to a mapped page of a file can wait for the disk: for the journal of ext4, or for the server
+of NFS. Then a slow disk stops the training. The ring is in memory that a small process shares
+(`recording.black_box_keeper`). Every second it writes the changed bytes. It writes once more after
+the rank has ended, by an exit, an abort or SIGKILL. The last second is lost only if that process is
+killed with the rank. A rank that hangs changes nothing any more, so its file is exact.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class EventFlag(IntFlag):
     NO_GRAD = 16
     """A forward with gradients disabled."""
     MEMORY_STEP = 32
-    """The event lies in a memory step: its times are not representative."""
+    """The event is in a memory step, so its times are not representative."""
     LATEST_END = 64
     """The end is an upper bound: the moment at which the collective was seen to have ended."""
     CHECKPOINT = 128

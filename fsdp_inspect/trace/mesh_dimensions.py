@@ -127,7 +127,7 @@ def find_dimensions(groups: Sequence[ProcessGroup], world_size: int) -> dict[int
 def _stated_dimension(
     group: ProcessGroup, world_size: int, alike: str | None
 ) -> MeshDimension | None:
-    """The dimension by all rules of the note but the last; None: none of them applies.
+    """The dimension by all rules of the note except the last; None if none applies.
 
     Args:
         group: A process group.

@@ -28,8 +28,8 @@ class Painted:
 def paint_innermost(starts: Int64Array, ends: Int64Array, within: Intervals) -> Painted:
     """Compute the visible pieces of each span when the span that started last lies on top.
 
-    Of nested spans (a unit's forward inside its parent's forward), the innermost one is visible.
-    If two spans start together, the shorter one lies on top.
+    If spans are nested (a unit's forward inside its parent's forward), the innermost one is
+    visible. If two spans start together, the shorter one lies on top.
 
     Args:
         starts: Shape (n,), ns.

@@ -31,7 +31,7 @@ class OutOfMemoryRecord(Record):
     limit_bytes: Amount | None = None
     """The limit that was passed: the device's memory, or the requested limit."""
     is_limit_requested: bool = False
-    """Whether the user asked for the limit (`--device-memory`)."""
+    """Whether the user requested the limit (`--device-memory`)."""
     allocated_bytes: Amount | None = None
     """Allocated bytes before the request."""
     reserved_bytes: Amount | None = None

@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, of which `order` gives the calls of one forward."""
+    """Blocks; `order` gives the calls of one forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ def as_run(workload: Workload, execution: Execution) -> InMemoryRun:
     steps = [schedule.play() for _ in range(NUM_STEPS)]
     plan = Plan(
         units=(
-            UnitPlan(modules=("",)),  # the root, without parameters of its own
+            UnitPlan(modules=("",)),  # the root, which owns no parameters
             *(
                 UnitPlan(modules=(name,), reshard_after_forward=policy.reshard_after_forward)
                 for name, policy in zip(names_of(workload), workload.policies, strict=True)

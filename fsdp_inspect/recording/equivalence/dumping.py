@@ -1,11 +1,12 @@
 """Dump one step of the training in this process, then end the process.
 
-[Note: What a dump observes] The step begins at the first forward of a model with units after
-`settings.step` updates of such models. The rank then saves their parameters (sharded run), or loads
-the parameters that the sharded run saved (run without sharding). During the step, it takes
-fingerprints of the parameters that each module uses, of the outputs of each unit, and of the
-gradients that enter a model. Gradients are those after the last backward before the update. The
-process ends there, so that neither run writes a checkpoint of a step that this tool has changed.
+[Note: What a dump observes]
+The step begins at the first forward of a model with units after `settings.step` updates of such
+models. The rank then saves their parameters (sharded run), or loads the parameters that the sharded
+run saved (run without sharding). During the step, it takes fingerprints of the parameters that each
+module uses, of the outputs of each unit, and of the gradients that enter a model. Gradients are
+those after the last backward before the update. The process ends there, so that neither run writes
+a checkpoint of a step that this tool has changed.
 
 Without sharding, the updates before the step are left out: parameters come from the other run.
 """

@@ -25,7 +25,7 @@ _classes: dict[type, type] = {}
 
 
 def replace_fully_shard() -> None:
-    """Replace `fully_shard` and `replicate` wherever torch exports them."""
+    """Replace `fully_shard` and `replicate` in all modules of torch that export them."""
     import torch.distributed._composable.replicate_with_fsdp as replicated
     import torch.distributed.fsdp as fsdp
     from torch.distributed.fsdp import _fully_shard

@@ -1,9 +1,9 @@
 """Record models that are wrapped with `DistributedDataParallel` (DDP).
 
-[Note: Where the recorder attaches to DDP] A unit is a bucket of the reducer. The reducer issues the
-all-reduce of a bucket from C++, in the order of the buckets, as soon as its gradients are ready.
-The recorder observes these calls in the dispatcher (see `all_reduce_kernel`). The future of a call
-shows its end.
+[Note: Where the recorder attaches to DDP]
+A unit is a bucket of the reducer. The reducer issues the all-reduce of a bucket from C++, in the
+order of the buckets, as soon as its gradients are ready. The recorder observes these calls in the
+dispatcher (see `all_reduce_kernel`). The future of a call shows its end.
 
 The reducer waits for all buckets in a callback of autograd, after the last gradient. The recorder
 queues its own callback when it sees the first bucket, so that it runs right before. After that, the

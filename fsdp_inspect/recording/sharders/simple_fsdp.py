@@ -1,8 +1,8 @@
 """Record models whose parameters are sharded by a parametrization (SimpleFSDP).
 
-[Note: Units of collectives in graphs] A unit is a module with sharded parameters. Its gathers and
-reductions are values of a graph, which do not contain its name. `graph_collectives` times them;
-this file finds their unit:
+[Note: Units of collectives in graphs]
+A unit is a module with sharded parameters. Its gathers and reductions are values of a graph, which
+do not contain its name. `graph_collectives` times them; this file finds their unit:
 
 - Forward gathers parameters in the order of the model, so a gather belongs to the first parameter
   of its size that this pass has not gathered yet. Backward runs in reverse order.

@@ -1,9 +1,9 @@
 """Record DeepSpeed engines with ZeRO-1, ZeRO-2 or ZeRO-3: the parts that all stages share.
 
-[Note: Where the recorder attaches to DeepSpeed] DeepSpeed calls `torch.distributed` through its
-communication backend. The backend looks up most functions at each call, so `dist_calls` sees them.
-It keeps references to two functions, all-gather and reduce-scatter. These two are replaced on the
-backend.
+[Note: Where the recorder attaches to DeepSpeed]
+DeepSpeed calls `torch.distributed` through its communication backend. The backend looks up most
+functions at each call, so `dist_calls` sees them. It keeps references to two functions, all-gather
+and reduce-scatter. These two are replaced on the backend.
 
 The reductions of gradients are ordinary calls inside methods of the ZeRO optimizer. While such a
 method runs, the bucket's unit is the unit whose hook runs, so `dist_calls` records the collective

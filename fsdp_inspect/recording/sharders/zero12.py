@@ -1,10 +1,10 @@
 """Record DeepSpeed engines with ZeRO-1 or ZeRO-2.
 
-[Note: Where the recorder attaches to ZeRO-1 and ZeRO-2] Parameters are whole on every rank.
-Gradients are reduced in buckets that DeepSpeed fills during backward, in the order in which
-gradients become ready (ZeRO-1: after backward, in the order of the parameters). The first backward
-shows the buckets. Before it, the recorder uses expected buckets. The optimizer's step gathers the
-flat parameters of each parameter group.
+[Note: Where the recorder attaches to ZeRO-1 and ZeRO-2]
+Parameters are whole on every rank. Gradients are reduced in buckets that DeepSpeed fills during
+backward, in the order in which gradients become ready (ZeRO-1: after backward, in the order of the
+parameters). The first backward shows the buckets. Before it, the recorder uses expected buckets.
+The optimizer's step gathers the flat parameters of each parameter group.
 
 A bucket is not a module, so it has neither a forward nor a backward.
 """

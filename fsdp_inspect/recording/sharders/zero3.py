@@ -1,9 +1,9 @@
 """Record DeepSpeed engines with ZeRO-3.
 
-[Note: Where the recorder attaches to ZeRO-3] A unit is a sub-module that owns parameters.
-DeepSpeed's hooks fetch the parameters of a sub-module before its forward and its backward, and
-release them afterwards. The parameter coordinator gathers missing parameters, waits for them, and
-then prefetches the parameters of the next sub-modules.
+[Note: Where the recorder attaches to ZeRO-3]
+A unit is a sub-module that owns parameters. DeepSpeed's hooks fetch the parameters of a sub-module
+before its forward and its backward, and release them afterwards. The parameter coordinator gathers
+missing parameters, waits for them, and then prefetches the parameters of the next sub-modules.
 
 One message may hold the parameters of several sub-modules. A gather counts for the unit that waits
 for it, which is the first unit that uses it. A reduction counts for the unit of its first gradient.

@@ -86,7 +86,7 @@ class Slice:
     event: int
     """Position of its event in the table; -1 for slices that are no target of an arrow."""
     depth: int = 0
-    """Of two slices with the same times, the one with the higher depth lies inside the other."""
+    """If two slices have the same times, the one with the higher depth is inside the other."""
 
 
 @dataclass(frozen=True, slots=True)

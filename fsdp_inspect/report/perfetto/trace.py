@@ -49,7 +49,7 @@ class PerfettoExport:
     """Events of the trace: slices, ends of arrows, counters, names."""
     uncompressed_bytes: int
     time_axis: str
-    """How the clocks of the ranks compare, in words."""
+    """Describes in words how the clocks of the ranks compare."""
     not_drawn: int
     """Slices left out, because hundreds of others overlap them on one track."""
 
