@@ -38,7 +38,7 @@ class Column:
     unit: MetricUnit | None
     """None: text."""
     value: Callable[[Any], Any]
-    """The raw value of a row; None where it is missing."""
+    """The raw value of a row; None if it is missing."""
     show: Callable[[Any], str] | None = None
     """Formats a value that is not missing; default by its unit."""
     names_unit: bool = False

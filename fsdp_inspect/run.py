@@ -87,7 +87,7 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """How the run ended, or that it is still running."""
+        """The state of the run: how it ended, or that it still runs."""
         return self._context.status
 
     @property

@@ -55,7 +55,7 @@ class Origin:
     port: int
 
     def __str__(self) -> str:
-        """As a browser writes it: without the default port of the scheme."""
+        """The origin as a browser writes it, without the default port of the scheme."""
         is_default = self.port == _DEFAULT_PORTS[self.scheme]
         return f"{self.scheme}://{_bracket(self.name)}{'' if is_default else f':{self.port}'}"
 
@@ -81,7 +81,7 @@ class ServerAccess:
     def find_refusal(
         self, hosts: Sequence[str], origins: Sequence[str], *, is_web_socket: bool = False
     ) -> str:
-        """The reason to refuse a request, whatever its token; empty if there is none.
+        """The reason to refuse a request, independent of its token; empty if there is none.
 
         Args:
             hosts: All Host headers of the request.

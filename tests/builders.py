@@ -61,7 +61,7 @@ from fsdp_inspect.trace.tables import (
 
 MIB = 1 << 20
 MESSAGE_BYTES = 64
-"""The message of every all-gather and reduce-scatter, unless a test sets another one."""
+"""The message of every all-gather and reduce-scatter, unless a test sets another message."""
 
 
 @dataclass(frozen=True)

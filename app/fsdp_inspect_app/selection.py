@@ -213,7 +213,7 @@ def entry_or_stop(ask: Callable[[RunEntry], object] | None = None) -> RunEntry:
     """The chosen run; if it cannot be read, the page shows the reason and ends.
 
     Args:
-        ask: The question that the page must be able to answer; None: the run's summary.
+        ask: A query that the page needs; None: the run's summary.
     """
     entry = chosen_entry()
     if entry is None:

@@ -1,8 +1,8 @@
 """Serve the dashboard, and load the modules of pages before the first request.
 
-`python -m fsdp_inspect_app.server run SCRIPT ...` does what `streamlit run SCRIPT ...` does.
-Streamlit loads the libraries when the first page opens. This server loads them while the browser
-starts, which saves two seconds.
+`python -m fsdp_inspect_app.server run SCRIPT ...` is like `streamlit run SCRIPT ...`. Streamlit
+loads the libraries when the first page opens. This server loads them while the browser starts,
+which saves two seconds.
 """
 
 import gc

@@ -69,7 +69,7 @@ class VerifiedUnit:
     predicted_ns: int | None
     """None: the plan has no such unit."""
     measured_ns: int | None
-    """In the run with the median step time; None: the run has no such unit."""
+    """The time in the run with the median step time; None: the run has no such unit."""
     difference_ns: int | None
 
 
@@ -82,7 +82,7 @@ class Verification(Result):
     answer: str
     """One sentence with the numbers."""
     obstacles: tuple[str, ...]
-    """Why the prediction cannot be judged; empty: it can be."""
+    """The reasons why the prediction cannot be judged; empty: it can be."""
     plan_differences: tuple[PlanDifference, ...]
     """Differences between the predicted plan and the plan that ran."""
     caveats: tuple[str, ...]
@@ -204,7 +204,7 @@ def verify_prediction(
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """The measurements of one run; None where the run has no value."""
+    """The measurements of one run; None if the run has no value."""
 
     run_id: str
     step_ns: int | None

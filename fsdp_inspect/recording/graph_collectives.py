@@ -1,7 +1,7 @@
 """Time the collectives of compiled graphs, which call no function of `torch.distributed`.
 
 A graph of torch.compile holds functional collectives as operators. Each of them reaches a process
-group through an operator of `c10d`, in eager mode, with `aot_eager` and with inductor alike. That
+group through an operator of `c10d`, in eager mode, with `aot_eager` and with inductor. That
 operator returns the handle of the collective, whose future shows the end on CPU. The graph waits in
 `_c10d_functional::wait_tensor`. Both are observed in the dispatcher. While torch traces a graph, it
 calls the functional operators with fake tensors, and never those of `c10d`.

@@ -28,8 +28,8 @@ class Completion:
 class LaterOf:
     """The later of two marks, such as the end of a wait for a collective that may have ended.
 
-    Under HSDP each wait begins where the previous wait ended, so these objects form chains as long
-    as the model has units. A resolved object keeps its time and drops its marks.
+    Under HSDP each wait begins at the end of the previous wait, so these objects form chains with
+    one element for each unit. A resolved object keeps its time and drops its marks.
     """
 
     __slots__ = ("blocked_in", "first", "host_ns", "ns", "second")

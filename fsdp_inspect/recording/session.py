@@ -93,7 +93,7 @@ class Session:
     ) -> None:
         self.clock = clock
         self.black_box = black_box
-        """The last collectives; None under emulation, where nothing can hang."""
+        """The last collectives; None under emulation, which cannot hang."""
         self.places = CodePlaces()
         self.journal = Journal(clock, append, None if black_box is None else black_box.ended)
         self.process_groups = process_groups

@@ -455,7 +455,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake_mode:
             return False
         if tensor.device.type == "meta":
-            # A bare storage of a fake tensor does not know its simulated device.
+            # A bare storage of a fake tensor does not contain its simulated device.
             return isinstance(tensor, torch.UntypedStorage) and self._fake_mode is not None
         return self._device_type in (None, tensor.device.type)
 

@@ -274,7 +274,7 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
 
 
 def _applied(plan: PlanAdvice) -> list[str]:
-    """Where the code changes, and the change of the code."""
+    """The places of the code to change, and the change of the code."""
     return [plan.change.where, *_code(plan.change.text or plan.snippet)]
 
 

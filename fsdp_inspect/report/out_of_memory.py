@@ -293,7 +293,7 @@ def name_plan_file(first: str, at: int) -> str:
 
 
 def out_of_memory_to_dict(found: OutOfMemory, searched: PlanSearch | None) -> dict[str, Any]:
-    """The failed allocation, what was alive, and the plans, as JSON values."""
+    """The failed allocation, the live memory and the plans, as JSON values."""
     record = found.record
     left_out = {"live", "reference", "resting_before", "resting_now", "schema_version"}
     head = record.model_dump(mode="json", exclude=left_out)

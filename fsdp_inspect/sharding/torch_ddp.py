@@ -4,8 +4,8 @@ Written for torch 2.13 (`torch/nn/parallel/distributed.py`, `reducer.cpp`); `tes
 that version, so a new torch version must be checked first.
 
 A unit is a bucket of DDP's reducer: the gradients that one all-reduce sums. The reducer assigns
-parameters to buckets when the model is wrapped. Once it knows the order in which gradients become
-ready, after the first backward passes, it assigns them again. After that, buckets do not change.
+parameters to buckets when the model is wrapped. After the first backward passes, which show the
+order of ready gradients, it assigns them again. After that, buckets do not change.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def original_class(module: nn.Module) -> type:
     """The class from the model's source code, without `FSDP...` and wrapper classes."""
     while isinstance(inner := _wrapped_module(module), nn.Module):
         module = inner
-    # `fully_shard` and `replicate` put classes of their own before the original class.
+    # `fully_shard` and `replicate` put their own classes before the original class.
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
@@ -276,7 +276,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def is_lazily_initialized(state: FSDPState) -> bool:
-    """Whether a first forward has run, after which torch knows the root state."""
+    """Whether a first forward has run, in which torch determines the root state."""
     return state._is_root is not None
 
 

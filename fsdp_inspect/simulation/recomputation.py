@@ -40,7 +40,8 @@ class Recomputation:
     work: RecordedWork
     assumptions: tuple[str, ...] = ()
     memory_refusal: str | None = None
-    """Why the memory of this work is unknown; None: it is known, or the run's was unknown."""
+    """The reason why the memory of this work is unknown; None: it is known, or the run's was
+    unknown."""
 
 
 def recompute(work: RecordedWork, recorded: Plan, wanted: Plan) -> Recomputation:
@@ -183,7 +184,7 @@ def _not_repeating(piece: Piece) -> Piece:
 def _refuse_memory(
     work: RecordedWork, memory: MemoryWork, added: Collection[int], removed: Collection[int]
 ) -> str | None:
-    """Why the memory is unknown; None: it is known."""
+    """The reason why the memory is unknown; None: it is known."""
     if removed:
         return (
             "Memory is unknown: a run with checkpointing does not show the activations of a "

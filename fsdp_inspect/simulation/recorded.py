@@ -74,7 +74,7 @@ class _Template:
     """The boundary after each stretch, by index in the manifest."""
     count: int = 1
     pieces: list[int] = field(default_factory=list)
-    """The piece of each stretch; -1: there is no compute."""
+    """The piece of each stretch; -1: no compute."""
 
 
 _NOT_COMPUTE = (ClockPart.REDUCE, ClockPart.BEFORE_PASS, ClockPart.AFTER_PASSES)
@@ -122,8 +122,8 @@ class RecordedWork:
     memory_error: float | None = None
     """Simulated / measured peak of the recorded plan, - 1; None: unknown."""
     memory_refusal: str | None = None
-    """Why the workload has no memory although the run has a memory step; None: it has, or the run
-    has no such step."""
+    """The reason why the workload has no memory although the run has a memory step; None: it has
+    memory, or the run has no such step."""
     num_other_steps: int = 0
     """Steps as typical in time as `steps`, but with other passes or collectives."""
     accumulation: Accumulation | None = field(default_factory=Accumulation)
@@ -312,7 +312,7 @@ def observed_plan(run: RunSource) -> Plan:
 
 
 def _kept_between_microbatches(plan: Plan, manifest: RunManifest, events: EventTable) -> list[str]:
-    """Units that all microbatches run, and whose parameters only one of them gathers in forward."""
+    """Units that all microbatches run, and that only one microbatch gathers in forward."""
     count = plan.accumulation.microbatches
     if count == 1:
         return []
@@ -559,7 +559,7 @@ class _Builder:
                 found = forward_of.get((template, at))
                 if found is not None:
                     template.pieces.append(found[0].pieces[found[1]])
-                else:  # the backward of the loss, or another one of the same forward
+                else:  # the backward of the loss, or another backward of the same forward
                     self._add(pieces, template, at, 0, round(compute))
         return pieces
 

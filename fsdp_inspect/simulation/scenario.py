@@ -97,11 +97,11 @@ class Scenario:
     assumptions: tuple[str, ...]
     """Assumptions instead of measurements, one sentence each."""
     memory_refusal: str | None = None
-    """Why the workload has no memory; None: it has, or the run has none."""
+    """The reason why the workload has no memory; None: it has, or the run has none."""
 
 
 def mesh_of(plan: Plan, manifest: RunManifest) -> Mesh:
-    """The mesh of a plan's units without a mesh of their own; missing sizes come from the run.
+    """The mesh of a plan's units without a separate mesh; missing sizes come from the run.
 
     Raises:
         PlanError: The mesh does not match the world size.
@@ -141,7 +141,7 @@ def make_scenario(
         work: The recorded work of the run.
         manifest: The run's manifest.
         plan: The plan, with or without patterns.
-        network: The run's own network, or another one.
+        network: The run's own network, or another network.
 
     Raises:
         MissingDataError: The plan needs data that the run does not contain: a link, a collective,

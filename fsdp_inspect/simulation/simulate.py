@@ -101,7 +101,7 @@ class Played:
     parts_ns: dict[str, int]
     """The step's breakdown by `StepPart`; it adds up to the step."""
     units: tuple[UnitOfPlan, ...]
-    """In the order of the workload."""
+    """The units in the order of the workload."""
     events: EventTable | None
     """The step in virtual time; `source` is predicted."""
     event_units: tuple[Unit, ...]
@@ -136,7 +136,8 @@ class Simulation(Result):
     """predicted / replayed - 1. Both are simulated, so the error of the self-check cancels."""
     assumptions: tuple[str, ...]
     memory_refusal: str | None
-    """Why the prediction has no peak although the recorded plan has one; None: it has a peak."""
+    """The reason why the prediction has no peak although the recorded plan has one; None: it has a
+    peak."""
     plan: Plan
 
     @property

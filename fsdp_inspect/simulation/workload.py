@@ -39,7 +39,7 @@ class Piece:
     forward_ns: int
     """Time on the compute stream (CPU: the main thread)."""
     backward_ns: int
-    """Without recomputation."""
+    """Time of the backward without recomputation."""
     recompute_ns: int = 0
     """Forward that activation checkpointing repeats before the piece's backward."""
     forward_launch_ns: int = 0
@@ -77,8 +77,8 @@ class UnitWork:
     """Host time around a reduction."""
     is_trainable: bool = True
     ends_with_backward: bool = False
-    """Its inputs need no gradient, so torch runs its post-backward after the whole backward. The
-    last LEAVE of a backward's tape then has no effect."""
+    """Whether its inputs need no gradient, so torch runs its post-backward after the whole
+    backward. The last LEAVE of a backward's tape then has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class UnitPolicy:
     """The settings of a unit that the schedule follows."""
 
     reshard_after_forward: bool = True
-    """Its parameters are freed after forward and gathered again in backward."""
+    """Whether its parameters are freed after forward and gathered again in backward."""
     smaller_group: int | None = None
     """Ranks of the group that keeps the parameters until backward, on the unit's own communicator
     (an integer `reshard_after_forward`); None: the whole shard group."""

@@ -92,7 +92,7 @@ COPIES = frozenset(
 
 
 class Phase(NamedCode):
-    """The part of a step in which an event lies."""
+    """The part of a step that contains an event."""
 
     OUTSIDE = 0
     DATA = 1
@@ -124,7 +124,7 @@ class Source(NamedCode):
 
 
 class Method(NamedCode):
-    """How the times of an event were obtained."""
+    """The method by which the times of an event were obtained."""
 
     MEASURED = 0
     INFERRED = 1

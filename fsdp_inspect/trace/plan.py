@@ -168,11 +168,11 @@ class Checkpointing(PlanRecord):
 
 
 class Plan(PlanRecord):
-    """How a model is sharded: units, mesh, prefetch, and the training loop's settings."""
+    """A plan: units, mesh, prefetch, and the training loop's settings."""
 
     version: Literal[1] = 1
     units: tuple[UnitPlan, ...]
-    """In any order: `apply_plan` shards inner modules first."""
+    """The units in any order; `apply_plan` shards inner modules first."""
     world_size: PositiveInt | None = None
     mesh: MeshSizes
     """The ranks of the data-parallel mesh; empty: all ranks shard. Its product divides the world
@@ -182,7 +182,7 @@ class Plan(PlanRecord):
     """The number of units to prefetch, in the order of the model's modules; or, for each unit, the
     names of the units that it prefetches. 0: torch's own order."""
     backward_prefetch: Prefetch = 0
-    """As `forward_prefetch`, in the reverse order."""
+    """Like `forward_prefetch`, in the reverse order."""
     accumulation: Accumulation = Accumulation()
     checkpointing: Checkpointing = Checkpointing()
     notes: tuple[str, ...] = ()

@@ -50,7 +50,7 @@ class RunStatus(StrEnum):
     RUNNING = "running"
     COMPLETE = "complete"
     CRASHED = "crashed"
-    """It stopped without reporting an error. Data up to the last flush is present."""
+    """A rank stopped without reporting an error. Data up to the last flush is present."""
     FAILED = "failed"
     """The recorder saw an exception of the training."""
     PARTIAL = "partial"
@@ -217,7 +217,7 @@ class RunManifest(Record):
 
     @property
     def is_kernel_trace(self) -> bool:
-        """Whether the run comes from a device trace: kernel times are known, waits are not.
+        """Whether the run is an imported device trace, which has kernel times but no waits.
 
         A profiler trace of a CPU is not a kernel trace: it shows the waits of the main thread.
         """

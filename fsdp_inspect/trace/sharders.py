@@ -1,4 +1,4 @@
-"""Describe the sharders: their names, and their settings in the words of their own API.
+"""Describe the sharders: their names, and their settings in the terms of their own API.
 
 Advice for a run names the settings of the sharder that the run used. A field is None if a sharder
 has no such setting.

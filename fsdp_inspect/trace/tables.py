@@ -377,8 +377,8 @@ class SummaryTable(Table):
     bytes: NDArray[np.int64]
     """Sum of the messages; 0 for events that are not collectives. On memory rows: the memory."""
     duration_ns: NDArray[np.int64]
-    """Sum of the durations. Events may overlap, so this is no fraction of the step. On GROUP rows:
-    the union of the group's running collectives."""
+    """Sum of the durations. Events may overlap, so this is not a fraction of the step. On GROUP
+    rows: the union of the group's running collectives."""
     median_ns: NDArray[np.int64]
     """Median duration of the row's events."""
     exposed_ns: NDArray[np.int64]

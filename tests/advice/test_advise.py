@@ -1,4 +1,4 @@
-"""Advice on runs with a known answer, and on plans that are really run."""
+"""Advice on runs with a known answer, and on plans that actually run."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Run two ranks on a really slow network: two network namespaces, a veth pair, `tc tbf`.
+"""Run two ranks on a slow network: two network namespaces, a veth pair, `tc tbf`.
 
     with limited_network(rate_mbit=400) as network:
         network.run("train.py", "--steps", "10")

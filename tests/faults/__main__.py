@@ -3,8 +3,8 @@
     make faults ARGS="--cases 200 --healthy 100"
 
 Each case trains on 2 to 8 gloo ranks under the zero-code launcher, with one fault on one rank in
-one step. When the recorder has reported it, or a rank has died, everything is ended as `torchrun`
-does, and `fsdp-inspect diagnose` reads what is left. A table compares its answers with the fault.
+one step. When the recorder has reported it, or a rank has died, all ranks are ended like by
+`torchrun`, and `fsdp-inspect diagnose` reads the run. A table compares its answers with the fault.
 Healthy trainings must raise no alarm. Exits with 1 if a figure is missed.
 """
 

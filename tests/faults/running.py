@@ -52,7 +52,7 @@ class Ranks(NamedTuple):
     processes: list[ForkedProcess]
     stderr: Path
     store: Any
-    """The store of the process group, which lives as long as this object."""
+    """The store of the process group, which exists as long as this object."""
 
 
 def run_case(case: Case, folder: Path) -> Outcome:

@@ -133,7 +133,7 @@ def test_doubling_all_times_doubles_every_ns_and_no_ratio(ranks):
     single, double = (to_plain(measure_summary(build(ranks, scale=scale))) for scale in (6, 12))
     for before, after in zip(_collectives(single), _collectives(double), strict=True):
         duration, longer = before.pop("duration_ns"), after.pop("duration_ns")
-        # The mean of one collective is over their number, so it may be rounded.
+        # The mean of one collective is the sum divided by their number, so it may be rounded.
         assert (duration is None) is (longer is None)
         assert duration is None or abs(longer - 2 * duration) <= 1
     for digest in (single, double):

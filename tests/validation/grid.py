@@ -98,7 +98,7 @@ class Trial:
     shape: str
     link: str
     settings: tuple[tuple[str, str], ...] = ()
-    """The settings that differ from the baseline, as the trainer's options; `split` stands for
+    """The settings that differ from the baseline, as the trainer's options; `split` represents
     `SPLIT`."""
 
     @property

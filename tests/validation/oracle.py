@@ -2,7 +2,7 @@
 
 There are two comparisons, both without noise:
 
-- played: the simulator and torch's code on virtual streams play a step of known work
+- played: the simulator and torch's code on virtual streams run a step of known work
 - predicted: the recorder's CUDA path records torch's code, and another plan is predicted from this
   run; the truth is torch's code under that plan
 

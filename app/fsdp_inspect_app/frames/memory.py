@@ -18,7 +18,7 @@ _TIME = "since the first reading (ms)"
 
 
 def name_place(fqn: str | None) -> str:
-    """The name of a unit; for None, a text that there is no unit."""
+    """The name of a unit; for None, the text for no unit."""
     return NO_UNIT_NAME if fqn is None else format_unit(fqn)
 
 

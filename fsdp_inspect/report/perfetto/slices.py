@@ -84,7 +84,7 @@ class Slice:
     name: str
     args: Mapping[str, Any]
     event: int
-    """Position of its event in the table; -1 for slices that are no target of an arrow."""
+    """Index of its event in the table; -1 for slices without an arrow."""
     depth: int = 0
     """If two slices have the same times, the one with the higher depth is inside the other."""
 
