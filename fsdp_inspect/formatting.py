@@ -139,11 +139,11 @@ def format_run(run_id: str, name: str) -> str:
 
 
 _DIMENSIONS_OF_FSDP = frozenset({"shard", "replicate", "other"})
-"""Mesh dimensions that say no more than "not FSDP" about a collective without a unit."""
+"""Mesh dimensions that do not describe a collective that FSDP did not issue."""
 
 
 def format_owner(fqn: str | None, is_fsdp: bool | None, dimension: str = "other") -> str:
-    """Format the owner of a collective: the name of its unit, or why it has none.
+    """Format the owner of a collective: the name of its unit, or a substitute.
 
     Args:
         fqn: The fqn of the unit; None if the collective belongs to no unit.

@@ -25,7 +25,7 @@ _SNAPSHOT_SUFFIXES = (".pickle", ".pkl")
 
 
 class SourceKind(StrEnum):
-    """The kind of a file or folder, recognised without reading it."""
+    """The kind of a file or folder, recognised by its name and first bytes."""
 
     TRACE = "profiler trace"
     TRACES = "folder of profiler traces"

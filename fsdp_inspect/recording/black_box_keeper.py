@@ -80,7 +80,12 @@ def keep(descriptor: int, pid: int, target: str) -> bool:
 
 
 def explain(run_folder: str, marker: str) -> None:
-    """Become `fsdp-inspect diagnose`, unless another rank of the run has explained its end."""
+    """Become `fsdp-inspect diagnose`, unless another rank of the run has explained its end.
+
+    Args:
+        run_folder: The run.
+        marker: The file that the first rank creates.
+    """
     try:
         os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         os.dup2(2, 1)

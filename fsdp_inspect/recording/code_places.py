@@ -57,7 +57,7 @@ class CodePlaces:
 
     def __init__(self) -> None:
         self._sorts: dict[str, int] = {}
-        """The sort of each file: skipped (torch, standard library, FSDP Inspect), a library, or the
+        """The kind of each file: skipped (torch, standard library, FSDP Inspect), a library, or the
         user's code."""
         self._numbers: dict[tuple[int, int, int, int], int] = {}
         self._kept: list[CodeType] = []

@@ -89,8 +89,8 @@ class OrderDifference:
     def step(self) -> int:
         """The step of the difference: the earliest in which a rank issued this position.
 
-        A rank that leaves out the end of a step is a step ahead, and one that adds a collective
-        at its end is a step behind.
+        A rank that leaves out the end of a step is a step ahead. A rank that adds a collective
+        at the end of a step is a step behind.
         """
         return min(issued.step for _, issued in self.issued)
 

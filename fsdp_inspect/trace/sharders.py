@@ -35,8 +35,7 @@ class SharderTraits:
     reduce_in_16_bits: str
     """The setting that reduces gradients in 16 bits."""
     why_not_checked: str | None = None
-    """The reason why no plan check is possible, for a sharder whose units have passes; None:
-    it is."""
+    """The reason why no plan check is possible, if units have passes; None: a check is possible."""
     owns_all: bool = True
     """Whether every collective of the sharder belongs to a unit."""
 

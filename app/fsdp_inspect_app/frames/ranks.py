@@ -45,7 +45,7 @@ def frame_mesh_grid(grid: MeshGrid) -> pd.DataFrame:
 
 
 def frame_rank_steps(grid: RankGrid, rank: int) -> pd.DataFrame:
-    """The values of one rank and of the median rank for each step."""
+    """The value of one rank and the median over all ranks, for each step."""
     size, suffix = unit_of_grid(grid.metric)
     label = find_metric(grid.metric).label
     own = grid.of_rank(rank)
