@@ -169,7 +169,7 @@ class BlackBoxWriter:
         self.num_finished += 1
 
     def follow(self, number: int, communication: Pending) -> None:
-        """Wait for the end of an asynchronous collective: `ended`, or a look at its marks."""
+        """Follow an asynchronous collective until `ended`, or until a look at its marks."""
         self._pending[communication.identity] = number, communication
 
     def ended(self, identity: int, ns: int) -> None:
