@@ -22,7 +22,8 @@ _SCALES = {
     MetricUnit.BYTES: ("MiB", float(1 << 20)),
     MetricUnit.BYTES_PER_S: ("GB/s", 1e9),
 }
-"""The unit of all numbers in one column of a page, so that it can be sorted and compared."""
+"""The unit of all numbers in one column of a page, so that its values can be sorted and compared.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Column:
     unit: MetricUnit | None
     """None: text."""
     value: Callable[[Any], Any]
-    """The raw value of a row; None where it is missing."""
+    """The raw value of a row; None if it is missing."""
     show: Callable[[Any], str] | None = None
     """Formats a value that is not missing; default by its unit."""
     names_unit: bool = False
@@ -45,7 +46,7 @@ class Column:
 
     @property
     def is_text(self) -> bool:
-        """Whether it holds names and words instead of numbers."""
+        """Whether the column holds text instead of numbers."""
         return self.unit is None
 
     @property
@@ -79,7 +80,7 @@ class TableSpec:
         """The same table with some of its columns, in the order of the names.
 
         Raises:
-            KeyError: There is no column of that name.
+            KeyError: No column has that name.
         """
         by_name = {column.name: column for column in self.columns}
         return TableSpec(self.title, tuple(by_name[name] for name in names))
@@ -90,7 +91,7 @@ class TableSpec:
         return TableSpec(self.title, tuple(kept))
 
     def without_empty_words(self, rows: Sequence[Any]) -> TableSpec:
-        """The same table without the columns of words that have no value in any of the rows."""
+        """The same table without the text columns that have no value in any of the rows."""
         kept = (
             column
             for column in self.columns
@@ -99,7 +100,7 @@ class TableSpec:
         return TableSpec(self.title, tuple(kept))
 
     def records(self, rows: Iterable[Any]) -> list[dict[str, Any]]:
-        """One dictionary a row: raw values by column name."""
+        """One dictionary for each row: raw values by column name."""
         return [{column.name: column.value(row) for column in self.columns} for row in rows]
 
     def describe(self) -> dict[str, dict[str, str | None]]:
@@ -120,13 +121,13 @@ def metric_column(
     """A column of one metric of `fsdp_inspect.metrics`.
 
     Args:
-        name: The column's name, and that of the metric unless `metric` names another one.
-        value: Reads it from a row; default the attribute `name`.
+        name: The name of the column, and of the metric unless `metric` is given.
+        value: Reads the value from a row; default the attribute `name`.
         metric: Name of the metric.
-        label: In place of the metric's label, where a table has several columns of one metric.
+        label: Replaces the metric's label in a table with several columns of one metric.
 
     Raises:
-        KeyError: There is no such metric.
+        KeyError: No metric has that name.
     """
     known = find_metric(metric or name)
     return Column(
@@ -146,7 +147,7 @@ def text_column(
     label: str = "",
     show: Callable[[Any], str] | None = None,
 ) -> Column:
-    """A column of names or words; its label is its name unless one is given."""
+    """A column of text; its default label is its name."""
     given = label or name.replace("_", " ")
     return Column(name, given, definition, None, value or _attribute(name), show)
 
@@ -161,7 +162,7 @@ def unit_column(
     """A column of names of units.
 
     Args:
-        definition: Which unit it is.
+        definition: The definition of the column.
         value: Reads the name from a row; default `format_unit` of the attribute `fqn`.
         name: The column's name.
         label: Default the name.
@@ -173,7 +174,7 @@ def unit_column(
 def number_column(
     name: str, definition: str, value: Callable[[Any], Any] | None = None, *, label: str = ""
 ) -> Column:
-    """A column of whole numbers that are no metric, such as a rank or a step."""
+    """A column of whole numbers without a metric, such as a rank or a step."""
     given = label or name.replace("_", " ")
     return Column(name, given, definition, MetricUnit.COUNT, value or _attribute(name), str)
 
@@ -186,12 +187,12 @@ def value_column(
     *,
     label: str,
 ) -> Column:
-    """A column of times, sizes or ratios that are no metric, such as the memory of one step."""
+    """A column of times, sizes or ratios without a metric, such as the memory of one step."""
     return Column(name, label, definition, unit, value or _attribute(name))
 
 
 def format_value(unit: MetricUnit | None, value: Any) -> str:
-    """A value as short text with its unit; a missing one is never shown as 0."""
+    """Format a value as short text with its unit; a missing value is never shown as 0."""
     if value is None:
         return formatting.MISSING
     match unit:

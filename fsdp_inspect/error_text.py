@@ -1,4 +1,4 @@
-"""Phrase messages about invalid values: what is wrong, what is expected, what to do.
+"""Phrase messages about invalid values: the invalid value, the expected form, and the remedy.
 
 `errors` defines the form of these messages.
 """

@@ -128,9 +128,10 @@ def format_category(category: str) -> str:
 
 
 def format_run(run_id: str, name: str) -> str:
-    """Format a run: its name, then the end of its id, which tells it from runs of the same name.
+    """Format a run: its name, then the end of its id, which distinguishes runs of the same name.
 
-    `small · 3e9c`; a run without a name, or with an id of another form, is its id.
+    Example: `small · 3e9c`. A run without a name, or with an id of another form, is shown as its
+    id.
     """
     ending = run_id.rpartition("-")[2]
     is_ending = run_id.endswith(f"{name}-{ending}") and ending.isalnum()
@@ -138,11 +139,11 @@ def format_run(run_id: str, name: str) -> str:
 
 
 _DIMENSIONS_OF_FSDP = frozenset({"shard", "replicate", "other"})
-"""Dimensions of the mesh that do not say more about a collective without a unit."""
+"""Mesh dimensions that do not describe a collective that FSDP did not issue."""
 
 
 def format_owner(fqn: str | None, is_fsdp: bool | None, dimension: str = "other") -> str:
-    """Format the owner of a collective: the name of its unit, or why it has none.
+    """Format the owner of a collective: the name of its unit, or a substitute.
 
     Args:
         fqn: The fqn of the unit; None if the collective belongs to no unit.

@@ -529,7 +529,7 @@ _IN_KERNEL_TRACES = {
     "optimizer_ns": "compute kernels of the optimizer",
     "other_ns": "compute kernels of unknown phase; the device's other copies",
 }
-"""Definitions for kernel traces, which record when kernels run but rarely what they wait for."""
+"""Definitions for kernel traces, which record the times of kernels but rarely their waits."""
 
 
 def define_metric(name: str, *, in_kernel_trace: bool = False) -> str:

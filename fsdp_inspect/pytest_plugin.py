@@ -151,7 +151,8 @@ def fsdp_forecast(
     """Forecast the memory of a training step, and fail above the limit of `fsdp_memory`.
 
     `fsdp_forecast(build, **settings)`: `build` is a function that returns a `ForecastTarget`, or
-    its name as `module:function`; the settings are its keywords. Returns the forecast, opened.
+    its name as `module:function`; the settings are its keywords. Returns the opened run of the
+    forecast.
     """
     gate = _gate_of(request)
 

@@ -107,7 +107,7 @@ def parse_toml(encoded: bytes | str) -> dict[str, Any]:
 
 
 def _open_at_once(name: str, flags: int) -> int:
-    """Open a file without waiting for the other end of a pipe."""
+    """Open a file. Opening a pipe does not wait for its other end."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 

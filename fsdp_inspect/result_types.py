@@ -1,4 +1,4 @@
-"""Name the classes of all results, and of what describes a run, in one place.
+"""Export the classes of all results and of the records of a run.
 
 Code that takes or returns results imports their types from here:
 

@@ -1,7 +1,7 @@
-"""Give result objects their ways out: dictionaries, DataFrames, Arrow tables, figures, HTML.
+"""Convert results to dictionaries, DataFrames, Arrow tables, figures and HTML.
 
-Every answer that `Run` gives is a dataclass with the numbers as attributes and one of these as a
-base class. Nothing here computes; what is shown and exported are the attributes themselves.
+Every result of `Run` is a dataclass with the numbers as attributes and a base class from here.
+Nothing here computes: the attributes themselves are shown and exported.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _FIGURES = "fsdp_inspect.report.figures"
-"""Draws results; loaded at the first `plot()`, because it imports plotly."""
+"""The module that draws results. It loads at the first `plot()`, because it imports plotly."""
 _MOST_ROWS_IN_HTML = 50
 
 
 class Result:
-    """An answer about a run: numbers as attributes."""
+    """A result about a run, with numbers as attributes."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes as dictionaries, lists, text and numbers: what `--json` prints.
+        """The attributes as dictionaries, lists, text and numbers, as `--json` prints them.
 
-        A number that JSON does not know (NaN, infinity) is None.
+        NaN and infinity, which JSON does not support, are None.
         """
         plain = to_plain(self)
         assert isinstance(plain, dict)
@@ -48,7 +48,8 @@ class Result:
         """The figure that the dashboard shows for this result.
 
         Raises:
-            MissingDataError: There is nothing to draw, or plotly is not installed; says which.
+            MissingDataError: There is nothing to draw, or plotly is not installed. The message
+                names the reason.
         """
         try:
             figures = import_module(_FIGURES)
@@ -62,7 +63,7 @@ class Result:
 
 
 class TableResult(Result):
-    """An answer whose main part is a table.
+    """A result whose main part is a table.
 
     A subclass names its columns in `TABLE` and gives its rows in `rows()`.
     """
@@ -72,7 +73,7 @@ class TableResult(Result):
     TABLE: ClassVar[TableSpec]
 
     def rows(self) -> Sequence[Any]:
-        """The rows of the table, in the order in which they are shown."""
+        """The rows of the table, in display order."""
         raise NotImplementedError
 
     def to_arrow(self) -> pa.Table:
@@ -116,7 +117,7 @@ class TableResult(Result):
 
 
 def render_html_table(spec: TableSpec, rows: Sequence[Any], most: int = _MOST_ROWS_IN_HTML) -> str:
-    """A table for notebooks: labels with definitions as tooltips, values with units."""
+    """Render a table for notebooks: labels with definitions as tooltips, values with units."""
     shown = spec.with_values(rows) if rows else spec
     head = "".join(
         f'<th title="{html.escape(column.definition)}">{html.escape(column.label)}</th>'
@@ -134,7 +135,7 @@ def render_html_table(spec: TableSpec, rows: Sequence[Any], most: int = _MOST_RO
 
 
 def to_plain(value: object) -> Any:
-    """A result as dictionaries, lists, text and numbers, with None for what JSON cannot say."""
+    """Convert a result to dictionaries, lists, text and numbers; NaN and infinity become None."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, BaseModel):

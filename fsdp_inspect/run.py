@@ -1,8 +1,8 @@
-"""Open a run and get every answer about it as a result object.
+"""Open a run and analyse it; each method of `Run` returns a result object.
 
-`Run` is what the commands, the dashboard, the reports and notebooks use. Its methods call the
-analyses, the simulator and the advisor, and return results: numbers as attributes, and the ways
-out of `fsdp_inspect.results` (`to_dict`, `to_pandas`, `to_arrow`, `plot`).
+The commands, the dashboard, the reports and notebooks use `Run`. Its methods call the analyses, the
+simulator and the advisor. Their results have the numbers as attributes, and the conversions of
+`fsdp_inspect.results` (`to_dict`, `to_pandas`, `to_arrow`, `plot`).
 
     import fsdp_inspect as fi
 
@@ -56,23 +56,23 @@ T = TypeVar("T")
 class Run:
     """One recorded, emulated or imported run.
 
-    Answers are computed when asked for and kept, so asking twice costs nothing. A run that is
-    still being recorded shows what was there when it was opened; open it again to see more.
+    A result is computed at the first call and cached. A live run shows the data that it had when it
+    was opened; open it again to see newer data.
     """
 
     def __init__(self, source: RunSource) -> None:
-        """Use `open_run` for a folder; any `RunSource` works."""
+        """Wrap a source. Use `open_run` for a folder."""
         self._context = RunContext(source)
 
     def __repr__(self) -> str:
         num_ranks = len(self.ranks_recorded)
         return f"<Run {self.id!r}: {self.status.value}, {num_ranks} of {self.world_size} ranks>"
 
-    # --- what the run is
+    # --- properties of the run
 
     @property
     def source(self) -> RunContext:
-        """The tables behind the answers: a `RunSource` that all analyses share."""
+        """The tables behind the results: a `RunSource` that all analyses share."""
         return self._context
 
     @property
@@ -87,22 +87,22 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """How the run ended, or that it is still running."""
+        """The state of the run: how it ended, or that it still runs."""
         return self._context.status
 
     @property
     def notes(self) -> Sequence[str]:
-        """What is missing or unusual, one sentence each; empty for a complete run."""
+        """Missing or unusual data, one sentence each; empty for a complete run."""
         return self._context.notes
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that trained."""
+        """The number of ranks of the training."""
         return self.manifest.world_size
 
     @property
     def ranks_recorded(self) -> Sequence[RankRecord]:
-        """The ranks whose files are here, by rank."""
+        """The ranks whose files are present, by rank."""
         return self._context.ranks
 
     # --- the shared context
@@ -114,7 +114,7 @@ class Run:
 
     @cached_property
     def median_rank(self) -> int | None:
-        """The rank that times come from by default; None without a timed step."""
+        """The rank whose times are used by default; None without a timed step."""
         median = timed_ranks(self._context).median
         return None if median is None else median.rank
 
@@ -130,16 +130,16 @@ class Run:
         """The plan that the recorder observed on the model.
 
         Raises:
-            MissingDataError: The run has none, as imported traces.
+            MissingDataError: The run has no plan; imported traces have none.
         """
         from fsdp_inspect.simulation.recorded import observed_plan
 
         return observed_plan(self._context)
 
-    # --- questions about the run
+    # --- analyses of the run
 
     def summary(self) -> Summary:
-        """What limits the step, where its time goes, what fills memory, and what to try next."""
+        """The limit of the step, its parts, its memory, and what to try next."""
         from fsdp_inspect.analysis.summary import measure_summary
 
         return self._ask("summary", lambda: measure_summary(self._context))
@@ -152,7 +152,8 @@ class Run:
             step: One finished step, timed or not; default the typical step.
 
         Raises:
-            IncompleteRunError: The run holds nothing of that rank, or it did not finish the step.
+            IncompleteRunError: The run has no data of that rank, or the rank did not finish the
+                step.
         """
         from fsdp_inspect.analysis.breakdown_causes import measure_breakdown_causes
 
@@ -165,12 +166,12 @@ class Run:
         """The exposed communication by unit, collective, phase and cause, with evidence.
 
         Args:
-            unit: Name of a unit to limit the answer to; `(root)` is the root.
+            unit: Only waits of this unit; `(root)` is the root.
             rank: Default the median rank.
 
         Raises:
-            IncompleteRunError: The run holds nothing of that rank.
-            MissingDataError: The run has no unit of that name.
+            IncompleteRunError: The run has no data of that rank.
+            MissingDataError: The run has no unit with that name.
         """
         from fsdp_inspect.analysis.rank_waits import measure_rank_waits
 
@@ -180,13 +181,13 @@ class Run:
         )
 
     def units(self, *, rank: int | None = None) -> UnitCosts:
-        """What each FSDP unit costs in the typical step: collectives, copies, compute.
+        """The cost of each FSDP unit in the typical step: collectives, copies, compute.
 
         Args:
             rank: Default the median rank.
 
         Raises:
-            IncompleteRunError: The run holds nothing of that rank.
+            IncompleteRunError: The run has no data of that rank.
         """
         from fsdp_inspect.analysis.units import measure_units
 
@@ -200,8 +201,8 @@ class Run:
             rank: Default the median rank.
 
         Raises:
-            IncompleteRunError: The run holds nothing of that rank.
-            MissingDataError: The run has no unit of that name.
+            IncompleteRunError: The run has no data of that rank.
+            MissingDataError: The run has no unit with that name.
         """
         from fsdp_inspect.analysis.unit_history import measure_unit_history
         from fsdp_inspect.analysis.unit_names import find_unit
@@ -219,7 +220,7 @@ class Run:
             rank: Default the rank with the highest peak.
 
         Raises:
-            IncompleteRunError: The run holds nothing of that rank.
+            IncompleteRunError: The run has no data of that rank.
         """
         from fsdp_inspect.analysis.memory.overview import measure_memory_overview
 
@@ -228,7 +229,7 @@ class Run:
         )
 
     def ranks(self) -> Ranks:
-        """Each rank's times and lateness, and the straggler with its cost, if there is one."""
+        """The times and the lateness of each rank, and the straggler with its cost, if any."""
         from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 
         return self._ask("ranks", lambda: measure_ranks(self._context))
@@ -241,7 +242,7 @@ class Run:
         Args:
             metric: One of `analysis.mesh_grid.MESH_METRICS`.
             rows: A dimension such as `pp`, `node` or `local rank`; default the outermost one.
-            columns: Another one; default the next one.
+            columns: Another dimension; default the next one.
 
         Raises:
             ValueError: The metric or a dimension is unsupported.
@@ -259,7 +260,7 @@ class Run:
         return self._ask("step times", lambda: measure_step_times(self._context))
 
     def drift(self) -> Drift:
-        """The steps from which on the step time differs, and what changed at the same time."""
+        """The steps at which the step time changes, and the other changes at the same steps."""
         from fsdp_inspect.analysis.drift import measure_drift
 
         return measure_drift(self._context)
@@ -271,7 +272,7 @@ class Run:
             rank: Default the lowest recorded rank.
 
         Raises:
-            IncompleteRunError: The run holds nothing of that rank.
+            IncompleteRunError: The run has no data of that rank.
             MissingDataError: The run is imported: a trace does not show its processes.
         """
         from fsdp_inspect.analysis.lifetime import measure_lifetime
@@ -293,7 +294,7 @@ class Run:
         return self._ask("numerics", lambda: measure_numerics(self._context))
 
     def migration(self) -> Migration:
-        """What a move of a run with FSDP1 to FSDP2 changes: settings, all-gathers, memory.
+        """The effects of moving a run from FSDP1 to FSDP2: settings, all-gathers, memory.
 
         Raises:
             MissingDataError: The run was not recorded with FSDP1.
@@ -303,10 +304,10 @@ class Run:
         return plan_migration(self._context)
 
     def diagnose(self, *, with_plans: bool = True) -> Diagnosis:
-        """Why the run hung, died or went wrong, with the evidence; or that it is healthy.
+        """The reason why the run hung, died or failed, with evidence; or that it is healthy.
 
         Args:
-            with_plans: After an out-of-memory, also search the plans that would have fitted, which
+            with_plans: After an out-of-memory, also search for plans that would have fitted. This
                 takes seconds.
         """
         from fsdp_inspect.diagnosis import diagnose
@@ -319,7 +320,7 @@ class Run:
     # --- other runs, other plans
 
     def compare(self, *others: Run | Sequence[Run]) -> Comparison:
-        """What differs from other runs: settings first, then time judged against noise, memory.
+        """Compare with other runs: settings, then times judged against noise, then memory.
 
         Args:
             others: Runs, or lists of runs that repeat one another. This run is the reference.
@@ -352,18 +353,18 @@ class Run:
         Args:
             plan: The plan to simulate; default the recorded one.
             bandwidth: Bus bandwidth of the network in bytes per second; default the run's own.
-            latency_ns: Latency of the network; default the run's own.
-            node: The link within a node; default as far as the run shows it.
-            rank: Whose work to simulate; default the median rank.
+            latency_ns: Latency of the network in ns; default the run's own.
+            node: The link within a node; default as measured in the run.
+            rank: The rank whose work is simulated; default the median rank.
             changes: Changes of the plan by name, such as `wrap="every:2"`, `forward_prefetch=2`,
                 `reshard_after_forward=False` or `world_size=16`: the fields of
                 `simulation.changes.Changes`.
 
         Raises:
-            MissingDataError: The run holds too little to simulate from; says what is missing.
+            MissingDataError: The run lacks data for a simulation. The message names it.
             PlanError: The plan does not fit the model.
-            TypeError: There is no such change.
-            ValueError: An impossible network.
+            TypeError: A change is unknown.
+            ValueError: The network is invalid.
         """
         from fsdp_inspect.simulation.changes import Changes, apply_changes
         from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
@@ -388,16 +389,16 @@ class Run:
         on_progress: Callable[[int], object] = lambda _: None,
         **request: Any,
     ) -> Advice:
-        """What to change, in order: first problems that no plan can fix, then plans by gain.
+        """Suggest changes in order: first problems that no plan can fix, then plans by gain.
 
         Args:
             memory_limit: The peak must not exceed it: bytes, or text such as `"80GiB"`; default
                 the memory of the device.
             on_progress: Called with the number of plans simulated so far.
-            request: Further wishes by name: the fields of `advice.request.AdviceRequest`.
+            request: Further settings by name: the fields of `advice.request.AdviceRequest`.
 
         Raises:
-            TypeError: There is no such field.
+            TypeError: A field is unknown.
             ValueError: The memory limit cannot be read.
         """
         from fsdp_inspect.advice.request import AdviceRequest
@@ -424,10 +425,10 @@ class Run:
 
         Args:
             prediction: A prediction, or the file that `simulate` or `advise` wrote.
-            baseline: Runs of the plan before, recorded next to this one.
+            baseline: Runs of the baseline's plan, recorded at about the same time as this one.
 
         Raises:
-            PredictionError: The file is no prediction, or it was made for another model.
+            PredictionError: The file is not a prediction, or it was made for another model.
         """
         from fsdp_inspect.predictions.files import read_prediction
         from fsdp_inspect.predictions.verification import verify_prediction
@@ -459,7 +460,7 @@ class Run:
     # --- reports
 
     def report(self) -> str:
-        """The run as one HTML page that needs no other file."""
+        """Render the run as one HTML page that needs no other file."""
         from fsdp_inspect.report import html
 
         return html.render_run(html.read_contents(self._context))
@@ -480,13 +481,13 @@ def open_run(path: str | Path, *, attempt: int | None = None) -> Run:
 
     Args:
         path: The run folder, or its URL (any that fsspec can open).
-        attempt: Which start of the job; default the last one.
+        attempt: The number of the job's start; default the last one.
 
     Returns:
-        The run, whatever its state; `status` and `notes` say what is missing.
+        The run, in any state; `status` and `notes` list the missing data.
 
     Raises:
-        NotARunError: There is no run.
+        NotARunError: The path has no run.
         SchemaVersionError: A newer version of FSDP Inspect wrote it.
     """
     from fsdp_inspect.store.reader import open_run as open_stored

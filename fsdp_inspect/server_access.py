@@ -55,13 +55,13 @@ class Origin:
     port: int
 
     def __str__(self) -> str:
-        """As a browser writes it: without the default port of the scheme."""
+        """The origin as a browser writes it, without the default port of the scheme."""
         is_default = self.port == _DEFAULT_PORTS[self.scheme]
         return f"{self.scheme}://{_bracket(self.name)}{'' if is_default else f':{self.port}'}"
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The values of a Host header that name it."""
+        """The values of a Host header that name this origin."""
         name = _bracket(self.name)
         is_default = self.port == _DEFAULT_PORTS[self.scheme]
         return (f"{name}:{self.port}", name) if is_default else (f"{name}:{self.port}",)
@@ -81,12 +81,12 @@ class ServerAccess:
     def find_refusal(
         self, hosts: Sequence[str], origins: Sequence[str], *, is_web_socket: bool = False
     ) -> str:
-        """The reason to refuse a request, whatever its token; empty if there is none.
+        """The reason to refuse a request, independent of its token; empty if there is none.
 
         Args:
             hosts: All Host headers of the request.
             origins: All its Origin headers.
-            is_web_socket: It opens a WebSocket, so a browser would send an Origin.
+            is_web_socket: Whether it opens a WebSocket; browsers always send an Origin with it.
         """
         if len(hosts) != 1 or hosts[0].lower() not in self.hosts:
             return (
@@ -136,7 +136,7 @@ def server_names(host: str) -> tuple[str, ...]:
 def server_url(
     host: str, port: int, path: str, *, proxy: Origin | None = None, token: str | None = None
 ) -> str:
-    """The URL to open.
+    """The URL at which a user opens the server.
 
     It has the address, not `localhost`: another user of this machine may listen on the same port
     of `::1`, which a browser tries first, and would receive the token.
@@ -150,7 +150,7 @@ def parse_origin(text: str) -> Origin:
     """Parse the origin of a proxy: `NAME`, `NAME:PORT`, `https://NAME` or `http://NAME:PORT`.
 
     Raises:
-        FsdpInspectError: The text has another form.
+        FsdpInspectError: The text does not have one of these forms.
     """
     try:
         url = urlsplit(text if "://" in text else f"https://{text}")
@@ -166,11 +166,11 @@ def parse_origin(text: str) -> Origin:
 
 
 def choose_token(*, is_wanted: bool | None, is_host_given: bool) -> str | None:
-    """The token of a new server; None: it requires no token.
+    """Choose the token of a new server; None: it requires no token.
 
     Args:
         is_wanted: The user's choice; None: see `TOKEN_HELP`.
-        is_host_given: The user chose the address to listen on.
+        is_host_given: Whether the user chose the address to listen on.
 
     Raises:
         FsdpInspectError: The token in the environment is too short or has other characters.
@@ -189,11 +189,11 @@ def choose_token(*, is_wanted: bool | None, is_host_given: bool) -> str | None:
 
 
 def may_have_other_users() -> bool:
-    """Whether this machine has other users, or the user database does not tell.
+    """Whether this machine has other users, or may have them.
 
-    Other users: another account with a login shell and the user id of a person. The database does
-    not tell if it lacks this process's user, or includes a directory service such as LDAP or SSSD,
-    which need not list its accounts.
+    Another user is an account with a login shell and the user id of a person. The user database is
+    incomplete if it lacks this process's user, or includes a directory service such as LDAP or
+    SSSD, which need not list its accounts. Other users are then possible.
     """
     try:
         import pwd
@@ -248,5 +248,5 @@ def _addresses_of(name: str) -> list[str]:
 
 
 def _bracket(name: str) -> str:
-    """The name as URLs have it: an IPv6 address in brackets."""
+    """Write an address as in URLs: an IPv6 address in brackets."""
     return f"[{name}]" if ":" in name else name

@@ -67,7 +67,7 @@ def apportion(shares: NDArray[np.floating], total: int) -> NDArray[np.int64]:
 
     Args:
         shares: Shape (n,), none below 0; their sum is within 1 of `total`.
-        total: What the integers add up to.
+        total: The sum of the integers.
 
     Returns:
         Shape (n,); each is the share rounded down or up. Empty if there are no shares.
@@ -84,7 +84,7 @@ def apportion(shares: NDArray[np.floating], total: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How one quantity is distributed over the timed steps of one rank."""
+    """The distribution of one quantity over the timed steps of one rank."""
 
     typical: int
     """The mean over the typical steps (those in the middle half by step time)."""
@@ -95,7 +95,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Integers) -> Self | None:
-        """The distribution of the values, one a step; None if there are none."""
+        """The distribution of values, one for each step; None if there are none."""
         if len(values) == 0:
             return None
         ordered = _sorted(values)

@@ -1,6 +1,7 @@
 """Train and record: `torchrun --nproc-per-node N -m instrumented_trainer [--key VALUE ...]`.
 
-Exits with 2, before any process group starts, if a setting is invalid; only rank 0 prints why.
+Exits with 2, before any process group starts, if a setting is invalid; only rank 0 prints the
+reason.
 """
 
 import json

@@ -40,7 +40,7 @@ _MODEL_SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that exists and fits the settings."""
+    """An existing checkpoint that fits the settings."""
 
     path: Path
     step: int
@@ -51,7 +51,7 @@ def find_checkpoint(config: TrainerConfig) -> SavedCheckpoint | None:
     """Find the checkpoint that `resume` names; None if the run starts from step 0.
 
     Raises:
-        ConfigError: There is none at the path, or it belongs to another model.
+        ConfigError: The path has no checkpoint, or a checkpoint of another model.
     """
     if config.resume == "no":
         return None

@@ -43,15 +43,15 @@ class ParsedCommand:
     def __init__(self, config: TrainerConfig, text: str | None = None) -> None:
         self.config = config
         self.text = text
-        """Printed instead of training; None means train."""
+        """The text to print instead of training; None means train."""
 
 
 def parse_command(arguments: Sequence[str]) -> ParsedCommand:
     """Parse a command line.
 
     Raises:
-        ConfigError: A flag or key is unknown (the message has the nearest), or a value is invalid
-            (the message has the legal values).
+        ConfigError: A flag or key is unknown (the message suggests a similar one), or a value is
+            invalid (the message has the legal values).
     """
     parser = _build_parser()
     if any(argument in _HELP for argument in arguments):
@@ -86,7 +86,7 @@ def check_settings(settings: Mapping[str, Any]) -> TrainerConfig:
 
 
 def render_config(config: TrainerConfig) -> str:
-    """Render these settings as a TOML file, with the meaning of each setting."""
+    """Render the settings as a TOML file, with the meaning of each setting."""
     values = config.model_dump(mode="json")
     lines = ["# Settings of instrumented_trainer; use with --config FILE."]
     for section in Section:

@@ -1,4 +1,4 @@
-"""Read the training tokens of this rank: memory-mapped, and a function of the step alone.
+"""Read the training tokens of this rank from memory-mapped files; they depend only on the step.
 
 A corpus is one long sequence of tokens: all files in order. It is cut into windows of `seq_len + 1`
 tokens (inputs, and targets one token later). The last windows are held out for evaluation. The seed
@@ -105,7 +105,7 @@ def _num_tokens(path: Path, dtype: str) -> int:
 
 
 def _source_files(root: Path) -> Iterator[Path]:
-    """Python files below a folder. Installed packages are never listed: they may be thousands."""
+    """Python files below a folder, without installed packages, which may have thousands."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _NOT_SOURCE]
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
@@ -113,14 +113,14 @@ def _source_files(root: Path) -> Iterator[Path]:
 
 
 def _is_text(path: Path, root: Path) -> bool:
-    """Whether it is a regular file, not hidden, without NUL in its first bytes."""
+    """Whether the path is a regular file, not hidden, and without NUL in its first bytes."""
     if any(part.startswith(".") for part in path.relative_to(root).parts) or not path.is_file():
         return False
     with path.open("rb") as file:
         return b"\0" not in file.read(4096)
 
 
-# Each mapped file holds a descriptor: never map more at once than every system allows.
+# Each mapped file holds a descriptor, so the number of mapped files is limited.
 @lru_cache(maxsize=_MAX_OPEN_FILES)
 def _map_file(path: Path, dtype: str) -> Tokens:
     if dtype != "npy":
@@ -150,7 +150,7 @@ class Batch:
 
 @dataclass(kw_only=True)
 class Loader:
-    """The batches of one rank, by step and microbatch; it has no state to save."""
+    """The batches of one rank, by step and microbatch; there is no state to save."""
 
     corpus: Corpus
     seq_len: int

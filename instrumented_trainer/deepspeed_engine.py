@@ -1,4 +1,4 @@
-"""Train with DeepSpeed's ZeRO-3, by the same settings as with the other sharders.
+"""Train with DeepSpeed's ZeRO-3, with the same settings as for the other sharders.
 
 Only this file imports DeepSpeed, which the extra `deepspeed` installs.
 """
@@ -24,7 +24,7 @@ def expect_deepspeed() -> None:
     """Check that DeepSpeed is installed.
 
     Raises:
-        ConfigError: It is not; the message says how to install it.
+        ConfigError: DeepSpeed is not installed. The message has the command that installs it.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
@@ -75,4 +75,4 @@ class EngineOptimizer:
         self._engine.step()
 
     def zero_grad(self) -> None:
-        """Do nothing: the engine's step has dropped the gradients."""
+        """Do nothing, because the engine's step has dropped the gradients."""

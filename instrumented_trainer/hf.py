@@ -18,11 +18,12 @@ from fsdp_inspect.reading import MAX_JSON_BYTES, parse_json, read_regular
 
 NUM_BYTE_VALUES = 256
 _IMAGE_SIZE = 224
-"""Height and width for a config without an image size: what convolutional models trained on."""
+"""Height and width for a config without an image size: the usual size for convolutional models."""
 _SAMPLES = 16_000
-"""Values of a sound: one second."""
+"""The number of values of a sound: one second."""
 _RANDOM_SHAPES = {"apply_spec_augment": False, "layerdrop": 0.0}
-"""Fields that let random numbers decide shapes and which layers run, with their value for never."""
+"""Fields that let random numbers decide shapes or the layers that run, with the value that disables
+it."""
 _TOKEN_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 _MAPPINGS_OF_SOUND = {
     "AutoModelForAudioClassification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
@@ -35,7 +36,7 @@ _SOUND = {
     ),
     "AutoModelForSpeechSeq2Seq": ("whisper",),
 }
-"""The types whose input `make_input` knows: waves, and log-mel spectrograms."""
+"""The types with an input that `make_input` supports: waves, and log-mel spectrograms."""
 
 
 def make_config(name: str, changes: dict[str, Any]) -> Any:
@@ -78,7 +79,7 @@ def make_config(name: str, changes: dict[str, Any]) -> Any:
 
 
 def vocab_size_of(config: Any) -> int:
-    """The number of different tokens that the model reads; bytes, if it reads no tokens."""
+    """The number of different tokens that the model reads; that of bytes, if it reads no tokens."""
     size = getattr(config.get_text_config(), "vocab_size", None)
     return NUM_BYTE_VALUES if size is None or not _reads_tokens(config) else int(size)
 
@@ -94,7 +95,7 @@ def make_model(config: Any) -> nn.Module:
     name = _find_class(config)
     try:
         model = getattr(transformers, name).from_config(config, dtype=torch.float32)
-    except Exception as error:  # any error of its layers is about the user's sizes
+    except Exception as error:  # any error of the layers is caused by the user's sizes
         raise ConfigError(
             f"The Hugging Face config of type {config.model_type!r} builds no model: {error}. "
             f"Expected one that {name} can build. Correct --hf or --hf-config."
@@ -108,7 +109,7 @@ def _configure(model_type: str, changes: dict[str, Any]) -> Any:
 
     try:
         return AutoConfig.for_model(model_type, **changes)
-    except Exception as error:  # any error of its checks is about the user's values
+    except Exception as error:  # any error of the checks is caused by the user's values
         raise ConfigError(
             f"The Hugging Face config of {model_type!r} has invalid values: "
             f"{' '.join(str(error).split())}. Correct --hf-config."
@@ -120,7 +121,7 @@ def compute_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
     The decoder of an encoder-decoder gets the tokens, too.
     """
-    # DDP and DeepSpeed wrap the model, and DeepSpeed has a config of its own.
+    # DDP and DeepSpeed wrap the model, and DeepSpeed has a separate config.
     config = getattr(getattr(model, "module", model), "config", None)
     inputs = [tokens if config is None else make_input(config, tokens)]
     is_pair = bool(getattr(config, "is_encoder_decoder", False))
@@ -159,15 +160,15 @@ def make_input(config: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _reads_tokens(config: Any) -> bool:
-    """Whether the model, or its decoder, reads tokens."""
+    """Whether the model or its decoder reads tokens."""
     return _find_class(config) in (*_TOKEN_CLASSES, "AutoModelForSpeechSeq2Seq")
 
 
 def _find_class(config: Any) -> str:
-    """The auto class that builds a model of this config: the one of its architecture, if named.
+    """The auto class that builds a model of this config: that of its architecture, if named.
 
     Raises:
-        ConfigError: No model that the trainer can feed belongs to the config.
+        ConfigError: The config has no model with an input that the trainer can make.
     """
     from transformers.models.auto import modeling_auto
 
@@ -187,7 +188,7 @@ def _find_class(config: Any) -> str:
     for name, architecture in known.items():
         if architecture is not None and architecture == named:
             return name
-    # A type may also have a model of its decoder alone, without the encoder.
+    # A type may also have a model with only the decoder, without the encoder.
     for name in sorted(known, key=lambda name: config.is_encoder_decoder and "Seq2Seq" not in name):
         if known[name] is not None:
             return name

@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.register_buffer("inverse_frequencies", self._frequencies(None), persistent=False)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """(B, T, D) and int64 positions (T,) to (B, T, D)."""
+        """Map (B, T, D) and int64 positions (T,) to (B, T, D)."""
         batch, length, _ = hidden.shape
         queries, keys, values = (
             projection(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
@@ -116,7 +116,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Map (B, T, D) to (B, T, D)."""
         output: torch.Tensor = self.w2(F.silu(self.w1(hidden)) * self.w3(hidden))
         return output
 
@@ -132,14 +132,14 @@ class Block(nn.Module):
         self.ffn = FeedForward(shape)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Map (B, T, D) to (B, T, D)."""
         hidden = hidden + self.attention(self.attention_norm(hidden), positions)
         output: torch.Tensor = hidden + self.ffn(self.ffn_norm(hidden))
         return output
 
 
 class Decoder(nn.Module):
-    """Token ids (B, T) to logits (B, T, V)."""
+    """A decoder that maps token ids (B, T) to logits (B, T, V)."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(B, T) int64 to (B, T, V)."""
+        """Map (B, T) int64 to (B, T, V)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self.tok_embeddings(tokens)
         for layer in self.layers:
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(B, H, T, E) turned by (T, E/2) angles, in pairs of the two halves of E."""
+    """Rotate (B, H, T, E) by (T, E/2) angles, in pairs of the two halves of E."""
     first, second = heads.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(heads.dtype)

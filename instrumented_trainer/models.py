@@ -52,7 +52,7 @@ def complete(config: TrainerConfig) -> TrainerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelRecipe:
-    """A model before it has weights."""
+    """A model without weights."""
 
     config: TrainerConfig
     shape: ModelShape | None
@@ -106,7 +106,7 @@ def make_recipe(config: TrainerConfig) -> ModelRecipe:
 
 
 def make_shape(config: TrainerConfig) -> ModelShape:
-    """The preset's sizes with the requested changes, checked against each other."""
+    """The preset's sizes with the requested changes, checked for consistency."""
     changes = {
         name: value for name in _SHAPE_FIELDS if (value := getattr(config, name)) is not None
     }
@@ -149,10 +149,10 @@ def _initialize(parameter: nn.Parameter, name: str, model: Decoder, seed: int) -
         parameter.copy_(_initial_weight(parameter, name, model, seed, parameter.device))
         return
     mesh, placements = parameter.device_mesh, parameter.placements
-    # On the mesh's device even if the shard is offloaded, so that both start with equal weights.
+    # Use the mesh's device even if the shard is offloaded, so that both start with equal weights.
     device = torch.device(mesh.device_type)
     full = _initial_weight(parameter, name, model, seed, device)
-    shard = distribute_tensor(full, mesh, placements, src_data_rank=None)  # every rank has it
+    shard = distribute_tensor(full, mesh, placements, src_data_rank=None)  # equal on all ranks
     parameter.to_local().copy_(shard.to_local())
 
 

@@ -26,7 +26,7 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
-    """The learning rate of a step (from 0); a function of the step, so there is no state to save.
+    """The learning rate of a step (from 0). It depends only on the step, so it has no state.
 
     It rises linearly to the peak over `lr_warmup` steps, then falls to `min_lr_ratio` of the peak
     at the last step.

@@ -46,7 +46,7 @@ def build_parallel_model(
     if parallelism.config is not None:
         materialize(model, runtime.device, offload=False, seed=recipe.config.seed)
         wrapped = wrap_model(model.to(runtime.device), plan, parallelism.config, runtime)
-        compile_modules(wrapped, parallelism.compiled)  # of SimpleFSDP, whose graphs communicate
+        compile_modules(wrapped, parallelism.compiled)  # graphs of SimpleFSDP communicate
         return wrapped
     compile_modules(model, parallelism.compiled)
     mesh = init_device_mesh(
@@ -74,7 +74,7 @@ def compile_modules(model: nn.Module, names: tuple[str, ...]) -> None:
 
 
 def expect_compiler(device: torch.device) -> None:
-    """Raise early if compiling for CPU is impossible because there is no C++ compiler."""
+    """Raise early if compiling for the CPU is impossible, because there is no C++ compiler."""
     candidates = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
     if device.type == "cpu" and not any(shutil.which(name) for name in candidates if name):
         raise ConfigError(

@@ -1,9 +1,9 @@
 """Find the parts of a model by its structure.
 
 The blocks are the elements of its longest `ModuleList`, and of all other lists that neither contain
-these blocks nor lie in one: the decoder of an encoder-decoder, the other stages of a vision model.
-Other modules with parameters are an embedding (`nn.Embedding`) or belong to the head (the last
-norm, the output projection).
+these blocks nor are inside one: the decoder of an encoder-decoder, the other stages of a vision
+model. Other modules with parameters are an embedding (`nn.Embedding`) or belong to the head (the
+last norm, the output projection).
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ class ModelParts:
     embeddings: tuple[str, ...]
     blocks: tuple[str, ...]
     head: tuple[str, ...]
-    """The other modules with parameters of their own: the last norm, the output projection."""
+    """The other modules that own parameters: the last norm, the output projection."""
     halves: dict[str, tuple[tuple[str, ...], ...]]
-    """For each block that can be split: its (norm, attention) and (norm, feed-forward)."""
+    """The (norm, attention) and (norm, feed-forward) of each block that can be split."""
     numel: dict[str, int]
     """Number of parameters of each module, with all modules below it."""
     is_tied: bool
-    """Whether embedding and output projection are one matrix."""
+    """Whether embedding and output projection share one matrix."""
 
 
 def find_parts(model: nn.Module) -> ModelParts:

@@ -20,16 +20,16 @@ class StepReport:
     """The reported numbers of one step."""
 
     step: int
-    """From 1."""
+    """The number of the step, from 1."""
     num_steps: int
     loss: float | None
-    """Mean over ranks and microbatches, before the step; None if it is meaningless."""
+    """Mean loss over ranks and microbatches, before the step; None if it is meaningless."""
     learning_rate: float
     gradient_norm: float | None
-    """Over all ranks, before clipping; None without clipping."""
+    """The gradient norm over all ranks, before clipping; None without clipping."""
     step_time_ns: int
     num_tokens: int
-    """The tokens of all ranks."""
+    """The number of tokens of all ranks."""
     memory_bytes: int
     """The memory of this rank: see `read_memory`."""
     memory_kind: str
@@ -45,7 +45,7 @@ class Reporter(Protocol):
         """Print a line."""
 
     def close(self) -> None:
-        """End the report: there are no more steps."""
+        """End the report after the last step."""
 
 
 def make_reporter(num_steps: int, first_step: int, *, is_first: bool) -> Reporter:
@@ -58,7 +58,7 @@ def make_reporter(num_steps: int, first_step: int, *, is_first: bool) -> Reporte
 
 
 def read_memory(device: torch.device) -> tuple[int, str]:
-    """This rank's memory in bytes, and the name of what was measured.
+    """This rank's memory in bytes, and the name of the measured quantity.
 
     CUDA: the peak that torch's allocator has allocated. CPU: the current resident set of the
     process, which includes the interpreter and its libraries.
@@ -101,7 +101,7 @@ class _Lines:
 
 
 class _Bar:
-    # Without rich's refresh thread: its drawing would take time from the measured steps.
+    # Runs without rich's refresh thread, because drawing would take time from the measured steps.
     def __init__(self, num_steps: int, first_step: int) -> None:
         self._console = Console(highlight=False)
         self._progress = Progress(

@@ -1,4 +1,4 @@
-"""Read a step's numbers on the host: at once on CPU, without making the host wait on CUDA.
+"""Read a step's numbers on the host: immediately on CPU, and without waiting on CUDA.
 
 [Note: Reading without waiting]
 `float(tensor)` on CUDA waits until the device has done everything that the host has issued. The
@@ -6,8 +6,8 @@ device is then idle until the host has issued the next work, in every step that 
 `CudaReader` puts a copy into pinned memory and an event on the stream instead. At the end of later
 steps the host queries the event, and reads the numbers when the device has passed it.
 
-A step's time is the time between two events on the stream. The host's own time says little there:
-the host issues work and does not wait for it.
+A step's time is the time between two events on the stream. The host's own time is not useful there,
+because the host issues work and does not wait for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Reading(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """The numbers that a step left on its device."""
+    """The numbers of a step, read from its device."""
 
     values: tuple[float, ...]
     """The values of the tensors, in their order."""
@@ -53,7 +53,7 @@ class StepReader(Protocol):
 
         Args:
             start: The return value of `start`.
-            tensors: Later changes to them have no effect.
+            tensors: The tensors. Later changes to them have no effect.
         """
         ...
 
@@ -64,7 +64,7 @@ def make_reader(device: torch.device) -> StepReader:
 
 
 class HostReader:
-    """CPU: numbers are available at once."""
+    """Reads numbers on CPU, where they are available immediately."""
 
     def start(self) -> int:
         """Read the host's clock."""
@@ -88,7 +88,7 @@ class _Known:
 
 
 class CudaReader:
-    """CUDA: see [Note: Reading without waiting]."""
+    """Reads numbers on CUDA; see [Note: Reading without waiting]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""This process's rank, device and process group, from torchrun's environment.
+"""Read this process's rank, device and process group from torchrun's environment.
 
 Without torchrun the process is one rank of one, or rank 0 of many emulated ranks. It uses CUDA with
 NCCL if there is a GPU for each local rank, and CPU with gloo if there is no GPU.
@@ -48,8 +48,8 @@ def read_runtime(emulation: str | None = None) -> Runtime:
         emulation: The value of `--emulate`; None means real ranks.
 
     Raises:
-        ConfigError: The host has GPUs, but fewer than ranks; or the emulation is invalid; or this
-            process is already one of several real ranks.
+        ConfigError: The host has fewer GPUs than ranks, the emulation is invalid, or this process
+            is already one of several real ranks.
     """
     if emulation is not None:
         return _emulated_runtime(parse_specification(emulation))
@@ -85,7 +85,7 @@ def process_group(runtime: Runtime) -> Iterator[None]:
         return
     if runtime.device.type == "cuda":
         torch.cuda.set_device(runtime.device)
-        # gloo next to NCCL: offloaded gradients are clipped and saved on the host.
+        # gloo is added to NCCL, because offloaded gradients are clipped and saved on the host.
         backend, device = "cpu:gloo,cuda:nccl", runtime.device
     else:
         backend, device = "gloo", None

@@ -44,7 +44,7 @@ def make_plan(config: TrainerConfig, parts: ModelParts, machine: Machine) -> Pla
 
     Raises:
         ConfigError: A setting does not fit the model or the number of ranks.
-        PlanError: The plan file is invalid, or does not fit them.
+        PlanError: The plan file is invalid, or does not fit the model or the number of ranks.
     """
     if config.plan is not None:
         return _load_plan(config, parts, machine)
@@ -76,7 +76,7 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
     """Parse `2x4` as replicas and shards, and `auto` and `N` as shards alone.
 
     Raises:
-        ConfigError: The text is no mesh, or the mesh has another number of ranks.
+        ConfigError: The text is not a mesh, or the mesh has another number of ranks.
     """
     if text == "auto":
         return {"shard": world_size}
@@ -139,7 +139,7 @@ def _unit_settings(config: TrainerConfig, compute: str, machine: Machine) -> dic
     _check_offload(config.offload, machine)
     reduce = "float32" if config.reduce_dtype == "auto" else config.reduce_dtype
     return {
-        # Parameters are float32: setting that dtype again would only add casts.
+        # Parameters are float32, and setting that dtype again would only add casts.
         "param_dtype": None if compute == "float32" else compute,
         "reduce_dtype": None if compute == reduce == "float32" else reduce,
         "offload": config.offload,
@@ -198,7 +198,7 @@ def _pack(parts: ModelParts, limit: int) -> list[Group]:
 
     Args:
         parts: The parts of the model.
-        limit: The most parameters of a unit; a half with more parameters is still one unit.
+        limit: The highest number of parameters of a unit; a larger half is still one unit.
     """
     pieces: list[Group] = []
     for block in parts.blocks:

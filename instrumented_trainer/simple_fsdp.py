@@ -1,7 +1,7 @@
 """Shard a model by a parametrization, so that torch.compile captures the communication.
 
 Each parameter becomes a `DTensor` shard. A parametrization gathers it when a module reads it, and
-autograd reduces the gradient. This is the idea of torchtitan's SimpleFSDP. torch has no class for
+autograd reduces the gradient. torchtitan's SimpleFSDP works in the same way. torch has no class for
 it.
 """
 
@@ -29,7 +29,7 @@ def shard_by_parametrization(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Replace each parameter by its shard; parameters that modules share stay shared.
 
     Args:
-        model: With its weights, which are equal on all ranks.
+        model: The model with its weights, which are equal on all ranks.
         mesh: One dimension of ranks.
     """
     shards: dict[int, nn.Parameter] = {}

@@ -96,9 +96,9 @@ class TrainingResult:
     """The losses and the recording of a run."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    """Mean training loss over ranks and microbatches, by step (from 1), where it was logged."""
+    """Mean training loss over ranks and microbatches by step (from 1), for the logged steps."""
     evaluation_losses: dict[int, float] = field(default_factory=dict)
-    """Mean loss over ranks and batches, by the number of steps completed before."""
+    """Mean evaluation loss over ranks and batches, by the number of completed steps."""
     run_folder: Path | None = None
     """The run folder; None without a recording."""
 
@@ -109,7 +109,7 @@ def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
     Raises:
         ConfigError: A setting does not fit the machine, the model or the data; the message has the
             setting and its legal values.
-        PlanError: The plan file does not fit them.
+        PlanError: The plan file does not fit the machine or the model.
     """
     config = complete(config)
     fixed_times = check_emulation(config)
@@ -150,7 +150,7 @@ def prepare(config: TrainerConfig, runtime: Runtime) -> PreparedRun:
 def train(prepared: PreparedRun) -> TrainingResult:
     """Run the steps; requires the process group of `runtime.process_group`.
 
-    Rank 0 prints the progress. When the recorder closes, it prints what limits the step.
+    Rank 0 prints the progress. When the recorder closes, it prints the limit of the step.
     """
     config, runtime = prepared.config, prepared.runtime
     model = build_parallel_model(prepared.recipe, prepared.parallelism, runtime)
@@ -274,7 +274,8 @@ class TrainingLoop:
     def _announce(self, *, is_last: bool) -> None:
         """Tell FSDP whether a microbatch is the last of its step."""
         for module in self._kept_unsharded:
-            # After the last microbatch the weights change: parameters kept full would be stale.
+            # The weights change after the last microbatch, so parameters that are kept full would
+            # be stale.
             module.set_reshard_after_backward(is_last, recurse=False)
         if self._accumulation.sync == "every":
             return
@@ -362,7 +363,7 @@ class TrainingLoop:
 def compute_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Mean cross-entropy of a rank's part of a microbatch, 0-d, in float32.
 
-    A classifier has one label for a whole image or sound: that of the first target.
+    A classifier has one label for a whole image or sound: the first target.
     """
     logits, targets = compute_logits(model, batch.tokens).float(), batch.targets
     if logits.ndim == targets.ndim:  # (B, labels)
@@ -411,7 +412,7 @@ def _make_loader(config: TrainerConfig, plan: Plan, runtime: Runtime, vocab_size
 
 
 def _expect_whole_cover(plan: Plan, model: nn.Module) -> None:
-    """Reject a parameter outside every unit: each rank would train it separately."""
+    """Reject a parameter outside every unit, because each rank would train it separately."""
     names = [name for name, _ in model.named_parameters()]
     owned = owned_parameters(plan.units, names)
     outside = set(names).difference(*owned.values())
@@ -481,7 +482,7 @@ def _describe_run(prepared: PreparedRun, model: nn.Module) -> str:
 
 
 def _arrangement(config: TrainerConfig, num_units: int) -> str:
-    """The units in words; DDP assigns its buckets again after the first step."""
+    """Describe the units in words; DDP assigns its buckets again after the first step."""
     if config.sharding == DDP:
         return "replicated by DDP"
     kind = traits_of(config.sharding).title if config.sharding in (ZERO3, SIMPLE_FSDP) else "FSDP"
@@ -543,7 +544,7 @@ def _recording(
 def choose_run_folder(config: TrainerConfig) -> Path:
     """Choose a run folder whose name sorts by time; the recorder uses rank 0's on all ranks.
 
-    When torchrun restarts its ranks after a failure, it is the folder of the failed run: the
+    When torchrun restarts its ranks after a failure, it is the folder of the failed run. The
     recorder then adds an attempt to it.
     """
     words = config.name or (config.preset if config.hf is None else Path(config.hf).stem)

@@ -1,4 +1,4 @@
-"""Shard a model with another sharder, by the settings that shard it with `fully_shard`.
+"""Shard a model with another sharder, with the settings of `fully_shard`.
 
 One model, data set and seed then give comparable runs of each sharder. A setting that the chosen
 sharder does not have must keep its default.
@@ -44,14 +44,14 @@ _UNSUPPORTED = {
 }
 _IN_WEIGHT_DTYPE = (DDP, ZERO3, SIMPLE_FSDP)
 """Sharders that the trainer runs in the dtype of the weights."""
-"""By sharder: the settings that must keep their default."""
+"""The settings that must keep their default, by sharder."""
 
 
 def check_sharder(config: TrainerConfig, plan: Plan) -> None:
-    """Check that the chosen sharder has every setting.
+    """Check that the chosen sharder supports every setting.
 
     Raises:
-        ConfigError: It does not; the message has the setting and its value.
+        ConfigError: A setting is unsupported. The message has the setting and its value.
     """
     title = traits_of(config.sharding).title
     for name in _UNSUPPORTED[config.sharding]:
@@ -90,7 +90,7 @@ def wrap_model(model: nn.Module, plan: Plan, config: TrainerConfig, runtime: Run
     Args:
         model: The whole model; FSDP1 shards its parameters.
         plan: The plan with its patterns resolved for the model.
-        config: The settings, as `check_sharder` accepts them.
+        config: The settings, checked by `check_sharder`.
         runtime: The device of this rank.
     """
     if config.sharding == ZERO3:
@@ -114,7 +114,7 @@ def clip_with_sharder(
 ) -> torch.Tensor | None:
     """Scale gradients to a largest norm over all ranks; returns the original norm, 0-d, if known.
 
-    FSDP1's parameters do not know that they are shards, so only its own function sums over ranks.
+    FSDP1's parameters are plain tensors, so only FSDP1's own function sums over ranks.
     """
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm)
@@ -124,7 +124,7 @@ def clip_with_sharder(
 
 
 def without_reduction(model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-    """The block of a microbatch: FSDP1 and DDP reduce gradients in the last one only."""
+    """The context of a microbatch: FSDP1 and DDP reduce gradients in the last microbatch only."""
     if is_last or not isinstance(model, FullyShardedDataParallel | DistributedDataParallel):
         return nullcontext()
     block: AbstractContextManager[None] = model.no_sync()
@@ -136,13 +136,13 @@ _STRATEGIES = {
     "true": (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
     "false": (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2),
 }
-"""By `reshard_after_forward`: the strategy without and with replicas."""
+"""The strategies without and with replicas, by `reshard_after_forward`."""
 
 
 def _wrap_flat(
     model: nn.Module, plan: Plan, config: TrainerConfig, device: torch.device
 ) -> nn.Module:
-    """FSDP1 with a unit for each unit of the plan that is one module; the rest is the root's."""
+    """Wrap with FSDP1: a unit for each single-module unit of the plan; the root owns the rest."""
     named = modules_by_name(model)
     own = {id(named[unit.modules[0]]) for unit in plan.units if len(unit.modules) == 1}
     plain, hybrid = _STRATEGIES[config.reshard_after_forward]

@@ -1,4 +1,4 @@
-"""Black boxes for tests, written by hand."""
+"""Build black boxes by hand for tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 def make_box(
     calls: Sequence[Call], ranks: Sequence[int], header: Header = HEADER, **fields: int
 ) -> BlackBox:
-    """The box of a rank whose collectives begin one second apart, from second 1 on."""
+    """The box of a rank whose collectives begin one second apart, from second 1."""
     rows = np.zeros(len(calls), ENTRY)
     digests: dict[int, int] = {}
     counts: dict[int, int] = {}

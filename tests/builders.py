@@ -1,4 +1,4 @@
-"""Hand-made runs for tests: exact integers, no files, no torch.
+"""Build runs by hand for tests: exact integers, no files, no torch.
 
     builder = RunBuilder(units=("", "layers.0"), world_size=2, warmup_steps=1)
     rank = builder.rank(0)
@@ -8,8 +8,8 @@
     rank.forward("layers.0", 30, 60)
     run = builder.build()             # a RunSource, as the analyses take it
 
-What is added after `rank.step(n, ...)` belongs to step n. `steady_run()` is a whole run of equal
-steps; the drawing at `add_steady_step` says what every analysis must find in it.
+Rows that are added after `rank.step(n, ...)` belong to step n. `steady_run()` is a complete run of
+equal steps. The drawing at `add_steady_step` shows the expected result of every analysis.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -61,12 +61,12 @@ from fsdp_inspect.trace.tables import (
 
 MIB = 1 << 20
 MESSAGE_BYTES = 64
-"""Of every all-gather and reduce-scatter unless a test says otherwise."""
+"""The message of every all-gather and reduce-scatter, unless a test sets another message."""
 
 
 @dataclass(frozen=True)
 class InMemoryRun:
-    """A `RunSource` that lives in memory."""
+    """A `RunSource` in memory."""
 
     manifest: RunManifest
     ranks: Sequence[RankRecord]
@@ -149,7 +149,7 @@ class InMemoryRun:
 
 
 def write_run(run: InMemoryRun, folder: Path) -> Path:
-    """Put a run on the disk through the store's own writer, compacted; returns its folder."""
+    """Write a run to the disk with the store's own writer, compacted; returns its folder."""
     attempt = create_run(folder, run.manifest)
     for record in run.ranks:
         writer = RankWriter(folder, record.model_copy(update={"attempt": attempt}))
@@ -193,7 +193,7 @@ class RankBuilder:
         phase: Phase = Phase.OUTSIDE,
         **columns: int,
     ) -> None:
-        """Any event; `columns` are those of `EventTable`. Without `unit` it is not FSDP's."""
+        """Add any event; `columns` are those of `EventTable`. Without `unit` it is not FSDP's."""
         index = NO_UNIT if unit is None else self._units[unit]
         blank = {
             "step": self._step,
@@ -240,7 +240,7 @@ class RankBuilder:
         phase: Phase = Phase.FORWARD,
         **columns: int,
     ) -> None:
-        """`need`: when the rank began to wait for it; nobody waited unless given."""
+        """Add an all-gather; `need` is the time at which the rank began to wait, if it waited."""
         columns = {"bytes": MESSAGE_BYTES, "stream": Stream.ALL_GATHER, "group": 0, **columns}
         kind = EventKind.ALL_GATHER
         self.add(kind, start, end, unit=unit, phase=phase, need_ns=need, **columns)
@@ -255,7 +255,7 @@ class RankBuilder:
     def all_reduce(
         self, unit: str | None, start: int, end: int, *, need: int = MISSING_INT, **columns: int
     ) -> None:
-        """Of an HSDP unit, or with None one that FSDP did not issue (clipping)."""
+        """Add an all-reduce of an HSDP unit, or with None one that FSDP did not issue."""
         columns = {"bytes": 4, "stream": Stream.ALL_REDUCE, "group": 1, **columns}
         kind, phase = EventKind.ALL_REDUCE, Phase.BACKWARD
         self.add(kind, start, end, unit=unit, phase=phase, need_ns=need, **columns)
@@ -263,7 +263,7 @@ class RankBuilder:
     def memory(
         self, point: MemoryPoint, allocated: int, *, unit: str | None = None, **columns: int
     ) -> None:
-        """A sample; `columns` are those of `MemoryTable`, categories included."""
+        """Add a sample; `columns` are those of `MemoryTable`, including categories."""
         blank = {
             **dict.fromkeys(MemoryTable.DTYPES, MISSING_INT),
             "step": self._step,
@@ -282,7 +282,7 @@ class RankBuilder:
 
 
 class RunBuilder:
-    """A run of some ranks and units; every unit has 100 parameters unless `unit()` says more."""
+    """A run of some ranks and units. Every unit has 100 parameters by default."""
 
     def __init__(
         self,
@@ -312,11 +312,11 @@ class RunBuilder:
         return self._ranks.setdefault(rank, RankBuilder(rank, indices))
 
     def unit(self, fqn: str, **changes: Any) -> None:
-        """Change what the manifest says about a unit."""
+        """Change the manifest's fields of a unit."""
         self.units[fqn] = self.units[fqn].model_copy(update=changes)
 
     def build(self, **run: Any) -> InMemoryRun:
-        """The run; `run` sets `status` or `notes`."""
+        """Build the run; `run` sets `status` or `notes`."""
         members = sorted(self._ranks.items())
         return InMemoryRun(
             manifest=RunManifest(
@@ -381,7 +381,7 @@ STEADY_FLOOR_NS = 150
 
 
 def run_on(hosts: Sequence[str], **manifest: Any) -> InMemoryRun:
-    """One step of a rank on each host, in the order of ranks."""
+    """A run with one step of a rank on each host, in the order of ranks."""
     builder = RunBuilder(world_size=len(hosts), **manifest)
     for rank, host in enumerate(hosts):
         member = builder.rank(rank)
@@ -422,7 +422,7 @@ def add_steady_step(rank: RankBuilder, number: int, *, start: int, **step: bool)
 def steady_run(
     *, world_size: int = 2, num_steps: int = 4, warmup_steps: int = 1, **manifest: Any
 ) -> InMemoryRun:
-    """Equal steps on every rank, each rank on a clock of its own, with a falling loss."""
+    """Equal steps on every rank with a falling loss; each rank has a separate clock."""
     builder = RunBuilder(world_size=world_size, warmup_steps=warmup_steps, **manifest)
     for rank in range(world_size):
         for number in range(num_steps):

@@ -3,8 +3,8 @@
 Benchmarks run only with `-m benchmark`, and tests of other frameworks with `-m frameworks`. Tests
 marked `slow` run only with `--exhaustive`, with `-m slow`, or when they are named
 (`tests/file.py::test`). Likewise, tests marked `study` run only with `--studies`. Tests marked
-`gpu` are skipped with a reason where there is no CUDA device.
-Tests that need Chromium ask for the `chromium` fixture.
+`gpu` are skipped with a reason if there is no CUDA device. Tests that need Chromium use the
+`chromium` fixture.
 """
 
 import gc
@@ -24,19 +24,19 @@ from hypothesis import settings
 from tests import forked_ranks
 from tests.scheduling import Scheduling
 
-# Before anything imports torch, and inherited by every process that a test starts: two ranks on
-# two cores must not fight over threads, and gloo must not depend on the machine's host name.
+# Set before anything imports torch, and inherited by every process that a test starts: two ranks on
+# two cores must not compete with many threads, and gloo must not depend on the machine's host name.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-# torch.compile would start a pool of processes that import torch, for a handful of kernels.
+# torch.compile would start a pool of processes that import torch, for a few kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Without vector instructions the C++ compiler needs half the time.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-# No test knows what the dashboards of whoever runs it have found out.
+# Tests do not use the cache of the user's dashboards.
 os.environ.setdefault("FSDP_INSPECT_CACHE", "")
 
-# A job that a script starts with `&` ignores Ctrl-C, and so would every process that it starts.
+# A job that a script starts with `&` ignores Ctrl-C, and its child processes would too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # No deadline for an example: how long it takes depends on what else runs.
+    # No deadline for an example, because its duration depends on other load.
     settings.register_profile("guard", max_examples=30, deadline=None)
     settings.register_profile("exhaustive", deadline=None)
     settings.load_profile("exhaustive" if config.getoption(EXHAUSTIVE) else "guard")
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # absent without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than processors for `-n logical`: many tests wait for other processes."""
+    """Use one more worker than processors for `-n logical`, since many tests wait for processes."""
     return (os.cpu_count() or 1) + 1
 
 
@@ -123,7 +123,7 @@ def _has_cuda() -> bool:
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """Path of a Chromium; without one the test is skipped, or fails where a browser is required."""
+    """The path of a Chromium. Without one the test is skipped, or fails if it is required."""
     for name in CHROMIUM_NAMES:
         if path := shutil.which(name):
             return path
@@ -135,7 +135,7 @@ def chromium() -> str:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    """Call it for a loopback port that nobody listens on."""
+    """Returns an unused loopback port at each call."""
 
     def find() -> int:
         with socket.socket() as listener:
@@ -151,9 +151,9 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
 
     torchrun("-m", "instrumented_trainer", "--steps", "3", num_ranks=4, cwd=tmp_path)
 
-    The result has `returncode`, `stdout` and `stderr` of all ranks together. A non-zero exit
-    fails the test, showing the end of both, unless `check=False`; so does a run longer than
-    `timeout_s`, after every process of it was killed. `environment` adds variables, `python` is
+    The result has `returncode`, `stdout` and `stderr` of all ranks together. A non-zero exit fails
+    the test and shows the end of both, unless `check=False`. A run longer than `timeout_s` also
+    fails, after all its processes were killed. `environment` adds variables, and `python` is
     another interpreter than that of the tests. Without `cwd` it runs in an empty folder.
     """
 
@@ -191,10 +191,10 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
 
 @pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
-    """As `torchrun`, without its agent: ranks start at once, forked from a process with torch.
+    """Run ranks like `torchrun`, without its agent: ranks are forked from a process with torch.
 
-    For a script that is only to run on some ranks. What a test says about `torchrun` or about a
-    fresh interpreter needs the fixture `torchrun`.
+    Use it for a script that only needs to run on some ranks. Tests about `torchrun` or about a
+    fresh interpreter need the fixture `torchrun`.
     """
 
     def run(
@@ -220,7 +220,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
 
 @pytest.fixture(scope="session")
 def run_python(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
-    """Run `python ARGUMENTS` as one process that is no rank, forked from a process with torch."""
+    """Run `python ARGUMENTS` as one process without a rank, forked from a process with torch."""
 
     def run(
         *arguments: str | Path,
@@ -258,7 +258,7 @@ def _torchrun_command(python: Path | str, num_ranks: int) -> list[str]:
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Wait for the process; whatever happens (time over, Ctrl-C), leave none of its kind alive."""
+    """Wait for the process; on a timeout or Ctrl-C, end all its processes."""
     try:
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -270,7 +270,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def _kill_with_descendants(process: subprocess.Popen[bytes]) -> None:
-    # torchrun starts its workers in sessions of their own: a signal to the group misses them.
+    # torchrun starts its workers in separate sessions, which a signal to the group does not reach.
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for member in family:
         try:

@@ -24,7 +24,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 class ForkedProcess:
-    """As `subprocess.Popen`, for the command `[sys.executable, SCRIPT or -m MODULE, ...]`.
+    """Like `subprocess.Popen`, for the command `[sys.executable, SCRIPT or -m MODULE, ...]`.
 
     Args:
         command: The interpreter, which is not started, and the arguments for it.
@@ -32,7 +32,7 @@ class ForkedProcess:
         env: Environment variables; None: those of this process.
         stdin: `subprocess.PIPE`, a descriptor or an open file; None: `/dev/null`.
         stdout: `subprocess.PIPE`, a descriptor or an open file; None: that of the server.
-        stderr: As `stdout`.
+        stderr: Like `stdout`.
         text: Whether pipes are read and written as text.
     """
 
@@ -86,22 +86,22 @@ class ForkedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code; negative: the signal that ended it; None: it runs."""
+        """The exit code; negative: the signal that ended the process; None: it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Look whether it has ended."""
+        """Check whether the process has ended."""
         return self.returncode
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, or until the time is over."""
+        """Wait for the end of the process, at most `timeout` seconds."""
         self._process.join(timeout)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+        """Wait for the end of the process.
 
         Raises:
-            subprocess.TimeoutExpired: It still runs.
+            subprocess.TimeoutExpired: The process still runs.
         """
         self.join(timeout)
         if self.returncode is None:
@@ -110,12 +110,12 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal if it still runs."""
+        """Send a signal if the process still runs."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -123,7 +123,8 @@ class ForkedProcess:
 def _without_main() -> Iterator[None]:
     """Hide the program of this process, which `multiprocessing` runs again in a new one.
 
-    After a test of a page it is the dashboard: Streamlit leaves its script as `__main__`.
+    After a test of a page, the program is the dashboard, because Streamlit leaves its script as
+    `__main__`.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -134,7 +135,7 @@ def _without_main() -> Iterator[None]:
 
 
 def _context() -> Any:
-    """The context whose processes are forked from the server, which it starts when needed."""
+    """The context whose processes are forked from the server, which starts on demand."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     with contextlib.chdir(_ROOT):  # the server imports `tests` from its working directory
@@ -155,7 +156,7 @@ def _descriptor(end: Any) -> int:
 
 
 class _Program:
-    """A program, which a forked process runs to its end."""
+    """A program that a forked process runs to its end."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class _Program:
         return {**vars(self), "ends": {number: DupFd(end) for number, end in self.ends.items()}}
 
     def __call__(self) -> None:
-        """Be the program, in the forked process."""
+        """Run the program in the forked process."""
         for number, end in self.ends.items():
             descriptor = end.detach()
             os.dup2(descriptor, number)
@@ -195,7 +196,7 @@ class _Program:
             if isinstance(exit_.code, str):
                 print(exit_.code, file=sys.stderr)
         except BaseException:
-            sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()  # as Python does
+            sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()  # like Python
             sys.excepthook(*sys.exc_info())
         finally:
             atexit._run_exitfuncs()

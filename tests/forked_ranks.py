@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.forked_process import ForkedProcess
 
 _GRACE_S = 10
-"""How long the other ranks may run on after one has failed."""
+"""The time that the other ranks may continue after one has failed."""
 _LAUNCHES = itertools.count()
 
 
@@ -44,7 +44,7 @@ def run_ranks(
 def rank_environments(
     num_ranks: int, port: int, environment: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """The environment variables of each rank, as `torchrun` sets them; `port` of the store."""
+    """The environment variables of each rank, as `torchrun` sets them; `port` is the store's."""
     shared = {
         **os.environ,
         **environment,
@@ -71,7 +71,7 @@ def run_all(
     """Run `python ARGUMENTS` once with each of the environments, at the same time.
 
     Returns:
-        As `run_ranks`.
+        The same as `run_ranks`.
     """
     command = [sys.executable, *arguments]
     outputs = (logs / "stdout", logs / "stderr")
@@ -89,7 +89,7 @@ def run_all(
 
 
 def _wait(processes: list[ForkedProcess], timeout_s: float) -> bool:
-    """Wait until all ended; kill those that are left, and the others of a failed one."""
+    """Wait until all have ended; kill the rest on a timeout, or some time after one has failed."""
     deadline = time.monotonic() + timeout_s
     try:
         while time.monotonic() < deadline:

@@ -1,8 +1,8 @@
-"""A synthetic run of the shape of a published one: Llama-70B under FSDP on eight MI300.
+"""Make a synthetic run in the shape of a published run: Llama-70B under FSDP on eight MI300.
 
-What is exact are the published figures: parameters of the units, messages, dtypes, counts over two
-steps, the time of a transfer, the spread of the arrivals, and who arrives last how often. What is
-ours is everything between: no collective overlaps with compute, units compute for round times.
+The published figures are exact: parameters of the units, messages, dtypes, counts over two steps,
+the time of a transfer, the spread of the arrivals, and how often each rank arrives last. The rest
+is made up: no collective overlaps with compute, and units compute for round times.
 
     step    all-reduce, root gathers, 80 x (gather, forward), then 80 x (gather, backward,
             reduce-scatter), root backward and reduce-scatter, 2 x all-reduce, optimizer
@@ -48,13 +48,13 @@ class Published:
     kind: EventKind
     dtype: str
     bytes: int
-    """Full message."""
+    """Bytes of the full message."""
     count: int
-    """Over the two steps."""
+    """The count over the two steps."""
     transfer_ns: int
-    """Mean communication latency: the least duration over the ranks."""
+    """Mean communication latency: the shortest duration over the ranks."""
     skew_ns: int
-    """Mean start skew: from the first to the last arrival."""
+    """Mean start skew from the first to the last arrival."""
 
 
 _GATHER, _SCATTER = EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER
@@ -67,7 +67,7 @@ PUBLISHED = (BLOCK_GATHER, BLOCK_SCATTER, ROOT_GATHER, ROOT_SCATTER, ALL_REDUCE)
 
 
 def llama_70b_run(num_steps: int = NUM_STEPS) -> InMemoryRun:
-    """The run: eight ranks of one host, two steps, both timed, or more of the same.
+    """The run: eight ranks of one host and two timed steps, or more equal steps.
 
     Its manifest declares that every block reshards after forward, the last one too.
     """
@@ -109,7 +109,7 @@ def _describe_unit(builder: RunBuilder, fqn: str, num_parameters: int) -> None:
 
 
 class _Job:
-    """All ranks at once, each with its own time."""
+    """All ranks together, each with its own time."""
 
     def __init__(self, ranks: list[RankBuilder]):
         self.ranks = ranks
@@ -123,14 +123,14 @@ class _Job:
         self.step += 1
 
     def compute(self, kind: EventKind, duration_ns: int, *, unit: str | None, phase: Phase) -> None:
-        """The same work on every rank; lateness is what the next collective says."""
+        """Compute the same work on every rank; the next collective adds lateness."""
         for rank, start in zip(self.ranks, self.now, strict=True):
             columns = {"stream": Stream.COMPUTE, "step": self.step}
             rank.add(kind, start, start + duration_ns, unit=unit, phase=phase, **columns)
         self.now = [start + duration_ns for start in self.now]
 
     def communicate(self, row: Published, *, unit: str | None, phase: Phase) -> None:
-        """A collective that every rank waits for at once; what comes before lasts until then."""
+        """Run a collective that every rank awaits immediately; earlier work lasts until then."""
         sequence = self._num_collectives
         self._num_collectives += 1
         late = _late_rank(sequence)
@@ -162,7 +162,7 @@ class _Job:
 
 
 def _late_rank(sequence: int) -> int:
-    """The straggler; at `_OTHERS_PER_STEP` collectives of a step, spread over it, another rank."""
+    """The last rank: the straggler, or at `_OTHERS_PER_STEP` collectives of a step another rank."""
     place = sequence % _COLLECTIVES_PER_STEP
     turn = place * _OTHERS_PER_STEP // _COLLECTIVES_PER_STEP
     is_other = turn != (place + 1) * _OTHERS_PER_STEP // _COLLECTIVES_PER_STEP

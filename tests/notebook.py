@@ -1,4 +1,4 @@
-"""Run the cells of a notebook and compare, or rewrite, the outputs that it holds.
+"""Run the cells of a notebook and compare or rewrite its outputs.
 
     python -m tests.notebook docs/notebook.ipynb     # rewrite the outputs
 
@@ -26,12 +26,12 @@ def run_cells(path: Path) -> list[tuple[str, dict[str, str] | None]]:
 
 
 def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cells that hold code, in order."""
+    """The code cells, in order."""
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def stored_output(cell: dict[str, Any]) -> str | None:
-    """The text of the output that a cell holds."""
+    """The stored text output of a cell."""
     texts = ["".join(output["data"]["text/plain"]) for output in cell["outputs"]]
     return texts[0] if texts else None
 

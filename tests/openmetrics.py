@@ -1,4 +1,4 @@
-"""Read OpenMetrics 1.0 text with the parser of prometheus_client, which refuses illegal text."""
+"""Read OpenMetrics 1.0 text with the parser of prometheus_client, which rejects invalid text."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 @dataclass
 class ParsedFamily:
-    """A metric as it was read."""
+    """A parsed metric."""
 
     type: str
     unit: str
@@ -25,7 +25,7 @@ def parse(text: str) -> dict[str, ParsedFamily]:
     """The metrics of a text, by name.
 
     Raises:
-        ValueError: The text is not legal.
+        ValueError: The text is invalid.
     """
     return {
         family.name: ParsedFamily(

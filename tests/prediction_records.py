@@ -1,4 +1,4 @@
-"""Hand-made predictions and outcomes for tests."""
+"""Make predictions and outcomes by hand for tests."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ CIRCUMSTANCES = Circumstances(
 
 
 def prediction(**fields: Any) -> Prediction:
-    """100 ms a step and 30 ms exposed as recorded; 80 ms (78 to 82) and 10 ms predicted."""
+    """Recorded: 100 ms a step, 30 ms exposed. Predicted: 80 ms (78 to 82), 10 ms exposed."""
     plain: dict[str, Any] = {
         "prediction_id": "p1",
         "tool_version": "0.1.0",
@@ -44,7 +44,7 @@ def prediction(**fields: Any) -> Prediction:
 
 
 def outcome(**fields: Any) -> Outcome:
-    """The prediction `p1` held, 1 % off."""
+    """An outcome: the prediction `p1` held with an error of 1%."""
     plain: dict[str, Any] = {
         "prediction_id": "p1",
         "tool_version": "0.1.0",

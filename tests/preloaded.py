@@ -1,8 +1,9 @@
 """Import all modules that a forked rank uses, in the server that ranks are forked from.
 
-torch loads `torch._dynamo` when an optimizer or a module is first called, which takes 1.2 s of
-every rank, and so does a model of Transformers. No garbage is collected meanwhile, which took half
-of the time. The objects are then frozen: a rank neither collects them nor copies their pages.
+torch loads `torch._dynamo` at the first call of an optimizer or a module, which takes 1.2 s on
+every rank. A model of Transformers does the same. Garbage collection is off meanwhile, because it
+took half of the time. The objects are then frozen: a rank neither collects them nor copies their
+pages.
 """
 
 # ruff: noqa: E402

@@ -1,8 +1,8 @@
-"""Share tests out to the workers of pytest-xdist.
+"""Distribute tests to the workers of pytest-xdist.
 
-Tests that use the same expensive fixture form a group, which one worker runs from start to end:
-the tests of one file, and all tests that ask for a fixture of `SHARED_FIXTURES`. The browser tests
-form two groups: those on runs of every state, and the others. Long groups start first.
+Tests that use the same expensive fixture form a group, which one worker runs from start to end: the
+tests of one file, and all tests with a fixture of `SHARED_FIXTURES`. The browser tests form two
+groups: those on runs of every state, and the others. Long groups start first.
 
 The groups do not use `--dist loadgroup`: xdist 3.8 writes the group into a private attribute of a
 test that pytest 9.2 no longer reads. Instead, each worker writes the groups to a shared folder.
@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 SHARED_FIXTURES = ("tuned",)
-"""Session fixtures that take long to make and that tests of several files use."""
+"""Slow session fixtures that tests of several files use."""
 _STATES_FIXTURE = "states_server"
-"""Fixture of the browser tests that form a group of their own: about half of them."""
+"""The fixture of the browser tests that form a separate group: about half of them."""
 _LONG_FIRST = ("browser", "distributed", "slow")
-"""Markers of tests that take long. The groups of these tests start before all others."""
+"""Markers of slow tests. The groups of these tests start before all others."""
 _INPUT = "fsdp_inspect_shared"
 _GROUPS = "groups.json"
 
@@ -49,13 +49,13 @@ class Scheduling:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a worker where the shared folder is."""
+        """Pass the path of the shared folder to a worker."""
         assert self._made is not None
         node.workerinput[_INPUT] = self._made.name
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """Hand out whole groups, in the order in which the workers collected them."""
+        """Distribute whole groups, in the order in which the workers collected them."""
         from xdist.scheduler import LoadScopeScheduling
 
         assert self._made is not None
@@ -74,7 +74,7 @@ class Scheduling:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Start long groups first, and tell the controller the group of each test."""
+        """Start long groups first, and give the controller the group of each test."""
         if self._shared is None:
             return
         groups = {item.nodeid: group_of(item) for item in items}
@@ -85,7 +85,7 @@ class Scheduling:
         items.sort(key=lambda item: ranks[groups[item.nodeid]])
         written = self._shared / f"{_GROUPS}.{os.getpid()}"
         written.write_text(json.dumps(groups))
-        written.replace(self._shared / _GROUPS)  # all workers write the same
+        written.replace(self._shared / _GROUPS)  # all workers write the same content
 
     def pytest_unconfigure(self) -> None:
         """Remove the shared folder."""
@@ -105,7 +105,7 @@ def group_of(item: pytest.Item) -> str:
 
 
 def _rank_of(item: pytest.Item) -> int:
-    """Index of the first of its markers in `_LONG_FIRST`; their number where it has none."""
+    """Index of the test's first marker in `_LONG_FIRST`, or the length of `_LONG_FIRST`."""
     markers = {marker.name for marker in item.iter_markers()}
     return next(
         (rank for rank, name in enumerate(_LONG_FIRST) if name in markers), len(_LONG_FIRST)

@@ -1,4 +1,4 @@
-"""The shell steps of the GitHub Action and the GitLab job, really run."""
+"""Run the shell steps of the GitHub Action and the GitLab job."""
 
 import os
 import re
@@ -33,7 +33,7 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forecasts `nothing`, `leak` and `wider`, and `baseline.json` of the first."""
+    """The forecasts `nothing`, `leak` and `wider`, and `baseline.json` of the first."""
     folder = tmp_path_factory.mktemp("made")
     for plant in ("nothing", "leak"):
         forecast_memory(build, folder / plant, world_size=4, settings={"plant": plant})
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_action(folder: Path, **inputs: str) -> Ended:
-    """The steps of the action in `folder`, as GitHub's runner runs them."""
+    """Run the steps of the action in `folder`, like GitHub's runner."""
     action = yaml.safe_load((ACTION / "action.yml").read_text())
     known = {name: str(one["default"]) for name, one in action["inputs"].items()}
     given = {name.replace("_", "-"): value for name, value in inputs.items()}

@@ -1,8 +1,8 @@
 """The README and docs/ are correct: commands exist, code runs, links lead to files.
 
-Code blocks marked `python` run unchanged, on two ranks, in a folder of their own. The variables
-`model` (sharded, returns an object with `.loss`), `optimizer`, `loader` and `mesh` are defined.
-Blocks marked `console` or `bash` contain commands.
+Code blocks marked `python` run unchanged, on two ranks, in a separate folder. The variables `model`
+(sharded, returns an object with `.loss`), `optimizer`, `loader` and `mesh` are defined. Blocks
+marked `console` or `bash` contain commands.
 """
 
 import re
@@ -90,14 +90,14 @@ def code_blocks(*languages: str) -> list[str]:
 
 
 def command_lines(program: str) -> list[list[str]]:
-    """The guides' commands that start with `program`, as words, continued lines joined."""
+    """The guides' commands that start with `program`, as words, with continued lines joined."""
     text = "\n".join(code_blocks("console", "bash")).replace("\\\n", " ")
     lines = [line.removeprefix("$ ").strip() for line in text.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith(program)]
 
 
 def flags_of(words: list[str]) -> set[str]:
-    """The options of a command; what stands behind `--` is another command's."""
+    """The options of a command; words after `--` belong to another command."""
     words = words[: words.index("--")] if "--" in words else words
     return {word.split("=")[0] for word in words if word.startswith("--")}
 

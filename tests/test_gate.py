@@ -1,7 +1,7 @@
-"""`.ci/gate` ends with the worst of its verdicts, and its baselines are complete.
+"""`.ci/gate` exits with the worst of its verdicts, and its baselines are complete.
 
 The forecasts and the run take minutes; `make gate` runs them. Here a stand-in for the interpreter
-notes its arguments and gives planned answers.
+logs its arguments and returns planned results.
 """
 
 import os
@@ -26,7 +26,7 @@ exit "${codes[$((number - 1))]:-0}"
 
 
 def run_gate(folder: Path, *arguments: str, **answers: str) -> tuple[int, list[str], str]:
-    """Its exit code, what it asked of the interpreter, and what it complained of."""
+    """Run the gate; returns its exit code, its calls of the interpreter, and its errors."""
     interpreter = folder / "python"
     interpreter.write_text(ANSWERING)
     interpreter.chmod(0o755)
@@ -70,7 +70,7 @@ def test_a_regression_is_worse_than_what_cannot_be_judged(
     ended, asked, _ = run_gate(tmp_path, CHECKS=checks)
 
     assert ended == code
-    assert len(asked) == 10  # whatever failed before, the rest is checked
+    assert len(asked) == 10  # the rest is checked after any failure
 
 
 def test_a_forecast_that_cannot_be_made_is_no_pass(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Everything else of the library must import without torch, streamlit, plotly and pandas. The
-# figures need plotly; `results` imports them when one is asked for.
+# figures need plotly; `results` imports them on demand.
 NEED_TORCH = ("forecast", "recording", "emulation", "sharding", "probe")
 NEED_PLOTLY = ("figure_style", "figures")
 HEAVY = ("torch", "streamlit", "plotly", "pandas")

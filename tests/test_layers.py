@@ -1,4 +1,4 @@
-"""Imports go down only, and `make check` reports one that does not.
+"""Imports go down only, and `make check` reports a violation.
 
 Each violation is a new module in a copy of the packages.
 """

@@ -1,7 +1,7 @@
-"""`make` sets up a bare machine, and states what to do where it cannot.
+"""`make` sets up a bare machine, or states the remedy.
 
 The set-up takes minutes, and every CI run begins with it. Here its logic is tested with a stand-in
-for the interpreter that only notes its arguments.
+for the interpreter that only logs its arguments.
 """
 
 import os
@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Stands for python3: makes a "virtual environment" whose interpreter notes that pip was run, and
-# fails as pip does without a network while a file `no-network` lies beside the Makefile.
+# Replaces python3. It makes a "virtual environment" whose interpreter logs calls of pip. While a
+# file `no-network` is next to the Makefile, it fails like pip without a network.
 NOTING_PYTHON = """#!/bin/sh
 [ "$2" = venv ] || exit 0
 echo venv >> asked
@@ -27,7 +27,7 @@ chmod +x .venv/bin/python
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """The files that set-up reads, and an interpreter that notes."""
+    """The files that set-up reads, and an interpreter that logs."""
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
     interpreter = tmp_path / "noting-python"
@@ -39,7 +39,7 @@ def clone(tmp_path: Path) -> Path:
 def make(
     folder: Path, *arguments: str, python: str = "./noting-python"
 ) -> subprocess.CompletedProcess[str]:
-    # Without what an outer `make test` passes on to makes inside it.
+    # Without the variables that an outer `make test` passes to inner makes.
     environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
     return subprocess.run(
         ["make", f"PYTHON={python}", *arguments],

@@ -1,4 +1,4 @@
-"""One public name has one meaning, and each module says what it does."""
+"""One public name has one meaning, and each module states its purpose."""
 
 import ast
 from collections import defaultdict
@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_inspect"
 SAME_MEANING = {"FsdpInspectCallback", "diagnose", "main", "open_run"}
-"""The callback of each framework, programs, and a command named as its function."""
+"""The callback of each framework, programs, and a command with the name of its function."""
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 

@@ -1,4 +1,4 @@
-"""The notebook of the docs runs, and shows what it prints today."""
+"""The notebook of the docs runs, and its stored outputs are current."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_star_import_brings_the_public_names() -> None:
 
 @pytest.mark.slow
 def test_type_checkers_see_every_public_name_as_what_it_is(tmp_path: Path) -> None:
-    """The names load lazily at run time; a missing import for type checkers would make them Any."""
+    """The names load lazily at run time. A missing import for type checkers would make them Any."""
     used = [name for name in PUBLIC_NAMES if name != "__version__"]
     script = tmp_path / "script.py"
     script.write_text(

@@ -1,4 +1,4 @@
-"""The pytest plugin fails a test whose memory grew, and leaves all others alone.
+"""The pytest plugin fails a test whose memory grew, and does not affect other tests.
 
 Most sessions run in this process, which has loaded torch already.
 """
@@ -110,13 +110,13 @@ def test_other_ranks(one_rank, fsdp_record):
 
 @dataclass(frozen=True)
 class Session:
-    """Runs pytest in one folder, again and again, with nothing but this plugin."""
+    """Runs pytest in one folder repeatedly, with only this plugin."""
 
     pytester: pytest.Pytester
     monkeypatch: pytest.MonkeyPatch
 
     def run(self, *arguments: str, **environment: str) -> str:
-        """What a session prints with these arguments and environment variables."""
+        """The output of a session with these arguments and environment variables."""
         with self.monkeypatch.context() as patch:
             for name, value in {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}.items():
                 patch.setenv(name, value)
@@ -127,7 +127,7 @@ class Session:
 
 @pytest.fixture(scope="module")
 def _loaded(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Everything that torch loads late: a session in this process must not load it anew."""
+    """Load all modules that torch loads late, so that no session in this process does."""
     forecast_memory(build, tmp_path_factory.mktemp("loaded") / "run", world_size=4)
     for name in LOADED_LATE:
         importlib.import_module(name)
@@ -140,13 +140,13 @@ def session(_loaded: None, pytester: pytest.Pytester, monkeypatch: pytest.Monkey
 
 
 def outcomes(printed: str) -> dict[str, str]:
-    """Name of each test to how it ended, of a session with -v."""
+    """The outcome of each test by name, from a session with -v."""
     lines = [line.split("::")[-1].split() for line in printed.splitlines() if "::" in line]
     return {words[0]: words[1] for words in lines if words[1:] and words[1].isupper()}
 
 
 def part_of(printed: str, test: str) -> str:
-    """What a session says about one failed test, in one line."""
+    """The output about one failed test, in one line."""
     return " ".join(printed.split(f"_ {test} _")[1].split("\n___")[0].split())
 
 
@@ -289,7 +289,7 @@ def test_a_marker_or_fixture_that_does_nothing_is_a_usage_error(session: Session
 
 
 def test_in_a_worker_of_xdist_a_wrong_marker_fails_its_test(session: Session) -> None:
-    """There a usage error would end the worker, and nobody would hear why."""
+    """A usage error would end the worker without a visible message."""
     session.pytester.makeconftest("def pytest_configure(config): config.workerinput = {}")
     session.pytester.makepyfile(
         "import pytest\n\n@pytest.mark.fsdp_memory('x', world_size=4)\n"

@@ -1,4 +1,4 @@
-"""Files and texts are read within limits, whatever they contain."""
+"""Files and texts with any content are read within limits."""
 
 import os
 

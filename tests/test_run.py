@@ -1,4 +1,4 @@
-"""The public `Run`: every answer, its ways out, and agreement between them."""
+"""The public `Run`: every result, its conversions, and their agreement."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 An environment is a real virtual environment into which pip installs the wheel. Its dependencies are
 links to the distributions of the environment that runs the tests: those in the wheel's metadata,
-and their dependencies. A forgotten dependency is therefore missing, as it would be for a user, and
-nothing is downloaded.
+and their dependencies. A forgotten dependency is therefore missing, like for a user, and nothing is
+downloaded.
 """
 
 import json
@@ -49,7 +49,7 @@ class Environment:
         return next(self.folder.glob("lib/python*/site-packages"))
 
     def run(self, *command: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run a program of this environment, as someone who activated it would."""
+        """Run a program of this environment, like after its activation."""
         done = subprocess.run(
             [self.folder / "bin" / command[0], *command[1:]],
             cwd=self.folder,
@@ -76,7 +76,7 @@ def _environment_of_a_stranger() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel as it would be published: built from the source distribution."""
+    """The wheel in its published form, built from the source distribution."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for name in SOURCES:
         shutil.copy(ROOT / name, source / name)
@@ -130,7 +130,7 @@ def _distribution_in(wheel: Path) -> Distribution:
 
 
 def _needed_by(wanted: Distribution, extra: str) -> list[Distribution]:
-    """What `wanted[extra]` requires, directly or not, as installed where the tests run."""
+    """The direct and indirect requirements of `wanted[extra]`, as installed for the tests."""
     seen: set[tuple[str, str]] = set()
     found: dict[str, Distribution] = {}
     waiting = list(_requirements(wanted, {extra}))

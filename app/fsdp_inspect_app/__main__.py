@@ -26,7 +26,7 @@ from fsdp_inspect_app.launch import (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Become the server process, so that a signal to this process ends the server."""
+    """Replace this process by the server, so that a signal to this process ends the server."""
     parser = _make_parser()
     chosen = parser.parse_args(arguments)
     if chosen.runs_dir is not None and not chosen.runs_dir.is_dir():

@@ -1,4 +1,4 @@
-"""Check who may see the runs: everyone who reaches the server, or only logged-in users.
+"""Check access to the runs: for everyone who reaches the server, or only for logged-in users.
 
 The login is Streamlit's own (OpenID Connect), set up in `secrets.toml`:
 
@@ -29,7 +29,7 @@ _AUTH, _ACCESS = "auth", "access"
 
 
 def require_login() -> None:
-    """Let the page go on only for those who may see it; the others are asked to log in."""
+    """Continue for users with access; all other users are asked to log in."""
     secrets = _read_secrets()
     if _AUTH not in secrets:
         return
@@ -46,11 +46,11 @@ def require_login() -> None:
 
 
 def may_enter(user: Mapping[str, Any], access: Mapping[str, Any]) -> bool:
-    """Whether somebody who is logged in may see the runs.
+    """Whether a logged-in user has access to the runs.
 
     Args:
-        user: What the provider says: `email`, and `email_verified` if it says that.
-        access: The section of that name; an empty one lets everybody in.
+        user: The provider's data about the user: `email`, and `email_verified` if present.
+        access: The section `access`; an empty one allows every user.
     """
     if not access:
         return True
@@ -63,5 +63,5 @@ def may_enter(user: Mapping[str, Any], access: Mapping[str, Any]) -> bool:
 
 
 def _read_secrets() -> Mapping[str, Any]:
-    """The secrets of the server; none where there is no file of them."""
+    """The secrets of the server; empty without a file of secrets."""
     return st.secrets if st.secrets.load_if_toml_exists() else {}

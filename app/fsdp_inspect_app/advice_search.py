@@ -16,7 +16,8 @@ _SAY_EVERY_S = 0.4
 def advice_of(entry: RunEntry, wishes: AdviceRequest) -> Advice:
     """The advice for a run; raises as `loading.open_entry`.
 
-    The memo is cached and not the function that fills it, which may write to the page.
+    The cache holds the memo, not the function that fills it, because that function writes to the
+    page.
     """
     memo = _memo(str(entry.path), loading.contents_of(entry), wishes)
     if not memo:
@@ -30,13 +31,13 @@ def advice_of(entry: RunEntry, wishes: AdviceRequest) -> Advice:
 
 
 def known_advice(entry: RunEntry) -> Advice | None:
-    """The advice that `Advice` shows for a run without further limits, if it was searched for."""
+    """The advice for a run with the default request, if it is already known."""
     memo = _memo(str(entry.path), loading.contents_of(entry), default_wishes(entry))
     return memo[0] if memo else None
 
 
 def default_wishes(entry: RunEntry) -> AdviceRequest:
-    """The request of the page Advice while nothing is chosen there.
+    """The default request of the page Advice, without any choice of the user.
 
     The page has its own button and command that write the plan.
     """
@@ -49,7 +50,7 @@ def _memo(path: str, contents: tuple[int, int], wishes: AdviceRequest) -> list[A
 
 
 def _every_so_often(say: Callable[[int], object]) -> Callable[[int], None]:
-    """Calls on once it takes long, and then a few times a second."""
+    """Limit calls to a few per second, and skip them for short searches."""
     last = time.monotonic()
 
     def on_play(count: int) -> None:

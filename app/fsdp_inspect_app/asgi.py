@@ -1,6 +1,6 @@
 """The dashboard as an ASGI application: Streamlit's own, with the guard in front.
 
-`streamlit run asgi.py` finds `app`. `launch` starts it, and passes on which requests are accepted.
+`streamlit run asgi.py` finds `app`. `launch` starts it and passes the accepted requests.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from fsdp_inspect_app.guard import Guard
 from fsdp_inspect_app.launch import receive_access
 from fsdp_inspect_app.shell import Shell
 
-# Browsers send a cookie to every port of a host, so each dashboard has a cookie of its own.
+# Browsers send a cookie to every port of a host, so each dashboard has a separate cookie.
 _COOKIE = f"fsdp-inspect-token-{st.get_option('server.port')}"
 
 app = st.App(

@@ -61,14 +61,14 @@ def show_run_header(
     is_diagnosis: bool = False,
     beside: Callable[[], None] | None = None,
 ) -> None:
-    """Name, state and set-up of the run, what is missing or odd about it, and what to do then.
+    """Show name, state and set-up of a run, its notes or its problem, and the page to open next.
 
     Args:
-        manifest: Of the run.
-        heading: Of the run: its digest, or its outline.
-        refreshes: Whether the page of a run that is still recorded is made anew as it grows.
-        is_diagnosis: Whether the page itself says what went wrong.
-        beside: Shows what stands at the right of the name.
+        manifest: The manifest of the run.
+        heading: The summary of the run, or its outline.
+        refreshes: Whether the page of a live run is reloaded when the run grows.
+        is_diagnosis: Whether the page itself shows the problem of the run.
+        beside: Shows the content at the right of the name.
     """
     status = RunStatus(heading.status)
     if beside is None:
@@ -100,7 +100,7 @@ def _show_name(manifest: RunManifest, heading: Heading, status: RunStatus) -> No
 
 
 def _problem() -> str:
-    """What went wrong in the chosen run; empty if nothing is known to be wrong."""
+    """The problem of the chosen run in one sentence; empty if none is known."""
     entry = chosen_entry()
     if entry is None:
         return ""
@@ -133,7 +133,7 @@ def _show_state(status: RunStatus, notes: Sequence[str]) -> None:
 
 @st.fragment(run_every=_REFRESH_EVERY_S)
 def _refresh_as_it_grows() -> None:
-    """Make the page anew once the run's files have changed since it was made."""
+    """Reload the page when the run's files have changed."""
     entry = chosen_entry()
     if entry is None:
         return

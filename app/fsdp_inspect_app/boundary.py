@@ -17,7 +17,7 @@ _DEPTH = 2
 
 
 def is_in_folder(path: Path, folder: Path) -> bool:
-    """Whether a path, all links followed, lies in the folder (links to which count as it)."""
+    """Whether a path is in the folder after following all links, including links to the folder."""
     if _is_plainly_inside(path, folder):
         return True
     try:
@@ -27,7 +27,7 @@ def is_in_folder(path: Path, folder: Path) -> bool:
 
 
 def _is_plainly_inside(path: Path, folder: Path) -> bool:
-    """Whether it is named below the folder, exists, and no link is on the way: much quicker."""
+    """Whether the path is below the folder, exists, and contains no link; a fast check."""
     if not path.is_relative_to(folder) or ".." in path.parts:
         return False
     below = path.relative_to(folder).parts
@@ -39,20 +39,20 @@ def _is_plainly_inside(path: Path, folder: Path) -> bool:
 
 
 def files_of_run(path: Path, folder: Path) -> Iterator["os.DirEntry[str]"]:
-    """All files of a run; a folder that cannot be listed has none.
+    """All files of a run; a folder that cannot be listed counts as empty.
 
     Args:
         path: The run.
-        folder: Of runs.
+        folder: The folder of runs.
 
     Raises:
-        StoreError: Something in the run is a link to a place outside the folder of runs.
+        StoreError: The run contains a link to a place outside the folder of runs.
     """
     yield from _files_in(str(path), folder, _DEPTH)
 
 
 def refuse_links_out(path: Path, folder: Path) -> None:
-    """Raise StoreError as `files_of_run`."""
+    """Raise `StoreError` if a run contains a link out of the folder; see `files_of_run`."""
     for _ in files_of_run(path, folder):
         pass
 

@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Dated(Generic[T]):
-    """A value, and when it was computed."""
+    """A value and the time at which it was computed."""
 
     value: T
     at_s: float = field(default_factory=time.monotonic)
 
 
 def is_younger_than(seconds: float) -> Callable[[Dated[T]], bool]:
-    """For the option `validate` of `st.cache_resource`."""
+    """Make the option `validate` of `st.cache_resource` from an age limit."""
     return lambda dated: time.monotonic() - dated.at_s < seconds

@@ -1,4 +1,4 @@
-"""Show why a page is empty, and what to do."""
+"""Show why a page is empty and how to fill it."""
 
 import logging
 
@@ -34,7 +34,7 @@ def show_no_runs() -> None:
 
 
 def show_unreadable(entry: RunEntry, error: FsdpInspectError) -> None:
-    """Show why the run cannot be read, and what to do."""
+    """Show why the run cannot be read, and the remedy."""
     show_headline(f"{code(entry.id)} {_SENTENCES.get(type(error), 'cannot be read')}\\.")
     st.error(plain(str(error)), icon=":material/error:")
     remedy = _REMEDIES.get(type(error))
@@ -53,7 +53,7 @@ _REMEDIES: dict[type[FsdpInspectError], str] = {
 
 
 def show_failure(error: Exception) -> None:
-    """Show that the page cannot be shown, without a traceback, which goes to the server's log."""
+    """Show that the page failed; the traceback goes to the server's log."""
     show_headline("This page cannot be shown\\.")
     if isinstance(error, FsdpInspectError):
         st.error(plain(str(error)), icon=":material/error:")
@@ -70,12 +70,12 @@ def show_failure(error: Exception) -> None:
 
 
 def show_nothing(answer: str, reason: str, *, remedy: str = "") -> None:
-    """The run is fine, but lacks what the page is about.
+    """Show that the run lacks the data of the page.
 
     Args:
-        answer: The headline, as plain text: what cannot be shown.
-        reason: Why, and what to do, as plain text.
-        remedy: Commands or code that record it.
+        answer: The headline, as plain text: the missing data.
+        reason: The reason and the remedy, as plain text.
+        remedy: Commands or code that record the data.
     """
     show_headline(plain(answer))
     st.info(plain(reason), icon=":material/info:")

@@ -11,7 +11,7 @@ from fsdp_inspect_app.selection import page_address
 
 
 def show_share_button(page: str) -> None:
-    """Show the address of the page with the present selection, ready to copy."""
+    """Show the address of the page with the current selection, ready to copy."""
     with st.popover("Share", icon=":material/link:", type="tertiary", key="share"):
         st.caption(
             "This address opens the page with this selection. It needs access to this dashboard."
@@ -21,7 +21,7 @@ def show_share_button(page: str) -> None:
 
 
 def show_export_button(run: Run) -> None:
-    """Show a button for each file; a file is made when its button is clicked."""
+    """Show a button for each file; a click on the button makes the file."""
     name = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in run.id)
     files = (
         ("Report (HTML, one file)", f"{name}.html", "text/html",

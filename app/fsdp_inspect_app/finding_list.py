@@ -34,7 +34,7 @@ def find_waits(entry: RunEntry) -> RankWaits | None:
 
 
 def page_of_limit(verdict: Verdict) -> str:
-    """The page that shows what limits the step."""
+    """The page with the details of the limit of the step."""
     return _PAGE_OF_LIMIT.get(verdict.limit, "timeline")
 
 

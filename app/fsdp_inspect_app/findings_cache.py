@@ -1,10 +1,10 @@
 """Keep the key numbers of runs in the user's cache folder, for later dashboards.
 
-One small SQLite file for all folders of runs: `findings.sqlite` in the folder that the environment
-names as FSDP_INSPECT_CACHE (empty: nothing is kept), or else in `fsdp-inspect` below XDG_CACHE_HOME
-or `~/.cache`. Nothing is ever written into a folder of runs, which may belong to others, and
-nothing in the file is needed: one that is damaged is removed, one that cannot be read or written is
-as if it were not there. What it holds are texts, which their reader checks.
+One small SQLite file serves all folders of runs: `findings.sqlite` in the folder of the environment
+variable FSDP_INSPECT_CACHE (empty: no file), or else in `fsdp-inspect` below XDG_CACHE_HOME or
+`~/.cache`. Nothing is written into a folder of runs, which may belong to other users. The file is
+optional: a damaged file is removed, and a file that cannot be read or written is ignored. It holds
+texts, which their reader checks.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CACHE_VARIABLE = "FSDP_INSPECT_CACHE"
-"""Of the environment: a folder for what is kept; empty: nothing is."""
+"""The environment variable with the folder of the cache; empty: no cache."""
 MOST_KEPT = 50_000
-"""Findings of all folders together, about 50 MB; those kept longest ago go first."""
+"""The highest number of findings of all folders, about 50 MB. The oldest ones are removed first."""
 _LOCKED_FOR_S = 2.0
-"""How long to wait for another dashboard that writes."""
+"""The time to wait for another dashboard that writes."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS findings (
     version TEXT, folder TEXT, run TEXT, state TEXT, text TEXT, kept_unix_s REAL,
@@ -32,7 +32,7 @@ CREATE TABLE IF NOT EXISTS findings (
 
 @dataclass(frozen=True, slots=True)
 class CachedFinding:
-    """What was found out about a run while its files were in one state."""
+    """The finding about a run in one state of its files."""
 
     state: str
     text: str
@@ -40,15 +40,15 @@ class CachedFinding:
 
 @dataclass(frozen=True, slots=True)
 class FindingsCache:
-    """The findings of one folder's runs; several processes may use one file."""
+    """The findings of the runs in one folder. Several processes may use one file."""
 
     file: Path
     version: str
-    """Of what is kept: findings of other versions are not seen."""
+    """The version of the findings; findings of other versions are ignored."""
     folder: Path
 
     def load(self) -> dict[str, CachedFinding]:
-        """What is kept, by the run's id; empty if nothing can be read."""
+        """The stored findings by the run's id; empty if nothing can be read."""
         found: dict[str, CachedFinding] = {}
         asked = "SELECT run, state, text FROM findings WHERE version = ? AND folder = ?"
         with self._quietly(), closing(self._open()) as database:
@@ -57,7 +57,7 @@ class FindingsCache:
         return found
 
     def keep(self, found: Mapping[str, CachedFinding]) -> None:
-        """Keep findings, by the run's id, in the place of earlier ones; or else let it be."""
+        """Store findings by the run's id and replace earlier ones; ignores errors of the file."""
         now = time.time()
         rows = [
             (self.version, str(self.folder), run, finding.state, finding.text, now)
@@ -81,10 +81,10 @@ class FindingsCache:
 
     @contextlib.contextmanager
     def _quietly(self) -> Iterator[None]:
-        """Whatever is wrong with the file ends the block, and nothing else."""
+        """Ignore all errors of the file; an error ends the block."""
         try:
             yield
-        except sqlite3.OperationalError:  # locked, full, read-only: perhaps later
+        except sqlite3.OperationalError:  # locked, full or read-only: may work later
             pass
         except sqlite3.DatabaseError:
             with contextlib.suppress(OSError):
@@ -94,7 +94,7 @@ class FindingsCache:
 
 
 def findings_file() -> Path | None:
-    """Where findings are kept; None: nowhere, by the user's wish or for want of a home."""
+    """The path of the cache; None if the user disabled it or there is no home folder."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen is None:
         named = Path(os.environ.get("XDG_CACHE_HOME", ""))

@@ -36,7 +36,7 @@ class Guard:
         self._cookie = cookie
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an accepted request on, or answer it."""
+        """Pass an accepted request on, or answer a refused one."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -44,7 +44,7 @@ class Guard:
         await (answer or self._app)(scope, receive, send)
 
     def _answer(self, request: HTTPConnection, *, is_web_socket: bool) -> Response | None:
-        """The answer that the request gets here; None: it is accepted."""
+        """The answer to a refused request; None: it is accepted."""
         headers = request.headers
         refusal = self._access.find_refusal(
             headers.getlist("host"), headers.getlist("origin"), is_web_socket=is_web_socket
@@ -86,16 +86,16 @@ def _in_query(request: HTTPConnection) -> list[str]:
 
 
 def _is_page(request: HTTPConnection) -> bool:
-    """Whether a browser loads a page, rather than a file of it."""
+    """Whether a browser loads a page, not a file of a page."""
     is_get = request.scope.get("method") == "GET"
     return is_get and "text/html" in request.headers.get("accept", "")
 
 
 def _is_link_of_another_site(request: HTTPConnection) -> bool:
-    """Whether a link or redirect of another site led a browser window here.
+    """Whether a browser followed a link or redirect of another site.
 
-    The browser keeps a strict cookie from such a request. A page of this server that loads the same
-    address gets it: after the login at an OpenID provider, for example.
+    The browser omits a strict cookie from such a request, for example after the login at an OpenID
+    provider. If a page of this server loads the same address, the browser sends the cookie.
     """
     headers = request.headers
     is_window = headers.get("sec-fetch-dest") == "document"
@@ -107,6 +107,6 @@ def _reload(request: HTTPConnection) -> Response:
     last = request.url.path.rpartition("/")[2]
     pairs = [pair for pair in request.query_params.multi_items() if pair[0] != TOKEN_PARAMETER]
     query = f"?{urlencode(pairs)}" if pairs else ""
-    # Relative, so that it cannot lead to another site, whatever the path is.
+    # Relative, so that no path can lead to another site.
     address = escape(f"./{quote(last, safe='')}{query}")
     return HTMLResponse(_RELOAD.format(address=address), headers=_PRIVATE)

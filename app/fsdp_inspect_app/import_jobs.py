@@ -17,13 +17,13 @@ from fsdp_inspect_app.boundary import is_in_folder
 from fsdp_inspect_app.import_sources import ImportSource
 
 IMPORTED = "imported"
-"""The folder below the folder of runs in which imports end up."""
+"""The folder below the folder of runs for imported runs."""
 _WAIT_S = 10.0
 _MAX_NAME = 60
 
 
 class JobState(StrEnum):
-    """How far an import is."""
+    """The progress of an import."""
 
     RUNNING = "running"
     DONE = "done"
@@ -33,23 +33,23 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """An import at one moment."""
+    """The state of an import at one moment."""
 
     source: ImportSource
     run_id: str
     """The id that the run has, or will have, in the listing of runs."""
     state: JobState
     share: float | None
-    """How much of its files is read, 0 to 1; None where that cannot be told."""
+    """The fraction of its files that is read, 0 to 1; None if it is unknown."""
     file: str
-    """Which file is being read."""
+    """The file that is being read."""
     notes: tuple[str, ...]
-    """What the import cannot tell, once it is done."""
+    """The data that the import could not provide, after its end."""
     error: str | None
 
 
 class ImportJobs:
-    """Starts imports below one folder of runs, and remembers the last."""
+    """Starts imports below one folder of runs, and stores the last one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -59,21 +59,21 @@ class ImportJobs:
 
     @property
     def view(self) -> JobView | None:
-        """The running import, or the last one; None before the first."""
+        """The running import, or the last one; None before the first import."""
         with self._lock:
             return self._view
 
     def start(self, source: ImportSource, *, name: str = "", by_step: bool = False) -> None:
-        """Begin an import.
+        """Start an import.
 
         Args:
             source: An entry of the listing.
-            name: How the run is to be called; letters, digits and `._-` of it name its folder.
+            name: The name of the run. Its letters, digits and `._-` name the folder.
             by_step: Traces: one step for each ProfilerStep mark.
 
         Raises:
             StoreError: The source, or the folder of imports, is a link out of the folder of runs.
-            RuntimeError: Another one runs.
+            RuntimeError: Another import runs.
             OSError: No process can be started.
         """
         self._refuse_links_out(source)
@@ -96,7 +96,7 @@ class ImportJobs:
         threading.Thread(target=self._follow, args=(child,), daemon=True).start()
 
     def cancel(self) -> None:
-        """End the running import; nothing of it is left. Does nothing without one."""
+        """Stop the running import and remove its files; does nothing without one."""
         with self._lock:
             if self._view is None or self._view.state is not JobState.RUNNING:
                 return
@@ -115,7 +115,7 @@ class ImportJobs:
                 )
 
     def _choose_folder(self, wanted: str) -> Path:
-        """A new folder for the run, named after what is wanted as far as that names a file."""
+        """A new folder for the run. Its name has the valid characters of the requested name."""
         stem = wanted.removesuffix(".gz").removesuffix(".json").removesuffix(".pickle")
         plain_name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:_MAX_NAME] or "import"
         parent = self._folder / IMPORTED
@@ -127,7 +127,7 @@ class ImportJobs:
         )
 
     def _follow(self, child: "subprocess.Popen[str]") -> None:
-        """Read what the worker says until it ends."""
+        """Read the worker's messages until it ends."""
         assert child.stdout is not None
         files: list[str] = []
         with child:

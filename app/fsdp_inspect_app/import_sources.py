@@ -17,7 +17,7 @@ from fsdp_inspect.store.schema import MANIFEST_FILE, attempt_numbers
 from fsdp_inspect_app.boundary import is_in_folder
 
 MAX_DEPTH = 4
-"""Folders below the folder of runs that are looked into."""
+"""The number of levels below the folder of runs that are searched."""
 MAX_LISTED = 500
 _MAX_FOLDERS = 2000
 _TRACE_SUFFIXES = (".json", ".json.gz")
@@ -25,7 +25,7 @@ _SNAPSHOT_SUFFIXES = (".pickle", ".pkl")
 
 
 class SourceKind(StrEnum):
-    """What a file or folder looks like from outside."""
+    """The kind of a file or folder, recognised by its name and first bytes."""
 
     TRACE = "profiler trace"
     TRACES = "folder of profiler traces"
@@ -34,7 +34,7 @@ class SourceKind(StrEnum):
 
     @property
     def is_snapshot(self) -> bool:
-        """Whether it holds memory snapshots."""
+        """Whether the source holds memory snapshots."""
         return self in (SourceKind.SNAPSHOT, SourceKind.SNAPSHOTS)
 
 
@@ -51,10 +51,10 @@ class ImportSource:
 
 
 def list_sources(folder: Path) -> list[ImportSource]:
-    """What can be imported, by name, at most `MAX_LISTED`; a folder that is no more has nothing.
+    """The sources by name, at most `MAX_LISTED`; empty for a folder that does not exist any more.
 
     Args:
-        folder: The folder of runs, which the dashboard was started with.
+        folder: The folder of runs with which the dashboard was started.
     """
     found: list[ImportSource] = []
     for place in _folders(folder):
@@ -77,12 +77,12 @@ def list_sources(folder: Path) -> list[ImportSource]:
 
 
 def find_source(folder: Path, name: str) -> ImportSource | None:
-    """The entry of that name as it is now; None if the listing has none."""
+    """The current entry with that name; None if the listing has none."""
     return next((source for source in list_sources(folder) if source.name == name), None)
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    """The folder and those below it that are no runs, level by level."""
+    """The folder and its subfolders that are not runs, level by level."""
     level, count = [folder], 0
     for _ in range(MAX_DEPTH + 1):
         below: list[Path] = []
@@ -112,7 +112,7 @@ def _is_run(place: Path) -> bool:
 
 
 def _is_ours(child: Path, folder: Path, *, is_dir: bool) -> bool:
-    """A real file or folder here; a link only if it leads to something in the folder of runs."""
+    """Whether it is a real file or folder here, or a link to a place in the folder of runs."""
     try:
         if child.is_symlink() and not is_in_folder(child, folder):
             return False

@@ -1,9 +1,9 @@
-"""`python -m fsdp_inspect_app.import_worker KIND PATH OUT NAME BY_STEP`: one import, told by lines.
+"""Run one import: `python -m fsdp_inspect_app.import_worker KIND PATH OUT NAME BY_STEP`.
 
-A process of its own, so that a large file neither stops the dashboard nor takes its memory. Each
-line on stdout is a JSON object: `{"file": ..., "share": ...}` while it reads, at last
-`{"run": ..., "notes": [...]}` or `{"error": ...}`. It ends when told to, or when the dashboard
-that started it is gone (its stdin ends); an import that is ended leaves nothing behind.
+The import runs in a separate process, so that a large file neither blocks the dashboard nor takes
+its memory. Each line on stdout is a JSON object: `{"file": ..., "share": ...}` during the import,
+and `{"run": ..., "notes": [...]}` or `{"error": ...}` at the end. The process ends at SIGTERM, or
+when its stdin closes because the dashboard has ended. A stopped import leaves no files.
 """
 
 import json
@@ -24,7 +24,7 @@ SNAPSHOT, TRACE = "snapshot", "trace"
 
 
 def main(arguments: list[str]) -> None:
-    """Import, and say how it goes."""
+    """Run the import and print its progress."""
     kind, path, out, name, by_step = arguments
     signal.signal(signal.SIGTERM, _end)
     threading.Thread(target=_watch_parent, daemon=True).start()
@@ -61,7 +61,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _watch_parent() -> None:
-    """Stdin ends when the dashboard closes it or dies."""
+    """End this process when stdin closes, because the dashboard closed it or ended."""
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -7,11 +7,11 @@ from fsdp_inspect_app.selection import follow, link
 
 
 def show_knob(knob: Knob, recorded: str | None = None) -> str | None:
-    """What is chosen; None: as recorded.
+    """Show the widget of a knob; returns the chosen value, or None for the recorded value.
 
     Args:
-        knob: Which one.
-        recorded: What the recorded plan has, in a word or two.
+        knob: The knob.
+        recorded: The value in the recorded plan, in one or two words.
     """
     options = [AS_RECORDED, *knob.options]
     follow(knob.name, knob.name, {text: text for text in knob.options}, AS_RECORDED)

@@ -1,7 +1,8 @@
 """Define the settings of What-if: the options of `fsdp-inspect simulate`.
 
-A knob has the name of the command's option, and its values are the option's own texts, so that
-address, command and widget say the same. A knob that is left as recorded is in none of them.
+A knob has the name of the command's option, and its values are the option's texts. The address, the
+command and the widget are therefore equal. A knob with the recorded value is missing in all of
+them.
 """
 
 import shlex
@@ -28,18 +29,18 @@ _GROUP_SIZES = (2, 3, 4, 6, 8, 12, 16)
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One option."""
+    """One option of What-if."""
 
     name: str
-    """In the address; the command's option with underscores."""
+    """The name in the address: the command's option with underscores."""
     label: str
     help: str
     options: tuple[str, ...]
     is_slider: bool
     read: Callable[[str], Any]
-    """From an option's text to the value."""
+    """Converts the option's text to its value."""
     flags: Mapping[str, str] | None = None
-    """How the command writes each value, where not as `--name value`."""
+    """The text of each value in the command, for options that are not written `--name value`."""
 
 
 def _read_reshard(text: str) -> bool | int:
@@ -55,10 +56,10 @@ def _doubling(first: int, most: int) -> tuple[str, ...]:
 
 
 def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
-    """How the model is cut, and how its units are gathered.
+    """The knobs of the units: the cut of the model, and the gathers.
 
     Args:
-        plan: The recorded one, resolved.
+        plan: The recorded plan, resolved.
     """
     num_modules = sum(len(unit.modules) for unit in plan.units)
     groups = tuple(f"every:{size}" for size in _GROUP_SIZES if size < num_modules)
@@ -155,7 +156,7 @@ KNOBS_OF_LINK = (
         True, parse_time_ns,
     ),
 )  # fmt: skip
-"""The network between all ranks."""
+"""The knobs of the network between all ranks."""
 
 KNOBS_OF_NODE = (
     Knob(
@@ -170,29 +171,29 @@ KNOBS_OF_NODE = (
         True, parse_time_ns,
     ),
 )  # fmt: skip
-"""The network within a node."""
+"""The knobs of the network within a node."""
 
 KNOBS_OF_NETWORK = (*KNOBS_OF_LINK, *KNOBS_OF_NODE)
 
 
 def changes_of(chosen: Mapping[str, str], knobs: Sequence[Knob]) -> Changes:
-    """The change of plan that knobs ask for.
+    """The changes of the plan that the knobs request.
 
     Args:
-        chosen: The texts, by knob; those that are left as recorded are missing.
-        knobs: Those of the plan.
+        chosen: The texts by knob; knobs with the recorded value are missing.
+        knobs: The knobs of the plan.
     """
     return Changes(**{knob.name: knob.read(chosen[knob.name]) for knob in knobs
                       if knob.name in chosen})  # fmt: skip
 
 
 def network_of(chosen: Mapping[str, str]) -> tuple[float | None, float | None]:
-    """Bandwidth in bytes/s and latency in ns that knobs ask for; None: the run's own."""
+    """The requested bandwidth in bytes/s and latency in ns; None: the run's own."""
     return _read_network(chosen, "bandwidth"), _read_network(chosen, "latency")
 
 
 def node_link_of(chosen: Mapping[str, str]) -> NodeLink | None:
-    """The link within a node that knobs ask for; None: as far as the run tells."""
+    """The requested link within a node; None: as measured in the run."""
     link = NodeLink(_read_network(chosen, "node_bandwidth"), _read_network(chosen, "node_latency"))
     return None if link == NodeLink() else link
 
@@ -207,9 +208,9 @@ def command_of(run: str, chosen: Mapping[str, str], knobs: Sequence[Knob]) -> st
     """The command that gives the same numbers.
 
     Args:
-        run: How it names the run.
-        chosen: The texts, by knob.
-        knobs: All that there are.
+        run: The run in the command.
+        chosen: The texts by knob.
+        knobs: All knobs.
     """
     words = ["fsdp-inspect", "simulate", run]
     for knob in knobs:
@@ -224,11 +225,11 @@ def command_of(run: str, chosen: Mapping[str, str], knobs: Sequence[Knob]) -> st
 
 
 def recorded_values(plan: Plan, manifest: RunManifest) -> dict[str, str]:
-    """What the recorded plan has, by knob, in a word or two; a knob without one is missing.
+    """The values of the recorded plan by knob, in one or two words; unknown values are missing.
 
     Args:
-        plan: Resolved.
-        manifest: The run's.
+        plan: The recorded plan, resolved.
+        manifest: The manifest of the run.
     """
     mesh = mesh_of(plan, manifest)
     inner = [unit for unit in plan.units if not unit.is_root]
@@ -259,7 +260,7 @@ def _depth(prefetch: int | Mapping[str, Sequence[str]]) -> str:
 
 
 def _one_of(values: Sequence[object]) -> str:
-    """The value of all units, as plan files write it."""
+    """The value of all units, written as in plan files."""
     if len({repr(value) for value in values}) != 1:
         return "by unit"
     value = values[0]

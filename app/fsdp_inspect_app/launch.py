@@ -1,8 +1,8 @@
 """Build the command line that serves the dashboard, without importing Streamlit.
 
-The appearance is in `.streamlit/config.toml` beside the script. Settings that protect the server
+The appearance is in `.streamlit/config.toml` next to the script. Settings that protect the server
 are flags, so neither the environment nor the user's `config.toml` overrides them. The accepted
-requests and the token are passed in the environment: other users can read a command line.
+requests and the token are passed in the environment, because other users can read a command line.
 """
 
 import os
@@ -67,7 +67,7 @@ def server_flags(
         "logger.hideWelcomeMessage": "true",  # it shows a URL without the token
     }
     if is_shared:
-        # Without a name, Streamlit asks a server on the internet for the address.
+        # Without a name, Streamlit requests the address from a server on the internet.
         reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
         values["browser.serverAddress"] = reachable if proxy is None else proxy.name
     flags = [f"--{name}={value}" for name, value in values.items()]
@@ -81,10 +81,10 @@ def pass_access(access: ServerAccess) -> None:
 
 
 def receive_access() -> ServerAccess:
-    """The accepted requests; processes that the server starts do not inherit them.
+    """Read the accepted requests; processes that the server starts do not inherit them.
 
     Raises:
-        FsdpInspectError: The server was started by another command.
+        FsdpInspectError: Another command started the server.
     """
     text = os.environ.pop(_ACCESS_VARIABLE, None)
     if text is None:
@@ -96,7 +96,7 @@ def receive_access() -> ServerAccess:
 
 
 def describe_exposure(runs_folder: Path | None, *, host: str, port: int, has_token: bool) -> str:
-    """What a server on an address that others reach exposes, and how to protect it."""
+    """Describe the exposure of a server on a reachable address, and how to protect it."""
     shown = "the samples" if runs_folder is None else f"{str(runs_folder)!r}"
     who = "everyone who has the token and" if has_token else "everyone who"
     return _EXPOSURE.format(host=host, port=port, shown=shown, who=who)

@@ -1,4 +1,4 @@
-"""Read what a live run appended since the last look, with one feed for all sessions."""
+"""Read the new data of a live run, with one feed for all sessions."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ _MOST_FEEDS = 16
 
 
 def look_at(entry: RunEntry, *, rank: int) -> LiveStatus:
-    """Take in what is new of a rank, and say how the run goes.
+    """Read the new data of a rank and return the state of the run.
 
     Raises:
         StoreError: The run, or a stream of the rank, cannot be read.
-        OSError: Likewise.
+        OSError: A file of the run cannot be read.
     """
     run = loading.open_stored(entry)
     return _feed(entry.path.as_posix(), run.attempt, rank).look(run)

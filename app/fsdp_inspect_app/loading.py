@@ -1,9 +1,9 @@
 """List the runs of the folder and open them, with Streamlit's caches around the library.
 
-A run is cached under the newest change and the total size of its files, so that a run that grew is
+A run is cached under the newest change and the total size of its files, so a run that grew is
 opened again. A run with live streams is also opened again after a few seconds, because a process
-that is killed changes no file. All caches are bounded and hold immutable results, which all
-sessions share. Of a run that grew, only the new part is read (`LiveTables`).
+that is killed changes no file. All caches are limited and hold immutable results, which all
+sessions share. If a run grew, only the new part is read (`LiveTables`).
 """
 
 import sys
@@ -37,15 +37,16 @@ _STATE_LIFE_S = 1
 _LIVE_SUFFIX = ".arrows"
 _MOST_OPEN_RUNS = 32
 _MOST_TABLE_BYTES = 512 << 20
-"""Of tables that were decoded, over all runs."""
+"""The memory limit of decoded tables, over all runs."""
 _MOST_TIMELINE_BYTES = 512 << 20
-"""Of steps that were laid out, with their events; a step of a million takes about 150 MB."""
+"""The memory limit of drawn steps with their events; a step of a million events takes about
+150 MB."""
 _SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What identifies the contents of a run folder at one moment."""
+    """The state of a run folder, which identifies its contents at one moment."""
 
     newest_ns: int
     num_bytes: int
@@ -54,22 +55,22 @@ class _State:
 
 
 def runs_folder() -> Path:
-    """The folder given on the command line, after `--`; without one the samples."""
+    """The folder from the command line, after `--`, or else the samples."""
     return Path(sys.argv[1]) if len(sys.argv) > 1 else _SAMPLES
 
 
 def list_entries() -> list[RunEntry]:
-    """The runs of the folder, newest first, those that cannot be read last."""
+    """The runs of the folder, newest first; runs that cannot be read are last."""
     return _list_entries(str(runs_folder())).value[0]
 
 
 def look_again() -> None:
-    """List the folder anew at the next question, since a run was just put there."""
+    """Read the listing again at its next use, because a run was just added."""
     _list_entries.clear()
 
 
 def list_foreign() -> list[str]:
-    """Runs that are links to places outside the folder: by their ids, never opened."""
+    """The ids of runs that are links to places outside the folder; they are never opened."""
     return _list_entries(str(runs_folder())).value[1]
 
 
@@ -84,7 +85,7 @@ def _list_entries(folder: str) -> Dated[tuple[list[RunEntry], list[str]]]:
 
 
 def open_entry(entry: RunEntry) -> Run:
-    """The run of an entry, which keeps its answers until the files change.
+    """Open the run of an entry; its results are cached until the files change.
 
     Raises:
         StoreError: The run cannot be read.
@@ -93,24 +94,25 @@ def open_entry(entry: RunEntry) -> Run:
 
 
 def open_stored(entry: RunEntry) -> StoredRun:
-    """The files of an entry's run; raises as `open_entry`."""
+    """Open the files of an entry's run; raises as `open_entry`."""
     return _open(str(entry.path), _state_of(entry.path)).stored
 
 
 def read_summary(entry: RunEntry) -> Summary:
-    """The summary of an entry's run, computed under a spinner; raises as `open_entry`."""
+    """Compute the summary of an entry's run under a spinner; raises as `open_entry`."""
     return _read_summary(str(entry.path), _state_of(entry.path))
 
 
 def read_ranks(entry: RunEntry) -> Ranks:
-    """The ranks of an entry's run, compared under a spinner; raises as `open_entry`."""
+    """Compare the ranks of an entry's run under a spinner; raises as `open_entry`."""
     return _read_ranks(str(entry.path), _state_of(entry.path))
 
 
 def read_diagnosis(entry: RunEntry) -> Diagnosis:
-    """What went wrong in an entry's run, found out under a spinner; raises as `open_entry`.
+    """Diagnose an entry's run under a spinner; raises as `open_entry`.
 
-    Of a run with live streams it is up to `_LIVE_LIFE_S` old: it reads every black box.
+    For a run with live streams the result is up to `_LIVE_LIFE_S` old, because a diagnosis reads
+    every black box.
     """
     state = _state_of(entry.path)
     known = replace(state, newest_ns=0, num_bytes=0) if state.moment else state
@@ -118,14 +120,14 @@ def read_diagnosis(entry: RunEntry) -> Diagnosis:
 
 
 def read_diagnosis_with_plans(entry: RunEntry) -> Diagnosis:
-    """As `read_diagnosis`, with the plans that would have fitted after an out-of-memory."""
+    """Diagnose a run, with the plans that would have fitted after an out-of-memory."""
     return _read_diagnosis_with_plans(str(entry.path), _state_of(entry.path))
 
 
 def result_of(entry: RunEntry, measure: Callable[..., T], **arguments: Hashable) -> T:
-    """The result of an analysis that `Run` has no method for.
+    """The result of an analysis without a method of `Run`.
 
-    The cache is bounded by the number of results, so a result has at most some MiB.
+    The cache limits the number of results, so a result must not exceed a few MiB.
 
     Args:
         entry: The run.
@@ -150,7 +152,7 @@ def comparison_of(entries: Sequence[RunEntry]) -> ComparisonContents:
 
 
 def timeline_of(entry: RunEntry, *, step: int, ranks: tuple[int, ...]) -> TrackSet:
-    """One step of some ranks, ready to be drawn; raises as `open_entry`."""
+    """One step of some ranks, prepared for drawing; raises as `open_entry`."""
     asked = (str(entry.path), _state_of(entry.path), step, ranks)
     tracks: TrackSet | None = _timelines().find(asked)
     if tracks is None:
@@ -184,7 +186,7 @@ class _OpenRun:
 
 @dataclass
 class _Opening:
-    """The last opening of a run, and what its live streams have held so far."""
+    """The last opening of a run, with the tables of its live streams."""
 
     growing: LiveTables = field(default_factory=LiveTables)
     last: _OpenRun | None = None
@@ -192,7 +194,7 @@ class _Opening:
 
 
 def _open(path: str, state: _State) -> _OpenRun:
-    """The run in that state. An opening in an earlier state is dropped with its answers."""
+    """Open the run in this state. An opening in an earlier state is dropped with its results."""
     opening = _opening(path)
     with opening.lock:
         if opening.last is None or opening.last.state != state:
@@ -252,7 +254,7 @@ def _timeline(path: str, state: _State, step: int, ranks: tuple[int, ...]) -> Tr
 
 
 def contents_of(entry: RunEntry) -> tuple[int, int]:
-    """What tells one moment of a run's files from another: newest change (ns) and bytes."""
+    """The newest change (ns) and the size of a run's files, which identify their state."""
     state = _state_of(entry.path)
     return state.newest_ns, state.num_bytes
 
@@ -263,10 +265,10 @@ def _state_of(path: Path) -> _State:
 
 @st.cache_resource(validate=is_younger_than(_STATE_LIFE_S), max_entries=512, show_spinner=False)
 def _read_state(path: str, folder: str) -> Dated[_State]:
-    """The state of a run's files; files that vanish meanwhile do not count.
+    """The state of a run's files; files that are removed meanwhile do not count.
 
     Raises:
-        StoreError: One of them is a link to a place outside the folder of runs.
+        StoreError: A file is a link to a place outside the folder of runs.
     """
     newest_ns, num_bytes, is_live = 0, 0, False
     for file in files_of_run(Path(path), Path(folder)):

@@ -19,17 +19,17 @@ class PageFile:
 
     @property
     def path(self) -> str:
-        """As Streamlit names it."""
+        """The path in Streamlit's form."""
         return f"app_pages/{self.name}.py"
 
     @property
     def address(self) -> str:
-        """Below the server's; the first page is the server's own."""
+        """The address below the server's; the first page has the address of the server."""
         return "" if self.name == FIRST else self.name
 
     @property
     def exists(self) -> bool:
-        """Whether there is such a page."""
+        """Whether the page exists."""
         return (_FOLDER / f"{self.name}.py").is_file()
 
 
@@ -51,14 +51,14 @@ SECTIONS: dict[str, tuple[PageFile, ...]] = {
         PageFile("live", "Live", ":material/sensors:"),
     ),
 }
-"""The navigation, section by section."""
+"""The sections of the navigation with their pages."""
 
 
 def find_page(name: str) -> PageFile:
-    """The page of that name.
+    """The page with that name.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No page has that name.
     """
     pages = [page for section in SECTIONS.values() for page in section]
     for page in pages:

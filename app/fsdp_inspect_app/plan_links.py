@@ -1,8 +1,8 @@
-"""Plans in addresses: packed text that is checked when it is read.
+"""Pack plans into addresses, and check them when they are read.
 
 The text is the plan file, deflated and in URL-safe base64: about 300 characters for a model of 80
 blocks. The length of a text from an address is limited, packed and unpacked. It is read like any
-plan file. It names modules, never files.
+plan file. It contains names of modules, never of files.
 """
 
 import base64
@@ -17,17 +17,17 @@ _LONGEST_PLAN = 500_000
 
 
 def pack_plan(plan: Plan) -> str | None:
-    """The plan for an address; None where it is too long for one."""
+    """Pack a plan for an address; None if it is too long."""
     packed = base64.urlsafe_b64encode(zlib.compress(plan.to_toml().encode(), 9)).decode()
     text = packed.rstrip("=")
     return text if len(text) <= _LONGEST_ADDRESS else None
 
 
 def unpack_plan(text: str) -> Plan:
-    """The plan that an address names.
+    """Read the plan in an address.
 
     Raises:
-        PlanError: It is not a plan that `pack_plan` packed.
+        PlanError: The text is not a plan from `pack_plan`.
     """
     if len(text) > _LONGEST_ADDRESS:
         raise PlanError(f"The plan in the address is longer than {_LONGEST_ADDRESS} characters.")

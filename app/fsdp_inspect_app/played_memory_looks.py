@@ -1,4 +1,4 @@
-"""The colours of what fills memory in a played step."""
+"""Define the colours of the memory categories in a simulated step."""
 
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.palette import Look
@@ -20,4 +20,4 @@ HELD_LOOKS = {
         if held not in (Held.RESTING, Held.REST, Held.SHARDED_PARAMETER)
     },
 }
-"""The look of what fills memory in a played step."""
+"""The look of each memory category in a simulated step."""

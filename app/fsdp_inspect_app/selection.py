@@ -1,7 +1,7 @@
 """Read and write the selection in the address: run, step, rank and unit, all validated.
 
-An address holds names and numbers from listings, never a path: what is not in the listing is as
-if it were not there. The parameters, on all pages:
+An address holds names and numbers from listings, never a path. Values that are not in the listing
+are ignored. The parameters, on all pages:
 
     run        the run that the page is about: its id below the folder
     step       one step
@@ -36,18 +36,19 @@ STEP_KEY, RANK_KEY, UNIT_KEY = "step", "rank", "unit"
 WITH_KEY, BASELINE_KEY, PIN_KEY = "with", "baseline", "pin"
 
 _KEPT = (RUN_KEY, STEP_KEY, RANK_KEY, UNIT_KEY)
-"""What a link to another page takes along."""
+"""The parameters that a link to another page keeps."""
 _LOST = "run that is not here"
 _TITLE = "title of the page"
 _WRITTEN = "written to the address"
-"""Session state: what the pages wrote, by parameter; another value there is a link's."""
+"""Session state: the values that the pages wrote, by parameter. Another value in the address is
+from a link."""
 
 Value = str | int | Sequence[str | int] | None
-"""Of a parameter; None: without it."""
+"""The value of a parameter; None removes the parameter."""
 
 
 def linked(name: str, legal: Collection[str]) -> str | None:
-    """The value of the address's parameter, if it is one of the legal ones."""
+    """The value of a parameter in the address, if it is legal."""
     value = st.query_params.get(name)
     return value if value in legal else None
 
@@ -58,7 +59,7 @@ def linked_all(name: str, legal: Collection[str]) -> list[str]:
 
 
 def link(name: str, value: str | Sequence[str] | None) -> None:
-    """Put a value into the address, or take it out."""
+    """Set or remove a parameter of the address."""
     if value is None:
         st.query_params.pop(name, None)
     elif isinstance(value, str):
@@ -69,30 +70,30 @@ def link(name: str, value: str | Sequence[str] | None) -> None:
 
 
 def follow(name: str, key: str, legal: Mapping[str, T], default: T) -> None:
-    """Let a widget show what the address names: at its first run, and when a link was followed.
+    """Set a widget to the value in the address: at its first run, and after a link was followed.
 
-    Call it before the widget of that key is made, give the widget no value of its own, and `link`
-    what it says afterwards.
+    Call it before the widget with that key is made, give the widget no default value, and call
+    `link` with the widget's value afterwards.
 
     Args:
         name: The parameter.
-        key: The widget's.
-        legal: What the address may name, and the widget's value for it.
-        default: The widget's value if the address names nothing legal.
+        key: The key of the widget.
+        legal: The legal values in the address, with the widget's value for each.
+        default: The widget's value if the address has no legal value.
     """
     if key not in st.session_state or _is_new(name):
         st.session_state[key] = legal.get(st.query_params.get(name, ""), default)
 
 
 def follow_all(name: str, key: str, legal: Mapping[str, T], default: Sequence[T]) -> None:
-    """As `follow`, for a parameter that may repeat and a widget of several values."""
+    """Like `follow`, for a parameter that may repeat and a widget with several values."""
     if key not in st.session_state or _is_new(name):
         asked = dict.fromkeys(legal[value] for value in linked_all(name, legal))
         st.session_state[key] = list(asked) or list(default)
 
 
 def remembered(name: str, legal: Collection[str]) -> list[str]:
-    """What the address names, or else what was last remembered in this session; it says so then."""
+    """The values in the address, or else those last stored in this session; updates the address."""
     values = linked_all(name, legal)
     if not values:
         values = [value for value in st.session_state.get(_memory_of(name), []) if value in legal]
@@ -101,7 +102,7 @@ def remembered(name: str, legal: Collection[str]) -> list[str]:
 
 
 def remember(name: str, values: Sequence[str]) -> None:
-    """Put values into the address, and keep them while other pages are looked at."""
+    """Put values into the address, and store them while the user is on other pages."""
     st.session_state[_memory_of(name)] = list(values)
     link(name, values or None)
 
@@ -111,7 +112,7 @@ def _memory_of(name: str) -> str:
 
 
 def _is_new(name: str) -> bool:
-    """Whether the address names something that no page wrote there: a link was followed."""
+    """Whether the address has a value that no page wrote, because a link was followed."""
     return st.query_params.get_all(name) != _written().get(name, [])
 
 
@@ -121,7 +122,7 @@ def _written() -> dict[str, list[str]]:
 
 
 def follow_run(ids: Collection[str]) -> None:
-    """Let the run picker show the run that the address names; else what it showed, or the first.
+    """Set the run picker to the run in the address, or else its last run, or else the first run.
 
     Args:
         ids: The runs of the folder, at least one.
@@ -136,24 +137,24 @@ def follow_run(ids: Collection[str]) -> None:
 
 
 def lost_run() -> str | None:
-    """The run that a link named and that is not here, until another one is chosen."""
+    """The run of a link that is not in the folder, until the user chooses another run."""
     lost: str | None = st.session_state.get(_LOST)
     return lost
 
 
 def forget_lost_run() -> None:
-    """A run that is here was chosen."""
+    """Note that the user chose a run of the folder."""
     st.session_state[_LOST] = None
 
 
 def page_link(page: str, label: str, *, icon: str | None = None, **selection: Value) -> None:
-    """A link to another page, with run, step, ranks and unit taken along.
+    """Show a link to another page that keeps run, step, ranks and unit.
 
     Args:
         page: The page's file in `app_pages/`, without its ending.
-        label: What is written, as Markdown: make names from runs `plain`.
-        icon: Such as `:material/stacks:`.
-        selection: What the link names instead; None leaves a parameter out.
+        label: The text of the link, as Markdown; names from runs must be `plain`.
+        icon: An icon such as `:material/stacks:`.
+        selection: Other values of parameters; None removes a parameter.
     """
     file = find_page(page)
     if file.exists:
@@ -161,34 +162,34 @@ def page_link(page: str, label: str, *, icon: str | None = None, **selection: Va
 
 
 def switch_page(page: str, **selection: Value) -> None:
-    """Go to another page now; as `page_link`."""
+    """Go to another page now; arguments as for `page_link`."""
     st.switch_page(find_page(page).path, query_params=_selected(selection))
 
 
 def open_unit(fqn: str | None) -> None:
-    """Go to the page of a unit now; None is no unit, and leads nowhere."""
+    """Go to the page of a unit now; does nothing for None."""
     if fqn is not None:
         switch_page("units", **{UNIT_KEY: format_unit(fqn)})
 
 
 def show_title(title: str) -> None:
-    """Note the title of the page that is shown, for the browser's tab."""
+    """Set the title of the current page for the browser's tab."""
     st.session_state[_TITLE] = title
 
 
 def shown_page() -> str:
-    """The title of the page that is shown."""
+    """The title of the current page."""
     return str(st.session_state.get(_TITLE, ""))
 
 
 def page_address(page: str, **selection: Value) -> str:
-    """The relative address of a page, as `page_link`; for tables of links and for sharing."""
+    """The relative address of a page, for tables of links and for sharing; see `page_link`."""
     address = find_page(page).address
     return f"{address}?{urlencode(_selected(selection), doseq=True)}"
 
 
 def _selected(selection: Mapping[str, Value]) -> dict[str, str | list[str]]:
-    """The parameters of a link: those that are kept, and those that it names."""
+    """The parameters of a link: the kept ones and the given ones."""
     kept = {name: st.query_params.get_all(name) for name in _KEPT}
     if (run := st.session_state.get(RUN_KEY)) is not None:
         kept[RUN_KEY] = [run]
@@ -203,16 +204,16 @@ def _texts(value: Value) -> list[str]:
 
 
 def chosen_entry() -> RunEntry | None:
-    """The run that the picker shows; None if there is none."""
+    """The run in the run picker; None if there is none."""
     chosen = st.session_state.get(RUN_KEY)
     return next((entry for entry in loading.list_entries() if entry.id == chosen), None)
 
 
 def entry_or_stop(ask: Callable[[RunEntry], object] | None = None) -> RunEntry:
-    """The chosen run, readable; without one the page says why and ends.
+    """The chosen run; if it cannot be read, the page shows the reason and ends.
 
     Args:
-        ask: What the page rests on; None: the run's summary.
+        ask: A query that the page needs; None: the run's summary.
     """
     entry = chosen_entry()
     if entry is None:
@@ -223,7 +224,7 @@ def entry_or_stop(ask: Callable[[RunEntry], object] | None = None) -> RunEntry:
 
 
 def answer_or_stop(entry: RunEntry, ask: Callable[[RunEntry], T]) -> T:
-    """What a question about a run is answered; one that cannot be read ends the page, with why."""
+    """The result of a question about a run; on an error, the page shows the reason and ends."""
     try:
         return ask(entry)
     except FsdpInspectError as error:

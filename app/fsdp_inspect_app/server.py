@@ -1,8 +1,8 @@
-"""A server that loads the modules of pages while it waits for the first request.
+"""Serve the dashboard, and load the modules of pages before the first request.
 
-`python -m fsdp_inspect_app.server run SCRIPT ...` does what `streamlit run SCRIPT ...` does.
-Streamlit loads the libraries when the first page opens. This server loads them while the browser
-starts, which saves two seconds.
+`python -m fsdp_inspect_app.server run SCRIPT ...` is like `streamlit run SCRIPT ...`. Streamlit
+loads the libraries when the first page opens. This server loads them while the browser starts,
+which saves two seconds.
 """
 
 import gc
@@ -20,22 +20,23 @@ _NEEDED = (
     "fsdp_inspect.advice.run_advice",
     "fsdp_inspect.report.html",
 )
-"""Most wanted first; what pages load beyond these takes no time."""
+"""The modules to load, the most important first. Other modules of pages load quickly."""
 
 
 def main() -> None:
     """Serve until interrupted."""
-    from streamlit.web import cli  # the server itself comes before what its pages need
+    from streamlit.web import cli  # the server starts before the modules of pages load
 
     threading.Thread(target=load_ahead, name="load-ahead", daemon=True).start()
     cli.main(prog_name="streamlit")
 
 
 def load_ahead() -> None:
-    """Load what pages need; what cannot be loaded is left to the page that says so.
+    """Load the modules of pages; a module that fails is reported by the page that needs it.
 
     Streamlit collects garbage after every run of the script, with the interpreter's lock held. The
-    modules are never garbage: looking through them took 150 ms, and a click runs two scripts.
+    modules are never garbage, but scanning them took 150 ms, and a click runs two scripts. They are
+    therefore excluded from the collection.
     """
     for name in _NEEDED:
         try:

@@ -31,7 +31,7 @@ _MOST_LETTERS = 200
 
 
 def pick_run(*, is_live: bool) -> None:
-    """Choose the run that the pages are about, starting from the one in the address."""
+    """Show the run picker, starting with the run in the address."""
     ids = [entry.id for entry in loading.list_entries()]
     if not ids:
         return
@@ -82,7 +82,7 @@ def is_chosen_live() -> bool:
 
 
 def open_first() -> None:
-    """The first page by its name: Streamlit serves it at the server's own address alone."""
+    """Show the first page under its name. Streamlit serves it only at the server's address."""
     asked = {name: st.query_params.get_all(name) for name in st.query_params}
     st.switch_page(find_page(FIRST).path, query_params=asked)
 
@@ -103,5 +103,5 @@ require_login()
 pick_run(is_live=is_live)
 try:
     page.run()
-except Exception as error:  # the page says what is wrong; the log has the rest
+except Exception as error:  # the page shows the error, and the log has the traceback
     show_failure(error)

@@ -1,8 +1,8 @@
-"""Measure the key numbers of the listed runs in the background, so that the list shows at once.
+"""Measure the key numbers of the listed runs in the background, so that the list opens quickly.
 
-A folder may hold thousands of runs, each some milliseconds of reading. One thread goes through
-them, newest first, and keeps what it found together with the state of the run's files: as long as
-that stays, a run is not read again, also not by the next dashboard (`kept_findings`).
+A folder may hold thousands of runs, and each takes some milliseconds to read. One thread reads
+them, newest first, and stores the numbers with the state of the run's files. While that state is
+unchanged, a run is not read again, also not by a later dashboard (`findings_cache`).
 """
 
 import hashlib
@@ -35,27 +35,27 @@ from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache, findin
 from fsdp_inspect_app.wording import describe_sharding
 
 LOOK_AGAIN_S = 5.0
-"""How long what was found stands before the files are looked at again."""
+"""The time after which the files are checked again."""
 _LIVE_LIFE_S = 10
 _LIVE_SUFFIX = ".arrows"
 _KEEP_EVERY = 100
-"""So many new findings are written at once."""
+"""The number of new findings that are written together."""
 _ROW_VERSION = 2
-"""Rises with every change of what a row means that leaves its fields as they are."""
+"""Increased if the meaning of a row changes while its fields stay the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """What the list of runs shows of one: its summary, and what its manifest says in short."""
+    """A run in the list of runs: its key numbers, and facts from its manifest."""
 
     summary: RunKeyNumbers
     name: str
     model: str
-    """Its class."""
+    """The class of the model."""
     num_parameters: int
-    """0: not known."""
+    """The number of parameters; 0: unknown."""
     plan: str
-    """In a few words."""
+    """The plan in a few words."""
     world_size: int
     tags: tuple[str, ...]
 
@@ -81,43 +81,44 @@ def _row_adapter() -> TypeAdapter[RunRow]:
 
 @dataclass(frozen=True, slots=True)
 class KnownRuns:
-    """What is known about the runs of a folder at one moment."""
+    """The known facts about the runs of a folder at one moment."""
 
     rows: dict[str, RunRow]
-    """By id; a run is absent until it was read."""
+    """The rows by id; a run that is not read yet is missing."""
     problems: dict[str, str]
-    """Why a run cannot be read, by id."""
+    """The reasons why runs cannot be read, by id."""
     is_complete: bool
-    """Whether every listed run is in one of them."""
+    """Whether every listed run is in `rows` or `problems`."""
 
 
 class Summaries:
     """The summaries of one folder's runs, shared by all sessions."""
 
     def __init__(self, folder: Path, kept: FindingsCache | None = None) -> None:
-        """Read nothing yet.
+        """Prepare the reader; this reads nothing.
 
         Args:
             folder: The folder of runs.
-            kept: What earlier dashboards found out about them; None: nothing is kept.
+            kept: The findings of earlier dashboards; None: no cache.
         """
         self._folder = folder
         self._kept = kept
         self._earlier: dict[str, CachedFinding] | None = None
-        """By id, what is kept; None before it was looked up."""
+        """The findings of earlier dashboards by id; None before they are loaded."""
         self._known: dict[str, tuple[str, RunRow | str]] = {}
-        """By id: the state of the files, and what they say, or why nothing."""
+        """By id: the state of the files, and the row of the run or the reason why it cannot be
+        read."""
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
         self._looked_at = float("-inf")
 
     def find(self, entries: Sequence[RunEntry], *, patience_s: float) -> KnownRuns:
-        """What is known about these runs; what is not yet is looked for meanwhile.
+        """The known facts about these runs; a thread reads the others meanwhile.
 
         Args:
-            entries: Most wanted first.
-            patience_s: How long to wait for all of them.
+            entries: The runs, the most important first.
+            patience_s: The time to wait for all runs.
         """
         self._look(entries)
         self._idle.wait(patience_s)
@@ -129,7 +130,7 @@ class Summaries:
         )
 
     def _look(self, entries: Sequence[RunEntry]) -> None:
-        """Have a thread go through the runs, unless one does, or just did."""
+        """Start a thread that reads the runs, unless one runs or has just ended."""
         with self._lock:
             is_new = any(entry.id not in self._known for entry in entries)
             is_old = time.monotonic() - self._looked_at > LOOK_AGAIN_S
@@ -152,7 +153,7 @@ class Summaries:
             self._idle.set()
 
     def _read_one(self, entry: RunEntry) -> dict[str, CachedFinding]:
-        """Find out about a run, unless that is known; what of it is worth keeping, by id."""
+        """Read a run, unless its state is known; returns the new finding to store, by id."""
         state, before = "", self._known.get(entry.id)
         try:
             state, is_final = _state_of(entry.path, is_running=_is_running(before))
@@ -173,7 +174,7 @@ class Summaries:
         return {entry.id: CachedFinding(state, _row_adapter().dump_json(row).decode())}
 
     def _recall(self, run: str, state: str) -> RunRow | None:
-        """What an earlier dashboard found out, if the run's files have stayed as they were."""
+        """The finding of an earlier dashboard, if the run's files are unchanged."""
         finding = (self._earlier or {}).pop(run, None)
         if finding is None or finding.state != state:
             return None
@@ -194,11 +195,11 @@ def _is_running(known: tuple[str, RunRow | str] | None) -> bool:
 
 
 def _state_of(path: Path, *, is_running: bool) -> tuple[str, bool]:
-    """What changes when a run's numbers may, and whether only its files can change them.
+    """A text that changes whenever the run's numbers may change, and whether only its files matter.
 
-    The first rank of the last attempt stands for all: its files change while it is recorded, and
-    when it is compacted. The time counts for a run with live streams, and for one that was running
-    at the last look, since a process that died changes no file.
+    The first rank of the last attempt represents all ranks: its files change while it is recorded,
+    and when it is compacted. For a run with live streams, or a run that was running at the last
+    look, the time is part of the text, because a process that died changes no file.
     """
     files = _files_in(path)
     attempt = max(attempt_numbers(files), default=None)
@@ -215,7 +216,7 @@ def _state_of(path: Path, *, is_running: bool) -> tuple[str, bool]:
 
 
 def _files_in(folder: Path) -> dict[str, tuple[int, int]]:
-    """Newest change and size of what lies in a folder, by name; nothing if it cannot be listed."""
+    """Newest change and size of the files in a folder, by name; empty if it cannot be listed."""
     try:
         with os.scandir(folder) as listing:
             found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in listing]

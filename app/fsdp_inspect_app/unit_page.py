@@ -67,7 +67,7 @@ def show_unit(
     Args:
         run: The run.
         unit: The unit.
-        answer: The place of the page's headline.
+        answer: The container of the page's headline.
     """
     summary = run.summary()
     name = format_unit(unit.fqn)

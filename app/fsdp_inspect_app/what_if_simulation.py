@@ -13,19 +13,19 @@ from fsdp_inspect_app.knobs import KNOBS_OF_NETWORK, Knob, changes_of, network_o
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """The start of every prediction for a run."""
+    """The common start of all predictions for a run."""
 
     work: RecordedWork
     replayed: Played
     plan: Plan
-    """The recorded one, resolved."""
+    """The recorded plan, resolved."""
 
 
 def prepare(run: RunSource) -> PreparedRun:
     """Measure the recorded work of a run.
 
     Raises:
-        MissingDataError: The run holds too little to simulate from.
+        MissingDataError: The run lacks data for a simulation.
     """
     work = measure_work(run)
     plan = resolve_plan(observed_plan(run), run.manifest)
@@ -42,15 +42,15 @@ def simulate_knobs(
     """Simulate a plan with the changes and the network of the chosen settings.
 
     Args:
-        bench: Of the run.
-        manifest: The run's.
-        start: What is changed; resolved.
-        chosen: The texts, by knob.
-        knobs: All that there are.
+        bench: The prepared work of the run.
+        manifest: The manifest of the run.
+        start: The plan to change, resolved.
+        chosen: The texts by knob.
+        knobs: All knobs.
 
     Raises:
-        FsdpInspectError: The plan does not fit the model, or needs what the run cannot tell.
-        ValueError: An impossible network.
+        FsdpInspectError: The plan does not fit the model, or needs data that the run lacks.
+        ValueError: The network is invalid.
     """
     of_plan = [knob for knob in knobs if knob not in KNOBS_OF_NETWORK]
     plan = apply_changes(start, changes_of(chosen, of_plan), shapes_of(manifest))

@@ -49,7 +49,7 @@ def plain(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """A name as inline code; backticks in the name stay backticks."""
+    """Format a name as inline code; backticks in the name stay backticks."""
     line = _one_line(text)
     longest = max((len(run) for run in _BACKTICKS.findall(line)), default=0)
     fence = "`" * (longest + 1)

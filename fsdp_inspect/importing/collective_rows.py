@@ -40,8 +40,8 @@ class Owners:
 def find_owners(comms: Communications, ranges: UnitRanges) -> Owners:
     """Find the unit in whose all-gather or reduction range each collective was issued.
 
-    An all-gather inside `*_prefetch for X` belongs to X. Its issuing unit is the one whose
-    `pre_backward` contains it; in a forward, the unit with the last `pre_forward` before it.
+    An all-gather inside `*_prefetch for X` belongs to X. Its issuing unit is the unit whose
+    `pre_backward` contains it, or in a forward the unit with the last `pre_forward` before it.
     """
     thread, issue_ns = comms.thread, comms.issue_ns
     unit = ranges.unit_of(ranges.around(thread, issue_ns, *_OWNING))

@@ -219,7 +219,7 @@ class DeviceRows:
         return self.names.unit_index(self.ranges.units[place])
 
     def _unit_rows(self, kind: EventKind, phase: Phase, spans: UnitSpans) -> EventTable:
-        """From the first start to the last end of the kernels issued in a unit's host span."""
+        """A row for each span: from the first start to the last end of the kernels issued in it."""
         found = _issued_in(spans.ranges, self.work.compute, self.work.compute_issues)
         kept = np.flatnonzero(found.end_ns > found.start_ns)
         unit = np.array([self._unit_index(one) for one in spans.unit[kept].tolist()], np.int64)

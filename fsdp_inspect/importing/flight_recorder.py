@@ -40,13 +40,13 @@ from fsdp_inspect.trace.run import (
 )
 
 LEAST_STANDSTILL_NS = 5_000_000_000
-"""A dump that was written so long after the last collective of all ranks shows a standstill."""
+"""A dump written at least this long after the last collective of all ranks shows a standstill."""
 _HEADER = replace(EMPTY_HEADER, step=UNKNOWN_STEP, unit=NO_UNIT)
 _MARKS = (b"collective_seq_id", b"pg_config", b"nccl_comm_state")
 _HEAD_BYTES = 1 << 16
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)|(\d{1,6})(?:\.\w+)?$", re.IGNORECASE)
 _MAX_PLACES = 400
-"""Lines of code that are kept: the text of a black box is limited."""
+"""The highest number of lines of code to keep, because the text of a black box is limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _begins_like_dump(file: Path) -> bool:
 
 
 def _by_rank(files: Sequence[Path]) -> dict[int, Path]:
-    """The files by rank; a pickle comes before the JSON of the same rank, which has no stacks."""
+    """Sort the files by rank. A pickle wins over the JSON of the same rank, which has no stacks."""
     found: dict[int, Path] = {}
     for file in sorted(files, key=lambda file: file.suffix == ".json"):
         number = _RANK_IN_NAME.search(file.name)
@@ -158,7 +158,7 @@ def _by_rank(files: Sequence[Path]) -> dict[int, Path]:
 
 
 def _read_all(files: dict[int, Path]) -> tuple[dict[int, Dump], list[str]]:
-    """The dumps by rank, and why others cannot be read."""
+    """Read the dumps by rank, and collect the reasons why others cannot be read."""
     dumps, notes, first_error = {}, [], None
     for rank, file in files.items():
         try:
@@ -182,9 +182,9 @@ def _read_all(files: dict[int, Path]) -> tuple[dict[int, Dump], list[str]]:
 
 
 def _members(dumps: dict[int, Dump]) -> dict[str, tuple[int, ...]]:
-    """The ranks of each group: as a dump lists them, else those that issued a collective in it.
+    """The ranks of each group, as a dump lists them or else those that issued a collective in it.
 
-    Of a group whose ranks no dump lists, an all-gather shows the size. If that is also the largest
+    If no dump lists the ranks of a group, an all-gather shows its size. If that is also the largest
     size, the group is the world.
     """
     listed = {name: ranks for dump in dumps.values() for name, ranks in dump.groups.items()}
@@ -273,9 +273,10 @@ def _make_box(
         dump: Its dump.
         members: The ranks of each group.
         begins: By group, the first position that all dumps have: digests begin there.
-        ends: By group, the last position that all dumps have. A dump without ends of collectives
-            (gloo) shows so that the ones after it cannot have finished. Empty: the ends are known.
-        header: Of the box.
+        ends: By group, the last position that all dumps have. Collectives after it cannot have
+            finished. Used for dumps without the ends of collectives (gloo). Empty: the ends are
+            known.
+        header: The header of the box.
     """
     shown = dump.collectives[-(CAPACITY - 1) :]
     groups = {name: index for index, name in enumerate(sorted(members))}
@@ -321,7 +322,7 @@ def _general_notes() -> list[str]:
 
 
 def _notes_of_times(dumps: dict[int, Dump]) -> list[str]:
-    """A note if the times of the ranks do not overlap: the dumps may be of different runs."""
+    """Add a note if the times of the ranks do not overlap: the dumps may be of different runs."""
     first = {rank: dump.collectives[0].time_ns for rank, dump in dumps.items()}
     last = {rank: dump.collectives[-1].time_ns for rank, dump in dumps.items()}
     apart = [rank for rank in dumps if last[rank] < max(first.values())]

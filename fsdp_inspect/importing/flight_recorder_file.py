@@ -29,7 +29,7 @@ _PHASES = (
     (Phase.BACKWARD, ("pre_backward", "post_backward", "backward")),
     (Phase.FORWARD, ("pre_forward", "forward")),
 )
-"""By a function on the stack; the first phase that matches counts."""
+"""The phase by a function on the stack; the first phase that matches counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class Collective:
 
     group: str
     group_size: int
-    """As input and output show it; 0: unknown."""
+    """The group size according to input and output; 0: unknown."""
     sequence: int
     """Position in the group, from 0."""
     kind: EventKind
     unit: int
     """`UNKNOWN_UNIT` if FSDP may have issued it, `NO_UNIT` if its stack shows otherwise."""
     bytes: int
-    """Of the larger of input and output; -1: unknown."""
+    """Bytes of the larger of input and output; -1: unknown."""
     dtype: int
     time_ns: int
     """Wall time of the issue."""
@@ -68,11 +68,11 @@ class Dump:
 
     @property
     def has_stacks(self) -> bool:
-        """Whether every collective has a stack, which JSON dumps of gloo have not."""
+        """Whether every collective has a stack. JSON dumps of gloo have none."""
         return all(each.has_stack for each in self.collectives)
 
     def without_stacks(self) -> Dump:
-        """The dump without what only a stack shows, so that ranks without stacks compare equal."""
+        """Remove the fields that come from stacks, so that ranks without stacks compare equal."""
         return replace(
             self, collectives=tuple(replace(each, unit=UNKNOWN_UNIT) for each in self.collectives)
         )

@@ -1,7 +1,7 @@
 """Import torch.profiler traces as a run folder.
 
-A file is one rank; a folder has one rank for each trace. Traces are read one after the other, so
-memory holds the columns of one trace. The run folder appears only after all traces are read.
+A file is one rank; a folder has one rank for each trace. Traces are read one by one, so memory
+holds the columns of one trace. The run folder appears only after all traces are read.
 """
 
 import hashlib
@@ -144,7 +144,7 @@ class _Order:
 
 
 class _Merged:
-    """Join the ranks to one run, one after the other."""
+    """Join the ranks to one run, one by one."""
 
     def __init__(
         self, path: Path, out: Path, files: Sequence[Path], name: str, by_step: bool

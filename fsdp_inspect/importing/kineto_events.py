@@ -88,7 +88,7 @@ _NOT_WORK = frozenset(
         *("hpu_user_annotation", "itt_annotation", "", "async_gpu", "user_annotation_async"),
     }
 )
-"""Categories of complete events that describe no work of a device."""
+"""Categories of complete events that do not describe work of a device."""
 _CODES = {name: int(category) for name, category in _CATEGORIES.items()}
 """Plain numbers: an array of enum members takes three times as long to make."""
 
@@ -175,7 +175,7 @@ class KinetoTrace:
     num_odd: int
     """Events left out because their times are missing, negative or out of range."""
     unread: Mapping[str, int]
-    """By unknown category, the number of its complete events: work that may be missing."""
+    """The number of complete events by unknown category: work that may be missing."""
 
     def with_kernels(self, copies: NDArray[np.bool_]) -> "KinetoTrace":
         """The same trace with some copies as the last kernels.
@@ -412,7 +412,7 @@ def _number_threads(events: list[Any], known: _Numbers[Any]) -> Int32Array:
     keys: list[Any] = [(event.pid, event.tid) for event in events]
     try:
         return known.of(keys)
-    except TypeError:  # lists and objects, which are no valid thread
+    except TypeError:  # lists and objects are not valid threads
         return known.of(list(map(repr, keys)))
 
 

@@ -64,7 +64,7 @@ class CollectiveMessage:
 
 
 class MessageReader:
-    """Read messages; equal messages, of which a trace has many, are read once."""
+    """Read messages. A trace has many equal messages, and each of them is read once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], CollectiveMessage] = {}

@@ -144,7 +144,7 @@ class GroupNames:
 
     @classmethod
     def of(cls, distributed: Mapping[str, Any]) -> "GroupNames":
-        """Read the groups of `distributedInfo`, of which each field may be missing."""
+        """Read the groups of `distributedInfo`, where each field may be missing."""
         groups = cls()
         size = distributed.get("world_size")
         groups.world_size = size if isinstance(size, int) and 0 < size < 1 << 24 else 0

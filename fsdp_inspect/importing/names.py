@@ -105,7 +105,7 @@ class RunNames:
 def dimension_name(group_name: str) -> str:
     """The name of a mesh dimension in the description of a process group; empty: none.
 
-    `DeviceMesh` describes the group of its dimension `tp` as `mesh_tp`, and that of an unnamed
+    `DeviceMesh` describes the group of its dimension `tp` as `mesh_tp`, and the group of an unnamed
     dimension as `mesh_dim_1`. Other frameworks have names such as `TENSOR_MODEL_PARALLEL_GROUP`.
     """
     name = group_name.removeprefix(MESH_PREFIX)

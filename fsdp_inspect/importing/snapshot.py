@@ -67,7 +67,7 @@ class ImportedSnapshot:
 def looks_like_snapshot(path: Path) -> bool:
     """Whether a file, or each file of a folder, begins like a memory snapshot.
 
-    Other pickles begin alike: importing such a file reports what it contains.
+    Other pickles begin in the same way. The import of such a file reports its content.
     """
     if path.is_dir():
         files = _files_in(path)

@@ -101,7 +101,7 @@ class Trace:
     time_us: Int64Array
     label: NDArray[np.int8]
     place: NDArray[np.int32]
-    """Of allocations and failed requests; 0 for other actions."""
+    """The line of an allocation or a failed request; 0 for other actions."""
 
     def __len__(self) -> int:
         return len(self.action)

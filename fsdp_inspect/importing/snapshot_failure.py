@@ -1,4 +1,4 @@
-"""Describe the last failed allocation of a snapshot, and what was alive at that moment.
+"""Describe the last failed allocation of a snapshot, and the live memory at that moment.
 
 The reference is the last complete step before it, at its highest moment in the same unit and phase,
 or else at its peak. Without annotations of steps there is none.

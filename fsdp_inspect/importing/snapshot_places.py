@@ -15,7 +15,7 @@ _MAX_NAME = 600
 
 
 class Places:
-    """Numbers places from 1; 0: no line of the user's.
+    """Numbers places from 1; 0: no line of the user's code.
 
     Stacks and frames that many allocations share are read once, by identity. They are kept alive,
     so that no other object gets the same identity.

@@ -1,7 +1,7 @@
 """Decide whether a run is comparable with a prediction.
 
-A difference in what a step computes or sends makes a run incomparable. A difference that may only
-shift times a little is a caveat.
+A difference in the compute or the messages of a step makes a run incomparable. A difference that
+may only shift times a little is a caveat.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,7 +118,7 @@ def _other_circumstances(expected: Circumstances, manifest: RunManifest) -> Iter
 
 
 def _is_implied(name: str, ran: Circumstances) -> bool:
-    """Whether a value follows from the world size instead of being set."""
+    """Whether a value follows from the world size and is not set explicitly."""
     return name == "gpus_per_node" and ran.emulation.get("inter") is None
 
 

@@ -5,10 +5,10 @@ are judged as changes against the baseline's runs, because an effect of the mach
 cancels.
 
 [Note: compute stays] A plan changes waits, not compute. A busy machine changes compute: it slows
-its processes, but not an emulated link or another rank. So the change that a plan brings differs
-there. A difference in compute between the sides counts as noise of the machine, except for the
-predicted cost of hiding communication (`advice.slowdown`). So do differences in FSDP's copies and
-in the optimizer.
+its processes, but not an emulated link or another rank. On a busy machine, the same plan therefore
+changes the step differently. A difference in compute between the sides counts as noise of the
+machine, except for the predicted cost of hiding communication (`advice.slowdown`). So do
+differences in FSDP's copies and in the optimizer.
 
 With at least `RUNS_FOR_A_TEST` runs on both sides, the measured change has a 95% interval.
 
@@ -23,8 +23,8 @@ and the difference in compute.
 - It did not hold if the measured change misses the predicted interval by at least the noise.
 - It held if the predicted and the measured change are both at least the noise, with the same sign.
 
-Otherwise the outcome cannot be told. The same applies if other programs took the cores of one side,
-or if compute differs by more than `PROCESS_NOISE_RATIO`.
+Otherwise the outcome is not significant. The same applies if other programs took the cores of one
+side, or if compute differs by more than `PROCESS_NOISE_RATIO`.
 
 Memory is counted, not timed. It held if the peak misses its interval by at most 2% of the predicted
 peak.

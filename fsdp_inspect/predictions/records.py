@@ -182,7 +182,7 @@ class Outcome(Record):
     memory_error: float | None = None
     """measured / predicted - 1."""
     failure: str | None = None
-    """Why the plan did not run to completion."""
+    """The reason why the plan did not run to completion."""
 
 
 @dataclass(frozen=True, slots=True)

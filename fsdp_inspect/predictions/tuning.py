@@ -24,7 +24,7 @@ class Trial:
     plan_file: str
     runs: tuple[RunSource, ...]
     failure: str | None
-    """Why a run of the plan failed; None: no run failed."""
+    """The reason why a run of the plan failed; None: no run failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class TriedRun(Record):
     folder: str | None = None
     """The run folder, relative to the session's folder; None: there is no run."""
     failure: str | None = None
-    """Why the training failed; None: it succeeded."""
+    """The reason why the training failed; None: it succeeded."""
     took_s: float
 
 

@@ -69,7 +69,7 @@ class VerifiedUnit:
     predicted_ns: int | None
     """None: the plan has no such unit."""
     measured_ns: int | None
-    """In the run with the median step time; None: the run has no such unit."""
+    """The time in the run with the median step time; None: the run has no such unit."""
     difference_ns: int | None
 
 
@@ -82,7 +82,7 @@ class Verification(Result):
     answer: str
     """One sentence with the numbers."""
     obstacles: tuple[str, ...]
-    """Why the prediction cannot be judged; empty: it can be."""
+    """The reasons why the prediction cannot be judged; empty: it can be."""
     plan_differences: tuple[PlanDifference, ...]
     """Differences between the predicted plan and the plan that ran."""
     caveats: tuple[str, ...]
@@ -204,7 +204,7 @@ def verify_prediction(
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """The measurements of one run; None where the run has no value."""
+    """The measurements of one run; None if the run has no value."""
 
     run_id: str
     step_ns: int | None
@@ -251,7 +251,7 @@ def _measure_peak(run: RunSource, rank: int) -> int | None:
 _UNTOLD = Ruling.CANNOT_BE_TOLD
 _COMPUTE = (StepPart.FORWARD, StepPart.BACKWARD)
 _BESIDE_COMPUTE = (StepPart.FSDP_COPIES, StepPart.OPTIMIZER)
-"""A plan changes the copies, but its prediction does not state them by themselves."""
+"""A plan changes the copies, but its prediction does not state them separately."""
 _CHANGING_COMPUTE = frozenset(
     {"accumulation", "checkpointing", "mesh", "offload", "param_dtype", "world_size"}
 )
@@ -292,9 +292,9 @@ def _moved_compute(
 
 
 def _busier(runs: Sequence[_Measured], baselines: Sequence[_Measured]) -> tuple[str, ...]:
-    """A caveat if other programs took the cores of one side: its times say nothing of the plan.
+    """Add a caveat if other programs took the cores of one side: its times do not show the plan.
 
-    Without a run of the baseline, its machine counts as quiet.
+    If the baseline has no run, its machine counts as quiet.
     """
     after, before = (
         [each.run_delay_ratio for each in side if each.run_delay_ratio is not None]
@@ -464,7 +464,7 @@ def _unit(fqn: str, predicted: int | None, measured: int | None) -> VerifiedUnit
     )
 
 
-# --- in words
+# --- texts
 
 
 def _answer(

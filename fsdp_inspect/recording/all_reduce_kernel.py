@@ -24,7 +24,7 @@ Observer = Callable[[list[torch.Tensor], dist.ProcessGroup, Issue], Any]
 
 
 def observe_all_reduces(observer: Observer) -> Callable[[], None]:
-    """Call the observer for each all-reduce, whoever issues it.
+    """Call the observer for each all-reduce from any caller.
 
     Args:
         observer: It must call `Issue` once, and return its result.

@@ -87,10 +87,10 @@ PLAN_FILE = "plan.toml"
 
 _OTHER_RANKS_TIMEOUT_S = 15.0
 _SETTLE_S = 10.0
-"""How long the end of a recording waits for pending work on the device."""
+"""The time that the end of a recording waits for pending work on the device."""
 _SETTLE_AFTER_ERROR_S = 1.0
-"""Same, when an exception ends the training: the traceback must not be delayed. After a desync or
-the crash of another rank, a collective may never complete."""
+"""The same time if an exception ends the training: the traceback must not be delayed. After a
+desync or the crash of another rank, a collective may never complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +274,7 @@ class Attachment:
         )
 
     def _make_folder(self) -> RecordingFolder:
-        # An absolute path: the script may change its working directory during the recording.
+        # Use an absolute path, because the script may change its working directory.
         path = (self._options.path or default_path(self._manifest.name)).absolute()
         try:
             return agree_on_folder(path, self._manifest, self._rank)
@@ -304,7 +304,7 @@ class Attachment:
         )
 
     def _describe_groups(self) -> dict[str, Any]:
-        """The dimensions of the rank's process groups, and its place along each of them."""
+        """The dimensions of the rank's process groups, and its position along each of them."""
         groups = self._process_groups.describe()
         return {
             "group_dimensions": [
@@ -509,7 +509,7 @@ class Attachment:
         return self._instruments.checkpoints.has_news or noted != self._noted
 
     def _describe_life(self) -> None:
-        """Update the record with what happened outside of plain steps."""
+        """Update the record with the activity outside of plain steps."""
         checkpoints, standstills = self._instruments.checkpoints, self._standstills()
         checkpoints.has_news = False
         self._noted = num_compiles(), len(standstills)
@@ -603,7 +603,7 @@ class Attachment:
             self._conclude(show=show and self._options.print_verdict)
 
     def _explain(self, error: BaseException) -> None:
-        """Print why the training failed, on the first rank that failed."""
+        """Print the reason of the failure, on the first rank that failed."""
         is_own_end = isinstance(error, DesyncError | KeyboardInterrupt | SystemExit)
         is_wanted = self._options.print_verdict and self._manifest.world_size > 1
         if is_own_end or self._surveillance is None or not is_wanted:
@@ -684,7 +684,7 @@ class Attachment:
         return " ".join(sentences)
 
     def _report_out_of_memory(self, error: BaseException) -> None:
-        """Write the report of a failed allocation into the rank's folder, and say it on stderr."""
+        """Write the report of a failed allocation into the rank's folder and print it on stderr."""
         failure = find_limit_failure(error)
         if failure is not None:
             self._memory_steps.write_failed_step(failure)
@@ -716,7 +716,7 @@ class Attachment:
         )
 
     def _keep_live_memory(self, moments: list[LiveMoment]) -> None:
-        """Write what was alive in a memory step into the rank's folder."""
+        """Write the live memory of a memory step into the rank's folder."""
         record = LiveMemoryRecord(
             run_id=self.folder.path.name,
             rank=self._rank,
@@ -728,7 +728,7 @@ class Attachment:
     def _conclude(self, *, show: bool) -> None:
         """Wait briefly for the other ranks' files, write the summary, print the verdict."""
         if not (self.folder.path / MANIFEST_FILE).exists():
-            return  # a disk error, reported before
+            return  # a disk error, already reported
         try:
             self._wait_for_other_ranks()
             compact_run(self.folder.path, max_bytes=MAX_BYTES_AT_END)

@@ -74,7 +74,7 @@ class Order:
         return self.first + len(self.digests) - 1
 
     def digest_at(self, count: int) -> int | None:
-        """The digest of the first `count` collectives; None: not yet issued, or no longer kept."""
+        """The digest of the first `count` collectives; None: not yet issued, or dropped."""
         place = count - self.first
         digests = self.digests
         return digests[place] if 0 <= place < len(digests) else None
@@ -97,14 +97,14 @@ class BlackBoxWriter:
         self._text_bytes = 0
         self._order_of: dict[dist.ProcessGroup, Order] = {}
         self.orders: list[Order] = []
-        """By the entries' `group`."""
+        """The orders, by `group` of the entries."""
         self.num_issued = 0
         self.num_finished = 0
         self._pending: dict[int, tuple[int, Pending]] = {}
         """Asynchronous collectives without an end: number and collective, by identity."""
         self._lock = threading.Lock()
         self._issuing = threading.RLock()
-        """Reentrant, because a garbage collection may run inside it, and with it any finalizer."""
+        """Reentrant, because a garbage collection with finalizers may run inside it."""
 
     # --- the training thread
 
@@ -121,8 +121,8 @@ class BlackBoxWriter:
         place: int,
         state: int = 0,
     ) -> int:
-        """Note a collective that is about to be issued; returns the number of its entry."""
-        with self._issuing:  # threads next to the training issue collectives too
+        """Note a collective right before it is issued; returns the number of its entry."""
+        with self._issuing:  # other threads than the training thread issue collectives too
             order = self._order_of.get(group)
             if order is None:
                 order = self._add_group(group)
@@ -130,8 +130,8 @@ class BlackBoxWriter:
             if kind != _POINT_TO_POINT:
                 sequence = order.first + len(order.digests) - 1
                 size = 0 if kind in _UNEVEN else message_bytes
-                # A thread next to the training may be in the middle of its collectives when the
-                # recorder attaches. They are not compared, but they still take positions.
+                # When the recorder attaches, another thread may be in the middle of its
+                # collectives. These are not compared, but they still take positions.
                 if not state:
                     # A hash of integers is the same in every process of one Python version.
                     digest = hash((digest, kind, unit, size, dtype, step)) & _DIGEST_MASK
@@ -169,7 +169,7 @@ class BlackBoxWriter:
         self.num_finished += 1
 
     def follow(self, number: int, communication: Pending) -> None:
-        """Expect the end of an asynchronous collective: `ended`, or a look at its marks."""
+        """Follow an asynchronous collective until `ended`, or until a look at its marks."""
         self._pending[communication.identity] = number, communication
 
     def ended(self, identity: int, ns: int) -> None:
@@ -193,7 +193,7 @@ class BlackBoxWriter:
         _TIME.pack_into(self._buffer, COLLECTION_OFFSET, 0)
 
     def end_step(self, step: int) -> None:
-        """Note the step that begins, and forget what is too old to be useful."""
+        """Note the step that begins, and drop old collectives."""
         _STEP.pack_into(self._buffer, STEP_OFFSET, step)
         for order in self.orders:
             order.forget_old()
@@ -204,7 +204,7 @@ class BlackBoxWriter:
             del self._pending[identity]
 
     def add_places(self, places: list[tuple[int, layout.CodePlace]]) -> None:
-        """Describe places that entries name."""
+        """Describe lines of code to which entries refer."""
         while places:
             number, place = places.pop()
             self._add_text(layout.encode_place(number, place))
@@ -237,7 +237,7 @@ class BlackBoxWriter:
     # --- background threads
 
     def look_at_pending(self, has_ended: Callable[[Pending], bool]) -> None:
-        """Note as ended now what has ended since; for a training thread that hangs."""
+        """Note the end of all collectives that have ended; for a training thread that hangs."""
         for identity, (_, communication) in list(self._pending.items()):
             if has_ended(communication):
                 self.ended(identity, self._now())
@@ -253,7 +253,7 @@ class BlackBoxWriter:
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether this system can have a process that saves the black box."""
+        """Whether this system supports a process that saves the black box."""
         return self._descriptor is not None and hasattr(os, "pidfd_open")
 
     def start_keeper(
@@ -261,7 +261,7 @@ class BlackBoxWriter:
     ) -> bool:
         """Start the process that copies the black box into a file; returns whether it runs.
 
-        Without such a process (another system than Linux, no processes left), the caller writes
+        If it does not run (another system than Linux, no processes left), the caller writes
         `contents` itself.
 
         Args:
@@ -288,7 +288,7 @@ class BlackBoxWriter:
         return True
 
     def stop_keeper(self, timeout_s: float) -> None:
-        """Let the process save a last time and end; waits at most `timeout_s`."""
+        """Let the process save once more and end; waits at most `timeout_s`."""
         keeper, self._keeper = self._keeper, None
         if keeper is None or keeper.stdin is None:
             return
@@ -301,7 +301,7 @@ class BlackBoxWriter:
 
 
 def _new_memory() -> tuple[int | None, mmap.mmap]:
-    """Memory for a black box that another process may share, and its descriptor if it can."""
+    """Memory for a black box, and its descriptor if another process can share it."""
     try:
         descriptor = os.memfd_create("fsdp-inspect-black-box")
         os.ftruncate(descriptor, layout.MAX_BYTES)

@@ -1,15 +1,15 @@
 """Copy a rank's black box into its folder, from a small process that outlives the rank.
 
 The rank starts `python -I -S black_box_keeper.py DESCRIPTOR PID FILE RUN COPIED` with the memory of
-its black box as an open descriptor. Each second this process writes the blocks that changed, and a
-last time when the rank has ended, however it did. The rank itself never waits for the disk, and a
-rank whose Python is blocked by native code is saved too. The process ends with the rank, or when a
-byte arrives on its standard input. It imports nothing but the standard library.
+its black box as an open descriptor. Every second this process writes the blocks that changed. It
+writes once more after the rank has ended in any way. The rank itself never waits for the disk, and
+a rank whose Python is blocked by native code is saved too. The process ends with the rank, or when
+a byte arrives on its standard input. It imports the standard library only.
 
-If the rank ended without closing its recording, as after SIGKILL, the rank itself can explain
-nothing. The first such process of a run then becomes `fsdp-inspect diagnose RUN`, which prints on
-the rank's stderr. Before that, each copies its rank's file COPIED to stderr: the stacks of a crash,
-which would be there without the recorder.
+If the rank ended without closing its recording, for example by SIGKILL, it has not reported a
+reason. The first such process of a run then becomes `fsdp-inspect diagnose RUN`, which prints on
+the rank's stderr. Before that, each process copies its rank's file COPIED to stderr. The file has
+the stacks of a crash, which Python would print without the recorder.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def keep(descriptor: int, pid: int, target: str) -> bool:
     try:
         process = os.pidfd_open(pid)
         ends.register(process, select.POLLIN)
-    except OSError:  # it has ended already
+    except OSError:  # the process has already ended
         _save(_with_end(memory[:]), bytes(size), target)
         return not memory[CLOSED_OFFSET]
     saved = bytes(size)
@@ -66,7 +66,7 @@ def keep(descriptor: int, pid: int, target: str) -> bool:
     while not is_over:
         events = [descriptor for descriptor, _ in ends.poll(INTERVAL_MS)]
         is_over = bool(events)
-        # The pipe of a rank that dies closes a moment before its process has ended.
+        # The pipe of a rank that dies closes shortly before the process ends.
         is_asked = 0 in events and os.read(0, 1) != b""
         content = watch.look(memory[:], is_over=is_over)
         if is_over and not is_asked:
@@ -114,7 +114,7 @@ class Watch:
         self._last = bytes(WATCHED.size)
 
     def look(self, content: bytes, *, is_over: bool) -> bytes:
-        """The black box with what is seen now; at the end, with what was seen last."""
+        """The black box with the current state of the process; at the end, with its last state."""
         if not is_over:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 self._last = self._read(content[RING_OFFSET:])
@@ -122,7 +122,7 @@ class Watch:
         return content[:WATCHED_OFFSET] + self._last + content[end:]
 
     def _read(self, ring: bytes) -> bytes:
-        """What proc(5) says about the process."""
+        """The state of the process according to proc(5)."""
         with open(f"{self._folder}/stat") as file:  # noqa: PTH123
             fields = file.read().rpartition(")")[2].split()
         state, faults, now = fields[0], int(fields[9]), time.monotonic()
@@ -133,7 +133,7 @@ class Watch:
         return WATCHED.pack(time.time_ns(), since, still_ns, self._swapped(), state[:1].encode())
 
     def _swapped(self) -> int:
-        """Bytes of the process that are swapped out; 0 where the system does not say."""
+        """Bytes of the process that are swapped out; 0 if the system does not report them."""
         with open(f"{self._folder}/status") as file:  # noqa: PTH123
             for line in file:
                 if line.startswith("VmSwap:"):
@@ -142,13 +142,13 @@ class Watch:
 
 
 def _with_end(content: bytes) -> bytes:
-    """The black box with the time at which the rank ended, now."""
+    """The black box with the current time as the end of the rank."""
     end = time.time_ns().to_bytes(8, "little")
     return content[:ENDED_OFFSET] + end + content[ENDED_OFFSET + len(end) :]
 
 
 def _save(content: bytes, saved: bytes, target: str) -> None:
-    """Write the blocks that differ from what is saved."""
+    """Write the blocks that differ from the saved ones."""
     if content == saved:
         return
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT, 0o644)

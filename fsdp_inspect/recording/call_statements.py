@@ -1,4 +1,4 @@
-"""Read the statements of a source file that call `fully_shard`, and what to remove with them."""
+"""Read the statements of a source file that call `fully_shard`, and the lines to remove."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -9,11 +9,11 @@ from fsdp_inspect.trace.training_code import ShardingCall, UserStatement
 
 _BLOCKS = ("body", "orelse", "finalbody")
 _CLAUSES = ("handlers", "cases")
-"""Fields with parts of a statement that are no statements, but contain some."""
+"""Fields of a statement that are not statements but contain statements."""
 
 
 class _StatementPlace(NamedTuple):
-    """A statement, and where it stands."""
+    """A statement with its position in the tree."""
 
     statement: ast.stmt
     block: list[ast.stmt]
@@ -74,7 +74,7 @@ def read_user_statement(text: str, user: UserStatement) -> UserStatement:
 
 
 def _assigned(statement: ast.stmt, model: str) -> str:
-    """The target that takes the model's place in `model, optimizer = prepare(model, optimizer)`."""
+    """The target of the model in an assignment: `model, optimizer = prepare(model, optimizer)`."""
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
         return ""
     target, arguments = statement.targets[0], statement.value.args
@@ -128,7 +128,7 @@ def _blocks(tree: ast.Module) -> _Parents:
     """
     found: _Parents = {}
     owners: list[ast.AST] = [tree]
-    for owner in owners:  # which grows
+    for owner in owners:  # the list grows during the loop
         for block in _lists_of(owner, _BLOCKS):
             for statement in block:
                 found[id(statement)] = _StatementPlace(statement, block, owner)
@@ -189,7 +189,7 @@ def _removed(
     sharding: set[int],
     parents: _Parents,
 ) -> tuple[ast.stmt, bool]:
-    """The outermost loop that contains only sharding calls, and whether its block is then empty."""
+    """The outermost loop with sharding calls only, and whether its removal empties its block."""
     _, block, owner = parents[id(statement)]
     while all(_only_shards(each, sharding) for each in block):
         if not isinstance(owner, ast.For) or owner.orelse:

@@ -6,10 +6,10 @@ a stream. The recorder reads it a step or more later, when the event has complet
 synchronises after attach.
 
 [Note: Device time on the host clock]
-An event on the compute stream is no usable reference: it runs late by as much as the host is ahead.
-The reference is an event on an otherwise idle stream: one at attach (synchronised once), and one
-more at each step (`CudaClock.advance`). Each such *anchor* bounds the offset between the two clocks
-from both sides. An event cannot run before the host records it, and it has run when a query
+An event on the compute stream is not a usable reference, because it runs late by the lead of the
+host. The reference is an event on an otherwise idle stream: one at attach (synchronised once), and
+one more at each step (`CudaClock.advance`). Each such *anchor* bounds the offset between the two
+clocks from both sides. An event cannot run before the host records it, and it has run when a query
 reports it complete:
 
     host time before record - device time  <=  offset  <=  host time after the query - device time
@@ -17,8 +17,8 @@ reports it complete:
 The clock keeps the best bound of each side. A bound loosens with time by `_DRIFT_RATIO`, the
 largest assumed difference in rate between the two clocks. The lower bound is the estimate, because
 an idle stream runs an event within microseconds. The distance between the bounds is the current
-uncertainty. It grows where the idle stream shares its hardware queue with a busy one
-(`CUDA_DEVICE_MAX_CONNECTIONS=1`) and each anchor runs late.
+uncertainty. It grows if the idle stream shares its hardware queue with a busy stream
+(`CUDA_DEVICE_MAX_CONNECTIONS=1`), because each anchor then runs late.
 
 A mark is read against the anchor before it, which keeps the elapsed time short: `elapsed_time` is
 a float32 of milliseconds, exact to 60 ns at one second but to 8 µs at 100 s.
@@ -92,26 +92,26 @@ class HostClock:
     mark = staticmethod(time.perf_counter_ns)
 
     def current_stream(self) -> None:
-        """Return None: CPU has no streams."""
+        """Return None, because a CPU has no streams."""
         return
 
     def ready(self, mark: int) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def read(self, mark: int) -> int:
-        """The mark itself."""
+        """Return the mark itself."""
         return mark
 
     def host_now(self) -> int:
-        """Now, ns."""
+        """The current time, ns."""
         return time.perf_counter_ns()
 
     def advance(self) -> None:
-        """Do nothing: the host clock needs no anchor."""
+        """Do nothing, because the host clock needs no anchor."""
 
     def release(self, mark: int) -> None:
-        """Do nothing: a number needs no release."""
+        """Do nothing, because a number needs no release."""
 
     def pause(self) -> None:
         """Sleep for half a millisecond."""
@@ -172,23 +172,23 @@ class TorchCudaBackend:
         return self._cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def record(self, event: Any, stream: Any) -> None:
-        """`cudaEventRecord`."""
+        """Call `cudaEventRecord`."""
         event.record(stream)
 
     def query(self, event: Any) -> bool:
-        """`cudaEventQuery`."""
+        """Call `cudaEventQuery`."""
         return bool(event.query())
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """`cudaEventElapsedTime`."""
+        """Call `cudaEventElapsedTime`."""
         return float(start.elapsed_time(end))
 
     def synchronize(self, event: Any) -> None:
-        """`cudaEventSynchronize`."""
+        """Call `cudaEventSynchronize`."""
         event.synchronize()
 
     def current_stream(self) -> Any:
-        """`torch.cuda.current_stream` of the recorder's device."""
+        """The result of `torch.cuda.current_stream` for the recorder's device."""
         return self._cuda.current_stream(self._device)
 
     def new_stream(self) -> Any:
@@ -196,11 +196,11 @@ class TorchCudaBackend:
         return self._cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def host_ns(self) -> int:
-        """`time.perf_counter_ns`."""
+        """The result of `time.perf_counter_ns`."""
         return time.perf_counter_ns()
 
     def pause(self, seconds: float) -> None:
-        """`time.sleep`."""
+        """Call `time.sleep`."""
         time.sleep(seconds)
 
 
@@ -236,7 +236,7 @@ class CudaMark:
 
 
 class CudaClock:
-    """Marks are pooled CUDA events; see [Note: Device time on the host clock]."""
+    """The clock of CUDA events, which are pooled; see [Note: Device time on the host clock]."""
 
     name = "cuda_event"
     immediate = False
@@ -323,7 +323,7 @@ class CudaClock:
         return max(width, 0)
 
     def _new_event(self) -> Any:
-        # One call either takes an event or raises: other threads use the pool too.
+        # One call either takes an event or raises, because other threads use the pool too.
         try:
             return self._pool.pop()
         except IndexError:

@@ -1,4 +1,4 @@
-"""Find the line of the user's code that the running thread came from."""
+"""Find the line of the user's code that the running thread executes."""
 
 from __future__ import annotations
 
@@ -51,18 +51,19 @@ class CodePlaces:
     """Numbers the lines of code that lead to collectives, from 1.
 
     A place is the innermost line of the user's code on the stack, with the innermost line of a
-    library (not torch) that it called. Without a line of the user's, the place is the library's.
+    library (not torch) that it called. Without a line of the user's code, the place is the
+    library's line.
     """
 
     def __init__(self) -> None:
         self._sorts: dict[str, int] = {}
-        """By file: whether it is skipped (torch, standard library, FSDP Inspect), a library or the
-        user's."""
+        """The kind of each file: skipped (torch, standard library, FSDP Inspect), a library, or the
+        user's code."""
         self._numbers: dict[tuple[int, int, int, int], int] = {}
         self._kept: list[CodeType] = []
         """The code objects whose ids are in `_numbers`, so that no other object gets these ids."""
         self.new: list[tuple[int, CodePlace]] = []
-        """Places found since the list was emptied."""
+        """Places found since this list was last emptied."""
 
     def find(self, frame: FrameType | None) -> int:
         """The number of the place of a frame; 0: no such line, or there are too many places."""
@@ -111,7 +112,7 @@ class CodePlaces:
 
 
 def _short(file: str) -> str:
-    """A file relative to the working directory, if it lies in it."""
+    """A path relative to the working directory, if the file is in it."""
     path = Path(file)
     try:
         return str(path.relative_to(Path.cwd())) if path.is_absolute() else file

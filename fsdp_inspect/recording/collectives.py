@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.emulation.network import Transfer
     from fsdp_inspect.recording.session import Session
 
-# Looked up once for the hot path: see `unit_hooks`.
+# Looked up once, because the hot path uses them; see `unit_hooks`.
 _MEASURED, _INFERRED, _HOST_BLOCKING = Method.MEASURED, Method.INFERRED, Method.HOST_BLOCKING
 _HOST_STREAM = Stream.HOST
 _WAIT_OF = {int(kind): int(wait) for kind, wait in WAIT_OF.items()}
@@ -89,15 +89,16 @@ class Communication:
         self.transfer: Transfer | None = None
         """Its times on an emulated link, in host time; None on a real network and on CUDA."""
         self.wait: tuple[Any, Any] | None = None
-        """When the compute stream waited for it: begin, end."""
+        """The begin and the end of the wait of the compute stream."""
         self.wait_method: int | None = None
-        """How that wait is known; None: like the collective, on a device inferred."""
+        """The method of the wait; None: that of the collective, or on a device inferred."""
         self.was_written = False
         self.is_background = False
-        """Whether a thread next to the training issued it: the training does not wait for it."""
+        """Whether another thread than the training thread issued it. The training does not wait for
+        it."""
 
     def leave_training(self) -> None:
-        """Note that a thread next to the training issues it."""
+        """Note that another thread than the training thread issues it."""
         self.is_background = True
         self.phase, self.issued_by = Phase.OUTSIDE, NO_UNIT
 
@@ -142,7 +143,7 @@ class Communication:
         self.wait = (start, end)
 
     def note_end(self, session: Session, number: int) -> None:
-        """Tell the black box the end: now on the host; on a device when the end is read."""
+        """Report the end to the black box: now on the host, or on a device when the end is read."""
         if number and session.black_box is not None:
             if type(self.end) is int:
                 session.black_box.finish(number, self.end)
@@ -150,7 +151,7 @@ class Communication:
                 session.black_box.follow(number, self)
 
     def follow_in_black_box(self, session: Session, number: int) -> None:
-        """Tell the black box that the end comes later."""
+        """Report to the black box that the end comes later."""
         if number and session.black_box is not None:
             session.black_box.follow(number, self)
 
@@ -202,11 +203,11 @@ class Communication:
 class TimedWork(dist.Work):
     """The handle of an asynchronous collective that records when the host waits for it.
 
-    On CPU the collective ends when its future completes. On CUDA no event marks the end: the
-    collective runs on a stream of its process group. The recorder takes the end of the wait
-    instead. That end is exact where the compute stream waited, and too late where the collective
-    was hidden. Such a collective is inferred and flagged `LATEST_END`: its duration is an upper
-    bound, and no network measurement uses it.
+    On CPU the collective ends when its future completes. On CUDA no event marks the end, because
+    the collective runs on a stream of its process group. The recorder takes the end of the wait
+    instead. That end is exact if the compute stream waited, and too late if the collective was
+    hidden. Such a collective is inferred and flagged `LATEST_END`: its duration is an upper bound,
+    and no network measurement uses it.
     """
 
     def __init__(self, inner: dist.Work, session: Session, communication: Communication) -> None:
@@ -266,7 +267,7 @@ class CollectiveHooks(Protocol):
         """Run and time the unit's all-gather; returns the original result."""
 
     def gather_allocated(self, buffer: torch.Tensor) -> None:
-        """The output buffer of the all-gather was allocated."""
+        """Called after the output buffer of the all-gather was allocated."""
 
     def reduce_scatter(
         self, collective: Callable[[], Any], message: torch.Tensor, group: dist.ProcessGroup
@@ -274,10 +275,10 @@ class CollectiveHooks(Protocol):
         """Run and time the unit's reduce-scatter; returns the original result."""
 
     def before_reduce_allocation(self) -> None:
-        """The input or the output of the reduce-scatter is about to be allocated."""
+        """Called before the input or the output of the reduce-scatter is allocated."""
 
     def reduce_allocated(self, buffer: torch.Tensor) -> None:
-        """A buffer of the reduce-scatter was allocated."""
+        """Called after a buffer of the reduce-scatter was allocated."""
 
 
 def recorded_all_gather(inner: Any, hooks: CollectiveHooks) -> Any:

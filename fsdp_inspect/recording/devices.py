@@ -1,15 +1,15 @@
 """Sample the machine from a background thread while training runs.
 
-Host: this process's memory and CPU time, how long the training thread waited for a core, the
-machine's memory. GPU: NVML's readings of the device that this process computes on. A value that
-cannot be read is -1 in the rows and one sentence in `DeviceSampler.problems`. The sampler never
-raises into the training.
+Host: memory and CPU time of this process, the wait of the training thread for a core, and the
+memory of the machine. GPU: NVML's readings of the device that this process computes on. A value
+that cannot be read is -1 in the rows and one sentence in `DeviceSampler.problems`. The sampler
+never raises into the training.
 
 [Note: MIG]
-A process that computes on a MIG instance sees it as a GPU of its own. NVML finds the instance by
-its UUID (`MIG-...`, as in CUDA_VISIBLE_DEVICES) and reports its memory. NVML has no utilisation,
-power, clock, NVLink or PCIe readings of an instance, and the GPU's readings would include other
-instances, so they are missing. CUDA gives a process one instance only.
+A process that computes on a MIG instance sees it as a separate GPU. NVML finds the instance by its
+UUID (`MIG-...`, as in CUDA_VISIBLE_DEVICES) and reports its memory. NVML has no utilisation, power,
+clock, NVLink or PCIe readings of an instance, and the GPU's readings would include other instances,
+so they are missing. CUDA gives a process one instance only.
 
 torch's `properties.uuid` is `cudaDeviceProp.uuid`, which may be the UUID of the GPU or of the
 instance: the CUDA documentation promises the latter only for `cuDeviceGetUuid_v2`. Both are tried.
@@ -30,7 +30,7 @@ from typing import Any
 from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable
 
 _STOP_TIMEOUT_S = 2.0
-"""How long `stop` waits for a reading that hangs in a driver."""
+"""The time that `stop` waits for a reading that hangs in a driver."""
 _MAX_FAILURES = 3
 """A reading that fails this many times in a row is not tried again."""
 _ALL_LINKS = 0xFFFFFFFF
@@ -83,7 +83,7 @@ class DeviceSampler:
 
     def stop(self) -> None:
         """Take a last sample and end the thread; does nothing in a forked child."""
-        # The child has no such thread, and a lock it held at the fork stays locked in the child.
+        # A forked child does not have this thread, and a lock that it held stays locked.
         if self._thread is None or os.getpid() != self._pid:
             return
         self._stop.set()
@@ -118,21 +118,22 @@ class DeviceSampler:
 
 @dataclass(frozen=True, slots=True)
 class GpuIdentity:
-    """Identifies torch's GPU for NVML, whatever CUDA_VISIBLE_DEVICES hides."""
+    """The properties by which NVML finds torch's GPU, with any CUDA_VISIBLE_DEVICES."""
 
     uuids: tuple[str, ...]
     """With the prefix `GPU-` or `MIG-`, in the order of the NVML look-ups."""
     pci_bus_id: str | None
     """`domain:bus:device.function`, hexadecimal."""
     nvml_index: int
-    """By CUDA_VISIBLE_DEVICES; wrong where CUDA orders GPUs otherwise than NVML (by bus)."""
+    """The index from CUDA_VISIBLE_DEVICES; wrong if CUDA and NVML (by bus) order GPUs
+    differently."""
 
 
 def identify_gpu(cuda_index: int) -> GpuIdentity:
     """Collect torch's properties of a GPU by which NVML can find it.
 
     Raises:
-        AssertionError: There is no such device (raised by torch).
+        AssertionError: torch has no device with this index (raised by torch).
     """
     import torch
 
@@ -149,7 +150,7 @@ def identify_gpu(cuda_index: int) -> GpuIdentity:
 
 
 def _pci_bus_id(properties: Any) -> str | None:
-    """The PCI address in NVML's format; None where torch (before 2.8) does not report it."""
+    """The PCI address in NVML's format; None if torch (before 2.8) does not report it."""
     try:
         domain, bus = properties.pci_domain_id, properties.pci_bus_id
         return f"{domain:08x}:{bus:02x}:{properties.pci_device_id:02x}.0"
@@ -244,7 +245,7 @@ def _read_major_faults() -> Mapping[str, int]:
 
 
 def _read_swap(status: Path) -> Mapping[str, int]:
-    """`VmSwap` of proc(5); missing where the kernel has no swap."""
+    """`VmSwap` of proc(5); missing if the kernel has no swap."""
     _, found, rest = status.read_text().partition("VmSwap:")
     return {"process_swap": int(rest.split()[0]) << 10} if found else {}
 
@@ -342,7 +343,7 @@ def _instances_of(nvml: Any, handle: Any) -> list[Any]:
 
 
 def _is_true(nvml: Any, ask: Callable[[], Any]) -> bool:
-    """NVML's yes-or-no answer; False where the GPU or the driver does not support MIG."""
+    """NVML's yes-or-no answer; False if the GPU or the driver does not support MIG."""
     try:
         answer = ask()
     except nvml.NVMLError:
@@ -388,7 +389,7 @@ def _gpu_probes(nvml: Any, handle: Any) -> list[_Probe]:
         }
 
     def read_pcie() -> Mapping[str, int]:
-        # In kB/s, over the last 20 ms; each call sleeps that long without the GIL.
+        # In kB/s over the last 20 ms; each call sleeps for that time without the GIL.
         sent = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES)
         received = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
         return {"pcie_tx_bytes_per_s": 1000 * sent, "pcie_rx_bytes_per_s": 1000 * received}

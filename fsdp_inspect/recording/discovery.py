@@ -5,14 +5,14 @@ A process that shards no model gets no hook; only the lines of `fully_shard` cal
 `sharding_calls`). The first call creates a subclass of `FSDPModule`, which the discovery sees
 through `__init_subclass__`. `FullyShardedDataParallel` and `DistributedDataParallel` register the
 module that they wrap, which the discovery sees too. For DeepSpeed it wraps the constructor of the
-engine. From then on a global forward pre-hook checks each called module, until one contains units,
+engine. After that, a global forward pre-hook checks each called module, until one contains units,
 has trainable parameters and runs with gradients. The hook runs before that module's own hooks, so
 the recorder is attached before the first unit is unsharded and before torch.compile traces
 anything. Then the hook is removed. The found model is the outermost called module, which may itself
 be unsharded.
 
 Other models with units that exist at that moment, such as a critic or a teacher, are part of the
-recording. A model that is made later is not, and the recording notes it.
+recording. A model that is made later is not recorded, and the recording notes it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Discovery:
         call_after_import(ENGINE_MODULE, self._await_engine)
 
     def finish(self, error: BaseException | None) -> Path | None:
-        """End the recording, or print why there is none.
+        """End the recording, or print the reason why there is none.
 
         Args:
             error: The exception that ended the script; None if it ended normally.
@@ -125,7 +125,7 @@ class Discovery:
         self._search_patches.set_attribute(FSDPModule, "__init_subclass__", classmethod(follow))
 
     def _await_engine(self) -> None:
-        """Begin the search when DeepSpeed makes an engine, which registers no module."""
+        """Begin the search at the construction of a DeepSpeed engine, which registers no module."""
         engine: Any = sys.modules[ENGINE_MODULE].DeepSpeedEngine
         original = engine.__init__
 
@@ -156,7 +156,7 @@ class Discovery:
     # --- found
 
     def _attach(self, model: nn.Module) -> None:
-        """Open the recording; the script continues whatever fails."""
+        """Open the recording; the script continues after any error."""
         try:
             if _is_recorded_already(model):
                 self._refuse(RECORDS_ITSELF)
@@ -205,14 +205,14 @@ class Discovery:
 
 
 def find_other_models(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules in this process, besides a model, that its sharder has sharded too.
+    """The other outermost modules in this process that a model's sharder has sharded.
 
     Models of process groups that are destroyed are left out.
     """
     from fsdp_inspect.recording.sharders.find import find_sharder
 
     sharder = type(find_sharder(model))
-    gc.collect()  # a model that the script has dropped is none
+    gc.collect()  # a model that the script has dropped does not count
     own = set(map(id, model.modules()))
     # The type, not isinstance: an object of the script may compute its __class__.
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
@@ -227,7 +227,7 @@ def _can_communicate(model: nn.Module) -> bool:
 
     try:
         groups = find_sharder(model).process_groups()
-    except FsdpInspectError:  # no unit
+    except FsdpInspectError:  # the module has no unit
         return False
     return all(group is None or is_live_process_group(group) for group, _ in groups)
 

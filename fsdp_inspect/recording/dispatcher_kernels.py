@@ -1,14 +1,14 @@
-"""Observe operators of torch's dispatcher, whoever calls them: Python, C++ or a compiled graph.
+"""Observe operators of torch's dispatcher for all callers: Python, C++ and compiled graphs.
 
-A kernel of ours runs in the key `BackendSelect` of an operator, and redispatches the same arguments
-to torch's kernel, so results are the same to the last bit. No operator that is observed here has a
-kernel of its own in that key. A call skips the autograd keys if it comes from inside another
-operator, such as a functional collective, but it never skips `BackendSelect`.
+The recorder adds a kernel in the key `BackendSelect` of an operator. It redispatches the same
+arguments to torch's kernel, so results are the same to the last bit. The observed operators have no
+other kernel in that key. A call skips the autograd keys if it comes from inside another operator,
+such as a functional collective, but it never skips `BackendSelect`.
 
 [Note: Where the observer attaches to the dispatcher]
 The call of torch's kernel must release the GIL. gloo's threads free tensors under the lock that
 this kernel needs, and a tensor that Python has seen needs the GIL to be freed: with the GIL held,
-both wait for ever. `redispatch` releases it; a kernel of `torch.library.get_kernel` does not.
+both wait forever. `redispatch` releases it; a kernel of `torch.library.get_kernel` does not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Kernel:
             below = keys.remove(torch._C.DispatchKey.BackendSelect)
             return operator.redispatch(below, *arguments)
 
-        for observer in list(self._observers):  # the first one is called by the others
+        for observer in list(self._observers):  # each observer calls the observers before it
             issue = _nested(observer, arguments, issue)
         return issue()
 
@@ -71,10 +71,10 @@ def observe(operator: str, observer: Observer, *, is_innermost: bool = False) ->
     Args:
         operator: `c10d::allreduce_`.
         observer: See `Observer`.
-        is_innermost: Whether the observers so far are called before this one.
+        is_innermost: Whether earlier observers are called before this one.
 
     Returns:
-        A function that ends the observation; after the last one the kernel is gone.
+        A function that ends the observation. The last one removes the kernel.
     """
     kernel = _kernels.setdefault(operator, _Kernel(operator))
     kernel.add(observer, is_innermost=is_innermost)

@@ -66,7 +66,7 @@ _STREAM_OF_REDUCTION = {
 
 
 class _Coalesced(threading.local):
-    """The coalescing manager that one thread has opened."""
+    """The open coalescing manager of a thread."""
 
     queued: list[tuple[EventKind, list[torch.Tensor], Any]] | None = None
     """Kind, tensors and group of the calls that it has queued; None: no manager is open."""
@@ -84,7 +84,7 @@ class DistCalls:
     ) -> None:
         """`reductions_of(unit)` returns the reductions that torch waits for with that unit's.
 
-        Functional collectives can be left to `graph_collectives`.
+        With `sees_functional=False`, `graph_collectives` records functional collectives.
         """
         self._session = session
         self._sees_functional = sees_functional
@@ -244,7 +244,7 @@ class DistCalls:
         return recorded
 
     def _wrap_broadcast(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Time the broadcast of DDP's buffers: torch issues it from C++ and waits for it there."""
+        """Time the broadcast of DDP's buffers; torch issues it from C++ and waits for it there."""
 
         @functools.wraps(original)
         def recorded(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +294,7 @@ class DistCalls:
         self._issued(communication, manager.works[-1] if manager.works else None)
 
     def _guarded(self, action: Callable[[], Any]) -> Any:
-        """Run recorder code; an exception ends the recording only."""
+        """Run recorder code; an exception only ends the recording."""
         try:
             return action() if self._session.active else None
         except Exception as error:
@@ -326,7 +326,7 @@ class DistCalls:
     def _issued_emulated(
         self, communication: Communication, transfer: Transfer, result: Any
     ) -> None:
-        """Record an emulated collective: its times are known; FSDP or this caller waits for it."""
+        """Record an emulated collective with known times; FSDP or this caller waits for it."""
         communication.follow(transfer)
         if communication.unit != NO_UNIT:
             self._reductions_of(communication.unit).add(communication)
@@ -432,7 +432,7 @@ class DistCalls:
 class MessageWork(TimedWork):
     """The handle of an asynchronous send or receive.
 
-    No future marks its end: the end of the first wait for it is an upper bound.
+    No future marks its end. The end of the first wait for it is an upper bound.
     """
 
     def __init__(self, inner: dist.Work, session: Session, communication: Communication) -> None:

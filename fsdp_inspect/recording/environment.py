@@ -1,8 +1,8 @@
 """Describe the process of a run: versions, settings, command line, commit and clocks.
 
-Only what explains a run is stored. Of the environment, that is the variables that change how torch
-and its backends behave. The values of command-line options with a secret's name, and values that
-look like a secret, are masked.
+Only data that explains a run is stored. Environment variables are stored if they change the
+behaviour of torch and its backends. The values of command-line options with a secret's name, and
+values that look like a secret, are masked.
 """
 
 import functools
@@ -43,7 +43,7 @@ VARIABLES = frozenset(
 """Environment variables that change how a step runs."""
 
 VARIABLE_PREFIXES = ("FSDP_", "GLOO_", "NCCL_", "TORCH_")
-"""Prefixes of such variables; `FSDP_` are those of `accelerate launch`, and `TORCH_` includes
+"""Prefixes of such variables; `accelerate launch` sets the `FSDP_` variables, and `TORCH_` includes
 `TORCH_NCCL_`."""
 
 _GIT_TIMEOUT_S = 5.0
@@ -85,12 +85,12 @@ class EnvironmentDescription:
     """The command line with secrets masked; the interpreter without its path."""
     device_name: str
     versions: dict[str, str]
-    """By package or driver; missing ones have no entry."""
+    """Versions by package or driver; missing ones have no entry."""
     environment: dict[str, str]
 
 
 def describe_environment(device_type: str | None = None) -> EnvironmentDescription:
-    """Collect what is needed to understand or repeat this process's run.
+    """Collect the data that is needed to understand or repeat this process's run.
 
     Args:
         device_type: The device type of the training; None means `cuda` if available, else `cpu`.

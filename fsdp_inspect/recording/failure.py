@@ -1,4 +1,4 @@
-"""Describe where the training failed and what filled its memory."""
+"""Describe the position of a failure of the training, and the contents of its memory."""
 
 from __future__ import annotations
 

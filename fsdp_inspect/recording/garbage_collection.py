@@ -1,10 +1,10 @@
-"""Time Python's garbage collections, which stop the training thread wherever they happen.
+"""Time Python's garbage collections, which stop the training thread from any thread.
 
-Python collects in whichever thread allocates, and holds its lock meanwhile. A callback in
-`gc.callbacks` notes the start and the end of each collection; it takes no lock, because it may run
-in the middle of any other code of the recorder. Collections shorter than `LEAST_NS` are not
-recorded. A collection of all generations is also noted in the black box while it runs: the watchdog
-of a rank that collects for long cannot run.
+Python collects in the thread that allocates, and holds its lock meanwhile. A callback in
+`gc.callbacks` notes the start and the end of each collection; it takes no lock, because it may
+interrupt any other code of the recorder. Collections shorter than `LEAST_NS` are not recorded. A
+collection of all generations is also noted in the black box while it runs: the watchdog of a rank
+that collects for long cannot run.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
 
 LEAST_NS = 100_000
-"""The shortest collection that is recorded. Those of young objects take less."""
+"""The shortest recorded collection. Collections of young objects take less time."""
 _MOST = 10_000
-"""The most collections of one step."""
+"""The highest number of collections of one step."""
 _OLDEST_GENERATION = 2
 
 
 class GarbageCollections:
-    """The callback, and the collections that are not written yet."""
+    """The callback and the collections that are not written yet."""
 
     def __init__(self, session: Session) -> None:
         """Prepare the callback; `session` is the recording."""
@@ -94,7 +94,7 @@ class GarbageCollections:
 
 
 def _place_of(frame: FrameType | None) -> str:
-    """The user's line on a stack, as `file:line`; empty without one."""
+    """The user's line on a stack, `file:line`; empty if there is none."""
     while frame is not None:
         if package_of(frame) == "":
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"

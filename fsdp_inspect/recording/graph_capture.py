@@ -1,9 +1,9 @@
 """Pause the recording while a CUDA graph is captured.
 
-An event recorded on a capturing stream becomes part of the graph and has no time of its own. A
-query of any event may end the capture with an error. Every hook therefore only calls the original
-until the capture ends, and the run contains a note about it. Replays of the graph run no Python
-code: their steps have a duration but no units.
+An event recorded on a capturing stream becomes part of the graph and has no time. A query of any
+event may end the capture with an error. Every hook therefore only calls the original until the
+capture ends, and the run contains a note about it. Replays of the graph run no Python code: their
+steps have a duration but no units.
 """
 
 from __future__ import annotations

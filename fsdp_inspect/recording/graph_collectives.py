@@ -1,8 +1,8 @@
 """Time the collectives of compiled graphs, which call no function of `torch.distributed`.
 
 A graph of torch.compile holds functional collectives as operators. Each of them reaches a process
-group through an operator of `c10d`, in eager mode, with `aot_eager` and with inductor alike. That
-operator returns the handle of the collective, whose future tells the end on CPU. The graph waits in
+group through an operator of `c10d`, in eager mode, with `aot_eager` and with inductor. That
+operator returns the handle of the collective, whose future shows the end on CPU. The graph waits in
 `_c10d_functional::wait_tensor`. Both are observed in the dispatcher. While torch traces a graph, it
 calls the functional operators with fake tensors, and never those of `c10d`.
 
@@ -52,7 +52,7 @@ _FUNCTIONAL = (
     "reduce_scatter_tensor_coalesced",
     "reduce_scatter_tensor_out",
 )
-"""The functional operators. Only collectives inside one of them are those of a graph."""
+"""The functional operators. Only collectives inside one of them belong to a graph."""
 _STREAMS = {
     EventKind.ALL_GATHER: Stream.ALL_GATHER,
     EventKind.REDUCE_SCATTER: Stream.REDUCE_SCATTER,
@@ -61,13 +61,13 @@ _STREAMS = {
 
 
 class GraphUnits(Protocol):
-    """What a sharder whose collectives are in graphs knows about them."""
+    """The interface of a sharder whose collectives are in graphs."""
 
     def unit_of(self, kind: EventKind, numel: int) -> int:
-        """The unit of a collective that is about to be issued; -1: none, or unknown."""
+        """The unit of a collective before its issue; -1: none, or unknown."""
 
     def waited(self) -> None:
-        """The compute stream has waited for a collective."""
+        """Called after the compute stream has waited for a collective."""
 
 
 class GraphCollectives:
@@ -103,7 +103,7 @@ class GraphCollectives:
             self._functional_depth -= 1
 
     def end_step(self) -> None:
-        """Drop the collectives of earlier steps, which nothing waited for."""
+        """Drop unwaited collectives of earlier steps."""
         session = self._session
         stale = [key for key, each in self._unwaited.items() if each.step < session.step - 1]
         for key in stale:
@@ -197,7 +197,7 @@ class GraphCollectives:
 
 
 def _completion_of(work: dist.Work, session: Session) -> Completion | None:
-    """The end of a collective; None: only the wait tells it, as for gloo's reduce-scatter."""
+    """The end of a collective; None: only the wait shows it, as for gloo's reduce-scatter."""
     try:
         future = work.get_future()
     except RuntimeError:

@@ -14,7 +14,7 @@ from types import ModuleType
 
 
 def call_after_import(name: str, callback: Callable[[], None]) -> None:
-    """Call back after the module's own code has run, or at once if it is already imported."""
+    """Call back after the module's code has run, or immediately if it is already imported."""
     if name in sys.modules:
         callback()
     else:
@@ -24,15 +24,15 @@ def call_after_import(name: str, callback: Callable[[], None]) -> None:
 class _Watch(MetaPathFinder):
     """Finds one module through the other finders, until the module is imported.
 
-    It stays in place when a library only asks whether the module exists, as
-    `importlib.util.find_spec` does. Such a question does not import the module.
+    It stays in place when a library only checks whether the module exists, as
+    `importlib.util.find_spec` does. Such a check does not import the module.
     """
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self._name = name
         self._callback = callback
         self._searching: set[int] = set()
-        """Threads that ask the other finders."""
+        """Threads that query the other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

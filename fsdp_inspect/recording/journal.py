@@ -26,10 +26,10 @@ class Completion:
 
 
 class LaterOf:
-    """The later of two marks: a wait ends at the end of the collective, or at once if it has ended.
+    """The later of two marks, such as the end of a wait for a collective that may have ended.
 
-    Under HSDP each wait begins where the previous wait ended, so these objects form chains as long
-    as the model has units. A resolved object keeps its time and drops its marks.
+    Under HSDP each wait begins at the end of the previous wait, so these objects form chains with
+    one element for each unit. A resolved object keeps its time and drops its marks.
     """
 
     __slots__ = ("blocked_in", "first", "host_ns", "ns", "second")
@@ -45,7 +45,7 @@ class LaterOf:
 
 
 def later_of(first: Any, second: Any) -> Any:
-    """The later of two marks; a plain time if both times are known already."""
+    """The later of two marks; a plain time if both times are known."""
     if type(first) is int and type(second) is int:
         return max(first, second)
     return LaterOf(first, second)
@@ -97,7 +97,7 @@ class Journal:
                 self._pending.append(row)
 
     def has_ended(self, mark: Any) -> bool:
-        """Whether the device has passed a mark; any thread may ask."""
+        """Whether the device has passed a mark; any thread may call it."""
         if type(mark) is int:
             return True
         if isinstance(mark, Completion):
@@ -105,14 +105,14 @@ class Journal:
         return mark is not None and not isinstance(mark, LaterOf) and self._clock.ready(mark)
 
     def settle(self, timeout_s: float) -> int:
-        """Wait until every row can be written, whatever stream its marks are on.
+        """Wait until every row can be written, with marks on any stream.
 
         Args:
             timeout_s: The longest time to wait. If a peer has crashed, its collective never
                 completes.
 
         Returns:
-            The number of rows whose times never became known; they are lost.
+            The number of lost rows, whose times never became known.
         """
         clock = self._clock
         deadline_ns = clock.host_now() + round(timeout_s * 1e9)

@@ -12,7 +12,7 @@ _PROGRAMS = ("torchrun", "accelerate")
 
 
 def describe_launch() -> tuple[list[str], int]:
-    """The command that started the ranks, with secrets masked, and where a rank's part begins.
+    """The command that started the ranks, with secrets masked, and the start of a rank's part.
 
     Returns:
         The words, and the number of words of the starter. Without a known starter, the words are
@@ -35,7 +35,7 @@ def shorten_starter(words: Sequence[str]) -> list[str]:
     """The command line of a starter without the paths of the interpreter and the program.
 
     Returns:
-        Empty if it is no known starter.
+        Empty if the starter is unknown.
     """
     for at, word in enumerate(words[:6]):
         if word == "-m" and at + 1 < len(words):
@@ -50,7 +50,7 @@ def shorten_starter(words: Sequence[str]) -> list[str]:
 
 
 def _start_of_rank(words: Sequence[str], own: Sequence[str]) -> int:
-    """Where the words of the rank's own command begin in the starter's words; 0: not found.
+    """The index of the rank's own command in the starter's words; 0: not found.
 
     torchrun starts `python -u SCRIPT ARGUMENTS` for `torchrun OPTIONS SCRIPT ARGUMENTS`.
     """

@@ -119,9 +119,9 @@ class Launch:
         call_after_import("torch", self._discover)
 
     def finish(self, error: BaseException | None) -> None:
-        """Close the recording after the script, and print its path or why there is none."""
+        """Close the recording after the script, and print its path or why there is no recording."""
         if os.getpid() != self._pid:
-            return  # a child that the script forked: the recording belongs to the parent
+            return  # a child that the script forked; the recording belongs to the parent
         if self._discovery is None:
             say("nothing was recorded: the script did not import torch in this process.")
             return
@@ -142,7 +142,7 @@ class Launch:
         )
 
     def _discover(self) -> None:
-        """Wait for a model: the script has imported torch, so importing it here costs nothing."""
+        """Wait for a model. The script has imported torch, so importing it here costs nothing."""
         try:
             from fsdp_inspect.recording.discovery import Discovery
 
@@ -184,7 +184,7 @@ def _is_rank_0() -> bool:
 
 
 class RankParser(argparse.ArgumentParser):
-    """A parser for one of several ranks: prints on one of them only, and accepts whole options."""
+    """A parser for one of several ranks: one rank prints, and options must not be abbreviated."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(

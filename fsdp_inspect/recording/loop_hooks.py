@@ -37,7 +37,7 @@ class LoopHooks:
     ) -> None:
         """`before_update` runs before each optimizer step; its exceptions reach the training.
 
-        `outer`: see `Sharder.outer_optimizers`. Such a step counts as one, from begin to end.
+        `outer`: see `Sharder.outer_optimizers`. A step of an outer optimizer counts as one step.
         """
         self._session = session
         self._before_update = before_update
@@ -91,7 +91,7 @@ class LoopHooks:
         """Adjust an optimizer step that contains this backward or ended inside it."""
         session = self._session
         if self._optimizer_start is not None:
-            # Its closure computed the loss: the optimizer's own time begins here.
+            # The optimizer's closure computed the loss, so the optimizer's own time begins here.
             session.phase = Phase.OPTIMIZER
             self._optimizer_start = session.clock.mark()
         if self._stepped_in_backward is not None:
@@ -159,7 +159,7 @@ class LoopHooks:
             session.fail(error)
 
     def _wrap_outer(self, outer: Any, inner: torch.optim.Optimizer, patches: Patches) -> None:
-        """Time a step that communicates and then steps a torch optimizer, maybe several times."""
+        """Time a step that communicates and then steps a torch optimizer once or several times."""
         session = self._session
 
         def before(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,8 @@ class LoopHooks:
         session = self._session
 
         def following(iterator: Any) -> Any:
-            # Only the training thread counts: no compute waits for a thread that loads ahead.
+            # Only the training thread counts, because compute does not wait for a thread that loads
+            # ahead.
             if not session.active or threading.get_ident() != session.training_thread:
                 return original(iterator)
             start = session.clock.mark()
@@ -295,6 +296,6 @@ class LoopHooks:
 
 
 def _dtype_of(tensors: Any) -> str:
-    """The dtype of the first of some tensors: `float32`; empty if there is none."""
+    """The dtype of the first tensor, such as `float32`; empty if there is none."""
     first = next(iter(tensors), None) if isinstance(tensors, list | tuple) else tensors
     return str(first.dtype).removeprefix("torch.") if torch.is_tensor(first) else ""

@@ -38,13 +38,13 @@ assert tuple(MemoryTable.DTYPES)[-len(_CATEGORY_COLUMNS) :] == _CATEGORY_COLUMNS
 
 
 _FIRST_DETAILED_STEPS = 4
-"""The number of steps at the start of the recording whose unit boundaries are sampled."""
+"""The number of steps at the start of the recording in which unit boundaries are sampled."""
 _DETAILED_EVERY = 10
-"""After the first steps, one step in this many is sampled."""
+"""After the first steps, one step of this many is sampled."""
 
 AllocatorReading = tuple[int, int, int, int, int, int, int, int]
-"""In the column order of `MemoryTable`, in bytes: allocated, reserved, active, peak allocated, peak
-reserved, inactive split; then two counts: allocation retries, failed requests."""
+"""Values in the column order of `MemoryTable`, in bytes: allocated, reserved, active, peak
+allocated, peak reserved, inactive split; then two counts: allocation retries, failed requests."""
 _PEAK_ALLOCATED = 3
 
 

@@ -25,7 +25,7 @@ class MemorySteps:
     """Follows every storage in the memory steps; does nothing in other steps.
 
     Under a limit of memory, it follows all steps with one tracker, from the first `begin` to
-    `close`. Times count in all of them but the memory steps.
+    `close`. Times count in all steps except memory steps.
     """
 
     def __init__(  # noqa: PLR0913 - two options of the same thing
@@ -42,7 +42,7 @@ class MemorySteps:
         keep: Callable[[list[LiveMoment]], None] | None = None,
         shared_buffers: Callable[[], Sequence[tuple[MemoryCategory, torch.Tensor]]] = tuple,
     ) -> None:
-        """`device_type`: of compute; offloaded parameters are on the host.
+        """`device_type`: the device of compute; offloaded parameters are on the host.
 
         `keep` is called after a memory step with its highest moments. `shared_buffers` returns
         storages that belong to no unit.
@@ -56,9 +56,9 @@ class MemorySteps:
         self.followed: FollowedStep | None = None
         """The last complete step, under a limit. Its log may hold megabytes."""
         self.resting_before: LiveMoment | None = None
-        """When the first step began that has the optimizer's state, under a limit."""
+        """The memory at the start of the first step with the optimizer's state, under a limit."""
         self.peak: LiveMoment | None = None
-        """Of the last memory step, without a limit."""
+        """The peak of the last memory step, without a limit."""
         self._has_written = False
         self._session = session
         self._append = append
@@ -67,7 +67,7 @@ class MemorySteps:
         self._wanted = wanted
         self._host_units = host_units
         self._unit_of: dict[int, int] = {}
-        """The unit of each parameter, by the parameter's id; of the step that is followed."""
+        """The unit of each parameter in the followed step, by the parameter's id."""
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self.steps: list[int] = []
         """The chosen memory steps, past and future."""
@@ -78,7 +78,7 @@ class MemorySteps:
         return list(self._optimizers.values())
 
     def plan(self, warmup_steps: int) -> None:
-        """Choose the steps, now that the model is known."""
+        """Choose the steps, when the model is known."""
         if self._wanted != "auto":
             self.steps = sorted({int(step) for step in self._wanted})
         elif is_compiled(self._model):
@@ -90,13 +90,13 @@ class MemorySteps:
             self.steps = [warmup_steps]
 
     def repeat(self) -> None:
-        """Choose the next step too, if this memory step is longer than the other steps."""
+        """Also choose the next step, if this memory step is longer than the other steps."""
         step = self._session.step
         if self._wanted == "auto" and step in self.steps:
             self.steps.append(step + 1)
 
     def begin(self) -> None:
-        """Start following storages if the step that begins now is a memory step, or limited."""
+        """Start following storages if the step that begins is a memory step or under a limit."""
         session = self._session
         is_memory_step = session.step in self.steps
         if session.tracker is not None:
@@ -168,7 +168,8 @@ class MemorySteps:
     def write_failed_step(self, failure: LimitFailure) -> None:
         """Write the rows of the step until its failure, and of the last complete step before it.
 
-        The latter shows what the failed step did not reach; not if there was a memory step.
+        The complete step shows the parts that the failed step did not reach. It is left out if
+        there was a memory step.
         """
         if self.followed is not None and not self._has_written:
             self._write(self.followed)
@@ -176,7 +177,7 @@ class MemorySteps:
         self._write(FollowedStep(failure.step, failed.log.until(failed.position, failed.moment)))
 
     def name_place(self, number: int) -> str:
-        """The line behind a number of the tracker, `file:line`; empty: unknown."""
+        """The line with a number of the tracker, `file:line`; empty: unknown."""
         while self._places.new:
             known, place = self._places.new.pop()
             self._place_names[known] = str(place)
@@ -235,7 +236,7 @@ class MemorySteps:
             self._register_states(tracker, optimizer)
 
     def _owners_of_buffers(self) -> dict[int, int]:
-        """The innermost unit around each buffer, by the buffer's id."""
+        """The innermost unit of each buffer, by the buffer's id."""
         owners: dict[int, int] = {}
         depths: dict[int, int] = {}
         for index, handle in enumerate(self._handles):
@@ -253,7 +254,7 @@ class MemorySteps:
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that hold states: those in a container, such as torchtitan's, or itself."""
+    """The optimizers that hold states: the members of a container, or the optimizer itself."""
     held = getattr(optimizer, "optimizers", None)
     members = list(held) if isinstance(held, (list, tuple)) else []
     is_container = bool(members) and all(isinstance(e, torch.optim.Optimizer) for e in members)
@@ -261,7 +262,7 @@ def _members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 
 def _other_modes() -> list[TorchDispatchMode]:
-    """Other active dispatch modes; fake tensors do not count, they are followed as real ones."""
+    """Other active dispatch modes, except fake tensors, which are followed like real ones."""
     modes = _get_current_dispatch_mode_stack()
     return [mode for mode in modes if not isinstance(mode, FakeTensorMode)]
 

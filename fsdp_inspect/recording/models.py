@@ -22,10 +22,10 @@ class Models(nn.Module):
 
 
 def class_name_of(model: nn.Module) -> str:
-    """The class of a model in its source code; of several models, `Actor + Critic`."""
+    """The class of a model in its source code; for several models, `Actor + Critic`."""
     if isinstance(model, Models):
         return " + ".join(class_name_of(each) for each in model.children())
-    # Not at the top: a launcher imports this file while the script's first import of torch runs.
+    # Imported here, because a launcher imports this file during the script's first import of torch.
     from fsdp_inspect.sharding.torch_fsdp import original_class
 
     return original_class(model).__name__
@@ -34,13 +34,13 @@ def class_name_of(model: nn.Module) -> str:
 def as_one_module(
     models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
 ) -> nn.Module:
-    """The module to record: a single model itself, or a holder of several.
+    """The module to record: a single model, or a holder of several models.
 
     In a sequence, each model has the name of the variable that holds it in the calling script, or
     else the name of its class.
 
     Raises:
-        ValueError: There is no model, one is no module, or a model is given twice.
+        ValueError: No model is given, a value is not a module, or a model is given twice.
     """
     if isinstance(models, nn.Module):
         return models

@@ -132,7 +132,8 @@ def _run(run: Path, seconds: float) -> NetworkProbe:
     """Probe on all ranks; rank 0 writes the result.
 
     Raises:
-        FsdpInspectError: On every rank: rank 0 cannot read the run, or the job has another size.
+        FsdpInspectError: Rank 0 cannot read the run, or the job has another size; raised on every
+            rank.
     """
     device = _device()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -199,7 +200,7 @@ def _ranks_of(manifest: RunManifest, world_size: int) -> list[tuple[int, ...]]:
 def _groups_of(
     first: Sequence[tuple[int, ...]],
 ) -> Iterator[tuple[tuple[int, ...], dist.ProcessGroup]]:
-    """Create each group of rank 0 and its shifted copies; yield the one of this rank.
+    """Create each group of rank 0 and its shifted copies; yield the group of this rank.
 
     In a device mesh, the groups of one dimension are shifted copies of each other. All of them
     communicate at the same time, as in training.
@@ -219,7 +220,7 @@ def _groups_of(
 
 
 class _Prober:
-    """Measures messages of growing sizes, round after round, until the time is over."""
+    """Measures messages of growing sizes, in rounds, until the time is over."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._device = device
@@ -275,7 +276,7 @@ class _Prober:
         return self._slowest(time.perf_counter_ns() - started)
 
     def _slowest(self, elapsed: int) -> int:
-        """The longest time of any rank, the same on each of them."""
+        """The longest time over all ranks; every rank gets the same result."""
         longest = torch.tensor([elapsed], dtype=torch.int64, device=self._device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return int(longest.item())

@@ -1,4 +1,4 @@
-"""Look at the values of a model in the numerics steps: finite or not, norms, lost updates.
+"""Observe the values of a model in the numerics steps: finite or not, norms, lost updates.
 
 A numerics step only reads: outputs, gradients, optimizer states and parameters. Results stay on the
 device until the end of the step, which then waits for it once. During the optimizer's update, the
@@ -50,7 +50,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Changed:
-    """What the optimizer changed in one unit, as tensors on the device."""
+    """The changes that the optimizer made in one unit, as tensors on the device."""
 
     meant: list[torch.Tensor] = field(default_factory=list)
     lost: list[torch.Tensor] = field(default_factory=list)
@@ -94,14 +94,14 @@ class StepObserver:
         self._guarded(lambda: self._before_update(optimizer))
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at what an optimizer changed, and at its states."""
+        """Look at the changes that an optimizer made, and at its states."""
         self._guarded(lambda: self._after_update(optimizer))
 
     def _guarded(self, look: Callable[[], None]) -> None:
         if self.problem is None:
             try:
                 look()
-            except Exception as error:  # such as out of memory: the training goes on
+            except Exception as error:  # such as out of memory; the training continues
                 self.problem = error
                 self._before.clear()
 
@@ -184,10 +184,10 @@ class StepObserver:
         before: torch.Tensor,
         sources: Sequence[torch.Tensor],
     ) -> None:
-        """Count the updates of a parameter that were meant, and those that were lost.
+        """Count the intended updates of a parameter, and the lost ones.
 
-        An element is meant to change if a source of its update is not zero: the gradient, a state
-        such as the momentum, or with weight decay the element itself.
+        An update of an element is intended if a source of its update is not zero: the gradient, a
+        state such as the momentum, or with weight decay the element itself.
         """
         after = _local(parameter)
         meant = torch.zeros_like(after, dtype=torch.bool)
@@ -206,7 +206,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _with(optimizer: torch.optim.Optimizer, setting: str, value: float) -> set[int]:
-    """The parameters, by id, whose group has a setting of that value, or not the setting."""
+    """The parameters, by id, whose group has this value of a setting, or lacks the setting."""
     return {
         id(parameter)
         for group in optimizer.param_groups
@@ -237,6 +237,6 @@ def _read(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[float]]:
 
 
 def _finite(values: Sequence[float], combine: Callable[[Sequence[float]], float]) -> float | None:
-    """The values combined; None if one is not finite."""
+    """The combined values; None if one is not finite."""
     combined = combine(values) if all(map(math.isfinite, values)) else math.nan
     return combined if math.isfinite(combined) else None

@@ -24,7 +24,7 @@ class NumericsSteps:
         every: int,
         handles: Sequence[UnitHandle],
     ) -> None:
-        """Choose each step whose number is a multiple of `every`; 0: none."""
+        """Choose each step whose number is a multiple of `every`; 0: no step."""
         self._session = session
         self._writer = writer
         self._every = every
@@ -34,7 +34,7 @@ class NumericsSteps:
     def begin(self) -> None:
         """Look at the values of the step that begins now, if it is a numerics step.
 
-        A memory step is none: its storage tracker would count the copies.
+        A memory step is never a numerics step, because the storage tracker would count the copies.
         """
         session = self._session
         is_chosen = self._every > 0 and session.step % self._every == 0
@@ -59,7 +59,7 @@ class NumericsSteps:
         self._writer.write_file(NUMERICS_FILE, self._write)
 
     def abandon(self) -> None:
-        """Look at nothing any more; nothing is written."""
+        """Stop observing; nothing is written."""
         self._session.numerics = None
 
     def _write(self) -> None:

@@ -1,4 +1,4 @@
-"""Observe settings of the model and the loop that decide memory, but are in no configuration.
+"""Observe settings of the model and the loop that affect memory, but are in no configuration.
 
 The gate compares them: a change of dropout, of the attention kernel, of the optimizer or of the
 dtype of the loss explains a change of memory.
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 _IGNORED_OF_OPTIMIZERS = {"lr", "initial_lr", "weight_decay", "params", "eps", "betas"}
-"""Values that change no memory, and that schedulers change."""
+"""Settings that do not change memory, and settings that schedulers change."""
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
 
@@ -23,12 +23,12 @@ def observe_settings(
     *,
     skips_reduction: bool,
 ) -> dict[str, str]:
-    """Describe what decides memory in the model and the loop; unknown settings are missing.
+    """Describe the settings of the model and the loop that affect memory; unknown ones are missing.
 
     Args:
         model: The recorded model.
         optimizers: The optimizers that have stepped.
-        loss_dtype: Of the tensor of the first backward; empty: unknown.
+        loss_dtype: The dtype of the tensor of the first backward; empty: unknown.
         skips_reduction: Whether a backward left gradients unreduced.
     """
     found = {
@@ -42,11 +42,11 @@ def observe_settings(
 
 
 def _describe_dropout(model: nn.Module) -> str:
-    """`0.1 in 12 modules`; `none` if no module drops anything."""
+    """The dropout, such as `0.1 in 12 modules`; `none` without dropout."""
     counts = Counter(
         module.p for module in model.modules() if isinstance(module, _DROPOUTS) and module.p > 0
     )
-    for module in model.modules():  # attention drops by a number: Transformers, nn.Multihead...
+    for module in model.modules():  # attention has a number: Transformers, nn.Multihead...
         value = getattr(module, "attention_dropout", getattr(module, "dropout", None))
         if isinstance(value, float) and value > 0:
             counts[value] += 1
@@ -67,7 +67,7 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 
 
 def _describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """`AdamW(amsgrad=False, fused=None)`: the class and the settings that decide its state."""
+    """The class and the settings that affect its state: `AdamW(amsgrad=False, fused=None)`."""
     defaults = getattr(optimizer, "defaults", {})
     values = [
         f"{name}={value}"

@@ -1,8 +1,9 @@
 """Compare the order of collectives between ranks, through the process group's key-value store.
 
-The first rank of each communicator, its leader, publishes how many collectives it has issued and
-the digests of the last beginnings (`Order`). The other ranks read that and compare it with their
-own digests. The training gets no collective, and in the background mode its thread does nothing.
+The first rank of each communicator, its leader, publishes the number of collectives that it has
+issued, and the digests of the last beginnings (`Order`). The other ranks read these and compare
+them with their own digests. The training gets no collective, and in the background mode its thread
+does nothing.
 
 [Note: The cost at many ranks]
 Each rank makes a few store operations in each interval, and one server answers them all. The
@@ -31,16 +32,16 @@ _LOAD_PER_RANK_S = 0.004
 """Interval per rank: the server's 38 µs per rank are then 1% of the interval."""
 _HEAD = struct.Struct("<qqqB")
 _EXCHANGE_S = 10.0
-"""How long the ranks wait for each other's black boxes after a difference."""
+"""The time that the ranks wait for each other's black boxes after a difference."""
 _AGREE_S = 300.0
 _SHORTEST_POLL_S, _POLL_S = 0.0005, 0.02
-"""Pauses between questions for a key: each is twice the one before."""
+"""Pauses between reads of a key; each pause is twice the previous one."""
 _PYTHON_MARK = hash((1, 2, 3))
 """Ranks with another Python version have other digests and are not compared."""
 
 
 def interval_s(world_size: int) -> float:
-    """Seconds between two comparisons: the longest delay of a report, besides one step."""
+    """Seconds between two comparisons. A report is delayed by at most this time and one step."""
     return max(SHORTEST_INTERVAL_S, _LOAD_PER_RANK_S * world_size)
 
 
@@ -60,7 +61,7 @@ class OrderCheck:
 
         Args:
             store: A clone of the process group's store that only this object uses.
-            prefix: Of all keys; the same on all ranks.
+            prefix: The prefix of all keys; the same on all ranks.
             rank: This rank.
             box: The black box of this rank.
             contents: Returns the bytes of the black box.
@@ -102,7 +103,7 @@ class OrderCheck:
             RuntimeError: The store does not answer.
         """
         self._agreements += 1
-        # A communicator that this rank has not used yet is left to `compare`.
+        # `compare` handles a communicator that this rank has not used yet.
         for order in list(self._box.orders):
             if len(order.group.ranks) > 1 and not self._agrees(order):
                 return self._report(order)
@@ -149,8 +150,8 @@ class OrderCheck:
     def _agrees(self, order: Order) -> bool:
         """Whether all ranks of a communicator have issued the same collectives.
 
-        Each rank counts itself for its digest, then in the total. The last rank to arrive compares
-        the two counts.
+        Each rank increments the counter of its digest, then the total. The last rank compares the
+        two counts.
         """
         size = len(order.group.ranks)
         key = self._key(order, f"agree/{self._agreements}")
@@ -160,13 +161,13 @@ class OrderCheck:
             equal = self._store.add(mine, 0) == size
             self._store.set(f"{key}/verdict", b"1" if equal else b"0")
         if not self._await(f"{key}/verdict", _AGREE_S):
-            return True  # a rank did not come: the watchdog reports that
+            return True  # a rank did not arrive; the watchdog reports that
         return bool(self._store.get(f"{key}/verdict") == b"1")
 
     # --- after a difference
 
     def _report(self, order: Order) -> str:
-        """Exchange the black boxes; the leader compares them and words the difference for all."""
+        """Exchange the black boxes; the leader compares them and describes the difference."""
         self._found.add(order.group.name)
         self._store.set(self._key(order, f"box/{self._rank}"), zlib.compress(self._contents(), 1))
         key = self._key(order, "sentence")

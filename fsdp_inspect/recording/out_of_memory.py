@@ -1,4 +1,4 @@
-"""Limit the memory of the device, and report what was alive when an allocation failed.
+"""Limit the memory of the device, and report the live memory when an allocation fails.
 
 On CUDA the allocator itself limits reserved memory. On CPU the storage tracker limits the bytes of
 live storages: it follows every step, and `FailedAllocation` is attached to the exception that it
@@ -30,18 +30,18 @@ from fsdp_inspect.trace.run import Unit
 _REQUEST = re.compile(r"[Tt]ried to allocate (?P<size>[\d.]+ [KMGT]?i?B(?:ytes)?|\d+ bytes)")
 _ATTRIBUTE = "fsdp_inspect_failure"
 _MOST_ROWS_OF_A_MOMENT = 300
-"""Every rank of a run writes these rows for each phase."""
+"""The row limit of a moment: every rank of a run writes these rows for each phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class FollowedStep:
-    """A complete step whose storages were followed."""
+    """A complete step with followed storages."""
 
     step: int
     log: StorageLog
 
     def at(self, position: int, moment: Moment, name_place: Callable[[int], str]) -> LiveMoment:
-        """What was alive after the first `position` events, which end at `moment`."""
+        """The live memory after the first `position` events, which end at `moment`."""
         live = live_rows(self.log, position, name_place)
         return LiveMoment(
             step=self.step,
@@ -52,7 +52,7 @@ class FollowedStep:
         )
 
     def at_begin(self, name_place: Callable[[int], str]) -> LiveMoment:
-        """What was alive when the step began."""
+        """The live memory at the start of the step."""
         position = self.log.begin_position
         return self.at(position, Moment(NO_UNIT, Phase.OUTSIDE, 0), name_place)
 
@@ -62,7 +62,7 @@ class FollowedStep:
         """The highest moment of each phase, and the end of the step as phase `RESTING`.
 
         Args:
-            name_place: The line behind a number of the log.
+            name_place: Returns the line of code with a number of the log.
             host_units: Units whose shards are on the host; they are left out.
         """
         log = self.log.on_device(host_units)
@@ -102,7 +102,7 @@ def make_limit_error(failure: LimitFailure) -> torch.OutOfMemoryError:
 
 
 def find_limit_failure(error: BaseException) -> LimitFailure | None:
-    """The failure behind an exception, also if it was raised again as another one."""
+    """The failure that caused an exception, also if it was raised again as another exception."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -123,7 +123,7 @@ class CudaLimit:
         self._before: float | None = None
 
     def start(self) -> str | None:
-        """Set the limit; returns why it has no effect, or None."""
+        """Set the limit; returns the reason if it has no effect, else None."""
         total = torch.cuda.get_device_properties(self._device).total_memory
         if self._limit_bytes >= total:
             return (
@@ -136,7 +136,7 @@ class CudaLimit:
         return None
 
     def stop(self) -> None:
-        """Restore the fraction from before; a second call does nothing."""
+        """Restore the earlier fraction; a second call does nothing."""
         if self._before is not None:
             before, self._before = self._before, None
             torch.cuda.set_per_process_memory_fraction(before, self._device)
@@ -144,7 +144,7 @@ class CudaLimit:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the report of a failed allocation is made from."""
+    """The state of a recording for the report of a failed allocation."""
 
     session: Session
     units: Sequence[Unit]
@@ -157,11 +157,11 @@ class Surroundings:
     followed: FollowedStep | None
     """The last complete step, under a limit."""
     resting_before: LiveMoment | None
-    """When an early step began, under a limit."""
+    """The memory at the start of an early step, under a limit."""
     memory_step_peak: LiveMoment | None
-    """Of the last memory step."""
+    """The peak of the last memory step."""
     name_place: Callable[[int], str]
-    """Returns `file:line` of a numbered line of the storage tracker."""
+    """Returns `file:line` of a line of code with a number of the storage tracker."""
 
 
 def make_record(
@@ -170,9 +170,9 @@ def make_record(
     """Describe a failed allocation.
 
     Args:
-        error: The out-of-memory.
+        error: The out-of-memory error.
         identity: `run_id`, `rank` and `attempt` of the record.
-        where: The recording.
+        where: The state of the recording.
         location: The user's line that the error passed; empty: none.
     """
     message = " ".join(str(error).split())
@@ -232,7 +232,7 @@ def _of_limit(
 
 
 def live_rows(log: StorageLog, position: int, name_place: Callable[[int], str]) -> list[LiveBytes]:
-    """The rows of a moment; places that differ only within a line are joined."""
+    """The rows of a moment; places that differ only in their position in a line are joined."""
     found: dict[tuple[int, str, str], LiveBytes] = {}
     for each in log.alive_at(position):
         key = (each.owner_unit, each.category.label, name_place(each.place))
@@ -248,13 +248,13 @@ def live_rows(log: StorageLog, position: int, name_place: Callable[[int], str]) 
 
 
 def parse_request(message: str) -> int | None:
-    """The requested bytes in torch's message, to its three digits; None: it states none."""
+    """The requested bytes in torch's message, to its three digits; None if there are none."""
     found = _REQUEST.search(message)
     return None if found is None else parse_bytes(found["size"].replace("bytes", "B"))
 
 
 def _allocator_state(where: Surroundings) -> dict[str, int | None]:
-    """The fields of the record that the CUDA allocator knows; empty without one."""
+    """The fields of the record that the CUDA allocator provides; empty without it."""
     if where.counters is None:
         return {}
     allocated, reserved, *_ = where.counters.read()

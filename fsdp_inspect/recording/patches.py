@@ -35,12 +35,12 @@ class Patches:
 
 
 class Guard(Protocol):
-    """Whether the recording is active, and where internal errors are reported."""
+    """Whether the recording is active, and the receiver of internal errors."""
 
     active: bool
 
     def fail(self, error: BaseException) -> None:
-        """Report an exception of a hook; expected to set `active` to False."""
+        """Report an exception of a hook; should set `active` to False."""
         ...
 
 
@@ -77,7 +77,7 @@ def wrap_call(
 
 
 def warn(message: str) -> None:
-    """Issue one warning of the recorder; if warnings are errors, log it instead of raising."""
+    """Issue a warning of the recorder; if warnings are errors, log it instead."""
     try:
         warnings.warn(f"fsdp_inspect: {message}", RuntimeWarning, stacklevel=3)
     except RuntimeWarning:

@@ -2,9 +2,9 @@
 
 [Note: Noting loads]
 Weights are loaded before the recorder attaches. `note_process` therefore wraps torch's loading
-functions once a process, when the recorder is imported (the launcher: when the script imports
+functions once in each process, when the recorder is imported (the launcher: when the script imports
 torch). A call costs 0.12 ms more before the first step, because it reads the memory of the process,
-and 0.6 µs after it. The wraps stay, as those of `sharding_calls`. A script that imported such a
+and 0.6 µs after it. The wraps stay, like those of `sharding_calls`. A script that imported such a
 function by name before keeps the original, and its calls are not noted.
 
 [Note: Noting compilations]
@@ -30,7 +30,7 @@ from fsdp_inspect.sharding.attributes import set_attribute
 from fsdp_inspect.trace.process_life import HostMemoryMark, ProcessLife, TimeSpan
 
 MOST_SPANS = 100
-"""The most loads, and the most saves, that a run stores."""
+"""The highest number of loads, and of saves, that a run stores."""
 _COMPILE_CALLBACKS = "torch._dynamo.callback"
 CHECKPOINT_PACKAGE = "torch.distributed.checkpoint"
 _LOADS = {
@@ -44,11 +44,11 @@ _LOADS = {
         "set_state_dict",
     ),
 }
-"""By module: the functions that load a checkpoint, under every name that pickle may look up."""
+"""The functions that load a checkpoint, by module, under every name that pickle may look up."""
 
 
 class _ProcessNotes:
-    """What is noted of this process."""
+    """The notes of this process."""
 
     imported_ns: int | None = None
     shard: tuple[int, int] | None = None
@@ -110,10 +110,10 @@ def describe_process(
     background_saves: Iterable[tuple[int, int]] = (),
     standstills: Iterable[tuple[int, int]] = (),
 ) -> ProcessLife:
-    """Describe what is known of this process.
+    """Describe this process as far as it is known.
 
     Args:
-        first_step_ns: Only loads that began before it count; None means all so far.
+        first_step_ns: Only loads that began before it count; None means all loads.
         background_saves: Checkpoints that were written in the background, as (start, end) in ns.
         standstills: Times in which nothing moved.
     """
@@ -166,7 +166,7 @@ def _wrap_loads(module: str) -> None:
 
 
 def _shared_wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The wrap of a function: the same one under all of its names."""
+    """The wrap of a function, which is the same under all of its names."""
     if getattr(original, "notes_loads", False):
         return original
     known = _wraps.get(original)
@@ -197,7 +197,7 @@ def _note_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _process_started_ns() -> int | None:
-    """The start of this process on the clock of the events; None where the system hides it."""
+    """The start of this process on the clock of the events; None if the system hides it."""
     try:
         if sys.platform == "linux":
             stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -215,7 +215,7 @@ def _process_started_ns() -> int | None:
 
 
 def _read_memory(time_ns: int) -> HostMemoryMark | None:
-    """The resident memory of this process; None where the system has no such file (proc(5))."""
+    """The resident memory of this process; None if the system has no such file (proc(5))."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in lines if line.startswith("Vm"))

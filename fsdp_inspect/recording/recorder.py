@@ -54,9 +54,9 @@ class Recorder:
     the model.
 
     Args:
-        model: The model that was sharded or wrapped, or one that holds such modules. Several
-            models: a sequence, with the names of the variables that hold them, or a mapping from
-            names to models.
+        model: The sharded or wrapped model, or a model that holds such modules. For several models:
+            a sequence, with the names of the variables that hold them, or a mapping from names to
+            models.
         optimizer: The optimizer to record; its step ends a training step. With several optimizers
             or models, a step ends when each optimizer has stepped. None means any optimizer that
             steps in this process.
@@ -64,7 +64,7 @@ class Recorder:
             None means `runs/<time>-<name>-<random>`.
         name: The display name of the run; None means the model's class.
         config: Settings of the script to store with the run; JSON values.
-        tags: Words for finding the run.
+        tags: Words by which to find the run.
         warmup_steps: The number of warm-up steps, which no time uses.
         memory_steps: Steps that run under the storage tracker (about twice as slow, never timed).
             "auto" means the first step after the warm-up, or none under torch.compile.
@@ -72,24 +72,24 @@ class Recorder:
             optimizer states and parameters (never timed; the update holds a copy of the shards). 0
             means no step.
         device_memory: A limit of the memory of the device, as bytes or as `"2GiB"`; None: no limit.
-            An allocation that passes it raises `torch.OutOfMemoryError`, as on a device of that
-            size. On CUDA the allocator limits its reserved memory. On CPU every step runs under
-            the storage tracker, which limits the bytes of live storages.
+            An allocation above it raises `torch.OutOfMemoryError`, as on a device of that size. On
+            CUDA the allocator limits its reserved memory. On CPU every step runs under the storage
+            tracker, which limits the bytes of live storages.
         device_interval_s: Seconds between samples of GPU, CPU and host memory; 0 means no samples.
         flush_interval_s: Longest time that rows stay in memory while the disk works; a killed
             process may lose them.
         hang_after_s: Seconds without progress after which every rank writes its stacks and rank 0
             explains the hang on stderr. Nothing is ended. None means 60 s, or 20 steps if longer.
-        on_desync: What happens when ranks issue different collectives, which silently mixes up
-            the parameters of units. "warn": every rank prints it on stderr, at most one step or
-            one interval of the check later. "raise": the ranks also wait for each other before
-            each optimizer step, and a `DesyncError` stops them before a wrong update. "off":
-            nothing is compared.
+        on_desync: The reaction if ranks issue different collectives, which silently mixes up the
+            parameters of units. "warn": every rank prints it on stderr, at most one step or one
+            interval of the check later. "raise": the ranks also wait for each other before each
+            optimizer step, and a `DesyncError` stops them before a wrong update. "off": nothing is
+            compared.
         memory_snapshot: On CUDA, record allocation histories and write a snapshot into the rank's
             folder on an out-of-memory. It costs some time in every allocation.
         record_source: Store the lines of the script around its `fully_shard` calls, for which
             `advise` then writes a diff. Secrets in these lines are masked.
-        print_verdict: At the end, rank 0 prints on stderr what limits the step.
+        print_verdict: At the end, rank 0 prints the limit of the step on stderr.
         enabled: False makes every method do nothing.
 
     Raises:
@@ -145,7 +145,7 @@ class Recorder:
             record_source=record_source,
             print_verdict=print_verdict,
         )
-        # The optimizer of a DeepSpeed engine is no torch optimizer.
+        # The optimizer of a DeepSpeed engine is not a torch optimizer.
         is_single = optimizer is not None and not isinstance(optimizer, Iterable)
         optimizers: Any = [optimizer] if is_single else optimizer
         self._attachment = Attachment(
@@ -182,7 +182,7 @@ class Recorder:
 
     @property
     def problems(self) -> list[str]:
-        """What could not be recorded so far, one sentence each."""
+        """Data that could not be recorded so far, one sentence each."""
         return list(self._attachment.session.problems) if self._attachment else []
 
     @contextlib.contextmanager
@@ -234,7 +234,7 @@ class Recorder:
             self._attachment.session.problem(sentence)
 
     def detach(self) -> None:
-        """Remove every hook and finish the run's files; the model is as it was before."""
+        """Remove every hook and finish the run's files; the model is as before."""
         self._finish(None, show=False)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -1,10 +1,10 @@
-"""Tell reference passes, which belong to every step, from evaluations.
+"""Distinguish reference passes, which belong to every step, from evaluations.
 
 A teacher, a reference model and a target network run forwards without gradients in each step. An
-evaluation runs them too, but not in each step. Without `recorder.step()`, only the regularity
-shows the difference: a forward without gradients belongs to the step if the same unit, in the same
-mode, ran one in each of the two steps before. In the second and third step, the one step before
-decides, because the launcher attaches within the first step.
+evaluation runs them too, but not in each step. Without `recorder.step()`, only the regularity shows
+the difference: a forward without gradients belongs to the step if the same unit, in the same mode,
+ran one in each of the two steps before. In the second and third step, only the step before decides,
+because the launcher attaches within the first step.
 """
 
 PassKey = tuple[int, bool]
@@ -14,7 +14,7 @@ _FIRST_STEPS = 3
 
 
 class ReferencePasses:
-    """The forwards without gradients of the current step and of the two before."""
+    """The forwards without gradients of the current step and of the two steps before."""
 
     def __init__(self) -> None:
         self._num_ended = 0

@@ -1,4 +1,4 @@
-"""Write the numbers that the training loop logs, without making the device wait."""
+"""Write the numbers that the training loop logs, without waiting for the device."""
 
 from __future__ import annotations
 

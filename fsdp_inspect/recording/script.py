@@ -46,7 +46,7 @@ def run_as_main(target: Target) -> None:
     sys.argv[:] = [target.name, *target.arguments]
     path = os.path.abspath(target.name)  # noqa: PTH100 - links stay, as Python does it
     if not sys.flags.safe_path:
-        del sys.path[0]  # the current folder, put there by `python -m`
+        del sys.path[0]  # the current folder, added by `python -m`
     if Path(path).is_dir() or zipfile.is_zipfile(path):
         sys.path.insert(0, path)
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def run_as_main(target: Target) -> None:
 
 
 def trim_traceback(error: BaseException) -> None:
-    """Make Python print the traceback that the script would have without a launcher.
+    """Make Python print the same traceback as without a launcher.
 
     Args:
         error: The exception of `run_as_main`, about to be raised again.

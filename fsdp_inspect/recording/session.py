@@ -1,7 +1,7 @@
 """The current position in the training, shared by all hooks.
 
-The session knows the step, the microbatch, the phase and the unit whose code is running. It turns
-marks into rows. It holds no reference to the model.
+The session stores the step, the microbatch, the phase and the running unit. It converts marks to
+rows. It holds no reference to the model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MEMORY_STEP = int(EventFlag.MEMORY_STEP)
 
 
 class _Depth(threading.local):
-    """Of one thread."""
+    """The state of one thread."""
 
     collectives = 0
     """Above 0 inside a recorded collective: inner calls are part of it."""
@@ -62,25 +62,25 @@ class Session:
     skips_reduction = False
     """Whether a backward left gradients unreduced (`set_requires_gradient_sync(False)`)."""
     unit_depths: Sequence[int] = ()
-    """By unit: how deep its first module is in the model."""
+    """The depth of each unit's first module in the model."""
     _backward_place = 0
-    """The line that called the running backward, by its number in `places`."""
+    """The number in `places` of the line that called the running backward."""
     loader_ended_ns = 0
-    """When the training's data loader ended last; 0: never."""
+    """The time at which the training's data loader last ended; 0: never."""
     loader_ended_step = -1
     opened_ns: int | None = None
-    """When step 0 began, on the host; None before it."""
+    """The host time at which step 0 began; None before it."""
     _next_collective = 0
     samples_boundaries = False
     """Whether this step reads the allocator's counters at unit boundaries."""
     numerics: StepObserver | None = None
-    """Looks at the values of this step; None: it is no numerics step."""
+    """Observes the values of this step; None: it is not a numerics step."""
     watches_memory = False
     """Whether this step records any memory data at unit boundaries."""
     in_outer_optimizer = False
-    """Inside the step of an optimizer around a torch optimizer, which ends the training step."""
+    """Whether an outer optimizer is in its step, which contains steps of a torch optimizer."""
     will_repeat = False
-    """Inside the first forward of a reentrant checkpoint, which runs without gradients."""
+    """Whether the first forward of a reentrant checkpoint runs, which has no gradients."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Session:
     ) -> None:
         self.clock = clock
         self.black_box = black_box
-        """The last collectives; None under emulation, where nothing can hang."""
+        """The last collectives; None under emulation, which cannot hang."""
         self.places = CodePlaces()
         self.journal = Journal(clock, append, None if black_box is None else black_box.ended)
         self.process_groups = process_groups
@@ -110,17 +110,18 @@ class Session:
         self.step = self.microbatch = 0
         self.phase: Phase = Phase.OUTSIDE
         self.in_step = self.explicit_steps = self.in_backward = False
-        """Inside `recorder.step()`; whether the script uses it at all (otherwise steps end at the
-        optimizer's step); inside a backward."""
+        """Whether `recorder.step()` is open. Whether the script uses it at all; otherwise steps end
+        at the optimizer's step. Whether a backward runs."""
         self.hook_unit = NO_UNIT
         """The unit whose FSDP hook is on the host's stack; -1: none."""
         self.open_units: list[int] = []
         """Units whose forward or backward is open, outermost first. In backward, a unit around
         the last one opens after it."""
         self.tracker: StorageTracker | None = None
-        """Set during a memory step, and always under a limit of memory; see `follow_storages`."""
+        """The tracker of a memory step, or of all steps under a limit of memory; see
+        `follow_storages`."""
         self.is_memory_step = False
-        """Whether no time of this step counts."""
+        """Whether the times of this step do not count."""
         self.depth = _Depth()
         self.execution_order: list[int] = []
         """Units in the order of the first recorded forward."""
@@ -142,7 +143,7 @@ class Session:
         return self.depth.collectives
 
     def is_background(self) -> bool:
-        """Whether this is a thread of the script next to the training, not one of autograd."""
+        """Whether this is a thread of the script other than the training and autograd threads."""
         if threading.get_ident() == self.training_thread:
             return False
         return not isinstance(threading.current_thread(), threading._DummyThread)
@@ -153,15 +154,15 @@ class Session:
 
     @property
     def logged_step(self) -> int:
-        """The step of a number that is logged now; between two steps, the step that ended."""
+        """The step of a number that is logged now. Between two steps it is the step that ended."""
         has_begun = self.in_step or self.microbatch > 0 or self._forward_start is not None
         return self.step if has_begun else max(self.step - 1, 0)
 
     def communication_phase(self) -> Phase:
         """The phase of a collective that is issued now.
 
-        After a forward of an evaluation, a collective without gradients belongs to the evaluation,
-        such as the gather of an `unshard()` call or the reduction of the evaluation's loss.
+        After a forward of an evaluation, a collective without gradients belongs to the evaluation.
+        Examples are the gather of an `unshard()` call and the reduction of the evaluation's loss.
         """
         if self.phase == Phase.OUTSIDE and self._evaluation and not torch.is_grad_enabled():
             return Phase.EVALUATION
@@ -171,9 +172,9 @@ class Session:
     def ends_with_optimizer(self) -> bool:
         """Whether an optimizer that has just stepped ends the step.
 
-        If several optimizers step in a row, the first one ends the step. An optimizer that steps
-        during backward does not: then the end of backward ends the step. Neither does one that
-        steps inside the step of another.
+        If several optimizers step in a row, the first one ends the step. If an optimizer steps
+        during backward, the end of backward ends the step. An optimizer that steps inside the step
+        of another optimizer does not end the step.
         """
         is_whole = not (self.in_backward or self.in_outer_optimizer)
         return not self.explicit_steps and self._has_trained and is_whole
@@ -185,7 +186,7 @@ class Session:
         return self.open_units[-1] if self.open_units else NO_UNIT
 
     def repeating_unit(self) -> int:
-        """The innermost open unit by its place in the model; -1: none."""
+        """The innermost open unit by its depth in the model; -1: none."""
         depths = self.unit_depths
         return max(
             reversed(self.open_units),
@@ -219,7 +220,7 @@ class Session:
         return None if self.emulation is None else self.emulation.take_transfer()
 
     def follow_storages(self, tracker: StorageTracker | None, *, is_memory_step: bool) -> None:
-        """Follow storages with a tracker from now on; None: no longer."""
+        """Follow storages with a tracker; None stops it."""
         self.tracker = tracker
         self.is_memory_step = is_memory_step
         self.watch_memory()
@@ -395,7 +396,7 @@ class Session:
             self._last_forward_end = mark
 
     def begin_backward(self) -> Any:
-        """Note that autograd starts: the forward pass, which includes the loss, is over."""
+        """Note that autograd starts: the forward, including the loss, has ended."""
         mark = self.clock.mark()
         self._close_forward(mark)
         self._backward_place = self.places.find(sys._getframe(1))

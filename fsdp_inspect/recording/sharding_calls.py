@@ -1,10 +1,10 @@
 """Note which line of code calls `fully_shard`, and read the source lines around these calls.
 
 [Note: Noting the calls]
-Every `fully_shard` call initializes one `FSDPState`. `note_sharding_calls` wraps that method once a
-process, so it sees the calls of the script and of frameworks, whatever they imported. The launcher
-installs it when the script imports FSDP, and importing `fsdp_inspect.Recorder` installs it too. A
-note costs about 30 µs a call. A model that was sharded before has no notes: its lines are unknown.
+Every `fully_shard` call initializes one `FSDPState`. `note_sharding_calls` wraps that method once
+in each process. It therefore sees all calls of the script and of frameworks. The launcher installs
+it when the script imports FSDP, and importing `fsdp_inspect.Recorder` installs it too. A note costs
+about 30 µs for each call. A model that was sharded earlier has no notes, so its lines are unknown.
 The wrap stays until the process ends, because further models may be sharded at any time.
 
 Source lines are read when the recorder attaches, on rank 0 only.
@@ -40,7 +40,7 @@ _MOST_LINES = 200
 
 @dataclass(slots=True)
 class _Place:
-    """A line that called."""
+    """A line of code that called."""
 
     function: str
     file: str
@@ -56,7 +56,7 @@ _places: WeakKeyDictionary[FSDPState, _Place] = WeakKeyDictionary()
 
 
 def note_sharding_calls() -> None:
-    """Note the lines that call `fully_shard` from now on; does nothing if it is already noted."""
+    """Note the lines that call `fully_shard`; does nothing at a second call."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -131,7 +131,7 @@ def read_noted_calls(model: nn.Module, *, with_source: bool = True) -> NotedCall
 
 
 def _find_place(frame: FrameType | None, modules: Sequence[Any]) -> _Place | None:
-    """The innermost frame outside torch; of a package, also the user's frame below it."""
+    """The innermost frame outside torch; for a frame of a package, also the user's frame."""
     function, caller, packages = "fully_shard", None, []
     settings: dict[str, Any] = {}
     while frame is not None:
@@ -162,7 +162,7 @@ def _find_place(frame: FrameType | None, modules: Sequence[Any]) -> _Place | Non
 
 
 def _packages_around(frame: FrameType | None) -> tuple[str, ...]:
-    """The frameworks that run the user's code, innermost first."""
+    """The frameworks that called the user's code, innermost first."""
     found = []
     while frame is not None:
         package = package_of(frame)
@@ -216,7 +216,7 @@ def _describe(place: _Place, units: list[str]) -> ShardingCall:
 
 
 def _read_statements(calls: Sequence[ShardingCall]) -> list[ShardingCall]:
-    """Add what the source tells about each statement."""
+    """Add the data that the source shows about each statement."""
     own: dict[str, list[ShardingCall]] = {}
     for call in calls:
         if not call.package:
@@ -269,7 +269,7 @@ def _source_lines(calls: Sequence[ShardingCall]) -> list[SourceLines]:
 
 
 def _merge(spans: Sequence[tuple[int, int]], num_lines: int) -> Iterator[tuple[int, int]]:
-    """The spans with the lines around them; overlapping ones become one."""
+    """The spans with the lines around them; overlapping spans are joined."""
     merged: list[list[int]] = []
     for first, last in sorted(spans):
         low, high = max(first - _CONTEXT_LINES, 1), min(last + _CONTEXT_LINES, num_lines)
@@ -293,7 +293,7 @@ _START = Path.cwd()
 
 def _shown(file: str, package: str = "") -> str:
     """A path relative to the package or to the working directory, if it is below it."""
-    path = Path(os.path.normpath(Path(file).absolute()))  # links stay
+    path = Path(os.path.normpath(Path(file).absolute()))  # links are not resolved
     if package and package in path.parts:
         return Path(*path.parts[path.parts.index(package) :]).as_posix()
     return path.relative_to(_START).as_posix() if path.is_relative_to(_START) else str(path)

@@ -1,15 +1,15 @@
 """Write the Python stacks of all threads of this rank into its folder.
 
-`stacks.txt` holds the stacks that the watchdog asked for. `crash.txt` holds those of a fatal signal
-(a segmentation fault, an abort), and `sigterm.txt` those of SIGTERM, which launchers send to the
-ranks that are left after one has died. Python's `faulthandler` writes the last two from the signal
-handler itself, and the signal then has its usual effect. Each is installed only where nobody else
-has: a handler of the script stays, and a later one replaces ours.
+`stacks.txt` holds the stacks that the watchdog requested. `crash.txt` holds the stacks of a fatal
+signal (a segmentation fault, an abort). `sigterm.txt` holds the stacks of SIGTERM, which launchers
+send to the remaining ranks after one rank has died. Python's `faulthandler` writes the last two
+from the signal handler, and the signal then has its usual effect. A handler is installed only if
+the process has none. The script may replace it later.
 
 [Note: Crashes that go to stderr]
 Many loops enable `faulthandler` for stderr before they train: torch's `@record` does so, and so do
-`PYTHONFAULTHANDLER=1` and Python's development mode. A process has one such handler, so that a
-crash would leave nothing in the run. In these cases the handler writes to `crash.txt`, and the
+`PYTHONFAULTHANDLER=1` and Python's development mode. A process has only one such handler, so a
+crash would leave no stacks in the run. In these cases the handler writes to `crash.txt`, and the
 keeper of the black box copies the file to stderr after the crash.
 """
 
@@ -45,7 +45,7 @@ class StackFiles:
         self._crash: TextIOWrapper | None = None
         self._sigterm: TextIOWrapper | None = None
         self._is_of_stderr = False
-        """Whether `faulthandler` wrote to stderr before."""
+        """Whether `faulthandler` wrote to stderr before `install`."""
         self._pid = os.getpid()
 
     @property
@@ -55,11 +55,11 @@ class StackFiles:
 
     @property
     def path_to_copy(self) -> Path | None:
-        """The file that belongs on stderr too after a crash; None: none."""
+        """The file that is also printed on stderr after a crash; None: none."""
         return self._folder / CRASH_FILE if self._is_of_stderr else None
 
     def install(self, *, has_keeper: bool) -> None:
-        """Catch the stacks of fatal signals and of SIGTERM, unless others do.
+        """Catch the stacks of fatal signals and of SIGTERM, unless another handler does.
 
         Args:
             has_keeper: Whether a process outlives this one and can copy `path_to_copy`.
@@ -77,7 +77,7 @@ class StackFiles:
                 os.register_at_fork(after_in_child=self.uninstall)
 
     def uninstall(self) -> None:
-        """Undo `install`, and delete the files if they are empty; also in forked children."""
+        """Undo `install`, and delete empty files; also in forked children."""
         crash, self._crash = self._crash, None
         sigterm, self._sigterm = self._sigterm, None
         if crash is not None:
@@ -96,7 +96,7 @@ class StackFiles:
         """Write the stacks of all threads.
 
         Args:
-            training_thread: The thread that trains, first in the reader's interest.
+            training_thread: The training thread, which is written first.
             clock_ns: The rank's clock now.
 
         Raises:
@@ -120,7 +120,7 @@ class StackFiles:
 
 
 def _writes_to_stderr() -> bool:
-    """Whether what enabled `faulthandler` is known to have chosen stderr."""
+    """Whether the caller that enabled `faulthandler` is known to have chosen stderr."""
     if sys.flags.dev_mode or "faulthandler" in sys._xoptions:
         return True
     if os.environ.get("PYTHONFAULTHANDLER"):

@@ -1,8 +1,8 @@
-"""Log the storages of a memory step, and compute from the log what was alive at each moment.
+"""Log the storages of a memory step, and compute from it the live bytes at each moment.
 
 `recording.storage_tracker` writes the log while a step runs. All results are computed from the log
-after the step. A storage that is classified late (an all-gather output is known only when its unit
-is unsharded) therefore has its category for its whole life.
+after the step. A storage that is classified late therefore has its category for its whole life. For
+example, an all-gather output is known only when its unit is unsharded.
 
 Conventions: sizes are the storages' own bytes, without an allocator's rounding, cache or
 workspaces. Cut c is the moment after the first c events. Pure Python and numpy, no torch.
@@ -31,14 +31,14 @@ _OFFLOADED = frozenset(
         MemoryCategory.OPTIMIZER_STATE,
     }
 )
-"""The categories that an offload policy keeps on the host."""
+"""The categories that an offload policy puts on the host."""
 
 Ownership = Mapping[tuple[int, MemoryCategory], int]
 """Live bytes by owning unit (-1: none) and category; no entry with 0 bytes."""
 
 
 class Moment(NamedTuple):
-    """Position in the training, and time, of an event."""
+    """The position in the training, and the time, of an event."""
 
     unit: int
     """The innermost unit on the host's stack; -1: none."""
@@ -51,12 +51,12 @@ class Moment(NamedTuple):
 
 
 class StorageEvent(NamedTuple):
-    """A storage was allocated, resized or freed."""
+    """An allocation, a resize or a release of a storage."""
 
     storage: int
     """Index into `StorageLog.storages`."""
     num_bytes: int
-    """Its size from this moment on; 0 when it was freed."""
+    """Its size after this event; 0 after a release."""
     moment: Moment
 
 
@@ -102,7 +102,7 @@ class MemoryInstant:
 
 @dataclass(frozen=True, slots=True)
 class MemoryMark:
-    """The live bytes at a point that the recorder's hooks chose."""
+    """The live bytes at a point that the recorder's hooks choose."""
 
     point: MemoryPoint
     microbatch: int
@@ -115,7 +115,7 @@ class MemoryMark:
 
 @dataclass(frozen=True, slots=True)
 class ParameterUse:
-    """The live bytes when a pass of a unit first used one of its parameters."""
+    """The live bytes at the first use of a parameter in a pass of its unit."""
 
     unit: int
     parameter: int
@@ -135,7 +135,7 @@ class UnitPass:
     unit: int
     microbatch: int
     uses: dict[int, "_Cut"] = field(default_factory=dict)
-    """By the parameter's index in the unit."""
+    """The cut of the first use, by the parameter's index in the unit."""
     end: int | None = None
     """The cut at which the pass ended; None if it did not end."""
 
@@ -295,8 +295,8 @@ class StorageLog:
     def until(self, position: int, moment: Moment) -> "StorageLog":
         """The log as if the step had ended after the first `position` events.
 
-        Storages that are freed later count as alive: what an exception frees on its way out does
-        not change their categories.
+        Storages that are freed later count as alive. The releases of a propagating exception do not
+        change their categories.
         """
         assert self._start is not None, "begin() comes before until()"
         passes = [
@@ -318,7 +318,7 @@ class StorageLog:
         )
 
     def alive_at(self, position: int) -> list[LiveStorages]:
-        """What is alive after the first `position` events, by owner, category and line."""
+        """The live storages after the first `position` events, by owner, category and line."""
         sizes: dict[int, int] = {}
         for event in self.events[:position]:
             sizes[event.storage] = event.num_bytes
@@ -343,7 +343,7 @@ class StorageLog:
         """The highest moment of the finished step in a unit and phase, or else its peak.
 
         Returns:
-            The number of events before it, and the moment.
+            The number of events before the moment, and the moment.
         """
         assert self._start is not None, "begin() comes before highest()"
         assert self._end is not None, "finish() comes before highest()"
@@ -413,7 +413,7 @@ class StorageLog:
         """Live bytes at every cut; shape (len(events) + 1,).
 
         Args:
-            counts: By storage, whether to include it; None means all.
+            counts: Whether to include each storage, by storage; None means all.
         """
         sizes = [0] * len(self.storages)
         changes = []
@@ -476,7 +476,7 @@ class StorageLog:
         return snapshots
 
     def _lifetimes(self) -> dict[int, "_Lifetime"]:
-        """From the first allocation to the first release after it, by storage index."""
+        """The part from the first allocation to the first release after it, by storage index."""
         parts: list[Moment] = []
         lifetimes: dict[int, _Lifetime] = {}
         for storage, num_bytes, moment in self.events:
@@ -503,7 +503,7 @@ class _MarkAt(NamedTuple):
 
 @dataclass(slots=True)
 class _Lifetime:
-    """The part of the step in which a storage was allocated, and the part in which it was freed.
+    """The parts of the step in which a storage was allocated and freed.
 
     A part is a sequence of consecutive events with the same phase and the same recompute flag.
     """
@@ -556,7 +556,7 @@ def _row(
     peak_bytes: int,
     peak_compute_bytes: int = MISSING_INT,
 ) -> tuple[int, ...]:
-    """One row in the column order of `MemoryTable`; unset columns are -1."""
+    """One row in the column order of `MemoryTable`; missing columns are -1."""
     values = {
         **where,
         "phase": moment.phase,

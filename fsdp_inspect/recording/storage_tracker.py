@@ -6,16 +6,16 @@ by which FSDP frees and restores unsharded parameters, and the release of each s
 nothing: it adds no hook to the model, and the step computes the same results with and without it.
 
 [Note: The limit]
-With a `MemoryLimit`, an allocation that passes the limit raises, as on a device of that size. An
-operation has run when its result is seen, so its result is dropped. Workspaces inside an operation
-are not seen and do not count.
+With a `MemoryLimit`, an allocation above the limit raises an error, as on a device of that size.
+The tracker sees a result after the operation has run, so the result is dropped. Workspaces inside
+an operation are not seen and do not count.
 
 [Note: What is counted]
-The tracker counts the bytes of each live storage once, however many tensors view it, without
-rounding. It does not count memory that no operation returns: workspaces inside kernels and
-libraries (cuBLAS, NCCL, gloo), the caching allocator's reserve, and the inside of a compiled region
-(`torch.compile`), which still runs compiled. A storage that existed before the step counts from
-`register_known`, or else from its first use.
+The tracker counts the bytes of each live storage once, for any number of views, without rounding.
+It does not count memory that no operation returns: workspaces inside kernels and libraries (cuBLAS,
+NCCL, gloo), the caching allocator's reserve, and the inside of a compiled region (`torch.compile`),
+which still runs compiled. A storage that existed before the step counts from `register_known`, or
+else from its first use.
 
 [Note: Storages and their Python objects]
 The Python object of a storage lives as long as the storage itself (torch keeps object and storage
@@ -25,9 +25,9 @@ appends to a list.
 
 [Note: Threads of a backend]
 A thread of gloo keeps the tensors of a collective for some microseconds after the collective has
-ended; on a busy machine, for longer. The peak of a step would depend on this by chance. So after a
-blocking collective the tracker waits until no more references than before exist, at most
-`_LONGEST_RELEASE_S`.
+ended; on a busy machine, for longer. The peak of a step would randomly depend on this. After a
+blocking collective, the tracker therefore waits until the number of references is as before, for at
+most `_LONGEST_RELEASE_S`.
 """
 
 import functools
@@ -83,18 +83,18 @@ _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
 @dataclass(frozen=True, slots=True)
 class FailedAllocation:
-    """An allocation that would have passed the limit."""
+    """An allocation that would exceed the limit."""
 
     num_bytes: int
     live_bytes: int
-    """Before it."""
+    """Live bytes before the allocation."""
     place: int
     """The number of the user's line; 0: unknown."""
     moment: Moment
     position: int
-    """The number of events in `log` before it."""
+    """The number of events in `log` before the allocation."""
     log: StorageLog
-    """Of its step, which goes on."""
+    """The log of its step, which continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class MemoryLimit:
 
     num_bytes: int
     make_error: Callable[[FailedAllocation], BaseException]
-    """Makes the exception of an allocation that would pass the limit."""
+    """Makes the exception of an allocation that would exceed the limit."""
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -119,10 +119,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             every allocation and release, from any thread: it must be quick and touch no tensor.
         device_type: Count only storages on this device (`cpu`, `cuda`); None: all but `meta`.
         is_in_collective: Returns whether a collective runs now. Storages that a backend creates
-            there, such as gloo's copy of a reduce-scatter's input, are buffers of communication.
-        host_units: Units whose shards, gradients and optimizer state count as on the host, where
+            during it, such as gloo's copy of a reduce-scatter's input, are buffers of
+            communication.
+        host_units: Units whose shards, gradients and optimizer state count as on the host although
             the tensors' devices do not show it (on fake ranks).
-        find_place: Returns the number of the user's line that a frame came from; None: no lines.
+        find_place: Returns the number of the user's line of a frame; None: no lines.
         limit: The limit of the live bytes; None: no limit.
     """
 
@@ -150,23 +151,25 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._host_units = host_units
         self._log = StorageLog()
         self._live: dict[int, _LiveStorage] = {}
-        """By the address of torch's own storage object, which is unique among live ones."""
+        """Live storages by the address of torch's own storage object, which is unique among live
+        ones."""
         self._follow_lock = threading.RLock()
         self._on_free = _free_callback(self)
         self._sent: dict[int, int] = {}
-        """The storages of the current collective: references to each before it, by address."""
+        """The storages of the current collective: the number of references before it, by
+        address."""
         self._passes: dict[int, UnitPass] = {}
-        """The units' open passes, by unit."""
+        """The open pass of each unit, by unit."""
         self._patches = Patches()
         self._fake_mode = active_fake_mode()
         self._begun = False
         self._ended = False
         self.problem: str | None = None
-        """Why the result is invalid, if an internal error stopped the tracking."""
+        """The reason why the result is invalid, if an internal error stopped the tracking."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keep compiled regions compiled: otherwise the first memory step would disable them."""
+        """Keep compiled regions compiled. Otherwise the first memory step would disable them."""
         return True
 
     # --- calls of the recorder
@@ -208,8 +211,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Args:
             point: The moment.
             microbatch: The microbatch that runs.
-            unit: The unit that begins or ends; None: the innermost one. A unit may end while the
-                root, whose backward began later at the same output, is innermost.
+            unit: The unit that begins or ends; None: the innermost unit. A unit may end while the
+                root is innermost, because the root's backward began later at the same output.
         """
         if not self._begun or self._ended:
             return
@@ -223,7 +226,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._log.end_pass(ended)
 
     def follow_uses(self, tensor: torch.Tensor, parameter: int) -> None:
-        """Record when a pass of its unit first uses this full parameter, which must be classified.
+        """Record the first use of this full parameter in a pass of its unit. It must be classified.
 
         Args:
             tensor: The full parameter.
@@ -360,10 +363,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._follow(tensor, storage)
 
     def _check_limit(self, tensor: TensorLike, added_bytes: int) -> None:
-        """Check that so many more bytes fit.
+        """Check that additional bytes fit under the limit.
 
         Raises:
-            _LimitPassed: They do not.
+            _LimitPassed: The bytes do not fit.
         """
         limit = self._limit
         if limit is None or self._live_bytes + added_bytes <= limit.num_bytes or added_bytes <= 0:
@@ -388,7 +391,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._limit.make_error(failed)
 
     def _place(self) -> int:
-        """The number of the user's line that runs now; 0: unknown, or the step has not begun."""
+        """The number of the running line of the user's code; 0: unknown, or before the step."""
         if self._find_place is None or not self._begun:
             return 0
         return self._find_place(sys._getframe(1))
@@ -447,19 +450,19 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _counts(self, tensor: TensorLike) -> bool:
         """Whether this is real memory on the tracked device."""
-        # DTensor computes its layouts on fake tensors of the global shape, which use no memory.
-        # If the step itself runs on fake tensors, only those of its own mode count.
+        # DTensor computes its layouts on fake tensors of the global shape, which use no memory. If
+        # the step itself runs on fake tensors, only the tensors of its own mode count.
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake_mode:
             return False
         if tensor.device.type == "meta":
-            # A bare storage of a fake tensor does not know its simulated device.
+            # A bare storage of a fake tensor does not contain its simulated device.
             return isinstance(tensor, torch.UntypedStorage) and self._fake_mode is not None
         return self._device_type in (None, tensor.device.type)
 
     def _note_size(self, live: "_LiveStorage", storage: torch.UntypedStorage) -> None:
         num_bytes = storage.nbytes()
         self._live_bytes += num_bytes - live.num_bytes
-        if not live.num_bytes:  # FSDP reuses a storage: it belongs to the line that fills it
+        if not live.num_bytes:  # FSDP reuses a storage, which belongs to the line that fills it
             self._log.storages[live.index].place = self._place()
         live.num_bytes = num_bytes
         self._log.events.append(StorageEvent(live.index, live.num_bytes, self._now()))
@@ -467,7 +470,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_use(self, live: "_LiveStorage", parameter: int) -> None:
         """Note the first use in a pass, except in a recompute.
 
-        Views do not count: they compute nothing, and checkpointing creates views outside recompute.
+        Views do not count, because they compute nothing, and checkpointing creates views outside of
+        a recompute.
         """
         unit_pass = self._passes.get(self._log.storages[live.index].owner_unit)
         if unit_pass is not None and parameter not in unit_pass.uses:
@@ -506,7 +510,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_size(live, storage)
 
     def _patch_resize(self) -> None:
-        """Observe resizes of storages: they are no operations and reach no dispatch mode."""
+        """Observe resizes of storages, which are not operations and reach no dispatch mode."""
         original = torch.UntypedStorage.resize_
         tracker_of = ref(self)
 
@@ -529,7 +533,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the tracker's code; its failure ends the tracking and never the training.
 
         Raises:
-            _LimitPassed: The code checks the limit that the user asked for, and it is passed.
+            _LimitPassed: The code checks the requested limit, and the limit is exceeded.
         """
         if self._ended or self.problem is not None:
             return
@@ -542,7 +546,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _LimitPassed(Exception):
-    """An allocation would pass the limit."""
+    """An allocation would exceed the limit."""
 
     def __init__(self, failed: FailedAllocation) -> None:
         super().__init__()
@@ -577,7 +581,7 @@ def _category_of_argument(func: Any, tensor: TensorLike) -> MemoryCategory | Non
     """The category of an unknown storage in an argument: an input, unless it was just computed.
 
     Results of code that torch cannot see (a compiled region, an extension) require a gradient or
-    are written to, and `torch.tensor` lifts its new tensor. These get the category of storages
+    are written to. `torch.tensor` lifts its new tensor. These storages get the category of storages
     that are allocated in a step.
     """
     schema = getattr(func, "_schema", None)

@@ -1,4 +1,4 @@
-"""A key-value store whose server may not answer."""
+"""Call a key-value store whose server may not answer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 ANSWER_S = 5.0
-"""How long a call waits for its answer. Of a thousand ranks on one server, it takes under 1 s."""
+"""The time that a call waits for its answer. With a thousand ranks on one server, a call takes less
+than 1 s."""
 
 
 class StoreClient:
-    """Calls of a process group's store, each in a thread that the caller waits for only so long.
+    """Calls a process group's store in a thread; the caller waits for a limited time.
 
     One rank may be the server of the store. If that rank is stopped, a call of torch's store has
     no end and no timeout.
@@ -23,7 +24,7 @@ class StoreClient:
 
         Args:
             store: A clone of the process group's store that only this object uses.
-            answer_s: How long a call waits, seconds.
+            answer_s: The time that a call waits, seconds.
         """
         self._store = store
         self._answer_s = answer_s

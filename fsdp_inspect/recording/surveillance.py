@@ -1,11 +1,11 @@
-"""Start and stop what watches the ranks together: the watchdog, the order check, the stack files.
+"""Start and stop the watchers of a rank together: watchdog, order check, stack files.
 
 [Note: The store]
-The ranks speak through the key-value store of the default process group. A store client serves one
-call at a time, so each thread has a clone: the training never waits for a call of the watchdog. The
-watchdog waits for an answer for a limited time, because the server may be in the rank that hangs. A
-store that cannot be cloned (torch before 2.7, or a store of the script's own) is not used, and the
-run notes it.
+The ranks communicate through the key-value store of the default process group. A store client
+serves one call at a time, so each thread has a clone, and the training never waits for a call of
+the watchdog. The watchdog waits for an answer for a limited time, because the server may be in the
+rank that hangs. A store that cannot be cloned (torch before 2.7, or a store class of the script) is
+not used, and the run notes it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Surveillance:
         self._stacks = StackFiles(writer.folder, with_source=settings.with_source)
         self._watchdog = Watchdog(session, box, writer, self._stacks, settings)
         self._gate: OrderCheck | None = None
-        """The comparison before each optimizer step; None: not asked for."""
+        """The comparison before each optimizer step; None: not requested."""
         cloned = self._clone_store() if settings.world_size > 1 else None
         if cloned is None:
             return
@@ -67,18 +67,18 @@ class Surveillance:
         return tuple(self._watchdog.standstills)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the watchers."""
         self._stacks.install(has_keeper=self._box.can_be_kept)
         self._writer.update(crash_stacks=self._stacks.catches_crashes)
         self._watchdog.start(self._stacks.path_to_copy)
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop the watchers."""
         self._watchdog.stop()
         self._stacks.uninstall()
 
     def before_update(self) -> None:
-        """With `on_desync="raise"`: compare all ranks, and wait for them.
+        """With `on_desync="raise"`, compare all ranks and wait for them.
 
         Raises:
             DesyncError: The ranks issued different collectives.

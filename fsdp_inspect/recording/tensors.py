@@ -1,4 +1,4 @@
-"""Walk outputs for their tensors, and take the part of a tensor that this rank holds."""
+"""Find the tensors in outputs, and take the part of a tensor that this rank holds."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this rank holds; any other tensor itself. With its graph."""
+    """The part of a DTensor that this rank holds, with its graph; any other tensor itself."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local

@@ -1,4 +1,4 @@
-"""Define what the recorder reads of one unit, whichever sharder made it."""
+"""Define the properties of a unit that the recorder reads, for all sharders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_inspect.trace.codes import MemoryCategory
 
 
 class UnitHandle(Protocol):
-    """A communication group of parameters: torch's object behind a unit, with its names.
+    """A communication group of parameters: the object of the sharder with its names.
 
     Implemented by `GroupHandle` (FSDP2), `FlatHandle` (FSDP1) and `BucketHandle` (DDP) in
     `sharding`.
@@ -20,7 +20,7 @@ class UnitHandle(Protocol):
 
     @property
     def key(self) -> object:
-        """The object of torch that lives as long as the unit; units of one object share it."""
+        """The object of torch that lives as long as the unit; several units may share it."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class UnitHandle(Protocol):
 
     @property
     def local_parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters as the optimizer sees them: this rank's part."""
+        """The parameters that the optimizer sees: this rank's part."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class UnitHandle(Protocol):
 
     @property
     def followed_parameters(self) -> Sequence[tuple[int, torch.Tensor]]:
-        """Full parameters whose first use is known one by one, with their index in the unit."""
+        """Full parameters whose first use is recorded separately, with their index in the unit."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class UnitHandle(Protocol):
 
     @property
     def reduced_gradients(self) -> Sequence[torch.Tensor]:
-        """The gradients after their reduction: this rank's part."""
+        """This rank's part of the gradients after their reduction."""
         ...
 
     @property
@@ -80,5 +80,5 @@ class UnitHandle(Protocol):
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether the backward that runs now reduces the gradients."""
+        """Whether the running backward reduces the gradients."""
         ...

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
     from fsdp_inspect.sharding.torch_fsdp import GroupHandle
 
-# Looked up once for the hot path: see `unit_timing`.
+# Looked up once, because the hot path uses them; see `unit_timing`.
 _ALL_GATHER_COPY_OUT = EventKind.ALL_GATHER_COPY_OUT
 _REDUCE_SCATTER = EventKind.REDUCE_SCATTER
 _REDUCE_SCATTER_COPY_IN = EventKind.REDUCE_SCATTER_COPY_IN
@@ -112,7 +112,7 @@ class UnitHooks(UnitTimer):
         self._all_reductions = reductions
         self._context: FSDPCommContext | None = None
         self._own_reductions = Reductions()
-        """Of the context above; torch sets a unit's context at the first forward."""
+        """The reductions of the context above; torch sets a unit's context at the first forward."""
         self._reduces_at_once = False
         """Whether torch waits for this backward's reduction right after issuing it."""
         self._reduce_copied: Any = None
@@ -193,7 +193,7 @@ class UnitHooks(UnitTimer):
         return context.get_all_gather_streams(async_op, self._group._training_state)[0]
 
     def gather_allocated(self, buffer: torch.Tensor) -> None:
-        """The all-gather's output buffer was allocated."""
+        """Called after the all-gather's output buffer was allocated."""
         if self._session.watches_memory:
             self._memory.gather_buffer(buffer, self.index)
 
@@ -233,7 +233,7 @@ class UnitHooks(UnitTimer):
         return True
 
     def _close_evaluation(self) -> bool:
-        """Drop a forward that an evaluation has left open; whether there was one.
+        """Drop a forward that an evaluation left open; returns whether there was one.
 
         If only some modules of a unit run last in an evaluation, torch ends this forward in the
         next pass. Its end is unknown.
@@ -271,7 +271,7 @@ class UnitHooks(UnitTimer):
         end = self._close_backward()
         self._enter_hook()
         self._reduce_copy_in = self._reduce_copied = None
-        # torch 2.13, `post_backward`: a group of several modules of which only some ran.
+        # torch 2.13, `post_backward`: only some modules of the group ran.
         is_partial = len(self._group.modules) > 1
         self._reduces_at_once = is_partial and self._group._training_state is _TORCH_FORWARD
         return end
@@ -291,7 +291,7 @@ class UnitHooks(UnitTimer):
     # --- reduce-scatter
 
     def before_reduce_allocation(self) -> None:
-        """The reduce-scatter's input or output is about to be allocated."""
+        """Called before the reduce-scatter's input or output is allocated."""
         session = self._session
         if not session.active:
             return
@@ -314,7 +314,7 @@ class UnitHooks(UnitTimer):
             session.fail(error)
 
     def reduce_allocated(self, buffer: torch.Tensor) -> None:
-        """A buffer of the reduce-scatter was allocated."""
+        """Called after a buffer of the reduce-scatter was allocated."""
         if self._session.watches_memory:
             self._memory.reduce_buffer(buffer, self.index)
 
@@ -356,7 +356,7 @@ class UnitHooks(UnitTimer):
 
     @property
     def reductions(self) -> Reductions:
-        """The reductions that torch waits for together with this unit's."""
+        """The reductions that torch awaits together with the reductions of this unit."""
         context = self._group.comm_ctx
         if context is not self._context:
             self._context, self._own_reductions = context, self._all_reductions.of(context)

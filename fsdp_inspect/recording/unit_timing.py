@@ -1,4 +1,4 @@
-"""Time the all-gathers, passes and reductions of one unit, whichever sharder runs it.
+"""Time the all-gathers, passes and reductions of one unit of any sharder.
 
 The hooks of a sharder call these methods at the boundaries of a unit. The methods turn the marks
 into rows: see `sharders.fsdp2` and `sharders.fsdp1` for the order of the calls.
@@ -59,7 +59,7 @@ class Reductions:
 
     def __init__(self) -> None:
         self.reduce_scatters: deque[Communication] = deque()
-        """In order of issue, like torch's `comm_ctx.reduce_scatter_states`."""
+        """The reduce-scatters in order of issue, like torch's `comm_ctx.reduce_scatter_states`."""
         self.all_reduces: deque[Communication] = deque()
 
     def add(self, communication: Communication) -> None:
@@ -136,7 +136,7 @@ class UnitTimer:
         """Run a collective.
 
         Only the black box and the start are noted before the call. A hook between two pieces of
-        torch's work finds cold processor caches, which cost more than the hook itself.
+        torch's work runs with cold processor caches, which cost more than the hook.
 
         Returns:
             Its result, a mark from right before it (None: inactive), its number in the black box.
@@ -187,7 +187,7 @@ class UnitTimer:
         """Write the copy of the shards into the input of the all-gather just issued."""
         session, copied = self._session, gather.start
         if gather.transfer is not None:
-            copied = gather.issue_ns  # the link may be free only later
+            copied = gather.issue_ns  # the link may become free later
         elif stream is not None and stream != self._clock.current_stream():
             # The all-gather's stream waited for this copy stream, and the copy was its last work.
             copied = self._clock.mark(stream)
@@ -208,7 +208,7 @@ class UnitTimer:
         self._gather = None
 
     def _close_gather(self, gather: Communication, begin: Any) -> Any:
-        """Write an all-gather that is needed now; returns when the copy out of it began."""
+        """Write an all-gather that is needed now; returns the begin of the copy out of it."""
         session = self._session
         if gather.wait is not None and not gather.flags & _ASYNC:
             return begin  # it blocked the host at its issue and is already written
@@ -221,7 +221,7 @@ class UnitTimer:
     # --- forward and backward
 
     def _begin_forward(self, args: Any, kwargs: Any) -> None:
-        """A forward begins with the unshard of its parameters."""
+        """Begin a forward: the unshard of its parameters."""
         session = self._session
         if torch._C._current_graph_task_id() == -1:
             mark = self._clock.mark()
@@ -235,7 +235,7 @@ class UnitTimer:
             self._memory.inputs(args, kwargs)
 
     def _open_forward(self) -> None:
-        """The parameters are ready: the unit's own forward begins."""
+        """Begin the unit's own forward: its parameters are ready."""
         session = self._session
         flags = 0 if _keeps_graph(session) else _NO_GRAD
         if session.phase == _BACKWARD_PHASE:
@@ -246,7 +246,7 @@ class UnitTimer:
             self._memory.sample(_FORWARD_START, self.index)
 
     def _close_forward(self, output: Any) -> None:
-        """The output of the innermost open forward is computed."""
+        """End the innermost open forward: its output is computed."""
         if not self._forwards:
             return
         session = self._session
@@ -261,7 +261,7 @@ class UnitTimer:
         session.add(_FORWARD, start, end, unit=self.index, phase=phase, flags=flags)
 
     def _open_backward(self) -> None:
-        """The parameters are ready: the unit's own backward begins."""
+        """Begin the unit's own backward: its parameters are ready."""
         session = self._session
         self._backward_start = self._clock.mark()
         session.open_units.append(self.index)
@@ -269,7 +269,7 @@ class UnitTimer:
             self._memory.sample(_BACKWARD_START, self.index)
 
     def _close_backward(self) -> Any:
-        """The gradients are complete; returns the mark of that moment."""
+        """End the backward: the gradients are complete. Returns the mark of that moment."""
         session = self._session
         end = self._clock.mark()
         if self._backward_start is not None:

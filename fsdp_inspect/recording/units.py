@@ -1,4 +1,4 @@
-"""Describe a model and its process groups for the manifest, and note which units are recorded."""
+"""Describe a model and its process groups for the manifest, and list the recorded units."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ class ProcessGroups:
     def __init__(self) -> None:
         self._indices: dict[str, int] = {}
         self._index_of: dict[dist.ProcessGroup, int] = {}
-        """Index by group object: getting a group's name costs a microsecond."""
+        """Index by group object, because the name of a group takes a microsecond."""
         self._groups: list[ProcessGroup] = []
         self._dimensions: dict[str, str] = {}
         """The name of the mesh dimension, by group name."""
@@ -64,7 +64,7 @@ class ProcessGroups:
         an index means the same dimension on each of them.
 
         Args:
-            meshes: In the same order on every rank.
+            meshes: The meshes, in the same order on every rank.
         """
         named = torch_fsdp.name_mesh_dimensions(meshes)
         self._dimensions |= {name: dimension for name, (_, dimension) in named.items()}
@@ -107,12 +107,12 @@ class ProcessGroups:
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """The run folder's code of a torch dtype; 0 for one without a code."""
+    """The run folder's code of a torch dtype; 0 if it has none."""
     return _DTYPE_CODES.get(dtype, 0)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` as `bfloat16`."""
+    """The name of a dtype without its prefix: `torch.bfloat16` as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -121,7 +121,7 @@ _recorded: WeakKeyDictionary[object, Path] = WeakKeyDictionary()
 
 
 def find_recording(units: Sequence[UnitHandle]) -> Path | None:
-    """The run folder of the recorder that is attached to any of these units; None: none is."""
+    """The run folder of the recorder that is attached to any of these units; None if none is."""
     return next((path for unit in units if (path := _recorded.get(unit.key)) is not None), None)
 
 
@@ -129,7 +129,7 @@ def refuse_recorded_units(model: nn.Module, units: Sequence[UnitHandle]) -> None
     """Raise if another recorder is attached to any of these units.
 
     Raises:
-        RecordingError: One is; the message has its run folder and what to do.
+        RecordingError: Another recorder is attached. The message has its run folder and the remedy.
     """
     path = find_recording(units)
     if path is not None:

@@ -1,7 +1,7 @@
-"""Print the run's verdict, or why the training failed, at its end, from a child process.
+"""Print the verdict of a run, or the reason of its failure, from a child process.
 
 Recording and analysis share only the run folder, so this module runs the `summary` and `diagnose`
-commands. A failure of a command cannot affect the training, which is already over.
+commands. A failure of a command cannot affect the training, which has already ended.
 """
 
 import contextlib
@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 EXPLAINED_FILE = "explained"
-"""Beside the folders of the ranks: the run's end, or a hang, has been explained on stderr."""
+"""A file next to the folders of the ranks: the run's end, or a hang, is explained on stderr."""
 _TIMEOUT_S = 60.0
 _DIAGNOSIS_S = 15.0
-"""How long a rank that failed waits for the diagnosis."""
+"""The time that a rank that failed waits for the diagnosis."""
 
 
 def print_verdict(run_folder: Path, emulated: str | None = None) -> None:
-    """Print on stderr what limits the step, why, and what to try next.
+    """Print on stderr the limit of the step, its reason, and what to try next.
 
     Args:
         run_folder: The finished recording.
@@ -34,7 +34,7 @@ def print_verdict(run_folder: Path, emulated: str | None = None) -> None:
 
 
 def claim_explanation(rank_folder: Path) -> bool:
-    """Whether this rank is the first of the run that explains its end, or a hang."""
+    """Whether this rank is the first of the run to explain its end or a hang."""
     try:
         with (rank_folder.parent / EXPLAINED_FILE).open("x"):
             return True
@@ -43,10 +43,10 @@ def claim_explanation(rank_folder: Path) -> bool:
 
 
 def print_diagnosis_of_failure(run_folder: Path) -> None:
-    """Print on stderr why the training failed, as far as all ranks show it.
+    """Print the reason of a failed training on stderr, as far as the ranks show it.
 
-    The child has a session of its own and prints by itself: a launcher that ends this process
-    meanwhile does not end the explanation.
+    The child has its own session and prints directly. A launcher that ends this process meanwhile
+    does not end the explanation.
 
     Args:
         run_folder: The recording, in which some ranks may still be running.

@@ -2,9 +2,9 @@
 
 A background thread of each rank saves the black box, compares the order of collectives and looks
 for progress: a collective issued or finished, a step ended. Without progress for `hang_after_s` it
-asks every rank, through the process group's store, for the stacks of all threads. Rank 0 then runs
-`fsdp-inspect diagnose` in a child process and prints what it says; another rank does so if rank 0
-does not answer. Nothing is ended.
+requests the stacks of all threads from every rank, through the process group's store. Rank 0 then
+runs `fsdp-inspect diagnose` in a child process and prints its output. Another rank does so if rank
+0 does not answer. No process is ended.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
 SHORTEST_HANG_S = 60.0
 _HANG_STEPS = 20
-"""A hang is no progress for this many mean steps, and at least `SHORTEST_HANG_S`."""
+"""A hang is a time without progress of this many mean steps, and at least `SHORTEST_HANG_S`."""
 _LONGEST_INTERVAL_S = 1.0
 _STOP_S = 2.0
-"""How long the end of a recording waits for the thread and the process."""
+"""The time that the end of a recording waits for the thread and the process."""
 _GATHER_S = 2.0
-"""How long rank 0 waits for the stacks of the others before it explains the hang."""
+"""The time that rank 0 waits for the stacks of the other ranks before it explains the hang."""
 _TAKE_OVER_S = 3.0
-"""How long the other ranks then wait for rank 0 to do so; it may be the one that hangs."""
+"""The time that the other ranks then wait for rank 0, because rank 0 may hang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchSettings:
-    """What a rank watches for, and where it reports."""
+    """The settings of a rank's watchdog and of its reports."""
 
     rank: int
     world_size: int
@@ -62,7 +62,7 @@ class WatchSettings:
     report_problems: Callable[[], None]
     """Stores the session's new problems in the run."""
     explains_end: bool
-    """Whether the end of a rank that closes no recording is explained on stderr."""
+    """Whether the end of a rank that does not close its recording is explained on stderr."""
 
 
 class Watchdog:
@@ -80,10 +80,10 @@ class Watchdog:
 
         Args:
             session: The recording.
-            box: Its black box.
+            box: The black box of the recording.
             writer: Writes files of the rank's folder.
             stacks: The stack files of the rank.
-            settings: What to watch for.
+            settings: The settings.
         """
         self._session = session
         self._box = box
@@ -119,11 +119,11 @@ class Watchdog:
         )
 
     def connect(self, store: StoreClient, prefix: str, order: OrderCheck | None) -> None:
-        """Use the process group's store from now on; without it the ranks do not speak.
+        """Start to use the process group's store; without it the ranks do not communicate.
 
         Args:
             store: A clone of the store that only the watchdog uses.
-            prefix: Of its keys; the same on all ranks.
+            prefix: The prefix of its keys; the same on all ranks.
             order: The comparison of orders, on the same store; None: none.
         """
         self._hang_key = f"{prefix}/hang"
@@ -145,7 +145,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, and save the black box a last time."""
+        """Stop the thread, and save the black box once more."""
         self._stop.set()
         self._thread.join(timeout=_STOP_S)
         self._watch_progress(self._now())  # a hang may have ended since the thread last looked
@@ -242,7 +242,7 @@ class Watchdog:
         return max(SHORTEST_HANG_S, _HANG_STEPS * mean_s)
 
     def _sees_hang(self, now: int) -> bool:
-        """Whether nothing has moved for too long, which this rank has not noticed before."""
+        """Whether nothing has moved for too long, and this rank has not noticed it before."""
         is_stuck = now - self._changed_ns > self._limit_s() * 1e9
         if not is_stuck or self._hang_seen_ns:
             return False
@@ -250,7 +250,7 @@ class Watchdog:
         return True
 
     def _handle_hang(self, store: StoreClient, now: int) -> None:
-        """Ask all ranks for their stacks if this one is stuck, and answer a request."""
+        """Request the stacks of all ranks if this rank is stuck, and answer a request."""
         if self._sees_hang(now) and store.add(self._hang_key, 0) == self._num_requests:
             store.add(self._hang_key, 1)
         requests = store.add(self._hang_key, 0)
@@ -262,7 +262,7 @@ class Watchdog:
         return self._session.journal.has_ended(communication.end)
 
     def _explain(self) -> None:
-        """Write what this rank does; the first rank then explains the hang."""
+        """Write the stacks of this rank; the first rank then explains the hang."""
         self._hang_seen_ns = self._hang_seen_ns or self._now()
         self._has_explained = True
         self._box.look_at_pending(self._has_ended)
@@ -276,11 +276,11 @@ class Watchdog:
         if self._stop.wait(_GATHER_S + (_TAKE_OVER_S if is_other else 0.0)):
             return
         if self._is_first():
-            claim_explanation(self._writer.folder)  # its end needs no second one
+            claim_explanation(self._writer.folder)  # the rank's end needs no second explanation
             _print_diagnosis(self._run_folder)
 
     def _is_first(self) -> bool:
-        """Whether no other rank explains this hang. Without the store, the run's folder decides."""
+        """Whether no other rank explains this hang; without the store, the run's folder decides."""
         if self._store is None:
             return self._rank == 0 or claim_explanation(self._writer.folder)
         return self._store.add(f"{self._hang_key}/explained/{self._num_requests}", 1) == 1

@@ -38,13 +38,13 @@ class Issued(NamedTuple):
 
     @property
     def signature(self) -> tuple[int, int, int, int]:
-        """What must be equal on all ranks; the sizes of an all-to-all may differ."""
+        """The fields that must be equal on all ranks; the sizes of an all-to-all may differ."""
         size = 0 if self.kind == EventKind.ALL_TO_ALL else self.bytes
         return int(self.kind), self.unit, size, self.dtype
 
 
 class Difference(StrEnum):
-    """How the order of the culprits differs from that of the other ranks."""
+    """The difference between the order of the culprits and that of the other ranks."""
 
     SKIPPED = "skipped"
     """They left out a collective that the others issued."""
@@ -69,18 +69,18 @@ class OrderDifference:
     sequence: int
     """Its position in the communicator, from 0."""
     is_first: bool
-    """False: the ranks already differed before the oldest collective that is kept."""
+    """False: the ranks already differed before the oldest recorded collective."""
     issued: tuple[tuple[tuple[int, ...], Issued], ...]
-    """What each set of ranks issued at this position; the largest set first."""
+    """The collective that each set of ranks issued at this position; the largest set first."""
     culprits: tuple[int, ...]
-    """The ranks that differ from the others; empty: cannot tell."""
+    """The ranks that differ from the others; empty: unknown."""
     is_majority: bool
-    """True: the culprits differ from most ranks. False: they differ from their step before, and the
-    others do not."""
+    """True: the culprits differ from most ranks. False: the culprits differ from their own previous
+    step, and the others do not."""
     difference: Difference
     """Seen from the culprits; OTHER without culprits."""
     num_since: int
-    """Collectives that have finished on some rank since this position: their results are wrong."""
+    """Collectives that have finished on some rank since this position. Their results are wrong."""
     is_race: bool = False
     """Whether two threads of a rank issue collectives on this communicator, so that chance decides
     their order. Then no rank is a culprit."""
@@ -89,14 +89,14 @@ class OrderDifference:
     def step(self) -> int:
         """The step of the difference: the earliest in which a rank issued this position.
 
-        A rank that leaves out the end of a step is a step ahead, and one that adds a collective
-        at its end is a step behind.
+        A rank that leaves out the end of a step is a step ahead. A rank that adds a collective
+        at the end of a step is a step behind.
         """
         return min(issued.step for _, issued in self.issued)
 
     @property
     def usual(self) -> Issued:
-        """What the ranks issued that are no culprits; without culprits, of the largest set."""
+        """The collective of the other ranks; without culprits, of the largest set."""
         return next(
             (each for ranks, each in self.issued if not set(ranks) <= set(self.culprits)),
             self.issued[0][1],
@@ -104,13 +104,13 @@ class OrderDifference:
 
     @property
     def deviant(self) -> Issued | None:
-        """What the first culprit issued; None without culprits."""
+        """The collective of the first culprit; None without culprits."""
         first = self.culprits[:1]
         return next((each for ranks, each in self.issued if {*first} & {*ranks}), None)
 
 
 def find_order_differences(boxes: Mapping[int, BlackBox]) -> list[OrderDifference]:
-    """The first difference of every communicator that has one, the oldest by step first.
+    """Find the first difference of each communicator that has one; the oldest step first.
 
     Args:
         boxes: Black boxes by rank; ranks may be missing.
@@ -123,13 +123,13 @@ def find_order_differences(boxes: Mapping[int, BlackBox]) -> list[OrderDifferenc
 
 
 def members_by_communicator(boxes: Mapping[int, BlackBox]) -> dict[str, tuple[int, ...]]:
-    """The ranks of each communicator that any of the black boxes names."""
+    """The ranks of each communicator that any black box lists."""
     groups = (group for box in boxes.values() for group in box.groups.values())
     return {group.name: group.ranks for group in groups}
 
 
 def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference | None:
-    """The first difference of a communicator; None if the ranks agree as far as is kept.
+    """Find the first difference of a communicator; None if the recorded collectives agree.
 
     Args:
         boxes: Black boxes by rank; ranks may be missing.
@@ -147,7 +147,7 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
     is_step = len(sets) == 1
     if is_step:
         sets = reader.sets_at(position, by_step=True)
-    if len(sets) == 1:  # they differed before what is kept, and agree here again
+    if len(sets) == 1:  # the ranks differed before the oldest recorded position, and agree again
         return None
     is_race = any(_is_race(each, position) for each in rows.values())
     culprits, is_majority = ([], False) if is_race else _culprits(sets, reader, position)
@@ -171,7 +171,7 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
 
 
 def _is_race(rows: NDArray[np.void], position: int) -> bool:
-    """Whether the training thread and another one issued collectives around a position."""
+    """Whether the training thread and another thread issued collectives around a position."""
     steps = rows["step"][rows["sequence"] == position]
     near = rows[np.abs(rows["step"] - steps.max(initial=-2)) <= 1]
     is_background = near["state"] != 0
@@ -179,7 +179,7 @@ def _is_race(rows: NDArray[np.void], position: int) -> bool:
 
 
 def _first_position(rows: Sequence[NDArray[np.void]]) -> tuple[int | None, bool]:
-    """The first common position whose digests differ, and whether all before it are equal."""
+    """The first common position with different digests, and whether all earlier ones are equal."""
     low = max(int(each["sequence"][0]) for each in rows)
     high = min(int(each["sequence"][-1]) for each in rows)
     if high < low:
@@ -209,21 +209,21 @@ class _Reader:
         self._rows = rows
 
     def at(self, rank: int, position: int) -> Issued:
-        """What a rank issued at a position that it has reached."""
+        """The collective of a rank at a position that it has reached."""
         found = self.maybe_at(rank, position)
         assert found is not None
         return found
 
     def maybe_at(self, rank: int, position: int) -> Issued | None:
-        """What a rank issued at a position; None: not reached, or no longer kept."""
+        """The collective of a rank at a position; None: not reached, or overwritten."""
         return find_issued(self._boxes[rank], self._rows[rank], position)
 
     def sets_at(self, position: int, *, by_step: bool = False) -> list[list[int]]:
         """The ranks with equal collectives at a position, the largest set first.
 
         Args:
-            position: In the communicator, from 0.
-            by_step: The step must be equal too.
+            position: Position in the communicator, from 0.
+            by_step: Whether the step must be equal too.
         """
         sets: dict[tuple[int, ...], list[int]] = {}
         for rank in sorted(self._rows):
@@ -234,9 +234,9 @@ class _Reader:
         return sorted(sets.values(), key=lambda ranks: (-len(ranks), ranks[0]))
 
     def departs(self, rank: int, position: int) -> bool | None:
-        """Whether a rank's order up to a position differs from its own step before.
+        """Whether a rank's order up to a position differs from its own previous step.
 
-        None: the step before is not kept.
+        None: the previous step is overwritten.
         """
         here = self.maybe_at(rank, position)
         if here is None:
@@ -256,12 +256,12 @@ class _Reader:
 
 
 def find_issued(box: BlackBox, rows: NDArray[np.void], position: int) -> Issued | None:
-    """What a rank issued at a position of a communicator; None: not reached, or no longer kept.
+    """Find the collective at a position of a communicator; None: not reached, or overwritten.
 
     Args:
-        box: Of the rank.
+        box: The black box of the rank.
         rows: Its entries of the communicator, in the order of issue.
-        position: From 0.
+        position: Position in the communicator, from 0.
     """
     place = np.searchsorted(rows["sequence"], position)
     if place >= len(rows) or int(rows["sequence"][place]) != position:
@@ -290,12 +290,12 @@ _PHASES = {int(phase): phase for phase in Phase}
 
 
 def phase_of(code: int) -> Phase:
-    """The phase of a code in a black box; outside for a code of another version."""
+    """The phase of a code in a black box; `outside` for an unknown code of another version."""
     return _PHASES.get(code, Phase.OUTSIDE)
 
 
 def _culprits(sets: list[list[int]], reader: _Reader, position: int) -> tuple[list[int], bool]:
-    """The ranks that differ: from most ranks, or alone from their own step before."""
+    """The ranks that differ from most ranks, or else those that differ from their previous step."""
     num_ranks = sum(map(len, sets))
     if len(sets[0]) * 2 > num_ranks:
         return sorted(rank for ranks in sets[1:] for rank in ranks), True
@@ -333,7 +333,7 @@ def _after(reader: _Reader, rank: int, position: int) -> list[Issued]:
 
 
 def _starts_like(one: Sequence[Issued], other: Sequence[Issued]) -> bool:
-    """Whether two sequences begin with the same collectives, as far as both are known."""
+    """Whether two sequences begin with the same collectives, as far as both are recorded."""
     pairs = list(zip(_signatures(one), _signatures(other), strict=False))
     return bool(pairs) and all(mine == theirs for mine, theirs in pairs)
 

@@ -1,7 +1,7 @@
-"""Say in words how the order of collectives differs between ranks.
+"""Describe in words how the order of collectives differs between ranks.
 
-The recorder prints this sentence while the ranks train, and `report` shows the same one later. It
-is here, below both, so that they agree.
+The recorder prints this sentence while the ranks train, and `report` shows the same sentence later.
+Both use this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fsdp_inspect.trace.codes import DTYPES, NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT
 
 
 def describe_difference(found: OrderDifference, unit_names: Sequence[str]) -> str:
-    """The difference in one or two sentences: who issued what, where, and what follows.
+    """Describe the difference in one or two sentences: ranks, collectives, place and effect.
 
     Args:
         found: The difference.
@@ -27,7 +27,7 @@ def describe_difference(found: OrderDifference, unit_names: Sequence[str]) -> st
 
 
 def describe_issued(issued: Issued, unit_names: Sequence[str], *, with_size: bool = True) -> str:
-    """A collective as `the all-gather of layers.7 in forward`."""
+    """Describe a collective, such as `the all-gather of layers.7 in forward`."""
     kind = name_kind(issued)
     article = "an" if kind[0] in "aeiou" else "a"
     if issued.unit == NO_UNIT:
@@ -42,17 +42,17 @@ def describe_issued(issued: Issued, unit_names: Sequence[str], *, with_size: boo
 
 
 def name_kind(issued: Issued) -> str:
-    """`all-gather`, `reduce-scatter`, ..."""
+    """The name of a kind of collective: `all-gather`, `reduce-scatter`, ..."""
     return issued.kind.label.replace("_", "-")
 
 
 def name_unit(unit: int, unit_names: Sequence[str]) -> str:
-    """The name of a unit by index; `unit 7` if the run does not name it."""
+    """The name of a unit by index; `unit 7` if the run has no name for it."""
     return format_unit(unit_names[unit]) if 0 <= unit < len(unit_names) else f"unit {unit}"
 
 
 def of_step(step: int | None) -> str:
-    """` of step 41`; empty if the step is not known."""
+    """` of step 41`; empty if the step is unknown."""
     return "" if step in (None, UNKNOWN_STEP) else f" of step {step}"
 
 
@@ -102,7 +102,7 @@ def _subject(found: OrderDifference, names: Sequence[str]) -> str:
 
 
 def _steps(found: OrderDifference, names: Sequence[str]) -> str:
-    """The ranks issued one collective in different steps."""
+    """Describe ranks that issued one collective in different steps."""
     what = describe_issued(found.issued[0][1], names)
     each = "; ".join(
         f"{format_ranks(ranks)} in step {issued.step}{_at(issued)}"
@@ -129,7 +129,7 @@ def _at(issued: Issued) -> str:
 
 
 def shorten_place(place: str) -> str:
-    """`file:line` with at most one folder: `models/llama.py:31`."""
+    """Shorten `file:line` to at most one folder: `models/llama.py:31`."""
     return "/".join(place.replace("\\", "/").split("/")[-2:])
 
 

@@ -1,6 +1,7 @@
-"""Say in one sentence which allocation failed and where.
+"""Describe in one sentence which allocation failed and where.
 
-The recorder prints this sentence when the training fails, and `report` shows the same one later.
+The recorder prints this sentence when the training fails, and `report` shows the same sentence
+later.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 
 
 def describe_out_of_memory(record: OutOfMemoryRecord, unit_names: Sequence[str]) -> str:
-    """The failed request, its position and the user's line: `Out of memory in backward of ...`.
+    """Describe the failed request, its position and the user's line of code.
 
     Args:
         record: The report of a rank.
@@ -33,7 +34,7 @@ def describe_out_of_memory(record: OutOfMemoryRecord, unit_names: Sequence[str])
 
 
 def describe_position(record: OutOfMemoryRecord, unit_names: Sequence[str]) -> str:
-    """`in backward of layers.7, step 3`."""
+    """The position, such as `in backward of layers.7, step 3`."""
     unit = "" if record.unit == NO_UNIT else f" of {name_unit(record.unit, unit_names)}"
     phase = "between phases" if record.phase == "outside" else f"in {record.phase}"
     return f"{phase}{unit}, step {record.step}"

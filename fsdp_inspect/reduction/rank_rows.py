@@ -40,7 +40,7 @@ def summarise_rank(
 def join_memory(
     reduced: SummaryTable, memory: MemoryTable, *, memory_from: str, rank: int, attempt: int = 0
 ) -> SummaryTable:
-    """As `summarise_rank`, for events that are reduced already.
+    """Do the same as `summarise_rank`, for events that are already reduced.
 
     Args:
         reduced: The result of `reduce_rank` for all events of the rank.

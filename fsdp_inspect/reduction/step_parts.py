@@ -59,7 +59,7 @@ _WAITS = (
 _ON_CLOCK = (Stream.HOST, Stream.COMPUTE)
 _NO_GROUP = -1
 _MOST_GROUPS = 64
-"""Groups with a higher index count as no group: only a damaged trace has that many."""
+"""Groups with a higher index count as no group. Only a damaged trace has that many groups."""
 
 
 def reduce_rank(events: EventTable, *, rank: int, attempt: int = 0) -> SummaryTable:
@@ -163,7 +163,7 @@ def split_step(events: EventTable, start_ns: int, end_ns: int) -> dict[StepPart,
 
 
 def _split(events: EventTable, window: Intervals) -> dict[StepPart, Intervals]:
-    """As `split_step`, for one step or several steps side by side."""
+    """Do the same as `split_step`, for one step or several steps side by side."""
     between = _spans(events, events.kind == EventKind.BETWEEN_STEPS).intersect(window)
     free = window.subtract(between)
     communication = running_communication(events)

@@ -1,1 +1,1 @@
-"""One presenter a file; nothing is computed here."""
+"""Render results for people and programs; each file renders one kind, and computes nothing."""

@@ -185,7 +185,7 @@ def _codes(suggestion: Suggestion, plan: PlanAdvice) -> list[Sequence[str]]:
 
 
 def _code_of_plan(plan: PlanAdvice, options: str) -> list[str]:
-    """The change as a plan file, for changes with too many lines of code."""
+    """The change as a plan file; used for changes with many lines of code."""
     return [f"# advise ... {options} writes the plan file", *plan.snippet.splitlines()[1:]]
 
 
@@ -227,7 +227,7 @@ def _first_that_fits(
 
 
 class _Clipped:
-    """Text in at most so many lines; an ellipsis marks a cut."""
+    """Text with a limited number of lines; an ellipsis marks a cut."""
 
     def __init__(self, text: str, most: int, style: str = "") -> None:
         self._text = text
@@ -274,7 +274,7 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
 
 
 def _applied(plan: PlanAdvice) -> list[str]:
-    """Where the code changes, and the change of the code."""
+    """The places of the code to change, and the change of the code."""
     return [plan.change.where, *_code(plan.change.text or plan.snippet)]
 
 
@@ -314,7 +314,7 @@ def _alternative(proposal: Proposal, plan: PlanAdvice) -> RenderableType:
 
 
 def render_rules() -> RenderableType:
-    """The tuning rules: title, kind, trigger, and triggers that no run shows."""
+    """The tuning rules: title, kind, trigger, and the triggers that no run shows."""
     parts: list[RenderableType] = [Text("The tuning rules and their triggers", style="bold")]
     for number, rule in RULES.items():
         lines = [f"{number}: {rule.title} [{', '.join(rule.comes)}]", f"   {rule.trigger}"]

@@ -73,7 +73,7 @@ def _growth_within_limits(result: CheckResult) -> str:
 
 
 def _lines_shown(result: CheckResult) -> list[AllocatingLine]:
-    """The lines behind an increase without a known cause, of the first one and of other metrics."""
+    """The lines behind an increase without a known cause, of the first and of other metrics."""
     of_first = result.lines if is_unexplained(result) else ()
     of_others = [line for one in result.others if not one.causes for line in one.lines]
     return list(dict.fromkeys([*of_first, *of_others]))
@@ -96,7 +96,7 @@ def is_unexplained(result: CheckResult) -> bool:
 
 
 def _describe_others(result: CheckResult) -> Iterable[str]:
-    """State what grew in other metrics than the first line's, and why."""
+    """State the increases of metrics other than the first, with their causes."""
     for one in result.others:
         where = "in resting memory" if one.phase == RESTING else f"at the peak of {one.phase}"
         grew = f" Largest growth {where}: {_describe_growth(one.growth[0])}." if one.growth else ""

@@ -1,4 +1,4 @@
-"""Say what went wrong in a run: one sentence, the evidence, and what to do next."""
+"""Describe the problem of a run: one sentence, the evidence, and what to do next."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DiagnosisText:
 
 
 def describe_diagnosis(found: Diagnosis, *, run: str = "RUN") -> DiagnosisText:
-    """The diagnosis in words: what happened, why that is known, and what to do.
+    """Describe a diagnosis in words: the problem, its evidence, and what to do.
 
     Args:
         found: The diagnosis.
@@ -252,7 +252,7 @@ _STATES = {
 
 
 def _silent(found: Diagnosis, ranks: Sequence[int]) -> str:
-    """Why ranks do not answer; their processes are known as the keepers last saw them."""
+    """The reason why ranks do not answer, from the state of their processes that was last seen."""
     states = {state.rank: state for state in found.states}
     signs = {None if each is None else each.state for each in (states[r].process for r in ranks)}
     verb, whose = ("does", "its process is") if len(ranks) == 1 else ("do", "their processes are")
@@ -493,7 +493,7 @@ def _peak(spike: LossSpike) -> str:
 
 
 def _first_moved(spike: LossSpike) -> str:
-    """Which unit's gradient norm moved first; empty if no norm is known to have moved."""
+    """The unit whose gradient norm moved first; empty if no norm is known to have moved."""
     if not spike.moved:
         return ""
     first = spike.moved[0]
@@ -733,7 +733,7 @@ def _next(found: Diagnosis) -> Iterator[str]:
 
 
 def _next_for_rank(found: Diagnosis) -> Iterator[str]:
-    """What to do about what the first culprit does."""
+    """Next steps that follow from the state of the first culprit."""
     state = found.state_of(found.ranks[0]) if found.ranks else None
     if "DataLoader worker" in found.failure:
         yield (
@@ -752,7 +752,7 @@ def _next_for_rank(found: Diagnosis) -> Iterator[str]:
 
 
 def _is_exact(found: Diagnosis) -> bool:
-    """Whether the step before the first values that are not finite was looked at."""
+    """Whether the numerics of the step before the first non-finite values are recorded."""
     first = None if found.numerics is None else found.numerics.first_non_finite
     return first is not None and first.last_finite_step == first.step - 1
 
@@ -831,7 +831,7 @@ def _in_step(found: Diagnosis) -> str:
 
 
 def _for(found: Diagnosis, seconds: float) -> str:
-    """How long; a dump does not show it."""
+    """A duration in words; empty for a dump, which does not show it."""
     return "" if found.is_imported else f" for {_seconds(seconds)}"
 
 

@@ -67,7 +67,7 @@ class ShownFrame:
 
 
 def shown_columns(grid: CollectiveGrid, found: Diagnosis) -> list[GridColumn]:
-    """The columns that are shown: those of the culprits first, then the largest, by rank."""
+    """The columns to show: those of the culprits first, then the largest ones, by rank."""
     ranked = sorted(
         grid.columns,
         key=lambda column: (not set(column.ranks) & set(found.ranks), -len(column.ranks)),
@@ -97,7 +97,7 @@ def row_label(issued: Issued, names: ShortNames, unit_names: Sequence[str]) -> s
 
 
 def cell_label(cell: Cell, usual: Issued, names: ShortNames, unit_names: Sequence[str]) -> str:
-    """What a rank did with a collective; one that differs is named."""
+    """The action of a rank at a collective; a collective that differs is named."""
     if cell.issued is None or cell.state is not CellState.DIFFERS:
         return "" if cell.state is CellState.NOT_KEPT else cell.state.value
     name = _short_name(cell.issued, names, unit_names)
@@ -109,7 +109,7 @@ def cell_label(cell: Cell, usual: Issued, names: ShortNames, unit_names: Sequenc
 
 
 def grid_names(found: Diagnosis) -> ShortNames:
-    """The units of the run without the prefix that they share."""
+    """The names of the run's units without the prefix that they share."""
     return shorten_names(map(format_unit, found.unit_names))
 
 
@@ -122,7 +122,7 @@ def _short_name(issued: Issued, names: ShortNames, unit_names: Sequence[str]) ->
 
 
 def describe_columns(grid: CollectiveGrid, found: Diagnosis) -> str:
-    """What a column stands for, and how many are left out; empty if each is one rank."""
+    """Describe a column, and the number of omitted columns; empty if each column is one rank."""
     left_out = len(grid.columns) - len(shown_columns(grid, found))
     words = []
     if any(len(column.ranks) > 1 for column in grid.columns):

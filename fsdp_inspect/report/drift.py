@@ -12,7 +12,7 @@ MOST_CHANGES = 5
 
 
 def render_drift(drift: Drift) -> Iterator[Text]:
-    """One line a change, with what accounts for it and what changed at the same time."""
+    """Render one line for each change: its cause, and other changes at the same time."""
     for change in drift.changes[:MOST_CHANGES]:
         yield Text(describe_change(change))
         for sentence in change.accounted_by:

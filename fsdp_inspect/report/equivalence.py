@@ -68,7 +68,7 @@ def render_equivalence(found: Equivalence) -> RenderableType:
 
 
 def describe_equivalence(found: Equivalence) -> str:
-    """What was found, in one sentence."""
+    """The result in one sentence."""
     where = "no unit" if found.unit is None else format_unit(found.unit)
     ranks = format_ranks(found.ranks)
     sentences = {
@@ -153,7 +153,7 @@ def describe_evidence(found: Equivalence) -> list[str]:
 
 
 def name_next_step(found: Equivalence) -> str:
-    """What to do; empty if the step is equal."""
+    """The next step for the user; empty if the steps are equal."""
     if found.fault is None:
         return ""
     if found.status is StepStatus.UNKNOWN and found.fault is StepFault.OTHER_OUTPUT:

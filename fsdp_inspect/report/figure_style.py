@@ -1,8 +1,8 @@
 """Share colours, sizes and axes among all figures.
 
-Text, grid and background are left to the page's theme, so a figure is readable in light and in
-dark. Fills come from `palette`. Lines that stand for no kind of time are a neutral grey, and
-exposed time is hatched.
+The page's theme sets text, grid and background, so a figure is readable in light and in dark mode.
+Fills are from `palette`. Lines without a kind of time are neutral grey, and exposed time is
+hatched.
 """
 
 import html
@@ -20,8 +20,8 @@ CONFIG = {
         *("zoom2d", "pan2d", "zoomIn2d", "zoomOut2d"),
     ],
 }
-"""How the charts behave in the browser: a drag zooms, a double click shows all again. The buttons
-that appear above a chart are few, so that they hide little of it."""
+"""Settings of charts in the browser: a drag zooms, and a double click resets the zoom. Few buttons
+appear above a chart, so that they hide little of it."""
 
 NEUTRAL = "#76889A"
 
@@ -32,27 +32,27 @@ ROW_HEIGHT = 26
 PAIRED_HEIGHT = 290
 
 _WHOLE_UNITS = (" ms", " MiB", " GiB")
-"""Suffixes of ticks that go with no prefix of their own: 10,000 ms and not 10k ms."""
+"""Suffixes of ticks without a prefix before the unit: 10,000 ms instead of 10k ms."""
 _FEW_STEPS = 8
-"""Fewer have a tick each: a tick between two steps would be of none."""
+"""Charts with fewer steps have one tick for each step, so that no tick is between two steps."""
 
 
 NS_PER_MS = 1e6
 
 
 def ms(value_ns: float | None) -> float | None:
-    """Nanoseconds as milliseconds; a missing value stays missing."""
+    """Convert nanoseconds to milliseconds; a missing value stays missing."""
     return None if value_ns is None else value_ns / NS_PER_MS
 
 
 def plain_label(text: str) -> str:
-    """A name in a figure: plotly reads a subset of HTML in labels."""
+    """Escape a name for a figure, because plotly reads a subset of HTML in labels."""
     one_line = "".join(character if character.isprintable() else " " for character in text)
     return html.escape(one_line, quote=False)
 
 
 def fill(look: Look) -> dict[str, object]:
-    """The marker of a bar: its colour, hatched where it stands for standing still."""
+    """The marker of a bar: its colour, and hatching for exposed waits."""
     pattern: dict[str, object] = {"shape": ""}
     if look.hatched:
         pattern = {
@@ -78,19 +78,19 @@ def name_rows(figure: go.Figure, names: Sequence[str]) -> None:
 
 
 def memory_unit(values: Sequence[int]) -> tuple[int, str]:
-    """The size and name of the unit that suits the largest value, GiB or MiB."""
+    """The size and name of the unit for the largest value: GiB or MiB."""
     return (1 << 30, "GiB") if max(values, default=0) >= 1 << 30 else (1 << 20, "MiB")
 
 
 def line_mode(points: Sequence[object]) -> str:
-    """How a line of so many points is drawn: few of them are marked one by one."""
+    """The plotly mode of a line; a line of few points has markers."""
     if len(points) < 3:
         return "markers"
     return "lines+markers" if len(points) < 60 else "lines"
 
 
 def shade_steps(figure: go.Figure, steps: Sequence[int], words: str) -> None:
-    """Shade the steps that do not count, with a word at the first."""
+    """Shade the steps that are not timed, with a label at the first one."""
     if not steps:
         return
     for position, (first, last) in enumerate(find_spans(steps)):
@@ -127,7 +127,7 @@ def over_steps(figure: go.Figure) -> go.Figure:
 
 
 def styled(figure: go.Figure, *, height: int) -> go.Figure:
-    """Finish a chart: height, margins and a legend below where there is more than one thing."""
+    """Finish a chart: height, margins, and a legend below if it has several series."""
     for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
         if axis.ticksuffix in _WHOLE_UNITS:
             axis.update(exponentformat="none", separatethousands=True)

@@ -121,7 +121,7 @@ def _no_timed_step() -> MissingDataError:
 
 
 def draw_ranks(ranks: Sequence[RankRow]) -> go.Figure:
-    """Own work and exposed time of each rank, stacked to its typical step time."""
+    """Draw the own work and the exposed time of each rank, stacked to its typical step time."""
     figure = go.Figure()
     numbers = [row.rank for row in ranks]
     for name, values, look in (
@@ -147,7 +147,7 @@ _PARTS = {part.label: part for part in StepPart}
 
 
 def draw_breakdown(breakdown: StepBreakdown) -> go.Figure:
-    """One step as one bar whose parts add up to it."""
+    """Draw one step as one bar whose parts add up to it."""
     figure = go.Figure()
     for part in breakdown.parts:
         if part.duration_ns == 0:
@@ -189,7 +189,7 @@ _OWN_NAME_COLOR = "#F0E442"
 
 
 def draw_dimensions(breakdown: StepBreakdown) -> go.Figure:
-    """The exposed waits of a step as one bar, split by mesh dimension."""
+    """Draw the exposed waits of a step as one bar, split by mesh dimension."""
     figure = go.Figure()
     for row in breakdown.dimensions:
         time = format_ns(row.exposed_ns)
@@ -212,7 +212,7 @@ def draw_dimensions(breakdown: StepBreakdown) -> go.Figure:
 
 
 def draw_owners(owners: Sequence[ExposedOwner], *, most: int = 8) -> go.Figure:
-    """Who is waited for most, longest on top; one bar an owner."""
+    """Draw the owners with the longest exposed waits, longest on top; one bar for each owner."""
     shown = [owner for owner in owners if owner.exposed_ns > 0][:most]
     looks = [palette.look_of_wait(owner.kind, owner.fqn) for owner in shown]
     figure = go.Figure()
@@ -244,7 +244,7 @@ def _owner_label(owner: ExposedOwner) -> str:
 
 
 def draw_step_times(times: StepTimes) -> go.Figure:
-    """Step time and its exposed part over the steps, with what does not count shaded."""
+    """Draw the step time and its exposed part over the steps; untimed steps are shaded."""
     points = times.over_steps
     steps = [point.step for point in points]
     figure = go.Figure()
@@ -274,13 +274,13 @@ def draw_step_times(times: StepTimes) -> go.Figure:
         _draw_spread(figure, times.step_time_ns)
     counted = [point.step_time_ns for point in points if point.is_timed]
     top = max(counted or [point.step_time_ns for point in points], default=0)
-    # Warm-up may leave at the top: its height would flatten the steps that count.
+    # Warm-up steps may be cut off at the top: their height would flatten the timed steps.
     figure.update_yaxes(ticksuffix=" ms", range=[0, 1.25 * top / NS_PER_MS])
     return over_steps(figure)
 
 
 def _memory_label(times: StepTimes) -> str:
-    """The word above memory steps, unless the one above warm-up would run into it."""
+    """The label above memory steps; empty if the label above warm-up would overlap it."""
     warmup, memory = times.selection.warmup, times.selection.memory
     if not warmup or not memory:
         return "memory"
@@ -298,7 +298,7 @@ def _draw_spread(figure: go.Figure, spread: Distribution) -> None:
 
 
 def draw_scalar(series: ScalarSeries, warmup: Sequence[int]) -> go.Figure:
-    """One logged number over the steps."""
+    """Draw one logged number over the steps."""
     figure = go.Figure()
     figure.add_scatter(
         x=series.steps,
@@ -314,7 +314,7 @@ def draw_scalar(series: ScalarSeries, warmup: Sequence[int]) -> go.Figure:
 
 
 def draw_memory(steps: Sequence[MemoryOfStep], warmup: Sequence[int]) -> go.Figure:
-    """The highest memory of each step."""
+    """Draw the highest memory of each step."""
     figure = go.Figure()
     numbers = [step.step for step in steps]
     allocated = [step.highest_allocated_bytes for step in steps]
@@ -344,7 +344,7 @@ def draw_memory(steps: Sequence[MemoryOfStep], warmup: Sequence[int]) -> go.Figu
 
 
 def draw_peak(peak: PeakMoment) -> go.Figure:
-    """What fills memory at the highest moment, largest category on top."""
+    """Draw the categories of memory at the peak, largest on top."""
     size, suffix = memory_unit([peak.bytes])
     figure = go.Figure()
     figure.add_bar(
@@ -370,14 +370,14 @@ UNIT_MEASURES = {
     "collective duration": "Duration of one collective of each unit",
     "parameters": "Parameters of each unit",
 }
-"""What the bars of units can show, and the title of each."""
+"""The measures of units that the bars can show, each with a title."""
 
 
 def draw_units(units: Sequence[UnitCost], *, measure: str) -> go.Figure:
-    """Every unit as a bar, in order of execution from the top.
+    """Draw every unit as a bar, in order of execution from the top.
 
     Args:
-        units: What to draw.
+        units: The units to draw.
         measure: One of `UNIT_MEASURES`.
     """
     figure = go.Figure()
@@ -438,7 +438,7 @@ def _unit_bars(
 
 
 def draw_alive(peak: PeakMoment, *, most: int) -> go.Figure:
-    """What is alive at the peak: a bar for each owning unit, its parts by category."""
+    """Draw the live memory at the peak: a bar for each owning unit, with its parts by category."""
     owners = peak.owners[:most]
     size, suffix = memory_unit([owner.bytes for owner in owners])
     names = [

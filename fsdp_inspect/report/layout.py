@@ -170,5 +170,5 @@ def owner_name(owned: Owned) -> Text:
 
 
 def unit_name(fqn: str | None, otherwise: str = "(no unit)") -> Text:
-    """The name of a unit as plain text, never markup; `otherwise` where there is none."""
+    """The name of a unit as plain text, never markup; `otherwise` if there is none."""
     return Text(otherwise if fqn is None else format_unit(fqn))

@@ -13,7 +13,7 @@ from fsdp_inspect.report.values import format_metric
 
 
 def render_lifetime(digest: Lifetime) -> RenderableType:
-    """Render the goodput, the phases with their host memory, and what is lost or unknown."""
+    """Render the goodput, the phases with their host memory, and lost or unknown parts."""
     return Group(
         Text(describe_goodput(digest), style="bold"),
         indented(_details(digest)),

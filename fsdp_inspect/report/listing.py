@@ -11,7 +11,7 @@ from fsdp_inspect.report.layout import render_table
 
 
 def render_listing(runs: Sequence[ListedRun], directory: Path) -> RenderableType:
-    """Render one line a run, newest first, and the notes about runs below."""
+    """Render one line for each run, newest first, and the notes about runs below."""
     if not runs:
         return Text(
             f"No runs in {directory}. Record one with fsdp_inspect.Recorder, or two with "

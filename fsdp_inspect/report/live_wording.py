@@ -30,7 +30,7 @@ def describe_live(live: LiveStatus) -> str:
 
 
 def advise_live(live: LiveStatus) -> str:
-    """Describe what a problem means and what to check; empty without a problem."""
+    """Describe the meaning of a problem and the next check; empty without a problem."""
     match live.state:
         case LiveState.STALLED:
             return (

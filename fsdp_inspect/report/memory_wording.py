@@ -21,7 +21,7 @@ _NOTHING_IMPORTED = (
 
 
 def describe_nothing(digest: MemoryOverview) -> str:
-    """State why memory is missing, and how to record it."""
+    """State why memory is missing and how to record it."""
     return _NOTHING_IMPORTED if digest.source == "imported" else _NOTHING
 
 

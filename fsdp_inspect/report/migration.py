@@ -1,4 +1,4 @@
-"""Render what a move from FSDP1 to FSDP2 changes, for a terminal of 80 columns."""
+"""Render the effects of a move from FSDP1 to FSDP2, for a terminal of 80 columns."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def render_migration(found: Migration) -> RenderableType:
 
 
 def describe_migration(found: Migration) -> str:
-    """The headline."""
+    """The headline of a migration."""
     lost = sum(not each.has_counterpart and bool(each.recorded) for each in found.settings)
     settings = "1 setting has" if lost == 1 else f"{lost} settings have"
     return f"FSDP2 can shard the same {len(found.plan.units)} units; {settings} no counterpart."

@@ -1,8 +1,8 @@
 """Write the numbers of a run as OpenMetrics 1.0 text.
 
-Names are torchtitan's where it has the number (`torchtitan/components/metrics.py`), made legal: a
-slash is an underscore, and amounts are in base units, which the name ends in. All others begin with
-`fsdp_`. Names of units and of logged numbers are labels, escaped.
+A number that torchtitan also reports (`torchtitan/components/metrics.py`) has torchtitan's name in
+a valid form: a slash becomes an underscore, and the name ends in the base unit of its values. All
+other names begin with `fsdp_`. Names of units and of logged numbers are escaped labels.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,12 +39,12 @@ TORCHTITAN_LOGGED: Mapping[str, tuple[str, str, float]] = {
     "memory/num_alloc_retries": ("memory_num_alloc_retries", "", 1.0),
     "memory/num_ooms": ("memory_num_ooms", "", 1.0),
 }
-"""What a training loop may log under torchtitan's name: told under it unless it was recorded.
-Logged name to name here, unit, and what one of it is in that unit."""
+"""Names under which a training loop may log a torchtitan metric; a recorded value has precedence.
+Maps the logged name to the exported name, its unit, and the factor that converts to that unit."""
 
 
 class FamilyType(StrEnum):
-    """What kind of metric it is."""
+    """The type of a metric."""
 
     GAUGE = "gauge"
     INFO = "info"
@@ -53,7 +53,7 @@ class FamilyType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One number."""
+    """One value of a metric."""
 
     labels: Mapping[str, str]
     value: float
@@ -61,13 +61,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric with all its numbers."""
+    """One metric with all its samples."""
 
     name: str
     help: str
     samples: tuple[Sample, ...]
     unit: str = ""
-    """The name ends in it."""
+    """The unit of the values; the name ends in it."""
     type: FamilyType = FamilyType.GAUGE
 
 
@@ -81,7 +81,7 @@ class MetricsExport:
 
 
 def render_openmetrics(families: Iterable[Family]) -> str:
-    """The text, with its end mark; metrics without a number are left out."""
+    """Render metrics as text with the end mark; metrics without a sample are left out."""
     metrics = [_as_metric(family) for family in families if family.samples]
     text: bytes = generate_latest(_Collected(metrics))  # type: ignore[no-untyped-call]
     return text.decode()
@@ -89,12 +89,12 @@ def render_openmetrics(families: Iterable[Family]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Collected:
-    """A registry of metrics that are known already."""
+    """A registry of metrics that are already collected."""
 
     metrics: list[Metric]
 
     def collect(self) -> list[Metric]:
-        """What `generate_latest` writes."""
+        """Return the metrics to `generate_latest`."""
         return self.metrics
 
 
@@ -108,35 +108,35 @@ def _as_metric(family: Family) -> Metric:
 
 
 def _encodable(text: str) -> str:
-    """A name from a trace may hold half a surrogate pair, which UTF-8 cannot encode."""
+    """Replace half surrogate pairs in names from a trace, because UTF-8 cannot encode them."""
     return text.encode("utf-8", "replace").decode()
 
 
 def write_openmetrics(
     run: MonitoredRun, found: Diagnosis, path: Path, *, place: Path
 ) -> MetricsExport:
-    """Write a run's numbers.
+    """Write the numbers of a run to a file.
 
     Args:
-        run: What is told.
-        found: What went wrong in it.
-        path: The file's name, for the reader.
-        place: Where to write.
+        run: The run to export.
+        found: The diagnosis of the run.
+        path: The path to state in the result.
+        place: The path to write to.
     """
     families = [family for family in find_families(run, found) if family.samples]
     place.write_text(render_openmetrics(families), encoding="utf-8")
     return MetricsExport(path, len(families), sum(len(one.samples) for one in families))
 
 
-# --- what a run says
+# --- metrics of a run
 
 
 def find_families(run: MonitoredRun, found: Diagnosis) -> list[Family]:
-    """Every metric of a run; those that nobody measured have no samples.
+    """Every metric of a run; metrics without a measurement have no samples.
 
     Args:
-        run: The numbers.
-        found: What went wrong in the run.
+        run: The run to export.
+        found: The diagnosis of the run.
     """
     families = [
         *_about(run),
@@ -153,7 +153,7 @@ def find_families(run: MonitoredRun, found: Diagnosis) -> list[Family]:
 
 
 def _join(recorded: Family | None, logged: Family) -> Family:
-    """One metric that is recorded, and logged by the loop: of each rank what is recorded."""
+    """Join a recorded and a logged metric: for each rank, the recorded value has precedence."""
     if recorded is None:
         return logged
     ranks = {sample.labels["rank"] for sample in recorded.samples}
@@ -181,7 +181,7 @@ def _about(run: MonitoredRun) -> Iterator[Family]:
 
 
 def _of_diagnosis(found: Diagnosis) -> Iterator[Family]:
-    """What an alert needs: the class, the culprits, and how long each rank has been silent."""
+    """Metrics for alerts: the class, the culprits, and how long each rank has been silent."""
     yield Family(
         "fsdp_problem",
         "What went wrong, as fsdp-inspect diagnose says; all 0 if nothing is known to be wrong.",
@@ -241,7 +241,7 @@ def _of_steps(run: MonitoredRun) -> Iterator[Family]:
 
 
 def _of_ranks(run: MonitoredRun) -> Iterator[Family]:
-    """What a rank has one number of, beside its steps' times."""
+    """Metrics with one number for each rank, besides the times of its steps."""
     over = f"typical step of {run.over}"
     numbers = (
         (

@@ -1,4 +1,4 @@
-"""Say what filled the memory when an allocation failed, and which plans would have fitted.
+"""Describe the memory at a failed allocation, and the plans that would have fitted.
 
 The text is plain: each report escapes it for its format.
 """
@@ -29,7 +29,7 @@ _NO_UNIT = "(no unit)"
 
 
 def describe_memory_at_failure(found: OutOfMemory) -> Iterator[str]:
-    """The live bytes by category, unit and line, what grew, and fragmentation; a sentence each."""
+    """The live bytes by category, unit and line, growth, and fragmentation; one sentence each."""
     if found.by_category:
         yield f"{_live(found)}: {_list(found.by_category, format_category)}."
         yield f"By unit: {_list(found.by_unit, _name_unit, with_category=True)}."
@@ -244,7 +244,7 @@ def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
 
 
 def _what_frees(found: OutOfMemory) -> str:
-    """What settings could free at this moment, as measured; empty if nothing is known."""
+    """The bytes that settings could free at this moment, as measured; empty if unknown."""
     parts = []
     if found.unsharded_elsewhere_bytes:
         parts.append(
@@ -266,7 +266,7 @@ def _what_frees(found: OutOfMemory) -> str:
 
 
 def list_next_steps(searched: PlanSearch | None) -> Iterator[str]:
-    """What to do after an out-of-memory.
+    """List the next steps after an out-of-memory.
 
     Args:
         searched: The plans that would have fitted; None: they were not searched.
@@ -293,7 +293,7 @@ def name_plan_file(first: str, at: int) -> str:
 
 
 def out_of_memory_to_dict(found: OutOfMemory, searched: PlanSearch | None) -> dict[str, Any]:
-    """The failed allocation, what was alive, and the plans, as JSON values."""
+    """The failed allocation, the live memory and the plans, as JSON values."""
     record = found.record
     left_out = {"live", "reference", "resting_before", "resting_now", "schema_version"}
     head = record.model_dump(mode="json", exclude=left_out)

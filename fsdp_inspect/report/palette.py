@@ -55,7 +55,7 @@ PART_LOOKS = {
     StepPart.OTHER: OTHER,
     StepPart.BETWEEN_STEPS: BETWEEN_STEPS,
 }
-"""The look of every part of a step."""
+"""The look of each part of a step."""
 
 _WAIT_LOOKS = {
     "all_gather": EXPOSED_ALL_GATHER,
@@ -65,7 +65,7 @@ _WAIT_LOOKS = {
 
 
 def look_of_wait(kind: str, fqn: str | None) -> Look:
-    """The look of a wait for a collective of that kind; all waits without a unit look alike."""
+    """The look of a wait for a collective of that kind; all waits without a unit look the same."""
     return EXPOSED_OTHER if fqn is None else _WAIT_LOOKS.get(kind, EXPOSED_OTHER)
 
 

@@ -51,7 +51,7 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
 
 
 def describe_expert_load(load: ExpertLoad) -> str:
-    """Describe whether unequal load of the experts explains waits, only as far as messages show."""
+    """Describe whether unequal load of the experts explains waits, as far as messages show it."""
     worst = load.worst
     waits = f"Ranks that share experts wait up to {format_ns(worst.extra_wait_ns)} longer per step"
     busiest = (

@@ -19,7 +19,7 @@ class Selection:
     """Some ranks of a run, and some of their steps."""
 
     records: tuple[RankRecord, ...]
-    """By rank."""
+    """The records of the ranks, by rank."""
     steps: frozenset[int] | None
     """None: all steps, including an unfinished last one."""
 

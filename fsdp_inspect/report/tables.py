@@ -275,7 +275,7 @@ class _Words:
         words: Mapping[str, _Labels],
         names: Mapping[str, str],
     ) -> Columns:
-        """The columns of a table, after a column with the rank.
+        """Label the columns of a table, and put a column with the rank before them.
 
         Args:
             rank: The rank that recorded the table.

@@ -42,10 +42,10 @@ def apply_plan(
         model: A model that is not sharded; it may be on the meta device.
         plan: Names or patterns of modules of this model.
         mesh: One dimension (shard or replicate) or two (replicate, shard). Several meshes if units
-            have meshes of their own, such as experts: each unit takes the mesh of its shape.
-            Default: the plan's mesh on the accelerator, or on the CPU if there is none. If the
-            plan has no mesh, all ranks shard. With tensor, expert or pipeline parallelism, pass
-            the data-parallel meshes, since a plan does not state which ranks they have.
+            such as experts have separate meshes: each unit takes the mesh of its shape. Default:
+            the plan's mesh on the accelerator, or on the CPU if there is none. If the plan has no
+            mesh, all ranks shard. With tensor, expert or pipeline parallelism, pass the
+            data-parallel meshes, since a plan does not state which ranks they have.
 
     Returns:
         The plan with its patterns resolved for this model.

@@ -1,4 +1,4 @@
-"""Name what the buckets of DDP and of ZeRO-1 and ZeRO-2 have in common."""
+"""Define the common part of the buckets of DDP and of ZeRO-1 and ZeRO-2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeParameterBucket:
-    """Gradients that are reduced together, of parameters that are whole on every rank.
+    """A bucket of gradients that are reduced together; every rank has the whole parameters.
 
     It is the common part of the `recording.unit_handle.UnitHandle` of these sharders.
     """
@@ -23,16 +23,16 @@ class WholeParameterBucket:
     """The fqns of its parameters."""
     parameters: tuple[nn.Parameter, ...]
     dtype: torch.dtype
-    """Of the reduction."""
+    """The dtype of the reduction."""
 
     @property
     def name(self) -> str:
-        """`bucket 0`, after the name of its model if that is not the root."""
+        """`bucket 0`, after the name of its model unless that is the root."""
         return f"{self.prefix} bucket {self.bucket}".lstrip()
 
     @property
     def owned_modules(self) -> tuple[()]:
-        """None: buckets hold no buffers of modules."""
+        """Empty: buckets own no buffers of modules."""
         return ()
 
     @property
@@ -47,22 +47,22 @@ class WholeParameterBucket:
 
     @property
     def is_unsharded(self) -> bool:
-        """False: nothing is gathered before it is used."""
+        """Always False: no parameter is gathered before its use."""
         return False
 
     @property
     def gathered_parameters(self) -> tuple[()]:
-        """None."""
+        """Empty: no parameter is gathered."""
         return ()
 
     @property
     def followed_parameters(self) -> tuple[()]:
-        """None: first uses are known for gathered parameters only."""
+        """Empty: first uses are only known for gathered parameters."""
         return ()
 
     @property
     def num_bytes(self) -> int:
-        """The message of its reduction."""
+        """Bytes of the message of the reduction."""
         return sum(self.full_numels) * self.dtype.itemsize
 
     @property

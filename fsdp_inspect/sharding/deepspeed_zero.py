@@ -40,7 +40,7 @@ def find_engines(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def stage_of(engine: Any) -> int | None:
-    """The ZeRO stage of an engine whose optimizer shards; None: it does not, or in another way."""
+    """The ZeRO stage of an engine; None if its optimizer does not shard, or not by ZeRO."""
     names = {each.__name__ for each in type(engine.optimizer).__mro__}
     if _STAGE_3 in names:
         return 3
@@ -63,7 +63,7 @@ def inner_optimizers(engine: Any) -> list[torch.optim.Optimizer]:
 
 
 def communication_backend() -> Any:
-    """DeepSpeed's object for collectives, which keeps functions of `torch.distributed`."""
+    """DeepSpeed's object for collectives, with references to functions of `torch.distributed`."""
     return getattr(sys.modules["deepspeed.comm.comm"], "cdb", None)
 
 
@@ -99,7 +99,7 @@ def zero_settings_of(engine: Any) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleHandle:
-    """The own parameters of one sub-module under ZeRO-3: a unit."""
+    """A unit: the parameters that one sub-module owns under ZeRO-3."""
 
     engine: Any
     module: nn.Module
@@ -108,7 +108,7 @@ class ModuleHandle:
     names: tuple[str, ...]
     """The fqns of its parameters."""
     parameters: tuple[Any, ...]
-    """They are empty unless gathered; `ds_tensor` is this rank's shard."""
+    """The parameters. They are empty unless gathered; `ds_tensor` is this rank's shard."""
 
     # --- `recording.unit_handle.UnitHandle`
 
@@ -149,7 +149,7 @@ class ModuleHandle:
 
     @property
     def followed_parameters(self) -> tuple[()]:
-        """None: first uses are not followed, because parameters of one message share a storage."""
+        """Empty: first uses are not followed, because parameters of one message share a storage."""
         return ()
 
     @property
@@ -159,12 +159,12 @@ class ModuleHandle:
 
     @property
     def reduced_gradients(self) -> list[torch.Tensor]:
-        """None by unit: the shards of all gradients are one tensor, see `shared_buffers`."""
+        """Empty: the shards of all gradients are one tensor, see `shared_buffers`."""
         return []
 
     @property
     def kept_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
-        """None by unit: the shards of all units are one tensor, see `shared_buffers`."""
+        """Empty: the shards of all units are one tensor, see `shared_buffers`."""
         return []
 
     @property
@@ -186,7 +186,7 @@ class ModuleHandle:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters and of their gathers."""
+        """The dtype of the parameters and of their gathers."""
         dtype: torch.dtype = self.parameters[0].dtype
         return dtype
 
@@ -229,7 +229,7 @@ def find_module_handles(prefix: str, engine: Any) -> list[ModuleHandle]:
 
 
 def _gathering_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Each module with a gather of its own, its name, and whether it includes nested modules."""
+    """The modules with their own gather: each module, its name, and whether it is a leaf module."""
     is_leaf = bool(getattr(module, "_z3_leaf", False))
     yield name, module, is_leaf
     if not is_leaf:
@@ -274,7 +274,7 @@ def _tensors(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientBucketHandle(WholeParameterBucket):
-    """Gradients that ZeRO-1 or ZeRO-2 reduces together: a unit."""
+    """A unit: gradients that ZeRO-1 or ZeRO-2 reduces together."""
 
     engine: Any
 
@@ -287,7 +287,7 @@ class GradientBucketHandle(WholeParameterBucket):
 
     @property
     def fqns(self) -> tuple[str, ...]:
-        """The modules whose parameters the bucket holds, as few as name them all."""
+        """The fewest modules that together contain the parameters of the bucket."""
         return enclosing_modules(self.engine.module, self.names, self.prefix)
 
     @property
@@ -297,12 +297,12 @@ class GradientBucketHandle(WholeParameterBucket):
 
     @property
     def reduced_gradients(self) -> list[torch.Tensor]:
-        """None by unit: see `shared_buffers`."""
+        """Empty: see `shared_buffers`."""
         return []
 
     @property
     def kept_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
-        """None."""
+        """Empty: see `shared_buffers`."""
         return []
 
     @property
@@ -315,15 +315,15 @@ class GradientBucketHandle(WholeParameterBucket):
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroupHandle:
-    """The flat parameters of one parameter group, which the optimizer's step gathers: a unit.
+    """A unit: the flat parameters of one parameter group, which the optimizer's step gathers.
 
-    Its parameters are counted in the buckets.
+    The parameters are counted in the buckets.
     """
 
     engine: Any
     prefix: str
     index: int
-    """Of the parameter group."""
+    """The index of the parameter group."""
     local_parameters: tuple[nn.Parameter, ...] = ()
     full_numels: tuple[int, ...] = ()
     owned_modules: tuple[nn.Module, ...] = ()
@@ -402,7 +402,7 @@ def make_bucket(
     members: Sequence[tuple[int, int, int]],
     dtype: torch.dtype,
 ) -> GradientBucketHandle:
-    """A bucket from DeepSpeed's list of its members: parameter group, place in it, number."""
+    """Make a bucket from DeepSpeed's list of its members: parameter group, place in it, number."""
     names = {
         id(parameter): _joined(prefix, name) for name, parameter in engine.module.named_parameters()
     }

@@ -1,4 +1,4 @@
-"""Observe the plan of a `fully_shard` model, whatever code sharded it.
+"""Observe the plan of a `fully_shard` model, sharded by any code.
 
 Settings of the training loop (accumulation) leave no trace in a model. The plan has their defaults,
 and the code of the loop must set them.

@@ -30,7 +30,7 @@ CLASS_PREFIX = "SimpleFSDP"
 
 @dataclass(frozen=True, slots=True)
 class ParametrizedHandle:
-    """The sharded parameters of one module: a unit."""
+    """A unit: the sharded parameters of one module."""
 
     module: nn.Module
     name: str
@@ -38,7 +38,7 @@ class ParametrizedHandle:
     names: tuple[str, ...]
     """The fqns of its parameters."""
     parameters: tuple[Any, ...]
-    """`DTensor`s."""
+    """The `DTensor` parameters."""
 
     # --- `recording.unit_handle.UnitHandle`
 
@@ -69,22 +69,22 @@ class ParametrizedHandle:
 
     @property
     def is_unsharded(self) -> bool:
-        """False: a gathered parameter is a value of the graph, not of the module."""
+        """Always False: a gathered parameter is a value of the graph, not of the module."""
         return False
 
     @property
     def gathered_parameters(self) -> tuple[()]:
-        """None."""
+        """Empty: see `is_unsharded`."""
         return ()
 
     @property
     def followed_parameters(self) -> tuple[()]:
-        """None."""
+        """Empty: see `is_unsharded`."""
         return ()
 
     @property
     def full_gradients(self) -> tuple[()]:
-        """None: a gradient exists before its reduction inside the graph only."""
+        """Empty: before its reduction, a gradient exists only inside the graph."""
         return ()
 
     @property
@@ -94,12 +94,12 @@ class ParametrizedHandle:
 
     @property
     def kept_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
-        """None."""
+        """Empty: the graph allocates the buffers of each pass."""
         return []
 
     @property
     def reduces_gradients(self) -> bool:
-        """True: each backward reduces."""
+        """Always True: each backward reduces."""
         return True
 
     # --- sizes
@@ -139,12 +139,12 @@ class ParametrizedHandle:
 
 
 def is_parametrized(module: nn.Module) -> bool:
-    """Whether the module gathers parameters of its own when they are read."""
+    """Whether the module has parameters that are gathered when they are read."""
     return bool(_own_shards(module))
 
 
 def find_parametrized(model: nn.Module) -> list[ParametrizedHandle]:
-    """The modules that gather parameters of their own, in the order of the model."""
+    """The modules with parameters that are gathered when read, in the order of the model."""
     handles, seen = [], set[int]()
     for name, module in model.named_modules():
         own = [pair for pair in _own_shards(module) if id(pair[1]) not in seen]
@@ -180,7 +180,7 @@ def _is_sharded(parameter: object) -> bool:
 
 
 def _padded_numel(parameter: Any) -> int:
-    """The elements over all ranks, if each shard is as long as the longest."""
+    """The elements over all ranks, if every shard had the length of the longest shard."""
     shape = list(parameter.shape)
     for place, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):

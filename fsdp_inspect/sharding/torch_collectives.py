@@ -35,7 +35,7 @@ POINT_TO_POINT = {
     "send": (EventKind.POINT_TO_POINT, "tensor"),
     "recv": (EventKind.POINT_TO_POINT, "tensor"),
 }
-"""Point-to-point functions, likewise."""
+"""Point-to-point functions: their kind, and the argument of their message."""
 
 FUNCTIONALS = {
     "all_reduce": EventKind.ALL_REDUCE,
@@ -46,7 +46,7 @@ FUNCTIONALS = {
     "all_to_all_single": EventKind.ALL_TO_ALL,
     "broadcast": EventKind.BROADCAST,
 }
-"""Functional collectives: issued by these functions, waited for through `wait_tensor`."""
+"""Functional collectives: these functions issue them, and `wait_tensor` waits for them."""
 
 
 class ArgumentPicker:

@@ -4,8 +4,8 @@ Written for torch 2.13 (`torch/nn/parallel/distributed.py`, `reducer.cpp`); `tes
 that version, so a new torch version must be checked first.
 
 A unit is a bucket of DDP's reducer: the gradients that one all-reduce sums. The reducer assigns
-parameters to buckets when the model is wrapped. Once it knows the order in which gradients become
-ready, after the first backward passes, it assigns them again. After that, buckets do not change.
+parameters to buckets when the model is wrapped. After the first backward passes, which show the
+order of ready gradients, it assigns them again. After that, buckets do not change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp_inspect.trace.codes import MemoryCategory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketHandle(WholeParameterBucket):
-    """One bucket of a model: a unit."""
+    """A unit: one bucket of a model."""
 
     wrapper: DistributedDataParallel
     buffer: BucketBuffer = field(compare=False)
@@ -42,12 +42,12 @@ class BucketHandle(WholeParameterBucket):
 
     @property
     def fqns(self) -> tuple[str, ...]:
-        """The modules whose parameters the bucket holds, as few as name them all."""
+        """The fewest modules that together contain the parameters of the bucket."""
         return enclosing_modules(self.wrapper.module, self.names, self.prefix)
 
     @property
     def full_gradients(self) -> tuple[()]:
-        """None: the reducer copies each gradient into its bucket when it is ready."""
+        """Empty: the reducer copies each gradient into its bucket when the gradient is ready."""
         return ()
 
     @property
@@ -58,7 +58,7 @@ class BucketHandle(WholeParameterBucket):
 
     @property
     def kept_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
-        """The bucket itself, once an all-reduce has shown it."""
+        """The buffer of the bucket, once an all-reduce has shown it."""
         tensor = self.buffer.tensor()
         return [] if tensor is None else [(MemoryCategory.REDUCE_SCATTER_BUFFER, tensor)]
 
@@ -77,7 +77,7 @@ class BucketHandle(WholeParameterBucket):
 
 
 class BucketBuffer:
-    """The storage of a bucket, which belongs to the reducer; holds it weakly."""
+    """The storage of a bucket, which the reducer owns. The reference is weak."""
 
     def __init__(self) -> None:
         self._reference: StorageWeakRef | None = None
@@ -87,7 +87,7 @@ class BucketBuffer:
         self._reference = StorageWeakRef(message.untyped_storage())  # type: ignore[no-untyped-call]
 
     def tensor(self) -> torch.Tensor | None:
-        """A tensor on the storage; None if it is not known or freed."""
+        """A tensor on the storage; None if it is unknown or freed."""
         reference: Any = self._reference
         if reference is None or reference.expired():
             return None
@@ -109,8 +109,8 @@ def find_wrappers(model: nn.Module) -> list[tuple[str, DistributedDataParallel]]
 def find_buckets(prefix: str, wrapper: DistributedDataParallel) -> list[BucketHandle]:
     """The current buckets of a wrapped model, in the order of their all-reduces.
 
-    The reducer returns its buckets with zeros in place of the gradients. Fake tensors take the
-    place of the zeros, so that this allocates nothing.
+    The reducer returns its buckets with zeros in place of the gradients. Fake tensors replace these
+    zeros, so that this call allocates nothing.
     """
     names = {
         id(parameter): f"{prefix}.{strip_wrappers(name)}".removeprefix(".")

@@ -45,7 +45,7 @@ class StateHandle:
     modules: tuple[nn.Module, ...]
     """The modules given to the call, in the order of `named_modules()`."""
     fqns: tuple[str, ...]
-    """Their names, without wrapper segments; the model itself is the empty name."""
+    """The fqns of these modules, without wrapper segments; the model itself is the empty name."""
     is_root: bool
     """Whether no module above it is sharded; torch makes it a root at the first forward."""
 
@@ -62,14 +62,14 @@ class StateHandle:
 
 @dataclass(frozen=True, slots=True)
 class GroupHandle:
-    """One FSDP communication group of a model: a unit."""
+    """A unit: one FSDP communication group of a model."""
 
     group: FSDPParamGroup
     state: FSDPState
     modules: tuple[nn.Module, ...]
     """The modules of the `fully_shard` call, in the order of `named_modules()`."""
     fqns: tuple[str, ...]
-    """Their names, without wrapper segments; the model itself is the empty name."""
+    """The fqns of these modules, without wrapper segments; the model itself is the empty name."""
     name: str
     """torch's name in profiler ranges: the fqns joined by a comma, followed by ` [pg=N]` if the
     call has several groups (N: the size of this group's shard mesh)."""
@@ -137,7 +137,7 @@ class GroupHandle:
 
     @property
     def kept_buffers(self) -> tuple[()]:
-        """None: FSDP2 allocates its buffers in each pass."""
+        """Empty: FSDP2 allocates its buffers in each pass."""
         return ()
 
     @property
@@ -212,8 +212,8 @@ def find_states(model: nn.Module) -> list[StateHandle]:
 def find_groups(model: nn.Module) -> list[GroupHandle]:
     """Find the units of a model, in the order of their first module in `model.named_modules()`.
 
-    Empty for a model on which `fully_shard` was never called. A call without parameters of its own
-    has no unit.
+    Empty for a model on which `fully_shard` was never called. A call that owns no parameters has no
+    unit.
     """
     return [
         GroupHandle(
@@ -232,7 +232,7 @@ def find_groups(model: nn.Module) -> list[GroupHandle]:
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model by their name in the source code; wrapped modules as the wrapper."""
+    """The modules of a model by fqn in the source code. For a wrapped module it is the wrapper."""
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         modules.setdefault(strip_wrappers(name), module)
@@ -256,12 +256,12 @@ def original_class(module: nn.Module) -> type:
     """The class from the model's source code, without `FSDP...` and wrapper classes."""
     while isinstance(inner := _wrapped_module(module), nn.Module):
         module = inner
-    # `fully_shard` and `replicate` put classes of their own before the original class.
+    # `fully_shard` and `replicate` put their own classes before the original class.
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _wrapped_module(module: nn.Module) -> object:
-    """The module inside a wrapper; None for a module that wraps none."""
+    """The module inside a wrapper; None for a module that is not a wrapper."""
     if isinstance(module, DistributedDataParallel) or is_engine(module):
         return module.module
     return next(
@@ -276,7 +276,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def is_lazily_initialized(state: FSDPState) -> bool:
-    """Whether a first forward has run, after which torch knows the root state."""
+    """Whether a first forward has run, in which torch determines the root state."""
     return state._is_root is not None
 
 
@@ -323,14 +323,14 @@ def name_mesh_dimensions(
 
     It covers all dimensions of the meshes that the given meshes were sliced from, and their
     flattened dimensions. Dimensions of one rank, and meshes without this rank, are left out. If
-    dimensions share a process group, their names are joined. Of equal meshes the first one counts:
-    DTensor keeps the mesh of an earlier model with the same layout.
+    dimensions share a process group, their names are joined. If meshes are equal, the first one
+    counts, because DTensor keeps the mesh of an earlier model with the same layout.
 
     Args:
         meshes: In the same order on every rank.
 
     Returns:
-        By the name of the process group, in the order of the meshes.
+        The groups by name, in the order of the meshes.
     """
     found: dict[str, tuple[ProcessGroup, str]] = {}
     for mesh in dict.fromkeys(mesh for held in meshes for mesh in _with_flattened(held)):
@@ -486,7 +486,7 @@ def has_separate_reduce_scatter_group(group: FSDPParamGroup) -> bool:
 
 
 def configure(module: nn.Module, **settings: bool | int) -> None:
-    """Set attributes of the groups of one `fully_shard` call, and of no nested call.
+    """Set attributes of the groups of one `fully_shard` call, without nested calls.
 
     torch's public setters write the same attributes, but some of them always change nested calls
     too (`_set_unshard_async_op`).
@@ -505,7 +505,7 @@ def configure(module: nn.Module, **settings: bool | int) -> None:
 
 
 def separate_reduce_scatter_groups(modules: Iterable[nn.Module]) -> None:
-    """Give the reduce-scatters of these modules' calls one communicator of their own.
+    """Give the reduce-scatters of these modules' calls one separate communicator.
 
     This is a collective operation: call it in the same order on every rank that shards.
     """
@@ -523,9 +523,9 @@ def release_process_groups() -> None:
     In torch 2.13 DTensor's caches keep the mesh of a sharded model, and with it the groups, after
     `destroy_process_group` and after the model and the optimizer are gone. A gloo group that exists
     at the interpreter's shutdown sometimes ends the process with SIGABRT: its threads then drop the
-    tensors of the last collective (pytorch issue 190489). Without a holder a group waits for its
-    threads and ends them. Models that still exist, for example in the frames of an error, keep
-    their groups.
+    tensors of the last collective (pytorch issue 190489). If nothing refers to a group, it waits
+    for its threads and ends them. Models that still exist, for example in the frames of an error,
+    keep their groups.
     """
     for mesh in [held for held in gc.get_objects() if type(held) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()

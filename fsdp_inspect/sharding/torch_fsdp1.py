@@ -3,8 +3,8 @@
 Written for torch 2.13 (`torch/distributed/fsdp/_flat_param.py`); `tests/sharding` pins that
 version, so a new torch version must be checked first.
 
-A unit is a `FlatParamHandle`: the parameters of one `FullyShardedDataParallel` module, without
-those of nested ones, flattened into one `FlatParameter` that communicates as a whole.
+A unit is a `FlatParamHandle`: the parameters of one `FullyShardedDataParallel` module, without the
+parameters of nested modules, flattened into one `FlatParameter` that communicates as a whole.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdp_inspect.trace.codes import MemoryCategory
 
 @dataclass(frozen=True, slots=True)
 class FlatHandle:
-    """One `FlatParamHandle` of a model: a unit."""
+    """A unit: one `FlatParamHandle` of a model."""
 
     handle: FlatParamHandle
     wrapper: FullyShardedDataParallel
@@ -58,7 +58,7 @@ class FlatHandle:
 
     @property
     def local_parameters(self) -> list[nn.Parameter]:
-        """The flat parameter, or with `use_orig_params` this rank's part of each parameter."""
+        """The flat parameter. With `use_orig_params`: this rank's part of each parameter."""
         original = self.flat_parameter._params
         return [self.flat_parameter] if original is None else list(original)
 
@@ -82,7 +82,7 @@ class FlatHandle:
 
     @property
     def followed_parameters(self) -> tuple[()]:
-        """None: the parameters of a flat parameter share one storage."""
+        """Empty: the parameters of a flat parameter share one storage."""
         return ()
 
     @property
@@ -122,7 +122,7 @@ class FlatHandle:
 
     @property
     def uses_original_parameters(self) -> bool:
-        """`use_orig_params`."""
+        """Whether `use_orig_params` is set."""
         return self.flat_parameter._params is not None
 
     @property
@@ -181,12 +181,12 @@ class FlatHandle:
 
     @property
     def offloads_to_cpu(self) -> bool:
-        """`CPUOffload(offload_params=True)`."""
+        """Whether `CPUOffload(offload_params=True)` is set."""
         return bool(self.handle._offload_params)
 
     @property
     def strategy(self) -> str:
-        """The sharding strategy: `FULL_SHARD`."""
+        """The sharding strategy, such as `FULL_SHARD`."""
         return self.handle._sharding_strategy.name
 
     @property
@@ -198,7 +198,7 @@ class FlatHandle:
     def reshards_after_forward(self) -> bool:
         """Whether torch frees the gathered parameters after forward.
 
-        torch keeps those of the root until backward (`_post_forward_reshard`).
+        torch keeps the root's gathered parameters until backward (`_post_forward_reshard`).
         """
         strategy = self.handle._sharding_strategy
         return not self.is_root and strategy in RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
@@ -217,7 +217,7 @@ class FlatHandle:
 
     @property
     def replicate_group(self) -> ProcessGroup | None:
-        """The group of the all-reduce: of `NO_SHARD` and of the hybrid strategies."""
+        """The group of the all-reduce with `NO_SHARD` and the hybrid strategies; else None."""
         if self.is_replicated:
             return self.handle.process_group
         between: ProcessGroup | None = getattr(self.wrapper, "_inter_node_pg", None)
@@ -240,8 +240,8 @@ class FlatHandle:
 def find_flat_handles(model: nn.Module) -> list[FlatHandle]:
     """Find the units of a model, in the order of `model.named_modules()`.
 
-    Empty for a model without `FullyShardedDataParallel`. A wrapper without parameters of its own
-    has no unit.
+    Empty for a model without `FullyShardedDataParallel`. A wrapper that owns no parameters has no
+    unit.
     """
     wrappers = [
         (strip_wrappers(name), module)

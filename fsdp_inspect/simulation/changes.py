@@ -111,7 +111,7 @@ def checkpoint(
         parameters: Shape of each parameter, by name: it shows blocks that are not units.
 
     Raises:
-        PlanError: There are no numbered blocks.
+        PlanError: The plan has no numbered blocks.
     """
     if mode == "none":
         return Checkpointing()
@@ -140,7 +140,7 @@ def wrap(plan: Plan, policy: str, parameters: Mapping[str, Sequence[int]] | None
         parameters: Shape of each parameter, by name; required to split blocks.
 
     Raises:
-        PlanError: The policy is invalid, or there are no blocks to split.
+        PlanError: The policy is invalid, or the plan has no blocks to split.
     """
     if policy == "split":
         return _halved(wrap(plan, "block"), parameters or {})

@@ -23,7 +23,7 @@ class VirtualStream:
 
 
 class CollectiveQueue:
-    """Runs the collectives of one process group, one after the other."""
+    """Runs the collectives of one process group one by one."""
 
     __slots__ = ("free_ns",)
 

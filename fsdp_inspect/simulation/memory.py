@@ -4,9 +4,9 @@ The allocator follows the order in which the host issues work. So the schedule u
 in this order, independent of the execution times. The unsharded parameters, all-gather outputs,
 gradients and reduce-scatter buffers of units follow from the plan, by FSDP2's rules (2.13). In
 forward, the output of an all-gather lives until the next unit's copy-out, and in backward until its
-own. The input of a reduce-scatter lives until compute waits for it. The activations that a forward
-keeps, what a backward leaves, and the rise of memory while a piece runs come from the recorded
-memory step. So does the memory of the code between two passes, such as the loss.
+own. The input of a reduce-scatter lives until compute waits for it. The recorded memory step gives
+the activations that a forward keeps, the memory that a backward leaves, and the rise of memory
+while a piece runs. It also gives the memory of the code between two passes, such as the loss.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,9 @@ class PieceMemory:
     gradients: int = 0
     """Unsharded gradients after its backward."""
     left: int = 0
-    """What its backward allocates and leaves beyond its gradients, less what it frees beyond
-    `kept`. Gradients of a parameter that is used twice wait in this way for the second use."""
+    """Memory that its backward allocates and leaves beyond its gradients, minus the memory that it
+    frees beyond `kept`. Gradients of a parameter that is used twice wait in this way for the second
+    use."""
     output: int = 0
     """The unit's output within `kept`, derived from its gradient; 0: unknown."""
     forward: Course | None = None

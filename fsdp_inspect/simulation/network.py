@@ -32,12 +32,12 @@ KINDS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
 _SAME_STEPS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
 """Kinds whose ring has N - 1 steps: the latency of one is at most the duration of the other."""
 _NORMAL_90 = 1.645
-"""90% of a normal distribution lie within so many standard errors."""
+"""90% of a normal distribution are within this number of standard errors."""
 _MOST_ERROR = 0.9
 
 
 class Pace(Enum):
-    """Which end of the uncertainty of a line its durations show."""
+    """The end of a line's uncertainty that gives the durations."""
 
     FAST = "fast"
     TYPICAL = "typical"
@@ -68,9 +68,10 @@ class CostLine:
     bounds: LineBounds | None = None
     """The extremes of an uncertain latency; None: fitted or given."""
     source: str = ""
-    """Where the latency comes from in words; empty: the run's own collectives, or the user."""
+    """The source of the latency in words; empty: the run's own collectives, or the user."""
     missing: str = ""
-    """Why another source than the run has no latency either, in one sentence; empty: not tried."""
+    """The reason why the latency is unknown from other sources too, in one sentence; empty: not
+    tried."""
     pace: Pace = Pace.TYPICAL
 
     def duration_ns(self, message_bytes: int, factor: float) -> int:
@@ -106,7 +107,7 @@ class CostLine:
         return min(max(self.fit.residual_ratio, error), _MOST_ERROR)
 
     def at(self, pace: Pace) -> "CostLine":
-        """The line with the durations of a pace. A latency from another source is not in doubt."""
+        """The line with the durations of a pace. A latency from another source counts as exact."""
         is_known = pace is Pace.CAUTIOUS and (self.bounds is None or self.source)
         return self if is_known else replace(self, pace=pace)
 
@@ -259,7 +260,7 @@ class Network:
 
 
 def unknown_latencies(network: Network) -> list[str]:
-    """What is assumed of the kinds whose latency the run does not show, one sentence each."""
+    """The assumptions about kinds whose latency the run does not show, one sentence each."""
     return [
         _assume_latency(kind.label.replace("_", "-"), line, line.bounds)
         for kind, line in network.lines.items()
@@ -271,7 +272,7 @@ def _assume_latency(name: str, line: CostLine, bounds: LineBounds) -> str:
     least, most = (format_ns(each.latency_ns) for each in bounds)
     between = f"between {least} and {most}"
     why = line.fit.refusal if line.fit is not None else ""
-    if least == most and not line.source:  # of the user
+    if least == most and not line.source:  # the user's values
         slowest, used, fastest = (
             format_bytes_per_s(each.bus_bytes_per_s) if math.isfinite(each.bus_bytes_per_s) else ""
             for each in (bounds.least_latency, line, bounds.most_latency)

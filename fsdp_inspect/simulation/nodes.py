@@ -48,8 +48,8 @@ def known_lines(run: RunSource) -> KnownLine:
     """The lines of the run's process groups that its own collectives do not show.
 
     An emulated network states its latency. A probe measures messages of many sizes. On a busy
-    machine its durations can scatter so much that they show no latency. Then the fit of the line
-    has a refusal.
+    machine its durations can scatter too much to show a latency. The fit of the line then has a
+    refusal.
     """
     probe = run.network_probe
 

@@ -29,7 +29,7 @@ class Course:
     """The course of memory in a pass of a unit."""
 
     uses: tuple[FirstUse, ...]
-    """In order."""
+    """The first uses, in order."""
     end: int
     """Level at the pass's end."""
     high: int

@@ -17,8 +17,8 @@ def policies_of(
     Args:
         plan: A resolved plan (names, no patterns).
         unit_names: The units with parameters, by index; the plan may have more.
-        shard: Ranks that shard the units without a mesh of their own; None: unknown, so no number
-            of ranks means all of them.
+        shard: Ranks that shard the units without a separate mesh; None: unknown, so no number of
+            ranks means all of them.
 
     Raises:
         PlanError: The plan lacks a unit, or prefetches an unknown unit.

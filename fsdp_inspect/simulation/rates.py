@@ -32,7 +32,7 @@ class Rates:
         self._reduce_copy_in = _Line(
             reduced, [each.reduce_copy_in_ns for each in works], in_proportion=True
         )
-        # The first unit's hooks lie before the forward, mixed with those of the loop.
+        # The hooks of the first unit are before the forward, mixed with those of the loop.
         first = next(index for op, index in work.workload.passes[0].tape if op is Op.ENTER)
         others = [at for at in range(len(works)) if at != first] or [first]
         tensors = [unit.num_tensors or len(unit.parameters) for unit in work.units]

@@ -1,9 +1,9 @@
 """Change the activation checkpointing of the recorded work: repeat forwards in backward, or not.
 
 Under full activation checkpointing torch (2.13, the non-reentrant kind) keeps the input of a unit
-and drops what its forward saved. Backward repeats the forward before it begins. So that forward is
-added to backward, where it hides communication too. Of the unit's activations the output stays, and
-the others exist only while its own backward runs.
+and drops the activations of its forward. Backward repeats the forward before it begins. The
+repeated forward is therefore added to backward, where it also hides communication. The output of
+the unit stays. The other activations exist only while its own backward runs.
 
 A recorded memory step shows the activations that a forward keeps, the rise of memory in it, and the
 size of the gradient with which its backward begins, which equals the output's size. No recorded
@@ -40,7 +40,8 @@ class Recomputation:
     work: RecordedWork
     assumptions: tuple[str, ...] = ()
     memory_refusal: str | None = None
-    """Why the memory of this work is unknown; None: it is known, or the run's was unknown."""
+    """The reason why the memory of this work is unknown; None: it is known, or the run's was
+    unknown."""
 
 
 def recompute(work: RecordedWork, recorded: Plan, wanted: Plan) -> Recomputation:
@@ -167,7 +168,7 @@ def _repeating(piece: Piece) -> Piece:
 
 
 def _not_repeating(piece: Piece) -> Piece:
-    """Without a record of the repeated work, it counts as long as the forward."""
+    """Repetition without a recorded time counts as long as the forward."""
     unknown = 0 if piece.recompute_ns else piece.forward_ns
     return replace(
         piece,
@@ -183,7 +184,7 @@ def _not_repeating(piece: Piece) -> Piece:
 def _refuse_memory(
     work: RecordedWork, memory: MemoryWork, added: Collection[int], removed: Collection[int]
 ) -> str | None:
-    """Why the memory is unknown; None: it is known."""
+    """The reason why the memory is unknown; None: it is known."""
     if removed:
         return (
             "Memory is unknown: a run with checkpointing does not show the activations of a "
@@ -202,7 +203,7 @@ def _refuse_memory(
 
 
 def _forgetting(memory: MemoryWork, pieces: Sequence[Piece], added: Collection[int]) -> MemoryWork:
-    """The memory if some units drop their activations in forward."""
+    """The memory of the workload if some units drop their activations in forward."""
     return replace(
         memory,
         pieces=[
@@ -213,7 +214,7 @@ def _forgetting(memory: MemoryWork, pieces: Sequence[Piece], added: Collection[i
 
 
 def _forgotten(piece: PieceMemory) -> PieceMemory:
-    """The output stays in forward; in backward the other activations return first."""
+    """The memory of a piece that keeps only its output in forward and recomputes the rest."""
     saved = piece.kept - piece.output
     return replace(
         piece,

@@ -6,8 +6,8 @@ same under another plan, but waits change.
 [Note: means] The recorded step time is that of the rank's typical step, as in every other command.
 Every duration of the work is the mean over its typical steps ([Note: the typical step] in
 `trace.steps`), so that parts add up to the step. Two kinds of typical steps are left out of the
-work: those that met other boundaries than most of them, and of more than `MAX_STEPS` the ones
-farthest from the typical step time. Where they differ from the rest, the replay error shows it.
+work: those with other boundaries than most of them, and, if there are more than `MAX_STEPS`, those
+farthest from the typical step time. If they differ from the rest, the replay error shows it.
 """
 
 from collections import Counter, defaultdict
@@ -45,23 +45,24 @@ from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable
 
 MAX_MEMORY_ERROR = 0.02
-"""The largest error of the simulated peak of the recorded plan with which others are simulated."""
+"""The highest error of the simulated peak of the recorded plan at which other plans are
+simulated."""
 MAX_STEPS = 64
 """The highest number of steps in the means; more only cost time."""
 _MAX_PASSES_OF_UNITS = 50_000
-"""The same for forwards and backwards of units: a step that generates text has thousands."""
+"""The limit for forwards and backwards of units: a step that generates text has thousands."""
 
 
 _Place = tuple["_Template", int]
 """A stretch of compute: the template and the position in it."""
 _Slot = tuple[str, int]
-"""A place in the code of a model: what lies behind the `first` boundary of a unit (its entry in
-forward, its end in backward), or `after` it."""
+"""A place in the code of a model: the code after the `first` boundary of a unit (its entry in
+forward, its end in backward), or the code `after` the unit."""
 
 
 @dataclass(slots=True, eq=False)
 class _Template:
-    """What passes with equal tapes do, as the mean over them."""
+    """The mean of passes with equal tapes."""
 
     is_forward: bool
     slots: list[_Slot]
@@ -70,10 +71,10 @@ class _Template:
     """The unit of each stretch, by index in the manifest."""
     compute_ns: list[float]
     ops: list[tuple[Op, int]]
-    """The boundary behind each stretch, by index in the manifest."""
+    """The boundary after each stretch, by index in the manifest."""
     count: int = 1
     pieces: list[int] = field(default_factory=list)
-    """The piece of each stretch; -1: there is no compute."""
+    """The piece of each stretch; -1: no compute."""
 
 
 _NOT_COMPUTE = (ClockPart.REDUCE, ClockPart.BEFORE_PASS, ClockPart.AFTER_PASSES)
@@ -103,9 +104,9 @@ class RecordedWork:
 
     rank: int
     steps: tuple[int, ...]
-    """The steps that every duration of the workload is the mean over. See [Note: means]."""
+    """The steps over which every duration of the workload is a mean. See [Note: means]."""
     step_time_ns: int
-    """Of the rank's typical step."""
+    """The step time of the rank's typical step."""
     execution: Execution
     units: tuple[Unit, ...]
     """The units that ran, by their index in the workload."""
@@ -121,13 +122,13 @@ class RecordedWork:
     memory_error: float | None = None
     """Simulated / measured peak of the recorded plan, - 1; None: unknown."""
     memory_refusal: str | None = None
-    """Why the workload has no memory although the run has a memory step; None: it has, or the run
-    has no such step."""
+    """The reason why the workload has no memory although the run has a memory step; None: it has
+    memory, or the run has no such step."""
     num_other_steps: int = 0
     """Steps as typical in time as `steps`, but with other passes or collectives."""
     accumulation: Accumulation | None = field(default_factory=Accumulation)
-    """Of the step; None: its passes are not a forward and its backward for each microbatch, so it
-    cannot be changed."""
+    """The accumulation of the step; None: its passes are not a forward and its backward for each
+    microbatch, so the accumulation cannot be changed."""
 
     def play(self) -> PlayedStep:
         """Simulate the recorded plan."""
@@ -173,7 +174,7 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
 
 
 def _with_checked_memory(work: RecordedWork) -> RecordedWork:
-    """The work, without its memory if that does not explain the recorded peak."""
+    """The work; its memory is removed if it does not explain the recorded peak."""
     if not work.peak_bytes:
         return work
     played = work.play().peak_bytes
@@ -197,7 +198,7 @@ def with_memory_of_failed_step(
     """Change the memory of a work to that of a step that ran out of memory.
 
     Returns:
-        The work, and what its forwards keep in relation to the recorded steps (1.0: the same).
+        The work, and the ratio of the bytes that its forwards keep to those of the recorded steps.
 
     Raises:
         MissingDataError: The memory of the work or of the failed step is unknown.
@@ -222,7 +223,7 @@ def _expect_sharded_units(run: RunSource) -> None:
 
     Raises:
         MissingDataError: Some units are replicated: they gather nothing, and the schedule does not
-            know them.
+            support them.
     """
     units = run.manifest.units
     replicated = [unit.fqn for unit in units if unit.is_replicated]
@@ -253,7 +254,7 @@ def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:
 def with_own_turns(events: EventTable) -> EventTable:
     """The events, with each collective starting at its turn on its communicator.
 
-    A collective that queues behind one of another stream seems to run
+    A collective that is queued behind a collective of another stream appears to run
     (`analysis.collectives.queues`). The schedule models this queue itself.
     """
     collectives = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
@@ -267,7 +268,7 @@ def expect_simulated_sharder(manifest: RunManifest) -> None:
     """Check that the simulation models the schedule of the run's sharder.
 
     Raises:
-        MissingDataError: It does not.
+        MissingDataError: The sharder is unsupported.
     """
     sharder = manifest.sharder_traits
     if sharder.why_not_simulated is not None:
@@ -279,10 +280,10 @@ def expect_simulated_sharder(manifest: RunManifest) -> None:
 
 
 def observed_plan(run: RunSource) -> Plan:
-    """The plan that the recorder observed, with what only the recorded steps show.
+    """The plan that the recorder observed, with settings that only the recorded steps show.
 
-    A model does not know the loop around it: how many microbatches a step has, and whether a unit
-    stays unsharded between them, which a loop switches off for the last one.
+    A model does not show the settings of its training loop: the number of microbatches of a step,
+    and whether a unit stays unsharded between them (a loop disables this for the last one).
 
     Raises:
         MissingDataError: The run has no observed plan, or another sharder than FSDP2.
@@ -302,7 +303,7 @@ def observed_plan(run: RunSource) -> Plan:
     member = timed_rank(run)
     if member is None:
         return plan
-    events = run.events(member.rank, steps=[member.closest_step])  # of a typical step
+    events = run.events(member.rank, steps=[member.closest_step])  # events of a typical step
     reading = read_step(events)
     accumulation = (reading and _accumulation(reading)) or Accumulation()
     plan = plan.model_copy(update={"accumulation": accumulation})
@@ -311,7 +312,7 @@ def observed_plan(run: RunSource) -> Plan:
 
 
 def _kept_between_microbatches(plan: Plan, manifest: RunManifest, events: EventTable) -> list[str]:
-    """Units that all microbatches run, and whose parameters only one of them gathers in forward."""
+    """Units that all microbatches run, and that only one microbatch gathers in forward."""
     count = plan.accumulation.microbatches
     if count == 1:
         return []
@@ -347,7 +348,7 @@ def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:
 
 
 def _alike(readings: Iterable[StepReading]) -> list[StepReading]:
-    """The largest set of steps that met the same boundaries."""
+    """The largest set of steps with the same boundaries."""
     sets: dict[object, list[StepReading]] = defaultdict(list)
     for reading in readings:
         sets[reading.signature].append(reading)
@@ -446,9 +447,9 @@ class _Builder:
     def _find_hooks(self, part: ClockPart, gather: ClockPart) -> dict[int, int]:
         """Hook time of each gathered unit in one part; the median for units without such time.
 
-        A pass that contains other code in that time shows more, so the shortest pass counts. Inside
-        a unit with parameters, the time also contains that unit's compute. So at most the median
-        counts as hooks there.
+        Other code in that time makes a pass longer, so the shortest pass counts. Inside a unit with
+        parameters, the time also contains that unit's compute, so at most the median counts as
+        hooks.
         """
         found: dict[int, list[int]] = defaultdict(list)
         enclosed: set[int] = set()
@@ -496,8 +497,8 @@ class _Builder:
     def _read_pass(self, number: int) -> _Template:
         """The compute between the boundaries of a pass.
 
-        The stretch that ends at the opening of a backward belongs to the code behind the unit, and
-        the one that ends at its closing to the code behind the unit's entry.
+        The stretch that ends at the opening of a backward belongs to the code after the unit. The
+        stretch that ends at its closing belongs to the code after the unit's entry.
         """
         is_forward = self._first_passes[number].is_forward
         read = _Template(is_forward, [], [], [], [])
@@ -521,7 +522,7 @@ class _Builder:
     def _of_pass(self, number: int) -> list[tuple[ClockStretch, int]]:
         """The stretches of compute and hooks of a pass, as means over the passes with equal ones.
 
-        The mean comes first: hooks are subtracted from it, and no single pass lies below 0.
+        Hooks are subtracted from the mean, so that no single pass is below 0.
         """
         alike = self._alike_passes[number]
         return [(each[0][0], _mean([ns for _, ns in each])) for each in zip(*alike, strict=True)]
@@ -558,7 +559,7 @@ class _Builder:
                 found = forward_of.get((template, at))
                 if found is not None:
                     template.pieces.append(found[0].pieces[found[1]])
-                else:  # the backward of the loss, or another one of the same forward
+                else:  # the backward of the loss, or another backward of the same forward
                     self._add(pieces, template, at, 0, round(compute))
         return pieces
 
@@ -671,7 +672,7 @@ class _Builder:
         return self._hooks[gather][unit] + self._hooks[_ENTRY_OF[gather]][unit]
 
     def _ends_late(self, unit: int) -> bool:
-        """Whether it is the last to close in every backward that reaches it."""
+        """Whether the unit is the last to close in every backward that reaches it."""
         closed = [[each for op, each in one.tape if op is Op.LEAVE]
                   for one in self._first_passes if not one.is_forward]  # fmt: skip
         reached = [order[-1] for order in closed if unit in order]

@@ -34,7 +34,7 @@ class MeasuredMemory(NamedTuple):
     before_passes: Sequence[PieceMemory]
     """By pass, the memory of the code before it."""
     peak_bytes: int
-    """Of the memory step."""
+    """The peak of the memory step."""
 
 
 def measure_memory_work(
@@ -67,25 +67,26 @@ def measure_memory_work(
 
 
 class GrownMemory(NamedTuple):
-    """The memory of a workload, changed to that of a step that did not end."""
+    """The memory of a workload, changed to that of an unfinished step."""
 
     work: MemoryWork
     passes: Sequence[Pass]
     ratio: float
-    """What forwards keep for backward, in relation to the complete step, over the pieces that the
-    unfinished step ran."""
+    """The bytes that forwards keep for backward, relative to the complete step, over the pieces
+    that the unfinished step ran."""
 
 
 def grow_memory(samples: MemoryTable, units: Sequence[Unit], workload: Workload) -> GrownMemory:
     """Change the memory of a workload to that of a step that did not end, as after a larger batch.
 
-    The resting memory and the pieces that the step ran are measured. What it did not reach is in
-    proportion to what its forwards keep: the same piece's, or that of all pieces. Gradients stay.
+    The resting memory and the pieces that the step ran are measured. The memory of other pieces is
+    scaled by the ratio of the bytes that forwards keep: of the same piece, or of all pieces.
+    Gradients stay.
 
     Args:
         samples: Samples of the unfinished step of one rank.
         units: Units by index in the workload.
-        workload: With the memory of a complete step.
+        workload: The workload, with the memory of a complete step.
 
     Raises:
         MissingDataError: The step ended before it ran the forward of a unit.
@@ -141,7 +142,7 @@ def _scale(memory: PieceMemory, ratio: float) -> PieceMemory:
 
 
 _SAME_RATIO = 0.002
-"""A smaller difference comes from storages whose release the step before did not see."""
+"""A smaller difference comes from storages whose release was not seen in the previous step."""
 
 _PHASE_OF = {
     MemoryPoint.FORWARD_START: Phase.FORWARD,
@@ -202,7 +203,7 @@ class _Reader:
         return bool(of_leaves) and None not in of_leaves
 
     def between_passes(self) -> list[PieceMemory]:
-        """By pass, the memory of the code before it; that before the first pass is not recorded."""
+        """By pass, the memory of the code before it; missing for the code before the first pass."""
         between = [PieceMemory()]
         for at, rows in enumerate(self._boundaries[1:]):
             begin = next((row for row in reversed(self._boundaries[at]) if row is not None), None)

@@ -1,9 +1,9 @@
 """Move the boundaries of a recorded pass to the units of another plan.
 
-The boundaries of a unit that a plan leaves as it is stay where they were recorded. A changed unit
-opens before the first compute that needs its parameters or those of a unit inside it, and closes
-after the last. A part of a recorded unit does so in each execution of that unit: a layer that runs
-four times in a forward has four executions, and so has each of its parts.
+A unit that the plan does not change keeps its recorded boundaries. A changed unit opens before the
+first compute that needs its parameters or those of a unit inside it, and closes after the last. A
+part of a recorded unit does so in each execution of that unit: a layer that runs four times in a
+forward has four executions, and so has each of its parts.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ _Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Regrouping:
-    """How the pieces and units of a recording relate to those of a plan. Units are indices."""
+    """The pieces and units of a recording, mapped to those of a plan. Units are indices."""
 
     unit_of_cut: Sequence[int]
     """The plan's unit of each piece of the plan."""

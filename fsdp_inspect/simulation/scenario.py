@@ -97,11 +97,11 @@ class Scenario:
     assumptions: tuple[str, ...]
     """Assumptions instead of measurements, one sentence each."""
     memory_refusal: str | None = None
-    """Why the workload has no memory; None: it has, or the run has none."""
+    """The reason why the workload has no memory; None: it has, or the run has none."""
 
 
 def mesh_of(plan: Plan, manifest: RunManifest) -> Mesh:
-    """The mesh of a plan's units without a mesh of their own; missing sizes come from the run.
+    """The mesh of a plan's units without a separate mesh; missing sizes come from the run.
 
     Raises:
         PlanError: The mesh does not match the world size.
@@ -141,7 +141,7 @@ def make_scenario(
         work: The recorded work of the run.
         manifest: The run's manifest.
         plan: The plan, with or without patterns.
-        network: The run's own network, or another one.
+        network: The run's own network, or another network.
 
     Raises:
         MissingDataError: The plan needs data that the run does not contain: a link, a collective,
@@ -281,8 +281,8 @@ class _Regrouping:
         """Check that a pass runs the modules of the units that it would open.
 
         Raises:
-            PlanError: It runs only a part of such a module, as a loss does that calls the output
-                layer by itself. FSDP's hooks on the module would not run.
+            PlanError: The pass runs only a part of such a module. Example: a loss that calls the
+                output layer directly. FSDP's hooks on the module would not run.
         """
         ran = {self._work.units[index].fqn for op, index in one.tape if op is Op.ENTER}
         recorded = {tuple(unit.modules): unit.fqn for unit in self._work.units}
@@ -297,7 +297,7 @@ class _Regrouping:
                 )
 
     def _is_around(self, name: str, other: str) -> bool:
-        """Whether all modules of another unit of the plan lie inside a module of this one."""
+        """Whether a module of this unit contains all modules of another unit of the plan."""
         if name == other:
             return False
         mine, theirs = self._plan.unit(name).modules, self._plan.unit(other).modules

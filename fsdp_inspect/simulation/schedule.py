@@ -235,7 +235,7 @@ class Schedule:
         begin_ns = self._machine.reached(self._machine.compute)
         for state in self._units:
             state.is_done = False
-        # Autograd hands a parameter its gradient after the last of its uses.
+        # Autograd delivers the gradient of a parameter after the last use of the parameter.
         last = {index: at for at, (op, index) in enumerate(one.tape) if op is Op.LEAVE}
         for at, (op, index) in enumerate(one.tape):
             if op is Op.ENTER:
@@ -302,8 +302,8 @@ class Schedule:
     def _finish_backward(self, one: Pass) -> None:
         """Torch's callback after the backward: each unit waits for all earlier reductions.
 
-        A unit that is still unsharded has its post-backward here, whether this backward reached it
-        or not.
+        Units that are still unsharded have their post-backward here, also units that this backward
+        did not reach.
         """
         reached = {self._work.policies[unit].root for op, unit in one.tape if op is Op.ENTER}
         units = [unit for unit in self._work.final_order
@@ -328,8 +328,8 @@ class Schedule:
     def _reshards_after(self, unit: int, one: Pass) -> bool:
         """Whether a unit is resharded after a backward.
 
-        A loop that keeps parameters between microbatches reshards them after the last one: the
-        optimizer changes the weights, and the kept ones would be stale.
+        A loop that keeps parameters between microbatches reshards them after the last one, because
+        the optimizer changes the weights and the kept copies would be stale.
         """
         is_last = one.microbatch == self._last_microbatch
         return is_last or self._work.policies[unit].reshard_after_backward
@@ -394,8 +394,8 @@ class Schedule:
     def _of_gather(self, unit: int, forward_ns: int, backward_ns: int | None) -> int:
         """The cost of an all-gather issued now.
 
-        Those of a smaller group count where the group has the parameters, and otherwise those of
-        the phase. None: backward equals forward.
+        The costs of a smaller group apply if the group has the parameters, else the costs of the
+        phase. None: backward equals forward.
         """
         is_smaller = self._work.policies[unit].smaller_group is not None
         in_backward = self._units[unit].has_share if is_smaller else self._phase is Phase.BACKWARD

@@ -3,9 +3,9 @@
 The recorded plan itself is simulated first. Its error is the self-check.
 
 [Note: the interval] The ends of the interval are the step with messages at the fast and at the slow
-end of the network's cost lines, minus and plus `noise_ratio`. It aims at 90% of the runs of a plan.
-Its constants come from six of the loops of `make validate`; docs/figures.md has the coverage, also
-of the loops that they do not come from.
+end of the network's cost lines, minus and plus `noise_ratio`. It should contain 90% of the runs of
+a plan. Its constants come from six of the loops of `make validate`. docs/figures.md has the
+coverage, also for other loops.
 """
 
 import math
@@ -101,7 +101,7 @@ class Played:
     parts_ns: dict[str, int]
     """The step's breakdown by `StepPart`; it adds up to the step."""
     units: tuple[UnitOfPlan, ...]
-    """In the order of the workload."""
+    """The units in the order of the workload."""
     events: EventTable | None
     """The step in virtual time; `source` is predicted."""
     event_units: tuple[Unit, ...]
@@ -136,7 +136,8 @@ class Simulation(Result):
     """predicted / replayed - 1. Both are simulated, so the error of the self-check cancels."""
     assumptions: tuple[str, ...]
     memory_refusal: str | None
-    """Why the prediction has no peak although the recorded plan has one; None: it has a peak."""
+    """The reason why the prediction has no peak although the recorded plan has one; None: it has a
+    peak."""
     plan: Plan
 
     @property
@@ -207,9 +208,9 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         manifest: The run's manifest.
         plan: The plan to simulate, with or without patterns.
         replayed: The result of `replay` for the work, if it is known already.
-        bus_bytes_per_s: As in `simulate_plan`, like the next two.
-        latency_ns: See above.
-        node: See above.
+        bus_bytes_per_s: As in `simulate_plan`.
+        latency_ns: As in `simulate_plan`.
+        node: As in `simulate_plan`.
     """
     own = work.network if node is None else work.network.change_node(node)
     network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)

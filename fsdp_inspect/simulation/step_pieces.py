@@ -4,8 +4,8 @@ The split uses one clock, that of the compute stream (CPU: the main thread). Com
 the time of this clock without waits for collectives and FSDP's copies.
 
 [Note: passes] A step is read as the passes that ran, in any order. Every backward (a call of
-autograd) is a pass, and every forward of the root unit. Where no unit encloses others, the forwards
-before a backward are one pass, because nothing recorded divides them. Forwards without a graph
+autograd) is a pass, and every forward of the root unit. If no unit encloses others, the forwards
+before a backward are one pass, because no recorded event divides them. Forwards without a graph
 (`no_grad`) are passes of their own.
 
 [Note: hooks] Between the end of one unit's compute and the start of the next one's, torch runs its
@@ -87,15 +87,17 @@ class StepReading:
     step: int
     duration_ns: int
     stretches: tuple[ClockStretch, ...]
-    """In the order of time; together with the waits and copies they are the whole step."""
+    """The stretches in the order of time. Together with the waits and copies they are the whole
+    step."""
     passes: tuple[Pass, ...]
-    """In the order of time. Units are those of the manifest, and tapes have no compute."""
+    """The passes in the order of time. Units are those of the manifest, and tapes have no
+    compute."""
     reduce_order: tuple[int, ...]
     """Units in the order in which their first reductions were issued."""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Equal for steps with the same boundaries in the same order."""
+        """A value that is equal for steps with the same boundaries in the same order."""
         places = tuple((each.part, each.unit, each.number) for each in self.stretches)
         return (places, self.passes, self.reduce_order)
 
@@ -193,7 +195,7 @@ class _Reader:
     def _found(self) -> Iterator[tuple[int | None, Pass, list[_Boundary]]]:
         """Each pass with its start and its boundaries, in the order of time.
 
-        The start is None for a pass that begins where the one before it ended.
+        The start is None for a pass that begins at the end of the previous pass.
         """
         repeated = (self._events.flags & EventFlag.RECOMPUTE) != 0
         forward = self._rows(EventKind.FORWARD) & ~repeated
@@ -298,9 +300,10 @@ class _Reader:
             low = end
 
     def _reduction_start(self, unit: int, after_ns: int) -> int | None:
-        """The issue of the reduce-scatter behind a unit's backward.
+        """The issue of the reduce-scatter after a unit's backward.
 
-        None if the unit has another boundary first: then this backward reduced nothing.
+        None if another boundary of the unit comes first, because this backward then reduced
+        nothing.
         """
         later = [issue for issue, owner in self._reductions if owner == unit and issue >= after_ns]
         if not later:
@@ -334,7 +337,7 @@ def _has_nested(boundaries: list[_Boundary]) -> bool:
 
 
 def _divided(boundaries: list[_Boundary], *, has_root: bool) -> Iterator[list[_Boundary]]:
-    """The boundaries of forwards, divided into passes where no unit is open."""
+    """The boundaries of forwards, divided into passes at times without an open unit."""
     group: list[_Boundary] = []
     depth = 0
     for boundary in boundaries:

@@ -39,7 +39,7 @@ class Piece:
     forward_ns: int
     """Time on the compute stream (CPU: the main thread)."""
     backward_ns: int
-    """Without recomputation."""
+    """Time of the backward without recomputation."""
     recompute_ns: int = 0
     """Forward that activation checkpointing repeats before the piece's backward."""
     forward_launch_ns: int = 0
@@ -77,8 +77,8 @@ class UnitWork:
     """Host time around a reduction."""
     is_trainable: bool = True
     ends_with_backward: bool = False
-    """Its inputs need no gradient, so torch runs its post-backward after the whole backward. The
-    last LEAVE of a backward's tape then has no effect."""
+    """Whether its inputs need no gradient, so torch runs its post-backward after the whole
+    backward. The last LEAVE of a backward's tape then has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class UnitPolicy:
     """The settings of a unit that the schedule follows."""
 
     reshard_after_forward: bool = True
-    """Its parameters are freed after forward and gathered again in backward."""
+    """Whether its parameters are freed after forward and gathered again in backward."""
     smaller_group: int | None = None
     """Ranks of the group that keeps the parameters until backward, on the unit's own communicator
     (an integer `reshard_after_forward`); None: the whole shard group."""
@@ -106,8 +106,8 @@ class UnitPolicy:
 class Pass:
     """One forward or backward of a step.
 
-    A forward begins and ends with the hooks that torch runs for the outermost FSDP module: the root
-    as a rule, or a unit that the loop calls by itself.
+    A forward begins and ends with the hooks that torch runs for the outermost FSDP module: usually
+    the root, or a unit that the loop calls directly.
     """
 
     phase: Phase
@@ -155,9 +155,9 @@ class Workload:
     """One per unit."""
     pieces: Sequence[Piece]
     passes: Sequence[Pass]
-    """In the order in which they run."""
+    """The passes in the order in which they run."""
     final_order: Sequence[int] = field(default_factory=tuple)
-    """The order in which torch visits the units after a backward: that of `named_modules`."""
+    """The order in which torch visits the units after a backward: the order of `named_modules`."""
     after_ns: int = 0
     """Time after the last pass: clipping, optimizer, zeroing, the rest of the step."""
     host_ahead_ns: int | None = None
@@ -186,7 +186,7 @@ class Workload:
 
 
 def reversed_tape(tape: Tape) -> Tape:
-    """The backward of a tape: everything in reverse, so that what was left is entered."""
+    """The backward of a tape: the reversed tape, with ENTER and LEAVE exchanged."""
     opposite = {Op.ENTER: Op.LEAVE, Op.RUN: Op.RUN, Op.LEAVE: Op.ENTER}
     return tuple((opposite[op], index) for op, index in reversed(tape))
 
@@ -202,7 +202,7 @@ def passes_of(
 
     Args:
         tape: The tape of the forward.
-        microbatches: What differs between the microbatches.
+        microbatches: The settings of each microbatch.
         before_forward_ns: Time before each forward.
         after_forward_ns: Time between a forward and its backward: the loss.
     """

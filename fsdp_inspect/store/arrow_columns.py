@@ -24,7 +24,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "float": np.dtype(np.float32),
     "double": np.dtype(np.float64),
 }
-"""Numpy type of each supported Arrow type: types of this version, and types a later one may add."""
+"""Numpy type of each supported Arrow type: the types of this version and types for later ones."""
 
 
 def to_arrow(values: NDArray[Any]) -> "pa.Array[Any]":

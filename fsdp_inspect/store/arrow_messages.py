@@ -17,7 +17,7 @@ _BUFFER = struct.Struct("<qq")
 
 
 def decoded_bytes_of(raw: bytes, position: int) -> int:
-    """Bytes to which the record batch message at a position decodes; 0 if it is no such message.
+    """Bytes to which the record batch message at a position decodes; 0 if it is another message.
 
     A compressed buffer begins with its uncompressed length. The decoder allocates that much, so a
     wrong length is found here too.

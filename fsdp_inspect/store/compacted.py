@@ -150,7 +150,7 @@ def read_compacted(
         file: The specification of the table.
         name: The file's name, for messages.
         steps: Row groups without any of these steps are skipped; rows of other steps may remain.
-        kinds: Likewise, if the file lists the kinds of its row groups.
+        kinds: The same for kinds, if the file lists the kinds of its row groups.
 
     Raises:
         CorruptFileError: The file is foreign, cut off, or changed since it was written.

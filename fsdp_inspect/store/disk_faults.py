@@ -1,4 +1,4 @@
-"""Handle a failing disk: when to try again, and how to write without a free file descriptor."""
+"""Handle a failing disk: schedule retries, and write without a free file descriptor."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ class RetryTimer:
 
 
 class SpareDescriptor:
-    """An open file descriptor that is given up when the process has no other one left."""
+    """An open file descriptor that is released when the process has no free descriptor."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None

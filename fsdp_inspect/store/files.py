@@ -30,7 +30,7 @@ class RunFiles(Protocol):
     """The path or URL, for messages."""
 
     def read(self, name: str) -> bytes | None:
-        """All bytes of a file; None if there is none."""
+        """All bytes of a file; None if it is missing."""
         ...
 
     def read_many(self, names: Sequence[str]) -> list[bytes | UnreadableFileError | None]:
@@ -38,7 +38,7 @@ class RunFiles(Protocol):
         ...
 
     def open(self, name: str) -> BinaryIO | pa.NativeFile | None:
-        """A file for reading in parts; None if there is none."""
+        """A file for reading in parts; None if it is missing."""
         ...
 
     def folders(self, name: str) -> list[str]:
@@ -46,7 +46,7 @@ class RunFiles(Protocol):
         ...
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether the file exists."""
         ...
 
     def modified_unix_ns(self, name: str) -> int | None:
@@ -87,7 +87,7 @@ class LocalFiles:
         self.label = str(path)
 
     def read(self, name: str) -> bytes | None:
-        """All bytes of a file; None if there is none."""
+        """All bytes of a file; None if it is missing."""
         with self._accessing(name):
             return read_regular(self.path / name, max_memory_bytes())
         return None
@@ -97,7 +97,7 @@ class LocalFiles:
         return [_read_or_error(self, name) for name in names]
 
     def open(self, name: str) -> pa.NativeFile | None:
-        """A file for reading in parts; None if there is none."""
+        """A file for reading in parts; None if it is missing."""
         # Open it twice: Arrow waits for the other end of a pipe.
         with self._accessing(name), open_regular(self.path / name):
             return pa.OSFile(str(self.path / name), "rb")
@@ -142,7 +142,7 @@ class RemoteFiles:
         self._system.invalidate_cache()
 
     def read(self, name: str) -> bytes | None:
-        """All bytes of a file; None if there is none."""
+        """All bytes of a file; None if it is missing."""
         with self._accessing(name):
             return bytes(self._system.cat_file(self._full(name)))
         return None
@@ -153,7 +153,7 @@ class RemoteFiles:
             return list(pool.map(lambda name: _read_or_error(self, name), names))
 
     def open(self, name: str) -> BinaryIO | None:
-        """A file for reading in parts; None if there is none."""
+        """A file for reading in parts; None if it is missing."""
         with self._accessing(name):
             opened: BinaryIO = self._system.open(self._full(name), "rb")
             return opened
@@ -183,7 +183,7 @@ class RemoteFiles:
         return None
 
     def _accessing(self, name: str) -> AbstractContextManager[None]:
-        # Each file system of fsspec has exceptions of its own.
+        # Each file system of fsspec has separate exceptions.
         return _accessing(f"{self.label.rstrip('/')}/{name}".rstrip("/"), (Exception,))
 
     def _full(self, name: str) -> str:

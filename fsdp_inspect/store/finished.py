@@ -37,7 +37,7 @@ class FinishedRun:
         """Write all events of a rank, compacted.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: Writing failed.
         """
         folder = rank_folder(self.path, _ATTEMPT, rank)
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class FinishedRun:
         """Write the record of a rank.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: Writing failed.
         """
         folder = rank_folder(self.path, _ATTEMPT, record.rank)
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class FinishedRun:
         """Write the black box of a rank.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: Writing failed.
         """
         (rank_folder(self.path, _ATTEMPT, rank) / BLACK_BOX_FILE).write_bytes(encode(box))
 
@@ -88,7 +88,7 @@ class FinishedRun:
         """Write the summaries of all ranks and the manifest.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: Writing failed.
         """
         compact_run(self.path)
         write_manifest_if_absent(self.path, manifest)

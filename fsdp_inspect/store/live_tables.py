@@ -90,7 +90,7 @@ class LiveTables:
     def reduce(
         self, path: Path, events: EventTable, *, rank: int, attempt: int = 0
     ) -> SummaryTable:
-        """As `reduce_rank` for all events, but only steps with new rows are reduced again.
+        """Reduce all events as `reduce_rank` does; only steps with new rows are reduced again.
 
         Args:
             path: The stream of events, the same path as for `read`.

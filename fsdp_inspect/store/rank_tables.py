@@ -81,7 +81,7 @@ def read_compacted_table(
         folder: The folder in it; empty for the run folder itself.
         file: The specification of the table.
         steps: Row groups without these steps may be left out.
-        kinds: Likewise, if the file lists the kinds of its row groups.
+        kinds: The same for kinds, if the file lists the kinds of its row groups.
 
     Raises:
         CorruptFileError: The file is damaged or foreign.

@@ -49,7 +49,7 @@ def decode_record(encoded: bytes, kind: type[RecordT], name: str) -> RecordT:
 
     Raises:
         SchemaVersionError: A newer version of FSDP Inspect wrote the file.
-        CorruptFileError: The file is cut off, changed, or no such record.
+        CorruptFileError: The file is cut off, changed, or has another kind of record.
     """
     _check_integrity(encoded, name)
     fields = _fields_of(encoded, name)

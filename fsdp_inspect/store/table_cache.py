@@ -7,21 +7,21 @@ from typing import Any, Protocol
 from cachetools import LRUCache
 
 MOST_BYTES = 256 << 20
-"""The default bound; beyond it the tables that were used longest ago are dropped. A step of a
-million events, with its memory samples, takes about 140 MB."""
+"""The default limit. Beyond it, the least recently used tables are dropped. A step of a million
+events, with its memory samples, takes about 140 MB."""
 
 
 class Sized(Protocol):
-    """A table, or anything else that knows its size."""
+    """A table, or another object with a size in bytes."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """The memory of the object."""
         ...
 
 
 class TableCache:
-    """Immutable tables by key, bounded by their bytes; several threads may use it at once."""
+    """Immutable tables by key, limited by their bytes. Thread-safe."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes = most_bytes
@@ -29,12 +29,12 @@ class TableCache:
         self._lock = threading.Lock()
 
     def find(self, *keys: Hashable) -> Any:
-        """The table of the first of these keys that has one; None if none has."""
+        """The first table found under these keys; None if there is none."""
         with self._lock:
             return next((self._tables[key] for key in keys if key in self._tables), None)
 
     def keep(self, key: Hashable, table: Sized) -> None:
-        """Keep a table, unless it is larger than the bound by itself."""
+        """Keep a table, unless it alone exceeds the limit."""
         if table.num_bytes <= self.most_bytes:
             with self._lock:
                 self._tables[key] = table

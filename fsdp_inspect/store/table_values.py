@@ -1,8 +1,8 @@
-"""Check the values of a decoded table, and replace the codes that this version does not know.
+"""Check the values of a decoded table, and replace unknown codes.
 
-A checksum shows that a file is as it was written, not that its writer was right. The analyses rely
-on the limits here, so that no sum of times or sizes overflows. Codes may be newer than this
-version: rows of an unknown kind are left out, and other unknown codes become a neutral one.
+A checksum shows that a file is unchanged, not that its writer was correct. The analyses rely on the
+limits here, so that no sum of times or sizes overflows. Codes may be newer than this version: rows
+of an unknown kind are left out, and other unknown codes become a neutral code.
 """
 
 from collections.abc import Mapping, Sequence

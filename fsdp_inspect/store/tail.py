@@ -3,7 +3,7 @@
 The dashboard and the metrics server read a live run every few seconds, and its streams may have
 gigabytes. Each read takes only the bytes after the last complete batch. The first read of a long
 stream takes only its end. An unfinished batch is left for the next read. When a rank ends, its
-streams are compacted, and the tail reports that the rank is over.
+streams are compacted, and the tail reports the end of the rank.
 """
 
 import os
@@ -50,7 +50,7 @@ class StreamTail(Generic[TableT]):
         self._file = file
         self._first_look_bytes = first_look_bytes
         self.num_beginnings = 0
-        """How often the stream was replaced by another or a shorter file."""
+        """The number of times that another or a shorter file replaced the stream."""
         self._begin()
         self.is_gone = False
         """Whether the stream existed and has been removed."""

@@ -50,13 +50,13 @@ MAX_BACKLOG_BYTES = 64 << 20
 """Limit of the encoded rows of one rank that wait for a failing disk: 3 million events of 20 bytes.
 Above it, the oldest rows of the largest table are dropped."""
 MAX_BUFFERED_ROWS = 100_000
-"""Limit of the rows of one table (about 40 MB) that wait for a write that does not return; above
-it, the oldest are dropped."""
+"""Limit of the rows of one table (about 40 MB) that wait for a write that does not return. Above
+it, the oldest rows are dropped."""
 STALL_TIMEOUT_S = 10.0
-"""How long the end of a recording waits for a disk that writes nothing."""
+"""The time that the end of a recording waits for a disk that writes nothing."""
 
 _POLLS_PER_INTERVAL = 4
-"""How often in a flush interval the background thread checks the number of waiting rows."""
+"""The number of checks of the waiting rows in a flush interval."""
 _HEARTBEAT_S = 15.0
 """`rank.json` is rewritten at least this often: readers on other hosts then see a live rank."""
 _SHORTEST_WAIT_S = 0.001
@@ -64,9 +64,9 @@ _GUARD_S = 5.0
 """Interval of the check that limits the waiting rows, also while the disk hangs."""
 _FLUSH_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 120.0
-"""How long the end of a recording waits for a disk that writes slowly, and for compaction."""
+"""The time that the end of a recording waits for a slow disk and for compaction."""
 _LAST_RECORD_TIMEOUT_S = 2.0
-"""How long the end waits for `rank.json` after the disk stalled."""
+"""The time that the end waits for `rank.json` after the disk stalled."""
 _CLOSE_POLL_S = 0.1
 _MAX_PROBLEMS = 20
 
@@ -166,7 +166,7 @@ class RankWriter:
             self._unfinished_files[name] = write
 
     def write_record(self, name: str, record: LiveMemoryRecord | OutOfMemoryRecord) -> None:
-        """Write a record into the rank's folder; as `write_file`."""
+        """Write a record into the rank's folder; see `write_file`."""
         path = self.folder / name
         self.write_file(name, lambda: replace_file(path, encode_record(record)))
 
@@ -276,7 +276,7 @@ class RankWriter:
         return os.getpid() == self._owner
 
     def _work(self) -> None:
-        """The background thread: all file access happens here."""
+        """Run the background thread, which does all file access."""
         while self._ending is None:
             until_due = self._flushed_s + self._flush_interval_s - time.monotonic()
             wait = min(until_due, self._flush_interval_s / _POLLS_PER_INTERVAL)
@@ -295,7 +295,7 @@ class RankWriter:
         return any(len(buffer) >= self._flush_rows for buffer in self._buffers.values())
 
     def _flush_safely(self, *, must_try: bool = True) -> None:
-        """Take all rows, and write them unless the disk failed a moment ago."""
+        """Take all rows, and write them unless the disk has just failed."""
         for name in self._buffers:
             try:
                 self._take_rows(name)
@@ -349,7 +349,7 @@ class RankWriter:
             self._report(name, error)
 
     def _write_record_first(self) -> None:
-        """At the start: create the folder and all files, while descriptors are free."""
+        """Create the folder and all files at the start, while descriptors are free."""
         if self._record_written_s:
             return
         self._write_record_safely()
@@ -370,7 +370,7 @@ class RankWriter:
         try:
             self._spare.use_for(write)
         except OSError:
-            self._unfinished_files.setdefault(name, write)  # unless there is a newer one
+            self._unfinished_files.setdefault(name, write)  # unless a newer one exists
             raise
 
     def _write_record_safely(self) -> None:
@@ -397,7 +397,7 @@ class RankWriter:
             return self._record.model_copy(update=fields)
 
     def _all_dropped(self) -> dict[str, int]:
-        """By table: the rows that were dropped, and those that a stalled disk did not take."""
+        """The number of dropped rows by table, including rows that a stalled disk did not take."""
         dropped = {**self._record.dropped}
         for name, rows in self._unwritten.items():
             if rows:
@@ -454,7 +454,7 @@ class RankWriter:
                 self._is_record_news = True
 
     def _watch(self) -> None:
-        """The second thread: limits memory while the first one hangs in a dead file system."""
+        """Run the second thread, which limits memory while the first one hangs in a file system."""
         flushed_s = self._flushed_s
         while not self._has_ended.wait(_GUARD_S):
             self._shed_rows()
@@ -499,7 +499,7 @@ class RankWriter:
         )
 
     def _warn_of_dropped(self) -> None:
-        """At the end: state how many rows are missing in the run."""
+        """State at the end how many rows are missing in the run."""
         dropped = describe_rows(self._all_dropped())
         if dropped:
             self._log("Rank %d dropped %s.", self._record.rank, dropped)

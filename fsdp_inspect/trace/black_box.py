@@ -15,9 +15,9 @@ offset size               contents
 [Note: Why the ring is not a memory-mapped file]
 A write to a mapped page of a file can wait for the disk: for the journal of ext4, or for the server
 of NFS. Then a slow disk stops the training. The ring is in memory that a small process shares
-(`recording.black_box_keeper`). It writes what changed every second, and a last time after the rank
-has ended, whether by an exit, an abort or SIGKILL. Only if that process is killed with the rank is
-the last second lost. A rank that hangs changes nothing any more, so its file is exact.
+(`recording.black_box_keeper`). Every second it writes the changed bytes. It writes once more after
+the rank has ended, by an exit, an abort or SIGKILL. The last second is lost only if that process is
+killed with the rank. A rank that hangs changes nothing any more, so its file is exact.
 """
 
 from __future__ import annotations
@@ -59,12 +59,11 @@ ENTRY = np.dtype(
 )
 """One collective.
 
-`issued_ns` and `finished_ns` are on the rank's clock; a `finished_ns` of 0 means that no end was
-seen. `number` counts the rank's collectives from 1. `sequence` counts those of the process group
-from 0, without point-to-point messages, which have -1. `digest` is the running digest of the
-group's order and steps up to this entry, without those of `state` 1. `place` is the line of code
-that led to it, 0: unknown. `state` is 1 if a thread next to the training issued it.
-"""
+`issued_ns` and `finished_ns` are on the rank's clock; a `finished_ns` of 0 means that its end was
+not seen. `number` counts the rank's collectives from 1. `sequence` counts the collectives of the
+process group from 0; point-to-point messages have -1. `digest` is the running digest of the group's
+order and steps up to this entry, without those of `state` 1. `place` is the line of code that
+issued it, 0: unknown. `state` is 1 if another thread than the training thread issued it."""
 ENTRY_STRUCT = struct.Struct("<qqqQQiiiHHHBBBBH")
 assert ENTRY_STRUCT.size == ENTRY.itemsize
 FINISHED_OFFSET = 8
@@ -76,11 +75,11 @@ MAX_BYTES = TEXT_START + TEXT_BYTES
 ENDED_OFFSET = 256
 """Offset of the wall time, ns, at which the keeper saw the process end; 0: it had not ended."""
 WATCHED_OFFSET = 264
-"""Offset of what the keeper has seen of the process, `WATCHED_STRUCT`."""
+"""Offset of `WATCHED_STRUCT`, the keeper's last observation of the process."""
 WATCHED_STRUCT = struct.Struct("<qqqqc7x")
 COLLECTION_OFFSET = 304
 """Offset of the wall time, ns, at which a garbage collection of all generations began, 0: none
-runs, and of `COLLECTION_PLACE_BYTES` with the user's line, filled up with zeros."""
+runs. `COLLECTION_PLACE_BYTES` follow with the user's line, padded with zeros."""
 COLLECTION_PLACE_BYTES = 192
 TEXT_BYTES_OFFSET = 24
 """Offset of the length of the text in the header."""
@@ -116,19 +115,19 @@ _HEADER_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What the keeper saw of the process when it last looked, from outside."""
+    """The state of the process when the keeper last looked at it from outside."""
 
     unix_ns: int
-    """When it looked; 0: never."""
+    """The time of the look; 0: never."""
     major_faults: int
     """Pages that the process had to read from a disk since its collectives last changed."""
     still_ns: int
-    """How long its collectives had not changed."""
+    """The time for which its collectives had not changed."""
     swap_bytes: int
     """Memory of the process that is swapped out."""
     state: str
-    """Of the main thread, as in proc(5): R running, S sleeping, D waiting for a device, T stopped.
-    Empty: unknown."""
+    """The state of the main thread, as in proc(5): R running, S sleeping, D waiting for a device, T
+    stopped. Empty: unknown."""
 
 
 NOT_WATCHED = Watched(0, 0, 0, 0, "")
@@ -160,10 +159,11 @@ class Header:
     """The last time at which that thread saw progress: a collective issued or finished, or a
     step ended."""
     loader_ended_ns: int
-    """When the training's data loader ended last."""
+    """The time at which the training's data loader last ended."""
     loader_ended_step: int
     hang_seen_ns: int
-    """When the watchdog reported that nothing moves; 0: never, or progress went on."""
+    """The time at which the watchdog reported that nothing moves; 0: never, or progress
+    continued."""
     step: int
     unit: int
     """The innermost running unit; -1: none."""
@@ -173,9 +173,9 @@ class Header:
     oom_kills: int
     """Processes of this machine's cgroup that the kernel killed for memory since the start."""
     hang_after_ns: int
-    """How long the watchdog waits."""
+    """The time that the watchdog waits."""
     ended_unix_ns: int = 0
-    """Wall time at which the process ended; 0: it had not, or nobody saw it."""
+    """Wall time at which the process ended; 0: it had not ended, or its end was not seen."""
     watched: Watched = NOT_WATCHED
     collection: Collection | None = None
     """None: no garbage collection of all generations ran."""
@@ -193,12 +193,12 @@ EMPTY_HEADER = Header(
         name: 0 for name in _HEADER_FIELDS if name in Header.__slots__
     }
 )
-"""The header of a rank of which nothing is known."""
+"""The header of a rank without any known value."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodePlace:
-    """The line of code that led to a collective."""
+    """The line of code that issued a collective."""
 
     file: str
     line: int
@@ -213,14 +213,14 @@ class CodePlace:
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A process group, as the rank knows it."""
+    """A process group in the numbering of the rank."""
 
     name: str
     ranks: tuple[int, ...]
 
 
 class BlackBoxError(ValueError):
-    """The bytes are no black box of this version."""
+    """The bytes are not a black box of this version."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,9 @@ class BlackBox:
     entries: NDArray[np.void]
     """`ENTRY` rows in the order of issue, oldest first."""
     groups: dict[int, Communicator]
-    """By `group` of the entries."""
+    """The process groups, by `group` of the entries."""
     places: dict[int, CodePlace]
-    """By `place` of the entries."""
+    """The lines of code, by `place` of the entries."""
 
     def of_group(self, name: str) -> NDArray[np.void]:
         """The entries of a communicator, in the order of issue, without point-to-point."""
@@ -249,7 +249,7 @@ def decode(content: bytes | bytearray) -> BlackBox:
     """Read a black box; entries and lines of text that a kill cut off are left out.
 
     Raises:
-        BlackBoxError: It is no black box, or of another version.
+        BlackBoxError: The bytes are not a black box, or have another version.
     """
     if len(content) < HEADER_BYTES:
         raise BlackBoxError(
@@ -274,7 +274,7 @@ def decode(content: bytes | bytearray) -> BlackBox:
 
 
 def encode(box: BlackBox) -> bytes:
-    """A whole black box as bytes, as `decode` reads it.
+    """Encode a whole black box as bytes, which `decode` reads.
 
     Text beyond `TEXT_BYTES` is left out: first the lines of code, then process groups.
     """
@@ -294,7 +294,7 @@ def encode(box: BlackBox) -> bytes:
 
 
 def encode_header(header: Header, text_bytes: int) -> bytes:
-    """The header as bytes."""
+    """Encode the header."""
     values = {
         "magic": MAGIC,
         "entry_bytes": ENTRY.itemsize,
@@ -306,7 +306,7 @@ def encode_header(header: Header, text_bytes: int) -> bytes:
 
 
 def encode_collection(began_unix_ns: int, place: str) -> bytes:
-    """A running garbage collection as bytes; 0 and an empty place: none runs."""
+    """Encode a running garbage collection; 0 and an empty place: none runs."""
     return _TIME.pack(began_unix_ns) + place.encode()[:COLLECTION_PLACE_BYTES].ljust(
         COLLECTION_PLACE_BYTES, b"\0"
     )
@@ -343,7 +343,7 @@ def _decode_entries(content: bytes | bytearray, header: Header) -> NDArray[np.vo
     available = max(min(len(content) - HEADER_BYTES, RING_BYTES), 0) // ENTRY.itemsize
     entries: NDArray[np.void] = np.frombuffer(bytes(content), ENTRY, available, HEADER_BYTES)
     entries = entries[entries["number"] > 0]
-    if len(entries):  # a torn write may leave entries of the round before
+    if len(entries):  # a torn write may leave entries of the previous round
         newest = int(entries["number"].max())
         entries = entries[entries["number"] + CAPACITY > newest]
     ordered: NDArray[np.void] = entries[np.argsort(entries["number"], kind="stable")]

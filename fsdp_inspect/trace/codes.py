@@ -45,7 +45,7 @@ class EventKind(NamedCode):
     REDUCE_SCATTER_COPY_IN = 20
     REDUCE_SCATTER = 21
     REDUCE_SCATTER_WAIT = 22
-    """As ALL_GATHER_WAIT. `unit` owns the collective; the wait happened in `issued_by`."""
+    """Like ALL_GATHER_WAIT. `unit` owns the collective; the wait happened in `issued_by`."""
     ALL_REDUCE = 30
     ALL_REDUCE_WAIT = 31
     BROADCAST = 40
@@ -54,7 +54,7 @@ class EventKind(NamedCode):
     POINT_TO_POINT = 43
     OTHER_COLLECTIVE = 44
     OTHER_WAIT = 45
-    """As ALL_GATHER_WAIT, for the collectives from BROADCAST on."""
+    """Like ALL_GATHER_WAIT, for the collectives from BROADCAST on."""
     GARBAGE_COLLECTION = 50
     """Python collected garbage, in any thread, and every other thread waited. Overlaps the events
     around it."""
@@ -92,7 +92,7 @@ COPIES = frozenset(
 
 
 class Phase(NamedCode):
-    """The part of a step in which an event lies."""
+    """The part of a step that contains an event."""
 
     OUTSIDE = 0
     DATA = 1
@@ -124,7 +124,7 @@ class Source(NamedCode):
 
 
 class Method(NamedCode):
-    """How the times of an event were obtained."""
+    """The method by which the times of an event were obtained."""
 
     MEASURED = 0
     INFERRED = 1
@@ -147,13 +147,13 @@ class EventFlag(IntFlag):
     NO_GRAD = 16
     """A forward with gradients disabled."""
     MEMORY_STEP = 32
-    """The event lies in a memory step: its times are not representative."""
+    """The event is in a memory step, so its times are not representative."""
     LATEST_END = 64
     """The end is an upper bound: the moment at which the collective was seen to have ended."""
     CHECKPOINT = 128
     """BETWEEN_STEPS: a checkpoint was saved. With ASYNC, it is written in the background."""
     FULL_COLLECTION = 256
-    """GARBAGE_COLLECTION: of all generations."""
+    """GARBAGE_COLLECTION: a collection of all generations."""
     UNIT_INFERRED = 512
     """A collective whose unit is inferred from the size and the order of its message."""
 
@@ -178,7 +178,7 @@ class MemoryPoint(NamedCode):
     SNAPSHOT = 10
     """Imported allocator traces: the moment at which the snapshot was taken."""
     PHASE_PEAK = 11
-    """The peak of one phase of a memory step, as PEAK; `phase` is that phase."""
+    """The peak of one phase of a memory step, like PEAK; `phase` is that phase."""
     PHASE_PEAK_BY_OWNER = 12
     """The same moment as PHASE_PEAK, one row for each owning unit, as PEAK_BY_OWNER."""
     END_BY_OWNER = 13
@@ -196,7 +196,7 @@ DETAILS = (
     MemoryPoint.END_BY_OWNER,
     MemoryPoint.PARAMETER_USE,
 )
-"""Rows that split or describe another row of a memory step; not readings of their own."""
+"""Rows that split or describe another row of a memory step; not separate readings."""
 
 
 class MemoryCategory(NamedCode):
@@ -267,9 +267,9 @@ ITEMSIZE = {
 NO_UNIT = -1
 """The `unit` of an event that belongs to no FSDP unit."""
 UNKNOWN_UNIT = -2
-"""The `unit` of a collective in a black box from a dump that names no units."""
+"""The `unit` of a collective in a black box from a dump without units."""
 UNKNOWN_STEP = -1
-"""The `step` of such a collective."""
+"""The `step` of a collective from such a dump."""
 
 
 class StepPart(NamedCode):

@@ -72,13 +72,13 @@ class Intervals:
         return int(np.sum(self.ends - self.starts))
 
     def union(self, other: "Intervals") -> "Intervals":
-        """The times that lie in either set."""
+        """The times that are in either set."""
         return Intervals.of(
             np.concatenate([self.starts, other.starts]), np.concatenate([self.ends, other.ends])
         )
 
     def intersect(self, other: "Intervals") -> "Intervals":
-        """The times that lie in both sets."""
+        """The times that are in both sets."""
         if len(self) == 0 or len(other) == 0:
             return Intervals.empty()
         # Interval j of other can overlap interval i of self only for j in [lows[i], highs[i]).
@@ -94,7 +94,7 @@ class Intervals:
         )
 
     def subtract(self, other: "Intervals") -> "Intervals":
-        """The times that lie in this set and not in the other."""
+        """The times that are in this set and not in the other."""
         if len(self) == 0 or len(other) == 0:
             return self
         gap_starts = np.concatenate([[np.iinfo(np.int64).min], other.ends])
@@ -102,7 +102,7 @@ class Intervals:
         return self.intersect(Intervals(gap_starts, gap_ends))
 
     def clip(self, start: int, end: int) -> "Intervals":
-        """The times of this set that lie inside [start, end)."""
+        """The times of this set that are inside [start, end)."""
         return self.intersect(Intervals.of([start], [end]))
 
     def covered_ns(self, starts: ArrayLike, ends: ArrayLike) -> Int64Array:
@@ -131,7 +131,7 @@ class Intervals:
         return np.diff(self._covered_before(np.asarray(edges, dtype=np.int64)))
 
     def holds(self, times: ArrayLike) -> NDArray[np.bool_]:
-        """Whether each time lies in the set.
+        """Whether each time is in the set.
 
         Args:
             times: Shape (t,), ns.

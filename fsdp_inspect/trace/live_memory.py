@@ -1,4 +1,4 @@
-"""Define what was alive at a moment of a step, and `live_memory.json` of a rank.
+"""Define the live memory at a moment of a step, and `live_memory.json` of a rank.
 
 Sizes are bytes of storages, without an allocator's rounding. A line is the user's line that
 allocated a storage.
@@ -13,15 +13,16 @@ from fsdp_inspect.trace.limits import Amount, Index
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
 
 MOST_ROWS = 1000
-"""The largest rows of a moment that a report keeps; the rest is one row without unit and line."""
+"""The number of largest rows of a moment that a report keeps. The rest is one row without unit and
+line."""
 OTHER = "other"
 """The category of that row."""
 RESTING = "resting"
-"""The name of the moment at the end of a step, beside the names of the phases."""
+"""The name of the moment at the end of a step; other moments have the names of phases."""
 
 
 class LiveBytes(Record):
-    """Live storages of one unit and category, allocated at one line."""
+    """Live storages of one unit and category, allocated at one line of code."""
 
     unit: int = NO_UNIT
     """The owner, as index into the manifest's units; -1: none."""
@@ -35,7 +36,7 @@ class LiveBytes(Record):
 
 
 class LiveMoment(Record):
-    """What was alive at one moment of a step."""
+    """The live memory at one moment of a step."""
 
     step: Index
     phase: str
@@ -48,7 +49,7 @@ class LiveMoment(Record):
 
 
 class LiveMemoryRecord(Record):
-    """`live_memory.json`: what was alive at the highest moments of a rank's last memory step."""
+    """`live_memory.json`: the live memory at the highest moments of a rank's last memory step."""
 
     schema_version: Index = SCHEMA_VERSION
     run_id: str

@@ -12,9 +12,8 @@ applies decides:
 5. Any other name in the `DeviceMesh` stays as it is.
 6. The group has the same ranks as groups of exactly one other dimension: that dimension, inferred.
 
-Otherwise the dimension is unknown, and nothing guesses it. One communicator may serve two purposes:
-a mesh of one dimension uses the process group of the world. All its collectives count for the
-first of these rules.
+Otherwise the dimension is unknown. One communicator may serve two purposes: a mesh of one dimension
+uses the process group of the world. All its collectives count for the first of these rules.
 """
 
 import re
@@ -27,7 +26,7 @@ from itertools import pairwise
 from fsdp_inspect.trace.run import ProcessGroup
 
 DIMENSIONS = ("replicate", "shard", "cp", "tp", "ep", "pp")
-"""The dimensions with a meaning of their own."""
+"""The dimensions with a defined meaning."""
 WORLD = "world"
 """The label of groups with all ranks."""
 OTHER = "other"
@@ -59,7 +58,8 @@ _USUAL_NAMES = {
     **dict.fromkeys(("pp", "pipe", "pipeline", "stage", "stages"), "pp"),
     "world": WORLD,
 }
-"""By plain name. `dp` and `data` are not here: they name both sharded and replicated data."""
+"""The usual names without prefixes. `dp` and `data` are missing, because they name both sharded and
+replicated data."""
 _NOT_LETTERS = re.compile(r"[^a-z0-9]+")
 _ENDINGS = ("_group", "_parallel", "_model", "_parallelism")
 
@@ -76,7 +76,7 @@ class MeshDimension:
 
     @property
     def is_inferred(self) -> bool:
-        """Whether no mesh and no sharder states it."""
+        """Whether the dimension is inferred: neither a mesh nor a sharder states it."""
         return self.source in _INFERRED
 
 
@@ -127,7 +127,7 @@ def find_dimensions(groups: Sequence[ProcessGroup], world_size: int) -> dict[int
 def _stated_dimension(
     group: ProcessGroup, world_size: int, alike: str | None
 ) -> MeshDimension | None:
-    """The dimension by all rules of the note but the last; None: none of them applies.
+    """The dimension by all rules of the note except the last; None if none applies.
 
     Args:
         group: A process group.
@@ -186,7 +186,7 @@ def members_of(ranks: Sequence[int], rank: int, world_size: int) -> tuple[int, .
 
     Returns:
         Global ranks, including the rank; empty if unknown: the rank is outside the group, and the
-        group is no dimension of a mesh.
+        group is not a dimension of a mesh.
     """
     if rank in ranks:
         return tuple(ranks)
@@ -207,9 +207,9 @@ def _first_of(rank: int, stride: int, size: int) -> int:
 def find_coordinates(groups: Sequence[ProcessGroup], rank: int, world_size: int) -> dict[str, int]:
     """The place of a rank along each dimension, by label.
 
-    Of several groups of one dimension, the largest counts. `world` and `other` are no dimensions
-    of a mesh. A dimension is absent if the ranks of its groups are no regular grid and the given
-    groups are those of another rank.
+    If a dimension has several groups, the largest counts. `world` and `other` are not dimensions of
+    a mesh. A dimension is absent if the ranks of its groups are not a regular grid and the given
+    groups belong to another rank.
     """
     found = find_dimensions(groups, world_size)
     places: dict[str, tuple[int, int]] = {}

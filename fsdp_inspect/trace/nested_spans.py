@@ -26,10 +26,10 @@ class Painted:
 
 
 def paint_innermost(starts: Int64Array, ends: Int64Array, within: Intervals) -> Painted:
-    """Compute the visible pieces of each span when the span that started last lies on top.
+    """Compute the visible pieces of each span if the span that started last is on top.
 
-    Of nested spans (a unit's forward inside its parent's forward), the innermost one is visible.
-    If two spans start together, the shorter one lies on top.
+    If spans are nested (a unit's forward inside its parent's forward), the innermost one is
+    visible. If two spans start together, the shorter one is on top.
 
     Args:
         starts: Shape (n,), ns.
@@ -44,7 +44,7 @@ def paint_innermost(starts: Int64Array, ends: Int64Array, within: Intervals) -> 
     edges = edges[np.diff(edges, prepend=edges[:1] - 1) > 0]
     if len(edges) < 2:
         return _merge(edges[:0], edges[:0], np.empty(0, dtype=np.int64))
-    # The edges of `within` are included, so each piece lies entirely inside or outside of it.
+    # The edges of `within` are included, so each piece is entirely inside or outside of it.
     seen = np.flatnonzero(within.holds(edges[:-1]))
     begins = edges[seen]
     return _merge(begins, edges[seen + 1], _owners(starts, ends, begins))

@@ -1,7 +1,7 @@
 """Define the numerics of a run: finite or not, norms and lost updates, by unit and place.
 
-A rank appends one line of JSON to `numerics.jsonl` for each numerics step. All values are of its
-own shards, or of its own outputs. Squared norms can be added over the ranks of a shard group.
+A rank appends one line of JSON to `numerics.jsonl` for each numerics step. All values describe its
+own shards or its own outputs. Squared norms can be added over the ranks of a shard group.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 
 class Place(StrEnum):
-    """Where a value was looked at, in the order of a step."""
+    """The place of an observed value, in the order of a step."""
 
     PARAMETER = "parameter"
-    """Before the step's first forward."""
+    """The parameters before the first forward of the step."""
     OUTPUT = "forward output"
     GRADIENT = "gradient"
-    """Unsharded, before its reduction."""
+    """The unsharded gradients before their reduction."""
     REDUCED_GRADIENT = "reduced gradient"
-    """As the optimizer receives it: after the reduction, and after clipping."""
+    """The gradients that the optimizer receives: after the reduction and after clipping."""
     STATE = "optimizer state"
-    """After the update."""
+    """The optimizer state after the update."""
     UPDATED_PARAMETER = "updated parameter"
 
 
@@ -34,7 +34,7 @@ class Observation:
     """All values of one unit at one place, in one step of one rank."""
 
     unit: int
-    """-1: parameters of no unit."""
+    """The unit; -1: parameters that belong to no unit."""
     place: Place
     order: int
     """Number of its first observation in the step, from 0."""
@@ -49,13 +49,14 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an optimizer changed in the shards of one unit, in one step of one rank."""
+    """The changes that an optimizer made to the shards of one unit, in one step of one rank."""
 
     unit: int
     num_meant: int
     """Elements that should change: gradient, optimizer state or weight decay is not zero."""
     num_lost: int
-    """Of these, elements whose stored value did not change: the update was rounded away."""
+    """Of these, the elements whose stored value did not change, because rounding removed the
+    update."""
     squared_change: float | None
     """Sum of the squares of the changes; None if a value is not finite."""
 
@@ -70,7 +71,7 @@ class NumericsStep:
 
 
 def encode_step(found: NumericsStep) -> bytes:
-    """The line of a step."""
+    """Encode a step as one line."""
     line = {
         "step": found.step,
         "observations": [
@@ -95,7 +96,7 @@ def encode_step(found: NumericsStep) -> bytes:
 
 
 def decode_steps(content: bytes) -> Iterator[NumericsStep]:
-    """The steps of a file; lines that were cut off or damaged are left out."""
+    """Decode the steps of a file; incomplete and damaged lines are left out."""
     for line in content.split(b"\n"):
         try:
             fields = json.loads(line)

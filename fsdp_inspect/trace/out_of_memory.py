@@ -1,8 +1,8 @@
 """Define the report that a rank writes when an allocation fails: `out_of_memory.json`.
 
-Sizes are bytes. The live bytes are those of storages (`live_from` is `storage_tracker`), of tensors
-that FSDP and the optimizer keep (`tensors`), or of the blocks of a memory snapshot
-(`memory_snapshot`). Only `storage_tracker` and `memory_snapshot` list everything that was alive.
+Sizes are bytes. The source of the live bytes is `live_from`: storages (`storage_tracker`), tensors
+that FSDP and the optimizer keep (`tensors`), or the blocks of a memory snapshot
+(`memory_snapshot`). Only `storage_tracker` and `memory_snapshot` list all live memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STORAGE_TRACKER, TENSORS, MEMORY_SNAPSHOT = "storage_tracker", "tensors", "memor
 
 
 class OutOfMemoryRecord(Record):
-    """`out_of_memory.json`: the allocation that failed on one rank, and what was alive."""
+    """`out_of_memory.json`: the allocation that failed on one rank, and the live memory."""
 
     schema_version: Index = SCHEMA_VERSION
     run_id: str
@@ -31,9 +31,9 @@ class OutOfMemoryRecord(Record):
     limit_bytes: Amount | None = None
     """The limit that was passed: the device's memory, or the requested limit."""
     is_limit_requested: bool = False
-    """Whether the user asked for the limit (`--device-memory`)."""
+    """Whether the user requested the limit (`--device-memory`)."""
     allocated_bytes: Amount | None = None
-    """Before the request."""
+    """Allocated bytes before the request."""
     reserved_bytes: Amount | None = None
     """None: there is no allocator that reserves (CPU), or it is unknown."""
     device_free_bytes: Amount | None = None
@@ -46,16 +46,16 @@ class OutOfMemoryRecord(Record):
     location: str = ""
     """The user's line, `file:line`; empty: none or unknown."""
     live_from: str = ""
-    """`storage_tracker`, `tensors` or `memory_snapshot`; empty: nothing is known."""
+    """`storage_tracker`, `tensors` or `memory_snapshot`; empty: unknown."""
     live: list[LiveBytes] = Field(default_factory=list)
-    """Alive before the request, the largest first."""
+    """Live bytes before the request, the largest first."""
     reference: LiveMoment | None = None
     """The last complete step that was followed, at its highest moment in the same unit and phase,
     or else at its peak; None: no step was followed to its end."""
     resting_before: LiveMoment | None = None
-    """After an early step that was followed; None: there was none before the last one."""
+    """The memory after an early step that was followed; None: no such step."""
     resting_now: LiveMoment | None = None
-    """When the failed step began; None: unknown."""
+    """The memory when the failed step began; None: unknown."""
 
     @property
     def is_at_same_place(self) -> bool:

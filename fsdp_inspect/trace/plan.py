@@ -133,7 +133,7 @@ class UnitPlan(PlanRecord):
         """The number of ranks that shard the unit.
 
         Args:
-            of_plan: The number for units without a mesh of their own.
+            of_plan: The number for units without a separate mesh.
         """
         return self.mesh.get("shard", 1) if self.mesh else of_plan
 
@@ -168,11 +168,11 @@ class Checkpointing(PlanRecord):
 
 
 class Plan(PlanRecord):
-    """How a model is sharded: units, mesh, prefetch, and the training loop's settings."""
+    """A plan: units, mesh, prefetch, and the training loop's settings."""
 
     version: Literal[1] = 1
     units: tuple[UnitPlan, ...]
-    """In any order: `apply_plan` shards inner modules first."""
+    """The units in any order; `apply_plan` shards inner modules first."""
     world_size: PositiveInt | None = None
     mesh: MeshSizes
     """The ranks of the data-parallel mesh; empty: all ranks shard. Its product divides the world
@@ -182,7 +182,7 @@ class Plan(PlanRecord):
     """The number of units to prefetch, in the order of the model's modules; or, for each unit, the
     names of the units that it prefetches. 0: torch's own order."""
     backward_prefetch: Prefetch = 0
-    """As `forward_prefetch`, in the reverse order."""
+    """Like `forward_prefetch`, in the reverse order."""
     accumulation: Accumulation = Accumulation()
     checkpointing: Checkpointing = Checkpointing()
     notes: tuple[str, ...] = ()
@@ -193,7 +193,7 @@ class Plan(PlanRecord):
         """Read a plan file.
 
         Raises:
-            PlanError: The file does not exist or is no valid plan. The error names the place.
+            PlanError: The file does not exist or is not a valid plan. The error names the place.
         """
         path = Path(path)
         try:
@@ -264,7 +264,7 @@ class Plan(PlanRecord):
         )
 
     def mesh_of(self, unit: UnitPlan) -> dict[Literal["replicate", "shard"], int]:
-        """The mesh of a unit: its own one, or else the plan's."""
+        """The mesh of a unit: its own mesh, or else the plan's."""
         return unit.mesh or self.mesh
 
     def is_replicated(self, unit: UnitPlan) -> bool:
@@ -280,7 +280,7 @@ class Plan(PlanRecord):
 
     @property
     def has_other_dimensions(self) -> bool:
-        """Whether the ranks do more than data parallelism, or units have meshes of their own."""
+        """Whether the ranks do more than data parallelism, or units have separate meshes."""
         return self.num_other_ranks > 1 or any(unit.mesh for unit in self.units)
 
     def change(self, names: Iterable[str], **settings: Any) -> Self:
@@ -319,7 +319,7 @@ class Plan(PlanRecord):
 
     @property
     def root_of_units(self) -> dict[str, str]:
-        """By unit, its FSDP root: the outermost unit around it, or itself."""
+        """The FSDP root of each unit: the outermost unit around it, or the unit itself."""
         return _roots_of(self.units)
 
     @property
@@ -526,7 +526,7 @@ def check_reshard_sizes(plan: Plan, shard: int) -> None:
 
     Args:
         plan: The plan.
-        shard: The number of ranks that shard the units without a mesh of their own.
+        shard: The number of ranks that shard the units without a separate mesh.
 
     Raises:
         PlanError: A value does not divide the number of ranks.
@@ -596,7 +596,7 @@ def lists_of_depth(
 
 
 def _roots_of(units: Sequence[UnitPlan]) -> dict[str, str]:
-    """By unit, its FSDP root: the outermost unit around it, or itself."""
+    """The FSDP root of each unit: the outermost unit around it, or the unit itself."""
     of_module = {module: unit.name for unit in units for module in unit.modules}
     return {
         unit.name: next(

@@ -26,12 +26,12 @@ class HostMemoryMark(Record):
 
 
 class ProcessLife(Record):
-    """What a rank's process did outside of plain steps: loads, sharding, compilations and so on."""
+    """The activity of a rank's process outside of plain steps: loads, sharding, compilations."""
 
     started_ns: Moment | None = None
     """The start of the process, to 10 ms; None: unknown."""
     imported_ns: Moment | None = None
-    """When torch and the recorder were imported."""
+    """The time at which torch and the recorder were imported."""
     shard: TimeSpan | None = None
     """From the start of the first `fully_shard` call to the end of the last one before the
     recorder attached; None: no call was seen."""
@@ -46,4 +46,5 @@ class ProcessLife(Record):
     """Times longer than the watchdog's limit in which nothing moved, and which ended; at most the
     last 100."""
     memory_marks: list[HostMemoryMark] = Field(default_factory=list)
-    """Host memory before the device samples begin, by time; empty where the system has none."""
+    """Host memory before the device samples begin, by time; empty if the system does not
+    report it."""

@@ -1,4 +1,4 @@
-"""Define what all JSON records of a run have in common."""
+"""Define the common base of all JSON records of a run."""
 
 from pydantic import BaseModel, ConfigDict
 

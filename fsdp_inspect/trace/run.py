@@ -50,7 +50,7 @@ class RunStatus(StrEnum):
     RUNNING = "running"
     COMPLETE = "complete"
     CRASHED = "crashed"
-    """It stopped without reporting an error. Data up to the last flush is present."""
+    """A rank stopped without reporting an error. Data up to the last flush is present."""
     FAILED = "failed"
     """The recorder saw an exception of the training."""
     PARTIAL = "partial"
@@ -61,8 +61,8 @@ class RunStatus(StrEnum):
 class Unit(Record):
     """A communication group of parameters.
 
-    FSDP2: a `FSDPParamGroup`. FSDP1: a `FlatParamHandle`. DDP: a bucket. ZeRO-3: a sub-module with
-    parameters of its own. ZeRO-1 and ZeRO-2: a bucket of gradients or a parameter group.
+    FSDP2: a `FSDPParamGroup`. FSDP1: a `FlatParamHandle`. DDP: a bucket. ZeRO-3: a sub-module that
+    owns parameters. ZeRO-1 and ZeRO-2: a bucket of gradients or a parameter group.
     """
 
     index: Index
@@ -122,7 +122,8 @@ class ProcessGroup(Record):
     index: Index
     name: str
     ranks: list[Index]
-    """Global ranks, in group order. Of groups with one role, this is the group of rank 0."""
+    """Global ranks, in group order. If several groups have the role, these are the ranks of rank
+    0's group."""
     role: str = "other"
     """`shard`, `replicate`, `post_forward` or `other`."""
     dimension: str = ""
@@ -216,17 +217,17 @@ class RunManifest(Record):
 
     @property
     def is_kernel_trace(self) -> bool:
-        """Whether the run comes from a device trace: kernel times are known, waits are not.
+        """Whether the run is an imported device trace, which has kernel times but no waits.
 
-        A profiler trace of a CPU is no kernel trace: it shows the waits of the main thread.
+        A profiler trace of a CPU is not a kernel trace: it shows the waits of the main thread.
         """
         return self.source == "imported" and self.device_type != "cpu"
 
     @property
     def can_rank_plans(self) -> bool:
-        """Whether other plans can be simulated, as far as the manifest tells.
+        """Whether other plans can be simulated, as far as the manifest shows it.
 
-        It takes the plan, which no import has, and units that are all sharded.
+        This requires a plan, which no import has, and that all units are sharded.
         """
         is_sharded = not any(unit.is_replicated for unit in self.units)
         return bool(self.plan) and self.source != "imported" and is_sharded
@@ -247,8 +248,8 @@ class RunManifest(Record):
         """Whether a collective without a unit is certainly not FSDP's.
 
         A trace without FSDP2's own ranges does not show the issuer of a collective. DDP issues
-        collectives that belong to no bucket: of its first steps, of buffers, of a communication
-        hook. DeepSpeed reduces norms and compares the ranks' orders.
+        collectives that belong to no bucket, for its first steps, for buffers and for communication
+        hooks. DeepSpeed reduces norms and compares the ranks' orders.
         """
         if self.source != "imported":
             return self.sharder_traits.owns_all
@@ -327,7 +328,7 @@ class RankRecord(Record):
     """The dimension of each process group as this rank numbers them: a rank may use a group that
     rank 0 lacks. Empty: not recorded, the groups of the manifest apply."""
     coordinates: dict[str, Index] = Field(default_factory=dict)
-    """The place of this rank along each dimension of the mesh, by `parallelism`."""
+    """The position of this rank along each dimension of the mesh, by `parallelism`."""
 
 
 class RunSource(Protocol):
@@ -372,13 +373,13 @@ class RunSource(Protocol):
         ...
 
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:
-        """The Python stacks that a rank wrote when it hung or died, the most telling first."""
+        """The Python stacks that a rank wrote when it hung or died, the most informative first."""
         ...
 
     def live_moments(self, rank: int) -> Sequence[LiveMoment]:
-        """What was alive at the highest moments of a rank's last memory step, by line.
+        """The live memory at the highest moments of a rank's last memory step, by line.
 
-        The highest moment of each phase and the end of the step; empty: not recorded.
+        The moments are the highest one of each phase, and the end of the step. Empty: not recorded.
         """
         ...
 

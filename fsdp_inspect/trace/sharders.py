@@ -1,7 +1,7 @@
-"""Describe the sharders: their names, and their settings in the words of their own API.
+"""Describe the sharders: their names, and their settings in the terms of their own API.
 
-Advice for a run names the settings of the sharder that the run used. A field is None where a
-sharder has no such setting.
+Advice for a run names the settings of the sharder that the run used. A field is None if a sharder
+has no such setting.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ SIMPLE_FSDP = "simple_fsdp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharderTraits:
-    """A sharder, and what its user can change."""
+    """A sharder and the settings that its user can change."""
 
     title: str
     """The sharder as users call it: `FSDP1`."""
     why_not_simulated: str | None
-    """Why no other plan is simulated, as a sentence; None: plans are simulated."""
+    """The reason why no other plan is simulated, as a sentence; None: plans are simulated."""
     units_have_passes: bool
-    """Whether a unit is a module, with a forward and a backward of its own."""
+    """Whether a unit is a module, with its own forward and backward."""
     hide_single_unit: str
-    """What to do if one unit holds most of the model."""
+    """The advice for a unit that holds most of the model."""
     keep_gathered: str | None
     """The setting without all-gathers in backward."""
     prefetch_ahead: str | None
@@ -35,7 +35,7 @@ class SharderTraits:
     reduce_in_16_bits: str
     """The setting that reduces gradients in 16 bits."""
     why_not_checked: str | None = None
-    """Why no plan check is possible, for a sharder whose units have passes; None: it is."""
+    """The reason why no plan check is possible, if units have passes; None: a check is possible."""
     owns_all: bool = True
     """Whether every collective of the sharder belongs to a unit."""
 
@@ -127,5 +127,5 @@ FSDP2_TRAITS = _TRAITS[FSDP2]
 
 
 def traits_of(sharder: str) -> SharderTraits:
-    """The traits of a sharder; those of FSDP2 for a name that this version does not know."""
+    """The traits of a sharder; for an unknown name, the traits of FSDP2."""
     return _TRAITS.get(sharder, FSDP2_TRAITS)

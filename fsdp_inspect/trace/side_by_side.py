@@ -46,7 +46,7 @@ class SideBySide:
     """Shape (S,). The shift that was added to the times of each step."""
 
     def place_of(self, times_ns: _Int64) -> _Int64:
-        """Index of the step in which each time of the axis lies."""
+        """Index of the step that contains each time of the axis."""
         place: _Int64 = np.searchsorted(self.begin_ns, times_ns, side="right") - 1
         return place
 

@@ -1,7 +1,7 @@
 """Read Python stacks as `faulthandler` writes them.
 
-A dump lists threads, and of each thread its frames, the innermost first. The watchdog puts a line
-of JSON before it, with the time and the names of the threads.
+A dump lists threads with their frames, the innermost frame first. The watchdog puts a line of JSON
+before it, with the time and the names of the threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_LINES = 20_000
 
 
 class DumpSource(StrEnum):
-    """Why the stacks were written."""
+    """The reason for writing the stacks."""
 
     WATCHDOG = "watchdog"
     """The watchdog saw no progress."""
@@ -45,7 +45,7 @@ class StackFrame:
 
     @property
     def is_library(self) -> bool:
-        """Whether it belongs to an installed package, Python itself or FSDP Inspect."""
+        """Whether the frame belongs to an installed package, Python itself or FSDP Inspect."""
         return _is_library(self.file)
 
     def __str__(self) -> str:
@@ -72,13 +72,13 @@ class ThreadStack:
     ident: str
     name: str
     is_current: bool
-    """The thread that wrote the dump, or that the signal interrupted."""
+    """Whether this thread wrote the dump, or the signal interrupted it."""
     frames: tuple[StackFrame, ...]
     """Innermost first."""
 
     @property
     def user_frame(self) -> StackFrame | None:
-        """The innermost frame of the user's own code; None without one."""
+        """The innermost frame of the user's code; None if there is none."""
         return next((frame for frame in self.frames if not frame.is_library), None)
 
 
@@ -95,7 +95,7 @@ class StackDump:
     training_ident: str
     """The thread that trains; empty if unknown."""
     statements: tuple[tuple[str, str], ...] = ()
-    """Lines of the user's source by place, as far as they were recorded."""
+    """Lines of the user's source by place, if they were recorded."""
 
     def statement_of(self, frame: StackFrame | None) -> str:
         """The source of a frame's line; empty if it was not recorded."""
@@ -103,7 +103,7 @@ class StackDump:
 
     @property
     def training(self) -> ThreadStack | None:
-        """The thread that trains: the named one, or the outermost script's; None if unknown."""
+        """The training thread: by name, or else by the outermost script; None if unknown."""
         named = [each for each in self.threads if each.ident == self.training_ident]
         current = [each for each in self.threads if each.is_current and each.user_frame]
         scripts = [each for each in self.threads if each.user_frame]
@@ -111,7 +111,7 @@ class StackDump:
 
 
 def parse_dump(text: str, source: DumpSource) -> StackDump | None:
-    """Read a dump; None if it holds no thread. Lines of other sorts are skipped."""
+    """Read a dump; None if it has no thread. Lines of other sorts are skipped."""
     lines = text.split("\n", _MAX_LINES)[:_MAX_LINES]
     head = _head(lines[0]) if lines else {}
     names = head.get("threads") if isinstance(head.get("threads"), dict) else {}

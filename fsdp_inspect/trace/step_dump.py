@@ -25,7 +25,7 @@ ENVIRONMENT_VARIABLE = "FSDP_INSPECT_EQUIVALENCE"
 INDEX_FILE = "index.json"
 FINGERPRINT_SAMPLES = 256
 FINGERPRINT_LENGTH = 2 + FINGERPRINT_SAMPLES
-"""A fingerprint: sum, sum of squares, and values at evenly spaced places, then zeros."""
+"""Length of a fingerprint: sum, sum of squares, and values at evenly spaced places, then zeros."""
 _VERSION = 1
 _LOW_BITS = {"bfloat16": np.uint32(0xFFFF), "float16": np.uint32(0x1FFF)}
 """Bits of a float32 that are zero in each value of a 16-bit dtype."""
@@ -35,12 +35,12 @@ Array = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, slots=True)
 class DumpSettings:
-    """What the ranks of a command are to dump."""
+    """The settings of a dump for the ranks of a command."""
 
     folder: str
-    """Of this dump; absolute."""
+    """The absolute path of the folder of this dump."""
     step: int
-    """From 0, counted by updates of optimizers."""
+    """The step to dump, from 0, counted by updates of optimizers."""
     sharded: str | None
     """The folder of the sharded dump, for the run without sharding; None: the sharded run."""
 
@@ -61,13 +61,13 @@ class DumpedParameter:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     offset: tuple[int, ...]
-    """Of the part in the whole, per dimension."""
+    """The offset of the part in the whole parameter, for each dimension."""
     local_shape: tuple[int, ...]
     dtype: str
     unit: str | None
-    """The FSDP unit; None: no unit has it, or the run without sharding."""
+    """The FSDP unit; None: no unit owns the parameter, or the run without sharding."""
     is_trained: bool
     has_gradient: bool
     change_after_backward: float | None
@@ -79,14 +79,14 @@ class DumpedParameter:
 
 @dataclass(frozen=True, slots=True)
 class DumpedUnit:
-    """What `fully_shard` was told about one unit."""
+    """The arguments of `fully_shard` for one unit."""
 
     name: str
     param_dtype: str
     """Dtype of the parameters in forward and backward."""
     reduce_dtype: str
     divide_factor: float | None
-    """As set by the script; None: the number of ranks."""
+    """The divide factor that the script set; None: the number of ranks."""
     num_ranks: int
     """Ranks whose gradients the unit averages."""
 
@@ -114,13 +114,14 @@ class StepDump:
     inputs: tuple[str, ...]
     """A digest of the input of each forward of the model."""
     used: tuple[tuple[str, int], ...]
-    """Parameter and number of the call: whose values a forward used, in order."""
+    """Parameter and number of the call: the parameters whose values a forward used, in order."""
     taken: tuple[tuple[str, int], ...]
     """Without sharding: the parameters that the sharded run saved, in the dtype of the forward."""
     outputs: tuple[tuple[str, int], ...]
-    """Module and number of the call: whose outputs were looked at, in order."""
+    """Module and number of the call: the modules with fingerprints of outputs, in order."""
     entered: tuple[tuple[str, int], ...]
-    """Model and number of the output: whose gradients from the loss were looked at."""
+    """Model and number of the output: the models with fingerprints of the gradients from the
+    loss."""
     backwards: tuple[Backward, ...]
     divided_at: str
     """The line of the script that set a divide factor; empty: none."""
@@ -135,7 +136,7 @@ class StepDump:
         return _load(self.folder / "gradients" / f"{at}.npy", self.parameters[at].local_shape)
 
     def fingerprints(self, kind: str) -> Array:
-        """Those of a field with entries, such as `used`; shape: (entries, FINGERPRINT_LENGTH)."""
+        """The fingerprints of a field such as `used`; shape: (entries, FINGERPRINT_LENGTH)."""
         entries = {
             "used": self.used,
             "taken": self.taken,
@@ -146,7 +147,7 @@ class StepDump:
 
 
 def write_index(dump: StepDump) -> None:
-    """Write the index of a dump, at once."""
+    """Write the index of a dump atomically."""
     fields = asdict(dump)
     del fields["folder"]
     path = dump.folder / INDEX_FILE
@@ -171,11 +172,11 @@ def rank_dump_folder(folder: Path, rank: int) -> Path:
 
 
 def assemble(parts: Iterable[tuple[DumpedParameter, Array]], shape: Sequence[int]) -> Array | None:
-    """A whole tensor from the parts of ranks; None if a part of it is missing.
+    """Assemble a whole tensor from the parts of ranks; None if a part of it is missing.
 
     Args:
-        parts: Where each part belongs, and its values. Equal parts may be given several times.
-        shape: Of the whole tensor.
+        parts: The place of each part, and its values. Equal parts may be given several times.
+        shape: The shape of the whole tensor.
     """
     whole: Array | None = None
     known = np.zeros(tuple(shape), dtype=bool)
@@ -188,7 +189,7 @@ def assemble(parts: Iterable[tuple[DumpedParameter, Array]], shape: Sequence[int
 
 
 def slices_of(parameter: DumpedParameter) -> tuple[slice, ...]:
-    """The place of a rank's part in the whole parameter."""
+    """The slices of a rank's part in the whole parameter."""
     return tuple(
         slice(start, start + size)
         for start, size in zip(parameter.offset, parameter.local_shape, strict=True)

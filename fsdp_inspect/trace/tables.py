@@ -308,7 +308,7 @@ class DeviceTable(Table):
     counter since the start of the thread: use differences."""
     gpu_temperature_c: NDArray[np.int16]
     gpu_clock_limits: NDArray[np.int64]
-    """Why the GPU's clocks are not higher: bits of `nvmlClocksEventReason` (NVML)."""
+    """The reason why the GPU's clocks are not higher: bits of `nvmlClocksEventReason` (NVML)."""
     major_faults: NDArray[np.int64]
     """Pages that this process had to read from a disk. A counter: use differences."""
     process_swap: NDArray[np.int64]
@@ -370,15 +370,15 @@ class SummaryTable(Table):
     kind: NDArray[np.int16]
     """An `EventKind`, or a `codes.StepPart` (from 100)."""
     group: NDArray[np.int16]
-    """Of collectives, index into the process groups of the rank; -1: none, or several."""
+    """For collectives, the index into the process groups of the rank; -1: none, or several."""
     flags: NDArray[np.int16]
     """On STEP rows: bits of `codes.StepFlag`."""
     count: NDArray[np.int32]
     bytes: NDArray[np.int64]
     """Sum of the messages; 0 for events that are not collectives. On memory rows: the memory."""
     duration_ns: NDArray[np.int64]
-    """Sum of the durations. Events may overlap, so this is no fraction of the step. On GROUP rows:
-    the union of the group's running collectives."""
+    """Sum of the durations. Events may overlap, so this is not a fraction of the step. On GROUP
+    rows: the union of the group's running collectives."""
     median_ns: NDArray[np.int64]
     """Median duration of the row's events."""
     exposed_ns: NDArray[np.int64]

@@ -18,7 +18,7 @@ class UserStatement(_Record):
     model: str = ""
     """The variable that holds the model there; empty: unknown."""
     model_after: str = ""
-    """The variable that the statement assigns the sharded model to; empty: it does not."""
+    """The variable to which the statement assigns the sharded model; empty: none."""
     made_at: int = 0
     """The last line of the statement before it that assigns `model`; 0: not found."""
 
@@ -29,7 +29,8 @@ class ShardingCall(_Record):
     function: str
     """`fully_shard`, `replicate` or `apply_plan`."""
     file: str
-    """Relative to the working directory if it is below it; of a package: below the package."""
+    """The file: relative to the working directory if it is below it, and for a package relative to
+    the package."""
     line: int
     units: list[str]
     """The names of the units, in the order of the calls."""
@@ -49,7 +50,7 @@ class ShardingCall(_Record):
     leaves_block_empty: bool = False
     """Whether the removed lines are the whole body of a function, `if` or `with`."""
     user: UserStatement | None = None
-    """Of a call of a package."""
+    """The user's statement around a call in a package."""
 
 
 class SourceLines(_Record):
@@ -64,12 +65,12 @@ class TrainingCode(_Record):
     """The code that sharded the recorded models, as far as the recorder saw it."""
 
     calls: list[ShardingCall] = Field(default_factory=list)
-    """In the order of their first call; empty: the models were sharded before the recorder was
-    imported, or by an older version."""
+    """The calls in the order of their first call; empty: the models were sharded before the
+    recorder was imported, or by an older version."""
     sources: list[SourceLines] = Field(default_factory=list)
     frameworks: list[str] = Field(default_factory=list)
-    """The packages around the calls, innermost first: the one that called `fully_shard`, or those
-    that ran the user's own call."""
+    """The packages around the calls, innermost first: the package that called `fully_shard`, or the
+    packages that ran the user's own call."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """The sharding settings of the framework."""
     launch: list[str] = Field(default_factory=list)

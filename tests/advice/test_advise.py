@@ -1,4 +1,4 @@
-"""Advice on runs with a known answer, and on plans that are really run."""
+"""Advice on runs with a known answer, and on plans that actually run."""
 
 import time
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def fake_process_group() -> Iterator[None]:
 
 
 def blocks(num: int, *, compute_ns: int, link_ns: int) -> Workload:
-    """Equal blocks in a row."""
+    """Consecutive equal blocks."""
     works = [UnitWork(gather_ns=link_ns, reduce_ns=link_ns) for _ in range(num)]
     pieces = [Piece(at, compute_ns, 2 * compute_ns) for at in range(num)]
     return Workload(works, [UnitPolicy()] * num, pieces, passes_of(tape_of(pieces)))
@@ -255,13 +255,13 @@ def test_a_plan_on_the_bench_takes_what_the_simulation_says(workload: Workload, 
 
 
 def test_plans_of_a_small_model_are_played_by_the_thousands_a_minute():
-    begun = time.process_time()  # what else runs on the machine does not count
+    begun = time.process_time()  # other load on the machine does not count
     advice = plan_advice(as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.HOST))
     assert advice.num_plans > 50
     assert advice.num_plans / (time.process_time() - begun) > 1000 / 60
 
 
-# --- what a suggestion says
+# --- the content of a suggestion
 
 
 def test_every_suggestion_can_be_judged_and_run_by_itself():

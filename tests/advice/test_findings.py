@@ -1,4 +1,4 @@
-"""The findings that come before the plan, and those that never come."""
+"""The findings that precede the plan, and findings that never appear."""
 
 from dataclasses import replace
 from typing import Any
@@ -71,7 +71,7 @@ def evidence_of(
 
 
 def rules(found: tuple[Finding, ...]) -> list[str]:
-    """Without those that the builder's units always give: padding, float32."""
+    """The rules of the findings, without those of every built unit: padding, float32."""
     return [each.rule for each in found if each.rule not in ("R30", "R14")]
 
 

@@ -1,4 +1,4 @@
-"""Which node a rank is on, and what the bus carries inside one and across."""
+"""The node of each rank, and the bandwidth within a node and between nodes."""
 
 from fsdp_inspect.advice.node_links import find_node_links
 from fsdp_inspect.trace.run import ProcessGroup

@@ -1,4 +1,4 @@
-"""The table of rules, and the code that brings them up."""
+"""The table of rules, and the code that applies them."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ PLACES = {
     "change": ("advice/plan_space.py", "advice/change_words.py"),
     "check": ("analysis/plan_check/check.py", "analysis/plan_check/unit_waste.py"),
 }  # fmt: skip
-"""The files that bring up rules of each kind."""
+"""The files that apply the rules of each kind."""
 
 
 def named_in(*files: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Advice from the trace to the words: what a run shows is what the findings say."""
+"""Advice from the trace to the text: findings state the facts of the run."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def finding_of(run: RunSource, rule: str):
 
 
 def fsdp1_run(folder: Path, *, issued_ahead: bool):
-    """Five units of FSDP1; the host issues all of them at once, or each as the one before ends."""
+    """Five units of FSDP1; the host issues them together, or each at the end of the last one."""
     trace = TraceWriter()
     for unit in range(5):
         start = 100 + 20 * unit
@@ -37,13 +37,13 @@ def test_fsdp1_without_its_limiter_is_seen_in_an_imported_trace(tmp_path):
     (tmp_path / "held").mkdir()
     ahead = finding_of(fsdp1_run(tmp_path, issued_ahead=True), "R12")
     assert ahead.units == tuple(f"unit {at}" for at in range(5))
-    # 1 to 5 KiB in bfloat16 are under way; the two largest stay.
+    # 1 to 5 KiB in bfloat16 are in flight; the two largest stay.
     assert ahead.effect.added_low_bytes == -(1 + 2 + 3) * 1024
     assert finding_of(fsdp1_run(tmp_path / "held", issued_ahead=False), "R12") is None
 
 
 def device_run(*, delay: int, receives: bool = False):
-    """Steps of 10,000 whose first gather begins `delay` behind the optimizer, and lasts 500."""
+    """Steps of 10,000 whose first gather begins `delay` after the optimizer, and lasts 500."""
     builder = RunBuilder(("layers.0", "layers.1"), device_type="cuda")
     builder.unit("layers.0", reshard_after_forward=False)
     rank = builder.rank(0)

@@ -1,4 +1,4 @@
-"""The search over what ranks keep: a share within a node, or fewer activations."""
+"""The search over the kept memory: a share within a node, or fewer activations."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def bench_on(
     kept: int = 0,
     node: NodeLink | None = None,
 ) -> PlanScorer:
-    """Of a run whose gathers take 24 ms each, where blocks keep so many bytes for backward."""
+    """A bench of a run whose gathers take 24 ms each; blocks keep `kept` bytes for backward."""
     work, manifest = recorded(network)
     duration = network.duration_ns(EventKind.ALL_GATHER, SIZE, RANKS) or 0
     units = [replace(own, gather_ns=duration, reduce_ns=duration) for own in work.workload.units]
@@ -89,7 +89,7 @@ def test_activations_that_do_not_fit_are_forgotten(monkeypatch: pytest.MonkeyPat
     found = search(bench, alone.peak_bytes + SIZE)
     assert found.fits
     assert found.fastest.checkpointing == "full"
-    assert bench.score(found.fastest).step_ns < alone.step_ns  # with what else gains
+    assert bench.score(found.fastest).step_ns < alone.step_ns  # together with the other gains
 
 
 def test_without_a_limit_nothing_is_checkpointed(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""Findings in the words of the run's sharder."""
+"""Findings use the terms of the run's sharder."""
 
 from dataclasses import replace
 

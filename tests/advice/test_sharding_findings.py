@@ -1,4 +1,4 @@
-"""A sharded model that fits one device: what DDP would save, or why that is unknown."""
+"""A sharded model that fits one device: the gain of DDP, or the reason why it is unknown."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What communication costs the compute that hides it, and what a plan is charged for it (R24)."""
+"""The slowdown of compute that hides communication, and its cost in a plan (R24)."""
 
 from dataclasses import replace
 
@@ -62,7 +62,7 @@ def test_a_plan_is_charged_for_what_it_hides_more_and_the_recorded_one_is_not():
     assert charged.score(AS_RECORDED) == free.score(AS_RECORDED)
     saved = free.recorded.step_ns - free.score(choice).step_ns
     paid = charged.score(choice).paid
-    # What is waited for less, is hidden more: all that the plan saves.
+    # The saved waits become hidden: the whole gain of the plan.
     assert paid.value_ns == pytest.approx(0.2 * saved, rel=0.02)
     assert charged.score(choice).step_ns == free.score(choice).step_ns + paid.value_ns
     low, high = charged.range_ns(choice)

@@ -1,4 +1,4 @@
-"""Lines of torch that make a change by hand: they are Python, and name the right modules."""
+"""Snippets for manual changes are valid Python and name the right modules."""
 
 import ast
 

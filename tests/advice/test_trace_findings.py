@@ -1,4 +1,4 @@
-"""What the run's own traffic sets off: R7, R12, R23, R31, R33, and what keeps each quiet."""
+"""Findings from the run's own traffic: R7, R12, R23, R31, R33, and their exceptions."""
 
 from dataclasses import replace
 from typing import Any
@@ -81,7 +81,7 @@ def test_gathers_across_nodes_are_told_with_what_a_node_would_take():
     # Two units of 1 MiB x 7/8 at 100 GB/s take 18,350 ns inside the node.
     assert finding.effect.saved_low_ns == 60_000 - 18_350
     assert finding.effect.saved_high_ns == 60_000
-    assert finding.effect.added_high_bytes == 2 * MIB // 8  # beside the shards, as torch 2.13 does
+    assert finding.effect.added_high_bytes == 2 * MIB // 8  # next to the shards, as in torch 2.13
     assert [(row.kind, row.step) for row in finding.rows] == [("all_gather", 7)]
     assert "reshard_after_forward=8" in finding.snippet
 

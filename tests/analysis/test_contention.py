@@ -7,7 +7,7 @@ from tests.builders import RunBuilder, steady_run
 
 
 def run_of(*passes, units=("layers.0", "layers.1"), kernels=False):
-    """One forward a step: `(unit, duration, communicated)`, which communicates from its start."""
+    """One forward per step: `(unit, duration, communicated)`; it communicates from its start."""
     builder = RunBuilder(units, world_size=2)
     rank = builder.rank(0)
     for step, (unit, duration, communicated) in enumerate(passes):
@@ -28,7 +28,7 @@ def forward_of(run, fqn="layers.0"):
 
 ALONE = [("layers.0", 100, 0)] * MIN_PASSES
 SLOWED = [("layers.0", 110, 60)] * MIN_PASSES
-"""Of 60 ns beside communication, 10 are lost: the work in them takes 50 alone."""
+"""10 of 60 ns with communication are lost, because the same work alone takes 50 ns."""
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["recorded", "kernels"])

@@ -68,7 +68,7 @@ def test_a_million_steps_are_searched_by_blocks():
 
 
 def changing_run(*, data: bool = False, late: bool = False, **run: object) -> InMemoryRun:
-    """Two ranks; from step 50 on, steps take 150 instead of 100 ns.
+    """Two ranks; from step 50, steps take 150 ns instead of 100 ns.
 
     `data`: both wait for data. `late`: rank 1 works longer, and rank 0 waits for it.
     """

@@ -153,8 +153,8 @@ def test_the_causes_are_means_over_the_typical_steps():
         rank.all_gather("layers.1", begin + 40, begin + 80, need=need, issue_ns=issue_ns)
     exposed = measure_exposed(builder.build())
     assert exposed.exposed_ns == exposed.owners[0].exposed_ns == 20
-    # Issued late, from the end of the first gather at 5 on: 0, min(10, 35) and 7 of the three
-    # waits. The mean is 17 / 3 = 5.67, and the rest of 60 / 3 = 20 is 14.33.
+    # Late issue, from the end of the first gather at 5: 0, min(10, 35) and 7 of the three waits.
+    # The mean is 17 / 3 = 5.67, and the rest of 60 / 3 = 20 is 14.33.
     assert exposed.causes_ns == {"bandwidth": 14, "late_issue": 6}
     assert exposed.owners[0].causes_ns == {"bandwidth": 14, "late_issue": 6}
 

@@ -60,7 +60,7 @@ def test_a_single_rank_knows_of_no_straggler():
 
 
 def test_bus_bandwidths_of_a_published_run_are_found_again():
-    """TraceLens, Llama-70B on 8 MI300: its GB/s are GiB/s (RULES G)."""
+    """TraceLens, Llama-70B on 8 MI300; its GB/s are GiB/s (RULES G)."""
     run = llama_70b_run()
     transfers = read_transfers(run, 0, timed_collectives(run, timed_rank(run, 0)))
     units = {unit.fqn: unit.index for unit in run.manifest.units}
@@ -69,7 +69,7 @@ def test_bus_bandwidths_of_a_published_run_are_found_again():
         for fqn in ("layers.0", "")
         for row in measure_bandwidth(run, rank=0, unit=units[fqn], transfer_ns=transfers).kinds
     }
-    # The published mean of single rates is not the rate of the mean duration: 0.1% apart.
+    # The published mean of single rates differs by 0.1% from the rate of the mean duration.
     assert found == {
         ("layers.0", "all_gather"): pytest.approx(231.01, rel=2e-3),
         ("layers.0", "reduce_scatter"): pytest.approx(239.25, rel=2e-3),

@@ -92,7 +92,7 @@ def test_steps_before_the_checkpoint_that_the_next_attempt_loads_count():
     failed = attempt(status=RunStatus.FAILED, saves=80, ends=120)
     run = attempt(1, starts_at=1000, loads=True, earlier_attempts=[failed])
     found = durations(run)
-    # Of attempt 0, step 1 counts, steps 2 and 3 and the 10 ns after them are lost.
+    # Step 1 of attempt 0 counts; steps 2 and 3 and the next 10 ns are lost.
     assert found["restart"] == 1000 - 120
     assert found["lost"] == 5 + 10 + 10
     assert found["training"] == 10 + 30

@@ -23,7 +23,7 @@ def losses(num_steps: int = 60, *, seed: int = 0, spread: float = 0.02) -> list[
 
 
 def run_of(values: list[float], norms: dict[int, dict[int, float]] | None = None) -> InMemoryRun:
-    """A run that logs these losses; `norms`: by numerics step, the gradient norm of each unit."""
+    """A run that logs these losses; `norms` are the gradient norms of units by numerics step."""
     builder = RunBuilder(world_size=1, warmup_steps=1)
     for number, value in enumerate(values):
         add_steady_step(builder.rank(0), number, start=100 * number)

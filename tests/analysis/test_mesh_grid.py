@@ -19,7 +19,7 @@ GROUPS = [
 
 
 def run_of(work, *, groups=None, hosts=None):
-    """A run whose ranks work as long as given, in two steps of 1000 ns."""
+    """A run whose ranks work for the given times, in two steps of 1000 ns."""
     builder = RunBuilder(
         ("",), world_size=len(work), process_groups=GROUPS if groups is None else groups
     )

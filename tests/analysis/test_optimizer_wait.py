@@ -1,4 +1,4 @@
-"""The first all-gather of a step, and the work that it waits for behind the optimizer."""
+"""The first all-gather of a step, and the work after the optimizer for which it waits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from tests.simulation.test_recorded_streams import as_run, step_ns
 
 
 def run_of(*, delay: int, issue: int = -40, steps: int = 5, **manifest):
-    """Steps of 1000 whose optimizer ends 100 before them; the gather starts `delay` behind it."""
+    """Steps of 1000 whose optimizer ends 100 before them; the gather starts `delay` after it."""
     builder = RunBuilder(**{"device_type": "cuda", **manifest})
     rank = builder.rank(0)
     for number in range(steps):
@@ -87,12 +87,12 @@ def fake_process_group() -> Iterator[None]:
 
 
 class Averaged(Replay):
-    """Behind the optimizer (4 ms) the weights are averaged on the compute stream for 20 ms."""
+    """After the optimizer (4 ms), the weights are averaged on the compute stream for 20 ms."""
 
     num_steps = 6
 
     def begin_step(self) -> None:
-        """The host runs ahead of the device."""
+        """Let the host run ahead of the device."""
 
     def finish_step(self, model: Any, session: Session) -> None:
         begin = session.clock.mark()
@@ -102,11 +102,11 @@ class Averaged(Replay):
         self.device.run("average", "", 20 * MS)
 
     def update(self, model: Any) -> None:
-        """Right behind the optimizer."""
+        """Called right after the optimizer."""
 
 
 class Announced(Averaged):
-    """The same, with the event that FSDP2 takes for the end of the optimizer."""
+    """The same, with the event that FSDP2 uses as the end of the optimizer."""
 
     def update(self, model: Any) -> None:
         model.set_post_optim_event(self.device.current.record_event())
@@ -120,7 +120,7 @@ def test_an_event_behind_the_optimizer_saves_what_was_told(gather_ms: float):
     found = measure_optimizer_wait(as_run(waiting))
     saved = step_ns(waiting) - step_ns(Announced(**speed))
     assert found.delay_ns == pytest.approx(20 * MS, abs=MS)
-    # Two all-gathers run beside the average, where they find room there.
+    # Two all-gathers run next to the average, as far as there is time.
     assert saved == pytest.approx(min(2 * gather_ms, 20) * MS, abs=MS)
     assert found.gain_low_ns - MS <= saved <= found.gain_high_ns + MS
     assert found.gain_ns == pytest.approx(saved, abs=MS)

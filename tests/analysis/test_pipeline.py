@@ -1,4 +1,4 @@
-"""Sends between ranks, and units that every microbatch gathers again."""
+"""Sends between ranks, and units that each microbatch gathers again."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.builders import RunBuilder
 
 
 def stage(*, gathers_again: bool, sends: bool = True, microbatches: int = 3):
-    """A unit that runs forward for each microbatch; a gather lasts 20 and is waited for."""
+    """A unit with a forward for each microbatch; a gather lasts 20 and has a wait."""
     builder = RunBuilder(("layers.0",), device_type="cuda")
     rank = builder.rank(0)
     for number in range(2):

@@ -10,7 +10,7 @@ NAN = float("nan")
 
 
 def uneven_run(**manifest):
-    """Rank 0 has three steps, rank 2 two of them; rank 1 left nothing."""
+    """Rank 0 has three steps, rank 2 has two of them, and rank 1 has no data."""
     builder = RunBuilder(world_size=3, **manifest)
     for number, lengths in ((0, (50, 10, 20)), (2, (90, 30))):
         rank, now = builder.rank(number), 0

@@ -8,7 +8,7 @@ from tests.builders import RunBuilder
 
 
 def run_with(**delays):
-    """Samples of time and run delay, by rank; -1: the scheduler was not read."""
+    """Samples of time and run delay, by rank; -1: the scheduler's counter is unknown."""
     builder = RunBuilder()
     for name in delays:
         builder.rank(int(name[1:])).step(0, 0, 100)

@@ -3,7 +3,7 @@ from tests.builders import InMemoryRun, RunBuilder, steady_run
 
 
 class WatchedRun(InMemoryRun):
-    """Remembers whose scalars were read."""
+    """A run that notes the ranks whose scalars were read."""
 
     read = ()
 

@@ -16,7 +16,7 @@ from tests.builders import InMemoryRun, RunBuilder, steady_run
 
 
 def run_with_exposed(*exposed):
-    """One rank for each number, which is how long it waits in every step of 100 ns."""
+    """One rank for each number, which is its wait in every step of 100 ns."""
     builder = RunBuilder(world_size=len(exposed))
     for rank, waited in enumerate(exposed):
         one = builder.rank(rank)

@@ -17,7 +17,7 @@ def test_warmup_does_not_touch_the_step_time():
 
 
 def test_the_step_time_is_the_mean_of_the_middle_half():
-    # 10 and 40 are left out: (32 + 20) / 2 = 26. Steps 2 and 3 are both 6 off it.
+    # 10 and 40 are left out: (32 + 20) / 2 = 26. Steps 2 and 3 both differ from it by 6.
     times = measure_step_times(run_of_durations(10, 40, 32, 20))
     assert (times.step_time_ns.typical, times.step_time_ns.median) == (26, 20)
     assert times.closest_step == 2

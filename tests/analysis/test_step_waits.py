@@ -10,7 +10,7 @@ from fsdp_inspect.trace.codes import EventKind
 from tests.app.synthetic import MESSAGE_BYTES, make_run
 
 LAST = 9
-"""`norm, lm_head`, whose all-gather is the longest wait."""
+"""The unit `norm, lm_head`, whose all-gather is the longest wait."""
 
 
 @pytest.fixture(scope="module")

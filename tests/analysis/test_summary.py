@@ -113,7 +113,7 @@ def test_one_rank_alone_communicates_nothing():
 
 
 class DamagedRun(InMemoryRun):
-    """Its events cannot be read, its summary can."""
+    """A run with a readable summary whose events cannot be read."""
 
     def events(self, rank, **_):
         raise CorruptFileError(f"events.parquet of rank {rank} is damaged.")

@@ -88,7 +88,7 @@ def test_a_larger_remainder_is_rounded_up_first(shares):
 
 
 def test_thirds_are_apportioned_to_their_total():
-    # 1/3 + 1/3 + 4/3 = 2: down to 0, 0 and 1, and the one that is missing goes to the first.
+    # 1/3 + 1/3 + 4/3 = 2: rounded down to 0, 0 and 1, and the missing 1 goes to the first.
     assert apportion(np.array([1 / 3, 1 / 3, 4 / 3]), 2).tolist() == [1, 0, 1]
 
 
@@ -97,7 +97,7 @@ def test_no_shares_have_no_parts():
 
 
 def five_steps():
-    """Steps of 30, 10, 50, 20 and 41 ns; each gathers for as long as its number, step 2 twice."""
+    """Steps of 30, 10, 50, 20 and 41 ns; each gathers for its number in ns, step 2 twice."""
     builder, start = RunBuilder(world_size=1), 0
     rank = builder.rank(0)
     for step, duration in enumerate((30, 10, 50, 20, 41)):
@@ -110,7 +110,7 @@ def five_steps():
 
 
 def test_a_ranks_typical_steps_are_chosen_by_step_time():
-    # Of 10, 20, 30, 41 and 50 one is left out on either side: steps 1 and 2.
+    # Of 10, 20, 30, 41 and 50, one is left out on either side: steps 1 and 2.
     member = five_steps()
     assert member.typical_steps.tolist() == [0, 3, 4]
     assert member.is_typical.tolist() == [True, False, False, True, True]

@@ -76,7 +76,7 @@ def test_a_collective_missing_in_some_steps_counts_zero_there():
     rank.all_gather("layers.0", 200, 250, need=200)
     gather = unit_of(builder.build(), "layers.0").all_gather
     assert gather.count_per_step == pytest.approx(1 / 3)
-    # 50 in one step of three; the one collective took 50.
+    # 50 in one step of three; the single collective took 50.
     assert (gather.exposed_ns, gather.duration_ns) == (17, 50)
 
 

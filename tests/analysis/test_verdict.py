@@ -20,7 +20,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def facts(**changes):
-    """A step of 100 ms that is all compute, with some changes."""
+    """A step of 100 ms with compute only, with some changes."""
     plain = {
         "step_time_ns": 100 * MS,
         "compute_ns": 90 * MS,

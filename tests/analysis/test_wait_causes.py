@@ -13,13 +13,13 @@ def one_step(end=100):
     builder = RunBuilder(("layers.0", "layers.1", "layers.2"), world_size=1)
     rank = builder.rank(0)
     rank.step(0, 0, end)
-    # The floor of the forward: hidden, so that the gathers of the tests are not it.
+    # The floor of the forward is hidden, so that no gather of the tests is the floor.
     rank.all_gather("layers.0", 0, 1, need=1)
     return builder, rank
 
 
 def causes_of(builder, **arrivals):
-    """The causes of the last collective that was added."""
+    """The causes of the collective that was added last."""
     events = builder.build().event_tables[0]
     waits = split_waits(events, **arrivals)
     return named(waits.by_cause_ns[-1])

@@ -1,4 +1,4 @@
-"""The runs that the pages open: synthetic ones, whole and damaged, and every sample."""
+"""Make the runs that the pages open: synthetic ones, complete and damaged, and every sample."""
 
 import dataclasses
 import json
@@ -21,8 +21,7 @@ OpenApp = Callable[..., AppTest]
 
 @pytest.fixture(scope="session")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run, one that failed (with hostile names), one without a rank, one without steps,
-    one of a newer schema, and one that cannot be read."""
+    """Runs: complete, failed (hostile names), without a rank, without steps, newer, unreadable."""
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "whole", make_run(num_steps=8))
     write_run(folder / "failed", _hostile_run(), failures={1: "out of memory in step 5"})
@@ -57,7 +56,7 @@ def start_app(folder: Path, page: str = "runs", **address: str) -> AppTest:
 
 @pytest.fixture
 def open_app(monkeypatch: pytest.MonkeyPatch) -> OpenApp:
-    """As `start_app`, for tests that go on to use the page's widgets."""
+    """Open a page like `start_app`; for tests that use the widgets of the page."""
 
     def open_page(folder: Path, page: str = "runs", **address: str) -> AppTest:
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(folder)])
@@ -68,5 +67,5 @@ def open_app(monkeypatch: pytest.MonkeyPatch) -> OpenApp:
 
 @pytest.fixture(scope="session")
 def shown(runs_folder: Path) -> Callable[[str, str], AppTest]:
-    """A page about a run of the folder, opened once; for tests that only look at it."""
+    """A page about a run of the folder, opened once; for tests that only read it."""
     return cache(lambda page, run: start_app(runs_folder, page, run=run))

@@ -136,7 +136,7 @@ def make_rank(
 
 @dataclass
 class _Clock:
-    """The queues of one rank while its events are made up."""
+    """The queues of one rank while its events are generated."""
 
     now: int
     step: int
@@ -387,7 +387,7 @@ class SyntheticRun:
 
 
 def make_run(*, num_ranks: int = 2, num_steps: int = 6) -> SyntheticRun:
-    """A run in memory; two hosts when there are more than two ranks."""
+    """A run in memory; it has two hosts if it has more than two ranks."""
     ranks = range(num_ranks)
     return SyntheticRun(
         manifest=make_manifest(world_size=num_ranks),
@@ -406,7 +406,7 @@ def write_run(
     *,
     failures: Mapping[int, str] | None = None,
 ) -> Path:
-    """Write a run with the real writer; ranks without a failure end complete."""
+    """Write a run with the real writer; ranks without a failure end normally."""
     failed = failures or {}
     create_run(folder, run.manifest)
     for record in run.ranks:

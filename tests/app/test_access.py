@@ -1,4 +1,4 @@
-"""Where a login is set up, nobody sees a run before it."""
+"""With a login, no run is shown before it."""
 
 import pytest
 from fsdp_inspect_app.access import may_enter

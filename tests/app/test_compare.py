@@ -22,7 +22,7 @@ HOSTILE_SETTING = "<img src=x> **b** [x](http://e)"
 
 
 def faster(run):
-    """The same run whose steps end earlier, without the tail of the optimizer."""
+    """The same run with steps that end earlier, without the tail of the optimizer."""
     tables = {}
     for rank, events in run.tables.items():
         ends = events.end_ns.copy()
@@ -39,7 +39,7 @@ def named(run, run_id, **changes):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run, its repeat, one of another setting, a hostile one, a copy, and a broken one."""
+    """A run, a repeat, a run with another setting, a hostile run, a copy, and a broken run."""
     folder = tmp_path_factory.mktemp("compared")
     run = make_run(num_steps=6)
     write_run(folder / "before", named(run, "before", config={"wrap": "block"}))

@@ -1,4 +1,4 @@
-"""The data that the canvas gets, and the checks of what it sends back."""
+"""The data for the canvas, and the checks of its answers."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The details of a selected event; a field is absent where its value is unknown."""
+"""The details of a selected event; a field with an unknown value is absent."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The Diagnosis page: the sentence, the picture, the stacks; and how the other pages lead to it."""
+"""The Diagnosis page has the sentence, the picture and the stacks; other pages link to it."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.browser.states import write_crashed
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run that hung and was killed, and one that ended in order."""
+    """One run that hung and was killed, and one that ended normally."""
     folder = tmp_path_factory.mktemp("diagnosed")
     write_crashed(folder / "hung")
     write_run(folder / "whole", make_run(num_steps=5))

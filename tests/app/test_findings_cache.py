@@ -53,7 +53,7 @@ def test_a_damaged_file_is_as_if_it_were_not_there(kept: FindingsCache, content:
     kept.file.write_bytes(content)
     assert kept.load() == {}
     kept.keep({"one": FIRST})
-    kept.keep({"one": FIRST})  # the first may have found the damaged one, and removed it
+    kept.keep({"one": FIRST})  # the first call may have removed the damaged file
     assert kept.load() == {"one": FIRST}
 
 

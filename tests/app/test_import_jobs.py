@@ -1,4 +1,4 @@
-"""An import runs in its own process and ends with a run or a message, and with nothing else."""
+"""An import runs in its own process and leaves a run or a message, and nothing else."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def large(folder):
-    """A trace whose import takes longer than what is done to it."""
+    """A trace whose import takes longer than the test's actions."""
     path = folder / "traces" / "large.json"
     event = (
         '{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 1}'

@@ -1,4 +1,4 @@
-"""Only files in the folder are offered for import, whatever links and names exist."""
+"""Only files in the folder are offered for import, with any links and names."""
 
 import io
 

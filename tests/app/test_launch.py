@@ -96,10 +96,10 @@ def test_what_a_served_address_exposes_is_said_with_the_ways_to_put_a_login_in_f
 
 @pytest.fixture
 def executed(monkeypatch):
-    """The commands that `main` would become, instead of becoming them."""
+    """The commands that `main` would execute; they are not executed."""
     commands = []
     monkeypatch.setattr("os.execv", lambda _, command: commands.append(command))
-    monkeypatch.setenv("FSDP_INSPECT_SERVER_ACCESS", "")  # removed again afterwards
+    monkeypatch.setenv("FSDP_INSPECT_SERVER_ACCESS", "")  # restored afterwards
     return commands
 
 

@@ -1,4 +1,4 @@
-"""Test that the Live page shows a run that is being recorded, and says when it is over."""
+"""Test that the Live page shows a live run, and states its end."""
 
 import time
 
@@ -21,7 +21,7 @@ POWER = DeviceSeries("gpu_power_mw", "GPU power", "W", (-1.0, 0.0), (250.0, 300.
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A folder with one run that is being recorded by this process, and its writers."""
+    """A folder with one live run of this process, and its writers."""
     create_run(tmp_path / "now", make_manifest(run_id="now"))
     writers = [write_steps(tmp_path / "now", rank) for rank in (0, 1)]
     yield tmp_path, writers
@@ -43,7 +43,7 @@ def test_a_run_that_ends_while_it_is_watched_says_so(open_app, recorded):
     assert app.query_params["rank"] == "1"
     for writer in writers:
         writer.close(RunStatus.COMPLETE)
-    time.sleep(1.1)  # what a run's files say is looked up once a second
+    time.sleep(1.1)  # the state of a run's files is cached for a second
     app.run()
     assert not app.exception
     text = read(app)

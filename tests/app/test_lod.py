@@ -67,13 +67,13 @@ def test_an_empty_index_draws_nothing():
 def test_a_million_spans_become_a_few_columns_of_the_right_darkness(million):
     drawing = draw_alone(million, View(0, SPANS_PER_LANE * 10_000, 1_000))
     assert not drawing.is_exact
-    assert len(drawing.lane) == NUM_LANES  # every column is equally busy: one run a lane
+    assert len(drawing.lane) == NUM_LANES  # every column is equally busy: one run per lane
     assert set(drawing.shade.tolist()) == {9 * FULL // NUM_SHADES}  # 6 us of 10 us
     assert drawing.span.tolist() == [-1] * NUM_LANES
 
 
 def test_a_million_spans_are_answered_while_one_zooms(million):
-    """Processor time: what else runs on the machine does not count."""
+    """Processor time, so that other load on the machine does not count."""
     spent = []
     for zoom in range(4):
         started = time.process_time()
@@ -133,7 +133,7 @@ def shade_at(drawing, lane, look, instant):
 
 @given(spans=lanes_of_spans(), shift=st.integers(-30, 30), max_spans=st.sampled_from([0, 100]))
 def test_ranks_on_clocks_of_their_own_are_drawn_as_on_one(spans, shift, max_spans):
-    """Moving a rank's spans, and moving what is drawn of them, are the same."""
+    """Moving the spans of a rank and moving their drawing are the same."""
     moved = [(lane, look, start + shift, end + shift) for lane, look, start, end in spans]
     members = [OnAxis(make_index(moved), -shift), OnAxis(make_index(spans))]
     here, there = draw(members, View(5, 40, 7), max_spans=max_spans)

@@ -9,7 +9,7 @@ from fsdp_inspect_app.timeline.packing import pack
 
 
 def unpack(block):
-    """As the layout in `packing` says, independent of its code."""
+    """Unpack by the layout in `packing`, independent of its code."""
     (length,) = struct.unpack_from("<I", block)
     header = json.loads(block[8 : 8 + length])
     offset, columns = 8 + length + -length % 8, {}

@@ -27,13 +27,13 @@ NUM_EXPORTS = 4
 
 
 def read(app):
-    """All Markdown of a page as a reader sees it."""
+    """All Markdown of a page as shown to a reader."""
     texts = [element.value for element in (*app.markdown, *app.caption, *app.warning, *app.info)]
     return re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", "\n".join(texts)).replace("\N{WORD JOINER}", "")
 
 
 def errors_of(app):
-    """The errors of a page, without what went wrong in the run `failed`."""
+    """The errors of a page, without the problem of the run `failed`."""
     return [error.value for error in app.error if "in step 5" not in error.value]
 
 
@@ -156,7 +156,7 @@ def test_every_chart_of_the_overview_has_a_table_and_a_csv(shown):
     charts = [chart.proto for chart in app.get("plotly_chart")]
     assert len(charts) == 5
     assert all(chart.alt for chart in charts)
-    assert len(app.dataframe) == len(charts) + 1  # and what is known about the run
+    assert len(app.dataframe) == len(charts) + 1  # and the facts about the run
     assert len(app.download_button) == len(charts) + NUM_EXPORTS
 
 
@@ -410,7 +410,7 @@ def test_no_parameter_of_an_address_names_a_file(open_app, linked_folder, value,
 
 @pytest.fixture(scope="module")
 def linked_folder(tmp_path_factory):
-    """A folder with one run and a link to a run outside of it, and that run."""
+    """A folder with one run and a link to a run outside of it, and the outside run."""
     folder = tmp_path_factory.mktemp("linked")
     secret = folder / "secret"
     manifest = make_run(num_steps=3).manifest.model_copy(update={"run_id": "SECRET"})

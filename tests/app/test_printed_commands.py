@@ -1,4 +1,4 @@
-"""Every command that a page or a command prints about a sample runs as it is printed."""
+"""Every command that a page or a command prints about a sample runs unchanged."""
 
 import contextlib
 import io
@@ -31,11 +31,11 @@ QUESTIONS = (
     *("lifetime", "advise", "advise --details"),
 )
 NEW = "NEW_RUN"
-"""Stands for the run that the commands before it record."""
+"""The placeholder for the run that the commands before it record."""
 PLACEHOLDER = re.compile(r"(?<![-\w./])[A-Z][A-Z_]+\b")
 COMMAND = r"(?:fsdp-inspect|torchrun|python -\w+) [^`\n]+"
 BY_THE_MACHINE = ("-m fsdp_inspect.probe", "fsdp-inspect app")
-"""Runs on the training's machines, and a server."""
+"""Commands that run on the training's machines, or start a server."""
 
 
 def commands_of_pages(samples: Path, run: str) -> list[str]:

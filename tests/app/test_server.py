@@ -1,4 +1,4 @@
-"""The server loads what pages need, and no module that only a page may load."""
+"""The server loads the modules of pages, except modules that only a page may load."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The memory curve of a step is drawn as it was read, and keeps every peak."""
+"""The memory curve of a step has the recorded readings and keeps every peak."""
 
 import numpy as np
 import pytest

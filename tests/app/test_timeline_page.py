@@ -1,4 +1,4 @@
-"""Test the timeline page of runs that kept the events of only some steps."""
+"""Test the timeline page of runs with the events of only some steps."""
 
 import pytest
 from fsdp_inspect_app.timeline.steps import find_drawable_steps, find_sampled_steps
@@ -16,7 +16,7 @@ from tests.app.test_pages import read
 
 @pytest.fixture(scope="module")
 def thinned(tmp_path_factory):
-    """Eight steps in the summary; one run kept the events of three, another of none."""
+    """Eight steps in the summary; one run has the events of three steps, another of none."""
     folder = tmp_path_factory.mktemp("thinned")
     run = make_run(num_steps=8)
     for name, kept in (("some", [0, 5, 7]), ("none", [])):

@@ -24,7 +24,7 @@ def timeline(run):
 
 
 def spans_of(timeline, rank, track, look=None):
-    """What is drawn of a rank on a track."""
+    """The drawn spans of a rank on a track."""
     layout = timeline.find_rank(rank).layout
     lanes = [lane for lane, one in enumerate(layout.lanes) if one.track is track]
     spans = layout.index.spans

@@ -14,7 +14,7 @@ PAGES = [file.name for file in SECTIONS["This run"]]
 
 @pytest.fixture
 def runs(tmp_path):
-    """A run whose record and summary of rank 1 are folders, which nobody can read."""
+    """A run in which the record and summary of rank 1 are folders, so they cannot be read."""
     shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", tmp_path / "run")
     for name in (f"{RANK}/rank.json", f"{RANK}/summary.parquet"):
         (tmp_path / "run" / name).unlink()

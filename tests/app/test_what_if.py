@@ -1,4 +1,4 @@
-"""What-if predicts what the command predicts for every setting, and explains refusals."""
+"""What-if and the command give equal predictions for every setting; refusals are explained."""
 
 import json
 import shlex

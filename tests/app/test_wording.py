@@ -1,4 +1,4 @@
-"""Names appear unchanged, and facts appear as they are."""
+"""Names and facts appear unchanged."""
 
 import re
 
@@ -14,7 +14,7 @@ HOSTILE = "a*b_c [x](http://e) <b>d</b> `e` $f$ :red[g] # h ~i~ | \\"
 
 
 def unescaped(markdown):
-    """What a Markdown reader shows of escaped punctuation."""
+    """The text of escaped Markdown as a reader sees it."""
     return re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", markdown)
 
 

@@ -1,7 +1,7 @@
 """Measure the published figures: `make bench`, or `python -m tests.benchmarks --rounds 200`.
 
-Takes about half an hour with the defaults and wants an otherwise idle machine. Nothing here passes
-or fails: numbers are printed beside what the project wants them to be.
+This takes about half an hour with the defaults, and requires an otherwise idle machine. Nothing
+passes or fails here: the numbers are printed next to the project's aims.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _add_count(
             raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
         return value
 
-    count.__name__ = f"whole number from {minimum}"  # argparse names it in its message
+    count.__name__ = f"whole number from {minimum}"  # argparse prints the name in its message
     parser.add_argument(
         flag, type=count, default=default, metavar="N", help=f"{meaning} (default {default})"
     )

@@ -1,4 +1,4 @@
-"""Recorded durations of all-gathers against torch.profiler's gloo events.
+"""Compare recorded durations of all-gathers with torch.profiler's gloo events.
 
 The recorder and the profiler observe the same steps. gloo marks each collective from the creation
 of its handle to its completion, in order. The n-th mark is the n-th recorded all-gather of the
@@ -42,7 +42,7 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One all-gather as both saw it."""
+    """One all-gather as the recorder and the profiler saw it."""
 
     recorded_ns: int
     profiled_ns: int
@@ -50,7 +50,7 @@ class Pair:
 
     @property
     def relative_error(self) -> float:
-        """|recorded - profiled| / profiled."""
+        """The relative error, |recorded - profiled| / profiled."""
         return abs(self.recorded_ns - self.profiled_ns) / self.profiled_ns
 
 
@@ -66,10 +66,10 @@ def measure_accuracy(folder: Path, *, steps: int) -> list[Figure]:
 
 
 def match_in_order(gathers: EventTable, marks: list[TraceEvent]) -> list[Pair]:
-    """The n-th recorded all-gather and the n-th of the profiler, by the time of issue.
+    """Pair the n-th recorded all-gather with the n-th of the profiler, by the time of issue.
 
     Raises:
-        RuntimeError: They are not equally many.
+        RuntimeError: Their numbers differ.
     """
     if len(gathers) != len(marks):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""A run folder with a single step of very many intervals.
+"""Write a run folder with a single step of very many intervals.
 
 A step of a large run on 16 ranks is repeated as microbatches (gradient accumulation) until it has
 the requested number of events.
@@ -25,7 +25,7 @@ _EVENTS_PER_UNIT = 13
 
 
 def write_crowded_run(folder: Path, num_intervals: int) -> Path:
-    """Write a compacted run whose only step has about that many events; returns its folder."""
+    """Write a compacted run whose only step has about this number of events; returns its folder."""
     per_microbatch = NUM_RANKS * _NUM_UNITS * _EVENTS_PER_UNIT
     microbatches = max(round(num_intervals / per_microbatch), 1)
     units = max(min(_NUM_UNITS, num_intervals // (NUM_RANKS * _EVENTS_PER_UNIT)), 2)

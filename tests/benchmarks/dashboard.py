@@ -1,4 +1,4 @@
-"""The times of each page of the dashboard, and the data that it sends.
+"""Measure the times of each page of the dashboard, and the data that it sends.
 
 Chromium opens pages of the real server on this machine: every page of a recorded sample, the pages
 of a synthetic run of 1,024 ranks, and the timeline of one step with very many intervals.
@@ -38,7 +38,7 @@ _RECORDED = ("tiny-2-ranks", "async-prefetch-2-ranks")
 """Samples of one model under two plans."""
 _LARGE = ("many-ranks", "many-ranks-again")
 _DISTINCT_RANKS = 32
-"""Of the made-up run; the others repeat them."""
+"""The number of generated ranks; the others repeat them."""
 _TIMELINE_AIM = "< 2 s after the boot, < 1 MB"
 _ZOOM_AIM = "< 1 s, < 1 MB"
 _INTERACTIVE = (
@@ -52,17 +52,17 @@ _INTERACTIVE = (
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """The extent of the measurement."""
 
     ranks: int = 1024
     steps: int = 100
     units: int = 16
     intervals: tuple[int, ...] = (10_000, 100_000, 1_000_000)
-    """Of the one step of each timeline."""
+    """The number of intervals in the single step of each timeline."""
     rounds: int = 3
-    """Warm visits of each page."""
+    """The number of warm visits of each page."""
     has_cold: bool = True
-    """Whether each page is visited on a server of its own, too."""
+    """Whether each page is also visited on a separate server."""
 
 
 FULL = Scale()
@@ -71,31 +71,31 @@ QUICK = Scale(ranks=64, steps=20, units=8, intervals=(10_000,), rounds=1, has_co
 
 @dataclass(slots=True)
 class _Place:
-    """A page of one run, or of several, and what its visits told."""
+    """A page of one or several runs, with the results of its visits."""
 
     name: str
     address: str
-    """Below the server's."""
+    """The address below the server's."""
     is_crowded: bool = False
-    """A timeline of very many intervals, which is zoomed."""
+    """Whether it is a timeline of very many intervals, which is zoomed."""
     warm: list[Visit | None] = field(default_factory=list)
-    """None for a visit that did not come to rest."""
+    """The warm visits; None for a visit in which the page did not come to rest."""
     cold: list[Visit | None] = field(default_factory=list)
     opened: list[Visit | None] = field(default_factory=list)
-    """Where nothing but the list of runs was shown before."""
+    """The visits from the list of runs."""
     zooms: list[Zoom] = field(default_factory=list)
-    """One for each warm visit."""
+    """The zooms, one for each warm visit."""
 
 
 def measure_dashboard(folder: Path, scale: Scale = FULL) -> list[Figure]:
     """Time to interactive, bytes and frames of every page, and the latency of a zoom.
 
     Args:
-        folder: Where the runs are written; made if missing.
-        scale: How much is measured.
+        folder: The folder for the runs; made if missing.
+        scale: The extent of the measurement.
 
     Raises:
-        RuntimeError: There is no Chromium, or no sample, or a page shows an error.
+        RuntimeError: Chromium or a sample is missing, or a page shows an error.
     """
     runs = folder / "runs"
     _write_runs(runs, scale)
@@ -104,11 +104,11 @@ def measure_dashboard(folder: Path, scale: Scale = FULL) -> list[Figure]:
     loads: list[float] = []
     with browse() as context:
         with serve(runs, port, log) as address:
-            for number in range(1 + scale.rounds):  # in turn; the first fills the caches
+            for number in range(1 + scale.rounds):  # alternating; the first round fills the caches
                 for place in places:
                     _visit(context, address, place, into=place.warm if number else [])
                     loads.append(os.getloadavg()[0])
-        # On the same port: the browser's cache belongs to it.
+        # The browser's cache belongs to the port, so the port stays the same.
         for place in places if scale.has_cold else []:
             with serve(runs, port, log) as address:
                 _visit(context, address, place, into=place.cold)
@@ -168,7 +168,7 @@ _LIST = _Place("Runs, before a run is opened", "")
 def _visit(
     context: BrowserContext, address: str, place: _Place, *, into: list[Visit | None]
 ) -> None:
-    """Open a page, zoom it if it is a crowded timeline, and say on stderr how long it took."""
+    """Open a page, zoom it if it is a crowded timeline, and print its time on stderr."""
     visit = None
     try:
         with visit_page(context, f"{address}/{place.address}") as tab:

@@ -1,4 +1,4 @@
-"""The table of figures, with a note on the origin of each row, and as JSON."""
+"""Render the table of figures with a note on the origin of each row, and as JSON."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Figure:
 
     name: str
     value: str
-    """With its unit."""
+    """The value with its unit."""
     interval: str = ""
-    """95 %; empty where none was estimated."""
+    """The 95% interval; empty if it was not estimated."""
     aim: str = ""
-    """What the project wants it to be; empty for a number that stands for information."""
+    """The aim of the project; empty for a number without an aim."""
     how: str
-    """How it was obtained, in a sentence or two."""
+    """The method of the measurement, in one or two sentences."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """What the text was made of, for programs; the unit is in the key."""
+    """The numbers of the text, for programs; the unit is in the key."""
 
 
 def overhead_figure(name: str, estimate: Estimate, *, aim: str = "", how: str) -> Figure:
-    """A ratio to the bare step, shown as what is added to it."""
+    """Make a figure of the cost that is added to the bare step, from a ratio to the bare step."""
     return Figure(
         name=name,
         value=_percent(estimate.value - 1),
@@ -41,7 +41,7 @@ def overhead_figure(name: str, estimate: Estimate, *, aim: str = "", how: str) -
 
 
 def times_figure(name: str, estimate: Estimate, *, aim: str = "", how: str) -> Figure:
-    """A factor."""
+    """Make a figure of a factor."""
     return Figure(
         name=name,
         value=_times(estimate.value),
@@ -53,7 +53,7 @@ def times_figure(name: str, estimate: Estimate, *, aim: str = "", how: str) -> F
 
 
 def render_table(machine: Machine, figures: Sequence[Figure]) -> str:
-    """Markdown that also reads well on a terminal: the table, then the notes, then the machine."""
+    """Render Markdown that is also readable on a terminal: the table, the notes, the machine."""
     header = ["", "measured", "95 % interval", "aim", "note"]
     notes = list(dict.fromkeys(figure.how for figure in figures))
     rows = [
@@ -68,7 +68,7 @@ def render_table(machine: Machine, figures: Sequence[Figure]) -> str:
 
 
 def to_json(machine: Machine, figures: Sequence[Figure]) -> dict[str, Any]:
-    """The same for programs; a number that is infinite is null."""
+    """Convert the figures to JSON values; infinity becomes null."""
     shown = []
     for figure in figures:
         fields = asdict(figure)

@@ -1,9 +1,9 @@
-"""Many gate checks of one unchanged program against itself.
+"""Run many gate checks of one unchanged program against itself.
 
 Each run of the program is a new pair of processes. Every check draws its baseline and its run from
-the pool of these runs. Checks share runs and are not independent, so the number of processes is
-stated next to the number of checks. Memory checks compare one run with one. Time checks compare
-five runs with five: drawn at random, and as in CI, five in a row with the five before.
+this pool of runs. Checks share runs and are not independent, so the number of processes is stated
+next to the number of checks. Memory checks compare one run with one. Time checks compare five runs
+with five: drawn at random, and as in CI, five in a row with the five before.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tests.benchmarks.ranks import NUM_RANKS
 _STEPS = 30
 _LEAST_RUNS = 2 * RUNS_FOR_A_TEST
 Sides = tuple[Sequence[int], Sequence[int]]
-"""Places in the pool: of the baseline's runs, and of those that are checked."""
+"""Indices into the pool: those of the baseline's runs, and those of the checked runs."""
 
 
 def measure_gate(folder: Path, *, runs: int, checks: int) -> list[Figure]:
-    """How often an unchanged program holds, fails and cannot be judged.
+    """Measure how often an unchanged program passes, fails and cannot be judged.
 
     Args:
-        folder: Where to record; made if missing.
+        folder: The folder for the recordings; made if missing.
         runs: Runs to record, at least ten.
         checks: Checks of each kind.
     """
@@ -72,7 +72,7 @@ def measure_gate(folder: Path, *, runs: int, checks: int) -> list[Figure]:
 
 
 def _record(folder: Path) -> GateMeasurements:
-    """Run the program once in processes of its own, and look at what it recorded."""
+    """Run the program once in separate processes, and read its measurements."""
     launch = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NUM_RANKS}"]
     program = ["-m", "instrumented_trainer", "--steps", str(_STEPS), "--runs-dir", str(folder)]
@@ -111,7 +111,7 @@ def _in_a_row(draw: random.Random, runs: int, checks: int) -> Iterator[Sides]:
 
 
 def _exit_code(pool: Sequence[GateMeasurements], sides: Sides, *, is_of_times: bool) -> int:
-    """Of one check; what rose is told as it is found."""
+    """The exit code of one check; the metrics that rose are printed."""
     before, after = (_together([pool[place] for place in side]) for side in sides)
     if is_of_times:
         before, after = replace(before, memory={}), replace(after, memory={})
@@ -132,7 +132,7 @@ def _exit_code(pool: Sequence[GateMeasurements], sides: Sides, *, is_of_times: b
 
 
 def _together(readings: Sequence[GateMeasurements]) -> GateMeasurements:
-    """Readings of single runs as one of repeats: as `read_runs` of all, times from each."""
+    """Join measurements of single runs to those of repeats, as `read_runs` of all runs does."""
     top = max(readings, key=lambda reading: reading.memory["peak_allocated_bytes"])
     times = {
         name: tuple(time for reading in readings for time in reading.times[name])

@@ -1,4 +1,4 @@
-"""The cost of one recorded event: the recorder's code under torch calls that do nothing.
+"""Measure the cost of one recorded event: the recorder's code with torch calls that do nothing.
 
 In a training step, noise hides the cost of recording. Here a stand-in replaces torch's
 `FSDPParamGroup`. It makes the same calls in the same order, and they do nothing. The remaining time
@@ -40,18 +40,18 @@ ROWS_OF_A_FLUSH = 2048
 
 @dataclass(frozen=True, slots=True)
 class HotPathCost:
-    """CPU time, ns, of one event row."""
+    """CPU time of one event row, ns."""
 
     hot_path_ns: float
-    """On the training thread: hooks, marks, the row."""
+    """Time on the training thread: hooks, marks and the row."""
     encoding_ns: float
-    """On the writer's thread: packing, checksum, compression, the write."""
+    """Time on the writer's thread: packing, checksum, compression and the write."""
     device_sample_ns: float
-    """One sample of host and process counters, on the sampler's thread."""
+    """Time of one sample of host and process counters, on the sampler's thread."""
 
 
 def measure_hot_path(repeats: int) -> HotPathCost:
-    """Time the stand-in's step with and without hooks in turn; medians over `repeats` pairs."""
+    """Time the stand-in's step alternately with and without hooks; medians over `repeats` pairs."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         return _measure(repeats)
@@ -60,7 +60,7 @@ def measure_hot_path(repeats: int) -> HotPathCost:
 
 
 def event_figures(cost: HotPathCost, repeats: int) -> list[Figure]:
-    """The cost of an event as rows of the table."""
+    """The cost of an event, as rows of the table."""
     how = (
         f"Measured: thread CPU time of the recorder's own code in one process, torch's calls "
         f"replaced by empty ones, medians of {repeats} pairs with and without hooks."
@@ -98,7 +98,7 @@ def _measure(repeats: int) -> HotPathCost:
     for _ in range(repeats):
         bare_ns.append(_time_step(groups))
         instruments.attach()
-        _time_step(groups)  # the first pass after attaching warms the new objects up
+        _time_step(groups)  # the first pass after attaching warms up the new objects
         rows.clear()
         recorded_ns.append(_time_step(groups, session))
         instruments.detach()
@@ -141,7 +141,7 @@ def _encoding_ns(rows: list[Row], repeats: int) -> float:
 
 
 def _device_sample_ns() -> float:
-    """CPU time of the process while it does nothing but sample, by the sample."""
+    """CPU time of the process per sample, while it only samples."""
     rows: list[Row] = []
     sampler = DeviceSampler(rows.append, interval_s=0.002)
     sampler.start()
@@ -177,14 +177,14 @@ class _ReduceScatter(_Comm):
 
 @dataclass(eq=False)
 class _CommContext:
-    """What the units of a root share: the reduce-scatters in flight."""
+    """The state that the units of a root share: the reduce-scatters in flight."""
 
     reduce_scatter_states: list[Any] = field(default_factory=list)
 
 
 @dataclass
 class StandInGroup:
-    """`FSDPParamGroup` (torch 2.13) without work; also the module whose setters torch offers."""
+    """`FSDPParamGroup` (torch 2.13) without work; also the module with torch's setters."""
 
     _all_gather_comm: Any = field(default_factory=_AllGather)
     _reduce_scatter_comm: Any = field(default_factory=_ReduceScatter)

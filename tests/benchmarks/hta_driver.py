@@ -1,4 +1,4 @@
-"""HTA's results and their cost, run by the interpreter of HTA's own environment.
+"""Measure HTA's results and their cost, in the interpreter of HTA's own environment.
 
     hta-python hta_driver.py TRACE     one line of JSON
 

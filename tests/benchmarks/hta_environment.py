@@ -1,4 +1,4 @@
-"""An environment for HTA outside the project's own.
+"""Make an environment for HTA outside the project's environment.
 
 HTA needs a pandas older than 3, which this project does not use. `make bench ARGS="--only imports"`
 creates the environment under build/ in a minute, from the network. Tests use it if it exists.
@@ -21,15 +21,15 @@ _READY = FOLDER / ".complete"
 
 
 def find_hta() -> Path | None:
-    """The interpreter of HTA's environment; None where there is none."""
+    """The interpreter of HTA's environment; None if the environment is missing."""
     return PYTHON if _READY.exists() else None
 
 
 def make_hta() -> Path:
-    """The interpreter of HTA's environment, which is made where there is none.
+    """Make HTA's environment if it is missing; returns its interpreter.
 
     Raises:
-        RuntimeError: It cannot be installed, with the end of what pip said.
+        RuntimeError: HTA cannot be installed. The message has the end of pip's output.
     """
     if not _READY.exists():
         _run([sys.executable, "-m", "venv", "--clear", str(FOLDER)])
@@ -39,7 +39,7 @@ def make_hta() -> Path:
 
 
 def ask_hta(python: Path, trace: Path) -> dict[str, Any]:
-    """What HTA says about a trace, kernels taken to the nanosecond, and what that cost."""
+    """HTA's results for a trace, with kernels to the nanosecond, and their cost."""
     environment = {**os.environ, "HTA_DISABLE_NS_ROUNDING": "1"}
     answer = _run([str(python), str(_DRIVER), str(trace)], environment)
     return dict(json.loads(answer.splitlines()[-1]))

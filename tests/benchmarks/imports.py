@@ -1,4 +1,4 @@
-"""Time and memory of imports, in turn with HTA in one run.
+"""Measure time and memory of imports, alternating with HTA in one run.
 
 Both load the same trace and report the same times (parts of the step, overlap), each in a fresh
 process. Imports of packages do not count. Their results must agree.
@@ -21,7 +21,7 @@ from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 STEP_US = 1000
 OPERATORS_PER_STEP = 40
-"""Host operators beside those that launch; half of a real trace's events are such."""
+"""Host operators besides those that launch kernels. They are half of the events of a real trace."""
 _OPERATOR = {
     "Record function id": 0,
     "Concrete Inputs": ["", "", "1"],
@@ -40,7 +40,7 @@ _KERNEL = {
     "block": [640, 1, 1],
     "est. achieved occupancy %": 5,
 }
-"""What Kineto writes beside what an import needs, with record_shapes=True."""
+"""Fields that Kineto writes and an import does not need, with record_shapes=True."""
 _SHARE_WITHOUT_FLOWS = 0.8
 _LINKED = ("kernel", "gpu_memset", "cuda_runtime")
 _AGREEMENT_PCT = 0.01
@@ -49,15 +49,15 @@ _DRIVER = "tests.benchmarks.imports_driver"
 
 
 def measure_imports(folder: Path, *, num_events: int, rounds: int) -> list[Figure]:
-    """Time and memory of both on one trace, and of opening the imported run again.
+    """Measure time and memory of both on one trace, and of opening the imported run again.
 
     Args:
-        folder: Where the trace is written; made if missing.
-        num_events: At least so many events.
-        rounds: How often each is measured, in turn.
+        folder: The folder for the trace; made if missing.
+        num_events: The lowest number of events.
+        rounds: The number of measurements of each, alternating.
 
     Raises:
-        RuntimeError: HTA cannot be installed, or the two do not agree.
+        RuntimeError: HTA cannot be installed, or the results of the two differ.
     """
     folder.mkdir(parents=True, exist_ok=True)
     hta = make_hta()
@@ -92,7 +92,7 @@ def measure_imports(folder: Path, *, num_events: int, rounds: int) -> list[Figur
 
 
 def write_large_trace(path: Path, num_events: int) -> tuple[Path, int]:
-    """A trace of as many equal steps as are needed; returns it and its number of events."""
+    """Write a trace of equal steps; returns its path and its number of events."""
     trace = TraceWriter()
     number = 0
     while len(trace.events) < _SHARE_WITHOUT_FLOWS * num_events:
@@ -111,7 +111,7 @@ def write_large_trace(path: Path, num_events: int) -> tuple[Path, int]:
 
 
 def _flow(event: dict[str, Any]) -> dict[str, Any]:
-    """The arrow that Kineto draws from each launch to what it launched: one end of it."""
+    """One end of the arrow that Kineto draws from a launch to the launched event."""
     is_launch = event["cat"] == "cuda_runtime"
     place = {name: event[name] for name in ("pid", "tid", "ts")}
     label = {"cat": "ac2g", "name": "ac2g", "id": event["args"]["correlation"]}
@@ -156,7 +156,7 @@ def _ratio(
     aim: str,
     how: str,
 ) -> Figure:
-    """The median of the rounds' own ratios."""
+    """The median of the ratios of the rounds."""
     ratios = [_time_ns([one]) / _time_ns([other]) for one, other in zip(theirs, ours, strict=True)]
     times = statistics.median(ratios)
     return Figure(

@@ -1,4 +1,4 @@
-"""One import, or the opening of its run, in a fresh process that prints one line of JSON.
+"""Import a trace or open its run in a fresh process, and print one line of JSON.
 
 python -m tests.benchmarks.imports_driver import TRACE RUN
 python -m tests.benchmarks.imports_driver open RUN

@@ -1,4 +1,4 @@
-"""A run folder of any size, for example of 1,000 GPUs, written by the store.
+"""Write a run folder of any size, for example of 1,000 GPUs, with the store.
 
 Every rank gets its own recording: events as the recorder writes them on CUDA (13 per unit and
 step), allocator samples at the unit boundaries, a loss, and the store's summary of them. One step
@@ -48,24 +48,24 @@ from fsdp_inspect.trace.tables import (
 )
 
 UNIT_PARAMETERS = 218_000_000
-"""About a Llama block of 8 billion parameters."""
+"""The parameters of about a Llama block of 8 billion parameters."""
 
 _FORWARD_NS, _BACKWARD_NS = 600_000, 1_200_000
 _GATHER_NS, _REDUCE_NS = 500_000, 700_000
 _COPY_NS = 40_000
 _IDLE_NS = 4_000_000
-"""Mean over the steps."""
+"""The mean idle time over the steps."""
 _NOISE_RATIO = 0.2
-"""Durations are shorter than laid out by up to this share."""
+"""Durations are shorter than planned by up to this fraction."""
 _BYTES_PER_UNIT = 200
-"""Of the run folder, for each rank and step: measured."""
+"""Measured bytes of the run folder for each rank, step and unit."""
 _BLOCK_BYTES = 512
-"""What CUDA's allocator rounds to."""
+"""The rounding of CUDA's allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a run is."""
+    """The size of a run."""
 
     num_ranks: int
     num_steps: int = 100
@@ -77,11 +77,11 @@ def write_large_run(folder: Path, shape: Shape, *, processes: int | None = None)
 
     Args:
         folder: The run folder; about 1.2 MB for each rank of 100 steps and 64 units.
-        shape: How large it is.
-        processes: Write that many ranks at once; default one for each CPU.
+        shape: The size of the run.
+        processes: The number of ranks to write together; default one for each CPU.
 
     Raises:
-        OSError: The disk has less than twice the room that it takes.
+        OSError: The disk has less than twice the required space.
     """
     _check_room(folder, shape)
     create_run(folder, make_manifest(shape))
@@ -95,7 +95,7 @@ def write_large_run(folder: Path, shape: Shape, *, processes: int | None = None)
 
 
 def write_part(whole: Path, folder: Path, shape: Shape) -> Path:
-    """A smaller run of the first ranks of a larger one, its tables linked; returns its folder."""
+    """Write a smaller run of the first ranks of a larger one, with linked tables."""
     create_run(folder, make_manifest(shape, run_id=folder.name))
     for rank in range(shape.num_ranks):
         source, target = rank_folder(whole, 0, rank), rank_folder(folder, 0, rank)
@@ -108,12 +108,12 @@ def write_part(whole: Path, folder: Path, shape: Shape) -> Path:
 
 
 def write_repeated_run(folder: Path, shape: Shape, *, distinct: int) -> Path:
-    """As `write_large_run`, in a fraction of the time and room; returns its folder.
+    """Write a run like `write_large_run` in a fraction of the time and space; returns its folder.
 
     Args:
         folder: The run folder.
-        shape: How large it is.
-        distinct: Ranks that are made up; the others took exactly as long as one of them.
+        shape: The size of the run.
+        distinct: The number of generated ranks; the others repeat them.
     """
     few = min(distinct, shape.num_ranks)
     create_run(folder, make_manifest(shape))
@@ -126,7 +126,7 @@ def write_repeated_run(folder: Path, shape: Shape, *, distinct: int) -> Path:
 
 
 def make_manifest(shape: Shape, run_id: str = "") -> RunManifest:
-    """What rank 0 would have written; runs that are compared need ids of their own."""
+    """The manifest of rank 0; compared runs need different ids."""
     group = ProcessGroup(index=0, name="shard", ranks=list(range(shape.num_ranks)), role="shard")
     return RunManifest(
         run_id=run_id or f"large-{shape.num_ranks}",
@@ -177,7 +177,7 @@ def make_events(rank: int, shape: Shape) -> EventTable:
 
 
 def _idle_at_end(rank: int, shape: Shape) -> NDArray[np.int64]:
-    """What each step of a rank waits for at its end: mostly the same for all ranks."""
+    """The idle time of a rank at the end of each step, which is mostly equal for all ranks."""
     shared = np.random.default_rng([0, 2]).exponential(_IDLE_NS, shape.num_steps)
     own = np.random.default_rng([rank, 2]).exponential(_IDLE_NS / 100, shape.num_steps)
     return (shared + own).astype(np.int64)
@@ -244,7 +244,7 @@ def _write_rank(folder: Path, shape: Shape, rank: int) -> None:
 
 
 def _repeat_rank(folder: Path, shape: Shape, rank: int, source: int) -> None:
-    """Write a rank that recorded what another did: its tables linked, a summary of its own."""
+    """Write a rank with the linked tables of another rank and its own summary."""
     target = rank_folder(folder, 0, rank)
     target.mkdir(exist_ok=True)
     write_record(folder, shape, rank)
@@ -261,7 +261,7 @@ def _write_table(target: Path, file: TableFile[TableT], table: TableT) -> None:
 
 
 def write_record(folder: Path, shape: Shape, rank: int) -> None:
-    """Say of a rank that it recorded the whole run."""
+    """Write the record of a rank that recorded the whole run."""
     begun = 1_767_225_600_000_000_000
     record = RankRecord(
         rank=rank,
@@ -330,7 +330,7 @@ def _make_unit(index: int, shape: Shape) -> Unit:
 
 
 def _lay_out_step(num_units: int) -> EventTable:
-    """One step from time 0, as FSDP2 runs it on CUDA: each unit gathered one ahead."""
+    """Lay out one step from time 0, as FSDP2 runs it on CUDA; each unit is gathered one ahead."""
     rows = list(_StepLayout(num_units).rows())
     return EventTable.from_rows(rows)
 
@@ -341,9 +341,9 @@ class _StepLayout:
     def __init__(self, num_units: int) -> None:
         self._num_units = num_units
         self._now = 0
-        """The compute stream."""
+        """The time of the compute stream."""
         self._network = 0
-        """When the communicator is free."""
+        """The time at which the communicator is free."""
         self._collectives = 0
         self._phase = Phase.DATA
 
@@ -369,7 +369,7 @@ class _StepLayout:
         yield self._row(EventKind.STEP, 0, self._now)
 
     def _gather(self, unit: int) -> Iterator[dict[str, int]]:
-        """The gather was issued a unit ago, and is waited for now."""
+        """Wait now for the gather, which was issued one unit earlier."""
         issue = max(self._now - _FORWARD_NS, 0)
         start = max(self._network, issue + _COPY_NS)
         end = self._network = start + _GATHER_NS
@@ -385,7 +385,7 @@ class _StepLayout:
         yield self._compute(EventKind.ALL_GATHER_COPY_OUT, unit, _COPY_NS)
 
     def _reduce(self, unit: int, before: int) -> Iterator[dict[str, int]]:
-        """Reduce the unit's gradients; the compute stream waits for the reduction before it."""
+        """Reduce the unit's gradients; the compute stream waits for the previous reduction."""
         self._collectives += 1
         tied = {"unit": unit, "collective": self._collectives}
         yield self._row(EventKind.REDUCE_SCATTER_WAIT, self._now, max(self._now, before), **tied)

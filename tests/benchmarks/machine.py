@@ -1,4 +1,4 @@
-"""The machine that was measured, and its load."""
+"""Describe the measured machine and its load."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fsdp_inspect.formatting import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where and when numbers were measured."""
+    """The machine and the time of a measurement."""
 
     date: str
-    """UTC, to the minute."""
+    """The time in UTC, to the minute."""
     cpu: str
     num_cpus: int
     """Logical processors that this process may use."""
@@ -27,13 +27,13 @@ class Machine:
     python: str
     torch: str
     gpu: str
-    """Empty where none was used."""
+    """The name of the GPU; empty if none was used."""
     load: float
     """Runnable processes over the minute before the measurement began."""
 
     @property
     def sentence(self) -> str:
-        """All of it, for people."""
+        """All fields in one sentence, for people."""
         gpu = f", {self.gpu}" if self.gpu else ""
         return (
             f"Measured on {self.date} UTC: {self.cpu}, {self.num_cpus} logical CPUs, "
@@ -43,7 +43,7 @@ class Machine:
 
 
 def describe_machine(gpu: str = "") -> Machine:
-    """This machine, now."""
+    """Describe this machine now."""
     import torch
 
     return Machine(

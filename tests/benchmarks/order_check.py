@@ -26,14 +26,14 @@ from tests.benchmarks.figures import Figure
 HOST = "127.0.0.1"
 PROCESSES = 4
 COLLECTIVES_OF_A_STEP = 200
-"""As of 66 units: gather, gather again, reduce."""
+"""The collectives of a step of 66 units: all-gather, all-gather in backward, reduce-scatter."""
 _MASK = (1 << 64) - 1
 _SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the comparison of all ranks costs."""
+    """The cost of one comparison of all ranks."""
 
     world_size: int
     rank_s: float
@@ -45,7 +45,7 @@ class Cost:
 def measure_order_check(
     world_sizes: Sequence[int], agreeing: Sequence[int], rounds: int
 ) -> list[Figure]:
-    """Measure the comparison in the background, and the one before each optimizer step.
+    """Measure the comparison in the background, and the comparison before each optimizer step.
 
     Args:
         world_sizes: Numbers of ranks that compare in the background.
@@ -128,7 +128,7 @@ def _make_check(port: int, rank: int, world_size: int) -> tuple[OrderCheck, Orde
 
 
 class _Server:
-    """A store in a process of its own."""
+    """A store in a separate process."""
 
     def __enter__(self) -> _Server:
         ours, theirs = _SPAWN.Pipe()
@@ -155,7 +155,7 @@ def _serve(pipe: Any) -> None:
 
 
 def _run(work: Callable[..., list[float]], arguments: Sequence[tuple[Any, ...]]) -> list[float]:
-    """The results of some processes together."""
+    """The joined results of some processes."""
     with _SPAWN.Pool(len(arguments)) as pool:
         return [value for each in pool.starmap(work, arguments) for value in each]
 

@@ -1,4 +1,4 @@
-"""The recorder's overhead: one model bare, recorded and profiled, in turn.
+"""Measure the recorder's overhead: one model bare, recorded and profiled, alternating.
 
 Each round runs every mode once, in a random order that is the same on all ranks. `bare again` is
 the control, which shows the noise of the method. A window has a few steps of the trainer's loop,
@@ -36,9 +36,10 @@ from tests.benchmarks.workload import Workload
 BARE, BARE_AGAIN, RECORDED, PROFILED = "bare", "bare_again", "recorded", "profiled"
 WARMUP_ROUNDS = 3
 _LEAD_IN_STEPS = 2
-"""Untimed, at the start of each mode: Python specialises its bytecode anew after any patching."""
+"""Untimed steps at the start of each mode, because Python specialises its bytecode again after
+patching."""
 _DEVICE_INTERVAL_S = 0.5
-"""The recorder's default."""
+"""The default of the recorder."""
 
 Samples = dict[str, dict[str, list[int]]]
 """Mode to clock (`cpu`, `wall`) to the ns of each round."""
@@ -49,7 +50,7 @@ class Mode(Protocol):
 
     @property
     def loop(self) -> TrainingLoop:
-        """The steps."""
+        """The training loop."""
         ...
 
     def around(self) -> Any:
@@ -57,13 +58,13 @@ class Mode(Protocol):
         ...
 
     def finish(self) -> None:
-        """What belongs into the window after its last step."""
+        """Work that belongs into the window after its last step."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """Nothing attached."""
+    """Runs steps without any tool."""
 
     loop: TrainingLoop
 
@@ -77,7 +78,7 @@ class Bare:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """Under `torch.profiler` with the activities given, without shapes."""
+    """Runs steps under `torch.profiler` with the given activities, without shapes."""
 
     loop: TrainingLoop
     activities: Sequence[ProfilerActivity] = (ProfilerActivity.CPU,)
@@ -92,7 +93,7 @@ class Profiled:
 
 
 class Recorded:
-    """Under the recorder, whose hooks are off between windows."""
+    """Runs steps under the recorder, whose hooks are off between windows."""
 
     def __init__(self, workload: Workload, folder: Path, cuda_index: int | None = None) -> None:
         self.recorder = Recorder(
@@ -100,12 +101,12 @@ class Recorded:
             optimizer=workload.optimizer,
             path=folder,
             memory_steps=(),
-            device_interval_s=0,  # the sampler would run in every mode: see `around`
+            device_interval_s=0,  # the sampler would run in every mode; see `around`
             print_verdict=False,
         )
         self.loop = workload.loop(self.recorder)
         self._cuda_index = cuda_index
-        # The recorder has no public switch: nobody but this comparison needs one.
+        # The recorder has no public switch, because only this comparison needs one.
         attachment = self.recorder._attachment
         assert attachment is not None
         self._instruments = attachment._instruments
@@ -124,14 +125,14 @@ class Recorded:
         sampler.stop()
 
     def finish(self) -> None:
-        """Have everything on disk."""
+        """Wait until all data is on the disk."""
         self._writer.flush()
 
     def close(self) -> None:
         """End the recording.
 
         Raises:
-            RuntimeError: It had stopped or lost something: its windows would be too cheap.
+            RuntimeError: The recording stopped or lost data, so its windows would be too cheap.
         """
         problems = self.recorder.problems
         if problems or not self.recorder.is_recording:
@@ -145,7 +146,7 @@ def run_rounds(modes: dict[str, Mode], *, rounds: int, steps: int, device: torch
     Returns:
         CPU time of the whole process and wall time of each window, ns, without warm-up rounds.
     """
-    order = random.Random(0)  # the same on every rank
+    order = random.Random(0)  # equal on every rank
     names = list(modes)
     taken = _LEAD_IN_STEPS + steps
     samples: Samples = {name: {"cpu": [], "wall": []} for name in names}
@@ -200,7 +201,7 @@ def _measure_rank(runtime: Runtime, folder: Path, options: dict[str, Any]) -> di
 def measure_overhead(
     folder: Path, hot_path: HotPathCost, *, rounds: int, steps: int
 ) -> list[Figure]:
-    """Cost of recording on two gloo ranks, beside torch.profiler's."""
+    """Measure the cost of recording on two gloo ranks, and that of torch.profiler."""
     answers = run_ranks(__name__, {"rounds": rounds, "steps": steps}, folder)
     samples = combine([answer["samples"] for answer in answers])
     run = open_run(folder / "run")
@@ -217,7 +218,7 @@ def measure_overhead(
 
 
 def compare_modes(samples: Samples, what: str) -> list[Figure]:
-    """Recorder and profiler against the bare step, by CPU and by wall time, with the control."""
+    """Compare recorder and profiler with the bare step, by CPU and wall time, with the control."""
     figures = []
     for clock, label, meaning in (
         ("cpu", "CPU time", "CPU time is that of all threads of all ranks."),
@@ -248,7 +249,7 @@ def compare_modes(samples: Samples, what: str) -> list[Figure]:
 
 
 def combine(ranks: Sequence[Samples]) -> Samples:
-    """Sums over ranks, round by round."""
+    """The sums over ranks, by round."""
     return {
         mode: {
             clock: [sum(values) for values in zip(*(r[mode][clock] for r in ranks), strict=True)]
@@ -261,7 +262,7 @@ def combine(ranks: Sequence[Samples]) -> Samples:
 def _arithmetic_figure(
     samples: Samples, cost: HotPathCost, *, events_per_step: float, steps: int
 ) -> Figure:
-    """Events times their cost, over the CPU time of the bare step: free of the windows' noise."""
+    """Estimate events times their cost, relative to the bare step, without the windows' noise."""
     cpu, wall = (sorted(samples[BARE][clock]) for clock in ("cpu", "wall"))
     step_cpu_ns = cpu[len(cpu) // 2] / steps / NUM_RANKS
     step_wall_ns = wall[len(wall) // 2] / steps / NUM_RANKS

@@ -1,4 +1,4 @@
-"""Median ratios of paired measurements, each with a bootstrap interval.
+"""Compute median ratios of paired measurements, each with a bootstrap interval.
 
 A round measures every mode once, within a short time. Ratios are taken within a round, so a slow
 phase of the machine affects both sides. The interval is the percentile bootstrap over rounds.
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 RESAMPLES = 10_000
 _CONFIDENCE_PCT = 95
 _CHUNK = 500
-"""Resamples drawn at once: bounds the memory for many rounds."""
+"""The number of resamples drawn together, which limits the memory for many rounds."""
 
 Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A statistic and the interval that holds it with 95 % confidence; infinite where unbounded."""
+    """A statistic and its 95% interval; infinite if unbounded."""
 
     value: float
     low: float
@@ -39,9 +39,9 @@ def median_ratio(measured: Sequence[float], reference: Sequence[float], seed: in
 def overhead_ratio(
     peer: Sequence[float], ours: Sequence[float], reference: Sequence[float], seed: int = 0
 ) -> Estimate:
-    """How many times the peer's overhead is ours: (median peer ratio - 1) / (median ours - 1).
+    """The peer's overhead relative to ours: (median peer ratio - 1) / (median ours - 1).
 
-    Infinite where ours cannot be told from nothing and the peer's can.
+    Infinite if ours is not distinguishable from zero and the peer's is.
     """
     both = [_ratios(peer, reference), _ratios(ours, reference)]
 
@@ -54,7 +54,7 @@ def overhead_ratio(
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of the values lies; share from 0 to 1."""
+    """The value below which a fraction of the values is; `share` is from 0 to 1."""
     return float(np.quantile(np.asarray(values, dtype=np.float64), share))
 
 
@@ -70,7 +70,7 @@ def _ratios(measured: Sequence[float], reference: Sequence[float]) -> Values:
 def _estimate(
     values: list[Values], statistic: Callable[[list[Values]], Values], seed: int
 ) -> Estimate:
-    """The statistic of the values themselves, and over resampled rounds (last axis)."""
+    """The statistic of the values, and its interval over resampled rounds (last axis)."""
     generator = np.random.default_rng(seed)
     rounds = len(values[0])
     found = []
@@ -78,7 +78,7 @@ def _estimate(
         chosen = generator.integers(0, rounds, (_CHUNK, rounds))
         found.append(statistic([value[chosen] for value in values]))
     tail = (100 - _CONFIDENCE_PCT) / 2
-    # The "lower" and "higher" values exist: interpolating between infinities would not.
+    # "lower" and "higher" return existing values; interpolation between infinities would fail.
     low = np.percentile(np.concatenate(found), tail, method="lower")
     high = np.percentile(np.concatenate(found), 100 - tail, method="higher")
     return Estimate(float(statistic(values)), float(low), float(high))

@@ -1,4 +1,4 @@
-"""The events of an exported torch.profiler trace, in ns, and its size.
+"""Read the events of an exported torch.profiler trace, in ns, and its size.
 
 Times in a trace are µs since its own origin. Durations are µs with three decimals.
 """
@@ -17,7 +17,7 @@ from torch.profiler import profile
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One complete event of a trace; `tid` is the thread, of a kernel the stream."""
+    """One complete event of a trace; `tid` is the thread, or for a kernel the stream."""
 
     name: str
     category: str
@@ -28,12 +28,12 @@ class TraceEvent:
 
     @property
     def duration_ns(self) -> int:
-        """How long it took."""
+        """The duration of the event."""
         return self.end_ns - self.start_ns
 
 
 def export_trace(profiler: profile, path: Path) -> None:
-    """Write what the profiler collected, uncompressed."""
+    """Write the profiler's events, uncompressed."""
     profiler.export_chrome_trace(str(path))
 
 
@@ -50,7 +50,7 @@ def read_trace(path: Path) -> list[TraceEvent]:
 
 
 def named(events: Sequence[TraceEvent], name: str) -> list[TraceEvent]:
-    """The events of exactly this name, by start."""
+    """The events with exactly this name, by start."""
     return [event for event in events if event.name == name]
 
 

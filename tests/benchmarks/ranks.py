@@ -1,4 +1,4 @@
-"""Run a module on several ranks under torchrun; it answers with JSON.
+"""Run a module on several ranks under torchrun; it returns JSON.
 
     outcome = run_ranks("tests.benchmarks.overhead", {"rounds": 200}, folder)
 
@@ -25,22 +25,22 @@ NUM_RANKS = 2
 ROOT = Path(__file__).parents[2]
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-"""One thread a rank: two ranks on two cores must not fight; gloo stays on this machine."""
+"""One thread for each rank, because two ranks share two cores. gloo uses this machine only."""
 
 
 def run_ranks(module: str, options: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Run `module` on `NUM_RANKS` gloo ranks to its end.
 
     Args:
-        module: Its `__main__` calls `on_each_rank`.
-        options: JSON values for it.
-        folder: Where the ranks write; made if missing.
+        module: A module whose `__main__` calls `on_each_rank`.
+        options: Options of the module, as JSON values.
+        folder: The folder for the ranks' files; made if missing.
 
     Returns:
-        What each rank returned, in rank order.
+        The result of each rank, in rank order.
 
     Raises:
-        RuntimeError: A rank failed; with the end of what it said.
+        RuntimeError: A rank failed. The message has the end of its output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torchrun = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
@@ -62,7 +62,8 @@ def run_ranks(module: str, options: Mapping[str, Any], folder: Path) -> list[dic
 def on_each_rank(measure: Callable[[Runtime, Path, dict[str, Any]], dict[str, Any]]) -> None:
     """Run one rank's part: `measure(runtime, folder, options)` within a process group.
 
-    That of NCCL if the option `device` is `cuda` (ranks beyond the GPUs share them), else gloo's.
+    The group uses NCCL if the option `device` is `cuda` (additional ranks share the GPUs), else
+    gloo.
     """
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)

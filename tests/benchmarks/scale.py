@@ -1,4 +1,4 @@
-"""Time and memory of reading a run of a thousand ranks, in fresh processes.
+"""Measure time and memory of reading a run of a thousand ranks, in fresh processes.
 
 The run is synthetic (`large_run`). Smaller runs are its first ranks, with the same files.
 """
@@ -23,9 +23,9 @@ from tests.benchmarks.pairs import quantile
 
 NUM_CPUS = 2
 AIMED_RANKS = 1000
-"""The size that the project has an aim for."""
+"""The number of ranks with an aim of the project."""
 SHARES = (8, 4, 2, 1)
-"""Parts of the run that are measured too: an eighth of its ranks, a quarter, a half, all."""
+"""The measured parts of the run: an eighth of its ranks, a quarter, a half, all."""
 
 _SUMMARY = """
 import atexit, os, re, runpy, sys, time
@@ -42,13 +42,13 @@ runpy.run_module("fsdp_inspect", run_name="__main__")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one run of a command took."""
+    """The cost of one run of a command."""
 
     wall_ns: int
     cpu_ns: int
-    """Of all its threads, user and system: what other work on the machine hardly changes."""
+    """User and system time of all threads, which other work on the machine hardly changes."""
     peak_bytes: int
-    """Of resident memory, as the kernel counts it for the process (VmHWM)."""
+    """The peak of resident memory, as the kernel counts it for the process (VmHWM)."""
 
 
 def measure_scale(
@@ -57,10 +57,10 @@ def measure_scale(
     """Time and memory of `summary`, and the time of one rank's one step, by number of ranks.
 
     Args:
-        folder: Where the runs are written; about 1.2 MB for each rank of 100 steps and 64 units.
-        ranks: Of the largest run.
-        steps: Of each rank.
-        units: Of the model.
+        folder: The folder for the runs; about 1.2 MB for each rank of 100 steps and 64 units.
+        ranks: Ranks of the largest run.
+        steps: Steps of each rank.
+        units: Units of the model.
         repeats: Fresh processes for each number of ranks.
     """
     whole = write_large_run(folder / "all", Shape(ranks, steps, units))
@@ -69,8 +69,8 @@ def measure_scale(
     for size in sizes[:-1]:
         runs[size] = write_part(whole, folder / f"first-{size}", Shape(size, steps, units))
     costs: dict[int, list[Cost]] = {size: [] for size in sizes}
-    _summarise(runs[sizes[0]])  # compiles what is imported
-    for _ in range(repeats):  # in turn, so that a slow moment does not meet one size alone
+    _summarise(runs[sizes[0]])  # compiles the imported modules
+    for _ in range(repeats):  # alternating, so that a slow moment does not affect one size only
         for size in sizes:
             costs[size].append(_summarise(runs[size]))
     shape = f"{steps} steps x {units} units"
@@ -110,7 +110,7 @@ def _cost_figure(ranks: int, shape: str, costs: Sequence[Cost]) -> Figure:
 
 
 def _growth_figure(sizes: Sequence[int], costs: dict[int, list[Cost]]) -> Figure:
-    """What one more rank costs, in the lower and in the upper half of the sizes."""
+    """The cost of one more rank, in the lower and in the upper half of the sizes."""
     cpu_ns = {size: statistics.median(cost.cpu_ns for cost in costs[size]) for size in sizes}
     half = sizes[len(sizes) // 2]
     lower = (cpu_ns[half] - cpu_ns[sizes[0]]) / max(half - sizes[0], 1)
@@ -165,7 +165,7 @@ def _summarise(run: Path) -> Cost:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """As where the package is installed: its bytecode is kept, here beside the runs."""
+    """The environment of an installed package: its bytecode is stored, here next to the runs."""
     kept = {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
 

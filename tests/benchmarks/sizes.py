@@ -1,4 +1,4 @@
-"""The size of a recording: bytes per rank and step, beside a profiler trace.
+"""Measure the size of a recording and of a profiler trace: bytes per rank and step.
 
 Both are measured at two lengths. The growth between them is the cost of a step; the rest is fixed.
 """
@@ -26,10 +26,10 @@ _WARMUP_STEPS = 3
 
 
 def measure_sizes(folder: Path, *, short: int, long: int) -> list[Figure]:
-    """Bytes of a rank's recording after compaction, and of the gzipped trace of as many steps.
+    """Measure the bytes of a rank's compacted recording, and of the gzipped trace of equal steps.
 
     Args:
-        folder: Where to record; made if missing.
+        folder: The folder for the recordings; made if missing.
         short: Steps of the shorter run.
         long: Steps of the longer run.
     """
@@ -99,13 +99,13 @@ def measure_sizes(folder: Path, *, short: int, long: int) -> list[Figure]:
 
 
 def record_run(folder: Path, *, steps: int) -> Path:
-    """A run of that many steps and no trace, for whoever needs one to read."""
+    """Record a run with this number of steps and without a trace, for other benchmarks."""
     run_ranks(__name__, {"lengths": [steps], "trace": False}, folder)
     return folder / f"run-{steps}"
 
 
 def _rank_bytes(run: Path) -> float:
-    """A rank's share of the whole run folder, compacted."""
+    """The bytes of a compacted run folder per rank."""
     compact_run(run)
     return sum(file.stat().st_size for file in run.rglob("*") if file.is_file()) / NUM_RANKS
 

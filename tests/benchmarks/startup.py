@@ -1,4 +1,4 @@
-"""Start times of imports and commands, in fresh interpreters, repeatedly."""
+"""Measure start times of imports and commands, repeatedly in fresh interpreters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ spent = time.perf_counter_ns() - start
 print(json.dumps([spent, "torch" in sys.modules, "streamlit" in sys.modules]))
 """
 _PEER = "numpy"
-"""A package that everybody knows the weight of."""
+"""A package with a well-known import time."""
 
 
 def measure_startup(run: Path, *, repeats: int) -> list[Figure]:
@@ -31,7 +31,7 @@ def measure_startup(run: Path, *, repeats: int) -> list[Figure]:
     peer: list[int] = []
     floor: list[int] = []
     summary: list[int] = []
-    for _ in range(repeats):  # in turn, so that a slow moment does not meet one of them alone
+    for _ in range(repeats):  # alternating, so that a slow moment does not affect one command only
         imports.append(_import_ns("fsdp_inspect", is_pure=True))
         peer.append(_import_ns(_PEER))
         floor.append(_wall_ns([sys.executable, "-c", "import json"]))

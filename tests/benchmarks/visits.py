@@ -1,4 +1,4 @@
-"""One visit to a page of the dashboard in Chromium: its time and its data.
+"""Measure one visit to a page of the dashboard in Chromium: its time and its data.
 
 `watch.js` in the page decides, frame by frame, when the page is interactive. Bytes are the payloads
 of the frames that arrive over the websocket (Chromium's `Network.webSocketFrameReceived`). Static
@@ -19,13 +19,13 @@ from tests.browser.conftest import CHROMIUM_ARGUMENTS
 from tests.conftest import CHROMIUM_NAMES
 
 REST_MS = 300
-"""Nothing may arrive or be drawn for so long after a page became interactive."""
+"""The time without data and drawing that follows an interactive page."""
 _WATCH = (Path(__file__).parent / "watch.js").read_text()
 _WINDOW_MS = 1500
-"""Until a new window is at rest: Chromium's own surface takes the processor for about a second,
-and people open a page in a window that is there."""
+"""The time until a new window is at rest. Chromium's own surface uses the processor for about a
+second, and people open a page in an existing window."""
 LONGEST_MS = 120_000
-"""A page that does not come to rest within it is given up."""
+"""The time limit for a page to come to rest."""
 _IS_AT_REST = f"""() => visit.interactiveMs !== null
   && performance.now() - visit.interactiveMs > {REST_MS}"""
 _TURNS = 6
@@ -55,36 +55,36 @@ _FOLLOW_ZOOM = """(canvas, length) => {
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One opening of a page, in a tab of its own; times since the navigation began."""
+    """One opening of a page in a separate tab; times since the navigation began."""
 
     booted_ms: float
-    """Until Streamlit's own script has opened the websocket."""
+    """The time until Streamlit's own script has opened the websocket."""
     answered_ms: float
-    """Until the page's first line is there."""
+    """The time until the page's first line is present."""
     interactive_ms: float
-    """Until everything is drawn and frames are short again."""
+    """The time until everything is drawn and frames are short again."""
     worst_frame_ms: float
     """The longest frame since the answer."""
     received_bytes: int
     busy_ms: float
-    """CPU time of the tab's main thread until it was at rest: other work on the machine hardly
-    changes it."""
+    """CPU time of the tab's main thread until it was at rest, which other work on the machine
+    hardly changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Zoom:
-    """A few quick turns of the wheel over the timeline; times since the first of them."""
+    """A few quick turns of the wheel over the timeline; times since the first turn."""
 
     drawn_ms: float
-    """Until the first picture, of what the browser already has."""
+    """The time until the first picture, from data that the browser already has."""
     complete_ms: float
-    """Until the picture of what the server sent for the narrower window."""
+    """The time until the picture with the server's data for the narrower window."""
     worst_frame_ms: float
     received_bytes: int
 
 
 class Tab:
-    """A page that was opened; its figures."""
+    """An opened page with its figures."""
 
     def __init__(self, page: Page, visit: Visit, received: list[int]) -> None:
         self._page = page
@@ -113,10 +113,10 @@ class Tab:
 
 @contextmanager
 def browse() -> Iterator[BrowserContext]:
-    """A Chromium that keeps the static files that it has seen.
+    """Open a Chromium that caches static files.
 
     Raises:
-        RuntimeError: There is no Chromium.
+        RuntimeError: Chromium is missing.
     """
     found = [path for name in CHROMIUM_NAMES if (path := shutil.which(name))]
     if not found:
@@ -138,7 +138,7 @@ def visit_page(context: BrowserContext, address: str) -> Iterator[Tab]:
 
     Raises:
         RuntimeError: The page shows an error instead of its answer.
-        playwright.sync_api.TimeoutError: It does not come to rest.
+        playwright.sync_api.TimeoutError: The page does not come to rest.
     """
     page = context.new_page()
     page.wait_for_timeout(_WINDOW_MS)

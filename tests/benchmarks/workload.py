@@ -1,4 +1,4 @@
-"""The workload of the benchmarks: the trainer's step on `tiny` with 8 blocks by default."""
+"""Build the workload of the benchmarks: the trainer's step on `tiny`, by default with 8 blocks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from instrumented_trainer.trainer import (
 
 NUM_BLOCKS = 8
 ENDLESS = 1_000_000
-"""Steps of a run that is ended by whoever measures it."""
+"""The steps of a run that its caller ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A sharded model in training; expects the process group to exist."""
+    """A sharded model in training; requires the process group."""
 
     prepared: PreparedRun
     model: nn.Module

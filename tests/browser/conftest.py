@@ -1,4 +1,4 @@
-"""A real server on a free port, and a real Chromium."""
+"""Start a real server on a free port and a real Chromium."""
 
 import os
 import subprocess
@@ -36,10 +36,10 @@ CHROMIUM_ARGUMENTS = (
 
 Scheme = Literal["light", "dark"]
 _STILL_MS = 300
-"""No script may run for so long, and nothing be added to the page or taken out of it, before it
-counts as settled: a click may run two scripts, with a pause between them, and a chart that is drawn
-again takes its marks with it. When a script began and ended is observed: while the browser is busy,
-nobody asks."""
+"""The time without a running script and without changes of the page after which it counts as
+settled. A click may run two scripts with a pause between them, and a chart that is drawn again
+removes its marks. The begin and the end of a script are observed, because a busy browser cannot be
+polled."""
 _IS_SETTLED = f"""() => {{
   if (window.changedAt === undefined) {{
     window.changedAt = performance.now();
@@ -65,11 +65,11 @@ _GO = """address => {
   history.pushState({}, '', address);
   window.dispatchEvent(new PopStateEvent('popstate'));
 }"""
-"""As the browser's back button does it: the page's script runs in the session that is there."""
+"""Like the browser's back button: the page's script runs in the existing session."""
 _GO_MS = 10_000
-"""A script that has not started by then is given up, and the page is loaded."""
+"""The time limit for a script to start; after it, the page is loaded."""
 _MOVES_BY_ITSELF = "live"
-"""A page whose script runs now and then: nobody can tell such a run from that of the next page."""
+"""A page whose script runs periodically. Such a run looks like that of the next page."""
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +84,7 @@ def browser(chromium: str) -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def recorded_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The samples; a written synthetic run in a checkout that has none."""
+    """The samples, or a synthetic run in a checkout without samples."""
     if list_runs(SAMPLES):
         return SAMPLES
     folder = tmp_path_factory.mktemp("recorded")
@@ -94,7 +94,7 @@ def recorded_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pictures go: the folder that the environment names, or a temporary one."""
+    """The folder for pictures: the one in the environment, or a temporary one."""
     named = os.environ.get(SCREENSHOTS)
     folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serve(folder: Path, port: int, log: Path, *options: str) -> Iterator[str]:
-    """Serve the dashboard of a folder; the server is gone afterwards, whatever happens."""
+    """Serve the dashboard of a folder, and end the server afterwards in any case."""
     command = [sys.executable, "-m", "fsdp_inspect_app", str(folder), "--port", str(port)]
     command += options or ["--no-token"]
     with log.open("w") as output:
@@ -129,7 +129,7 @@ def _wait_until_healthy(address: str, server: subprocess.Popen[bytes], log: Path
                 if answer.status == 200:
                     return
         except HTTPError as error:
-            if error.code == HTTPStatus.FORBIDDEN:  # it is up, and requires its token
+            if error.code == HTTPStatus.FORBIDDEN:  # it runs and requires its token
                 return
         except OSError:
             time.sleep(0.1)
@@ -137,26 +137,26 @@ def _wait_until_healthy(address: str, server: subprocess.Popen[bytes], log: Path
 
 
 def fits_the_window(page: Page) -> bool:
-    """Whether nothing of the page in view has to be scrolled to from side to side."""
+    """Whether no visible part of the page requires horizontal scrolling."""
     main = page.get_by_test_id("stMain")
     return bool(main.evaluate("main => main.scrollWidth <= main.clientWidth"))
 
 
 class Dashboard:
-    """The dashboard in one browser tab, and what the browser complained about."""
+    """The dashboard in one browser tab, with the errors of the browser."""
 
     def __init__(self, page: Page, address: str) -> None:
         self.page = page
         self.address = address
         self.complaints: list[str] = []
         self.shown: tuple[str, str, str] | None = None
-        """What was asked for, and the address it led to, which a click may have left."""
+        """The requested page, and its address; a click may have left it."""
         self.appearance: tuple[int, Scheme] | None = None
         page.on("console", self._note)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
     def look(self, width: int, scheme: Scheme) -> None:
-        """Make the window that wide, light or dark; what is shown then is loaded anew."""
+        """Set the width of the window, light or dark; the page is then loaded again."""
         if (width, scheme) == self.appearance:
             return
         self.page.set_viewport_size({"width": width, "height": 900})
@@ -164,7 +164,7 @@ class Dashboard:
         self.appearance, self.shown = (width, scheme), None
 
     def widen(self, width: int) -> None:
-        """Make the window that wide, or narrow, around what is shown."""
+        """Set the width of the window around the current page."""
         assert self.appearance is not None
         if width != self.appearance[0]:
             self.page.set_viewport_size({"width": width, "height": 900})
@@ -172,12 +172,12 @@ class Dashboard:
             self.settle()
 
     def open(self, name: str, **parameters: str) -> None:
-        """Load a page at its address and wait until it has answered; not one that is shown."""
+        """Load a page at its address and wait for its answer, unless it is already shown."""
         if (name, _query(parameters), self.page.url) != self.shown:
             self.load(name, **parameters)
 
     def load(self, name: str, **parameters: str) -> None:
-        """Load a page at its address, as somebody who was sent the address does."""
+        """Load a page at its address, like a user who opens a link."""
         query = _query(parameters)
         self.page.goto(f"{self.address}/{name}?{query}")
         self.settle()
@@ -186,9 +186,9 @@ class Dashboard:
     def go(self, name: str, **parameters: str) -> None:
         """Go to a page without loading the application again, which takes a third of the time.
 
-        For tests that look at many pages. A chart of the page before may still be seen where the
-        next page has one at the same place, so the values of charts are read after `open`. After a
-        click, which may have led elsewhere, the page is loaded.
+        For tests that read many pages. A chart of the previous page may remain visible if the next
+        page has a chart at the same place, so tests read the values of charts after `open`. After a
+        click, which may have opened another page, the page is loaded.
         """
         query = _query(parameters)
         is_untouched = self.shown is not None and self.shown[2] == self.page.url
@@ -197,7 +197,7 @@ class Dashboard:
         self.shown = (name, query, self.page.url)
 
     def _go(self, address: str) -> bool:
-        """Go to a page in the session that is there; False: its script did not start."""
+        """Go to a page in the existing session; returns False if its script did not start."""
         assert self.shown is not None
         if self.shown[0] == _MOVES_BY_ITSELF:
             return False
@@ -210,7 +210,7 @@ class Dashboard:
         return True
 
     def settle(self) -> None:
-        """Wait until the script has run, everything is drawn and nothing moves any more."""
+        """Wait until the script has run, everything is drawn and nothing moves."""
         self.page.locator(".st-key-headline").wait_for()
         self.page.wait_for_function(_IS_SETTLED)
 
@@ -218,7 +218,7 @@ class Dashboard:
         return self.page.locator(".st-key-headline").inner_text()
 
     def screenshot(self, path: Path) -> None:
-        """The whole page, however long, without a pointer hovering over it."""
+        """Save a picture of the whole page, without a pointer hovering over it."""
         size = self.page.viewport_size
         assert size is not None
         self.page.mouse.move(size["width"] - 2, size["height"] - 2)
@@ -229,7 +229,7 @@ class Dashboard:
         self.page.set_viewport_size(size)
 
     def _note(self, message: ConsoleMessage) -> None:
-        # Below a page's own path Streamlit looks for its server there first, and does not find it.
+        # Streamlit first looks for its server below a page's own path, and does not find it.
         is_probe = "_stcore" in message.location.get("url", "") and "404" in message.text
         if message.type in ("error", "warning") and not is_probe:
             self.complaints.append(f"{message.type}: {message.text}")
@@ -240,7 +240,7 @@ def _query(parameters: dict[str, str]) -> str:
 
 
 class OpenTab(Protocol):
-    """What the fixture `tab` gives."""
+    """The type of the fixture `tab`."""
 
     def __call__(
         self, address: str, *, width: int = 1280, scheme: Scheme = "light"
@@ -266,7 +266,7 @@ def states_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def states_server(
     states_folder: Path, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """Serves them."""
+    """Serve the runs of every state."""
     log = tmp_path_factory.mktemp("states-server") / "log"
     with serve(states_folder, free_port(), log) as address:
         yield address
@@ -274,7 +274,7 @@ def states_server(
 
 @pytest.fixture(scope="session")
 def tabs(browser: Browser) -> Iterator[Callable[[str], Dashboard]]:
-    """The tab of a server: opened once, used again; one context, so one cache for all."""
+    """The tab of a server, opened once and reused; one context, so one cache for all."""
     context = browser.new_context()
     opened: dict[str, Dashboard] = {}
 
@@ -291,7 +291,7 @@ def tabs(browser: Browser) -> Iterator[Callable[[str], Dashboard]]:
 
 @pytest.fixture
 def tab(tabs: Callable[[str], Dashboard]) -> Iterator[OpenTab]:
-    """The tab of a server, of that width and scheme; it must not have complained afterwards."""
+    """The tab of a server with a width and a scheme; it fails the test on errors of the browser."""
     used: list[Dashboard] = []
 
     def tab_of(address: str, *, width: int = 1280, scheme: Scheme = "light") -> Dashboard:

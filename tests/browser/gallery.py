@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def record_runs(runs: Path) -> tuple[str, str]:
-    """The samples and two emulated runs; returns the ids of the latter."""
+    """Record two emulated runs next to the samples; returns the ids of the emulated runs."""
     for sample in list_runs(SAMPLES):
         shutil.copytree(sample.path, runs / sample.path.parent.name)
     write_traces(runs / "traces")
@@ -117,7 +117,7 @@ def picture_live(dashboard: Dashboard, runs: Path, out: Path) -> None:
             if time.monotonic() > deadline:
                 sys.exit("The live run did not begin within a minute.")
             time.sleep(0.5)
-        time.sleep(20)  # some steps to show
+        time.sleep(20)  # wait for some steps
         for scheme in ("light", "dark"):
             dashboard.look(WIDTH, scheme)
             dashboard.open("live", run=new[0])
@@ -125,12 +125,12 @@ def picture_live(dashboard: Dashboard, runs: Path, out: Path) -> None:
 
 
 def save(dashboard: Dashboard, path: Path) -> None:
-    """The page from its top, no taller than `TALLEST`, in few colours."""
+    """Save the page from its top, at most `TALLEST` high, in few colours."""
     path.parent.mkdir(parents=True, exist_ok=True)
     dashboard.screenshot(path)
     with Image.open(path) as picture:
         cut = picture.crop((0, 0, picture.width, min(picture.height, TALLEST)))
-        colours = Image.Quantize.MAXCOVERAGE  # keeps those that cover little, as a legend does
+        colours = Image.Quantize.MAXCOVERAGE  # keeps colours with a small area, such as in a legend
         cut.convert("RGB").quantize(256, colours).save(path, optimize=True)
 
 

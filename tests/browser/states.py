@@ -30,7 +30,7 @@ _WRITTEN_RANKS = 2
 
 
 def write_states(folder: Path) -> Path:
-    """A recorded, an imported, a crashed, a partial, a hostile, a newer and a 1,024-rank run."""
+    """Write a recorded, imported, crashed, partial, hostile, newer and 1,024-rank run."""
     runs = folder / "runs"
     write_run(runs / "recorded", make_run(num_steps=8))
     write_imported(runs / "imported", folder / "traces")
@@ -44,7 +44,7 @@ def write_states(folder: Path) -> Path:
 
 
 def write_hostile(path: Path) -> None:
-    """Every name that a run holds is HTML, script and Markdown."""
+    """Write a run in which every name is HTML, script and Markdown."""
     fqns = [UNIT_FQNS[0], HOSTILE, *UNIT_FQNS[2:]]
     manifest = make_manifest(run_id=HOSTILE, fqns=fqns, tags=[HOSTILE])
     units = [unit.model_copy(update={"module_class": HOSTILE}) for unit in manifest.units]
@@ -63,7 +63,7 @@ def write_hostile(path: Path) -> None:
 
 
 def write_crashed(path: Path) -> None:
-    """Its processes are gone and never said so; rank 1 had not reached a collective."""
+    """Write a run whose processes ended silently; rank 1 had not reached a collective."""
     write_run(path, make_run(num_steps=5))
     for rank in range(2):
         folder = rank_folder(path, 0, rank)
@@ -72,7 +72,7 @@ def write_crashed(path: Path) -> None:
 
 
 def write_hang(folder: Path, rank: int, *, late: int) -> None:
-    """The black box and the stacks of a rank of two: one waits for the late one."""
+    """Write the black box and the stacks of a rank of two ranks: one waits for the late one."""
     calls = [Call(unit, step=4) for unit in range(1, 4)]
     if rank != late:
         calls.append(Call(4, step=4, has_finished=False))
@@ -91,7 +91,7 @@ def write_hang(folder: Path, rank: int, *, late: int) -> None:
 
 
 def write_newer(path: Path) -> None:
-    """Of a schema that this version does not read."""
+    """Write a run of a schema that this version does not read."""
     write_run(path, make_run(num_steps=1))
     _change(path / "run.json", schema_version=99)
 
@@ -103,13 +103,13 @@ def _change(file: Path, **fields: object) -> None:
 
 
 def write_imported(path: Path, traces: Path) -> None:
-    """A run of traces."""
+    """Write a run of imported traces."""
     write_traces(traces)
     import_traces(traces, path)
 
 
 def write_traces(traces: Path) -> None:
-    """Two ranks of FSDP2 as torch.profiler would have traced them."""
+    """Write traces of two ranks of FSDP2 as torch.profiler writes them."""
     traces.mkdir()
     for rank in range(2):
         trace = TraceWriter(rank=rank)
@@ -119,7 +119,7 @@ def write_traces(traces: Path) -> None:
 
 
 def write_many_ranks(path: Path, few: Path) -> None:
-    """1,024 ranks: the tables of a few, linked again and again, and a summary of them all."""
+    """Write a run of 1,024 ranks: the tables of a few ranks, linked, and a summary of all ranks."""
     shape = Shape(NUM_RANKS, num_steps=4, num_units=4)
     large_run.write_large_run(
         few, dataclasses.replace(shape, num_ranks=_WRITTEN_RANKS), processes=1

@@ -1,6 +1,6 @@
 """Every page at common, large and small window sizes, light and dark, as pictures.
 
-If `FSDP_INSPECT_SCREENSHOTS` names a folder, the pictures are kept there.
+If `FSDP_INSPECT_SCREENSHOTS` names a folder, the pictures are saved there.
 """
 
 import pytest
@@ -13,13 +13,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PAGES = [page for section in SECTIONS.values() for page in section]
 SCHEMES = (("light", (1280, 800)), ("dark", (1920,)))
-"""How wide the window is in which a page opens, and becomes then."""
+"""The widths of the window: at the opening of a page, and afterwards."""
 ONE_UNIT = {"unit": "layers.3"}
 
 
 @pytest.fixture(scope="module")
 def parameters(recorded_runs):
-    """What the address of each page asks for, by page."""
+    """The parameters of each page's address, by page."""
     ids = sorted(entry.id for entry in list_runs(recorded_runs))
     before, after = ids[0], ids[-1]
     several = next((run for run in ids if run.startswith("hsdp")), after)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 SAMPLE = "hsdp-4-ranks/run"
 NUM_RANKS, NUM_STEPS = 2, 8
-"""Of the run `recorded`."""
+"""The ranks and steps of the run `recorded`."""
 _BRING_INTO_VIEW = """([marks, place]) => {
   const mark = [...document.querySelectorAll(marks)].at(place);
   if (!mark) return null;
@@ -21,20 +21,20 @@ _BRING_INTO_VIEW = """([marks, place]) => {
   const box = mark.getBoundingClientRect();
   return [box.x + box.width / 2, box.y + box.height / 2];
 }"""
-"""At once: a chart may be drawn again, with other marks, whenever its page is run again, and a mark
-that was taken out is nowhere."""
+"""Do both immediately: a chart may be drawn again with other marks whenever its page runs again,
+and a removed mark has no position."""
 POINTS, BARS = ".scatterlayer .points path", ".barlayer .point path"
 
 
 def address_of(dashboard):
-    """The parameters of the address; what is shown then was not asked for by it."""
+    """The parameters of the current address."""
     dashboard.settle()
     dashboard.shown = None
     return parse_qs(urlsplit(dashboard.page.url).query)
 
 
 def click_at(dashboard, key, across, down):
-    """Click a chart at shares of its width and height."""
+    """Click a chart at fractions of its width and height."""
     plot = dashboard.page.locator(f".st-key-chart-{key} .nsewdrag").first
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
@@ -42,7 +42,7 @@ def click_at(dashboard, key, across, down):
 
 
 def click_mark(dashboard, key, marks, place):
-    """Click the middle of one of the marks of a chart, which lie below what takes the clicks."""
+    """Click the middle of one of the marks of a chart, below the element with the handler."""
     named = f".st-key-chart-{key} {marks}"
     middle = dashboard.page.wait_for_function(_BRING_INTO_VIEW, arg=[named, place])
     dashboard.page.mouse.click(*middle.json_value())
@@ -83,7 +83,7 @@ def test_a_cell_of_the_map_opens_its_rank_and_step_and_the_next_cell_another(sta
         card = dashboard.page.locator(".st-key-card-rank-breakdown")
         card.get_by_text(re.compile(rf"Step {step}(:|, closest)")).wait_for()
         shown = address_of(dashboard)
-        # The address names no step where it is the one that the page chooses itself.
+        # The address has no step if it is the default step of the page.
         assert (shown["rank"], shown.get("step", [str(step)])) == ([str(rank)], [str(step)])
         assert dashboard.headline().startswith(f"Rank {rank} (")
         link = dashboard.page.get_by_role("link", name=f"Show step {step} in timeline")

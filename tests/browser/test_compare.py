@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def entries(recorded_runs):
-    """Two runs of one model, the older one first."""
+    """Two runs of one model, the older run first."""
     found = {one.id: one for one in list_runs(recorded_runs)}
     names = sorted(name for name in found if "2-ranks" in name)
     return [found[name] for name in names]
@@ -23,7 +23,7 @@ def comparison(entries):
 
 
 def said(text):
-    """A sentence as Markdown shows it: with real arrows."""
+    """A sentence as Markdown shows it, with real arrows."""
     return text.replace("->", "→")
 
 

@@ -1,4 +1,4 @@
-"""The pages show what the library measured on the samples."""
+"""The pages show the library's numbers of the samples."""
 
 import re
 

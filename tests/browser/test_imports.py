@@ -12,7 +12,7 @@ NAME = "<img src=x onerror=document.title='owned'>"
 
 @pytest.fixture
 def traces(tmp_path, free_port):
-    """A server of a folder with two traces, one with a name that tries to be markup."""
+    """A server of a folder with two traces; the name of one contains markup."""
     trace = TraceWriter()
     fsdp2_step(trace)
     (tmp_path / "runs" / "traces").mkdir(parents=True)

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.browser
 
 NO_PROCESS = 2**22 + 1
 AHEAD_S = 600
-"""Steps end in the future, so that none of them is ever long ago on a slow machine."""
+"""Steps end in the future, so that no step is old on a slow machine."""
 
 
 @pytest.fixture
 def live(tmp_path, free_port):
-    """A server, and the writers of the two ranks of the run that it shows."""
+    """A server, and the writers of the two ranks of its run."""
     create_run(tmp_path / "runs" / "now", make_manifest(run_id="now"))
     writers = [write_steps(tmp_path / "runs" / "now", rank, ago_s=-AHEAD_S) for rank in (0, 1)]
     with serve(tmp_path / "runs", free_port(), tmp_path / "log") as address:

@@ -1,4 +1,4 @@
-"""The Memory page shows what fills memory; a link keeps its rank and step."""
+"""The Memory page shows the contents of memory; a link keeps its rank and step."""
 
 import pytest
 
@@ -16,7 +16,7 @@ SAMPLE = "tiny-2-ranks/run"
 
 @pytest.fixture(scope="module")
 def odd_server(tmp_path_factory, free_port):
-    """A run of an allocator whose rank 1 failed."""
+    """A run with CUDA's allocator whose rank 1 failed."""
     folder = tmp_path_factory.mktemp("memory")
     run = make_run(num_steps=8)
     write_run(folder / "runs" / "failed", run, failures={1: "out of memory in step 5"})

@@ -33,7 +33,7 @@ def pages(recorded_runs, tmp_path_factory):
 
 @pytest.fixture
 def open_page(browser):
-    """Open a file with the network off; what the browser asks for or complains of is kept."""
+    """Open a file without a network; the requests and errors of the browser are logged."""
     contexts = []
 
     def open_it(path, *, width=1280, scheme="light"):

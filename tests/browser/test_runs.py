@@ -17,7 +17,7 @@ def click_row(dashboard, row, x):
 
 
 def listed(dashboard):
-    """The cells of the list, row by row, as a screen reader has them."""
+    """The cells of the list by row, as a screen reader sees them."""
     rows = dashboard.page.get_by_test_id("stDataFrame").first.locator("tbody tr")
     rows.first.wait_for(state="attached")
     return [row.locator("td").all_text_contents() for row in rows.all()]

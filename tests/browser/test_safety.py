@@ -14,7 +14,7 @@ PAGES = [page.name for section in SECTIONS.values() for page in section if page.
 
 @pytest.fixture
 def dialogs(states_server, tab):
-    """What the page asked the browser to pop up."""
+    """The dialogs that the page requested from the browser."""
     opened = []
     page = tab(states_server).page
 
@@ -58,7 +58,7 @@ def test_an_address_is_neither_obeyed_nor_repeated_as_markup(states_server, tab,
 
 
 def check_harmless(page, dialogs):
-    """No dialog came up, and no element stands where a name was shown."""
+    """Check that no dialog opened, and that no name became an element."""
     assert dialogs == []
     assert page.locator("img[src='x'], script:text('alert')").count() == 0
     assert page.locator("a[href^='javascript']").count() == 0

@@ -1,4 +1,4 @@
-"""The timeline shows the unit that costs most, zooms, and can be shared."""
+"""The timeline shows the most expensive unit, zooms, and can be shared."""
 
 import dataclasses
 import re
@@ -30,7 +30,7 @@ HOSTILE = "<img src=x onerror=document.title='owned'>**b**:smile:"
 NUM_SPANS = 60_000
 GUTTER = 172
 CLOCK_Y, GATHER_Y, MEMORY_Y = 56, 82, 140
-"""Middles of the first rank's lanes on the canvas."""
+"""The middles of the first rank's lanes on the canvas."""
 FIND_CANVAS = """() => {
   const find = (root) => root.querySelector('canvas[data-draws]')
     || [...root.querySelectorAll('*')].filter((node) => node.shadowRoot)
@@ -41,7 +41,7 @@ FIND_CANVAS = """() => {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of every kind that the page must be able to show."""
+    """Runs of every kind that the page must support."""
     folder = tmp_path_factory.mktemp("timelines")
     whole = make_run(num_ranks=4)
     write_run(folder / "runs" / "whole", whole)
@@ -74,7 +74,7 @@ def runs(tmp_path_factory):
 
 
 def crowd(events):
-    """The last step with very many tiny forwards in it."""
+    """The last step with very many short forwards in it."""
     step = events.where((events.kind == EventKind.STEP) & (events.step == 2))
     start, end = int(step.start_ns[0]), int(step.end_ns[0])
     length = (end - start) // NUM_SPANS
@@ -101,7 +101,7 @@ def address(runs, free_port):
 
 
 class Timeline:
-    """The canvas of a page, and what it says of itself."""
+    """The canvas of a page, and its description."""
 
     def __init__(self, page):
         self.page = page
@@ -169,7 +169,7 @@ def run(runs):
 
 @pytest.fixture(scope="module")
 def longest(run):
-    """The longest wait of rank 0 in step 3, and when it is on the axis."""
+    """The longest wait of rank 0 in step 3, and its position on the axis."""
     waits = measure_step_waits(run, rank=0, step=3)
     event = waits.longest()[0]
     return event, describe_event(
@@ -351,7 +351,7 @@ def test_the_picture_is_saved_as_png(open_timeline):
     content = download.value.path().read_bytes()
     assert content.startswith(b"\x89PNG")
     height = int.from_bytes(content[20:24], "big")
-    assert height > 2 * 4 * 150  # all four ranks, twice as sharp as the screen
+    assert height > 2 * 4 * 150  # all four ranks, at twice the resolution of the screen
 
 
 def test_many_spans_arrive_as_density_and_sharpen_when_zoomed(open_timeline):

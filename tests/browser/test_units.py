@@ -1,4 +1,4 @@
-"""The Units page leads from all units to one, to its neighbours and to its evidence."""
+"""The Units page links all units, one unit, its neighbours and its evidence."""
 
 import re
 from urllib.parse import parse_qs, urlsplit

@@ -147,7 +147,7 @@ CASES: dict[str, Callable[[Path, random.Random], None]] = {
 
 
 def main() -> int:
-    """Run cases in turn until the time is over; returns the exit code."""
+    """Run cases alternately until the time is over; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""A small training process that records events while its disk fails at a random moment.
+"""Record events in a small training process while its disk fails at a random moment.
 
     python -m tests.chaos.faults RUN FAULT SEED
 

@@ -1,4 +1,4 @@
-"""A model whose training can be made worse in known ways, and changed in ways that cost nothing."""
+"""Build a model whose training has known regressions, or changes without a cost."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The lines that allocate what grew, as a law over arbitrary compositions of memory."""
+"""The lines that allocate an increase, as a law over arbitrary compositions of memory."""
 
 from collections import Counter
 
@@ -43,7 +43,7 @@ def test_new_lines_are_found_although_an_edit_moved_all_others(
     found = list(find_lines([increase_of(before, after)], before, after))
 
     assert all(line.is_changed for line in found)
-    # Only a line with as many bytes as a new one may stand beside the new ones.
+    # Only a line with as many bytes as a new line may be listed with the new ones.
     assert {line.bytes for line in found} <= set(new)
     named = {line.line for line in found}
     assert not named or any(line.startswith("new.py") for line in named) or set(new) & set(old)

@@ -27,7 +27,7 @@ KIB = 1024
 WORLD_SIZE = 4
 
 # plant: metric that fails first, phase, [(category, units, bytes more)], words of the cause (None:
-# no setting shows it, so none may be stated)
+# no setting shows it, so no cause may be stated)
 REGRESSIONS = {
     "not resharded": (
         "peak_allocated_bytes",
@@ -60,7 +60,7 @@ REGRESSIONS = {
             (
                 "optimizer_state",
                 ["(root)", "embedding", *(f"layers.{block}" for block in range(6))],
-                896 * KIB + 14 * 4,  # and Adam's step count of each of 14 tensors
+                896 * KIB + 14 * 4,  # and Adam's step counter for each of 14 tensors
             )
         ],
         "optimizer is Adam(",
@@ -107,7 +107,7 @@ def line_with(text: str) -> int:
 
 @dataclass
 class Ended:
-    """What the command ended with and printed."""
+    """The exit code and the output of the command."""
 
     code: int
     printed: str
@@ -117,7 +117,7 @@ class Ended:
         return json.loads(self.printed)
 
     def with_outcome(self, outcome: str) -> list[str]:
-        """The metrics of that outcome."""
+        """The metrics with that outcome."""
         return [one["name"] for one in self.verdict["metrics"] if one["outcome"] == outcome]
 
 
@@ -137,7 +137,7 @@ def forecast(path: Path, plant: str) -> None:
 
 
 def record(path: Path, plant: str) -> None:
-    """Two steps on real tensors, as rank 0 of emulated ranks."""
+    """Record two steps on real tensors, as rank 0 of emulated ranks."""
     free = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
     quiet: dict[str, Any] = {"print_verdict": False, "device_interval_s": 0.0}
     ranks = Specification(world_size=WORLD_SIZE, gpus_per_node=WORLD_SIZE, intra=free, inter=free)
@@ -155,7 +155,7 @@ def record(path: Path, plant: str) -> None:
 
 @pytest.fixture(scope="module", params=[forecast, record], ids=["forecast", "recorded"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each plant, and `baseline.json` of the one with nothing planted."""
+    """A run of each plant, and `baseline.json` of the run without a plant."""
     runs = tmp_path_factory.mktemp("planted")
     for plant in (*HARMLESS, *REGRESSIONS):
         request.param(runs / plant.replace(" ", "-"), plant)
@@ -186,7 +186,7 @@ def test_a_planted_regression_is_found_and_nothing_else_is_blamed(
     assert ended.code == verdict["exit_code"] == 1
     assert ended.with_outcome("regression")[0] == metric
     assert verdict["phase"] == phase
-    # Kernels of CPU and CUDA keep masks of different sizes: no bytes are expected of dropout.
+    # Kernels of CPU and CUDA keep masks of different sizes, so no bytes are expected of dropout.
     assert found == [
         (category, units, found[0][2] if more is None else more) for category, units, more in grown
     ]

@@ -1,4 +1,4 @@
-"""What counts of a run: never a step of warming up, and of repeats the highest and the middle."""
+"""The measured values: no warm-up steps, and over repeats the highest and the median."""
 
 from fsdp_inspect.checks.measurements import read_runs
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
@@ -7,7 +7,7 @@ from tests.builders import InMemoryRun, RunBuilder, add_steady_step, steady_run
 
 
 def run_with_memory(*highest: int, warmup_steps: int = 1, **manifest: object) -> InMemoryRun:
-    """One rank; a memory step for each number, with that many bytes at its peak in backward."""
+    """A run of one rank with a memory step for each number, which is its peak in backward."""
     builder = RunBuilder(world_size=1, warmup_steps=warmup_steps, **manifest)
     rank = builder.rank(0)
     for step, peak in enumerate(highest):

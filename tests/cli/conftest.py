@@ -27,7 +27,7 @@ def runs_folder(tmp_path_factory):
 
 @pytest.fixture
 def command():
-    """The command line as a process: `command("summary", folder)`."""
+    """The command line as a separate process: `command("summary", folder)`."""
 
     def run(*arguments, cwd=None):
         done = subprocess.run(
@@ -45,7 +45,7 @@ def command():
 
 @pytest.fixture
 def invoke(capsys, monkeypatch):
-    """The command line in this process, which is quicker: `invoke("summary", folder)`."""
+    """The command line in this process, which is faster: `invoke("summary", folder)`."""
     from fsdp_inspect.cli import main
 
     def run(*arguments):
@@ -67,7 +67,7 @@ def tuned(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("tuned")
     config = folder / "config.toml"
-    config.write_text(CONFIG.replace('[sharding]\nwrap = "block"\n', ""))  # the plan says it
+    config.write_text(CONFIG.replace('[sharding]\nwrap = "block"\n', ""))  # the plan sets it
     trainer = [sys.executable, "-m", "tests.validation.virtual_time", "instrumented_trainer"]
     options = ["--config", config, "--record", "--runs-dir", "{runs}", "--name", "{name}"]
     return tune(folder / "runs", "--budget", "1", "--", *trainer, *options, "--plan", "{plan}")

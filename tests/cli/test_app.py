@@ -16,7 +16,7 @@ TOKEN = "a-token-for-this-test"
 
 @pytest.fixture
 def executed(monkeypatch):
-    """The command that `serve` would become, instead of becoming it."""
+    """The command that `serve` would execute; it is not executed."""
     commands = []
     monkeypatch.setattr("os.execv", lambda _, command: commands.append(command))
     return commands

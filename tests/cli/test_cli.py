@@ -1,4 +1,4 @@
-"""What holds for every subcommand: help, exit codes, errors without tracebacks."""
+"""Properties of every subcommand: help, exit codes, errors without tracebacks."""
 
 import json
 import signal

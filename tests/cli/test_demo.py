@@ -16,7 +16,7 @@ NUM_STEPS = 6
 
 @pytest.fixture(scope="module")
 def demonstrated(tmp_path_factory):
-    """The whole demo as a newcomer starts it, but short and without the dashboard, once."""
+    """The whole demo like for a new user, but short and without the dashboard, once."""
     folder = tmp_path_factory.mktemp("demo")
     settings = ["--no-serve", "--steps", str(NUM_STEPS), "--runs-dir", "recorded"]
     done = subprocess.run(
@@ -33,7 +33,7 @@ def demonstrated(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def digests(demonstrated):
-    """The freed and the kept run, in the order of recording."""
+    """The runs with freed and with kept parameters, in the order of recording."""
     return [measure_summary(open_run(entry.path)) for entry in reversed(list_runs(demonstrated[0]))]
 
 

@@ -39,7 +39,7 @@ WITHOUT_ALLOWANCE = ("--allowance", "0B")
 
 @pytest.fixture
 def invoke(invoke, monkeypatch):
-    """As `invoke`, with a child that need not import torch and a search over few world sizes.
+    """Like `invoke`, with a child that does not import torch and a search over few world sizes.
 
     `tests/analysis/capacity/test_fit.py` tests the search up to 4096 ranks, whose forecast takes
     2 s.

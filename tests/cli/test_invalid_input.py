@@ -20,7 +20,7 @@ def baseline(invoke, tmp_path, memory_run):
 
 @pytest.fixture(scope="session")
 def memory_run():
-    """A recorded run whose memory a baseline can hold."""
+    """A recorded run with memory for a baseline."""
     from tests.fuzz.corpus import SAMPLE
 
     return SAMPLE

@@ -1,4 +1,4 @@
-"""`fsdp-inspect metrics`: printed, as a file, and of a run that is being recorded."""
+"""`fsdp-inspect metrics`: printed, as a file, and for a live run."""
 
 import http.client
 import re
@@ -70,7 +70,7 @@ def test_steps_cannot_be_chosen_for_metrics(invoke, runs_folder, tmp_path):
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A run that is being recorded, and what records its rank 0."""
+    """A live run, and the writer of its rank 0."""
     path = tmp_path / "run"
     create_run(path, make_manifest())
     writers = [write_steps(path, rank, num_steps=3) for rank in (0, 1)]
@@ -81,7 +81,7 @@ def recorded(tmp_path):
 
 @pytest.fixture
 def address(recorded):
-    """Where a server of that run listens."""
+    """The address of a server of that run."""
     command = [sys.executable, "-m", "fsdp_inspect", "metrics", recorded[0], "--port", "0"]
     command += ["--no-token"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -158,7 +158,7 @@ def test_a_taken_port_is_told(runs_folder, command):
 
 def test_an_address_that_others_reach_says_what_that_exposes(invoke, runs_folder, monkeypatch):
     class Silent:
-        """Listens nowhere."""
+        """A server that does not listen."""
 
         def __init__(self, address, handler):
             self.server_address = address
@@ -193,7 +193,7 @@ def test_requests_that_are_never_finished_are_closed(monkeypatch):
                 for _ in range(50)
             ]
             for connection in connections:
-                with suppress(ConnectionError):  # on a busy machine it can be closed already
+                with suppress(ConnectionError):  # on a busy machine it may be closed already
                     connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n")
             assert all(is_closed(connection) for connection in connections)
         monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 60)
@@ -206,7 +206,7 @@ def test_requests_that_are_never_finished_are_closed(monkeypatch):
 
 
 def is_closed(connection):
-    """Whether the server closes the connection, without an answer, within a minute."""
+    """Whether the server closes the connection within a minute without an answer."""
     connection.settimeout(60)
     try:
         return connection.recv(1) == b""
@@ -216,7 +216,7 @@ def is_closed(connection):
 
 @pytest.fixture
 def server(monkeypatch):
-    """A server of two connections at once."""
+    """A server with at most two connections."""
     monkeypatch.setattr(metrics, "MAX_CONNECTIONS", 2)
     with metrics._listen("127.0.0.1", 0) as running:
         serve_in_thread(running, token=None)
@@ -242,7 +242,7 @@ def is_closed_after(connection, content):
 
 
 def test_connections_above_the_limit_are_closed_and_later_ones_answered(server, monkeypatch):
-    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 300)  # only the limit closes a connection
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 300)  # only the limit closes connections
     with ExitStack() as opened:
         for _ in range(2):
             opened.enter_context(socket.create_connection(server.server_address))
@@ -255,7 +255,7 @@ def test_connections_above_the_limit_are_closed_and_later_ones_answered(server, 
 
 
 def is_answered(address):
-    """Whether a place is free: the server notices a little later that a client has gone."""
+    """Whether a connection is free; the server notices the end of a client a little later."""
     try:
         return status(address, "/metrics") == 200
     except (ConnectionError, http.client.BadStatusLine):

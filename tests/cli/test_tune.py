@@ -25,7 +25,8 @@ def test_a_session_runs_baseline_plan_and_baseline_and_the_prediction_holds(tune
     verified = plan["verification"]
     assert verified["measured_change"] < -0.2
     assert abs(verified["step_error"]) < 0.05
-    # A virtual clock does not stop: real waits for a core can make the session too busy to judge.
+    # A virtual clock does not stop, so real waits for a core can make the session too busy to
+    # judge.
     assert plan["ruling"] in ("held", "cannot_be_told")
     assert verified["answer"].startswith(("Held: ", "Cannot tell: "))
     assert len(tuned.result["baseline_run_ids"]) == 2
@@ -38,7 +39,7 @@ def test_the_plan_that_ran_is_the_plan_that_was_predicted(tuned):
     ran = open_run(tuned.run("plan-1-1")).manifest.plan["units"]
     asked = Plan.load(tuned.folder / "plan-1.toml").to_dict()["units"]
     assert tuned.result["plans"][0]["verification"]["plan_differences"] == []
-    # The root manages no parameters, so its settings are observed on nothing.
+    # The root manages no parameters, so no settings of it are observed.
     assert ran[0]["modules"] == asked[0]["modules"] == [""]
     assert ran[1:] == asked[1:]
 

@@ -13,10 +13,10 @@ SAMPLES = Path(__file__).parents[2] / "samples"
 
 @pytest.fixture
 def quiet(tuned, tmp_path):
-    """The session without the samples that show how busy the machine was.
+    """The session without the samples that show the load of the machine.
 
-    With them, a run on a busy machine is not judged. Its time is that of its emulated link, which
-    noise changes by less than the plan does.
+    With them, a run on a busy machine is not judged. Its time is that of its emulated link, and
+    noise changes it by less than the plan does.
     """
     folder = shutil.copytree(tuned.folder, tmp_path / "quiet")
     for samples in folder.rglob("device.parquet"):
@@ -26,7 +26,7 @@ def quiet(tuned, tmp_path):
 
 @pytest.fixture
 def told(tmp_path, invoke):
-    """A copy of a sample, what is predicted of another plan for it, and where that lies."""
+    """A copy of a sample, a prediction of another plan for it, and the path of the prediction."""
     run = tmp_path / "runs" / "before"
     shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", run)
     file = tmp_path / "prediction.json"

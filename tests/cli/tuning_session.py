@@ -1,4 +1,4 @@
-"""A closed loop for tests: one tuning session under emulation, and a training that is a fake."""
+"""Run one tuning session under emulation, and provide a fake training, for tests."""
 
 import json
 import subprocess
@@ -21,7 +21,8 @@ wrap = "block"
 emulate = "world_size=8,bandwidth=10MB/s,latency=5ms"
 fixed_compute = "forward=2ms,backward=4ms"
 """
-"""The link is so slow that the step is what it carries: noise of the machine counts for little."""
+"""The link is so slow that it determines the step, so the noise of the machine has little
+effect."""
 
 FAKE = """\
 import shutil, sys
@@ -38,12 +39,12 @@ text = text.rstrip().removesuffix("}}").rstrip().removesuffix(",") + "}}"
 import re
 record.write_text(re.sub(r'"run_id": *"[^"]*"', f'"run_id": "{{name}}"', text))
 """
-"""Trains nothing: copies a recorded run, and runs out of memory under one of the plans."""
+"""Does not train: it copies a recorded run, and runs out of memory under one of the plans."""
 
 
 @dataclass
 class Session:
-    """What a session left."""
+    """The results of a session."""
 
     folder: Path
     result: dict[str, Any]
@@ -55,7 +56,7 @@ class Session:
 
 
 def tune(folder: Path, *arguments: object) -> Session:
-    """Tune as a user does; fails where the command does."""
+    """Tune like a user; fails if the command fails."""
     command = [sys.executable, "-m", "fsdp_inspect", "tune", "--runs-dir", folder, "--json"]
     done = subprocess.run(
         [str(word) for word in (*command, *arguments)],
@@ -70,7 +71,7 @@ def tune(folder: Path, *arguments: object) -> Session:
 
 
 def fake_training(folder: Path, *, fails: str = "plan-1") -> list[str]:
-    """A command with placeholders that leaves a copy of a sample."""
+    """A command with placeholders that writes a copy of a sample."""
     script = folder / "fake.py"
     script.write_text(FAKE.format(fails=fails))
     sample = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"

@@ -1,4 +1,4 @@
-"""Two runs, repeats, several sides: what is compared with what, and what may be said."""
+"""Comparisons of two runs, repeats and several sides, and their allowed conclusions."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tests.builders import RunBuilder, steady_run
 
 
 def run_of_step(duration, *, exposed=0, **manifest):
-    """One step of one rank: a gather that is waited for from its start, then forward."""
+    """One step of one rank: a gather with a wait from its start, then forward."""
     builder = RunBuilder(world_size=2, **manifest)
     rank = builder.rank(0)
     rank.step(0, 0, duration)

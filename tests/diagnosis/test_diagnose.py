@@ -1,4 +1,4 @@
-"""The class, the ranks and the certainty of a diagnosis, from boxes and records by hand."""
+"""The class, the ranks and the certainty of a diagnosis, from hand-made boxes and records."""
 
 from dataclasses import replace
 
@@ -325,7 +325,7 @@ def test_a_process_that_reads_its_memory_from_a_disk(
 
 
 def test_signs_of_a_hang_that_ended_do_not_hide_a_death() -> None:
-    """The watchdogs of busy ranks had no time to note that it ended."""
+    """The watchdogs of busy ranks had no time to note the end of the hang."""
     ended = replace(HUNG, hang_seen_ns=SECOND // 2)  # before the first collective
     boxes = {rank: waiting(rank) for rank in RANKS}
     boxes = {rank: replace(box, header=ended) for rank, box in boxes.items()}

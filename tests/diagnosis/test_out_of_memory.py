@@ -1,4 +1,4 @@
-"""What filled the memory, what grew, and why no plan is proposed, from reports by hand."""
+"""The contents of memory, its growth, and the reasons against a plan, from hand-made reports."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The collectives that ranks wait in, read from black boxes that may be damaged."""
+"""The collectives in which ranks wait, read from black boxes that may be damaged."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""A model with activation checkpointing of one kind in one place.
+"""Train a model with activation checkpointing of one kind in one place.
 
     torchrun --nproc-per-node 2 checkpointed_script.py PLACE [--reentrant] [--steps]
 
@@ -31,7 +31,7 @@ def repeat(function: object, x: torch.Tensor) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """Sleeps in its forward."""
+    """A block that sleeps in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, checkpointed as PLACE says."""
+    """Blocks with checkpointing at PLACE."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Two gloo ranks that train under the recorder until they are killed, again and again.
+"""Train on two gloo ranks under the recorder until they are killed, repeatedly.
 
     python crash_driver.py OUTPUT_FOLDER NUM_KILLS SEED
 
-torch is imported once; each pair of ranks is forked from here. Every rank notes, in a file of its
-own and after each step, the step and the time, which no kill can take back.
+torch is imported once; each pair of ranks is forked from here. After each step, every rank writes
+the step and the time into its own file, which survives a kill.
 """
 
 from __future__ import annotations

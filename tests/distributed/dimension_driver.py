@@ -1,4 +1,4 @@
-"""Trains a small model on meshes of two and three dimensions; tests read the recorded runs.
+"""Train a small model on meshes of two and three dimensions; tests read the recorded runs.
 
 torchrun --nproc-per-node 4 dimension_driver.py FOLDER LAYOUT ...
 
@@ -33,7 +33,7 @@ WIDTH, HIDDEN, BATCH, NUM_LAYERS = 8, 16, 4, 2
 NUM_STEPS, WARMUP_STEPS = 3, 1
 NUM_MICROBATCHES = 2
 SLOW_S = 0.03
-"""How much longer the expert of the last rank of `ep` computes."""
+"""The additional compute time of the expert on the last rank of `ep`."""
 
 
 class Feedforward(nn.Module):
@@ -57,7 +57,7 @@ class Routed(nn.Module):
         self._group, self._place = mesh.get_group(), mesh.get_local_rank()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Every rank sends 1 row to the expert of rank 0, and 3 rows to that of rank 1."""
+        """Send 1 row of every rank to the expert of rank 0, and 3 rows to that of rank 1."""
         sent, received = [1, 3], [1, 1] if self._place == 0 else [3, 3]
         rows = functional.all_to_all_single_autograd(hidden, received, sent, self._group)
         if self._place == 1:
@@ -67,7 +67,7 @@ class Routed(nn.Module):
 
 
 class Gathered(nn.Module):
-    """A layer that needs the rows of all ranks of the mesh dimension, as attention does."""
+    """A layer that needs the rows of all ranks of the mesh dimension, like attention."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def fsdp_tp() -> Training:
-    """Two ranks shard, two ranks share each matrix of a layer."""
+    """Two shards; two ranks share each matrix of a layer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Model()
     _tensor_parallel(model, mesh["tp"])
@@ -148,7 +148,7 @@ def hsdp() -> Training:
 
 
 def unnamed() -> Training:
-    """Process groups without a mesh: FSDP's, another one of the same ranks, and one of others."""
+    """Process groups without a mesh: FSDP's group, another group of the same ranks, and others."""
     pairs = [[[0, 1], [2, 3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]]
     shard, same, across = ([dist.new_group(ranks) for ranks in pair] for pair in pairs)
     rank = dist.get_rank()
@@ -176,7 +176,7 @@ def fsdp_ep() -> Training:
 
 
 def fsdp_cp() -> Training:
-    """Two ranks shard, two ranks share each sequence."""
+    """Two shards; two ranks share each sequence."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
     model = Model(lambda: Gathered(mesh["cp"]))
     _shard(model, mesh["dp_shard"])
@@ -200,12 +200,12 @@ def pipeline() -> Training:
         schedule.step(target=rows, losses=losses)
         return float(torch.stack(losses).mean())
 
-    step(torch.zeros(BATCH, WIDTH))  # the stages tell each other their shapes
+    step(torch.zeros(BATCH, WIDTH))  # the stages exchange their shapes
     return Training(model, step)
 
 
 def hsdp_tp() -> Training:
-    """Replicas of shards, whose layers are split: three dimensions."""
+    """Replicas of shards with split layers: three dimensions."""
     names = ("dp_replicate", "dp_shard", "tp")
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
     model = Model()

@@ -1,11 +1,11 @@
-"""Trainings whose steps take longer from step 60 on, one recording for each cause.
+"""Record trainings whose steps take longer from step 60, one for each cause.
 
     torchrun --nproc-per-node 3 drift_script.py FOLDER CAUSE ...
 
 Ranks, collectives, garbage, memory, page faults and checkpoints are real. The clock is virtual
 (`tests.validation.virtual_time`), so that step times do not depend on the machine: a cause takes
-`LONGER_NS` of virtual time in each step. `REAL_CLOCK` names the causes on the real clock: of one
-rank, for which the others wait, or of other processes.
+`LONGER_NS` of virtual time in each step. `REAL_CLOCK` lists the causes on the real clock: the
+slowdown of one rank, for which the others wait, or of other processes.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _PAGE = 4096
 clock = VirtualClock()
 is_virtual = not set(REAL_CLOCK) & set(sys.argv)
 if is_virtual:
-    time.perf_counter_ns = clock.read  # before anything binds the function by name
+    time.perf_counter_ns = clock.read  # before other modules bind the function by name
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -57,7 +57,7 @@ class Garbage:
 
 
 class SlowWriter(dcp.FileSystemWriter):
-    """Writes a checkpoint that ends when the training does."""
+    """Writes a checkpoint until the training ends."""
 
     is_over = False
 
@@ -82,7 +82,7 @@ def collect(rank: int) -> None:
 
 
 def collect_on_one_rank(rank: int) -> None:
-    """Let one rank do so; the others wait for it."""
+    """Let one rank collect garbage; the others wait for it."""
     if rank == LATE_RANK:
         collect(rank)
 
@@ -115,13 +115,13 @@ def write_checkpoint(rank: int) -> None:
     if not _kept:
         writer = SlowWriter(tempfile.mkdtemp(dir=Path.cwd()))
         state = {"weight": torch.zeros(8)}
-        group = dist.new_group(backend="gloo")  # the training uses the other one meanwhile
+        group = dist.new_group(backend="gloo")  # the training uses the other group meanwhile
         _kept.append(dcp.async_save(state, storage_writer=writer, process_group=group))
     pass_ns(LONGER_NS)
 
 
 _kept: list = []
-"""What a cause keeps until its recording ends."""
+"""Objects that a cause keeps alive until its recording ends."""
 
 
 def _open_pages() -> tuple[int, mmap.mmap]:
@@ -131,7 +131,7 @@ def _open_pages() -> tuple[int, mmap.mmap]:
         os.fsync(descriptor)
         Path(path).unlink()
         mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-        mapped.madvise(mmap.MADV_RANDOM)  # no reading ahead
+        mapped.madvise(mmap.MADV_RANDOM)  # without read-ahead
         _kept.append((descriptor, mapped))
     return _kept[0]
 
@@ -162,7 +162,7 @@ def one_core(cause: str) -> Iterator[None]:
 
 
 def start_neighbours() -> list[subprocess.Popen[bytes]]:
-    """Other processes on the same core, which end with this one."""
+    """Start other processes on the same core, which end with this one."""
     code = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
     return [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(NEIGHBOURS)]
 
@@ -171,7 +171,7 @@ def record(cause: str, run: Path) -> None:
     """Record one training."""
     torch.manual_seed(0)
     gc.collect()
-    gc.freeze()  # later collections only look at what the training makes
+    gc.freeze()  # later collections only scan the objects of the training
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     for layer in model:
         fully_shard(layer)
@@ -205,7 +205,7 @@ def record(cause: str, run: Path) -> None:
 
 
 def work(cause: str) -> None:
-    """Compute, or leave the sampler of the devices some time."""
+    """Compute, or give the sampler of the devices some time."""
     if is_virtual:
         time.sleep(0.003)
         return

@@ -66,7 +66,7 @@ def shard(model: Model) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     for part in [*model.layers, model]:
-        part.set_force_sum_reduction_for_comms(True)  # gloo has no other division
+        part.set_force_sum_reduction_for_comms(True)  # gloo supports no other division
     if FAULT == "divisor":
         model.layers[1].set_gradient_divide_factor(3.0 * dist.get_world_size())
     if FAULT == "sum":

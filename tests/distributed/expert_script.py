@@ -1,4 +1,4 @@
-"""A model with an expert that runs in every third step only.
+"""Train a model with an expert that runs in every third step only.
 
 torchrun --nproc-per-node 2 expert_script.py
 """
@@ -28,7 +28,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
         x = self.often(self.router(x))
         if step % 3 == 2:
-            time.sleep(0.05)  # dearer than the other experts
+            time.sleep(0.05)  # slower than the other experts
             x = self.rarely(x)
         return x
 

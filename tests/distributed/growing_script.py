@@ -1,4 +1,4 @@
-"""A training that knows nothing of the recorder, and whose batch grows in one step.
+"""Train with a batch that grows in one step, in a script without the recorder.
 
     torchrun ... -m fsdp_inspect.record --device-memory 60MiB growing_script.py 6 64 200
     torchrun ... -m fsdp_inspect.record --device-memory 60MiB growing_script.py 6 64 200 plan.toml

@@ -1,8 +1,8 @@
-"""Many small buckets with a communication hook, under a recorder; run on gloo ranks.
+"""Train many small buckets with a communication hook, under a recorder, on gloo ranks.
 
     torchrun --nproc-per-node 3 hooked_ddp.py OUTPUT_FOLDER
 
-The hook's messages are tensors of Python that gloo's threads free. See [Note: Where the observer
+The hook's messages are Python tensors that gloo's threads free. See [Note: Where the observer
 attaches to the dispatcher].
 """
 

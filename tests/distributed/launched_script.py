@@ -1,4 +1,4 @@
-"""A training script that knows nothing of a recorder; run with and without the launcher.
+"""Train without a recorder in the script; run with and without the launcher.
 
     torchrun --nproc-per-node 2 [-m fsdp_inspect.record] launched_script.py [--fail-on-rank 1]
 
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
 
 
 class WithLoss(nn.Module):
-    """The module that the loop calls: not sharded itself."""
+    """The module that the loop calls; it is not sharded itself."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def main() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        sys.stdout.write(f"LOSS {rank} {index} {loss.item().hex()}\n")  # at once: ranks share it
+        sys.stdout.write(f"LOSS {rank} {index} {loss.item().hex()}\n")  # one write: ranks share it
         if index == 5 and rank == fail_on_rank:
             raise ValueError("no more disk for the dog pictures")
     dist.barrier()
@@ -95,4 +95,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    release_process_groups()  # no part of training: torch may end the process with SIGABRT
+    release_process_groups()  # not a part of training; torch may end the process with SIGABRT

@@ -1,10 +1,10 @@
-"""A training that evaluates, saves checkpoints, fails, and resumes; run once for each attempt.
+"""Train with evaluations, checkpoints, a failure and a restart; run once for each attempt.
 
     torchrun --nproc-per-node 2 lifetime_script.py RUN_FOLDER STEPS [resume]
 
-It compiles a function in step 1, stands still in step 3, evaluates after step 2 and saves after
-step 4, of which steps 5 and later are lost. A resumed attempt saves in the background instead, and
-does not fail.
+It compiles a function in step 1, does nothing for some time in step 3, evaluates after step 2 and
+saves after step 4. Steps 5 and later are lost. A resumed attempt saves in the background instead,
+and does not fail.
 """
 
 import sys
@@ -26,7 +26,7 @@ STANDSTILL_S = 2.0
 
 def main(run: Path, steps: int, *, resumes: bool) -> None:
     dist.init_process_group("gloo")
-    time.sleep(SLEEP_S)  # builds the model
+    time.sleep(SLEEP_S)  # building the model
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     for layer in model:
         fully_shard(layer)

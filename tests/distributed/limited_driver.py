@@ -1,8 +1,8 @@
-"""Trains on two real ranks over whatever network there is, recorded.
+"""Record a training on two real ranks over the existing network.
 
     limited_driver.py RUN_FOLDER [--prefetch]
 
-Prints the least time of a plain all-gather of 4 MB on each rank.
+It prints the shortest time of a plain all-gather of 4 MB on each rank.
 """
 
 import sys
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def measure_all_gather() -> float:
-    """Of 4 MB in all, 2 MB from each rank; least of 7, s: a busy machine only slows it."""
+    """The shortest of 7 times (s) of an all-gather of 4 MB, 2 MB from each rank."""
     own, whole = torch.ones(NUM_BYTES // 8), torch.empty(NUM_BYTES // 4)
     times = []
     for _ in range(7):

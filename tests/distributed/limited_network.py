@@ -1,11 +1,11 @@
-"""Two ranks on a network that truly is slow: two network namespaces, a veth pair, `tc tbf`.
+"""Run two ranks on a slow network: two network namespaces, a veth pair, `tc tbf`.
 
     with limited_network(rate_mbit=400) as network:
         network.run("train.py", "--steps", "10")
 
-Each rank lives in a namespace of its own; what gloo sends goes through TCP over the pair, whose
-ends let so many bits a second out. Nothing outside the two namespaces is touched, and nothing of
-it is left behind. Needs root, `ip` and `tc`; `why_not` says what is missing.
+Each rank runs in a separate namespace. gloo sends over TCP through the pair, whose ends limit the
+bits per second. Nothing outside the two namespaces is changed, and everything is removed
+afterwards. This requires root, `ip` and `tc`; `why_not` names a missing part.
 """
 
 import os
@@ -16,17 +16,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-_PORT = 29400  # inside the namespaces nobody else listens
+_PORT = 29400  # inside the namespaces no other process listens
 _BURST = "32kb"
-"""What an idle link may send at once: little beside a message, or small messages cost nothing."""
+"""Bytes that an idle link may send immediately: few compared with a message, but enough that small
+messages are cheap."""
 _QUEUE = "200ms"
 _KEEPS_ITS_WINDOW = "net.ipv4.tcp_slow_start_after_idle=0"
-"""Or a message behind a pause of computing starts slowly, as on no network made for training."""
+"""Without it, a message after a pause of computing starts slowly, unlike on a network for
+training."""
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 class LimitedNetwork:
-    """Two namespaces, joined."""
+    """Two connected namespaces."""
 
     def __init__(self, name: str) -> None:
         self.namespaces = (f"{name}a", f"{name}b")
@@ -38,7 +40,7 @@ class LimitedNetwork:
         """Run `python ARGUMENTS` as rank 0 and rank 1, to its end.
 
         Returns:
-            The two processes, by rank; a non-zero exit code raises.
+            The two processes, by rank. A non-zero exit code raises an error.
         """
         processes = [self._start(rank, [str(word) for word in arguments]) for rank in (0, 1)]
         try:
@@ -71,7 +73,7 @@ class LimitedNetwork:
 
 
 def why_not() -> str | None:
-    """Why this machine cannot have such a network; None: it can."""
+    """The reason why this machine cannot have such a network; None if it can."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
         return f"no {' and no '.join(missing)} on this machine (package iproute2)"
@@ -84,7 +86,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def limited_network(rate_mbit: int) -> Iterator[LimitedNetwork]:
-    """A network for the block; each direction carries so many megabits a second.
+    """Create a network for the block; each direction carries `rate_mbit` megabits per second.
 
     Raises:
         subprocess.CalledProcessError: The machine does not allow it.
@@ -119,5 +121,5 @@ def _ip(*arguments: str) -> None:
 
 
 def _ip_quietly(*arguments: str) -> None:
-    """For what goes away with its namespace."""
+    """Run `ip` for objects that disappear with their namespace."""
     subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)

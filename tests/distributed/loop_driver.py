@@ -1,4 +1,4 @@
-"""Training loops whose steps are not a forward and its backward, recorded one after another.
+"""Record training loops whose steps are not a forward and its backward, one by one.
 
 torchrun --nproc-per-node 2 loop_driver.py FOLDER [LOOP ...]
 """
@@ -83,7 +83,7 @@ def plain(model: nn.Module, tokens: torch.Tensor) -> None:
 
 
 def chunked_loss(model: nn.Module, tokens: torch.Tensor) -> None:
-    """torchtitan's loss: the head runs forward and backward by itself, chunk by chunk."""
+    """torchtitan's loss: the head runs forward and backward alone, chunk by chunk."""
     hidden = model(tokens, has_head=False)
     detached = hidden.detach().requires_grad_()
     for chunk in detached.chunk(4, dim=1):
@@ -111,20 +111,20 @@ def siamese(model: nn.Module, tokens: torch.Tensor) -> None:
 
 
 def reference(model: nn.Module, tokens: torch.Tensor) -> None:
-    """DPO: a forward without a graph before the one that is trained."""
+    """DPO: a forward without a graph before the trained forward."""
     with torch.no_grad():
         target = model(tokens)
     (model(tokens) - target - 1).square().mean().backward()
 
 
 def discarded(model: nn.Module, tokens: torch.Tensor) -> None:
-    """A forward whose result nobody uses."""
+    """A forward with an unused result."""
     model(tokens)
     plain(model, tokens)
 
 
 def generating(model: nn.Module, tokens: torch.Tensor) -> None:
-    """Some tokens are generated before they are learned."""
+    """Tokens are generated before the training on them."""
     with torch.no_grad():
         for length in range(1, 5):
             model(tokens[:, :length])
@@ -132,7 +132,7 @@ def generating(model: nn.Module, tokens: torch.Tensor) -> None:
 
 
 def evaluating(model: nn.Module, tokens: torch.Tensor) -> None:
-    """An evaluation behind the backward, inside the step."""
+    """An evaluation after the backward, inside the step."""
     plain(model, tokens)
     model.eval()
     with torch.no_grad():
@@ -141,7 +141,7 @@ def evaluating(model: nn.Module, tokens: torch.Tensor) -> None:
 
 
 def failing(model: nn.Module, tokens: torch.Tensor) -> None:
-    """The first microbatch ends in an exception behind its forward."""
+    """The first microbatch ends in an exception after its forward."""
     for microbatch in range(2):
         try:
             loss = loss_of(model(tokens), tokens)
@@ -153,14 +153,14 @@ def failing(model: nn.Module, tokens: torch.Tensor) -> None:
 
 
 def accumulating(model: nn.Module, tokens: torch.Tensor) -> None:
-    """Three microbatches, of which the last one reduces."""
+    """Three microbatches; only the last one reduces."""
     for microbatch in range(3):
         model.set_requires_gradient_sync(microbatch == 2)  # type: ignore[operator]
         plain(model, tokens)
 
 
 def teaching(model: nn.Module, tokens: torch.Tensor) -> None:
-    """Two models in one module, of which one is trained."""
+    """Two models in one module; only one of them is trained."""
     with torch.no_grad():
         target = model["teacher"](tokens)  # type: ignore[index]
     (model["student"](tokens) - target).square().mean().backward()  # type: ignore[index]
@@ -224,7 +224,7 @@ def train(loop: str, folder: str) -> None:
 
 
 def main() -> None:
-    """Record every loop, or those that are named."""
+    """Record every loop, or the named ones."""
     folder, *names = sys.argv[1:]
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

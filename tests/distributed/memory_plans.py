@@ -1,11 +1,11 @@
-"""Trains under several plans, on real ranks; tests train alike as rank 0 of emulated ones.
+"""Train under several plans on real ranks; tests do the same as rank 0 of emulated ranks.
 
     torchrun --nproc-per-node N memory_plans.py FOLDER PLAN...
 
-Rank 0 writes what its memory step saw to FOLDER/<plan>.json: each sample without its time.
+Rank 0 writes the samples of its memory step to FOLDER/<plan>.json, without their times.
 
-On the real ranks gloo works on copies that the storage tracker does not see: its threads keep what
-they were given for as long as they happen to run, and its reduce-scatter copies its input.
+On the real ranks gloo works on copies that the storage tracker does not see. Its threads keep their
+tensors while they run, and its reduce-scatter copies its input.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def train_plans(folder: Path, plans: Sequence[str], emulate: str | None = None) -> None:
-    """Train under each plan, and write what its memory step saw."""
+    """Train under each plan, and write the samples of its memory step."""
     runtime = read_runtime(emulate)
     with process_group(runtime):
         for name in plans:
@@ -143,7 +143,7 @@ def hide_gloo(model: nn.Module) -> None:
 
 
 def describe(memory: MemoryTable) -> dict[str, list[int]]:
-    """Every column but the time."""
+    """Every column except the time."""
     columns = {name: getattr(memory, name).tolist() for name in MemoryTable.DTYPES}
     del columns["time_ns"]
     return columns

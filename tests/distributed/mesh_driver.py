@@ -1,4 +1,4 @@
-"""Models whose data-parallel mesh does not cover all ranks, or that have several meshes.
+"""Train models whose data-parallel mesh does not cover all ranks, or that have several meshes.
 
 torchrun --nproc-per-node 4 mesh_driver.py FOLDER [MODEL ...]
 """
@@ -36,7 +36,7 @@ class Feedforward(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block; its experts may be a unit of their own."""
+    """A residual block; its experts may be a separate unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ Meshes = list[DeviceMesh]
 
 
 def tensor_parallel(model: Model) -> Meshes:
-    """Two ranks share each matrix of the experts, and two such pairs shard."""
+    """Two ranks share each matrix of the experts; two such pairs shard."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for layer in model.layers:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -76,12 +76,12 @@ def tensor_parallel(model: Model) -> Meshes:
 
 
 def pipeline_stage(_: Model) -> Meshes:
-    """Two stages with two ranks each; both hold the same model here."""
+    """Two stages with two ranks each; both hold the same model."""
     return [init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]]
 
 
 def expert_parallel(_: Model) -> Meshes:
-    """The experts shard over two ranks, everything else over four."""
+    """The experts shard over two ranks, all other parameters over four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     return [init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)), mesh["efsdp"]]
 
@@ -137,7 +137,7 @@ def train(name: str, folder: str) -> None:
 
 
 def main() -> None:
-    """Record every model, or those that are named."""
+    """Record every model, or the named ones."""
     folder, *names = sys.argv[1:]
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

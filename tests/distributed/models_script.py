@@ -1,4 +1,4 @@
-"""Trainings with several models, as scripts that know nothing of the recorder.
+"""Train several models, in a script without the recorder.
 
 torchrun --nproc-per-node 2 models_script.py TRAINING LOSSES [RUN]
 
@@ -22,7 +22,7 @@ WIDTH, NUM_ROUNDS = 64, 8
 
 
 def make_net(name: str, *, out: int = WIDTH) -> Any:
-    """A sharded stack of three layers, of a class of its own."""
+    """A sharded stack of three layers with a separate class."""
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, out)]
     kind = type(name, (nn.Sequential,), {})
     net = kind(*layers)

@@ -1,4 +1,4 @@
-"""Ranks watched by our recorder and by torch.profiler at once, for each sharder and each mesh.
+"""Record ranks with our recorder and torch.profiler together, for each sharder and each mesh.
 
     torchrun ... -m tests.distributed.profiled_sharders FOLDER CASE ...
 

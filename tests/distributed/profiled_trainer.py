@@ -1,4 +1,4 @@
-"""A rank of the trainer, watched by our recorder and by torch.profiler at once, step by step.
+"""Record a rank of the trainer with our recorder and torch.profiler together, step by step.
 
     torchrun ... -m tests.distributed.profiled_trainer FOLDER
 

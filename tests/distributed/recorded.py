@@ -1,4 +1,4 @@
-"""Read what scenarios of the recorder left: runs, and what the ranks report about them."""
+"""Read the results of the recorder's scenarios: runs, and the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Recorded:
         return next(unit for unit in self.run(name).manifest.units if unit.fqn == fqn)
 
     def counts(self, name: str, kind: EventKind, phase: Phase | None = None) -> dict[str, int]:
-        """Events of a kind in the last step by unit; `-` is no unit."""
+        """Events of a kind in the last step by unit; `-` is the key without a unit."""
         events, units = self.events(name), self.run(name).manifest.units
         mask = events.kind == kind
         if phase is not None:

@@ -1,9 +1,9 @@
-"""Models and loops that the recorder must cope with; run under torchrun, one launch for all.
+"""Train models and loops that the recorder must support; one launch of torchrun runs all.
 
     torchrun --nproc-per-node 2 recorder_scenarios.py OUTPUT_FOLDER
 
-Each scenario trains twice from the same seed, without and with a recorder, and writes what the
-tests compare: losses, what the model looked like before and after, the warnings.
+Each scenario trains twice from the same seed, without and with a recorder, and writes the data that
+the tests compare: losses, the model before and after, and the warnings.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 @dataclass
 class Scenario:
-    """A sharded model, and how one step of it goes."""
+    """A sharded model and the code of one step."""
 
     model: nn.Module
     step: Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], torch.Tensor] | None = None
@@ -365,11 +365,11 @@ def tensor_parallel_4() -> Scenario:
     return Scenario(model)
 
 
-# --- running them
+# --- running the scenarios
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Everything the recorder may have touched, as text that two moments can be compared by."""
+    """All state that the recorder may have changed, as comparable text."""
     hooks = {
         name: [list(map(repr, getattr(module, kind).values())) for kind in HOOKS]
         for name, module in model.named_modules()

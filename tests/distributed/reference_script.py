@@ -1,7 +1,7 @@
-"""A training without a recorder whose steps run forwards without gradients.
+"""Train without a recorder, with forwards without gradients in each step.
 
-A teacher runs in each step, and a frozen tower inside the student's forward. Every fourth step, the
-student is evaluated. One of its two heads has no gradient.
+A teacher runs in each step, and a frozen tower runs inside the student's forward. Every fourth
+step, the student is evaluated. One of its two heads has no gradient.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A hand-written training script whose `fully_shard` calls are changed by a diff.
+"""Train with hand-written `fully_shard` calls, which a diff changes.
 
 torchrun --nproc-per-node 2 -m fsdp_inspect.record sharded_script.py
 """
@@ -39,7 +39,7 @@ class Decoder(nn.Module):
 
 
 class WithLoss(nn.Module):
-    """The recorded module: the names of its units begin with `decoder`."""
+    """The recorded module. The names of its units begin with `decoder`."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trains one model with each sharder; torchrun starts it, tests read its output.
+"""Train one model with each sharder; torchrun starts it, and tests read its output.
 
     torchrun --nproc-per-node 2 sharder_driver.py FOLDER
 

@@ -1,4 +1,4 @@
-"""Two ranks on disks of their own; the last one sleeps in each of its blocks' forwards.
+"""Record two ranks on separate disks; the last one sleeps in each forward of a block.
 
 torchrun --nproc-per-node 2 straggler_driver.py FOLDER
 """
@@ -20,7 +20,7 @@ NUM_STEPS = 14
 
 
 class Block(torch.nn.Module):
-    """A layer, and a rank that is late."""
+    """A layer that is slow on one rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -186,7 +186,7 @@ def test_a_model_that_was_sharded_before_the_recorder_was_imported_has_no_places
 
 
 def advisable_run(recorded: Path, torchrun: Torchrun) -> Path:
-    """A run that can be simulated; on a busy machine a run varies too much now and then."""
+    """A run that can be simulated; on a busy machine, a run sometimes varies too much."""
     for _ in range(4):
         run = newest(recorded / "runs")
         if fsdp_inspect.open_run(run).advise().plan is not None:

@@ -26,12 +26,12 @@ TrainOn = Callable[[Path, str], subprocess.CompletedProcess[str]]
 NUM_KILLS = {"guard": 5, "exhaustive": 20}
 DRIVER = Path(__file__).with_name("crash_driver.py")
 SLACK_NS = 400_000_000
-"""The flush thread polls, and shares two cores with two ranks that train without a pause."""
+"""The flush thread polls, and shares two cores with two busy ranks."""
 
 
 @pytest.fixture(scope="module")
 def num_kills(request: pytest.FixtureRequest) -> int:
-    """More moments are tried where all tests are run."""
+    """More moments are tried if all tests run."""
     return NUM_KILLS["exhaustive" if request.config.getoption(EXHAUSTIVE) else "guard"]
 
 
@@ -57,7 +57,7 @@ def test_every_killed_run_opens_as_crashed(killed: list[Path], num_kills: int) -
 
 
 def test_at_most_the_last_flush_interval_is_missing(killed: list[Path]) -> None:
-    """A busy machine delays a flush now and then, so one run of five may miss more."""
+    """A busy machine sometimes delays a flush, so one run of five may miss more."""
     in_time = []
     for folder in killed:
         run = open_run(folder / "run")
@@ -157,7 +157,7 @@ print("trained", 300, loss.item().hex())
 
 @pytest.fixture(scope="module")
 def train_on(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> TrainOn:
-    """Train on one rank, which records to a folder, and does damage to it on the way."""
+    """Train on one rank, which records to a folder, and damage the folder meanwhile."""
     script = tmp_path_factory.mktemp("script") / "train.py"
     script.write_text(DISK_SCRIPT)
     return lambda path, damage: run_ranks(script, path, damage, num_ranks=1, check=False)

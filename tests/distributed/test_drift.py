@@ -22,10 +22,10 @@ NAMED = {
     "rank": "own work of rank 1: ",
     "neighbours": "wait for a core",
 }
-"""By cause: the begin of a statement that names it."""
+"""The begin of a statement that names the cause, by cause."""
 ON_REAL_CLOCK = ("garbage-of-one", "rank", "neighbours")
 ON_A_FREE_CORE = "neighbours"
-"""Other processes cause a change only on a core that was free before."""
+"""Other processes only cause a change on a core that was free before."""
 NUM_TRIES = 2
 QUICK = ("data", "garbage", "checkpoint", "garbage-of-one")
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.distributed
 def record(
     tmp_path_factory: pytest.TempPathFactory, torchrun: Torchrun, run_ranks: Torchrun
 ) -> Callable[[Sequence[str]], Path]:
-    """Record trainings with some causes, each in a folder of its name."""
+    """Record trainings with some causes, each in a folder with its name."""
     environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
     def run(causes: Sequence[str]) -> Path:

@@ -60,6 +60,6 @@ def test_the_peak_is_made_of_the_same(trained: Pair, num_ranks: int, plan: str) 
 
 
 def peaks(samples: Samples) -> list[dict[str, Any]]:
-    """The rows that describe the peak: where it was, and what of each category was alive."""
+    """The rows that describe the peak: its position, and the live bytes by category."""
     rows = [dict(zip(samples, row, strict=True)) for row in zip(*samples.values(), strict=True)]
     return [row for row in rows if row["point"] == MemoryPoint.PEAK]

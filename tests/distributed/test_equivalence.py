@@ -47,7 +47,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def compare(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory):
-    """Run the script with the given words, with and without sharding, and compare."""
+    """Run the script with the given arguments, with and without sharding, and compare."""
 
     def run(words: str) -> Equivalence:
         folder = tmp_path_factory.mktemp("equivalence")

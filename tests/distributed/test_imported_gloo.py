@@ -1,4 +1,4 @@
-"""The same steps seen by our recorder and by torch.profiler: what an import makes of the latter."""
+"""The same steps, recorded by our recorder and imported from torch.profiler."""
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ STEPS = range(WARMUP_STEPS, WARMUP_STEPS + PROFILED_STEPS)
 OF_FSDP = (StepPart.EXPOSED_ALL_GATHER, StepPart.EXPOSED_REDUCE_SCATTER)
 CALL_NS = 400_000
 """The recorder's clock starts before Python's part of a collective's call and stops after it. The
-profiler begins with the operator and, where gloo runs in the background, ends with gloo's work.
-What lies between is not in the trace: 0.1 to 0.2 ms a call on a quiet machine."""
+profiler begins with the operator and, if gloo runs in the background, ends with gloo's work. The
+time in between is not in the trace: 0.1 to 0.2 ms per call on a quiet machine."""
 
 
 @pytest.fixture(scope="module")
 def seen_by_both(run_ranks, tmp_path_factory):
-    """(recorded run, imported run) by case."""
+    """The (recorded run, imported run) of each case."""
     folder = tmp_path_factory.mktemp("both")
     run_ranks("-m", "tests.distributed.profiled_trainer", folder, timeout_s=500)
     return {case: _open_both(folder / case) for case in CASES}
@@ -83,7 +83,8 @@ def test_exposed_time_per_step_is_the_same_but_for_what_is_not_in_a_trace(case, 
         for kind in (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
     )
     allowed = 0.2 * ours + num_calls * CALL_NS
-    # Other work on the machine lengthens what lies between, in some steps: the quietest one counts.
+    # Other work on the machine lengthens the time in between in some steps, so the quietest step
+    # counts.
     assert np.min(np.abs(ours - theirs) - allowed) <= 0
 
 

@@ -113,14 +113,14 @@ def test_a_script_that_fails_keeps_its_traceback_and_its_recording(
     assert failed.num_steps == 3
 
 
-# --- two nodes that share no file system
+# --- two nodes without a shared file system
 
 
 @pytest.fixture(scope="module")
 def nodes(
     tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
 ) -> tuple[Path, Path]:
-    """The runs folders of two nodes with one rank each, seen from where each was started."""
+    """The runs folders of two nodes with one rank each, from the view of each start."""
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     folders = (tmp_path_factory.mktemp("node0"), tmp_path_factory.mktemp("node1"))
     processes = [

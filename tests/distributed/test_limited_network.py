@@ -22,7 +22,7 @@ BURST_BYTES = 256 * 1024
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What rank 0 printed, and the run."""
+    """The output of rank 0, and the run."""
     if (reason := why_not()) is not None:
         pytest.skip(f"no network namespaces here: {reason}")
     folder = tmp_path_factory.mktemp("limited") / "run"
@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 def test_an_all_gather_runs_at_the_rate_of_the_link(trained: tuple[str, Path]) -> None:
     measured_s = float(trained[0].split("ALL_GATHER_S ")[1].split()[0])
-    sent = NUM_BYTES / 2  # each of two ranks sends its half, its first burst at once
+    sent = NUM_BYTES / 2  # each of two ranks sends its half; the first burst is immediate
     least_s = (sent - BURST_BYTES) / BYTES_PER_S
 
     assert least_s < measured_s < 5 * sent / BYTES_PER_S  # a busy machine delays all seven

@@ -1,4 +1,4 @@
-"""Loops as other people write them: their steps are replayed, and every answer is given."""
+"""Common training loops: their steps are replayed, and all analyses work."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_the_recorded_step_is_replayed(run: Run) -> None:
     simulation, other = run.simulate(rank=0), run.simulate(rank=1)
     assert max(abs(simulation.replay_error), abs(other.replay_error)) < 0.02
     assert simulation.change == 0
-    # A peak is predicted where the recorded one is explained, and withheld with a reason elsewhere.
+    # A peak is predicted if the recorded peak is explained, else the reason is stated.
     assert simulation.memory_error is not None
     is_explained = abs(simulation.memory_error) <= 0.02
     assert (simulation.peak_bytes is not None) == is_explained
     assert is_explained or simulation.memory_refusal
-    if run.id != "accumulating":  # its later microbatches add to gradients that are there already
-        # A busy machine lets gloo free its copy of a reduce-scatter's input later, on either rank.
+    if run.id != "accumulating":  # its later microbatches add to existing gradients
+        # A busy machine makes gloo free its copy of a reduce-scatter's input later, on either rank.
         assert min(abs(simulation.memory_error), abs(other.memory_error or 0)) < 0.01
 
 
@@ -63,7 +63,7 @@ def test_advice_is_given_and_the_plan_is_followed(run: Run) -> None:
 
 
 def test_no_unit_is_merged_into_a_module_that_a_loop_does_not_run(recorded: Path) -> None:
-    """The head of a chunked loss runs by itself, so the root cannot take it over."""
+    """The head of a chunked loss runs alone, so the root cannot contain it."""
     advice = open_run(recorded / "chunked_loss").advise()
     assert advice.plan is not None
     assert any("uses without running the unit's own module" in note for note in advice.plan.notes)

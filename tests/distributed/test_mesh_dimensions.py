@@ -30,20 +30,20 @@ FLOAT = 4
 LAYER = 2 * WIDTH * HIDDEN * FLOAT
 """Bytes of the parameters of a layer."""
 ROOT = 2 * WIDTH * WIDTH * FLOAT
-"""Bytes of the stem and the head, which the root unit holds."""
+"""Bytes of the stem and the head, which the root unit owns."""
 ROWS = BATCH * WIDTH * FLOAT
 """Bytes of the hidden states of a rank."""
 
 
 class Volume(NamedTuple):
-    """Collectives of a step."""
+    """The number and bytes of a step's collectives."""
 
     count: int
     bytes: int
 
 
 def sharded(layer: int) -> Volume:
-    """Each layer is gathered in forward and backward, the root once; each is reduced once."""
+    """Each layer is gathered in forward and backward and reduced once; the root gathers once."""
     return Volume(
         2 * NUM_LAYERS + 1 + NUM_LAYERS + 1,
         NUM_LAYERS * 2 * layer + ROOT + NUM_LAYERS * layer + ROOT,
@@ -51,7 +51,7 @@ def sharded(layer: int) -> Volume:
 
 
 def replicated(layer: int, shards: int) -> Volume:
-    """The reduced shard of each unit."""
+    """The collectives over replicas: the reduced shard of each unit."""
     return Volume(NUM_LAYERS + 1, (NUM_LAYERS * layer + ROOT) // shards)
 
 
@@ -62,9 +62,10 @@ METRIC = Volume(1, FLOAT)
 
 
 def routed(rank: int) -> Volume:
-    """Two all-to-alls a layer in forward and in backward, half of them of the expert's rows.
+    """Two all-to-alls per layer in forward and in backward; half of them carry the expert's rows.
 
-    The expert of the first rank of `ep` receives 1 row of each rank, that of the second 3 rows.
+    The expert of the first rank of `ep` receives 1 row of each rank, and the expert of the second
+    receives 3 rows.
     """
     of_expert = [2, 6][rank % 2] * WIDTH * FLOAT
     return Volume(4 * NUM_LAYERS, 2 * NUM_LAYERS * (ROWS + of_expert))
@@ -123,7 +124,7 @@ COORDINATES = {
     "fsdp_cp": {"shard": 1, "cp": 0},
     "pipeline": {"shard": 0, "pp": 1},
 }
-"""The place of rank 2."""
+"""The position of rank 2."""
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def four(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_volumes(run: Run, name: str) -> None:
-    """The closed form holds on every rank, for the breakdown and for the recorded events."""
+    """Check the closed form on every rank, for the breakdown and for the recorded events."""
     for step in run.breakdown().ranks:
         volumes = {
             row.dimension: Volume(row.count_per_step, row.bytes_per_step) for row in step.dimensions

@@ -1,4 +1,4 @@
-"""Meshes that do not cover all ranks, and units with meshes of their own, on gloo ranks."""
+"""Meshes that do not cover all ranks, and units with separate meshes, on gloo ranks."""
 
 from __future__ import annotations
 

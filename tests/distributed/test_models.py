@@ -1,4 +1,4 @@
-"""Several models in one recording, on two gloo ranks: by the recorder and without any code."""
+"""Several models in one recording on two gloo ranks, with the recorder and with the launcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def training(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def folder(training: str, run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The losses without a recorder, with one, and without code, and both runs."""
+    """The losses without a recorder, with one, and with the launcher, and both runs."""
     folder = tmp_path_factory.mktemp(training)
     run_ranks(SCRIPT, training, folder / "plain.json", num_ranks=2)
     run_ranks(SCRIPT, training, folder / "recorder.json", folder / "run", num_ranks=2)
@@ -57,7 +57,8 @@ def test_a_step_is_a_round_of_all_optimizers(run: Run, training: str) -> None:
     events = run.source.events(0)
     steps = events.where(events.kind == EventKind.STEP).step.tolist()
     optimizer = events.where(events.kind == EventKind.OPTIMIZER).step.tolist()
-    # A launcher learns the optimizers: its first steps are of some of them, the next has the rest.
+    # A launcher learns the optimizers: the first steps have some of them, the next step has the
+    # rest.
     assert NUM_ROUNDS - 1 <= len(steps) <= NUM_ROUNDS + 1
     per_step = [optimizer.count(step) for step in steps[3:]]
     assert per_step == [STEPS_PER_ROUND[training]] * len(per_step)

@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_probe_measures_messages_of_the_run_s_groups_and_is_used(run: Path, run_ranks: Torchrun):
-    """On a busy machine the durations can scatter so much that no latency is found."""
+    """On a busy machine the durations can scatter too much to show a latency."""
     done = run_ranks(*PROBE, run, num_ranks=2)
     assert "Next: fsdp-inspect advise" in done.stdout
     probe = open_run(run).source.network_probe

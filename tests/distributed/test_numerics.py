@@ -1,4 +1,4 @@
-"""Numerics steps on two gloo ranks: exact counts, and training that is not changed."""
+"""Numerics steps on two gloo ranks: exact counts, and an unchanged training."""
 
 import json
 from pathlib import Path
@@ -79,7 +79,7 @@ def train(run_ranks: Torchrun, folder: Path, kind: str, every: int) -> list[dict
 def test_lost_updates_are_those_of_a_float64_shadow(
     run_ranks: Torchrun, tmp_path: Path, kind: str
 ) -> None:
-    """torch 2.13: an update is meant exactly where a float64 copy of the optimizer changes it."""
+    """torch 2.13: an update is intended exactly if a float64 copy of the optimizer changes it."""
     found = train(run_ranks, tmp_path, kind, every=2)
     run = open_run(tmp_path / "run")
 

@@ -1,7 +1,6 @@
-"""Trainings that fail under a limit of the device's memory, on two gloo ranks and emulated ones.
+"""Trainings that fail under a limit of the device's memory, on gloo ranks and emulated ranks.
 
-The proof of a proposed plan is a real run: it passes under the limit that the recorded plan passes
-over.
+A real run proves a proposed plan: it stays below the limit that the recorded plan exceeds.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Counts, bytes and exposed times of each sharder and mesh, compared with torch.profiler.
 
-Both watch the same steps. A trace of gloo lacks the size of a message of one number, the rows that
-an all-to-all receives: these are compared by their counts. The importer reads no sends between two
-ranks: `test_mesh_dimensions` counts them.
+Both observe the same steps. A trace of gloo lacks the size of a message of one number (the rows
+that an all-to-all receives), so only the counts of these are compared. The importer reads no sends
+between two ranks; `test_mesh_dimensions` counts them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXPOSED = (
     StepPart.EXPOSED_OTHER,
 )
 CALL_NS = 400_000
-"""What of a call is not in a trace: see `test_imported_gloo`."""
+"""The time of a call that is not in a trace; see `test_imported_gloo`."""
 Seen = dict[str, tuple[RunSource, RunSource]]
 """The recorded and the imported run, by case."""
 
@@ -90,14 +90,15 @@ def test_exposed_time_is_that_of_the_trace_but_for_what_it_lacks(
     for rank in (each.rank for each in recorded.ranks):
         ours, theirs = exposed_by_step(recorded, rank), exposed_by_step(imported, rank)
         calls = len(recorded.events(rank, steps=STEPS, kinds=KINDS)) / PROFILED_STEPS
-        # What the recorder sees of a blocking call encloses what a trace shows of it. For a bucket
-        # of DDP it is the reverse: in a trace, it is exposed next to Python between two operators.
+        # The recorder's time of a blocking call includes the time in a trace. For a bucket of DDP
+        # it is the reverse: in a trace, it is exposed next to Python between two operators.
         differences = ours - theirs if both == seen["ddp"] else theirs - ours
-        # A call of one of many ranks also waits for a core: two ranks are compared both ways.
+        # A call on one of many ranks also waits for a core, so two ranks are compared in both
+        # directions.
         if both == seen["fsdp1"]:
             differences = np.abs(differences)
         assert np.all(theirs > 0)
-        # Other work on the machine lengthens what lies between: the quietest step counts.
+        # Other work on the machine lengthens the time in between, so the quietest step counts.
         assert np.min(differences - 0.2 * ours - calls * CALL_NS) <= 0
 
 

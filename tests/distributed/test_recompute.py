@@ -1,4 +1,4 @@
-"""The repeated forwards of both kinds of checkpoints are measured, wherever the checkpoints are."""
+"""The repeated forwards of both kinds of checkpoints are measured, for any position."""
 
 from __future__ import annotations
 

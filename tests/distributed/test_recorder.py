@@ -1,4 +1,4 @@
-"""The recorder on real gloo ranks: what it counts, and that training cannot tell it is there."""
+"""The recorder on real gloo ranks: its counts, and an unchanged training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> R
     return Recorded(folder)
 
 
-# --- the training cannot tell
+# --- the training is unchanged
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -67,7 +67,7 @@ def test_each_run_opens_complete(recorded: Recorded, name: str) -> None:
     assert [record.num_steps for record in run.ranks] == [STEPS] * run.manifest.world_size
 
 
-# --- what holds in every scenario
+# --- properties of every scenario
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -150,7 +150,7 @@ def test_losses_are_logged(recorded: Recorded, name: str) -> None:
     assert scalars.value.tolist() == expected
 
 
-# --- counts, scenario by scenario
+# --- counts by scenario
 
 BLOCKS = {"layers.0", "layers.1", "layers.2"}
 

@@ -1,4 +1,4 @@
-"""The launcher tells forwards without gradients of each step from evaluations."""
+"""The launcher distinguishes forwards without gradients of each step from evaluations."""
 
 from __future__ import annotations
 

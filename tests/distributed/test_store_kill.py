@@ -1,4 +1,4 @@
-"""All ranks of a job killed at once: the run opens, and each row that was on disk is there."""
+"""All ranks of a job are killed together: the run opens with each row that was on disk."""
 
 import random
 import time

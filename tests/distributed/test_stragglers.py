@@ -1,4 +1,4 @@
-"""A rank that sleeps is found with its cost, from parts that were written on two disks."""
+"""A sleeping rank is found with its cost, from parts on two disks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_replay_gives_the_recorded_step_exactly(run: StoredRun) -> None:
 
 
 class TwoMachines:
-    """The same run, as if its ranks had recorded on machines that nobody knows to be one."""
+    """The same run, as if its ranks had recorded on two machines."""
 
     def __init__(self, run: StoredRun) -> None:
         self._run = run

@@ -51,7 +51,7 @@ def test_a_risky_plan_is_warned_of_once(run_ranks: Any):
 
 
 def test_no_thread_of_the_process_group_outlives_it(tmp_path: Path, run_python: Any):
-    """With torch 2.13 one that does may abort the process while the interpreter ends."""
+    """With torch 2.13, such a thread may abort the process while the interpreter ends."""
     script = tmp_path / "watched_trainer.py"
     script.write_text(_WATCHED_TRAINER)
     done = run_python(script, *SHORT, "--no-record")

@@ -1,8 +1,8 @@
 """Every setting of the trainer on real gloo ranks: one launch for two ranks, one for four.
 
-Gradients are compared with those of one process on the same global batch. A greatest deviation of
-1e-6 of a parameter's greatest gradient is what a different order of float32 additions makes; with
-bfloat16 compute (8 bits of mantissa) it is 3 %.
+Gradients are compared with those of one process on the same global batch. A different order of
+float32 additions gives a largest deviation of 1e-6 of a parameter's largest gradient. With bfloat16
+compute (8 bits of mantissa) it is 3%.
 """
 
 import json
@@ -29,13 +29,13 @@ SAME_STEPS = [
     and "param_dtype" not in settings
     and "schedule" not in settings
 ]
-"""Cases that train the default model on the default batches: they must learn alike."""
+"""Cases that train the default model on the default batches and must give equal losses."""
 
 Results = dict[str, Any]
 
 
 def with_slow(names: Iterable[str]) -> list[Any]:
-    """The cases, those that take long marked."""
+    """The cases; slow ones are marked."""
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
 
 
@@ -95,7 +95,7 @@ def test_bfloat16_learns_nearly_alike(two):
 
 
 def units_with_parameters(plan: Results) -> list[Results]:
-    """Without the root where blocks, embedding and head took all: torch keeps no settings there."""
+    """The units without the root, if other units own all parameters: torch has no settings then."""
     units = plan["units"]
     return units if len(units) == 1 else [unit for unit in units if unit["modules"] != [""]]
 
@@ -160,5 +160,5 @@ def test_a_plan_observed_on_one_run_gives_the_same_run_from_its_file(two):
 
 def test_the_loss_of_the_tiny_preset_falls_visibly(two):
     losses = two["tiny"]["losses"]
-    assert losses[0] > 5.5  # a guess among 256 bytes costs 5.55
+    assert losses[0] > 5.5  # a random guess among 256 bytes gives 5.55
     assert sum(losses[-5:]) / 5 < 3.5

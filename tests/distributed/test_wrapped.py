@@ -1,4 +1,4 @@
-"""The recorder on FSDP1 and DDP: gloo ranks, counted by torch's flight recorder too.
+"""The recorder on FSDP1 and DDP with gloo ranks, compared with torch's flight recorder.
 
 The flight recorder of gloo calls a reduce-scatter an all-reduce, because gloo implements it as one.
 """
@@ -97,7 +97,7 @@ def test_the_recording_is_complete_and_without_problems(recorded: Recorded, name
 def test_messages_that_threads_of_gloo_free_do_not_block_the_training(
     run_ranks: Torchrun, tmp_path: Path
 ) -> None:
-    """With the GIL held in the all-reduce, torch 2.13 stops within 50 steps."""
+    """torch 2.13 stops within 50 steps if the all-reduce holds the GIL."""
     run_ranks(DRIVER.with_name("hooked_ddp.py"), tmp_path / "run", num_ranks=3, timeout_s=60)
     run = open_run(tmp_path / "run")
     assert [record.num_steps for record in run.ranks] == [hooked_ddp.STEPS] * 3
@@ -273,7 +273,7 @@ def test_memory_of_full_shard_is_that_of_its_shards(recorded: Recorded) -> None:
     shards = sum(unit.sharded_bytes for unit in recorded.run("fsdp1_full_shard").manifest.units)
     assert peak["sharded_parameter"] == shards
     assert peak["optimizer_state"] == pytest.approx(2 * shards, abs=64)
-    # The root, the running block and the one that is prefetched.
+    # The root, the running block and the prefetched block.
     assert peak["unsharded_parameter"] == (REST + 2 * BLOCK) * 4
 
 

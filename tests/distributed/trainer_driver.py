@@ -1,4 +1,4 @@
-"""Trains under many settings inside one process group; torchrun starts it, tests read its output.
+"""Train with many settings in one process group; torchrun starts it, tests read its output.
 
     torchrun ... trainer_driver.py FOLDER [LEFT_OUT...]
 
@@ -113,7 +113,7 @@ ON_4_RANKS: dict[str, dict[str, Any]] = {
     "half_mesh_by_unit": SMALL | {"reshard_after_forward": "auto; layers.*=2"},
 }
 SLOW = ("compile",)
-"""Cases on 2 ranks that take long: torch calls a C++ compiler."""
+"""Slow cases on 2 ranks: torch calls a C++ compiler."""
 TINY = {"preset": "tiny", "steps": 25, "record": False}
 
 Results = dict[str, Any]
@@ -129,7 +129,7 @@ def run(settings: dict[str, Any]) -> TrainingResult:
 
 
 def try_settings(settings: dict[str, Any]) -> Results:
-    """What the settings make of the model, its gradients against one process, and its losses."""
+    """The effect of settings on the model, its gradients against one process, and its losses."""
     prepared = prepared_run(settings)
     model = build_parallel_model(prepared.recipe, prepared.parallelism, RUNTIME)
     observed = observe_plan(model)
@@ -154,7 +154,7 @@ def sharded_gradients(prepared: PreparedRun, model: nn.Module) -> dict[str, torc
 
 
 def gradients_of_one_process(prepared: PreparedRun) -> dict[str, torch.Tensor]:
-    """Those of the whole global batch on an unsharded model, in float32."""
+    """The gradients of the whole global batch on an unsharded model, in float32."""
     model = prepared.recipe.build_for_sharding()
     materialize(model, torch.device("cpu"), offload=False, seed=prepared.config.seed)
     microbatches = prepared.parallelism.plan.accumulation.microbatches
@@ -167,7 +167,7 @@ def gradients_of_one_process(prepared: PreparedRun) -> dict[str, torch.Tensor]:
 
 
 def greatest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Over all parameters: the greatest deviation, as a part of the greatest element."""
+    """The largest deviation over all parameters, relative to the largest element."""
     assert found.keys() == expected.keys()
     return max(
         float((found[name] - expected[name]).abs().max() / expected[name].abs().max())
@@ -176,7 +176,7 @@ def greatest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 def try_resume(folder: Path, settings: dict[str, Any]) -> Results:
-    """Losses of a run in one piece, and of the same run resumed in its middle."""
+    """The losses of a run in one piece, and of the same run resumed in its middle."""
     settings = settings | {"steps": 6, "checkpoint_dir": str(folder), "checkpoint_every": 3}
     whole = run(settings)
     dist.barrier()
@@ -213,7 +213,7 @@ def try_recording(folder: Path) -> Results:
 
 
 def try_plan_file(folder: Path) -> Results:
-    """A plan observed on one run and given to another as a file."""
+    """A plan that is observed on one run and passed to another run as a file."""
     settings = SMALL | {"wrap": "every:2", "forward_prefetch": 1, "checkpointing": "full"}
     prepared = prepared_run(settings)
     model = build_parallel_model(prepared.recipe, prepared.parallelism, RUNTIME)
@@ -232,7 +232,7 @@ def try_plan_file(folder: Path) -> Results:
 
 
 def try_other_ranks(folder: Path) -> Results:
-    """One global batch cut in two ways, and a checkpoint of one mesh resumed on another."""
+    """One global batch in two divisions, and a checkpoint of one mesh resumed on another."""
     saving = SMALL | {"steps": 4, "checkpoint_dir": str(folder), "checkpoint_every": 2}
     flat = run(saving)
     resumed = run(SMALL | {"steps": 4, "mesh": "2x2", "resume": str(folder / "step-000002")})

@@ -1,4 +1,4 @@
-"""Two models that train together, each sharded by its own calls."""
+"""Train two models together, each sharded by its own calls."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Models wrapped with FSDP1 or DDP, for the recorder; run on gloo ranks, one launch for all.
+"""Train models wrapped with FSDP1 or DDP for the recorder, on gloo ranks in one launch.
 
     torchrun --nproc-per-node 2 wrapped_scenarios.py OUTPUT_FOLDER
 
@@ -59,7 +59,7 @@ SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Int": 4, "Long": 8, "Byte": 1}
 
 @dataclass
 class Scenario:
-    """A wrapped model, and how one step of it goes."""
+    """A wrapped model and the code of one step."""
 
     model: nn.Module
     backward: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
@@ -69,7 +69,7 @@ class Scenario:
 
 
 def num_ranks_of(name: str) -> int:
-    """3 for `ddp_one_bucket_3`; 2 for a name without a number."""
+    """The number of ranks in a name: 3 for `ddp_one_bucket_3`; 2 for a name without a number."""
     last = name.rpartition("_")[2]
     return int(last) if last.isdecimal() else 2
 
@@ -168,7 +168,7 @@ def fsdp1_frozen() -> Scenario:
 
 @scenario
 def fsdp1_offload() -> Scenario:
-    """torch 2.13 pins memory and synchronises a stream here, which a CPU cannot do."""
+    """Offload; torch 2.13 pins memory and synchronises a stream here, which a CPU cannot do."""
     pin = torch.Tensor.pin_memory
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment]
     torch.cpu.Stream.synchronize = lambda stream: None  # type: ignore[attr-defined]
@@ -207,7 +207,7 @@ def fsdp1_hybrid_grad_op_4() -> Scenario:
 
 
 class Partly(Net):
-    """Leaves out its second block in every other step."""
+    """A model that leaves out its second block in every other step."""
 
     calls = 0
 
@@ -256,7 +256,7 @@ def ddp_bucket_views_3() -> Scenario:
 
 @scenario
 def ddp_bfloat16_buffers_3() -> Scenario:
-    """In bfloat16 each rounding shows; a buffer is broadcast before each forward."""
+    """Buffers in bfloat16 show each rounding; a buffer is broadcast before each forward."""
     model = Net().to(torch.bfloat16)
     model.register_buffer("scale", torch.ones(8))
     return Scenario(replicated(model))
@@ -269,11 +269,11 @@ def ddp_comm_hook_3() -> Scenario:
     return Scenario(model)
 
 
-# --- running them
+# --- running the scenarios
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Everything the recorder may have touched, as values that two moments can be compared by."""
+    """All state that the recorder may have changed, as comparable values."""
     handles = [
         module._handle
         for module in model.modules()
@@ -300,7 +300,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def count_collectives() -> list[Any]:
-    """The collectives so far by torch's flight recorder: name, input and output bytes."""
+    """The collectives so far according to torch's flight recorder: name, input and output bytes."""
     dumped = json.loads(_dump_fr_trace_json(True, False))
     return [
         [

@@ -1,4 +1,4 @@
-"""Parts of a model last a given time, whatever else runs inside."""
+"""Parts of a model last a given time, independent of the work inside."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fixed_parts(emulation: Emulation, *modules: nn.Module) -> FixedCompute:
 
 
 class Clock:
-    """A clock that only sleeping moves: computation takes no time, so durations are exact."""
+    """A clock that only advances by sleeping: computation takes no time, so durations are exact."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -57,7 +57,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Replaces the clock of the parts. The clock of the network stays the machine's."""
+    """Replace the clock of the parts. The clock of the network stays the machine's."""
     clock = Clock()
     name = "fsdp_inspect.emulation.fixed_compute"
     monkeypatch.setattr(f"{name}.time", SimpleNamespace(perf_counter_ns=clock.perf_counter_ns))
@@ -105,7 +105,7 @@ def test_recomputation_lasts_a_forward_more(emulation: Emulation, clock: Clock):
 
 
 def test_fsdp_inside_a_part_is_not_counted_as_its_computation(emulation: Emulation):
-    """The wait for the gather, 30 ms, comes on top of the part's own 10 ms."""
+    """The wait for the gather, 30 ms, is added to the part's own 10 ms."""
     inner = nn.Linear(8, 8)
     outer = nn.Sequential(inner)
     with emulate_slowly(emulation):

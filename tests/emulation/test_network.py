@@ -82,7 +82,7 @@ def test_late_sleepers_do_not_delay_the_link():
     network = make_network(clock)
     network.issue(EventKind.ALL_GATHER, 8_000, "a", ALL)
     queued = network.issue(EventKind.ALL_GATHER, 8_000, "a", ALL)
-    clock.ns = 9_000  # woke up late from the first
+    clock.ns = 9_000  # woke up late from the first transfer
 
     assert queued.end_ns == 16_000
 

@@ -1,4 +1,4 @@
-"""A script as rank 0 of ranks that do not exist."""
+"""A script runs as rank 0 of emulated ranks."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from fsdp_inspect.trace.codes import EventKind
 
 FAST = parse_specification("world_size=8,gpus_per_node=4,bandwidth=9GB/s,inter_bandwidth=1GB/s")
 SLOW = parse_specification("world_size=8,bandwidth=1GB/s,latency=500ms")
-"""A transfer lasts longer than a busy machine delays the next line of a test."""
+"""A transfer lasts longer than the delay of the next line on a busy machine."""
 
 
 @pytest.fixture

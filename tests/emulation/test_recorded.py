@@ -1,4 +1,4 @@
-"""FSDP2 under emulation waits where CUDA's compute stream would wait, and is recorded so."""
+"""FSDP2 under emulation waits like CUDA's compute stream, and the recording shows it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StoredRun]:
 def _train(folder: Path, shape: Callable[[Layers], None] | None, mesh: tuple[int, ...]) -> None:
     world = init_device_mesh("cpu", (8 // 4, 4), mesh_dim_names=("replicate", "shard"))
     model = Layers()
-    for module in (*model.layers, model):  # the model itself has no parameters, and joins them
+    for module in (*model.layers, model):  # the model itself has no parameters
         fully_shard(module, mesh=world if len(mesh) == 2 else world["shard"])
     if shape is not None:
         shape(model)
@@ -115,7 +115,7 @@ def test_a_gather_is_needed_where_its_unit_starts_and_waited_for_until_its_end(p
 
 
 def test_a_prefetched_gather_runs_beside_what_computes(plain: StoredRun):
-    """Backward gathers layer 1 while layer 2 computes: it is needed later than it was issued."""
+    """Backward gathers layer 1 while layer 2 computes, so its need is later than its issue."""
     gathers = events_of(plain, EventKind.ALL_GATHER, 1)
     backward = gathers.where(gathers.phase == Phase.BACKWARD)
     reduced = events_of(plain, EventKind.REDUCE_SCATTER, 2)
@@ -177,7 +177,7 @@ def test_an_asynchronous_unshard_is_waited_for_through_its_work(train: Callable[
 
     assert set((gathers.end_ns - gathers.start_ns).tolist()) == {GATHER_NS}
     assert (gathers.issue_ns <= gathers.need_ns).all()
-    assert (gathers.need_ns < gathers.end_ns).any()  # a busy machine delays some of the waits
+    assert (gathers.need_ns < gathers.end_ns).any()  # a busy machine delays some waits
 
 
 def test_replicas_reduce_on_a_link_of_their_own(train: Callable[..., StoredRun]):

@@ -1,4 +1,4 @@
-"""Spins last the time that was asked, on a GPU whose clock rate varies; here it is a simulation."""
+"""Spins last the requested time on a simulated GPU whose clock rate varies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MS = 1_000_000
 
 
 class FakeGpu:
-    """A GPU with a stream of virtual time, a clock that throttles, and a timer that ticks."""
+    """A GPU with a stream of virtual time, a throttling clock, and a ticking timer."""
 
     def __init__(self, *, tick_ns: int = 1_000, load_error: Exception | None = None) -> None:
         self.now_ns = 123_456

@@ -1,4 +1,4 @@
-"""The CUDA wire keeps streams busy in the right order, here on streams that only write a log."""
+"""The CUDA wire keeps streams busy in the right order, tested on streams that write a log."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LoggedDevice:
         self.stream = before
 
     def copy(self) -> None:
-        """What the fake process group does."""
+        """Do the work of the fake process group."""
         self.log.append(f"{self.stream.name} copies")
 
     def spin(self, duration_ns: int, stream: LoggedStream) -> None:

@@ -1,1 +1,1 @@
-"""Inject faults into trainings and compare what `diagnose` says with what was injected."""
+"""Inject faults into trainings and compare the diagnoses with the faults."""

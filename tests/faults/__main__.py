@@ -3,8 +3,8 @@
     make faults ARGS="--cases 200 --healthy 100"
 
 Each case trains on 2 to 8 gloo ranks under the zero-code launcher, with one fault on one rank in
-one step. When the recorder has reported it, or a rank has died, everything is ended as `torchrun`
-does, and `fsdp-inspect diagnose` reads what is left. A table compares its answers with the fault.
+one step. When the recorder has reported it, or a rank has died, all ranks are ended like by
+`torchrun`, and `fsdp-inspect diagnose` reads the run. A table compares its answers with the fault.
 Healthy trainings must raise no alarm. Exits with 1 if a figure is missed.
 """
 
@@ -26,7 +26,7 @@ from tests.faults.running import run_case, run_healthy
 
 WANTED_CLASSES = 0.95
 _PROGRESS_RUNS = 25
-"""After how many healthy trainings a line states the progress."""
+"""The number of healthy trainings between two lines of progress."""
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def _judge_all(given: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
         shutil.rmtree(own, ignore_errors=True)
         try:
             verdict = judge(run_case(case, own))
-        except Exception as error:  # the suite goes on with the next case
+        except Exception as error:  # the suite continues with the next case
             return f"{case.name}: {error!r}"
         if not given.folder:
             shutil.rmtree(own, ignore_errors=True)
@@ -74,7 +74,7 @@ def _judge_all(given: argparse.Namespace, folder: Path) -> Iterator[Verdict]:
 
 
 def _healthy_alarms(given: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """What was said about healthy trainings; those that did not end in time say nothing."""
+    """The alarms about healthy trainings; trainings that did not end in time raise none."""
 
     def run(number: int) -> str:
         own = folder / f"healthy-{number:04d}"
@@ -103,7 +103,7 @@ def _healthy_alarms(given: argparse.Namespace, folder: Path) -> Iterator[str]:
 
 
 def render(verdicts: Sequence[Verdict], healthy: int, alarms: Sequence[str]) -> str:
-    """The table in Markdown: one row a fault, right / wrong / unknown."""
+    """The table in Markdown: one row for each fault, with right / wrong / unknown."""
     lines = [
         "| fault | cases | class | rank | line | seconds to the report, median (worst) |",
         "|---|---|---|---|---|---|",

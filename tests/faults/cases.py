@@ -1,4 +1,4 @@
-"""The faults, with the class, the ranks, the unit and the line that a right diagnosis names."""
+"""List the faults with the class, ranks, unit and line of a right diagnosis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp_inspect.diagnosis.diagnose import ProblemClass
 
 P = ProblemClass
 SCRIPTS = {"mlp": "faulty_training", "llama": "faulty_training"}
-"""The script of a model or a loop; the others are loops of `faulty_loops`."""
+"""The script of each model or loop; the others are loops of `faulty_loops`."""
 LOOPS = ("trainer", "torchtitan")
 MODELS = (*SCRIPTS, *LOOPS)
 IN_STEPS = frozenset(
@@ -28,11 +28,11 @@ NOT_IN_LOOPS = IN_STEPS | {"data", "data-worker", "uneven", "memory-hoard", "mem
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a right diagnosis says."""
+    """The content of a right diagnosis."""
 
     classes: tuple[ProblemClass, ...]
     line: str
-    """Marker of the line of the culprit; empty: any, or none."""
+    """The marker of the culprit's line; empty: any line, or none."""
     unit: str | None = None
     """Name of the unit; None: any."""
     has_culprit: bool = True
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def expected(self) -> Expected:
-        """What a right diagnosis says."""
+        """The content of a right diagnosis."""
         return EXPECTED[self.fault]
 
     @property
@@ -150,9 +150,9 @@ def make_cases(number: int, seed: int, models: Sequence[str]) -> Iterator[Case]:
     """Cases in a fixed order: each fault in turn, with other ranks, models and steps.
 
     Args:
-        number: How many.
-        seed: Of the choices.
-        models: The models and loops that may be chosen, of `MODELS`.
+        number: The number of cases.
+        seed: The seed of the choices.
+        models: The models and loops to choose from, of `MODELS`.
     """
     choose = random.Random(seed)
     known = [name for name in EXPECTED if set(models) - set(LOOPS) or name not in NOT_IN_LOOPS]
@@ -171,7 +171,7 @@ def make_cases(number: int, seed: int, models: Sequence[str]) -> Iterator[Case]:
 
 
 def line_of(marker: str, script: Path) -> int | None:
-    """The number of the line with the comment `# fault: MARKER`; None: there is none."""
+    """The number of the line with the comment `# fault: MARKER`; None if it is missing."""
     lines = script.read_text().split("\n")
     return next(
         (at for at, line in enumerate(lines, 1) if line.endswith(f"# fault: {marker}")), None

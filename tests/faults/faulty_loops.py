@@ -28,7 +28,7 @@ NUM_LAYERS = 4
 
 
 class Fault:
-    """A fault on one rank in one step, in a loop that does not know of it."""
+    """A fault on one rank in one step, in an unmodified loop."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
@@ -72,7 +72,7 @@ class Fault:
 
 
 def reorder(model: Any, order: str) -> None:
-    """Let the model call its first four layers in another order from now on."""
+    """Make the model call its first four layers in another order."""
     layers = model.layers
     if isinstance(layers, nn.ModuleDict):
         every = list(layers.values())
@@ -112,7 +112,7 @@ def train_with_torchtitan(given: argparse.Namespace) -> None:
 
 
 def is_low(given: argparse.Namespace) -> bool:
-    """Whether this rank trains in a dtype of its own."""
+    """Whether this rank trains in another dtype."""
     return given.fault == "dtype" and os.environ["RANK"] == str(given.rank)
 
 

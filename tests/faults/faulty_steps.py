@@ -28,7 +28,7 @@ HEALTHY = "healthy"
 
 
 class Killed(Batches):
-    """Batches of which one kills the process that makes it, as the kernel does for memory."""
+    """Batches; making one of them kills its process, like the kernel for memory."""
 
     def __getitem__(self, at: int) -> torch.Tensor:
         if at == self.slow:
@@ -37,7 +37,7 @@ class Killed(Batches):
 
 
 class Greedy(torch.optim.AdamW):
-    """An optimizer that keeps a large state from some step on."""
+    """An optimizer that keeps a large state from a given step."""
 
     is_greedy = False
 
@@ -59,7 +59,7 @@ def fail_in_hook(*_: object) -> None:
 
 
 class Loop:
-    """The loop; `fault` is what this rank does wrong in the step of the fault."""
+    """The loop; `fault` is the fault of this rank in its step."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
@@ -128,7 +128,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _prepared(self) -> Iterator[None]:
-        """With the faults of one block."""
+        """Apply the faults of one block."""
         hooks = {"hook": sleep_in_hook, "swallowed": fail_in_hook}
         hook = hooks.get(self._fault)
         handle = None if hook is None else self._block.register_forward_hook(hook)
@@ -167,7 +167,7 @@ class Loop:
             self._model.train()
 
     def _save(self, step: int, group: dist.ProcessGroup | None) -> None:
-        """Save in the background; without a group, through the one that the training uses."""
+        """Save in the background; without a group, through the group of the training."""
         state = {"weight": torch.zeros(8)}
         if self._saved is not None:
             self._saved.result()

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 FOREVER_S = 600.0
 FAULT_TIME = "fault-time"
-"""File with the time at which the faulty step began, on the machine's monotonic clock."""
+"""The file with the time at which the faulty step began, on the machine's monotonic clock."""
 WIDTH = 32
 LIMIT_BYTES = 64 << 20
 """The limit of the device's memory in the faults `memory-*`."""
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, of which `order` gives the calls of one forward."""
+    """Blocks; `order` gives the calls of one forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class LlamaLoss(nn.Module):
 
 
 class Batches(Dataset):
-    """Random batches; `slow` is the number of a batch that never comes."""
+    """Random batches; `slow` is the number of a batch that never arrives."""
 
     def __init__(self, length: int, slow: int = -1) -> None:
         self.length = length
@@ -134,19 +134,19 @@ def make_model(kind: str, *, low_precision: bool) -> nn.Module:
 
 
 def lose_order(model: nn.Module, order: str) -> None:
-    """Change the order of the units from now on."""
+    """Change the order of the units permanently."""
     model.order = order
 
 
 def save_alone() -> None:
-    """Save a checkpoint into a pipe that nobody reads."""
+    """Save a checkpoint into a pipe without a reader."""
     path = f"pipe-{os.getpid()}"
     os.mkfifo(path)
     torch.save({"weights": torch.zeros(10)}, path)  # fault: checkpoint
 
 
 def evaluate_alone() -> None:
-    """Evaluate something for a long time."""
+    """Run a long evaluation on one rank."""
     total = torch.zeros(())
     until = time.monotonic() + FOREVER_S
     while time.monotonic() < until:
@@ -154,7 +154,7 @@ def evaluate_alone() -> None:
 
 
 def stop_in_debugger() -> None:
-    """Stop in a debugger that gets no command."""
+    """Stop in a debugger that receives no command."""
     import pdb
 
     reader, _ = os.pipe()
@@ -183,7 +183,7 @@ def hold_the_interpreter() -> None:
 
 
 def hold_the_interpreter_in_a_thread() -> None:
-    """Do so in another thread, while this one issues collectives."""
+    """Hold the lock in another thread, while this thread issues collectives."""
     library = ctypes.PyDLL(None)
     threading.Thread(target=lambda: library.sleep(int(FOREVER_S)), daemon=True).start()
 
@@ -206,7 +206,7 @@ def fail() -> None:
 
 
 def fail_for_memory() -> None:
-    """Raise what the allocator raises."""
+    """Raise the error of the allocator."""
     raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")  # fault: memory
 
 
@@ -226,17 +226,17 @@ def abort() -> None:
 
 
 def vanish() -> None:
-    """Leave without Python's exit handlers."""
+    """Exit without Python's exit handlers."""
     os._exit(3)  # fault: vanish
 
 
 def be_killed() -> None:
-    """Die of SIGKILL, as of the kernel's OOM killer."""
+    """Die of SIGKILL, like by the kernel's OOM killer."""
     os.kill(os.getpid(), signal.SIGKILL)  # fault: killed
 
 
 def leave() -> None:
-    """End in order, too early."""
+    """End normally, but too early."""
     sys.exit(0)  # fault: leave
 
 
@@ -263,7 +263,7 @@ def collect_garbage() -> None:
 
 
 def read_pages() -> None:
-    """Read pages that are not in memory again and again, as when memory is short."""
+    """Repeatedly read pages that are not in memory, as when memory is short."""
     with tempfile.TemporaryFile(dir=Path.cwd()) as file:
         file.write(os.urandom(MAPPED_BYTES))
         file.flush()
@@ -310,7 +310,7 @@ def wait_for_file() -> None:
 
 
 def interrupt() -> None:
-    """Get SIGINT, as of Ctrl-C; a shell may have started the process to ignore it."""
+    """Send SIGINT, like Ctrl-C; a shell may have started the process to ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(FOREVER_S)
@@ -398,7 +398,7 @@ def train(given: argparse.Namespace) -> None:
 
 
 def inject(given: argparse.Namespace, model: nn.Module) -> None:
-    """Do what the fault is, on the rank and in the step of it."""
+    """Apply the fault on its rank and in its step."""
     if given.fault in ORDERS[given.model]:
         lose_order(model, ORDERS[given.model][given.fault])
     elif given.fault == "all-slow":

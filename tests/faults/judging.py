@@ -1,4 +1,4 @@
-"""Compare what `diagnose` said about a case with what was injected."""
+"""Compare the diagnosis of a case with the injected fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Verdict:
 
     @property
     def is_false_culprit(self) -> bool:
-        """Whether a wrong rank was named with certainty."""
+        """Whether the diagnosis names a wrong rank with certainty."""
         named = self.outcome.found["ranks"]
         return self.is_certain and bool(named) and named != [self.outcome.case.rank]
 

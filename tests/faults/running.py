@@ -23,23 +23,23 @@ from tests.forked_process import ForkedProcess
 SCRIPT = FAULTS_FILE
 HANG_AFTER_S = 3.0
 KEEPER = "black_box_keeper"
-"""Part of the command of the process that saves the black box after its rank was killed."""
+"""A part of the command of the process that saves the black box after its rank was killed."""
 _TERM_S = 10.0
 _AFTER_FAILURE_S = 5.0
-"""How long the other ranks go on after one has failed: they end by themselves, with an error."""
+"""The time that the other ranks continue after one has failed; they end with an error."""
 _LIMIT_S = 200.0
 _AFTER_REPORT_S = 1.0
-"""How long the ranks go on after the report: the other ranks print it too."""
+"""The time that the ranks continue after the report, which the other ranks print too."""
 _STARTING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was said about one case."""
+    """The result of one case."""
 
     case: Case
     found: dict[str, Any]
-    """The JSON of `fsdp-inspect diagnose` after everything was killed."""
+    """The JSON of `fsdp-inspect diagnose` after all ranks were killed."""
     said_after_s: float | None
     """Seconds from the begin of the faulty step to the first report on stderr; None: no report, or
     the step did not begin."""
@@ -52,11 +52,11 @@ class Ranks(NamedTuple):
     processes: list[ForkedProcess]
     stderr: Path
     store: Any
-    """The store of the process group, which lives as long as this object."""
+    """The store of the process group, which exists as long as this object."""
 
 
 def run_case(case: Case, folder: Path) -> Outcome:
-    """Train with a fault, kill everything as a launcher does, and diagnose what is left."""
+    """Train with a fault, kill all ranks like a launcher, and diagnose the run."""
     folder.mkdir(parents=True)
     arguments = (
         *("-m", "fsdp_inspect.record", "--out", str(folder / "runs"), "--no-verdict"),
@@ -114,9 +114,9 @@ def start_ranks(arguments: Sequence[str], num_ranks: int, folder: Path) -> Ranks
 
 
 def _wait(ranks: Ranks, begun: float) -> float | None:
-    """Wait for a finding, the end of all ranks, or the death of one; returns when it was said.
+    """Wait for a report, the end of all ranks, or the death of one; returns the report's time.
 
-    Times are those of the machine's monotonic clock.
+    Times are on the machine's monotonic clock.
     """
     said: float | None = None
     failed: float | None = None
@@ -139,14 +139,14 @@ def _wait(ranks: Ranks, begun: float) -> float | None:
 def _has_report(stderr: str) -> bool:
     """Whether the recorder has reported a problem.
 
-    The prompt of a debugger may stand before it on its line.
+    The prompt of a debugger may precede the report on its line.
     """
     lines = [line for line in stderr.split("\n") if "fsdp_inspect: " in line]
     return any("recorded in" not in line for line in lines)
 
 
 def end_ranks(ranks: Ranks) -> None:
-    """End the ranks that are left as `torchrun` does: SIGTERM, then SIGKILL.
+    """End the remaining ranks like `torchrun`: SIGTERM, then SIGKILL.
 
     A worker of a data loader that never returns would outlive its killed rank.
     """
@@ -169,12 +169,12 @@ def end_ranks(ranks: Ranks) -> None:
 
 
 def run_healthy(folder: Path, *, num_ranks: int, model: str, fault: str = "none") -> str:
-    """Train without a fault; returns what was said that is an alarm, or nothing.
+    """Train without a fault; returns the alarms, or an empty text.
 
     Args:
         folder: A new folder for the run.
-        num_ranks: How many ranks.
-        model: Of `MODELS`.
+        num_ranks: The number of ranks.
+        model: One of `MODELS`.
         fault: `none`, or `healthy` for the loop that does all parts of `faulty_steps`.
 
     Raises:

@@ -46,7 +46,7 @@ def test_every_fault_is_named_with_its_rank_and_line(tmp_path: Path, faults: Seq
         outcomes = pool.map(run_case, cases, [tmp_path / case.fault for case in cases])
         verdicts = [judge(outcome) for outcome in outcomes]
 
-    # Three trainings at once can starve a rank: what was wrong runs again, alone.
+    # Three trainings together can starve a rank, so wrong cases run again alone.
     again = [
         judge(run_case(each.outcome.case, tmp_path / f"{each.outcome.case.fault}-again"))
         for each in verdicts

@@ -1,4 +1,4 @@
-"""What people train: models with a habit each, as builders of a forecast."""
+"""Build common models for forecasts, each with one special property."""
 
 import copy
 from collections.abc import Callable
@@ -130,7 +130,7 @@ def experts_in_float32() -> ForecastTarget:
 
 
 def transformers_model(model_type: str, **sizes: int) -> ForecastTarget:
-    """A model whose attention masks hide nothing: Transformers leaves them out."""
+    """A model without masked attention; Transformers leaves such masks out."""
     from transformers import AutoConfig, AutoModel
 
     model = AutoModel.from_config(AutoConfig.for_model(model_type, vocab_size=32, **sizes))
@@ -152,7 +152,7 @@ def causal_mask() -> ForecastTarget:
 
 
 def padding_mask() -> ForecastTarget:
-    """A model that makes a padding mask of ones by itself."""
+    """A model that makes its own padding mask of ones."""
     sizes = {
         f"{part}_{name}": size
         for part in ("encoder", "decoder")
@@ -253,7 +253,7 @@ def loaded_weights() -> ForecastTarget:
 
 
 def values_asked() -> ForecastTarget:
-    """A DataLoader that draws a seed, a loss that is logged and looked at, a gradient scaler."""
+    """A DataLoader that draws a seed, a logged loss that is read, and a gradient scaler."""
     rows = DataLoader([torch.zeros(TOKENS, dtype=torch.int64)] * 64, batch_size=BATCH)
     batches, scaler = iter(rows), torch.amp.GradScaler("cpu")
 
@@ -291,7 +291,7 @@ ALIKE = (
     loaded_weights,
     values_asked,
 )
-"""Whose real tensors take what their forecast says."""
+"""Builders whose real tensors take exactly the memory of their forecast."""
 
 
 def compiled() -> ForecastTarget:
@@ -313,7 +313,7 @@ def sizes_by_value() -> ForecastTarget:
 
 
 def written_for_cuda() -> ForecastTarget:
-    """What stands in a script that never runs anywhere else."""
+    """Code of a script that only runs on CUDA."""
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank())
     device = torch.device("cuda", torch.cuda.current_device())

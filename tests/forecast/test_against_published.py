@@ -18,7 +18,7 @@ BFLOAT16 = 2
 
 
 def forecast_peak(path: Path, **settings: object) -> int:
-    """Of rank 0 of 8, in bytes."""
+    """The forecast peak of rank 0 of 8, in bytes."""
     forecast_memory(torchtitan_like.build, path, world_size=8, settings=settings)
     peak = measure_memory(open_run(path)).peak_allocated_bytes
     assert peak is not None
@@ -41,6 +41,6 @@ def test_keeping_every_matrix_product_adds_those_that_torchtitan_computes_again(
     some = forecast_peak(tmp_path / "some", num_layers=3)
     every = forecast_peak(tmp_path / "every", num_layers=3, every_mm=True)
 
-    # Of q, k, v, o, w1, w3 and w2 every second is computed again: k, o and w3.
+    # Every second of q, k, v, o, w1, w3 and w2 is recomputed: k, o and w3.
     again = BFLOAT16 * TOKENS * (KV_WIDTH + SHAPE.dim + SHAPE.ffn_dim)
     assert every - some == 3 * again

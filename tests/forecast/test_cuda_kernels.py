@@ -13,7 +13,7 @@ B, H, K, T, D = 2, 8, 2, 64, 32
 
 
 def saved_bytes(compute: Callable[[], torch.Tensor]) -> int:
-    """What autograd keeps of a computation, each storage once."""
+    """The bytes that autograd keeps for a computation; each storage counts once."""
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

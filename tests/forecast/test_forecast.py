@@ -24,7 +24,7 @@ WORLD_SIZE = 4
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What real tensors took, by plan: rank 0 of four emulated ranks."""
+    """The memory of real tensors by plan: rank 0 of four emulated ranks."""
     folder = tmp_path_factory.mktemp("emulated")
     train_plans(folder, tuple(PLANS), f"world_size={WORLD_SIZE},bandwidth=10GB/s")
     return {plan: json.loads((folder / f"{plan}.json").read_text()) for plan in PLANS}
@@ -46,9 +46,9 @@ def test_the_peak_is_that_of_real_tensors(
 
 
 def peaks_of(samples: dict[str, list[int]]) -> list[dict[str, int]]:
-    """The rows that describe the peak: where it was, and what of each category was alive.
+    """The rows that describe the peak: its position, and the live bytes by category.
 
-    The trainer names its data phase to a recorder only; without it the 4 bytes of the running loss
+    Only a recorder sees the data phase of the trainer. Without it, the 4 bytes of the running loss
     count as input instead of temporary.
     """
     rows = [dict(zip(samples, row, strict=True)) for row in zip(*samples.values(), strict=True)]
@@ -69,7 +69,7 @@ class Layers(nn.Module):
 
 
 def build_layers(width: int = 1 << 16, *, shard: bool = True) -> ForecastTarget:
-    """Three layers of 16 GiB each in float32, which no test machine could hold."""
+    """Three layers of 16 GiB each in float32, which do not fit on a test machine."""
     model = Layers(width)
     for layer in model.layers if shard else ():
         fully_shard(layer)
@@ -93,7 +93,7 @@ def test_a_model_that_no_machine_here_could_hold_is_forecast(tmp_path: Path) -> 
     assert held["sharded_parameter"] == 3 * layer // 64
     assert held["unsharded_parameter"] == layer
     assert held["unsharded_gradient"] == layer
-    assert held["reduce_scatter_buffer"] == 2 * layer  # the one in flight, and the next one's
+    assert held["reduce_scatter_buffer"] == 2 * layer  # the one in flight and the next one
 
 
 def test_a_forecast_says_what_it_is_and_what_it_leaves_out(tmp_path: Path) -> None:

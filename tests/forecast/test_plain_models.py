@@ -26,7 +26,7 @@ def forecast(build: Build, path: Path, device_type: str = "cuda") -> Memory:
 
 
 def record(build: Build, path: Path) -> Memory:
-    """Two steps on real tensors, as rank 0 of ranks that do not exist."""
+    """Record two steps on real tensors, as rank 0 of emulated ranks."""
     ranks = Specification(world_size=WORLD_SIZE, gpus_per_node=WORLD_SIZE, intra=FREE, inter=FREE)
     quiet = {"print_verdict": False, "device_interval_s": 0.0}
     with emulate(ranks):

@@ -1,4 +1,4 @@
-"""A value that is known of a fake tensor is the value of the real one."""
+"""A known value of a fake tensor equals the value of the real tensor."""
 
 from collections.abc import Callable
 

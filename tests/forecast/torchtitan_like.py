@@ -1,4 +1,4 @@
-"""What torchtitan trained when it published 82.4 GiB, as far as memory sees it.
+"""Build the training for which torchtitan published 82.4 GiB, as far as it affects memory.
 
 Its benchmark of December 2024 (benchmarks/llama3_h100_202412_torchtitan.md): Llama 3.1 8B, 8 GPUs,
 local batch 2, sequences of 8192, selective checkpointing by operator, FSDP2 alone. Facts are from
@@ -30,7 +30,7 @@ KEPT = {
 def build(
     *, every_mm: bool = False, batch_size: int = 2, num_layers: int | None = None
 ) -> ForecastTarget:
-    """One step as torchtitan took it; `every_mm`: no matrix product is computed again."""
+    """One step like torchtitan's; with `every_mm`, no matrix product is recomputed."""
     whole = PRESETS["llama-8b"]
     shape = replace(whole, num_layers=num_layers or whole.num_layers)
     with torch.device("meta"):
@@ -41,7 +41,7 @@ def build(
         model.layers.register_module(name, wrapped)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for number, block in enumerate(model.layers):
-        # The last block stays unsharded, and the embedding, norm and output are the root's.
+        # The last block stays unsharded, and the root owns the embedding, norm and output.
         is_last = number == shape.num_layers - 1
         fully_shard(block, mp_policy=policy, reshard_after_forward=not is_last)
     fully_shard(model, mp_policy=policy)
@@ -62,7 +62,7 @@ def build(
 
 
 def selective_contexts(*, every_mm: bool) -> Any:
-    """Keeps attention and every second matrix product, counted apart in forward and recompute."""
+    """Keep attention and every second matrix product, counted per forward and recompute."""
     counts: dict[bool, int] = defaultdict(int)
 
     def decide(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

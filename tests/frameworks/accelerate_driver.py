@@ -1,9 +1,9 @@
-"""A loop on Accelerate with FSDP2, on CPU.
+"""Train with Accelerate and FSDP2, on CPU.
 
     torchrun --nproc-per-node 2 accelerate_driver.py FOLDER [--callback]
 
-Accelerate 1.15 has no supported way to FSDP2 on CPU. `AcceleratorState` takes up an FSDP plugin
-for accelerators only: CPU ranks are `MULTI_CPU`, also with `ACCELERATE_USE_FSDP=true`. So
+Accelerate 1.15 does not support FSDP2 on CPU. `AcceleratorState` uses an FSDP plugin for
+accelerators only: CPU ranks are `MULTI_CPU`, also with `ACCELERATE_USE_FSDP=true`. Therefore
 `shard_on_cpu` sets the state that an accelerator would set. `prepare`, the optimizer, the data
 loader, `accumulate` and the clipping are Accelerate's own code.
 """

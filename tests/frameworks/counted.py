@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m tests.frameworks.counted FOLDER SCRIPT [ARGUMENTS ...]
 
 Writes FOLDER/counts-RANK.json: the collectives of each kind between the ends of two optimizer
-steps. torch marks each optimizer step and each call of a process group (`c10d::...`) itself, also
-those of functional collectives and of DTensor. Nothing of FSDP Inspect takes part.
+steps. torch marks each optimizer step and each call of a process group (`c10d::...`), also of
+functional collectives and of DTensor. FSDP Inspect is not used.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ KINDS = {
     "c10d::alltoall_base_": "all_to_all",
     "c10d::barrier": "barrier",
 }
-"""torch's names of a process group's calls, and what the recorder calls them."""
+"""torch's names of a process group's calls, and the recorder's names for them."""
 
 
 def count(events: list[Any]) -> list[dict[str, int]]:
     """Collectives by kind from each end of an optimizer step to the next one.
 
-    An optimizer may contain others, as torchtitan's container does: their steps end together.
+    An optimizer may contain others, like torchtitan's container. Their steps end together.
     """
     steps = [event for event in events if event.name().startswith("Optimizer.step#")]
     spans = [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in steps]
@@ -61,7 +61,7 @@ def count(events: list[Any]) -> list[dict[str, int]]:
 
 
 def main(folder: Path, script: str, *arguments: str) -> None:
-    """Run the script as `python SCRIPT ARGUMENTS` would, and write the counts at its end."""
+    """Run the script like `python SCRIPT ARGUMENTS`, and write the counts at its end."""
     sys.argv = [script, *arguments]
     profiler = profile(activities=[ProfilerActivity.CPU])
     with profiler:

@@ -1,9 +1,9 @@
-"""DeepSpeed with ZeRO-1, ZeRO-2 or ZeRO-3 on CPU, with accumulation and clipping.
+"""Train with DeepSpeed's ZeRO-1, ZeRO-2 or ZeRO-3 on CPU, with accumulation and clipping.
 
     torchrun --nproc-per-node 2 deepspeed_driver.py FOLDER STAGE [--callback]
 
-DeepSpeed has no callbacks: the recorder is attached to the engine. The buckets are small, so that a
-step has several reductions and ZeRO-3 prefetches.
+DeepSpeed has no callbacks, so the recorder is attached to the engine. The buckets are small, so
+that a step has several reductions and ZeRO-3 prefetches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The frameworks of the matrix, each with its driver and with what a reader must know."""
+"""List the frameworks of the matrix, each with its driver and its limits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Entry:
     """One framework, or one kind of hand-written loop."""
 
     name: str
-    """Also the name of its driver: `NAME_driver.py`."""
+    """The name of the framework and of its driver: `NAME_driver.py`."""
     title: str
     packages: tuple[str, ...]
     """The packages whose versions the matrix shows."""
     callback: str
-    """What records it from inside the script."""
+    """The callback or object that records it from inside the script."""
     limits: str
-    """What the fixture replaces, and what a recording does not show; empty if nothing."""
+    """The parts that the fixture replaces or a recording does not show; empty if there are none."""
     ends: tuple[int, int] = (0, 1)
     """The optimizer step that ends the first recorded step, and the distance to the next, when an
     unmodified script is recorded."""
@@ -34,9 +34,9 @@ class Entry:
     script: str = ""
     """The name of a driver of several entries; empty: the entry's own."""
     arguments: tuple[str, ...] = ()
-    """Of the driver."""
+    """The arguments of the driver."""
     is_simulated: bool = True
-    """Whether plans are checked and simulated; else the commands state why they are not."""
+    """Whether plans are checked and simulated; else the commands state the reason."""
 
     @property
     def driver(self) -> Path:

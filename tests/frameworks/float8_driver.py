@@ -1,10 +1,10 @@
-"""float8 training with torchao, with float8 all-gathers, on CPU.
+"""Train in float8 with torchao and float8 all-gathers, on CPU.
 
     torchrun --nproc-per-node 2 float8_driver.py FOLDER [--callback]
 
 The matrix products are emulated, which is torchao's own setting for devices without float8. The
-weights are gathered in float8 as on a GPU. The hand-written loop has no callback: the recorder
-itself is attached.
+weights are gathered in float8 as on a GPU. The hand-written loop has no callback, so the recorder
+is attached directly.
 """
 
 from __future__ import annotations

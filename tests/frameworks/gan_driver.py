@@ -1,4 +1,4 @@
-"""A hand-written GAN: two sharded models that train against each other, on CPU.
+"""Train a hand-written GAN: two sharded models that train against each other, on CPU.
 
     torchrun --nproc-per-node 2 gan_driver.py FOLDER [--callback]
 

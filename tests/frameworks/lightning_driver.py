@@ -1,4 +1,4 @@
-"""Lightning's ModelParallelStrategy with FSDP2 and a validation, on CPU.
+"""Train with Lightning's ModelParallelStrategy, FSDP2 and a validation, on CPU.
 
 torchrun --nproc-per-node 2 lightning_driver.py FOLDER [--callback]
 """
@@ -19,7 +19,7 @@ from tests.frameworks.small_models import llama, token_rows
 
 
 class Module(lightning.LightningModule):
-    """The small Llama, sharded where Lightning wants it."""
+    """The small Llama, sharded in Lightning's hook."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

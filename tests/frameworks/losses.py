@@ -15,7 +15,7 @@ class LossFile:
         self._losses: list[str] = []
 
     def add(self, loss: float) -> None:
-        """Append a loss and write the file again: a script may end in any way."""
+        """Append a loss and write the file again, because a script may end in any way."""
         self._losses.append(float(loss).hex())
         self._path.write_text(json.dumps(self._losses))
 

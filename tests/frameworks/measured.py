@@ -32,29 +32,29 @@ PLAN_FAILS = "does not follow its plan"
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One way of recording a framework: what was wrong with each part; empty texts are good."""
+    """One way of recording a framework, with the fault of each part; an empty text is no fault."""
 
     losses: str
     """The losses, compared with those of the training without the recorder."""
     counts: str
     """The collectives of each step, compared with torch's profiler."""
     recording: str
-    """The state of the run, and what the recorder could not record."""
+    """The state of the run, and the parts that the recorder could not record."""
     plan: str
-    """The plan check, and what the verdict says about it."""
+    """The plan check, and its part in the verdict."""
     commands: dict[str, str] = field(default_factory=dict)
     replay_error: float | None = None
-    """The simulated step, compared with the recorded one."""
+    """The error of the simulated step against the recorded one."""
     memory_error: float | None = None
-    """The simulated peak, compared with the recorded one."""
+    """The error of the simulated peak against the recorded one."""
     advice: str = ""
-    """Why no plan was ranked; empty if plans were ranked."""
+    """The reason why no plan was ranked; empty if plans were ranked."""
     num_collectives: int = 0
-    """The collectives that were compared."""
+    """The number of compared collectives."""
 
     @property
     def faults(self) -> dict[str, str]:
-        """Everything that is wrong, by part."""
+        """All faults, by part."""
         parts = {name: getattr(self, name) for name in ("losses", "counts", "recording", "plan")}
         return {name: text for name, text in {**parts, **self.commands}.items() if text}
 
@@ -179,7 +179,7 @@ def _judge_plan(run: Any, *, is_checked: bool) -> str:
 def _compare_counts(
     run: Any, plain: Path, ends: tuple[int, int], first_compared: int
 ) -> tuple[str, int]:
-    """Compare the collectives of every step but the first ones, in which the recording begins."""
+    """Compare the collectives of every step except the first ones, where the recording begins."""
     first, distance = ends
     compared = 0
     for rank in run.source.ranks:
@@ -215,7 +215,7 @@ def _run_commands(path: Path, folder: Path, *, is_simulated: bool) -> dict[str, 
 
 
 def _run(*arguments: str | Path) -> str:
-    """What is wrong with a command: its exit code, or a traceback in its output."""
+    """The fault of a command: its exit code, or a traceback in its output."""
     done = subprocess.run(
         [sys.executable, "-m", "fsdp_inspect", *map(str, arguments)],
         capture_output=True,

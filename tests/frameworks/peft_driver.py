@@ -1,8 +1,8 @@
-"""LoRA with peft on a frozen model, sharded by hand, on CPU.
+"""Train LoRA with peft on a frozen model, sharded by hand, on CPU.
 
     torchrun --nproc-per-node 2 peft_driver.py FOLDER [--callback]
 
-peft has no training loop. Its callback is that of the loop around it: here, the recorder itself.
+peft has no training loop. The loop around it has the callback, which is the recorder here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A hand-written PPO: actor, critic and a frozen reference, each sharded, on CPU.
+"""Train a hand-written PPO: actor, critic and a frozen reference, each sharded, on CPU.
 
     torchrun --nproc-per-node 2 ppo_driver.py FOLDER [--callback]
 
@@ -40,7 +40,7 @@ class Policy(nn.Module):
 
 
 def sharded(outputs: int) -> Any:
-    """A policy whose layers and rest are units."""
+    """A policy; its layers are units, and the root owns the rest."""
     torch.manual_seed(0)
     model = Policy(outputs)
     for layer in model.layers:
@@ -56,7 +56,7 @@ def log_probabilities(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def generate(actor: nn.Module) -> torch.Tensor:
-    """Random prompts, continued by the actor."""
+    """Random prompts with the actor's continuation."""
     tokens = torch.randint(0, VOCABULARY, (8, PROMPT))
     for _ in range(LENGTH - PROMPT):
         probabilities = actor(tokens)[:, -1].softmax(-1)

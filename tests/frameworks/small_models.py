@@ -1,4 +1,4 @@
-"""A small Llama and its data, made without a download."""
+"""Make a small Llama and its data without a download."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTH = 32
 
 
 def llama(*, tie: bool = False) -> LlamaForCausalLM:
-    """A Llama with three layers, the same in every process."""
+    """A Llama with three layers, equal in every process."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -38,11 +38,11 @@ def saved_llama(folder: Path) -> str:
 
 
 def token_rows(count: int) -> list[list[int]]:
-    """Random token rows, the same in every process."""
+    """Random token rows, equal in every process."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator).tolist()
 
 
 def examples(count: int) -> list[dict[str, list[int]]]:
-    """Rows as the Trainer takes them: inputs and labels."""
+    """Rows in the form of the Trainer: inputs and labels."""
     return [{"input_ids": row, "labels": row} for row in token_rows(count)]

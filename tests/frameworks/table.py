@@ -1,4 +1,4 @@
-"""Write the matrix of docs/frameworks.md from what `make frameworks` has measured."""
+"""Write the matrix of docs/frameworks.md from the results of `make frameworks`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def render(rows: list[Measured]) -> str:
 
 
 def replace(page: str, matrix: str) -> str:
-    """The page with another matrix between its marks."""
+    """Replace the matrix between the marks of a page."""
     before, rest = page.split(BEGIN)
     return before + matrix + rest.split(END)[1]
 

@@ -1,4 +1,4 @@
-"""The change that `advise` writes for a framework works in the script of a run with it."""
+"""The change that `advise` writes for a framework works in the script of its run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECORD = ("-m", "fsdp_inspect.record", "--memory-steps", "none", "--no-verdict",
 
 
 def train(name: str, folder: Path) -> RunManifest:
-    """Record the driver that lies in a folder; the manifest of its run."""
+    """Record the driver in a folder; returns the manifest of its run."""
     script = f"{name}_driver.py"
     if not (folder / script).exists():
         shutil.copy(FOLDER / script, folder)

@@ -13,7 +13,7 @@ from tests.frameworks.measured import Measured, Recording, measure, write
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1800)]
 
 RESULTS = "FSDP_INSPECT_FRAMEWORKS"
-"""The folder for the measured rows; without it they are not kept."""
+"""The folder for the measured rows; without it they are discarded."""
 
 
 @pytest.fixture(scope="module", params=ENTRIES, ids=lambda entry: entry.name)

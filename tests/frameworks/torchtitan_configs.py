@@ -1,7 +1,7 @@
-"""A configuration module for torchtitan, as its users write one: `--module` names this file.
+"""Configure torchtitan like its users do; `--module` names this file.
 
-It takes torchtitan's own `llama3_debugmodel` and replaces what must be downloaded: the tokenizer
-and the data set. The model, the loop, the loss in chunks and selective checkpointing stay.
+It uses torchtitan's `llama3_debugmodel` and replaces the parts that need a download: the tokenizer
+and the data set. The model, the loop, the chunked loss and selective checkpointing are unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCABULARY = 2048
 
 
 class RandomTokens(BaseDataLoader):
-    """Random tokens, the same in every process of a rank."""
+    """Random tokens, equal in every process of a rank."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -48,7 +48,7 @@ class RandomTokens(BaseDataLoader):
 
 
 class NoTokenizer(BaseTokenizer):
-    """The data are tokens already."""
+    """The data consists of tokens, so this does nothing."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):

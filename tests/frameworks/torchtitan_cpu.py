@@ -1,6 +1,6 @@
 """Run torchtitan's own training command on CPU: import this before `torchtitan.trainer`.
 
-torchtitan 0.3 needs an accelerator, or a newer torch, in these places. Only they are replaced:
+torchtitan 0.3 requires an accelerator, or a newer torch, in these places. Only these are replaced:
 
 - the device module, whose memory counters `torch.cpu` does not have;
 - FlexAttention, which torch compiles for an accelerator: SDPA computes the same causal attention;

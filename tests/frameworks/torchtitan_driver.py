@@ -1,9 +1,9 @@
-"""torchtitan's own training command, on CPU.
+"""Run torchtitan's own training command on CPU.
 
     torchrun --nproc-per-node 2 torchtitan_driver.py FOLDER [--callback]
 
-The losses go to FOLDER. See `torchtitan_cpu` for what is replaced. With `--callback`, torchtitan's
-own option activates the override that records.
+The losses are written to FOLDER. `torchtitan_cpu` lists the replaced parts. With `--callback`,
+torchtitan's own option activates the override that records.
 """
 
 from __future__ import annotations

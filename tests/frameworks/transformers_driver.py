@@ -1,9 +1,9 @@
-"""The Trainer of Transformers with FSDP2 and an evaluation, on CPU.
+"""Train with the Trainer of Transformers, FSDP2 and an evaluation, on CPU.
 
     torchrun --nproc-per-node 2 transformers_driver.py FOLDER [--callback]
 
-Transformers shards the model while it loads it. That is its supported way on CPU: the other way,
-`fsdp_config`, goes through Accelerate, which shards on accelerators only.
+Transformers shards the model while it loads it, which it supports on CPU. The other way,
+`fsdp_config`, uses Accelerate, which shards on accelerators only.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def arguments(folder: Path) -> dict[str, Any]:
 
 
 def sharded_llama(folder: Path) -> Any:
-    """The small Llama, sharded by Transformers on two ranks."""
+    """The small Llama; Transformers shards it on two ranks."""
     dist.init_process_group("gloo")
     return AutoModelForCausalLM.from_pretrained(
         saved_llama(folder), distributed_config=DistributedConfig(fsdp_size=2)

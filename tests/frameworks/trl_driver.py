@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL and FSDP2, on CPU.
+"""Fine-tune with TRL and FSDP2, on CPU.
 
 torchrun --nproc-per-node 2 trl_driver.py FOLDER [--callback]
 """
@@ -20,7 +20,7 @@ from tests.frameworks.transformers_driver import Losses, arguments, sharded_llam
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer without files: one word for each number."""
+    """A tokenizer without files, with one word for each number."""
     words = {str(number): number for number in range(VOCABULARY)}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), pad_token="0", eos_token="1"

@@ -1,9 +1,9 @@
-"""Trains the small decoder with ZeRO-3 and with FSDP2, and profiles DeepSpeed's stages.
+"""Train the small decoder with ZeRO-3 and with FSDP2, and profile DeepSpeed's stages.
 
     torchrun --nproc-per-node 2 -m tests.frameworks.zero_driver FOLDER
 
 Rank 0 writes FOLDER/results.json: the gradients of the first step with both sharders, and for each
-stage the collectives of the last step by kind and bytes, as torch.profiler saw them.
+stage the collectives of the last step by kind and bytes, according to torch.profiler.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ OF_ZERO_3 = {
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
 }
-"""The kind of each operator, and the place of its message."""
+"""The kind of each operator, and the index of its message."""
 OF_ZERO_1_AND_2 = {
     "gloo:all_reduce": ("all_reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
 }
-"""The profiler knows no shapes of `c10d::allreduce_`, but those of gloo's own event. gloo has the
-same event for a reduce-scatter, which these stages do not use."""
+"""The profiler does not show the shapes of `c10d::allreduce_`, but those of gloo's own event. gloo
+has the same event for a reduce-scatter, which these stages do not use."""
 
 
 def first_gradients(sharding: str, runtime: Any) -> dict[str, list[float]]:

@@ -32,7 +32,7 @@ from tests.fuzz.worker import (
 MAX_MEMORY = "1GiB"
 """`--max-memory` of the harness."""
 SLICE_S = 2.0
-"""Time that a target gets in each round, for the smallest share."""
+"""The time of a target in each round, for the smallest share."""
 FOLDER = Path("build/fuzz")
 
 
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     state = _load_state(options)
     targets = [target for target in TARGETS if options.only in (None, target.name)]
     end = time.monotonic() + options.seconds
-    # Every round gives each target a slice by its share; a short call still visits all of them.
+    # Each round gives each target a slice by its share, so a short call also visits all targets.
     total = sum(target.share for target in targets)
     slice_s = max(0.2, min(SLICE_S * 60, options.seconds) / max(total, 1))
     worker = _Worker(options.folder, state["seed"])
@@ -172,7 +172,7 @@ class _Worker:
         self._process = context.Process(target=work, args=(theirs, self._folder, self._seed))
         self._process.start()
         theirs.close()
-        self._pipe.recv()  # the corpus is made
+        self._pipe.recv()  # the corpus is ready
 
     def stop(self) -> None:
         """End the process."""

@@ -1,4 +1,4 @@
-"""The valid files from which inputs are mutated, made once in a folder of the harness."""
+"""Make the valid files from which inputs are mutated, once in a folder of the harness."""
 
 import contextlib
 import io
@@ -76,16 +76,16 @@ class Corpus:
         return self.folder / "compacted"
 
     def content(self, name: str) -> bytes:
-        """The bytes of a file, unchanged by any input."""
+        """The bytes of a valid file."""
         return (self.folder / "kept" / name).read_bytes()
 
     def file(self, name: str) -> Path:
-        """The path that an input replaces."""
+        """The path of the file that an input replaces."""
         return self.folder / name
 
     @contextlib.contextmanager
     def replaced(self, name: str, content: bytes) -> Iterator[Path]:
-        """A file with an input in it; afterwards it is valid again."""
+        """Replace a file by an input; afterwards the file is valid again."""
         path = self.file(name)
         path.write_bytes(content)
         try:
@@ -177,7 +177,7 @@ def _failed_allocation(run_id: str) -> OutOfMemoryRecord:
 
 
 def _live_memory(sample: RunSource) -> LiveMemoryRecord:
-    """What was alive in the sample's memory step, all from one line."""
+    """The live memory of the sample's memory step, all from one line."""
     live = [LiveBytes(unit=1, category="activation", place="net.py:8", bytes=1000, count=2)]
     moments = [
         LiveMoment(step=one.step, phase=one.phase, unit=one.unit, bytes=1000, live=live)
@@ -187,7 +187,7 @@ def _live_memory(sample: RunSource) -> LiveMemoryRecord:
 
 
 def _write_streams(folder: Path) -> None:
-    """A small run whose events of rank 0 are a stream of several batches, not yet closed."""
+    """Write a small run whose events of rank 0 are an open stream of several batches."""
     write_run(steady_run(), folder)
     rows = list(
         zip(*(c.tolist() for c in open_run(folder).events(0).columns().values()), strict=True)
@@ -202,7 +202,7 @@ def _write_streams(folder: Path) -> None:
 
 @contextlib.contextmanager
 def captured(words: list[str]) -> Iterator[tuple[io.StringIO, io.StringIO]]:
-    """The command line's arguments in place, and its output collected."""
+    """Set the command line's arguments, and collect its output."""
     out, err = io.StringIO(), io.StringIO()
     environment = {"COLUMNS": "80", "NO_COLOR": "1"}
     with (

@@ -1,4 +1,4 @@
-"""Seeded mutation of bytes, of JSON and TOML documents, and of command lines."""
+"""Mutate bytes, JSON and TOML documents, and command lines with a seed."""
 
 import json
 import random
@@ -69,7 +69,7 @@ TOKENS = (
 
 
 def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
-    """Some bytes flipped, removed, repeated, or replaced with a token."""
+    """Flip, remove or repeat some bytes, or replace them with a token."""
     changed = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
         at = rng.randrange(len(changed) + 1)
@@ -89,7 +89,7 @@ def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def nasty_value(rng: random.Random) -> Any:
-    """A value that a file of the project never contains at most places."""
+    """A value that is invalid in most places of the project's files."""
     kind = rng.randrange(8)
     if kind == 0:
         return rng.choice(TEXTS)
@@ -107,7 +107,7 @@ def nasty_value(rng: random.Random) -> Any:
 
 
 def nested(depth: int, *, is_table: bool) -> Any:
-    """Lists or tables inside each other."""
+    """Nested lists or tables."""
     value: Any = 1
     for _ in range(depth):
         value = {"a": value} if is_table else [value]
@@ -115,7 +115,7 @@ def nested(depth: int, *, is_table: bool) -> Any:
 
 
 def mutate_document(rng: random.Random, document: Any) -> Any:
-    """A copy of plain values, changed at a few places."""
+    """A copy of plain values with changes at a few places."""
     copy = json.loads(json.dumps(document))
     for _ in range(rng.choice((1, 1, 2, 4))):
         places = list(_places(copy))
@@ -138,7 +138,7 @@ def mutate_document(rng: random.Random, document: Any) -> Any:
 
 
 def json_input(rng: random.Random, content: bytes) -> bytes:
-    """A mutated JSON file: its values mostly, its bytes sometimes."""
+    """A mutated JSON file: mostly changed values, sometimes changed bytes."""
     if rng.random() < 0.3:
         return mutate_bytes(rng, content)
     document = json.loads(content)
@@ -146,17 +146,17 @@ def json_input(rng: random.Random, content: bytes) -> bytes:
         document.pop("crc32", None)
     try:
         return json.dumps(mutate_document(rng, document)).encode()
-    except RecursionError:  # deep values in deep values: json writes them no more
+    except RecursionError:  # json cannot write such deep values
         return mutate_bytes(rng, content)
 
 
 def toml_input(rng: random.Random, content: bytes, fields: Any) -> bytes:
-    """A mutated TOML file: its values mostly, its bytes sometimes."""
+    """A mutated TOML file: mostly changed values, sometimes changed bytes."""
     if rng.random() < 0.5:
         try:
             return tomli_w.dumps(mutate_document(rng, fields)).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError, AttributeError):
-            pass  # a value that TOML lacks
+            pass  # a value that TOML does not support
     return mutate_bytes(rng, content)
 
 

@@ -1,4 +1,4 @@
-"""The targets of the harness: what makes an input, and what reads it.
+"""Define the targets of the harness: the maker and the reader of each input.
 
 A reader passes if it returns or raises an `FsdpInspectError`. A command passes if it exits without
 an internal error. Everything else is a failure.
@@ -89,7 +89,7 @@ class Target:
 
     name: str
     share: int
-    """How many inputs it gets, relative to the others."""
+    """The number of inputs, relative to other targets."""
     make: Callable[[Corpus, random.Random], bytes]
     read: Callable[[Corpus, bytes], object]
 
@@ -98,7 +98,7 @@ def run_target(target: Target, corpus: Corpus, content: bytes) -> None:
     """Read one input.
 
     Raises:
-        Exception: Any that a user would see as a traceback.
+        Exception: Any error that a user would see as a traceback.
     """
     try:
         target.read(corpus, content)
@@ -111,7 +111,7 @@ def run_target(target: Target, corpus: Corpus, content: bytes) -> None:
 
 
 def _analyse(folder: Path, content: bytes) -> None:
-    """Open a run as all commands do, and for one input in 24 measure it too."""
+    """Open a run like all commands, and measure it for one input in 24."""
     run = open_run(folder)
     _ = run.ranks, run.notes, run.status
     run.summary()
@@ -194,7 +194,7 @@ def _json_of(name: str) -> Callable[[Corpus, random.Random], bytes]:
 
 
 def _nasty_table(rng: random.Random, file: Any, table: Any) -> Any:
-    """A table with odd values at some places; its checksums will be right."""
+    """A table with unusual values at some places and correct checksums."""
     columns = {name: values.copy() for name, values in table.columns().items()}
     for _ in range(rng.choice((1, 1, 2, 8))):
         name = rng.choice(list(columns))
@@ -230,7 +230,7 @@ def _values_of(name: str, file: Any) -> Callable[[Corpus, random.Random], bytes]
 
 
 def _false_footer(corpus: Corpus, rng: random.Random) -> bytes:
-    """A Parquet file whose own footer is wrong, with the right checksum."""
+    """A Parquet file with a wrong footer and a correct checksum."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -244,7 +244,7 @@ def _false_footer(corpus: Corpus, rng: random.Random) -> bytes:
 
 
 def _stream_values(corpus: Corpus, rng: random.Random) -> bytes:
-    """An event stream with odd values and right checksums."""
+    """An event stream with unusual values and correct checksums."""
     table = _nasty_table(rng, EVENTS, open_run(corpus.file("kept/live")).events(0))
     encoder = RowEncoder(EVENTS)
     columns = table.columns()
@@ -377,7 +377,7 @@ def _run_command(corpus: Corpus, content: bytes) -> None:
 
 
 def _restore(corpus: Corpus) -> None:
-    """Undo what a command wrote, if it wrote anything."""
+    """Undo the changes of a command."""
     for name in ("plan.toml", "budget.toml", "baseline.json", "prediction.json"):
         if corpus.file(name).read_bytes() != corpus.content(name):
             corpus.file(name).write_bytes(corpus.content(name))
@@ -391,7 +391,7 @@ def command(words: list[str]) -> None:
     """Run a command in this process.
 
     Raises:
-        CommandFailure: It shows a traceback or an internal error.
+        CommandFailure: The command shows a traceback or an internal error.
     """
     with captured(words) as (out, err):
         try:
@@ -529,5 +529,5 @@ TARGETS = (
 
 
 def find_target(name: str) -> Target:
-    """The target of a name."""
+    """The target with a name."""
     return next(target for target in TARGETS if target.name == name)

@@ -1,4 +1,4 @@
-"""The harness makes its inputs again, and the current code passes a few of each target."""
+"""The harness reproduces its inputs, and the current code passes a few of each target."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def corpus(tmp_path_factory):
     return make_corpus(tmp_path_factory.mktemp("fuzz") / "work")
 
 
-@pytest.mark.filterwarnings("ignore")  # numpy, about odd values
+@pytest.mark.filterwarnings("ignore")  # numpy warns about unusual values
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_no_mutated_input_shows_a_traceback(target, corpus, monkeypatch):
     monkeypatch.setenv("FSDP_INSPECT_MAX_MEMORY", "1GiB")

@@ -1,4 +1,4 @@
-"""Read inputs in a process of their own, and describe each failure."""
+"""Read inputs in a separate process, and describe each failure."""
 
 import base64
 import faulthandler
@@ -23,7 +23,7 @@ MAX_RSS_BYTES = 2 << 30
 
 
 def work(pipe: Connection, folder: Path, seed: int) -> None:
-    """Answer requests of the parent until it ends the process."""
+    """Serve requests of the parent until it ends the process."""
     from tests.fuzz.corpus import make_corpus
 
     warnings.simplefilter("ignore")
@@ -73,7 +73,7 @@ def _read_many(
         content = target.make(corpus, seeded(seed, name, number))
         pipe.send(("at", number))
         began = time.process_time()
-        faulthandler.dump_traceback_later(2 * STALL_S, exit=True)  # C code that no signal reaches
+        faulthandler.dump_traceback_later(2 * STALL_S, exit=True)  # for C code that ignores signals
         problem = read_one(target, corpus, content)
         faulthandler.cancel_dump_traceback_later()
         slowest = max(slowest, time.process_time() - began)
@@ -89,7 +89,7 @@ def _read_many(
 
 
 def read_one(target: Any, corpus: Any, content: bytes) -> tuple[str, str] | None:
-    """Read one input; None, or the kind of the failure and its traceback."""
+    """Read one input; returns None, or the kind of the failure and its traceback."""
     from tests.fuzz.targets import CommandFailure, run_target
 
     _limit(HANG_S, STALL_S)
@@ -120,7 +120,7 @@ def _place() -> str:
 def describe_failure(
     target: str, seed: int, number: int, content: bytes, kind: str, text: str
 ) -> dict[str, Any]:
-    """The record of a failure, from which it can be replayed."""
+    """The record of a failure, which is sufficient for a replay."""
     return {
         "target": target,
         "kind": kind,

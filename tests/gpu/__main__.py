@@ -1,9 +1,9 @@
-"""Everything that needs a GPU, in one call: `make gpu`, or `python -m tests.gpu --out DIR`.
+"""Run all checks that need a GPU: `make gpu`, or `python -m tests.gpu --out DIR`.
 
-Each step runs in a process of its own, with a time limit, so that one that breaks or hangs ends
-nothing but itself. At the end one table says what was measured, beside what it should be, and
-DIR holds it as markdown and JSON, with the log of the steps and a small recorded run to commit.
-Ends with 1 if a step broke or an aim was missed, with 0 if all is well or there is no GPU.
+Each step runs in a separate process with a time limit, so that a step that fails or hangs does not
+affect the others. At the end one table shows the measured numbers with their aims. DIR has the
+table as Markdown and JSON, the log of the steps, and a small recorded run to commit. The exit code
+is 1 if a step failed or an aim was missed, and 0 if all is well or there is no GPU.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ STEPS = {
     "sample": 60.0,
     "overhead": 180.0,
 }
-"""Each with its limit, in seconds. The longest one comes last: it takes what is left."""
+"""The time limit of each step in seconds. The longest step is the last, and takes the remaining
+time."""
 _TOTAL_S = 450.0
 _QUOTED_LINES = 3
 
 
 @dataclass(slots=True)
 class Script:
-    """One call."""
+    """One call of the script."""
 
     options: argparse.Namespace
     scratch: Path
@@ -54,7 +55,7 @@ class Script:
     started: float = field(default_factory=time.monotonic)
 
     def run(self, name: str) -> None:
-        """One step; what it found, or why it found nothing, is in `rows`."""
+        """Run one step; its results, or the reason why there are none, are in `rows`."""
         left = self.options.limit_s - self._elapsed_s
         if left <= 0:
             total = f"{self.options.limit_s:.0f} s"
@@ -68,16 +69,16 @@ class Script:
         self._end(name, [*found, *([failed(name, problem)] if problem else [])])
 
     def setting_of(self, name: str, limit_s: float) -> Setting:
-        """What a step runs with."""
+        """The setting of a step."""
         return Setting(self.options.device, self.options.quick, self.scratch / name, limit_s)
 
     def skip(self, reason: str) -> None:
-        """Nothing can run here."""
+        """Note that nothing can run here."""
         for name in self.options.only:
             self._end(name, [unavailable(name, reason)])
 
     def finish(self) -> int:
-        """Print the table, pack the sample; returns the exit code."""
+        """Print the table and pack the sample; returns the exit code."""
         table = render_table(self.machine, self.rows)
         print(f"\n{table}", flush=True)
         name = sample_name(self.options.device)
@@ -89,7 +90,7 @@ class Script:
         return int(any(row.verdict is Verdict.MISSED for row in self.rows))
 
     def _write_figures(self) -> None:
-        """What is known so far: a call that is cut off leaves it."""
+        """Write the current results, which stay if the call is interrupted."""
         out: Path | None = self.options.out
         if out is not None:
             content = table_json(self.machine, self.rows)
@@ -97,7 +98,7 @@ class Script:
             (out / "figures.md").write_text(f"{render_table(self.machine, self.rows)}\n")
 
     def _run_child(self, name: str, setting: Setting) -> str:
-        """Why the step did not end well; empty: it did."""
+        """The reason why the step failed; empty if it succeeded."""
         log = (self.options.out or self.scratch) / "steps.log"
         with log.open("ab") as output:
             output.write(f"=== {name}\n".encode())
@@ -147,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _describe_gpu() -> str:
-    """The GPU and what drives it; empty if there is none."""
+    """The GPU and its driver; empty if there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -176,7 +177,7 @@ def _end_of(log: Path) -> str:
 def _kill_with_descendants(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is not None:
         return
-    # torchrun starts its ranks in sessions of their own: a signal to the group misses them.
+    # torchrun starts its ranks in separate sessions, which a signal to the group does not reach.
     process = psutil.Process(child.pid)
     for member in [*process.children(recursive=True), process]:
         try:

@@ -1,9 +1,9 @@
 """Check recorded times against the host's clock over 200 steps that share one hardware queue.
 
 `CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron and others set, puts all streams into one queue. The
-recorder's own stream is then idle no longer: what it records there comes behind the kernels of the
-training, and its times may be late. In a few steps the device is synchronised before the step ends.
-The recorded end of such a step must lie between two readings of the host's clock around it.
+recorder's own stream is then no longer idle. Its events are queued behind the kernels of the
+training, and their times may be late. In a few steps the device is synchronised before the step
+ends. The recorded end of such a step must lie between two readings of the host's clock around it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tests.gpu.setting import (
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _STEPS = 200
 _CHECKED_EVERY = 50
-"""The other steps run without a pause, so that the queue is never empty between."""
+"""The other steps run without a pause, so that the queue is never empty between them."""
 _SMALL = {"preset": "tiny", "num_layers": 4, "seq_len": 64, "batch_size": 2}
 _BESIDE_NS = 50_000
-"""What is allowed beside the recorder's own uncertainty."""
+"""The tolerance in addition to the recorder's own uncertainty."""
 
 Bounds = dict[int, tuple[int, int]]
-"""Step to the host's clock before and after its end, ns."""
+"""The host's clock before and after the end of each step, ns, by step."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """One row: how far recorded ends of steps lie outside of their bounds."""
-    os.environ[CONNECTIONS] = "1"  # read when CUDA starts, which it has not yet in this process
+    """One row: the distance of the recorded ends of steps from their bounds."""
+    os.environ[CONNECTIONS] = "1"  # read when CUDA starts; this process has not started it yet
     bounds: Bounds = {}
     num_steps, every = (8, 4) if setting.quick else (_STEPS, _CHECKED_EVERY)
     with (
@@ -65,13 +65,13 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def clock_row(setting: Setting, ends: dict[int, int], bounds: Bounds, uncertainty_ns: int) -> Row:
-    """What the recorded ends of steps say of the clock.
+    """The row for the recorded ends of steps.
 
     Args:
-        setting: Where they were recorded.
-        ends: Step to its recorded end, ns on the host's clock.
-        bounds: Between which the end of a step lies.
-        uncertainty_ns: Of the recorder's clock, as the run states it.
+        setting: The setting of the recording.
+        ends: The recorded end of each step, ns on the host's clock.
+        bounds: The bounds of the end of each step.
+        uncertainty_ns: The uncertainty of the recorder's clock according to the run.
     """
     outside = [
         max(before - ends[step], ends[step] - after, 0) for step, (before, after) in bounds.items()

@@ -1,8 +1,8 @@
 """Compare recorded copies into and out of all-gathers with the profiler's kernels.
 
 torch opens a range around each all-gather (`FSDP::all_gather`, which holds the copy of the shards
-into its input) and around each copy out of its buffer. A kernel belongs to a range when the host
-launched it inside. The n-th recorded copy is the n-th range, since each kind runs on one stream.
+into its input) and around each copy out of its buffer. A kernel belongs to the range in which the
+host launched it. The n-th recorded copy is the n-th range, since each kind runs on one stream.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class KernelSpans:
 def copy_rows(
     setting: Setting, events: EventTable, trace: list[TraceEvent], offset_ns: int
 ) -> Iterator[Row]:
-    """Two rows for each kind of copy: whether its kernels lie inside it, and what it lasts beyond.
+    """Two rows for each kind of copy: whether its kernels are inside it, and its excess time.
 
     Args:
-        setting: Where they were made.
+        setting: The setting of the measurement.
         events: The recorded events of the profiled steps.
-        trace: What the profiler saw.
-        offset_ns: The recorder's clock less the profiler's.
+        trace: The events of the profiler.
+        offset_ns: The recorder's clock minus the profiler's.
     """
     for name, (kind, range_name) in KINDS.items():
         recorded = events.where(events.kind == kind)
@@ -58,11 +58,11 @@ def copy_rows(
 
 
 def kernel_spans(trace: list[TraceEvent], range_name: str) -> KernelSpans:
-    """What ran for each range of a name, in order; ranges without kernels are left out.
+    """The kernels of each range with a name, in order; ranges without kernels are left out.
 
     Args:
-        trace: What the profiler saw.
-        range_name: As torch has it, without the unit's name in parentheses behind it.
+        trace: The events of the profiler.
+        range_name: torch's name of the range, without the unit's name in parentheses.
     """
     ranges = [
         event

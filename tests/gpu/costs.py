@@ -1,4 +1,4 @@
-"""Measure what single acts of the recorder and of the emulation cost the training thread."""
+"""Measure the cost of single acts of the recorder and the emulation on the training thread."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _SPINS = 50
 _SPIN_NS = 2_000_000
 _PRODUCTS = 8
 _BATCH = 50
-"""Acts between two readings of the host's clock, and marks that are alive at once."""
+"""The acts between two readings of the host's clock, and the number of marks that exist
+together."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """The allocator, a mark, its reading, a spin; beside a model that has trained."""
+    """Measure the allocator, a mark, its reading, and a spin, after a model has trained."""
     repeats = 4 * _BATCH if setting.quick else _REPEATS
     with emulated_training(setting, ONE_NODE) as workload:
         loop = workload.loop()
@@ -65,7 +66,7 @@ def _clock_rows(setting: Setting, clock: Any, repeats: int) -> Iterator[Row]:
 
 
 def _spin_row(setting: Setting, spinning: SpinningDevice, stream: Any, notes: list[str]) -> Row:
-    """How long spins last while matrix products on another stream keep the clock down."""
+    """The duration of spins while matrix products on another stream lower the clock."""
     busy = spinning.new_stream()
     matrix = torch.ones(8192, 8192, dtype=torch.bfloat16, device=busy.device)
     torch.cuda.synchronize()
@@ -108,7 +109,7 @@ def _row(setting: Setting, what: str, act: Callable[[], object], repeats: int) -
 
 
 def _time_ns(act: Callable[[], object]) -> float:
-    """Of one act, the mean over a batch."""
+    """The time of one act, as the mean over a batch."""
     start = time.perf_counter_ns()
     for _ in range(_BATCH):
         act()

@@ -1,4 +1,4 @@
-"""Many ranks, emulated on one GPU, compared with `simulate`.
+"""Compare many ranks, emulated on one GPU, with `simulate`.
 
 The recorded plan runs twice. The difference of the two runs is the machine's noise, which bounds
 the accuracy of any prediction.
@@ -37,7 +37,7 @@ _BASE, _AGAIN = "as recorded", "as recorded, again"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One machine, and what is trained on it."""
+    """One machine and its training."""
 
     emulation: str
     model: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One plan, as the trainer makes it and as the simulator does."""
+    """One plan, in the form of the trainer and of the simulator."""
 
     name: str
     settings: dict[str, Any]
@@ -69,7 +69,7 @@ VARIANTS = (
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Each plan as it runs; then replay and predictions from the first run."""
+    """Run each plan, then predict it from the first run."""
     cases = (Case(ONE_NODE),) if setting.quick else CASES
     for number, case in enumerate(cases):
         variants = VARIANTS[:1] if setting.quick else VARIANTS
@@ -147,7 +147,7 @@ def _predictions(
         try:
             predicted = simulate_plan(base, apply_changes(plan, variant.changes))
         except MissingDataError as error:
-            # The one error by which `simulate` says that it cannot read such a run.
+            # The only error by which `simulate` reports that it cannot read such a run.
             yield unavailable(name, f"simulate: {error}")
             continue
         if number == 0:

@@ -1,4 +1,4 @@
-"""The forecast peak against the allocator's: three models on emulated ranks.
+"""Compare the forecast peak with the allocator's, for three models on emulated ranks.
 
 The allocator's peak of one step after warm-up is compared with the forecast of the same settings.
 Only the allocator's peak contains its rounding and the workspace of kernels (cuBLAS). The
@@ -38,7 +38,7 @@ _WORLD_SIZES = {ONE_NODE: 8, EIGHT_NODES: 64}
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is trained, as settings of the trainer."""
+    """A model as settings of the trainer."""
 
     name: str
     settings: dict[str, Any]
@@ -59,7 +59,7 @@ _QUICK = Model("tiny, 4 blocks", {"preset": "tiny", "num_layers": 4, "batch_size
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Each model on 8 and on 64 ranks."""
+    """Measure each model on 8 and on 64 ranks."""
     models = (_QUICK,) if setting.quick else MODELS
     emulations = (ONE_NODE,) if setting.quick else (ONE_NODE, EIGHT_NODES)
     for number, model in enumerate(models):
@@ -120,7 +120,7 @@ def _row(setting: Setting, model: Model, emulation: str, predicted: int, folder:
 def _measure_peak(
     setting: Setting, model: Model, emulation: str, path: Path
 ) -> tuple[int, int | None]:
-    """Bytes allocated at the peak of a step after warm-up, and reserved; on CPU as tracked."""
+    """Allocated bytes at the peak of a step after warm-up, and reserved bytes."""
     with emulated_training(setting, emulation, **model.settings) as workload:
         if not setting.is_cuda:
             with make_recorder(workload, path, memory_steps=(1,)) as recorder:

@@ -1,4 +1,4 @@
-"""Recorded memory against torch's allocator: counters, storage tracker, snapshot."""
+"""Compare recorded memory with torch's allocator: counters, storage tracker, snapshot."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MEMORY_STEP = 3
 _HISTORY = 500_000
 
 Peaks = dict[int, tuple[int, int]]
-"""Step to what torch says was the most allocated and reserved in it, bytes."""
+"""torch's highest allocated and reserved bytes, by step."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Peaks of every step, the composition of one, and a snapshot taken of two more."""
+    """Measure the peaks of every step, the composition of one, and a snapshot of two more steps."""
     snapshot = setting.scratch / "snapshot.pickle"
     with emulated_training(setting, ONE_NODE) as workload:
         peaks: Peaks = {}
@@ -72,7 +72,7 @@ def _read_peaks() -> tuple[int, int]:
 
 
 def counter_rows(setting: Setting, memory: Memory, peaks: Peaks) -> Iterator[Row]:
-    """Recorded peaks beside those of the allocator; what is not recorded is off by all of it."""
+    """Compare recorded peaks with the allocator's; the error of a missing peak is 100%."""
     recorded = {
         row.step: (row.highest_allocated_bytes, row.highest_reserved_bytes)
         for row in memory.over_steps
@@ -106,7 +106,7 @@ def _at(recorded: dict[int, tuple[int, int | None]], step: int, place: int) -> i
 
 
 def tracker_row(setting: Setting, memory: Memory, peaks: Peaks) -> Row:
-    """The composition's total beside the allocator's peak of the same step."""
+    """Compare the total of the composition with the allocator's peak of the same step."""
     name = "storage tracker's peak in a memory step"
     if memory.peak is None:
         raise RuntimeError(f"Step {MEMORY_STEP} was to be a memory step and was none.")
@@ -137,13 +137,13 @@ def tracker_row(setting: Setting, memory: Memory, peaks: Peaks) -> Row:
 def snapshot_rows(
     setting: Setting, snapshot: Path, peak: int, counted: tuple[int, int]
 ) -> Iterator[Row]:
-    """An imported snapshot beside what torch counted.
+    """Compare an imported snapshot with torch's counters.
 
     Args:
-        setting: Where it was taken.
-        snapshot: The pickle.
-        peak: Most allocated while the history was kept, bytes.
-        counted: Allocated and reserved when it was taken, bytes.
+        setting: The setting of the measurement.
+        snapshot: The path of the pickle.
+        peak: The highest allocated bytes during the history.
+        counted: The allocated and reserved bytes at the snapshot.
     """
     import_snapshot(snapshot, setting.scratch / "imported")
     run = open_run(setting.scratch / "imported")

@@ -1,7 +1,7 @@
-"""Rows of the table of `make gpu`: a number, its target, and whether it is met.
+"""Make rows of the table of `make gpu`: a number, its target, and whether it is met.
 
 There are three kinds of rows. `shown` is information. `aimed` is compared with the project's
-target, except in a quick try-out, whose numbers mean nothing. `exact` is always compared. A number
+target, except in a quick trial, whose numbers are meaningless. `exact` is always compared. A number
 that could not be measured is a row with the reason.
 """
 
@@ -18,16 +18,16 @@ from tests.benchmarks.pairs import quantile
 
 
 class Verdict(StrEnum):
-    """What a row says of its aim."""
+    """The result of comparing a row with its aim."""
 
     SHOWN = ""
-    """There is none."""
+    """There is no aim."""
     HOLDS = "holds"
     MISSED = "MISSED"
     NOT_JUDGED = "not judged"
-    """A quick try-out."""
+    """The row comes from a quick trial."""
     NOT_AVAILABLE = "not available"
-    """Nothing was measured, for the reason given."""
+    """The number was not measured, for the stated reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +38,46 @@ class Row:
     verdict: Verdict
 
     def to_json(self) -> str:
-        """One line of text."""
+        """The row as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Row:
-        """What `to_json` wrote."""
+        """Read a row that `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
         return cls(Figure(**fields["figure"]), Verdict(fields["verdict"]))
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Makes rows; knows whether the numbers mean anything."""
+    """Makes rows; stores whether the numbers are meaningful."""
 
     is_quick: bool
 
     def aimed(self, figure: Figure, *, holds: bool) -> Row:
-        """A measured number beside what the project wants it to be."""
+        """A row for a measured number with the project's aim."""
         if self.is_quick:
             return Row(figure, Verdict.NOT_JUDGED)
         return self.exact(figure, holds=holds)
 
     @staticmethod
     def exact(figure: Figure, *, holds: bool) -> Row:
-        """A number that noise cannot change: judged on any machine."""
+        """A row for a number without noise, which is judged on any machine."""
         return Row(figure, Verdict.HOLDS if holds else Verdict.MISSED)
 
 
 def shown(figure: Figure) -> Row:
-    """A number without an aim."""
+    """A row for a number without an aim."""
     return Row(figure, Verdict.SHOWN)
 
 
 def unavailable(name: str, reason: str) -> Row:
-    """What was not measured, and why."""
+    """A row for a missing measurement, with the reason."""
     return Row(Figure(name=name, value="", how=reason), Verdict.NOT_AVAILABLE)
 
 
 def failed(name: str, reason: str) -> Row:
-    """A step that broke."""
+    """A row for a step that failed."""
     return Row(Figure(name=name, value="failed", how=reason), Verdict.MISSED)
 
 

@@ -1,4 +1,4 @@
-"""The recorder's overhead on a GPU: bare, recorded and profiled windows, in turn.
+"""Measure the recorder's overhead on a GPU: bare, recorded and profiled windows, alternating.
 
 The rounds are those of `tests.benchmarks.overhead`. A few discarded rounds show how many rounds fit
 into the time.
@@ -35,11 +35,11 @@ _FEWEST_ROUNDS = 100
 _MOST_ROUNDS = 300
 _TIME_S = 120.0
 _REST_S = 50.0
-"""Of a step's limit: for starting, the rounds that are thrown away, and the bootstrap."""
+"""The part of a step's limit for starting, discarded rounds and the bootstrap."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """CPU time and wall time of recorder and profiler, by pairs."""
+    """Measure CPU and wall time of recorder and profiler, in pairs."""
     with emulated_training(setting, ONE_NODE) as workload:
         device = workload.prepared.runtime.device
         index = device.index if setting.is_cuda else None
@@ -91,7 +91,7 @@ def _rounds_row(setting: Setting, rounds: int) -> Row:
 
 
 def _row(setting: Setting, figure: Figure) -> Row:
-    """An aim is missed where the whole interval misses it."""
+    """The row of a figure. An aim is missed if the whole interval misses it."""
     if figure.aim == "< 1 %":
         return setting.judge.aimed(figure, holds=figure.numbers["ratio_low"] < 1.01)
     if figure.aim == ">= 10 x":

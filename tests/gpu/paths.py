@@ -1,8 +1,8 @@
-"""Record each way to train that takes a path of its own on CUDA, and check what was recorded.
+"""Record each way to train with separate code on CUDA, and check the recording.
 
-A path trains a few steps of a small model and raises `RuntimeError` where the recording is wrong.
-The step of the script makes a row of each path; `test_paths_gpu.py` runs the same paths one by one.
-Paths that need no GPU are tried on CPU.
+A path trains a few steps of a small model and raises `RuntimeError` if the recording is wrong. The
+step of the script makes a row for each path. `test_paths_gpu.py` runs the same paths one by one.
+Paths that need no GPU also run on CPU.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _SMALL = {"preset": "tiny", "num_layers": BLOCKS, "seq_len": 64, "batch_size": 2
 _FAST = "world_size=8,bandwidth=20GB/s,latency=20us"
 
 Path_ = Callable[[Setting, Path], str]
-"""Records into a folder that does not exist yet; returns what was checked, in a few words.
+"""Records into a folder that does not exist yet; returns a short description of the check.
 
-Raises `NotHereError` where the machine lacks what it needs."""
+Raises `NotHereError` if the machine does not support the path."""
 
 
 class NotHereError(Exception):
-    """This machine cannot take the path; says why."""
+    """This machine does not support the path, for the stated reason."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """One row for each path."""
+    """Measure one row for each path."""
     for name, record in PATHS.items():
         folder = setting.scratch / name.replace(" ", "-")
         row = f"recording: {name}"
@@ -78,7 +78,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def one_rank(setting: Setting, folder: Path) -> str:
-    """A real process group of one rank, and a DTensor that is logged."""
+    """A real process group of one rank, and a logged DTensor."""
     norms = []
     with (
         _real_training(setting) as workload,
@@ -113,7 +113,7 @@ def one_rank(setting: Setting, folder: Path) -> str:
 
 
 def hsdp(setting: Setting, folder: Path) -> str:
-    """Replicas: an all-reduce behind each reduce-scatter."""
+    """Replicas: an all-reduce after each reduce-scatter."""
     run = _emulated(setting, folder, mesh="2x4")
     events = run.events(0, steps=[STEPS - 1])
     scatters = _by_unit(events.where(events.kind == EventKind.REDUCE_SCATTER))
@@ -136,7 +136,7 @@ def unshard_async_op(setting: Setting, folder: Path) -> str:
 
 
 def several_roots(setting: Setting, folder: Path) -> str:
-    """Blocks are sharded and the model is not: no unit waits for the collectives of another."""
+    """Blocks are sharded and the model is not, so no unit waits for the collectives of another."""
     run = _record_blocks(setting, folder, with_root=False)
     events = run.events(0)
     waits = events.where(events.kind == EventKind.REDUCE_SCATTER_WAIT)
@@ -149,7 +149,7 @@ def several_roots(setting: Setting, folder: Path) -> str:
 
 
 def several_buffers(setting: Setting, folder: Path) -> str:
-    """Several inputs of reduce-scatters may be alive: a unit does not wait for the one before."""
+    """Several inputs of reduce-scatters may exist, so a unit does not wait for the previous one."""
     run = _emulated(setting, folder, reduce_scatter_buffers=2)
     events = run.events(0, steps=[STEPS - 1])
     scatters = events.where(events.kind == EventKind.REDUCE_SCATTER)
@@ -171,7 +171,7 @@ def several_buffers(setting: Setting, folder: Path) -> str:
 
 def compiled(setting: Setting, folder: Path) -> str:
     """Blocks under torch.compile."""
-    if not setting.is_cuda:  # C++ takes a minute to compile
+    if not setting.is_cuda:  # the C++ compiler takes a minute
         raise NotHereError(NEEDS_CUDA)
     _emulated(setting, folder, compile="true")
     return "an all-gather for each unit."
@@ -185,7 +185,7 @@ def offloaded(setting: Setting, folder: Path) -> str:
 
 
 def another_device(setting: Setting, folder: Path) -> str:
-    """The second GPU of a machine: streams, events, counters and spins are its own."""
+    """The second GPU of a machine has its own streams, events, counters and spins."""
     if not setting.is_cuda:
         raise NotHereError(NEEDS_CUDA)
     if torch.cuda.device_count() < 2:
@@ -242,10 +242,11 @@ PATHS: dict[str, Path_] = {
 }
 
 
-# --- how they are recorded
+# --- recording
 
 _CLOCK_ERROR_NS = 5_000
-"""By which two marks on one device may be swapped: `elapsed_time` is a float32 of milliseconds."""
+"""The error by which two marks on one device may be swapped: `elapsed_time` is a float32 of
+milliseconds."""
 
 
 _SLACK_NS = 100_000
@@ -275,7 +276,7 @@ def _real_training(setting: Setting) -> Iterator[Workload]:
 def _record_blocks(
     setting: Setting, folder: Path, *, with_root: bool = True, index: int = 0
 ) -> StoredRun:
-    """A plain model of linear layers under emulation, each sharded by itself."""
+    """A plain model of linear layers under emulation; each layer is sharded separately."""
     device = torch.device("cuda", index) if setting.is_cuda else torch.device("cpu")
     gc.collect()
     with emulate(parse_specification(_FAST)):
@@ -325,7 +326,7 @@ def _device(setting: Setting) -> torch.device:
     return torch.device("cuda", 0) if setting.is_cuda else torch.device("cpu")
 
 
-# --- what every recording must be
+# --- checks for every recording
 
 
 def _expect_sound(setting: Setting, run: StoredRun) -> None:
@@ -337,7 +338,7 @@ def _expect_sound(setting: Setting, run: StoredRun) -> None:
     gathered = set(collectives.unit[collectives.kind == EventKind.ALL_GATHER].tolist())
     _expect(units <= gathered, f"units without an all-gather: {sorted(units - gathered)}")
     _expect(bool((collectives.end_ns >= collectives.start_ns).all()), "a collective ends too early")
-    # The host reads its clock behind the call that puts a mark on a stream.
+    # The host reads its clock after the call that puts a mark on a stream.
     slack_ns = run.ranks[0].clock_uncertainty_ns + _SLACK_NS
     issued = collectives.start_ns >= collectives.issue_ns - slack_ns
     _expect(bool(issued.all()), "a collective begins before the host has issued it")

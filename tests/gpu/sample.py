@@ -1,7 +1,7 @@
-"""A small recorded GPU run in the form of `samples/`.
+"""Make a small recorded GPU run in the form of `samples/`.
 
-This module makes the run and its `expected.json`. `pack` adds the README with the table when all
-steps are done.
+This module makes the run and its `expected.json`. `pack` adds the README with the table after all
+steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _EXPECTED = (
     "peak_allocated_bytes",
     "peak_reserved_bytes",
 )
-"""Keys of `summary --json` that a reader of the sample finds again; see samples/record.sh."""
+"""Keys of `summary --json` that readers of the sample compare; see samples/record.sh."""
 
 
 def sample_name(device: str) -> str:
@@ -49,7 +49,7 @@ def sample_name(device: str) -> str:
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Record the run as a user would, and check that it can be committed."""
+    """Record the run like a user, and check that it can be committed."""
     name = sample_name(setting.device)
     folder = setting.scratch / name
     work = setting.scratch / "work"
@@ -65,14 +65,14 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def pack(folder: Path, target: Path, command: str, place: str, table: str) -> None:
-    """Add the README and put the sample into one file, `target`.
+    """Add the README and pack the sample into one file, `target`.
 
     Args:
-        folder: What `measure` made.
+        folder: The folder that `measure` wrote.
         target: A `.tar.gz` to write.
         command: The trainer's command.
         place: The device.
-        table: What the whole script measured, as markdown.
+        table: The table of the whole script, as Markdown.
     """
     (folder / "README.md").write_text(
         f"# {folder.name}\n\n"
@@ -133,7 +133,7 @@ def _row(setting: Setting, name: str, folder: Path) -> Row:
 
 
 def _paths_of_this_machine(text: str) -> str:
-    """The first absolute path in a manifest that tells where it was made; empty: none."""
+    """The first absolute path in a manifest that identifies this machine; empty: none."""
     found = _texts(json.loads(text))
     homes = {str(ROOT), str(Path.home()), "/root", "/home"} - {"/"}
     return next((value for value in found if any(home in value for home in homes)), "")

@@ -1,4 +1,4 @@
-"""The process of the GPU script and its model: one process, rank 0 of many.
+"""Define the process of the GPU script and its model: one process, rank 0 of many.
 
 The other ranks are emulated (`fsdp_inspect.emulation`), because two NCCL ranks can share a GPU only
 since NCCL 2.30. Everything except the network is real: FSDP2's scheduling, the kernels, the
@@ -37,55 +37,56 @@ _SMALL = {"preset": "tiny", "num_layers": 4, "seq_len": 16, "batch_size": 1}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a step runs with."""
+    """The setting of a step."""
 
     device: Literal["cuda", "cpu"]
     quick: bool
-    """A try-out of the script itself: little work, and nothing noisy is judged."""
+    """Whether this is a quick trial of the script: little work, and noisy numbers are not
+    judged."""
     scratch: Path
-    """A folder of the step's own; deleted at the end of the script."""
+    """The step's own folder, which is deleted at the end of the script."""
     limit_s: float
-    """After which the step is stopped."""
+    """The time limit of the step."""
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it runs on a GPU."""
+        """Whether the step runs on a GPU."""
         return self.device == "cuda"
 
     @property
     def judge(self) -> Judge:
-        """Makes rows."""
+        """The judge that makes rows."""
         return Judge(is_quick=self.quick)
 
     @property
     def model(self) -> dict[str, Any]:
-        """Settings of the trainer: what is trained unless a step says otherwise."""
+        """The default settings of the trainer."""
         return dict(_SMALL if self.quick else _LARGE)
 
     @property
     def place(self) -> str:
-        """Where it runs, for the sentence that says how a number was obtained."""
+        """The device, for the sentence about the method of a number."""
         return torch.cuda.get_device_name(0) if self.is_cuda else "CPU"
 
     def to_json(self) -> str:
-        """For the process that runs the step."""
+        """The setting as JSON, for the process that runs the step."""
         return json.dumps({**asdict(self), "scratch": str(self.scratch)})
 
     @classmethod
     def from_json(cls, text: str) -> Setting:
-        """What `to_json` wrote."""
+        """Read a setting that `to_json` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "scratch": Path(fields["scratch"])})
 
 
 @contextmanager
 def emulated_training(setting: Setting, emulation: str, **settings: Any) -> Iterator[Workload]:
-    """A sharded model in training as rank 0 of ranks that do not exist.
+    """A sharded model in training, as rank 0 of emulated ranks.
 
     Args:
-        setting: Where.
-        emulation: As `--emulate` has it.
-        settings: Of the trainer, instead of `setting.model`'s.
+        setting: The setting of the step.
+        emulation: The value of `--emulate`.
+        settings: Settings of the trainer that replace those of `setting.model`.
 
     Yields:
         The model, and counters of peaks that start with it.
@@ -97,19 +98,19 @@ def emulated_training(setting: Setting, emulation: str, **settings: Any) -> Iter
     with process_group(runtime):
         workload = Workload.build(runtime, **{**setting.model, **settings})
         if setting.is_cuda:
-            torch.cuda.reset_peak_memory_stats()  # building is no part of a step's peak
+            torch.cuda.reset_peak_memory_stats()  # building is not a part of a step's peak
         yield workload
 
 
 def _free_what_is_left(setting: Setting) -> None:
-    """FSDP's modules refer to each other: an earlier model stays until it is collected."""
+    """Collect garbage: FSDP's modules refer to each other, so an earlier model would stay."""
     gc.collect()
     if setting.is_cuda:
         torch.cuda.empty_cache()
 
 
 def make_recorder(workload: Workload, folder: Path, **options: Any) -> Recorder:
-    """A recorder on it that says nothing; without memory steps unless asked for."""
+    """A recorder on the workload that prints nothing; by default without memory steps."""
     return Recorder(
         workload.model,
         optimizer=workload.optimizer,
@@ -119,19 +120,19 @@ def make_recorder(workload: Workload, folder: Path, **options: Any) -> Recorder:
 
 
 def expect_healthy(recorder: Recorder) -> None:
-    """Nothing may be judged by a recording that lost something.
+    """Reject a recording that lost data.
 
     Raises:
-        RuntimeError: It stopped or had a problem.
+        RuntimeError: The recording stopped or had a problem.
     """
-    # Transfers that are timed in cycles are recorded as well as any; see `costs` for their time.
+    # Transfers that are timed in cycles are recorded normally; see `costs` for their time.
     lost = [problem for problem in recorder.problems if not problem.startswith(CYCLES_NOTE)]
     if lost or not recorder.is_recording:
         raise RuntimeError(f"The recorder did not record all of it: {lost}")
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the library that torch was built with; expects a CUDA build."""
+    """The version of the NCCL that torch was built with; requires a CUDA build."""
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return version
 

@@ -1,6 +1,6 @@
-"""One step of the GPU script, in a process of its own: `python -m tests.gpu.step NAME SETTING`.
+"""Run one step of the GPU script in a separate process: `python -m tests.gpu.step NAME SETTING`.
 
-Each row is written as soon as it is known: what a step found stays when it breaks or is stopped.
+Each row is written immediately, so the rows stay if the step fails or is stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROWS = "rows.jsonl"
 
 
 def main(name: str, text: str) -> None:
-    """Run the step; rows go to `rows.jsonl` in its folder."""
+    """Run the step and write its rows to `rows.jsonl` in its folder."""
     setting = Setting.from_json(text)
     measure = import_module(f"tests.gpu.{name}").measure
     with Path(setting.scratch / ROWS).open("a") as rows:

@@ -1,4 +1,4 @@
-"""The table of `make gpu`: Markdown that is readable on a terminal, and JSON."""
+"""Render the table of `make gpu` as Markdown that is readable on a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEADER = ("", "measured", "interval", "aim", "", "how")
 
 
 def render_table(machine: Machine, rows: Sequence[Row]) -> str:
-    """The table, a note to each row on how it was obtained, and the machine."""
+    """Render the table, a note on the method of each row, and the machine."""
     notes = list(dict.fromkeys(row.figure.how for row in rows))
     lines = [_HEADER, *(_cells(row, notes) for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(_HEADER))]
@@ -24,7 +24,7 @@ def render_table(machine: Machine, rows: Sequence[Row]) -> str:
 
 
 def table_json(machine: Machine, rows: Sequence[Row]) -> dict[str, Any]:
-    """The same for programs: figures as `make bench --json` has them, each with its verdict."""
+    """The rows as JSON values: figures as in `make bench --json`, each with its verdict."""
     content = to_json(machine, [row.figure for row in rows])
     for figure, row in zip(content["figures"], rows, strict=True):
         figure["verdict"] = row.verdict.value or None

@@ -1,4 +1,4 @@
-"""The comparisons of the GPU script, on times and bytes written by hand."""
+"""The comparisons of the GPU script, on hand-written times and bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.importing.snapshots import KIB, FakeAllocator, train
 SETTING = Setting("cpu", quick=False, scratch=Path(), limit_s=60)
 US = 1_000
 OFFSET = 70 * US
-"""The recorder's clock is ahead of the profiler's."""
+"""The lead of the recorder's clock over the profiler's."""
 
 
 def kernel(name: str, stream: int, start: int, end: int, launch: int) -> TraceEvent:
@@ -49,7 +49,7 @@ def recorded_run() -> InMemoryRun:
     builder = RunBuilder(["", "layers.0"], warmup_steps=0)
     rank = builder.rank(0)
     rank.step(0, 0, 400 * US)
-    late = 2 * US  # an event is seen a little after the kernel that it follows
+    late = 2 * US  # an event is seen shortly after the kernel that it follows
     for number, (start, end) in enumerate([(50, 200), (110, 280)]):
         rank.add(
             EventKind.ALL_GATHER,
@@ -163,7 +163,7 @@ def copies_trace() -> list[TraceEvent]:
 
 
 def copied(*, into_ends: int) -> EventTable:
-    """The copies of `copies_trace` as recorded; the copies in end so many us after their start."""
+    """The recorded copies of `copies_trace`; the copies in end `into_ends` us after their start."""
     builder = RunBuilder(["", "layers.0", "layers.1"], warmup_steps=0)
     rank = builder.rank(0)
     rank.step(0, 0, 900 * US)
@@ -216,7 +216,7 @@ def test_a_step_ends_between_two_readings_of_the_hosts_clock(
 
 
 def recorded_memory() -> Memory:
-    """Two steps that peak at 700 and 800 bytes; what is between readings is known too."""
+    """Two steps with peaks of 700 and 800 bytes; values between readings are also known."""
     builder = RunBuilder(world_size=1, warmup_steps=0)
     rank = builder.rank(0)
     rank.record["memory_from"] = "cuda_allocator"

@@ -58,5 +58,5 @@ def test_collectives_last_what_the_link_says_and_hide_behind_compute(tmp_path: P
     alone = gathers.start_ns[1:] >= gathers.end_ns[:-1]
 
     assert len(gathers) >= 7
-    # One that was issued behind another waits for it on its own stream, as with NCCL.
+    # A transfer that is queued behind another waits for it on its own stream, as with NCCL.
     assert np.median(measured_ns[1:][alone]) == pytest.approx(np.median(expected_ns), rel=0.1)

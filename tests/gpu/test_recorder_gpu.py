@@ -1,4 +1,4 @@
-"""The recorder's CUDA times against the profiler's: one GPU as rank 0 of 8, in one run.
+"""Compare the recorder's CUDA times with the profiler's: one GPU as rank 0 of 8, in one run.
 
 This test has not yet run on a GPU. Its logic is tested on virtual streams
 (`tests/recording/test_cuda_path.py`). The collectives are spin kernels on the stream on which FSDP

@@ -95,7 +95,7 @@ def test_without_a_gpu_every_step_says_why_and_nothing_fails(
 
 
 def forked(command: list[str], *, cwd: Path, stdin: int, stdout: Any, stderr: int) -> ForkedProcess:
-    """A step that starts with torch imported. Other tests start steps as the script does."""
+    """A step that starts with torch imported. Other tests start steps like the script does."""
     assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
     return ForkedProcess(command, cwd=cwd, stdout=stdout, stderr=stdout)
 
@@ -119,7 +119,7 @@ def test_every_step_runs_on_a_cpu_in_little(
     assert len(content["figures"]) > 20
     assert all(reason.startswith(NEEDS_CUDA) for reason in reasons)
     assert "| how |" in (tmp_path / "figures.md").read_text()
-    assert len(list(tmp_path.iterdir())) <= 8  # few enough to carry home
+    assert len(list(tmp_path.iterdir())) <= 8  # few enough files to copy
     with tarfile.open(tmp_path / "emulated-8-ranks-cpu.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
     sample = tmp_path / "emulated-8-ranks-cpu"

@@ -1,4 +1,4 @@
-"""The trainer's own path on CUDA: NCCL, bfloat16, offload. One rank, so that one GPU is enough."""
+"""The trainer's code for CUDA: NCCL, bfloat16, offload. It uses one rank and one GPU."""
 
 import argparse
 from typing import Any

@@ -1,9 +1,10 @@
-"""CUDA event times against kernel times: recorder and torch.profiler on the same steps.
+"""Compare CUDA event times with kernel times: recorder and torch.profiler on the same steps.
 
 Every emulated collective is one spinning kernel on the stream on which FSDP issues it. Recorder and
 profiler both count in the host's order: the recorder's n-th collective is the n-th by the
-profiler's correlation id. A collective that queues behind another one of its communicator begins
-after it (`analysis.collectives.queues`). This begin is compared with the start of the kernel.
+profiler's correlation id. A collective that is queued behind another collective of its communicator
+begins after it (`analysis.collectives.queues`). This begin is compared with the start of the
+kernel.
 
 [Note: two clocks] The profiler has its own clock. The offset is the median difference of the ends
 of all pairs. The rest after subtracting the offset is the error of each time. The offset is also
@@ -54,38 +55,38 @@ Times = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """FSDP's collectives as both saw them, in ns, each on the clock of its side; shape (n,)."""
+    """FSDP's collectives in both sources, in ns, each on the clock of its source; shape (n,)."""
 
     turn_ns: Times
-    """Recorded: when its turn on the communicator came."""
+    """The recorded time of its turn on the communicator."""
     end_ns: Times
     kernel_start_ns: Times
     kernel_end_ns: Times
 
     @property
     def offset_ns(self) -> int:
-        """The recorder's clock less the profiler's."""
+        """The recorder's clock minus the profiler's."""
         return round(float(np.median(self.end_ns - self.kernel_end_ns)))
 
     @property
     def start_errors_ns(self) -> Times:
-        """Distance of the starts, on one clock."""
+        """The differences of the starts, on one clock."""
         return np.asarray(np.abs(self.turn_ns - self.kernel_start_ns - self.offset_ns))
 
     @property
     def end_errors_ns(self) -> Times:
-        """Distance of the ends, on one clock."""
+        """The differences of the ends, on one clock."""
         return np.asarray(np.abs(self.end_ns - self.kernel_end_ns - self.offset_ns))
 
     @property
     def duration_errors(self) -> NDArray[np.float64]:
-        """Relative to the kernel; free of any offset."""
+        """The relative errors of the durations, independent of any offset."""
         kernels = self.kernel_end_ns - self.kernel_start_ns
         return np.asarray(np.abs(self.end_ns - self.turn_ns - kernels) / kernels, dtype=np.float64)
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Errors of single collectives, then of the exposed time of steps."""
+    """Measure errors of single collectives, then of the exposed time of steps."""
     marks = _record_and_profile(setting)
     run = open_run(setting.scratch / "run")
     trace = read_trace(_trace_of(setting.scratch))
@@ -105,14 +106,14 @@ def measure(setting: Setting) -> Iterator[Row]:
 def compare(
     setting: Setting, run: RunSource, steps: range, trace: list[TraceEvent], host_offset_ns: int
 ) -> Iterator[Row]:
-    """What a run and a trace of the same steps say.
+    """Compare a run and a trace of the same steps.
 
     Args:
-        setting: Where they were made.
+        setting: The setting of the measurement.
         run: The recording.
-        steps: Those that the profiler saw, all of them timed.
-        trace: What it saw.
-        host_offset_ns: The host's clock less the profiler's.
+        steps: The profiled steps, which are all timed.
+        trace: The events of the profiler.
+        host_offset_ns: The host's clock minus the profiler's.
     """
     events = run.events(0, steps=list(steps))
     spins = spin_kernels(trace)
@@ -136,17 +137,17 @@ def compare(
 
 
 def spin_kernels(trace: list[TraceEvent]) -> list[TraceEvent]:
-    """The kernels that stand for collectives, in the order in which the host launched them."""
+    """The kernels that represent collectives, in the order in which the host launched them."""
     spins = [event for event in trace if event.category == "kernel" and "spin" in event.name]
     return sorted(spins, key=_launched)
 
 
 def match(collectives: EventTable, spins: list[TraceEvent]) -> Matched:
-    """The n-th collective that was issued and the n-th kernel, of those that FSDP issued.
+    """Pair the n-th issued collective and the n-th kernel, for those that FSDP issued.
 
     Args:
-        collectives: Of one rank; as many as kernels.
-        spins: In order of launch.
+        collectives: The collectives of one rank; as many as kernels.
+        spins: The kernels in order of launch.
     """
     order = np.lexsort((collectives.sequence, collectives.issue_ns))
     ordered = collectives.where(order)
@@ -160,12 +161,12 @@ def match(collectives: EventTable, spins: list[TraceEvent]) -> Matched:
 def exposed_of_kernels(
     trace: list[TraceEvent], events: EventTable, offset_ns: int
 ) -> dict[int, int]:
-    """By step: how long collectives ran while the compute stream ran no kernel, ns.
+    """By step, the time in which collectives ran and the compute stream ran no kernel, ns.
 
     Args:
-        trace: What the profiler saw.
+        trace: The events of the profiler.
         events: The recorded steps, for their bounds.
-        offset_ns: The recorder's clock less the profiler's.
+        offset_ns: The recorder's clock minus the profiler's.
     """
     spins = spin_kernels(trace)
     others = [event for event in trace if event.category in _ON_DEVICE and "spin" not in event.name]
@@ -215,7 +216,7 @@ def _mark() -> tuple[int, int]:
 
 
 def host_offset(trace: list[TraceEvent], marks: list[tuple[int, int]]) -> tuple[int, int]:
-    """The host's clock less the profiler's, by the tightest mark, and how far it may be off."""
+    """The host's clock minus the profiler's, by the tightest mark, and its uncertainty."""
     seen = [event for event in named(trace, _MARK) if event.category == "user_annotation"]
     pairs = zip(marks, seen, strict=True)
     bounds = [(before - mark.start_ns, after - mark.end_ns) for (before, after), mark in pairs]

@@ -1,4 +1,4 @@
-"""Times of real collectives on two ranks, recorded and profiled at once.
+"""Compare recorded and profiled times of real collectives on two ranks.
 
 NCCL is used with two GPUs, or with one GPU and an NCCL whose ranks can share it (2.30 and newer,
 with `NCCL_MULTI_RANK_GPU_ENABLE=1`). On CPU the same code runs on gloo.
@@ -34,7 +34,7 @@ _NAME = "error of the durations of all-gathers, two ranks"
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Durations of all-gathers against the profiler's, or why there are none."""
+    """Compare durations of all-gathers with the profiler's, or state why there are none."""
     if setting.is_cuda:
         reason = refusal(torch.cuda.device_count(), nccl_version())
         if reason:
@@ -50,7 +50,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def refusal(num_gpus: int, version: tuple[int, ...]) -> str:
-    """Why NCCL cannot run two ranks on the GPUs of this machine; empty if it may."""
+    """The reason why NCCL cannot run two ranks on the GPUs of this machine; empty if it can."""
     if num_gpus >= NUM_RANKS or version >= _FIRST_SHARING:
         return ""
     text = ".".join(str(part) for part in version)

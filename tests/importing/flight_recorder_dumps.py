@@ -1,4 +1,4 @@
-"""Entries of flight recorder dumps for tests."""
+"""Make entries of flight recorder dumps for tests."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ USER_FRAMES = [
 
 
 def entry(number: int, **fields: Any) -> dict[str, Any]:
-    """A collective as NCCL's flight recorder of torch 2.13 writes it."""
+    """A collective in the form of NCCL's flight recorder of torch 2.13."""
     return {
         "frames": FSDP_FRAMES,
         "record_id": number,

@@ -1,12 +1,12 @@
-"""Traces as Kineto writes them, made by hand: µs on paper, one call an event.
+"""Write traces in Kineto's form by hand, in µs, with one call for each event.
 
     trace = TraceWriter()
     trace.annotate("FSDP::pre_forward (layers.0)", 0, 20)
     trace.kernel("gemm", 100, 150, issued=10)
     trace.write(tmp_path / "rank0.json")
 
-`fsdp2_step` is one step of a root and a block, with the ranges of a version of torch; the drawing
-there says what an import must find.
+`fsdp2_step` is one step of a root and a block, with the ranges of a version of torch. The drawing
+there shows the expected result of an import.
 """
 
 import gzip
@@ -25,7 +25,7 @@ NAMES = {"_allgather_base": "AllGather", "_reduce_scatter_base": "ReduceScatter_
 
 
 class TraceWriter:
-    """Collects events; `write` puts them into a file."""
+    """Collects events; `write` writes them to a file."""
 
     def __init__(self, *, rank: int = 0, world_size: int = 2, **beside: Any) -> None:
         self.events: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ class TraceWriter:
         category: str = "kernel",
         **arguments: Any,
     ) -> None:
-        """A device event; with `issued` also its launch at that time."""
+        """Add a device event; with `issued` also its launch at that time."""
         self._correlation += 1
         arguments = {"correlation": self._correlation, "stream": stream, "device": 0, **arguments}
         self.add(category, name, start, end, pid=0, tid=stream, args=arguments)
@@ -90,7 +90,7 @@ class TraceWriter:
     def collective(
         self, collective: str, start: float, end: float, *, elements: int = 1024, **more: Any
     ) -> None:
-        """A kernel with the metadata that NCCL's process group gives it."""
+        """Add a kernel with the metadata from NCCL's process group."""
         shard = elements // self.world_size
         is_gather = "gather" in collective
         kernel = more.pop("kernel", NCCL.format(NAMES.get(collective, "AllReduce_Sum_f32")))
@@ -109,11 +109,11 @@ class TraceWriter:
         self.kernel(kernel, start, end, **{"stream": COMM_STREAM, **metadata, **more})
 
     def text(self) -> str:
-        """The trace with its events where Kineto puts them."""
+        """The trace with its events in Kineto's layout."""
         return json.dumps({**self.beside, "traceEvents": self.events, "traceName": "rank.json"})
 
     def write(self, path: Path) -> Path:
-        """Write it, gzipped if the name says so; returns the path."""
+        """Write the trace, gzipped if the name requires it; returns the path."""
         content = self.text().encode()
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
         return path
@@ -172,11 +172,11 @@ FSDP2_PARTS_US = {
     "optimizer": 100,
     "other": 10,
 }
-"""From the first kernel at 20 µs to the end of the fill at 880."""
+"""The parts from the first kernel at 20 µs to the end of the fill at 880 µs."""
 
 
 class _Host:
-    """Issues what a unit does, with the ranges around it."""
+    """Issues the work of a unit, with the ranges around it."""
 
     def __init__(self, trace: TraceWriter, at: float, kernel: str) -> None:
         self.trace, self.at = trace, at

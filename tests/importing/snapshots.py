@@ -1,4 +1,4 @@
-"""Memory snapshots as torch writes them, from a small caching allocator that is told what to do.
+"""Make memory snapshots in torch's form with a small caching allocator.
 
 The keys, states, actions and their order are those of `torch.cuda.memory._snapshot()` in torch 2.13
 (Module.cpp, THCPModule_memorySnapshot). Sizes are rounded up to 512 bytes; a segment is taken for
@@ -52,7 +52,7 @@ class FakeAllocator:
         return _Range(self, name)
 
     def snapshot(self, *, entries=None):
-        """As `_snapshot()` gives it; `entries` keeps the last ones only, as a ring buffer does."""
+        """The snapshot in the form of `_snapshot()`; `entries` keeps the last ones only."""
         self._note("snapshot", 0, 0)
         return {
             "segments": [self._describe(segment) for segment in self.segments],
@@ -153,11 +153,11 @@ UNITS = ("layers.0", "layers.1")
 def train(allocator, *, num_steps=2, leak=0):
     """Steps of two FSDP2 units, with the ranges that torch annotates.
 
-    Before the first step 64 KiB of sharded parameters. In a step, for each unit: 32 KiB gathered,
-    30 KiB unsharded in forward and again in backward, 10 KiB of activations kept until its
-    backward, 5 KiB temporary; in backward 20 KiB of gradients, 21 KiB to reduce, 7 KiB reduced
-    (kept to the end of the step). The first optimizer step makes 12 KiB of state. `leak` bytes
-    stay behind in every step.
+    Before the first step there are 64 KiB of sharded parameters. In a step, each unit has 32 KiB
+    gathered and 30 KiB unsharded in forward and again in backward, 10 KiB of activations until its
+    backward, and 5 KiB temporary. In backward it has 20 KiB of gradients, 21 KiB to reduce, and 7
+    KiB reduced (kept to the end of the step). The first optimizer step makes 12 KiB of state. Each
+    step leaks `leak` bytes.
 
     The peak is in the backward of layers.1: see `test_snapshot.py`.
     """

@@ -1,4 +1,4 @@
-"""Names of kernels and copies that communicate, of several libraries."""
+"""Names of communication kernels and copies of several libraries."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whatever is given to an import, it ends with a run or with a message, and leaves nothing else."""
+"""An import of any file ends with a run or with a message, and leaves nothing else."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""How many ranks communicate: told by the trace, inferred and said so, or not known."""
+"""The number of communicating ranks: stated by the trace, inferred, or unknown."""
 
 from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.importing.kineto import import_traces

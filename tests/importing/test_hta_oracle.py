@@ -1,7 +1,7 @@
-"""HTA as a live oracle, on the traces that others recorded and on one of our own making.
+"""Compare with HTA on recorded traces and on a hand-made trace.
 
-HTA needs an environment of its own (`make bench ARGS="--only imports"` makes it): without it these
-tests are skipped.
+HTA requires a separate environment, which `make bench ARGS="--only imports"` makes. Without it,
+these tests are skipped.
 """
 
 import pytest
@@ -26,7 +26,7 @@ ROUNDED_US = 1
 
 @pytest.fixture
 def steps(tmp_path):
-    """Three steps without ProfilerStep marks: HTA leaves nothing out."""
+    """Three steps without ProfilerStep marks, so HTA leaves nothing out."""
     trace = TraceWriter()
     for number in range(3):
         fsdp2_step(trace, at=1000 * number)

@@ -1,13 +1,13 @@
-"""What an import holds in memory: far less than its trace, however many events are kept of it."""
+"""The memory of an import: far less than its trace, for any number of kept events."""
 
 import subprocess
 import sys
 
 _STEPS = 50_000
 _OVERHEAD = 60 << 20
-"""Of one stretch of the file while it is decoded, and the libraries' own growth."""
+"""The memory of one decoded batch of the file, and the growth of the libraries."""
 _PER_EVENT = 150
-"""Bytes; a kernel's row of the run is 75."""
+"""Bytes per event; a kernel's row of the run has 75."""
 _SCRIPT = """
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ print(peak() - before)
 
 
 def write_dense_trace(path):
-    """Operators, launches and kernels in equal numbers, no two kernels touching."""
+    """Write operators, launches and kernels in equal numbers; no two kernels touch."""
     events = []
     for place in range(_STEPS):
         at = 10 * place

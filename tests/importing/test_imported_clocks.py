@@ -1,4 +1,4 @@
-"""Traces of several ranks: which of them read one clock, and how far the others are off."""
+"""Traces of several ranks: the ranks with one clock, and the offsets of the others."""
 
 import pytest
 
@@ -11,7 +11,7 @@ SHIFT_NS = 1_500_000_000
 
 
 def import_ranks(folder, *, later_us=(0, 0), hosts=("node1", "node1"), **beside):
-    """One step on each rank, whose trace says that it was so many µs later."""
+    """Import one step of each rank; its trace states that it was this many µs later."""
     traces = folder / "traces"
     traces.mkdir()
     for rank, (at, host) in enumerate(zip(later_us, hosts, strict=True)):

@@ -1,4 +1,4 @@
-"""Cutting a trace into events: any JSON, in blocks of any size, gives what a parser gives."""
+"""Cutting a trace into events gives the same result as a parser, for any JSON and block size."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Columns of a trace: exact times, odd events, what is said about communication."""
+"""Columns of a trace: exact times, unusual events, messages of communication."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from fsdp_inspect.importing.kineto_events import Category, read_trace
 from fsdp_inspect.importing.trace_file import ImportLimits
 
 KINETO_NS = st.integers(0, 7_889_238 * 10**9)
-"""Kineto's times lie within three months of its base time."""
+"""Kineto's times are within three months of its base time."""
 UNIX_NS = st.integers(1_600_000_000 * 10**9, 2_000_000_000 * 10**9)
 
 
@@ -27,7 +27,7 @@ def kernel(start_ns=0, duration_ns=1, **fields):
 
 
 def decimal(ns):
-    """µs as Kineto writes them."""
+    """µs in Kineto's notation."""
     return f"{ns // 1000}.{ns % 1000:03}@"
 
 

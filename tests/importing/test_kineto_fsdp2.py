@@ -1,4 +1,4 @@
-"""A CUDA trace of a `fully_shard` run: units, who issued what, when, and where the step goes."""
+"""A CUDA trace of a `fully_shard` run: units, issuers, times and the parts of the step."""
 
 import pytest
 

@@ -32,7 +32,7 @@ def collectives_of(run, *kinds):
 
 
 def fsdp1_trace():
-    """A root and two units: gathered in this order, and in the other one in backward."""
+    """A root and two units, gathered in this order, and in the reverse order in backward."""
     trace = TraceWriter()
     sizes = {0: 512, 1: 1024, 2: 2048}
     for unit, elements in sizes.items():
@@ -216,7 +216,7 @@ def test_a_run_that_is_there_is_not_touched(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
-# --- like any other run
+# --- as in any other run
 
 
 def test_the_summary_has_the_keys_of_a_recorded_one(tmp_path):

@@ -1,6 +1,6 @@
-"""Traces that others recorded: the known answers over the whole trace, and HTA's own filter.
+"""Published traces: known results over the whole trace, and with HTA's own filter.
 
-They lie outside of the project (see the README beside them) and are read where they stand.
+They are outside of the project (see the README next to them) and are read there.
 """
 
 import gzip
@@ -28,12 +28,13 @@ KNOWN_US = {
     "sampled_rank-0": (396199, 210320, 59216, 336983),
     "sampled_rank-1": (379053, 271973, 75530, 303523),
 }
-"""Unions of communication and compute, their overlap, exposed; summed up as floats of µs."""
+"""Unions of communication and compute, their overlap, and exposed time; sums of µs as floats."""
 FLOAT_ERROR_US = 0.005
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 HTA_OVERLAP_PCT = {"nccl_data": 14.76, "sampled_rank-0": 11.81, "sampled_rank-1": 20.05}
-"""HTA 0.5's answers with HTA_DISABLE_NS_ROUNDING=1 (else it shortens every kernel to whole µs, and
-says 14.31 for the first). It leaves out what was launched after the last ProfilerStep began."""
+"""Results of HTA 0.5 with HTA_DISABLE_NS_ROUNDING=1 (otherwise it shortens every kernel to whole µs
+and gives 14.31 for the first). It leaves out events that were launched after the start of the last
+ProfilerStep."""
 
 
 @pytest.fixture(scope="module", params=KNOWN_US)
@@ -97,7 +98,7 @@ def test_over_the_window_of_hta_the_overlap_is_that_of_hta(tmp_path, name):
 
 
 def _launched_before_the_last_step(events):
-    """What HTA keeps: device events whose launch began before the last ProfilerStep."""
+    """The events that HTA keeps: device events whose launch began before the last ProfilerStep."""
     last = max(event["ts"] for event in events if event["name"].startswith("ProfilerStep#"))
     launched = {
         event["args"]["correlation"]

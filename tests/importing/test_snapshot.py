@@ -1,8 +1,9 @@
-"""Snapshots as torch writes them become runs, and say what torch's own viewer says.
+"""Snapshots in torch's form become runs whose numbers equal those of torch's own viewer.
 
-`train()` in `snapshots.py` says what the steps allocate. The peak lies in the backward of layers.1,
-right after its parameters are copied out of the all-gather buffer: 64 KiB sharded parameters,
-12 KiB optimizer state, 2 x 10 KiB activations, 32 KiB gathered, 30 KiB unsharded.
+The docstring of `train()` in `snapshots.py` lists the allocations of the steps. The peak is in the
+backward of layers.1, right after its parameters are copied out of the all-gather buffer: 64 KiB
+sharded parameters, 12 KiB optimizer state, 2 x 10 KiB activations, 32 KiB gathered, 30 KiB
+unsharded.
 """
 
 import pickle
@@ -24,7 +25,7 @@ PEAK_BYTES = (64 + 12 + 2 * 10 + 32 + 30) * KIB
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A snapshot of two steps, and the run that it became."""
+    """A snapshot of two steps, and the run made from it."""
     folder = tmp_path_factory.mktemp("snapshot")
     path = train(FakeAllocator()).dump(folder / "rank0.pickle")
     import_snapshot(path, folder / "run")
@@ -66,7 +67,7 @@ def test_the_peak_is_told_by_owning_unit(trained):
 
 
 def test_totals_are_those_of_torchs_own_viewer(trained):
-    """`segsum` counts what was asked for; the rest of a used block is its `internal` part."""
+    """`segsum` counts requested bytes; the rest of a used block is its `internal` part."""
     snapshot, run = trained
     table = run.memory(0)
     now = table.where(table.point == MemoryPoint.SNAPSHOT)
@@ -236,7 +237,7 @@ def test_metadata_that_names_a_category_wins(tmp_path):
 
 
 def test_a_snapshot_that_torch_made_from_a_profile_is_read(tmp_path):
-    """The one kind of snapshot that torch can make without a GPU: all of it is torch's own."""
+    """The only kind of snapshot that torch can make without a GPU; torch wrote all of it."""
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     with torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True) as prof:

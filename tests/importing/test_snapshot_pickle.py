@@ -1,4 +1,4 @@
-"""A pickle from anywhere is read without importing, calling or building more than it may."""
+"""An untrusted pickle is read without imports or calls, and within limits."""
 
 import io
 import os
@@ -118,7 +118,7 @@ SNAPSHOT = pickle.dumps(train(FakeAllocator(), num_steps=1).snapshot(), protocol
 
 
 def refusal_of(action):
-    """What it says when it refuses; None if it does not. Anything else that it raises comes out."""
+    """The message of a refusal; None without one. Other exceptions propagate."""
     try:
         action()
     except FsdpInspectError as error:
@@ -189,7 +189,7 @@ values = (
 
 @st.composite
 def nearly_snapshots(draw):
-    """A snapshot in which one value, anywhere, is something else."""
+    """A snapshot in which any one value has been replaced."""
     snapshot = pickle.loads(SNAPSHOT)
     holders = [snapshot, *snapshot["segments"], *snapshot["device_traces"][0]]
     holders += [block for segment in snapshot["segments"] for block in segment["blocks"]]
@@ -217,7 +217,7 @@ def integers_in(value):
 
 
 def test_every_instruction_that_torch_writes_is_known():
-    """What `_dump_snapshot` writes, by any protocol that Python has since 2.0."""
+    """The instructions that `_dump_snapshot` writes, for all protocols of Python since 2.0."""
     for protocol in (2, 3, 4, 5):
         file = io.BytesIO(pickle.dumps(pickle.loads(SNAPSHOT), protocol=protocol))
         assert {opcode.name for opcode, _, _ in pickletools.genops(file)}

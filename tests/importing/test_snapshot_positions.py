@@ -1,4 +1,4 @@
-"""Annotations of torch tell step, phase and unit; those of versions and users may differ."""
+"""Annotations of torch show step, phase and unit; versions and users may have others."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from fsdp_inspect.trace.codes import Phase
 
 
 def positions_of(*events):
-    """Positions after each of these, one microsecond apart: `+name` starts, `-name` ends."""
+    """Positions after these events, one microsecond apart: `+name` starts, `-name` ends."""
     walk = [Annotation(time, one[1:], one[0] == "+") for time, one in enumerate(events)]
     return follow_annotations(walk)
 

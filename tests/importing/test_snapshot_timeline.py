@@ -1,4 +1,4 @@
-"""Whatever a program allocates and frees, the trace followed backwards gives what was in use."""
+"""Following the trace backwards gives the allocated memory, for any program."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ operations = st.lists(
 
 
 def run_program(program):
-    """An allocator after the program, and what was allocated after some entries of its trace."""
+    """The allocator after the program, and the allocated bytes after some entries of its trace."""
     allocator, held, course = FakeAllocator(segment_bytes=4096), {}, {}
     for operation, number in program:
         if operation == "alloc":
@@ -54,7 +54,7 @@ def test_what_is_alive_adds_up_to_what_is_allocated_at_every_moment(program, num
 
 
 def alive_at(allocator, time_us):
-    """KiB by category of what is alive at a time."""
+    """The live KiB at a time, by category."""
     snapshot = parse_snapshot(allocator.snapshot(), "it")
     timeline = follow_trace(snapshot.devices[0])
     moment = int(np.searchsorted(timeline.time_us, time_us, side="right")) - 1

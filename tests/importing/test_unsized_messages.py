@@ -1,4 +1,4 @@
-"""A trace that does not tell how large its messages are: unknown is not zero, and not frozen."""
+"""A trace without the sizes of its messages: unknown is neither zero nor frozen."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Interval algebra against the definition: sets of nanoseconds, counted one by one."""
+"""Compare the interval algebra with its definition: sets of nanoseconds, counted one by one."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Laws that hold for every run, however odd its events: random runs, not drawn ones."""
+"""Laws of every run with any events, tested on random runs."""
 
 from dataclasses import replace
 
@@ -129,11 +129,11 @@ def without_rank(row):
 @FEW_EXAMPLES
 @given(RANKS)
 def test_doubling_all_times_doubles_every_ns_and_no_ratio(ranks):
-    # Means are over at most 3 steps: with multiples of 6 none of them is rounded.
+    # Means are over at most 3 steps; with multiples of 6 no mean is rounded.
     single, double = (to_plain(measure_summary(build(ranks, scale=scale))) for scale in (6, 12))
     for before, after in zip(_collectives(single), _collectives(double), strict=True):
         duration, longer = before.pop("duration_ns"), after.pop("duration_ns")
-        # The mean of one collective: over as many as there are, so it may be rounded.
+        # The mean of one collective is the sum divided by their number, so it may be rounded.
         assert (duration is None) is (longer is None)
         assert duration is None or abs(longer - 2 * duration) <= 1
     for digest in (single, double):
@@ -149,7 +149,7 @@ def _collectives(digest):
 
 
 def doubled(value, name=""):
-    """The expected value: times twice as long, bandwidths half, everything else the same."""
+    """The expected value: doubled times, halved bandwidths, all else unchanged."""
     if isinstance(value, dict):
         inside = name if name.endswith("_ns") else ""
         return {

@@ -29,7 +29,7 @@ from tests.laws.test_run_laws import STEP_NS, STEPS, UNITS, add
 SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
 FEW_EXAMPLES = settings(max_examples=40, deadline=None)
 
-# Steps of different lengths, enough of them for the middle half to leave some out.
+# Steps of different lengths, enough that the middle half leaves some out.
 RANKS = st.lists(
     st.lists(st.tuples(STEPS, st.integers(0, 40)), min_size=1, max_size=9), min_size=1, max_size=3
 )
@@ -140,7 +140,7 @@ def check_one_number_per_quantity(run):
 
 
 def check_units(units, waits):
-    """A unit's exposed time is that of its owners' rows; each number is rounded by itself."""
+    """A unit's exposed time is that of its owners' rows; each number is rounded separately."""
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     for unit in units.units:
         own = [owner for owner in waits.owners if owner.unit == unit.index and owner.kind in kinds]
@@ -181,7 +181,7 @@ def test_the_typical_steps_are_the_middle_half_by_step_time(ranks):
 
 @pytest.fixture
 def answer(capsys, monkeypatch):
-    """What a command prints as JSON."""
+    """The JSON output of a command."""
 
     def ask(*arguments):
         monkeypatch.setattr("sys.argv", ["fsdp-inspect", *map(str, arguments), "--json"])

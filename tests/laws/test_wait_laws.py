@@ -156,7 +156,7 @@ def test_splitting_a_span_of_compute_in_two_changes_no_wait(schedule, data):
 @EXAMPLES
 @given(SCHEDULES)
 def test_doubling_all_times_doubles_every_ns_halves_every_rate_and_changes_no_ratio(schedule):
-    # Means are over at most 3 steps: with multiples of 60 none of them is rounded.
+    # Means are over at most 3 steps; with multiples of 60 no mean is rounded.
     single, double = build(schedule, scale=60), build(schedule, scale=120)
     for measure in (measure_exposed, measure_prefetch, measure_contention, measure_bandwidth):
         assert_doubled(to_plain(measure(single)), to_plain(measure(double)))
@@ -175,7 +175,7 @@ def assert_doubled(before, after, name=""):
         assert before == after
     else:
         factor = 2 if name.endswith("_ns") else 0.5 if name.endswith("_per_s") else 1
-        # Fits are solved numerically; everything else is exact.
+        # Fits are solved numerically; all other numbers are exact.
         assert after == pytest.approx(before * factor, rel=1e-3, abs=1e-3), name
 
 

@@ -2,7 +2,7 @@
 
     make planted RERUNS=50
 
-The ranks of all plants start once. Each rerun starts its ranks again, as a training does.
+The ranks of all plants start once. Each rerun starts its ranks again, like a training.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def _advise_all(folder: Path) -> dict[str, First]:
-    """Record each situation, and take what `advise` says first."""
+    """Record each situation, and take the first advice for it."""
     folder.mkdir()
     command = [sys.executable, "-W", "ignore", "-m", situations.__name__, str(folder)]
     subprocess.run(command, check=True)

@@ -2,7 +2,7 @@
 
 
 def replace_section(page: str, name: str, text: str) -> str:
-    """The page with another text between the marks of a section.
+    """Replace the text between the marks of a section.
 
     Raises:
         ValueError: The page does not have the marks.

@@ -1,7 +1,7 @@
-"""Check every planted regression against one baseline, and say what the check must state.
+"""Check every planted regression against one baseline, and define the expected result.
 
 `EXPECTED` is the specification. A cause of None means that no recorded setting shows the change, so
-the check must state no cause, only what grew.
+the check must state no cause, only the increase.
 """
 
 from collections.abc import Iterator
@@ -22,16 +22,16 @@ RECORDED, FORECAST = "recorded", "forecast"
 
 @dataclass(frozen=True)
 class Expected:
-    """What a check must state about a plant."""
+    """The expected result of a check of a plant."""
 
     cause: str | None
-    """Words of the only stated cause."""
+    """The words of the only stated cause."""
     grew: tuple[str, str] | None
-    """Category and a unit of which the increase must be listed; None: the check passes."""
+    """Category and unit of an increase that must be listed; None: the check passes."""
     passes: tuple[str, ...] = ()
-    """`recorded` or `forecast`, if nothing exceeds its limit there."""
+    """The kinds, `recorded` or `forecast`, in which nothing exceeds its limit."""
     other: tuple[str, str] | None = None
-    """Category and unit of a second increase, of which the cause must be unknown."""
+    """Category and unit of a second increase, whose cause must be unknown."""
 
 
 _KEPT = ("activation", "layers.0")
@@ -109,7 +109,7 @@ class Outcome:
     result: CheckResult
 
     def problems(self) -> Iterator[str]:
-        """What the check states and should not, or the other way round."""
+        """The differences between the check's result and the expected one."""
         expected, result = EXPECTED[self.plant], self.result
         if self.kind in expected.passes:
             if result.exit_code != 0 or result.causes or result.others:
@@ -148,7 +148,7 @@ class Outcome:
 
 
 def forecast_all(folder: Path) -> None:
-    """Forecast each plant to a folder of its own."""
+    """Forecast each plant into a separate folder."""
     for plant in (*PLANTS, *OFFLOADED):
         forecast_memory(
             build, folder / folder_of(plant), world_size=WORLD_SIZE, settings={"plant": plant}
@@ -161,7 +161,7 @@ def read(path: Path) -> GateMeasurements:
 
 
 def check_all(folder: Path, kind: str) -> Iterator[Outcome]:
-    """Check each plant in a folder against the run with nothing planted."""
+    """Check each plant in a folder against the run without a plant."""
     baseline = make_baseline(read(folder / folder_of("nothing")))
     for plant in PLANTS:
         if not (folder / folder_of(plant)).exists():

@@ -1,11 +1,11 @@
-"""Situations whose first step out is known, and what `advise` says first.
+"""Record situations with a known remedy, and read the first advice for each.
 
     python -m tests.planted.situations FOLDER
     torchrun --nproc-per-node 2 tests/planted/situations.py FOLDER
 
-The first command records all situations but the straggler in one process, on a virtual clock
-(`tests.validation.virtual_time`): compute takes a fixed time, so the runs are the same on every
-machine. The second one trains with a straggler on real ranks.
+The first command records all situations except the straggler in one process, on a virtual clock
+(`tests.validation.virtual_time`). Compute takes a fixed time, so the runs are equal on every
+machine. The second command trains with a straggler on real ranks.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Emulated:
     bandwidth: str
     latency: str
     compute_ns: int
-    """Of one block: its forward; the backward takes twice as long."""
+    """The forward time of one block; the backward takes twice as long."""
     num_blocks: int = 6
     unwrapped: tuple[int, ...] = ()
-    """Blocks that are no unit, so that the root holds them."""
+    """Blocks that are not a unit, so that the root owns them."""
     vocabulary: int = 256
     trains_embedding: bool = True
     data_ns: int = 0
@@ -52,11 +52,11 @@ class Emulated:
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """What `advise` says first: a finding that limits the step, else a change of the plan."""
+    """The first advice: a finding that limits the step, or else a change of the plan."""
 
     rules: tuple[str, ...]
     words: str
-    """Of the change, or of the finding; empty: change nothing."""
+    """The words of the change or the finding; empty: no change."""
     units: tuple[str, ...]
     saved_ratio: float | None
     """Predicted gain / step; None for a finding."""
@@ -65,13 +65,13 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """A situation and what is right to say first."""
+    """A situation with the right first advice."""
 
     right: str
-    """In words, for the table."""
+    """The right advice in words, for the table."""
     is_right: Callable[[First], bool]
     emulated: Emulated | None = None
-    """None: recorded in another way."""
+    """None: the situation is recorded in another way."""
     request: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -129,7 +129,7 @@ SITUATIONS = {
 
 
 def first_of(run: RunSource, request: Mapping[str, Any]) -> First:
-    """What `advise` says first about a run."""
+    """The first advice of `advise` for a run."""
     return _first(advise_run(run, AdviceRequest(**request)))
 
 
@@ -156,7 +156,7 @@ def open_situations(folder: Path) -> dict[str, RunSource]:
 
 
 def _write_host_bound(path: Path) -> None:
-    """Import a profiler trace, written by hand, whose kernels end before the next is launched."""
+    """Import a hand-written profiler trace whose kernels end before the next one is launched."""
     trace = TraceWriter()
     for step in range(4):
         at = 10_000.0 * step
@@ -177,7 +177,7 @@ def _write_host_bound(path: Path) -> None:
 
 
 def record_all(folder: Path) -> None:
-    """Record all situations but the straggler, which needs real ranks."""
+    """Record all situations except the straggler, which needs real ranks."""
     if not (folder / _LAUNCHES / "run").exists():
         (folder / _LAUNCHES).mkdir(parents=True)
         _write_host_bound(folder / _LAUNCHES / "run")
@@ -187,7 +187,7 @@ def record_all(folder: Path) -> None:
 
 
 def record_straggler(folder: Path) -> None:
-    """Train on real ranks, of which the last one takes long for its forwards."""
+    """Train on real ranks; the last rank has slow forwards."""
     is_late = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     real = Emulated("", "", LATENESS_NS, num_steps=14)
 
@@ -228,7 +228,7 @@ def _train(path: Path, given: Emulated, pass_time: Callable[[int], None]) -> Non
 
 
 def _make_model(given: Emulated, pass_time: Callable[[int], None]) -> Any:
-    """A decoder without attention, whose blocks take a fixed time."""
+    """A decoder without attention; its blocks take a fixed time."""
     import torch
     from torch import nn
 
@@ -297,7 +297,7 @@ def main() -> None:
     from tests.validation.virtual_time import VirtualClock
 
     clock = VirtualClock()
-    time.perf_counter_ns = clock.read  # before anything binds the function by name
+    time.perf_counter_ns = clock.read  # before other modules bind the function by name
     from fsdp_inspect.emulation import network
 
     network.sleep_until = clock.sleep_until

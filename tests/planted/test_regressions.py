@@ -1,6 +1,6 @@
 """Test that the check finds each planted regression, and states its right cause or none.
 
-The ranks start once for all plants. They really train, on gloo.
+The ranks start once for all plants, and train on gloo.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test that the first thing that `advise` says is right in each planted situation."""
+"""Test that the first advice is right in each planted situation."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> dict[str, RunSource]:
     folder = tmp_path_factory.mktemp("situations")
-    # A fresh interpreter: the virtual clock comes before all imports.
+    # A fresh interpreter, because the virtual clock must precede all imports.
     command = [sys.executable, "-W", "ignore", "-m", situations.__name__, str(folder)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
     run_ranks(situations.__file__, folder, environment={"PYTHONWARNINGS": "ignore"})

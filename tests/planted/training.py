@@ -30,7 +30,7 @@ WIDTH, HEADS, BLOCKS, VOCABULARY, MICROBATCHES, STEPS = 64, 4, 4, 512, 2, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a user of the script sets, and what a developer writes into its code."""
+    """The options of the script, and settings in its code."""
 
     batch_size: int = 4
     seq_len: int = 32
@@ -49,13 +49,13 @@ class Settings:
     amsgrad: bool = False
     clears_gradients: str = "after the step"
     keeps: str = ""
-    """What stays alive between steps: `graph`, `activations`, `state`, `loss`."""
+    """The objects that stay alive between steps: `graph`, `activations`, `state`, `loss`."""
     loss_dtype: torch.dtype = torch.bfloat16
     buffer_on: int | None = None
     hidden_batch: int = 0
-    """Rows that the code adds to a batch, which no option of the script shows."""
+    """Additional rows of a batch, which no option of the script shows."""
     hidden_mask: bool = False
-    """Whether attention is written by hand, which no attribute of the model shows."""
+    """Whether attention is hand-written, which no attribute of the model shows."""
     learning_rate: float = 1e-3
     maximize: bool = False
     norm: bool = False
@@ -87,7 +87,7 @@ PLANTS: dict[str, dict[str, Any]] = {
     "a buffer on one block": {"buffer_on": 1},
     "a second copy of the optimizer state": {"keeps": "state"},
     "a kept scalar": {"keeps": "loss"},
-    # A visible change that costs nothing, next to a growth that no setting shows.
+    # A visible change without a cost, next to an increase that no setting shows.
     "activations kept, another learning rate": {"keeps": "activations", "learning_rate": 2e-3},
     "activations kept, a shorter sequence": {"keeps": "activations", "seq_len": 30},
     "activations kept, a norm added": {"keeps": "activations", "norm": True},
@@ -108,7 +108,7 @@ PLANTS: dict[str, dict[str, Any]] = {
     "a bigger batch without a setting, a norm added": {"hidden_batch": 1, "norm": True},
 }
 OFFLOADED = {"offloaded": {"offload": True}, "offload turned off": {}}
-"""Only forecasts show the difference, since a CPU has no other memory to offload to."""
+"""Only forecasts show the difference, because a CPU has no other memory for offloading."""
 
 
 class Attention(nn.Module):
@@ -211,7 +211,7 @@ class Training:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The options of the script, as its user would log them."""
+        """The options of the script, as a user would log them."""
         names = ("batch_size", "seq_len", "learning_rate")
         return {name: getattr(self.settings, name) for name in names}
 

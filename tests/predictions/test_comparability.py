@@ -11,13 +11,13 @@ from tests.prediction_records import prediction
 LINK = {"bandwidth_bytes_per_s": 1e9, "latency_ns": 1000}
 EMULATION = {"world_size": 8, "gpus_per_node": 8, "intra": LINK, "inter": None, "preset": None}
 PLAN = {"units": [{"modules": [""]}], "accumulation": {"microbatches": 2}}
-"""It declares its accumulation, so that no step has to show it."""
+"""It declares its accumulation, so that no step must show it."""
 CONFIG = {"batch_size": 4, "seed": 0, "wrap": "block", "name": "before"}
 
 
 @dataclass
 class Run:
-    """As much of a run as is looked at."""
+    """The parts of a run that the comparison reads."""
 
     manifest: RunManifest
     status: RunStatus = RunStatus.COMPLETE

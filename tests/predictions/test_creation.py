@@ -1,4 +1,4 @@
-"""What a prediction says that it rests on, and what of it is paid in compute."""
+"""The assumptions of a prediction, and its cost in compute."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def run() -> RunSource:
 
 @pytest.fixture(scope="module")
 def advised(run: RunSource) -> PlanAdvice:
-    """Two changes or more; the whole plan and each change assume a sentence of their own."""
+    """Two changes or more; the whole plan and each change have their own assumption."""
     plan = advise_run(run, AdviceRequest()).plan
     assert plan is not None
     first, *_ = plan.suggestions

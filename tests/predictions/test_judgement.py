@@ -5,7 +5,7 @@ import pytest
 from fsdp_inspect.predictions.judgement import Sides, judge_peak, judge_time, judge_together
 from fsdp_inspect.predictions.records import Estimate, Ruling
 
-# As recorded 1000 a step; predicted 800, from 780 to 820.
+# Recorded: 1000 per step. Predicted: 800, from 780 to 820.
 ESTIMATE = Estimate(value=800, low=780, high=820)
 FIVE = (996, 998, 1000, 1002, 1004)
 

@@ -1,4 +1,4 @@
-"""A prediction beside the runs of its plan: what the machine did to compute is told apart."""
+"""Compare a prediction with the runs of its plan; the machine's effect on compute is separated."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ def run_of(run_id: str, *, compute: int, waiting: int) -> InMemoryRun:
 
 
 def verified(after: RunSource, **fields: Any) -> Verification:
-    """Predicted from 100 ms a step: 80."""
+    """The verification of a prediction of 80 ms from 100 ms a step."""
     before = run_of("before", compute=70, waiting=30)
     made = prediction(
         circumstances=Circumstances.of(before.manifest), baseline_plan=PLAN, plan=PLAN, **fields

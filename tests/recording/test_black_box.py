@@ -55,7 +55,7 @@ _STOPS = _DIES.replace(
 
 
 def read_header(target: Path, is_wanted: Callable[[Header], bool]) -> Header:
-    """The header that the keeper writes at some time."""
+    """A header of the keeper that satisfies a condition."""
     while True:
         header = decode(target.read_bytes()).header if target.exists() else EMPTY_HEADER
         if is_wanted(header):

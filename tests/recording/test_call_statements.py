@@ -1,4 +1,4 @@
-"""Statements that call `fully_shard` are read with what must be removed with them."""
+"""Statements that call `fully_shard` are read with the lines to remove."""
 
 from fsdp_inspect.recording.call_statements import read_calls, read_user_statement
 from fsdp_inspect.trace.training_code import ShardingCall, UserStatement

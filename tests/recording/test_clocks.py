@@ -12,7 +12,7 @@ from .virtual_device import MS, VirtualDevice, VirtualEvent
 
 
 class CountingDevice(VirtualDevice):
-    """Counts the events that are made and the queries of them."""
+    """A device that counts the created events and the queries of them."""
 
     num_events = 0
     num_queries = 0
@@ -27,14 +27,14 @@ class CountingDevice(VirtualDevice):
 
 
 class OneQueueDevice(VirtualDevice):
-    """Every stream shares one hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    """A device whose streams share one hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
     def record(self, event: VirtualEvent, stream: object) -> None:
         event.record(self.compute)
 
 
 def train_steps(device: VirtualDevice, clock: CudaClock, count: int) -> None:
-    """Steps of 100 ms of device work that the host issues in 1 ms, then waits for."""
+    """Run steps of 100 ms of device work, which the host issues in 1 ms and then awaits."""
     for _ in range(count):
         marks = [clock.mark() for _ in range(5)]
         device.run("forward", "x", 100 * MS)
@@ -64,7 +64,7 @@ def test_a_read_costs_the_same_after_many_anchors() -> None:
         mark = clock.mark()
         device.spend(MS)
         clock.read(mark)
-    assert device.num_queries - before <= 1  # at most one look at the newest anchor
+    assert device.num_queries - before <= 1  # at most one query of the newest anchor
 
 
 def test_a_released_mark_gives_its_event_back_once() -> None:
@@ -95,7 +95,7 @@ def test_the_uncertainty_is_small_while_anchors_run_at_once() -> None:
 def test_on_one_hardware_queue_times_keep_the_best_bound_and_the_uncertainty_says_so() -> None:
     device = OneQueueDevice()
     clock = CudaClock(device)
-    # The queue is never empty: each anchor runs 500 ms after the host has recorded it.
+    # The queue is never empty, so each anchor runs 500 ms after the host has recorded it.
     device.run("forward", "x", 500 * MS)
     for _ in range(200):
         device.run("forward", "x", 100 * MS)
@@ -105,7 +105,7 @@ def test_on_one_hardware_queue_times_keep_the_best_bound_and_the_uncertainty_say
         device.spend(100 * MS)
     device.spend(1000 * MS)
     read_ns = clock.read(mark)
-    # 20 s at the allowed drift of 20 ppm, where the newest anchors alone are 500 ms off.
+    # 20 s at the allowed drift of 20 ppm; the newest anchors alone are 500 ms off.
     assert abs(read_ns - true_ns) <= 0.4 * MS
     assert abs(read_ns - true_ns) <= clock.uncertainty_ns < 2 * MS
 

@@ -1,4 +1,4 @@
-"""The CUDA path without a GPU: a known schedule on virtual streams, read back by the recorder."""
+"""The CUDA path without a GPU: the recorder records a known schedule on virtual streams."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_backward_spans_hold_the_compute_of_their_unit(bandwidth_bound: Replay) 
 
 
 def _idle_ns(replay: Replay) -> int:
-    """How long the compute stream stood still between the last step's first and last work."""
+    """The idle time of the compute stream between the last step's first and last work."""
     work = [(start, end) for kind, _, start, end in replay.device.log if kind in COMPUTE]
     gaps = [later[0] - earlier[1] for earlier, later in itertools.pairwise(sorted(work))]
     return sum(gap for gap in gaps if gap > 0)
@@ -142,8 +142,8 @@ def _waited_ns(replay: Replay, kind: EventKind) -> int:
 
 
 def test_units_that_are_roots_wait_for_their_own_reductions_only() -> None:
-    # torch keeps one communication context a root: a block never waits for another block's
-    # reduction. Everything that is left is waited for when the backward has ended.
+    # torch keeps one communication context for each root, so a block never waits for another
+    # block's reduction. All remaining reductions are awaited at the end of the backward.
     replay = Replay(gather_ms=1, scatter_ms=12, shard=shard_without_root)
     ends = {k: max(e for kind, _, _, e in replay.device.log if kind == k)
             for k in ("backward", "reduce_scatter")}  # fmt: skip
@@ -187,7 +187,7 @@ def test_an_asynchronous_gather_is_inferred_and_lasts_no_shorter_than_it_did(
         ):
             assert start <= begin + 200
             assert end >= finish - 200
-    # A hidden one seems to last until it is needed: six times its true 1 ms.
+    # A hidden gather appears to last until it is needed: six times its true 1 ms.
     [hidden] = asynchronous.recorded(EventKind.ALL_GATHER, "layers.2")[:1]
     assert hidden[1] - hidden[0] > 4 * MS
 

@@ -1,4 +1,4 @@
-"""DDP on a virtual device: a known schedule on streams, read back by the recorder."""
+"""DDP on a virtual device: the recorder records a known schedule on streams."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .virtual_wrapped import Recorded
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    """The reducer requires a real group: it reads the results of its all-reduces."""
+    """One rank with a real group, because the reducer reads the results of its all-reduces."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class FakeFuture:
-    """The future of a collective on a stream of its process group, as NCCL's."""
+    """The future of a collective on a stream of its process group, like NCCL's."""
 
     def __init__(self, device: VirtualDevice, end: Any) -> None:
         self._device, self._end = device, end
@@ -43,7 +43,7 @@ class FakeWork:
 
 
 class SideStream(VirtualStream):
-    """A stream of torch, as a block."""
+    """A stream of torch as a context manager."""
 
     def __enter__(self) -> SideStream:
         self.device._stack.append(self)
@@ -55,7 +55,7 @@ class SideStream(VirtualStream):
 
 @pytest.fixture
 def replicated(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    """A model with a bucket for each two blocks, whose all-reduces take 20 ms on the device."""
+    """A model with a bucket for two blocks each, whose all-reduces take 20 ms on the device."""
     device = VirtualDevice()
     link = VirtualStream(device)
     observe = ddp.BucketHooks._observe

@@ -17,7 +17,7 @@ from fsdp_inspect.trace.tables import DeviceTable
 
 
 class FakeNvml:
-    """NVML as a machine with three GPUs would answer, with counters that grow at each reading."""
+    """NVML of a machine with three GPUs; its counters grow at each reading."""
 
     NVML_SUCCESS = 0
     NVML_CLOCK_SM = 1
@@ -99,7 +99,7 @@ class FakeNvml:
 
 
 class FakeMigNvml(FakeNvml):
-    """NVML on a machine whose first GPU is split into instances; handles of those are tuples."""
+    """NVML of a machine whose first GPU is split into instances; their handles are tuples."""
 
     def __init__(self, instances=("MIG-11111111-aa", "MIG-22222222-bb")) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def nvml(monkeypatch) -> FakeNvml:
 def sample(
     cuda_index: int | None = None, *, interval_s: float = 0.5, num_rows: int = 1
 ) -> tuple[list[dict[str, int]], DeviceSampler]:
-    """The rows of a sampler that runs until it has so many (and a last one), and the sampler."""
+    """The rows of a sampler that runs until it has this many (and a last one), and the sampler."""
     rows: list[tuple[int, ...]] = []
     sampler = DeviceSampler(rows.append, interval_s, cuda_index)
     sampler.start()
@@ -216,7 +216,7 @@ def test_rows_fit_the_device_table():
 
 
 def test_cpu_share_counts_every_core_that_this_process_keeps_busy():
-    """Two intervals, just within and just around that of the sampler, bound its share."""
+    """Two intervals, just inside and just outside that of the sampler, bound its share."""
     outer = time.perf_counter(), time.process_time()
     share = devices._CpuShare()
     inner = time.perf_counter(), time.process_time()

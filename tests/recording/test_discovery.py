@@ -1,4 +1,4 @@
-"""The model that the launcher finds, its notes on other models, and what it leaves behind."""
+"""The model that the launcher finds, its notes on other models, and its cleanup."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def world_of_one() -> Iterator[None]:
 
 
 class Launched:
-    """A discovery with what it was asked to record and what it said."""
+    """A discovery with its requests to record and its messages."""
 
     def __init__(self, folder: Path, record: Callable[[nn.Module], Recorder] | None = None) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class Layers(nn.Module):
 
 
 def make_sharded(name: str = "Net") -> nn.Module:
-    """A sharded model of a class that was never sharded before, as in a fresh process."""
+    """A sharded model of a class that was never sharded before, like in a fresh process."""
     kind: type[nn.Module] = type(name, (Layers,), {})
     return fully_shard(kind())
 
@@ -80,7 +80,7 @@ def train(model: nn.Module, steps: int = 1) -> None:
 
 
 def traces_of_us() -> dict[str, Any]:
-    """Everything global that a discovery changes while it looks."""
+    """All global state that a discovery changes during its search."""
     return {
         "forward": dict(torch_module._global_forward_pre_hooks),
         "registration": dict(torch_module._global_module_registration_hooks),
@@ -261,7 +261,7 @@ def test_a_model_that_never_trains_is_told_when_a_recording_begins(launched: Lau
 
 
 def compile_and_train(model: nn.Module, *, evaluate_first: bool) -> tuple[nn.Module, int]:
-    """The compiled model, and how many graphs it took."""
+    """The compiled model, and its number of graphs."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -282,7 +282,7 @@ def test_a_compiled_model_is_found_without_a_warning_and_without_more_graphs(
     tmp_path: Path, evaluate_first: bool
 ) -> None:
     graphs = compile_and_train(make_sharded(), evaluate_first=evaluate_first)[1]
-    torch._dynamo.reset()  # its caches hold the model, which would be another one
+    torch._dynamo.reset()  # its caches hold the model, which would be another model
     launched = Launched(tmp_path / "run")
 
     compiled, graphs_launched = compile_and_train(make_sharded(), evaluate_first=evaluate_first)

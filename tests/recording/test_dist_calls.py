@@ -47,7 +47,7 @@ class Recorded:
 
 
 def manager(**options: Any) -> Any:
-    # Looked up at the call, as torch's own callers do.
+    # Looked up at the call, like torch's own callers.
     return dist.distributed_c10d._coalescing_manager(**options)
 
 
@@ -92,7 +92,7 @@ def test_what_is_raised_in_the_block_goes_through_and_recording_goes_on() -> Non
     with Recorded() as recorded:
         with pytest.raises(KeyError, match="mine"), manager():
             raise KeyError("mine")
-        dist.distributed_c10d._world.pg_coalesce_state.clear()  # torch leaves its queue behind
+        dist.distributed_c10d._world.pg_coalesce_state.clear()  # torch does not remove its queue
         dist.all_reduce(torch.ones(2))
     assert [row["bytes"] for row in recorded.collectives()] == [8]
     assert recorded.session.active

@@ -24,7 +24,7 @@ def launch(*arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What a script said, and its run."""
+    """The output of a script, and its run."""
     folder = tmp_path_factory.mktemp("launched")
     options = (*LINK, "--inter-bandwidth", "1GB/s", "--memory-steps", "none")
     done = launch(*options, SCRIPT, "--out", "x", cwd=folder)

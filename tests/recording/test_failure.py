@@ -1,4 +1,4 @@
-"""The history of allocations behind a memory snapshot is bounded and ends."""
+"""The history of allocations for a memory snapshot is limited and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks record under one name, in the requested folder, whatever the disks do."""
+"""All ranks record under one name, in the requested folder, also with failing disks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdp_inspect.trace.run import RunManifest, RunStatus
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    """The key-value store that the ranks of a job share; here they speak one after the other."""
+    """The key-value store that the ranks of a job share; here they use it one by one."""
     store = dist.HashStore()
     store.set_timeout(timedelta(milliseconds=100))
     monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
@@ -33,7 +33,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 
 
 def agree(path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> RecordingFolder:
-    """As the first recording of a rank's process."""
+    """Agree on a folder like the first recording of a rank's process."""
     monkeypatch.setattr(folders, "_recordings", itertools.count())
     manifest = RunManifest(
         run_id=path.name, created="", created_unix_ns=0, world_size=2, backend="gloo",

@@ -1,4 +1,4 @@
-"""FSDP1 on a virtual device: a known schedule on streams, read back by the recorder."""
+"""FSDP1 on a virtual device: the recorder records a known schedule on streams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fake_process_group() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fsdp1_on(device: Any, *, gather_ns: int, scatter_ns: int) -> Iterator[None]:
-    """Let torch's FSDP1 take its streams from the virtual device; its collectives take a time."""
+    """Make torch's FSDP1 use streams of the virtual device; its collectives have given times."""
     device.is_available = lambda: True
     device.current_device = lambda: torch.device("cpu")
     gather = _flat_param.FlatParamHandle._all_gather_flat_param

@@ -20,7 +20,7 @@ NUM_OBJECTS = 200_000
 
 
 class Looking:
-    """An object in a cycle that looks at the black box when it is collected."""
+    """An object in a cycle that reads the black box when it is collected."""
 
     def __init__(self, box: BlackBoxWriter, seen: list) -> None:
         self.itself, self.box, self.seen = self, box, seen

@@ -1,4 +1,4 @@
-"""While a CUDA graph is captured every hook only calls through."""
+"""While a CUDA graph is captured, every hook only calls the original function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_inspect.recording.units import ProcessGroups
 
 
 class FakeGraph:
-    """In place of `torch.cuda.CUDAGraph`, which needs a GPU."""
+    """Replaces `torch.cuda.CUDAGraph`, which needs a GPU."""
 
     fails = False
 
@@ -66,7 +66,7 @@ def test_a_recording_that_has_ended_stays_ended_after_a_capture(session: Session
 
 
 def test_this_torch_captures_through_the_two_methods() -> None:
-    # Pinned: torch 2.13. `torch.cuda.graph` is what users and CUDA graph trees enter.
+    # Pinned: torch 2.13. Users and CUDA graph trees enter `torch.cuda.graph`.
     from inspect import getsource
 
     assert "capture_begin(" in getsource(torch.cuda.graph.__enter__)

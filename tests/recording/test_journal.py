@@ -23,7 +23,7 @@ def row(start: Any, end: Any, need: Any = -1) -> tuple[Any, ...]:
 
 
 def chained_rows(device: VirtualDevice, clock: CudaClock, length: int) -> list[tuple[Any, ...]]:
-    """As many reductions waited for in turn as HSDP has units: each wait begins with the last."""
+    """A chain of reductions with as many waits as HSDP has units; each wait begins at the last."""
     begin: Any = clock.mark()
     rows = []
     for _ in range(length):
@@ -57,7 +57,7 @@ def test_a_chain_longer_than_the_stack_is_written_in_order() -> None:
     written: list[tuple[int, ...]] = []
     journal = Journal(clock, written.append)
     rows = chained_rows(device, clock, 3000)
-    journal.add(rows[-1])  # the last one first: the whole chain is unresolved
+    journal.add(rows[-1])  # the last one first, so the whole chain is unresolved
     for each in rows[:-1]:
         journal.add(each)
     journal.drain()

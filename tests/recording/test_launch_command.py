@@ -1,4 +1,4 @@
-"""The command that started the ranks is recorded as the user typed it."""
+"""The command that started the ranks is recorded as typed by the user."""
 
 import pytest
 

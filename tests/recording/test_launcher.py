@@ -1,4 +1,4 @@
-"""A launched script sees what plain Python shows it."""
+"""A launched script sees the same environment as under plain Python."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def run(
 
 
 def script_errors(done: subprocess.CompletedProcess[str]) -> str:
-    """What was printed on stderr but for the launcher's own line."""
+    """The output on stderr without the launcher's own line."""
     lines = done.stderr.splitlines()
     return "\n".join(line for line in lines if not line.startswith("fsdp_inspect: "))
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A probe as a script, behind a link, in a package, in a folder, in an archive."""
+    """The same probe as a script, behind a link, in a package, in a folder, and in an archive."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/probe.py").write_text(PROBE)
     (tmp_path / "link.py").symlink_to("scripts/probe.py")

@@ -1,4 +1,4 @@
-"""Data time is that of the training thread."""
+"""Data time counts on the training thread only."""
 
 from __future__ import annotations
 

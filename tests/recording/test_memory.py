@@ -1,4 +1,4 @@
-"""What the allocator's counters become: one row for each boundary, in the columns of the store."""
+"""The allocator's counters become one row for each boundary, in the columns of the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATS = {
     "num_alloc_retries": 3,
     "num_ooms": 1,
 }
-"""As `torch.cuda.memory_stats_as_nested_dict` gives them, without what is not read."""
+"""The form of `torch.cuda.memory_stats_as_nested_dict`, without values that are not read."""
 
 
 def test_counters_land_in_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_counters_land_in_their_columns(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Counters:
-    """An allocator whose peak is what the test sets."""
+    """An allocator whose peak the test sets."""
 
     def __init__(self) -> None:
         self.peak = 100
@@ -61,7 +61,7 @@ class Counters:
 
 
 def sampled_steps(counters: Counters, peaks: dict[int, int], count: int) -> list[int]:
-    """The steps whose unit boundaries are sampled, when the peak rises as given."""
+    """The steps whose unit boundaries are sampled, for peaks that rise as given."""
     session = Session(HostClock(), lambda row: None, ProcessGroups())
     probe = MemoryProbe(session, lambda row: None, counters)
     detailed = []
@@ -87,7 +87,7 @@ def test_boundaries_are_sampled_in_the_step_after_one_that_raised_the_peak() -> 
 
 
 class UncountedAllocator:
-    """As a pluggable allocator: torch raises when asked for its statistics."""
+    """A pluggable allocator, for which torch raises when its statistics are read."""
 
     def read(self) -> AllocatorReading:
         raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")

@@ -1,4 +1,4 @@
-"""A limit of the memory, the report of a failed allocation, and what happens if it fails itself."""
+"""A limit of the memory, the report of a failed allocation, and failures of the report."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 def train(tmp_path: Path, *, steps: int = 3, **options: Any) -> Path:
-    """Train until the limit is passed, which a larger batch does in the last step."""
+    """Train until the limit is exceeded, by a larger batch in the last step."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     for layer in model:
         fully_shard(layer)
@@ -180,7 +180,7 @@ def test_what_every_step_leaves_behind_is_found(one_rank: None, tmp_path: Path) 
             while True:
                 with recorder.step():
                     model(torch.ones(8, 64)).sum().backward()
-                    kept.append(torch.ones(4, KIB))  # 16 KiB that stay
+                    kept.append(torch.ones(4, KIB))  # 16 KiB that stay allocated
 
     with pytest.raises(torch.OutOfMemoryError):
         loop()

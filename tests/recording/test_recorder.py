@@ -1,4 +1,4 @@
-"""The recorder when it is misused, when training fails, and when it fails itself."""
+"""The recorder under misuse, when training fails, and when it fails itself."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_running_out_of_memory_names_unit_and_phase(fake_ranks: None, tmp_path: 
 
 
 class Counters:
-    """An allocator that says what it is told."""
+    """An allocator with given counters."""
 
     def read(self) -> AllocatorReading:
         return 10_000, 20_000, 10_000, 12_000, 20_000, 512, 0, 0
@@ -277,7 +277,7 @@ def test_what_fills_memory_is_told_largest_first(fake_ranks: None) -> None:
     sharder = find_sharder(model)
     units = sharder.describe_units(ProcessGroups())
     model[0].unshard()
-    # A layer has 2 x 8 weights and 2 biases on this rank: 72 bytes; Adam also keeps 2 counts.
+    # On this rank a layer has 2 x 8 weights and 2 biases, 72 bytes; Adam also keeps 2 counters.
     assert describe_allocated(sharder.units, units, [optimizer], Counters()) == (
         "Allocated 9.77 KiB (peak 11.7 KiB, reserved 19.5 KiB): "
         "activations, buffers and temporaries 8.62 KiB, optimizer state 456 B, "
@@ -373,7 +373,7 @@ def test_data_and_evaluation_that_the_script_names_are_recorded(
 
 
 class HeadApart(nn.Module):
-    """A loss in chunks, as torchtitan has it: the head runs outside of the model's forward."""
+    """A chunked loss as in torchtitan: the head runs outside of the model's forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ class HeadApart(nn.Module):
 def test_a_unit_that_an_evaluation_leaves_open_is_opened_anew_by_the_training(
     fake_ranks: None, tmp_path: Path
 ) -> None:
-    """torch ends such a forward in the next pass, since no backward follows the evaluation."""
+    """torch ends such a forward in the next pass, because no backward follows the evaluation."""
     model = HeadApart()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with quiet(model, tmp_path / "run", memory_steps=()) as recorder:
@@ -424,7 +424,7 @@ def test_a_data_loader_is_timed_without_cooperation(fake_ranks: None, tmp_path: 
 
 
 def test_torch_keeps_the_names_that_the_recorder_attaches_to() -> None:
-    """If this fails the recorder must be looked at under the new torch before it is trusted."""
+    """If this fails, check the recorder with the new torch version."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     assert torch.__version__.startswith("2.13.")

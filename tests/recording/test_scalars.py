@@ -28,7 +28,7 @@ def fake_ranks() -> Iterator[None]:
 
 
 class Logged:
-    """A log on a clock, and what came out of it."""
+    """A log with a clock, and its rows."""
 
     def __init__(self, clock: Any) -> None:
         self.rows: list[tuple[float, ...]] = []
@@ -54,7 +54,7 @@ def test_the_norm_of_clipped_gradients_is_logged() -> None:
 def test_a_dtensor_on_a_device_is_copied_as_a_plain_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A CUDA device is imitated: `copy_` from a DTensor into a plain tensor raises in torch 2.13.
+    # This imitates a CUDA device: `copy_` from a DTensor into a plain tensor raises in torch 2.13.
     mesh = init_device_mesh("cpu", (2,))
     value = DTensor.from_local(torch.tensor(3.0), mesh, [Replicate()], run_check=False)
     with pytest.raises(AssertionError):

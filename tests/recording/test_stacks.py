@@ -1,4 +1,4 @@
-"""Where the stacks of a crash go, and what `diagnose` says, with other handlers installed."""
+"""The place of a crash's stacks, and the diagnosis, with other handlers installed."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ train()
 
 
 def crash(folder: Path, handler: str, where: str) -> str:
-    """Run the script, which aborts; returns its stderr, which the keeper shares."""
+    """Run the script, which aborts; returns its stderr, which the keeper also uses."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONFAULTHANDLER", None)
     if handler == "environment":

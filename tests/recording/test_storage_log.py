@@ -1,4 +1,4 @@
-"""The log of storages: logs with exact bytes written by hand, and laws over random ones."""
+"""The log of storages: hand-written logs with exact bytes, and laws over random logs."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from fsdp_inspect.trace.tables import MemoryTable
 
 
 class LogBuilder:
-    """Writes a log in the words of a step; the clock counts events."""
+    """Writes a log in the terms of a step; the clock counts events."""
 
     def __init__(self) -> None:
         self.log = StorageLog()
@@ -253,7 +253,7 @@ operations = st.lists(
 
 
 def replay(script: list[tuple[str, int, int]]) -> tuple[LogBuilder, list[int]]:
-    """The log of a script, and the total after every operation of it, from the definition."""
+    """The log of a script, and the total after each of its operations, by definition."""
     step, sizes, totals = LogBuilder(), {}, [0]
     step.begin()
     for action, number, where in script:

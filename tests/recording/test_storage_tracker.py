@@ -25,7 +25,7 @@ KIB = 1024
 
 
 class Place:
-    """Where the training loop stands; tests move it by hand."""
+    """The position of the training loop, which tests set."""
 
     def __init__(self, unit: int = -1, phase: Phase = Phase.FORWARD) -> None:
         self.unit = unit
@@ -36,12 +36,12 @@ class Place:
 
 
 def kib(num_kib: int) -> torch.Tensor:
-    """A new tensor of so many KiB."""
+    """A new tensor of this many KiB."""
     return torch.empty(num_kib * KIB, dtype=torch.uint8)
 
 
 def end_of_step(body: Callable[[], Any]) -> TrackedStepMemory:
-    """Run the body under a tracker and keep what it returns alive until the end."""
+    """Run the body under a tracker and keep its result alive until the end."""
     tracker = StorageTracker(Place())
     with tracker:
         kept = body()
@@ -182,7 +182,7 @@ def test_registered_tensors_that_share_a_storage_rest_once(tracker):
     assert tracker.result().start.by_category == {MemoryCategory.BUFFER: 4 * KIB}
 
 
-# --- what storages are
+# --- kinds of storages
 
 
 def test_classification_holds_for_the_whole_life_of_a_storage(tracker, place):
@@ -241,7 +241,7 @@ def test_recomputed_activations_are_activations(tracker, place):
         place.phase = Phase.BACKWARD
         loss.backward()
     forward_end, peak = tracker.result().marks[0].instant, tracker.result().peak
-    # Forward keeps the loss alone; backward makes both sigmoids' outputs (64 x 16 float32) again.
+    # Forward keeps the loss only; backward recomputes both sigmoids' outputs (64 x 16 float32).
     assert forward_end.by_category[MemoryCategory.ACTIVATION] == 4
     assert peak.by_category[MemoryCategory.ACTIVATION] == 4 + 2 * 4096
 
@@ -261,9 +261,9 @@ def test_peak_of_one_layer_is_the_one_computed_by_hand(tracker, place):
         loss.backward()
         tracker.mark(MemoryPoint.BACKWARD_END)
     forward_end, backward_end = tracker.result().marks
-    # Resting 384; product 128 and relu 128 together are the forward's peak; the loss has 4.
+    # 384 resting; product 128 and relu 128 together are the forward's peak; the loss has 4.
     assert (forward_end.peak_bytes, forward_end.instant.total_bytes) == (640, 516)
-    # Resting, loss, its gradient 4, the relu's gradient 128, the weight's 256: relu is gone.
+    # Resting, loss, its gradient 4, the relu's gradient 128, the weight's 256; relu is freed.
     assert (backward_end.peak_bytes, backward_end.instant.total_bytes) == (776, 644)
 
 
@@ -310,7 +310,7 @@ def test_peak_of_a_plain_model_is_that_of_torchs_tracker(options, num_microbatch
     assert ours.result().peak.total_bytes == theirs_total
 
 
-# --- it leaves no trace
+# --- no traces remain
 
 
 def test_resize_of_storages_is_torchs_own_again_after_the_step(tracker):
@@ -401,7 +401,7 @@ def test_a_compiled_model_stays_compiled_through_a_memory_step():
     torch.compiler.reset()
 
 
-# --- using it wrongly
+# --- wrong use
 
 
 def test_result_before_the_step_says_when_it_exists(tracker):
@@ -441,7 +441,7 @@ def test_rows_have_the_columns_of_the_memory_table(tracker):
 
 
 class Limited:
-    """A tracker with a limit, which keeps what it was told about failed allocations."""
+    """A tracker with a limit, which logs the failed allocations."""
 
     def __init__(self, num_kib: int) -> None:
         self.failed: list[FailedAllocation] = []

@@ -33,7 +33,7 @@ S = WIDTH * WIDTH * 4
 
 @pytest.fixture(scope="module", autouse=True)
 def fake_world_of_8() -> Iterator[None]:
-    """One process that believes it is rank 0 of 8; collectives do nothing."""
+    """One process that acts as rank 0 of 8; collectives do nothing."""
     dist.init_process_group("fake", rank=0, world_size=8)
     yield
     mesh_of.cache_clear()
@@ -139,7 +139,7 @@ def _checkpoint_layers(model: Decoder) -> None:
 
 
 def torchs_peak(training: Training) -> int:
-    """The peak of a step by torch's own tracker, which moves FSDP's hooks about."""
+    """The peak of a step by torch's own tracker, which moves FSDP's hooks."""
     from torch.distributed._tools import FSDPMemTracker
 
     tracker = FSDPMemTracker(training.model, training.optimizer)
@@ -174,8 +174,8 @@ def test_peak_is_byte_for_byte_that_of_torchs_tracker(options):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, at import
 def test_peak_with_a_grouped_unit_is_that_of_torchs_plain_tracker():
-    # Not FSDPMemTracker: for `fully_shard([norm, head])` it puts FSDP's hooks on each module of
-    # the unit, which then is gathered once for the norm and once more for the head.
+    # Not FSDPMemTracker: for `fully_shard([norm, head])` it installs FSDP's hooks on each module of
+    # the unit, which is then gathered for the norm and again for the head.
     from torch.distributed._tools import MemTracker
 
     theirs, ours = Training(grouped=True), Training(grouped=True)
@@ -195,7 +195,7 @@ def test_first_step_ends_with_parameters_and_optimizer_state_and_nothing_of_glob
     shards = sum(parameter.to_local().nbytes for parameter in training.model.parameters())
     num_tensors = len(list(training.model.parameters()))
     created = memory.end.total_bytes - memory.start.total_bytes
-    assert created == 2 * shards + 4 * num_tensors  # two moments, and a step count each
+    assert created == 2 * shards + 4 * num_tensors  # two moments, and a step counter each
 
 
 def test_losses_under_the_tracker_are_identical_to_the_last_bit():
@@ -250,7 +250,7 @@ def test_step_on_fake_tensors_has_the_bytes_of_the_real_one():
 
 
 def equal_blocks(*, reshard: bool = True, depth: int = 0, asynchronous: bool = False) -> nn.Module:
-    """Five units of S unsharded bytes each, and a root without parameters of its own."""
+    """Five units of S unsharded bytes each, and a root that owns no parameters."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)))
     mesh = mesh_of((8,))
     for block in model:
@@ -263,7 +263,7 @@ def equal_blocks(*, reshard: bool = True, depth: int = 0, asynchronous: bool = F
 
 
 def forward_over_resting(model: nn.Module) -> tuple[int, int]:
-    """Peak of a forward, and its end, each over what rested before."""
+    """The peak and the end of a forward, each above the resting memory before it."""
     row = torch.ones(1, WIDTH)
     model(row).sum().backward()
     for parameter in model.parameters():
@@ -293,7 +293,7 @@ def forward_over_resting(model: nn.Module) -> tuple[int, int]:
 def test_forward_peak_over_resting_is_a_whole_number_of_units_and_the_activations(
     options, num_units, num_activations
 ):
-    # The peak comes with the last all-gather; each block before it has kept its output.
+    # The peak is at the last all-gather; each earlier block has kept its output.
     expected = num_units * S + num_activations * WIDTH * 4
     assert forward_over_resting(equal_blocks(**options))[0] == expected
 
@@ -327,9 +327,9 @@ release_process_groups()
 
 @pytest.mark.distributed
 def test_memory_of_rank_0_with_gloo_is_that_of_a_fake_group(run_ranks, tmp_path):
-    """Gloo's threads free what they send when they come to run: the peak may lie above, not below.
+    """Gloo's threads free their tensors when they run, so the peak may be higher, but not lower.
 
-    With gloo's own copies unseen they are equal to the byte: tests/distributed.
+    Without gloo's own copies they are equal to the byte: tests/distributed.
     """
     script, out = tmp_path / "script.py", tmp_path / "out.json"
     script.write_text(GLOO_SCRIPT)
@@ -349,9 +349,9 @@ def test_memory_of_rank_0_with_gloo_is_that_of_a_fake_group(run_ranks, tmp_path)
 def test_each_pass_tells_the_order_in_which_it_uses_its_parameters(
     tmp_path: Path, *, checkpointed: bool
 ):
-    """Under torch 2.13 a linear's bias has no use in backward; what checkpointing repeats is none.
+    """Under torch 2.13 a linear's bias has no use in backward. Repeated forwards do not count.
 
-    Parameters of one operation come in no order of meaning.
+    The order of the parameters of one operation is arbitrary.
     """
     training = Training(checkpointed=checkpointed)
     recorder = Recorder(

@@ -1,4 +1,4 @@
-"""The causes of waits on torch's own FSDP2 in virtual time, where every cause is known."""
+"""The causes of waits of torch's own FSDP2 in virtual time, where every cause is known."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def in_forward(waits: Waits) -> Waits:
 
 
 def test_a_slow_link_gives_bandwidth() -> None:
-    # Gathers of 6 ms behind forwards of 4 ms: the second one whole, three more by 2 ms each.
+    # Gathers of 6 ms after forwards of 4 ms: the second one is exposed, three more by 2 ms each.
     waits = last_step_of(Replay(gather_ms=6, scatter_ms=0.1))
     assert causes_ms(in_forward(waits)) == {"floor": 6, "bandwidth": 6 + 3 * 2}
 
@@ -49,7 +49,7 @@ def test_a_late_host_gives_late_issue() -> None:
 
 
 def test_one_communicator_for_gathers_and_reductions_gives_serialized() -> None:
-    # In backward a gather of 6 ms queues behind a reduction of 6 ms, beside compute of 8 ms.
+    # In backward, a gather of 6 ms is queued behind a reduction of 6 ms, next to compute of 8 ms.
     waits = last_step_of(Replay(gather_ms=6, scatter_ms=6))
     collectives = waits.collectives
     gathers = (collectives.kind == EventKind.ALL_GATHER) & (collectives.phase == Phase.BACKWARD)

@@ -1,4 +1,4 @@
-"""An internal error of the recorder on FSDP1 or DDP: the recording stops, the training goes on."""
+"""After an internal error of the recorder on FSDP1 or DDP, only the recording stops."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A device without hardware: streams and events on virtual time, under torch's real FSDP2 code.
+"""Emulate a device: streams and events on virtual time, under torch's real FSDP2 code.
 
-Work is a duration on a stream; the host is a clock that moves when told to. Everything that runs
-is logged with its true times, so that what the recorder says can be compared with what happened.
+Work is a duration on a stream, and the host is a clock that the caller advances. All work is logged
+with its true times, so that tests can compare the recording with the truth.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MS = 1_000_000
 
 
 class VirtualStream:
-    """A queue: `free_ns` is when everything enqueued so far has run, on the device's clock."""
+    """A queue; `free_ns` is the end of all enqueued work, on the device's clock."""
 
     def __init__(self, device: VirtualDevice) -> None:
         self.device = device
         self.free_ns = 0
 
     def run(self, duration_ns: int, not_before_ns: int = 0) -> tuple[int, int]:
-        """Enqueue work; returns when it begins and ends."""
+        """Enqueue work; returns its start and end."""
         start = max(self.free_ns, self.device.now_ns, not_before_ns)
         self.free_ns = start + duration_ns
         return start, self.free_ns
@@ -73,14 +73,14 @@ class VirtualEvent:
 
 @dataclass
 class VirtualDevice:
-    """Streams, a host clock, a log of what ran; also an `EventBackend` for `CudaClock`."""
+    """Streams, a host clock and a log of the work; also an `EventBackend` for `CudaClock`."""
 
     clock_offset_ns: int = 7_000_000_000
-    """Device clock minus host clock: the recorder must find it out."""
+    """The device's clock minus the host's. The recorder must determine it."""
     now_ns: int = 0
-    """The device's clock at this moment; the host's is less by the offset."""
+    """The device's clock now. The host's clock is less by the offset."""
     log: list[tuple[str, str, int, int]] = field(default_factory=list)
-    """What ran: kind, unit, start, end, on the host's clock."""
+    """The executed work: kind, unit, start, end, on the host's clock."""
 
     def __post_init__(self) -> None:
         self.now_ns = self.clock_offset_ns
@@ -93,15 +93,15 @@ class VirtualDevice:
         return self._stack[-1]
 
     def spend(self, duration_ns: int) -> None:
-        """The host is busy."""
+        """Keep the host busy."""
         self.now_ns += duration_ns
 
     def run(self, kind: str, unit: str, duration_ns: int) -> None:
-        """Enqueue work on the current stream and log when it runs."""
+        """Enqueue work on the current stream and log its time."""
         self._note(kind, unit, *self.current.run(duration_ns))
 
     def transfer(self, kind: str, unit: str, duration_ns: int) -> None:
-        """Enqueue a collective: one at a time on the link, in the order of issue."""
+        """Enqueue a collective. The link runs one at a time, in the order of issue."""
         start, end = self.current.run(duration_ns, self.link_free_ns)
         self.link_free_ns = end
         self._note(kind, unit, start, end)
@@ -109,7 +109,7 @@ class VirtualDevice:
     def _note(self, kind: str, unit: str, start: int, end: int) -> None:
         self.log.append((kind, unit, start - self.clock_offset_ns, end - self.clock_offset_ns))
 
-    # --- what torch's device handle offers
+    # --- the interface of torch's device handle
 
     def Stream(self, priority: int = 0) -> VirtualStream:
         return VirtualStream(self)
@@ -128,7 +128,7 @@ class VirtualDevice:
         finally:
             self._stack.pop()
 
-    # --- what `CudaClock` asks of a backend
+    # --- the interface of a backend of `CudaClock`
 
     def new_event(self) -> VirtualEvent:
         return VirtualEvent(self)
@@ -158,9 +158,9 @@ class VirtualDevice:
 
 @contextlib.contextmanager
 def fsdp_on(device: VirtualDevice, *, copy_ns: int = 0) -> Iterator[None]:
-    """Let torch's FSDP2 take its streams and events from the virtual device.
+    """Make torch's FSDP2 use the streams and events of the virtual device.
 
-    The copies of the shards into an all-gather take `copy_ns` on the stream that torch chose.
+    The copies of the shards into an all-gather take `copy_ns` on torch's stream.
     """
     modules: list[Any] = [_fsdp_collectives, _fsdp_param_group, _fsdp_state]
     saved = [module._get_device_handle for module in modules]
@@ -174,7 +174,7 @@ def fsdp_on(device: VirtualDevice, *, copy_ns: int = 0) -> Iterator[None]:
 
     _fsdp_collectives._get_param_all_gather_inputs = timed_copy
     current_stream = torch.accelerator.current_stream
-    torch.accelerator.current_stream = device.current_stream  # asked for where a gather is dropped
+    torch.accelerator.current_stream = device.current_stream  # used when a gather is dropped
     try:
         yield
     finally:
@@ -185,7 +185,7 @@ def fsdp_on(device: VirtualDevice, *, copy_ns: int = 0) -> Iterator[None]:
 
 
 class VirtualWork(dist.Work):
-    """An asynchronous collective on a stream of its process group, as NCCL's."""
+    """An asynchronous collective on a stream of its process group, like NCCL's."""
 
     def __init__(self, device: VirtualDevice, end: VirtualEvent) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class VirtualWork(dist.Work):
 
 
 class TimedGather(DefaultAllGather):
-    """An all-gather that takes a known time on the link."""
+    """An all-gather with a given duration on the link."""
 
     def __init__(self, device: VirtualDevice, unit: str, duration_ns: int) -> None:
         self._device = device
@@ -217,7 +217,7 @@ class TimedGather(DefaultAllGather):
 
 
 class TimedScatter(DefaultReduceScatter):
-    """A reduce-scatter that takes a known time on the link."""
+    """A reduce-scatter with a given duration on the link."""
 
     def __init__(self, device: VirtualDevice, unit: str, duration_ns: int) -> None:
         self._run = lambda: device.transfer("reduce_scatter", unit, duration_ns)
@@ -244,7 +244,7 @@ class _Work(torch.autograd.Function):
 
 
 class TimedBlock(nn.Module):
-    """A linear layer whose forward takes a known time on the compute stream, backward twice it."""
+    """A linear layer with a given forward time on the compute stream; backward takes twice it."""
 
     def __init__(self, device: VirtualDevice, unit: str, forward_ns: int, host_ns: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A few steps of real FSDP2 code on a virtual device, recorded by the real recorder."""
+"""Record a few steps of real FSDP2 code on a virtual device with the real recorder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORLD_SIZE = 4
 
 
 def shard_blocks_and_root(model: TimedModel) -> None:
-    """Each block is a unit, the head belongs to the root: one communication context."""
+    """Make each block a unit; the root owns the head. There is one communication context."""
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -34,23 +34,23 @@ def shard_blocks_and_root(model: TimedModel) -> None:
 
 
 def shard_without_root(model: TimedModel) -> None:
-    """Each block and the head are roots: as many communication contexts as units."""
+    """Make each block and the head a root, so there are as many communication contexts as units."""
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     for layer in (*model.layers, model.head):
         fully_shard(layer, mesh=mesh)
 
 
 class Replay:
-    """A few recorded steps of a virtual schedule: what ran, and what the recorder wrote."""
+    """A few recorded steps of a virtual schedule: the true times, and the recorded ones."""
 
     num_steps = 4
 
     def begin_step(self) -> None:
-        """The host waits for the device, as a loop that prints its loss does."""
+        """Wait for the device, like a loop that prints its loss."""
         self.device.now_ns = max(self.device.now_ns, self.device.compute.free_ns)
 
     def finish_step(self, model: nn.Module, session: Session) -> None:
-        """What a training does behind its backward; here nothing."""
+        """Run the work of a training after its backward; here nothing."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Replay:
         shard: Callable[[TimedModel], None] = shard_blocks_and_root,
         prepare: Callable[[Any], object] | None = None,
     ) -> None:
-        """`copy_ms`: of each copy into an all-gather. `prepare` changes the sharded model."""
+        """`copy_ms` is the time of a copy into an all-gather; `prepare` changes the model."""
         self.device = VirtualDevice()
         self._shard = shard
         self._prepare = prepare
@@ -121,5 +121,5 @@ class Replay:
         )
 
     def happened(self, kind: str, unit: str) -> list[tuple[int, int]]:
-        """What really ran in the last step."""
+        """The true start and end of work in the last step."""
         return [(start, end) for k, u, start, end in self.device.log if (k, u) == (kind, unit)]

@@ -1,4 +1,4 @@
-"""A few steps of a wrapped model on a virtual device, recorded by the real recorder."""
+"""Record a few steps of a wrapped model on a virtual device with the real recorder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_STEPS = 4
 
 
 class Recorded:
-    """The events of a few recorded steps, and what really ran in the last one."""
+    """The events of a few recorded steps, and the true times of the last one."""
 
     def __init__(self, device: VirtualDevice, model: nn.Module) -> None:
         self.device = device
@@ -59,5 +59,5 @@ class Recorded:
         return sorted(pairs, key=lambda span: span[1])
 
     def happened(self, kind: str) -> list[tuple[int, int]]:
-        """What ran on the device."""
+        """The true times of the device's work of a kind."""
         return [(start, end) for name, _, start, end in self.device.log if name == kind]

@@ -1,4 +1,4 @@
-"""The first collective in which ranks differ, and how."""
+"""The first collective in which ranks differ, and the kind of the difference."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def test_a_difference_older_than_what_is_kept_is_not_invented() -> None:
         for rank, box in whole.items()
     }
 
-    assert find_difference(cut, "all") is None  # equal again: nothing is known of the difference
+    assert find_difference(cut, "all") is None  # equal again, so the difference is unknown
 
 
 def test_a_rank_that_is_behind_does_not_differ() -> None:

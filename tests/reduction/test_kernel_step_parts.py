@@ -1,4 +1,4 @@
-"""Kernel traces: exposed is communication that no kernel covers, whoever waited."""
+"""In kernel traces, communication is exposed if no kernel covers it."""
 
 import numpy as np
 import pytest
@@ -140,7 +140,7 @@ def test_exposed_communication_is_what_compute_leaves_uncovered(collectives, ker
 
 
 def _count_exposed(collectives, kernels):
-    """Nanosecond by nanosecond."""
+    """Count nanosecond by nanosecond."""
     communicates, computes = ({*_moments(spans)} for spans in (collectives, kernels))
     return len(communicates - computes)
 

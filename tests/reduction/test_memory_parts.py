@@ -12,7 +12,7 @@ def rank():
 
 
 def values_of(rank, part, memory_from="cuda_allocator"):
-    """Step to value."""
+    """The values of a part by step."""
     rows = reduce_memory(MemoryTable.from_rows(rank.samples), memory_from=memory_from, rank=3)
     rows = rows.where(rows.kind == part)
     return dict(zip(rows.step.tolist(), rows.bytes.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""What a report prints on a terminal of 80 columns, without colour."""
+"""Render a report as on a terminal of 80 columns, without colour."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""One verdict reads the same in every format, with any names in it."""
+"""A verdict has the same text in every format, with any names in it."""
 
 from dataclasses import replace
 from xml.etree import ElementTree

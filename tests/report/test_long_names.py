@@ -29,7 +29,7 @@ LINE = f"Unit names: ... is {PREFIX}\n"
 
 
 def with_long_names(run):
-    """The same run, its units below modules with long names."""
+    """The same run with units below modules with long names."""
     units = [
         unit.model_copy(update={"fqn": f"{PREFIX}{unit.fqn}"}) if unit.fqn else unit
         for unit in run.manifest.units
@@ -38,7 +38,7 @@ def with_long_names(run):
 
 
 def table_under(title, text):
-    """The lines of one section, without its title."""
+    """The lines of one section without its title."""
     section = next(part for part in text.split("\n\n") if part.startswith(title))
     return section.partition("\n")[2] + "\n"
 

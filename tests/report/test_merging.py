@@ -1,4 +1,4 @@
-"""The outcome of a merge states which parts are there and which are missing."""
+"""The outcome of a merge states the present and the missing parts."""
 
 from pathlib import Path
 

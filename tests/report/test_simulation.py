@@ -1,4 +1,4 @@
-"""A simulated step reads the same in a terminal as on its page."""
+"""A simulated step has the same text in a terminal and on its page."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from tests.simulation.test_recorded import as_run, simple
 
 @pytest.fixture(scope="module")
 def simulation() -> Simulation:
-    """Of a run without a memory step."""
+    """A simulation of a run without a memory step."""
     run = as_run(simple(3), Execution.HOST)
     return simulate_plan(run, observed_plan(run))
 

@@ -1,4 +1,4 @@
-"""The samples still have the numbers that they had when they were recorded."""
+"""The samples still have the numbers from their recording."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from fsdp_inspect.sharding.attributes import replace_everywhere, set_attribute
 
 
 class Machine:
-    """Has a method, so that its instances have it without owning it."""
+    """A class with a method, so that its instances have the method without owning it."""
 
     def run(self):
         return "own"

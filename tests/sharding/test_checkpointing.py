@@ -15,7 +15,7 @@ BLOCKS = ("layers.0", "layers.1", "layers.2")
 
 
 class MatrixProducts(TorchDispatchMode):
-    """Counts them."""
+    """Counts matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def products_in_backward(model: torch.nn.Module, tokens: torch.Tensor) -> int:
     ("checkpointing", "expected"),
     [
         (Checkpointing(), 14),  # two for each of seven projections
-        # and one of each block's two again: nobody needs the last one's result, so torch stops
+        # two of each block again; torch stops before the last one, whose result is unused
         (Checkpointing(full=BLOCKS), 14 + 3),
         (Checkpointing(selective=BLOCKS), 14),
     ],

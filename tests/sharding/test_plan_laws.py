@@ -25,11 +25,11 @@ COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 @dataclass(frozen=True)
 class Tree:
-    """A module with a layer of its own and modules inside it."""
+    """A module with its own layer and modules inside it."""
 
     parts: tuple["Tree", ...] = ()
     in_dict: bool = False
-    """The parts are in a ModuleDict, which has no forward."""
+    """Whether the parts are in a ModuleDict, which has no forward."""
 
 
 class Node(nn.Module):
@@ -58,7 +58,7 @@ TREES = st.recursive(
 
 @st.composite
 def plans(draw: st.DrawFn, tree: Tree) -> Plan:
-    """Any modules with a forward are units, with any settings; the root is one or not."""
+    """Any modules with a forward are units, with any settings; the root may be a unit."""
     modules = dict(Node(tree).named_modules())
     names = [name for name, module in modules.items() if isinstance(module, Node)]
     chosen = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
@@ -73,7 +73,7 @@ def plans(draw: st.DrawFn, tree: Tree) -> Plan:
     ]
     for unit in units:
         if unit["mesh"] == {"replicate": 4}:
-            # Torch (2.13) runs no sharded unit inside a replicated one, and reshards none.
+            # Torch (2.13) runs no sharded unit inside a replicated one, and does not reshard them.
             is_leaf = not len(modules[unit["modules"][0]].parts)
             unit |= {"reshard_after_forward": "auto", "reshard_after_backward": True}
             unit["mesh"] = unit["mesh"] if is_leaf else {}

@@ -155,7 +155,7 @@ def test_the_whole_shape_of_every_parameter_is_known_before_and_after_a_forward(
 
 
 def test_a_tensor_that_gathers_its_own_dtype_has_the_size_of_what_it_gathers():
-    """torchao's float8 weights: one byte an element, known after the first all-gather."""
+    """torchao's float8 weights have one byte per element, known after the first all-gather."""
     size = torch.Size([4, 2])
     plain = SimpleNamespace(_sharded_local_tensor=torch.empty(size), padded_sharded_param_size=size)
     float8 = SimpleNamespace(

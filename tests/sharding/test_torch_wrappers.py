@@ -1,4 +1,4 @@
-"""The private state of FSDP1 and DDP, as `torch_fsdp1` and `torch_ddp` read it."""
+"""The private state of FSDP1 and DDP that `torch_fsdp1` and `torch_ddp` read."""
 
 from collections.abc import Iterator
 from typing import Any

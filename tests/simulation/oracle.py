@@ -1,4 +1,4 @@
-"""Torch's own FSDP2 on virtual streams: what truly happens in a step, free of noise.
+"""Run torch's own FSDP2 on virtual streams, which gives the true times of a step without noise.
 
 `play_with_torch` runs the real `fully_shard` code of the installed torch over the virtual device
 of `tests.recording.virtual_device`; `workload_of` describes the same step to the simulator. Any
@@ -53,15 +53,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Move:
-    """One forward or backward of a program, which may be any sequence of them."""
+    """One forward or backward of a program; a program is any sequence of them."""
 
     kind: str
-    """`forward` of the model, `no_grad` (a forward of it without a graph), `layer` (a block called
-    by itself, as a chunked loss calls the output layer), or `backward`."""
+    """`forward` of the model, `no_grad` (a forward of it without a graph), `layer` (a direct call
+    of a block, like a chunked loss calls the output layer), or `backward`."""
     blocks: tuple[int, ...] = ()
-    """The blocks that a forward runs, from 1."""
+    """The blocks that a forward runs, numbered from 1."""
     graph: int = 0
-    """The forward of a backward, by its place among those without one."""
+    """The forward of a backward, by its index among the forwards without a backward."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,16 @@ class Case:
     separate_reduce_group: bool = False
     microbatches: Sequence[Microbatch] = (Microbatch(),)
     program: Sequence[Move] = ()
-    """Instead of the microbatches."""
+    """The program that replaces the microbatches."""
 
     @property
     def all(self) -> list[Layer]:
-        """By unit: the root, then the blocks."""
+        """The layers by unit: the root, then the blocks."""
         return [self.head, *self.layers]
 
 
 def workload_of(case: Case) -> Workload:
-    """The case as the simulator takes it."""
+    """The case in the form of the simulator."""
     deferred = set() if case.input_needs_grad else {ROOT, 1}
     pieces = [
         Piece(unit, layer.forward_ns, layer.backward_ns, 0, layer.launch_ns, layer.launch_ns)
@@ -130,7 +130,7 @@ def _run(unit: int, piece: int) -> Tape:
 
 
 class OracleDevice(VirtualDevice):
-    """Adds to the virtual device: a second communicator, kernels that launch one by one."""
+    """A virtual device with a second communicator and kernels that launch one by one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,7 +139,7 @@ class OracleDevice(VirtualDevice):
         self.smaller_links_free_ns: dict[str, int] = {}
 
     def launch(self, kind: str, unit: str, duration_ns: int, launch_ns: int) -> None:
-        """Many kernels of one piece; see [Note: launching] in `simulation.machine`."""
+        """Launch many kernels of one piece; see [Note: launching] in `simulation.machine`."""
         stream: VirtualStream = self.current
         start = max(stream.free_ns, self.now_ns)
         self.now_ns += launch_ns
@@ -147,7 +147,7 @@ class OracleDevice(VirtualDevice):
         self._note(kind, unit, start, stream.free_ns)
 
     def reduce(self, unit: str, duration_ns: int) -> None:
-        """A reduce-scatter, on its own communicator where there is one."""
+        """Run a reduce-scatter, on a separate communicator if there is one."""
         if self.reduce_link_free_ns is None:
             self.transfer("reduce_scatter", unit, duration_ns)
             return
@@ -156,13 +156,13 @@ class OracleDevice(VirtualDevice):
         self._note("reduce_scatter", unit, start, end)
 
     def gather_in_smaller_group(self, unit: str, duration_ns: int) -> None:
-        """An all-gather of a smaller group, on the communicator that the unit has for it."""
+        """Run an all-gather of a smaller group, on the unit's communicator for it."""
         start, end = self.current.run(duration_ns, self.smaller_links_free_ns.get(unit, 0))
         self.smaller_links_free_ns[unit] = end
         self._note("all_gather", unit, start, end)
 
     def all_reduce(self, unit: str, duration_ns: int) -> None:
-        """HSDP's all-reduce, on the communicator of the replicas."""
+        """Run HSDP's all-reduce on the communicator of the replicas."""
         start, end = self.current.run(duration_ns, self.replica_link_free_ns)
         self.replica_link_free_ns = end
         self._note("all_reduce", unit, start, end)
@@ -247,7 +247,7 @@ class _Model(nn.Module):
 
 
 def play_with_torch(case: Case, mesh: DeviceMesh, *, steps: int = 2) -> tuple[int, OracleDevice]:
-    """Run steps on torch's own code; returns the duration of the last one, and its log (ns)."""
+    """Run steps with torch's own code; returns the duration of the last one, and its log (ns)."""
     device = OracleDevice()
     duration = 0
     with fsdp_on(device):
@@ -311,7 +311,7 @@ def _shard(model: _Model, case: Case, device: OracleDevice, mesh: DeviceMesh) ->
 def _time_copies_of_shares(
     device: OracleDevice, unit: str, work: UnitWork, group: FSDPParamGroup
 ) -> None:
-    """What a smaller group keeps is copied on the compute stream."""
+    """Log the copy of a smaller group's share on the compute stream."""
     copy = group._to_sharded_post_forward
 
     def timed() -> None:

@@ -62,14 +62,14 @@ WRAPS = {
     "one unit": "root",
 }
 LARGE_VOCABULARY = {"vocab_size": 2048, "seq_len": 128}
-"""With it memory is at its peak in the loss, outside of all units."""
+"""With it, memory has its peak in the loss, outside of all units."""
 
 Recorded = Callable[..., StoredRun]
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """The run of some settings, trained once each."""
+    """The runs of some settings; each is trained once."""
     runs: dict[str, StoredRun] = {}
 
     def record(**settings: Any) -> StoredRun:
@@ -117,7 +117,7 @@ def test_the_loss_and_the_code_between_units_hold_memory_too(
 
 @pytest.mark.parametrize("planned", WRAPS)
 def test_one_unit_tells_what_its_parts_hold(recorded: Recorded, planned: str):
-    """What a norm does before it uses its weight counts to the part before, hence not exactly."""
+    """The work of a norm before it uses its weight counts for the part before: inexact."""
     found = simulate_plan(recorded(wrap="root"), observed_plan(recorded(wrap=WRAPS[planned])))
     measured = measure_work(recorded(wrap=WRAPS[planned])).peak_bytes
     assert found.predicted.peak_bytes == pytest.approx(measured, rel=0.005)

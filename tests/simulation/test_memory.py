@@ -1,4 +1,4 @@
-"""The simulated memory rises as torch's does: FSDP2's rules by arithmetic, and recorded peaks."""
+"""The simulated memory equals torch's: FSDP2's rules by arithmetic, and recorded peaks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ NUM_BLOCKS = 6
 def blocks(
     *, depth: int = 0, reshard: bool = True, is_async: bool = False, **piece: int
 ) -> Workload:
-    """Equal blocks; no gradients are reduced unless a piece has some."""
+    """Equal blocks; gradients are only reduced if a piece has some."""
     last = NUM_BLOCKS
     policies = [
         UnitPolicy(
@@ -50,7 +50,7 @@ def blocks(
 
 
 def rise(workload: Workload, *, steps: int = 2) -> int:
-    """How far a step's peak lies above what rests; the last of several steps."""
+    """The peak of the last step above the resting memory."""
     schedule = Schedule(workload, HostMachine(is_blocking=False))
     played = [schedule.play() for _ in range(steps)]
     assert workload.memory is not None
@@ -59,7 +59,7 @@ def rise(workload: Workload, *, steps: int = 2) -> int:
 
 
 def with_loss(plain: Workload, loss: PieceMemory) -> Workload:
-    """What the loss keeps goes with the backward of the last block."""
+    """The memory that the loss keeps is freed with the backward of the last block."""
     assert plain.memory is not None
     forward, backward = plain.passes
     *others, last = plain.memory.pieces
@@ -80,7 +80,7 @@ def test_the_loss_rises_above_all_activations_and_what_it_leaves_goes_with_the_f
     low = with_loss(plain, replace(loss, forward_rise=50))
     schedule = Schedule(low, HostMachine(is_blocking=False))
     played = [schedule.play() for _ in range(3)]
-    assert played[1].peak_bytes == played[2].peak_bytes  # nothing is left over
+    assert played[1].peak_bytes == played[2].peak_bytes  # nothing remains
     assert rise(low) == rise(plain) + 50  # the first backward is the highest moment
 
 
@@ -131,7 +131,7 @@ def test_the_samples_own_peaks_play_again_within_a_percent(folder: Path):
 
 
 def test_a_run_without_prefetch_predicts_the_peak_with_it():
-    """The two samples differ in prefetch alone; each ran for real."""
+    """The two samples differ in prefetch only; both ran for real."""
     plain, ahead = (
         open_run(Path(__file__).parents[2] / "samples" / name / "run")
         for name in ("tiny-2-ranks", "async-prefetch-2-ranks")
@@ -172,7 +172,7 @@ def wide_reductions(*, last_gradient: int = 0) -> Workload:
 
 
 def test_a_backend_that_copies_what_it_reduces_needs_room_for_the_copy():
-    # The input and its copy, the gather that was prefetched, five units' sharded gradients.
+    # The input and its copy, the prefetched gather, and five units' sharded gradients.
     assert rise(wide_reductions()) == (10 + 10 + 1) * SIZE + 5 * SIZE // 4
 
 

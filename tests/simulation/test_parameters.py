@@ -1,4 +1,4 @@
-"""What a smaller group keeps, and when: torch's rules, in bytes."""
+"""The share of a smaller group, by torch's rules, in bytes."""
 
 import pytest
 

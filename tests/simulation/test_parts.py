@@ -1,4 +1,4 @@
-"""What a part of a recorded unit holds: by its moments between the uses of parameters."""
+"""The memory of a part of a recorded unit, from its moments between the uses of parameters."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Plans that checkpoint elsewhere: time and memory by arithmetic, and refusals."""
+"""Plans with other checkpointing: time and memory by arithmetic, and refusals."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ NUM_BLOCKS = 4
 def run(
     *, forward_rise: int = FORWARD_RISE, output: int = OUTPUT
 ) -> tuple[RecordedWork, RunManifest]:
-    """Blocks of 10 ms and 20 ms, whose forward keeps 1000 bytes, 100 of them its output."""
+    """Blocks of 10 ms and 20 ms; a forward keeps 1000 bytes, with 100 bytes of output."""
     work, manifest = recorded(NUM_BLOCKS)
     piece = PieceMemory(KEPT, forward_rise, BACKWARD_RISE, gradients=10, output=output)
     unit = UnitMemory(unsharded=0, reduce_input=0, sharded_gradients=0, resting=7)

@@ -1,4 +1,4 @@
-"""A measured run replays as it ran: play, write as a run, read back."""
+"""A measured run replays exactly: simulate, write as a run, read back."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ durations = st.integers(1, 5_000).map(lambda us: us * US)
 
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
-    """Blocks in a row, with hooks, copies and passes of any length, one block trained or not."""
+    """Consecutive blocks with hooks, copies and passes of any length; one block may be frozen."""
     num = draw(st.integers(2, 6))
     policies = [UnitPolicy(reshard_after_forward=draw(st.booleans())) for _ in range(num)]
     units = [
@@ -76,7 +76,8 @@ def workloads(draw: st.DrawFn) -> Workload:
 def programs(draw: st.DrawFn) -> Workload:
     """Passes over some of the blocks in any order, with or without a root unit around them.
 
-    Hooks cost the same in all units: inside a root, hooks and the root's compute look alike.
+    Hooks cost the same in all units, because hooks and the root's compute inside a root are not
+    distinguishable.
     """
     workload, launch_ns = draw(workloads()), draw(durations)
     num, has_root = len(workload.units), draw(st.booleans())
@@ -123,12 +124,12 @@ def names_of(workload: Workload) -> list[str]:
 
 
 def as_run(workload: Workload, execution: Execution) -> InMemoryRun:
-    """The run that a recorder would have written of these steps."""
+    """The run that a recorder would write for these steps."""
     schedule = Schedule(workload, execution.machine())
     steps = [schedule.play() for _ in range(NUM_STEPS)]
     plan = Plan(
         units=(
-            UnitPlan(modules=("",)),  # the root, without parameters of its own
+            UnitPlan(modules=("",)),  # the root, which owns no parameters
             *(
                 UnitPlan(modules=(name,), reshard_after_forward=policy.reshard_after_forward)
                 for name, policy in zip(names_of(workload), workload.policies, strict=True)
@@ -149,7 +150,7 @@ def as_run(workload: Workload, execution: Execution) -> InMemoryRun:
 
 
 def played_again(run: InMemoryRun) -> tuple[int, int]:
-    """What the simulator makes of the run, and what the run took; ns."""
+    """The simulated and the measured time of a run, ns."""
     work = measure_work(run)
     return work.play().duration_ns, work.step_time_ns
 
@@ -178,7 +179,7 @@ def test_any_program_of_passes_plays_again_in_its_own_time(workload: Workload):
 @given(workload=programs().filter(lambda drawn: drawn.passes[0].tape[0] == (Op.ENTER, 0)))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_any_program_of_a_root_plays_again_in_its_own_time(workload: Workload):
-    # Code before a pass is part of its compute. Passes with one tape share the mean of it.
+    # Code before a pass is part of its compute. Passes with one tape share its mean.
     workload = replace(workload, passes=tuple(replace(p, before_ns=0) for p in workload.passes))
     played, measured = played_again(as_run(workload, Execution.HOST))
     # Inside a root, its own short compute counts as hooks, so a gather may be issued later.

@@ -1,4 +1,4 @@
-"""A run on streams predicts another plan: torch's FSDP2 and our recorder, on virtual time.
+"""A run on streams predicts another plan, with torch's FSDP2 and our recorder on virtual time.
 
 The recorder's CUDA path records a plan. The prediction for another plan is compared with torch,
 which runs that plan on the same virtual device. Only the hardware is not real.

@@ -1,4 +1,4 @@
-"""The step of another plan has the time of the same compute under other units, by arithmetic."""
+"""The step of another plan has the time of the same compute with other units, by arithmetic."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ MS = 1_000_000
 SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
 RANKS = 2
 MESSAGE = 1_000_000
-LATENCY_NS, PER_BYTE_NS = MS, 4.0  # of bus bytes: half the message on two ranks
+LATENCY_NS, PER_BYTE_NS = MS, 4.0  # per bus byte: half the message on two ranks
 NETWORK = Network(
     {
         EventKind.ALL_GATHER: CostLine(LATENCY_NS, 1e9 / PER_BYTE_NS),
@@ -48,7 +48,7 @@ def transfer_ns(message: int) -> int:
 
 
 def block(index: int) -> Unit:
-    """A block of two matrices, of which the second has three times as many elements."""
+    """A block of two matrices; the second one has three times as many elements."""
     name = f"layers.{index}"
     return Unit(
         index=index,
@@ -149,7 +149,7 @@ def test_one_unit_around_all_is_gathered_once():
 def test_keeping_blocks_unsharded_saves_their_second_gather():
     names = [f"layers.{index}" for index in range(4)]
     kept = block_plan().change(names, reshard_after_forward=False)
-    # With each gather go its hooks and the copy out of its output.
+    # Each gather also saves its hooks and the copy out of its output.
     saved = 4 * (transfer_ns(MESSAGE) + 3 * MS + MS)
     assert blocking_ns(scenario_of(block_plan())) - blocking_ns(scenario_of(kept)) == saved
 

@@ -1,4 +1,4 @@
-"""The schedule equals torch's own FSDP2 code on virtual streams, to the ns."""
+"""The schedule equals torch's own FSDP2 code on virtual streams to the nanosecond."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -118,7 +118,7 @@ def programs(draw: st.DrawFn) -> Case:
             continue
         num_graphs += kind != "no_grad"
         moves.append(Move(kind, draw(blocks) if kind != "layer" else (draw(blocks) or (1,))[:1]))
-    # A whole pass at the end leaves no all-gather in flight, which would be of the next step.
+    # A whole pass at the end leaves no all-gather in flight for the next step.
     moves.append(Move("forward", tuple(range(1, len(case.layers) + 1))))
     moves.append(Move("backward", graph=num_graphs))
     return replace(case, program=moves)
@@ -133,14 +133,14 @@ def frozen(case: Case, is_frozen: Sequence[bool]) -> Case:
 
 
 def play(case: Case) -> PlayedStep:
-    """The second step: the first one finds every stream idle."""
+    """The second step, because every stream is idle at the begin of the first step."""
     schedule = Schedule(workload_of(case), StreamMachine())
     schedule.play()
     return schedule.play()
 
 
 def of_two_at_most(case: Case) -> Case:
-    """Where four ranks shard, two are the only smaller group."""
+    """The case; if four ranks shard, two is the only smaller group."""
     layers = [
         replace(each, policy=replace(each.policy, smaller_group=each.policy.smaller_group and 2))
         for each in case.all
@@ -167,7 +167,7 @@ def spans_of(step: PlayedStep, kinds: Sequence[EventKind]) -> Spans:
 
 
 def _label(span: Span) -> str:
-    """The oracle names compute by its phase."""
+    """The label of a span; the oracle names compute by its phase."""
     return span.phase.label if span.kind is EventKind.COMPUTE else span.kind.label
 
 
@@ -213,7 +213,7 @@ def test_the_schedule_is_that_of_torch_with_replicas(hybrid_mesh: DeviceMesh, ca
 
 
 def blocks(num: int, work: UnitWork, *, reshard: bool = True) -> Workload:
-    """Blocks of 10 ms forward and 20 ms backward in a row, without a root."""
+    """Consecutive blocks of 10 ms forward and 20 ms backward, without a root."""
     pieces = [Piece(unit, 10 * MS, 20 * MS) for unit in range(num)]
     policies = [UnitPolicy(reshard_after_forward=reshard)] * num
     return Workload([work] * num, policies, pieces, passes_of(tape_of(pieces)))
@@ -228,7 +228,7 @@ def test_a_synchronous_backend_adds_every_collective_to_the_step():
 def test_on_a_host_without_prefetch_every_forward_gather_is_waited_for():
     workload = blocks(4, UnitWork(gather_ns=3 * MS, reduce_ns=0, is_trainable=False))
     step = Schedule(workload, HostMachine(is_blocking=False)).play()
-    # Backward hides all but the last unit's, which is gathered where it is needed.
+    # Backward hides all but the last unit's gather, which is issued at its need.
     assert step.duration_ns == 4 * (10 + 20) * MS + (4 + 1) * 3 * MS
 
 

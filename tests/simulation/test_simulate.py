@@ -24,7 +24,7 @@ def test_the_causes_of_a_prediction_make_up_its_exposed_time():
 def test_prefetch_takes_the_late_issue_away():
     late = simulated(Execution.HOST).predicted.causes_ns["late_issue"]
     ahead = simulated(Execution.HOST, forward_prefetch=1).predicted.causes_ns
-    assert late == (3 + 1) * 8_000_000  # forward's but the first (the floor), backward's first
+    assert late == (3 + 1) * 8_000_000  # forward except the first (the floor), and backward's first
     assert ahead["late_issue"] == 8_000_000
 
 

@@ -27,7 +27,7 @@ from tests.builders import RunBuilder
 MS = 1_000_000
 RANKS = 8
 SIZE = 800_000
-"""Of a block, bytes: 200,000 parameters."""
+"""Bytes of a block: 200,000 parameters."""
 WHOLE = CostLine(MS, 0.1e9)
 INSIDE = CostLine(MS // 10, 1e9)
 NETWORK = Network(
@@ -76,7 +76,7 @@ def plan(reshard: bool | int | None = True) -> Plan:
 
 
 def recorded(network: Network = NETWORK) -> tuple[RecordedWork, RunManifest]:
-    """Blocks of 10 ms forward and 20 ms backward whose copies take 1 ms in, and 8 ms out."""
+    """Blocks of 10 ms forward and 20 ms backward; copy-in takes 1 ms, copy-out 8 ms."""
     own = UnitWork(
         gather_ns=gather_ns(WHOLE, RANKS),
         reduce_ns=gather_ns(WHOLE, RANKS),
@@ -100,7 +100,7 @@ def recorded(network: Network = NETWORK) -> tuple[RecordedWork, RunManifest]:
 
 
 def recorded_in_groups(network: Network = NETWORK) -> tuple[RecordedWork, RunManifest]:
-    """The same with all-gathers of backward over four ranks, which took 123 ns each."""
+    """The same with all-gathers over four ranks in backward, which took 123 ns each."""
     work, manifest = recorded(network)
     units = tuple(block(at, reshard_after_forward=4) for at in range(NUM_BLOCKS))
     measured = [replace(own, gather_backward_ns=123) for own in work.workload.units]
@@ -121,7 +121,7 @@ def test_backward_gathers_over_the_link_within_a_node():
 
 def test_copies_of_a_share_lie_between_those_of_a_shard_and_of_the_whole():
     unit = scenario_of(plan(4)).workload.units[0]
-    # 1/4 of the parameters lies 1/7 of the way from 1/8 to all of them: 1 ms + 7 ms / 7.
+    # 1/4 of the parameters is 1/7 of the way from 1/8 to all of them: 1 ms + 7 ms / 7.
     assert (unit.copy_in_ns, unit.copy_in_backward_ns, unit.reshard_ns) == (MS, 2 * MS, 2 * MS)
 
 
@@ -217,7 +217,7 @@ def test_smaller_groups_cost_their_shares_at_the_end_of_forward():
     def peak(wanted: Plan) -> int:
         workload = scenario_of(wanted).workload
         assert workload.memory is not None
-        # Activations so large that the peak lies where the first backward begins.
+        # The activations are so large that the peak is at the begin of the first backward.
         pieces = [PieceMemory(kept=100 * SIZE)] * NUM_BLOCKS
         return (
             play(
@@ -226,7 +226,7 @@ def test_smaller_groups_cost_their_shares_at_the_end_of_forward():
             or 0
         )
 
-    # There the last unit is whole again, with its gather's output and its share still alive.
+    # The last unit is then complete again, and its gather's output and its share still exist.
     assert peak(plan(4)) - peak(plan()) == NUM_BLOCKS * SIZE // 4
     assert peak(plan(2)) - peak(plan()) == NUM_BLOCKS * SIZE // 2
 

@@ -1,4 +1,4 @@
-"""A training process in small: appends events until it is killed, and keeps a ledger of it.
+"""Append events like a training process until it is killed, and log their times.
 
     python -m tests.store.appending_process RUN RANK WORLD_SIZE LEDGER INTERVAL_S
 
@@ -26,7 +26,7 @@ MAX_EVENTS = 200_000
 EVENTS_PER_BURST = 10
 BURST_S = 0.01
 SLACK_S = 1.0
-"""What one flush may take on a machine where other tests run too."""
+"""The time of one flush on a machine that also runs other tests."""
 
 
 def append_until_killed(
@@ -46,7 +46,7 @@ def append_until_killed(
 def appending_rank(
     run: Path, rank: int, world_size: int, interval_s: float
 ) -> Iterator[ForkedProcess]:
-    """A process that appends; it is killed at the end, whatever happened."""
+    """A process that appends; it is killed at the end in any case."""
     ledger = ledger_of(run, rank)
     ledger.write_bytes(bytes(8 * MAX_EVENTS))
     arguments = [str(run), str(rank), str(world_size), str(ledger), str(interval_s)]
@@ -83,7 +83,7 @@ def wait_for_flush(run: Path, rank: int, timeout_s: float = 300) -> int:
 
 
 def assert_first_events(run: StoredRun, rank: int, *, at_least: int) -> None:
-    """The first events are there, each once, and nothing else is."""
+    """Check that the first events exist once each, and no others."""
     found = run.events(rank)
     rows = [event_row(number) for number in range(len(found))]
     assert_same_rows(found, sorted_by(table_of(EventTable, rows), "start_ns"))
@@ -93,7 +93,7 @@ def assert_first_events(run: StoredRun, rank: int, *, at_least: int) -> None:
 def assert_only_the_last_interval_is_missing(
     run: StoredRun, rank: int, *, killed_ns: int, interval_s: float
 ) -> None:
-    """All events appended before the last interval are there: true on a quiet machine only."""
+    """Check that all events before the last interval exist; only true on a quiet machine."""
     found = run.events(rank)
     assert_first_events(run, rank, at_least=0)
     times = np.frombuffer(ledger_of(Path(run.path), rank).read_bytes(), dtype="<i8")

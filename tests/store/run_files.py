@@ -1,4 +1,4 @@
-"""Hand-made runs on a real disk: manifests, records, rows, and writers that fill them."""
+"""Make runs by hand on a real disk: manifests, records, rows, and writers."""
 
 import os
 import socket
@@ -108,7 +108,7 @@ def scalar_row(number: int) -> Row:
 
 
 def table_of(kind: type[Table], rows: Sequence[Row]) -> Table:
-    """The table that these rows make."""
+    """The table of these rows."""
     columns = zip(*rows, strict=True) if rows else ([] for _ in kind.DTYPES)
     return kind.from_columns(
         {
@@ -123,7 +123,7 @@ def sorted_by(table: Table, column: str) -> Table:
 
 
 def assert_same_rows(found: Table, expected: Table) -> None:
-    """Equal to the last bit, NaN included, in the same order and the same types."""
+    """Check that tables are equal to the last bit, including NaN, order and types."""
     assert type(found) is type(expected)
     for name, values in expected.columns().items():
         column = found.columns()[name]
@@ -132,7 +132,7 @@ def assert_same_rows(found: Table, expected: Table) -> None:
 
 
 def write_rank(path: Path, rank: int = 0, *, num_steps: int = 3, **changes: Any) -> RankWriter:
-    """A rank with events, memory and scalars, flushed and still open."""
+    """Write a rank with events, memory and scalars, flushed and still open."""
     writer = RankWriter(path, make_record(rank, **changes))
     writer.events.extend(event_rows(num_steps))
     writer.memory.extend(memory_row(number) for number in range(num_steps))
@@ -144,7 +144,7 @@ def write_rank(path: Path, rank: int = 0, *, num_steps: int = 3, **changes: Any)
 def write_run(
     path: Path, *, ranks: Sequence[int] = (0, 1), num_steps: int = 3, compact: bool = True
 ) -> Path:
-    """A run that ended well, its streams compacted or not."""
+    """Write a run that ended normally, with compacted streams or not."""
     attempt = create_run(path, make_manifest())
     for rank in ranks:
         write_rank(path, rank, num_steps=num_steps, attempt=attempt).close(compact=compact)

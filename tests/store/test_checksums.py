@@ -1,4 +1,4 @@
-"""The checksums, once more from the text of `store.schema`, with nothing of ours."""
+"""Recompute the checksums from the text of `store.schema`, without the project's code."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Compacted tables: small, exact, and never silently wrong."""
+"""Compacted tables are small, exact, and never silently wrong."""
 
 import io
 import json
@@ -40,7 +40,7 @@ def read_events(raw: bytes) -> EventTable:
 
 
 def rewrite_footer(path: Path, **changes: object) -> bytes:
-    """The same file as another version would have written it."""
+    """The same file in the form of another version."""
     footer = json.loads(pq.read_metadata(path).metadata[FOOTER_KEY])
     text = json.dumps({**footer, **changes})
     marks = {FOOTER_KEY: text.encode(), FOOTER_CHECKSUM_KEY: checksum_text(text).encode()}

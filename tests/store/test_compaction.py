@@ -1,4 +1,4 @@
-"""Compaction: repeatable, killable at any instant, and no row twice or never."""
+"""Compaction can be repeated and killed at any instant, and keeps each row exactly once."""
 
 import itertools
 import os
@@ -44,7 +44,7 @@ DEAD_PID = 2**22 + 1
 
 
 class KilledError(BaseException):
-    """Stands for SIGKILL in this process: nothing may catch it."""
+    """Replaces SIGKILL in this process; no code may catch it."""
 
 
 def contents(path: Path) -> tuple[list[EventTable], SummaryTable]:
@@ -157,7 +157,7 @@ def test_run_sums_up_whole_steps_and_leaves_the_units_to_the_ranks(tmp_path: Pat
 def test_summary_of_a_rank_that_only_took_samples_later_is_made_again(tmp_path: Path) -> None:
     compact_run(write_run(tmp_path, num_steps=3))
     resumed = LiveStream(rank_folder(tmp_path, 0, 0) / "memory.arrows", MEMORY)
-    resumed.add([memory_row(number) for number in range(3)])  # these are compacted already
+    resumed.add([memory_row(number) for number in range(3)])  # these are already compacted
     resumed.add([memory_row(3)])
     resumed.write()
     resumed.finish()
@@ -186,11 +186,11 @@ def test_every_attempt_is_compacted_and_summed_up(tmp_path: Path) -> None:
 
 
 def test_rows_that_a_rank_wrote_after_it_was_compacted_are_added(tmp_path: Path) -> None:
-    """A rank on another host was silent for long, taken for dead, compacted, and went on."""
+    """A silent rank on another host counted as crashed, was compacted, and continued."""
     create_run(tmp_path, make_manifest(world_size=1))
     write_rank(tmp_path, num_steps=3).close(compact=True)
     resumed = LiveStream(rank_folder(tmp_path, 0, 0) / "events.arrows", EVENTS)
-    resumed.add(event_rows(3))  # these are in the compacted file already
+    resumed.add(event_rows(3))  # these are already in the compacted file
     resumed.write()
     resumed.add(event_rows(5)[12:])
     resumed.write()
@@ -220,7 +220,7 @@ def test_killed_before_any_change_of_the_disk_it_can_be_repeated(
 
 
 def compact_until_change(path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Compact, killed before change `number` (from 0) of a file's name; whether it got there."""
+    """Compact until it is killed before change `number` (from 0) of a file's name."""
     left = number
 
     def count(change: Callable[..., object], *args: object, **kwargs: object) -> object:

@@ -1,4 +1,4 @@
-"""Killed at any instant, or out of disk: the run opens, and says what is missing."""
+"""After a kill at any instant, or on a full disk, the run opens and lists the missing data."""
 
 import random
 import subprocess
@@ -51,7 +51,7 @@ def assert_opens_after_kill(path: Path, num_on_disk: int) -> None:
     assert "Rank 0 stopped without reporting an error" in run.notes[0]
 
 
-# ---- disks that refuse
+# ---- disks that fail
 
 CHILD = """
 import sys, time
@@ -75,7 +75,7 @@ print(writer.record.dropped.get("events", 0), flush=True)
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A tmpfs of some size; skips where mounting is not allowed."""
+    """A tmpfs of some size; skips if mounting is not allowed."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     made = subprocess.run(mount, capture_output=True, text=True, check=False)
@@ -106,7 +106,7 @@ def expect_line(child: subprocess.Popen[str], line: str) -> None:
 
 
 def end(child: subprocess.Popen[str]) -> tuple[int, str]:
-    """Let the child close its writer: how many rows it dropped, and what it said on stderr."""
+    """Let the child close its writer; returns its dropped rows and its stderr."""
     output, errors = child.communicate("\n", timeout=300)
     assert child.returncode == 0
     return int(output), errors
@@ -144,7 +144,7 @@ def test_disk_that_has_room_again_loses_nothing(tmp_path: Path) -> None:
 
 
 def fill(path: Path) -> None:
-    """Take all room that is left."""
+    """Fill the disk."""
     with path.open("wb", buffering=0) as ballast:
         size = 1 << 16
         while size:
@@ -169,7 +169,7 @@ def test_folder_that_turns_read_only_stops_recording_not_training(tmp_path: Path
 
 
 def test_file_size_limit_stops_recording_not_training(tmp_path: Path) -> None:
-    """As a full disk, where mounting is not allowed."""
+    """This acts like a full disk if mounting is not allowed."""
     create_run(tmp_path / "run", make_manifest(world_size=1))
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""A disk that fails for a while loses no row, and each row that is lost is counted."""
+"""A disk that fails for a while loses no row, and lost rows are counted."""
 
 import errno
 import json
@@ -123,7 +123,7 @@ def single_threaded_writer(run: Path, disk: FaultyOs, max_backlog: int) -> Itera
 
 
 def act(writer: RankWriter, disk: FaultyOs, action: str, value: int, num_rows: int) -> int:
-    """Do one action; returns the number of appended events."""
+    """Run one action; returns the number of appended events."""
     if action == "append":
         writer.events.extend(numbered(range(num_rows, num_rows + value)))
         return value
@@ -293,7 +293,7 @@ def test_disk_that_hangs_delays_the_end_for_a_limited_time_and_loses_counted_row
     while disk.num_writes == num_writes:
         time.sleep(0.01)
     writer.events.extend(numbered(range(15, 40)))
-    writer.close()  # the disk hangs until `may_return` is set, which is after this
+    writer.close()  # the disk hangs until `may_return` is set, which is later
     assert writer.is_stalled
     assert rank_json(run_folder)["dropped"] == {"events": 30}
     assert rank_json(run_folder)["status"] == "complete"

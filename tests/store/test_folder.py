@@ -1,4 +1,4 @@
-"""Run folders: a restart is the next attempt, another run is refused, listings are quick."""
+"""Run folders: a restart is the next attempt, another run is rejected, listings are fast."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""The run of the scale benchmark, small, is a run like any other."""
+"""A small run of the scale benchmark is like any other run."""
 
 from pathlib import Path
 

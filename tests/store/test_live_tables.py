@@ -1,4 +1,4 @@
-"""A run that is opened again reads only what is new, and says what a first opening says."""
+"""A run that is opened again reads only new rows, with the same result as a first opening."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,7 +88,7 @@ EVENT_OF_A_STEP = int(event_row(EVENTS_PER_STEP - 1)[list(EventTable.DTYPES).ind
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of all that is decoded from streams, in order."""
+    """The sizes of all decoded parts of streams, in order."""
     sizes: list[int] = []
     original = tail.read_stream
 
@@ -202,7 +202,7 @@ def test_steps_are_reduced_again_when_their_stream_was_cut_and_written_anew(
 def test_a_stream_that_began_anew_is_read_from_its_beginning(run: Path, writer: RankWriter) -> None:
     growing, stream = LiveTables(), rank_folder(run, 0, 0) / EVENTS.live_name
     reopen(run, growing).summary()
-    stream.rename(stream.with_suffix(".moved"))  # so that its number is not given out again
+    stream.rename(stream.with_suffix(".moved"))  # so that its inode is not reused
     replaced = LiveStream(stream, EVENTS)
     rows = [event_row(number, bytes=800) for number in range(3 * EVENTS_PER_STEP)]
     replaced.add(rows)

@@ -1,4 +1,4 @@
-"""Dead ranks: by the process table on their own host, by silence elsewhere."""
+"""Crashed ranks: found by the process table on their own host, and by silence elsewhere."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The parts of a run merge to the run that a shared disk would have held."""
+"""The parts of a run merge to the same run as on a shared disk."""
 
 import shutil
 
@@ -25,7 +25,7 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture
 def split(recorded, tmp_path):
-    """The same run as it lies on disks that are not shared: `split((0, 1), (2, 3))`."""
+    """The same run on separate disks: `split((0, 1), (2, 3))`."""
 
     def make(*ranks_of_node, name="run"):
         parts = []

@@ -1,4 +1,4 @@
-"""Opening runs: whole, running, cut short, in parts, elsewhere."""
+"""Opening runs: complete, live, incomplete, in parts, at URLs."""
 
 import itertools
 import os
@@ -40,7 +40,7 @@ from tests.store.run_files import (
 )
 
 DEAD_PID = 2**22 + 1
-"""Above the largest number that Linux gives."""
+"""Above the highest process id of Linux."""
 
 
 def expected_events(num_steps: int) -> EventTable:
@@ -54,7 +54,7 @@ def rewrite_record(path: Path, rank: int, **changes: object) -> None:
     target.write_bytes(encode_record(record.model_copy(update=changes)))
 
 
-# ---- whole runs
+# ---- complete runs
 
 
 @pytest.mark.parametrize("compact", [False, True], ids=["live", "compacted"])
@@ -135,7 +135,7 @@ def test_each_rank_is_read_once_for_whole_steps_though_the_run_is_not_summed_up(
 
 
 def write_large_run_summary(path: Path, *, rows_of_a_kind: int) -> None:
-    """A run of one rank whose summary file claims many steps, of two kinds."""
+    """Write a run of one rank whose summary file claims many steps, of two kinds."""
     create_run(path, make_manifest(world_size=1))
     write_rank(path, num_steps=12).close()
     columns = {name: np.zeros(2 * rows_of_a_kind) for name in SummaryTable.DTYPES}
@@ -193,7 +193,7 @@ def test_attempt_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path)
         open_run(tmp_path, attempt=7)
 
 
-# ---- runs that are not whole
+# ---- incomplete runs
 
 
 def test_run_in_progress_gives_what_is_there(tmp_path: Path) -> None:
@@ -437,4 +437,4 @@ def test_small_run_opens_and_sums_up_well_under_100_ms(tmp_path: Path) -> None:
         began = time.process_time()
         assert len(open_run(tmp_path).summary()) > 0
         times.append(time.process_time() - began)
-    assert min(times) < 0.1  # of processor time
+    assert min(times) < 0.1  # processor time

@@ -1,4 +1,4 @@
-"""`run.json` and `rank.json`: whole, checked, or refused in words."""
+"""`run.json` and `rank.json` are complete and checked, or rejected with a message."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The law of the store: what was appended is what is read, live and compacted, to the last bit."""
+"""Appended rows are read back to the last bit, live and compacted."""
 
 import tempfile
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def batches_of(file: TableFile[Table]) -> st.SearchStrategy[Batches]:
 
 
 def read_all(path: Path) -> list[Table]:
-    """The tables as the files have them; an opened run rejects impossible values."""
+    """The tables in the files, because an opened run rejects impossible values."""
     return [
         sorted_by(read_table(LocalFiles(path), RANK, file).table, file.sort_by or "")
         for file in RECORDED_TABLES

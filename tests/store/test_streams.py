@@ -1,4 +1,4 @@
-"""Live tables: what is appended can be read back, whatever the end of the file looks like."""
+"""Appended rows of live tables can be read back, with any end of the file."""
 
 import io
 import random

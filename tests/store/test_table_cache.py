@@ -1,4 +1,4 @@
-"""Rows that were decoded once are not decoded again, unless their file changed or room is short."""
+"""Decoded rows are not decoded again, unless their file changed or memory is short."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A stream is followed while it grows, whatever happens to it: every row once, none twice."""
+"""A stream is followed while it grows, and every row is read exactly once."""
 
 import random
 import time
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write_batches(path: Path, *, rows_each: int = 50) -> list[int]:
-    """Write all rows; where the header and each batch end."""
+    """Write all rows; returns the ends of the header and of each batch."""
     stream, ends = LiveStream(path, EVENTS), []
     for start in range(0, len(ROWS), rows_each):
         stream.add(ROWS[start : start + rows_each])

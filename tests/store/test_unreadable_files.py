@@ -1,4 +1,4 @@
-"""A file of a run that cannot be read is named, and the rest of the run is shown."""
+"""An unreadable file of a run is named, and the rest of the run is shown."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def forbid(monkeypatch: pytest.MonkeyPatch):
-    """Let the system refuse to open a file; permission bits do not stop root."""
+    """Make the system refuse to open a file; permission bits do not stop root."""
 
     def apply(name: str) -> None:
         def opened(path: Path):

@@ -1,4 +1,4 @@
-"""The writer: appends reach the disk by themselves, and nothing reaches the training."""
+"""The writer: appended rows reach the disk, and errors never reach the training."""
 
 import json
 import logging
@@ -258,7 +258,7 @@ def test_heartbeat_rewrites_the_record_without_news(
 
 
 def run_child(script: str, run_folder: Path) -> subprocess.CompletedProcess[str]:
-    """A process of its own that starts with an open writer on `run_folder`."""
+    """Run a separate process that starts with an open writer on `run_folder`."""
     head = (
         "import os, sys\n"
         "from pathlib import Path\n"

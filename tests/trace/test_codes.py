@@ -1,4 +1,4 @@
-"""The codes are part of the file format: these numbers may be added to, never changed."""
+"""The codes are part of the file format: numbers may be added, but never changed."""
 
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,

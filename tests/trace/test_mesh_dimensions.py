@@ -1,4 +1,4 @@
-"""The dimension of process groups: the rules, their order, and what stays unknown."""
+"""The dimension of process groups: the rules, their order, and unknown dimensions."""
 
 import pytest
 

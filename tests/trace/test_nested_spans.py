@@ -1,4 +1,4 @@
-"""Flattened spans show, at every instant, the span that began last."""
+"""Flattened spans show the span that began last, at every instant."""
 
 import numpy as np
 from hypothesis import given

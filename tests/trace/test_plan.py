@@ -241,7 +241,7 @@ def settings_of_a_unit(draw: st.DrawFn) -> dict[str, object]:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Plans in which runs of numbered blocks occur, whole or in parts, with common settings."""
+    """Plans with complete or partial runs of numbered blocks and common settings."""
     kinds = draw(st.lists(settings_of_a_unit(), min_size=1, max_size=2))
     groups: list[tuple[str, ...]] = [(name,) for name in draw(st.lists(names, max_size=4))]
     for stem in draw(st.lists(st.sampled_from(["layers", "encoder.layers", "b"]), max_size=2)):

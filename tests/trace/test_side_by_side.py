@@ -1,4 +1,4 @@
-"""Steps that lie side by side do not touch, and come back as they were."""
+"""Steps side by side do not touch, and are restored unchanged."""
 
 import numpy as np
 import pytest

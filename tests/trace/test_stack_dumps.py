@@ -1,4 +1,4 @@
-"""Stacks as faulthandler writes them."""
+"""Stacks in the form of faulthandler."""
 
 import faulthandler
 import threading

@@ -45,7 +45,7 @@ def prepare_small(**settings: object) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What a run with two links, fixed times and an evaluation printed, and its folder."""
+    """The output of a run with two links, fixed times and an evaluation, and its folder."""
     folder = tmp_path_factory.mktemp("runs")
     capture = pytest.MonkeyPatch()
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""The trainer reads the numbers of a step on CUDA without making the host wait; tried on CPU."""
+"""The trainer reads the numbers of a step on CUDA without waiting; tested on CPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HOST_READS = {
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what reads a tensor's values on the host, which on CUDA waits for the device."""
+    """Counts reads of a tensor's values on the host, which wait for the device on CUDA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class HostReads(TorchDispatchMode):
 
 
 class SlowDevice:
-    """Numbers arrive when the host has issued `lag` more steps, or when it waits."""
+    """Numbers arrive after the host has issued `lag` more steps, or when it waits."""
 
     def __init__(self, lag: int) -> None:
         self.lag = lag
@@ -90,7 +90,7 @@ class SlowReading:
 
 
 class LoggedReporter:
-    """What a reporter was told, in order."""
+    """A reporter that logs its calls in order."""
 
     def __init__(self) -> None:
         self.said: list[StepReport | str] = []
@@ -173,11 +173,11 @@ def test_no_step_reads_a_tensor_on_the_host(
     assert reads == [0] * 5
     reads.clear()
     train_on(HostReader(), monkeypatch)
-    assert reads == [2] * 5  # the loss and the norm: the count above does count
+    assert reads == [2] * 5  # the loss and the norm, so the counter above works
 
 
 class FakeEvent:
-    """An event of a device that has come to `now_ns`, put on its stream at `issued_ns`."""
+    """An event of a device at time `now_ns`, put on its stream at `issued_ns`."""
 
     now_ns = 0
     issued_ns = 0

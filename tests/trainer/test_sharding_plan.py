@@ -12,8 +12,8 @@ from instrumented_trainer.sharding_plan import Machine, make_plan, parse_mesh
 FOUR_CPUS = Machine(world_size=4, has_cuda=False)
 FOUR_GPUS = Machine(world_size=4, has_cuda=True)
 SHAPE = ModelShape(dim=32, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=64, vocab_size=64)
-"""A block has 4 x 32 x 32 + 3 x 32 x 64 weights and 2 x 32 of norms: 10304, 40.25 KiB in float32;
-its attention half 4128, its feed-forward half 6176."""
+"""A block has 4 x 32 x 32 + 3 x 32 x 64 weights and 2 x 32 of norms: 10304, or 40.25 KiB in
+float32. Its attention half has 4128, its feed-forward half 6176."""
 
 
 def parts_of(shape: ModelShape) -> ModelParts:

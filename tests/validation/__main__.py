@@ -1,23 +1,23 @@
 """Compare predictions with runs: `make validate`, or `python -m tests.validation`.
 
-Parts, each by itself with `--parts`:
+`--parts` selects parts:
 
-- oracle: the schedule of streams against torch's own FSDP2 code on virtual time, free of noise;
-- virtual: from one recorded baseline a shape, plans of a grid are predicted and then run under
-  emulation on virtual time, where only the fixed compute and the network take any;
-- emulated: the same on the machine's clock, where what the host does takes its time as well;
+- oracle: the schedule of streams, compared with torch's own FSDP2 code on virtual time;
+- virtual: from one recorded baseline per shape, plans of a grid are predicted and then run under
+  emulation on virtual time, where only the fixed compute and the network take time;
+- emulated: the same on the machine's clock, where the host's work takes time as well;
 - remade: on two nodes, resharding to a group within a node, and checkpointing, on and off, on
   virtual time;
-- rewrapped: each wrap from a run with each other one, on virtual time;
+- rewrapped: each wrap from a run with each other wrap, on virtual time;
 - advised: the plan that `advise` ranks first, run on virtual time and on the machine's clock,
-  against the best of the grid;
+  compared with the best plan of the grid;
 - real: a few plans with real compute;
-- limited: plans on two real ranks over a network that is limited by the kernel;
+- limited: plans on two real ranks over a network that the kernel limits;
 - loops: models of Transformers and loops with chunked or several losses, with real compute.
 
-On the machine's clock a run of the recorded plan stands before each plan: how far it is from the
-baseline is the machine's own error (A/A). Prints tables and a verdict; exits with 1 where a figure
-is missed.
+On the machine's clock, a run of the recorded plan precedes each plan. Its difference from the
+baseline is the machine's own error (A/A). This prints tables and a verdict, and exits with 1 if a
+figure is missed.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _limited(results: Results, folder: Path, say: Callable[[str], None]) -> None
 
 
 def _counting(say: Callable[[str], None], what: str) -> Callable[[], None]:
-    """Says every fiftieth."""
+    """Report every fiftieth call."""
     count = 0
 
     def on_case() -> None:

@@ -1,4 +1,4 @@
-"""The first plan of `advise` against all plans of the grid.
+"""Compare the first plan of `advise` with all plans of the grid.
 
 On virtual time, the simulator's best plan of the grid is the best plan that runs (`virtual` part).
 Therefore two plans of each place run: the advised plan and the best plan of the grid. The same two
@@ -25,22 +25,22 @@ class AdvisedOutcome:
     outcome: Outcome
     what: str
     best: str
-    """The plan of the grid that is predicted to be fastest there."""
+    """The plan of the grid with the shortest predicted step."""
     behind_best: float
-    """Measured / that plan's measured - 1."""
+    """Measured step / the measured step of that plan - 1."""
     behind_baseline: float
-    """Measured / the recorded plan's measured step on that link - 1."""
+    """Measured step / the measured step of the recorded plan on that link - 1."""
 
 
 def judge_advice(
     bench: EmulationBench, folder: Path, say: Callable[[str], None]
 ) -> list[AdvisedOutcome]:
-    """For each link and shape: advise from the one baseline, run the plan, compare.
+    """For each link and shape, advise from the single baseline, run the plan, and compare.
 
     Args:
         bench: Runs the plans, and has the baselines.
-        folder: Where the advised plans are written; made if missing.
-        say: Called with a line about each.
+        folder: The folder for the advised plans; made if missing.
+        say: Called with a line about each plan.
     """
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = []

@@ -1,7 +1,7 @@
 """Compare predictions with runs under emulation, from one recorded baseline for each shape.
 
-A run of the baseline stands before each plan's own run: how far it is from the recorded baseline
-is the machine's own error (A/A), and noise moves both.
+A run of the baseline precedes each plan's run. Its difference from the recorded baseline is the
+machine's own error (A/A), and noise affects both runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tests.validation.grid import (
 from tests.validation.outcomes import Outcome, compare, only_run, predict, work_of
 
 VIRTUAL_STEPS = 6
-"""Of a run on virtual time, where steps are alike: three to warm up, one for memory."""
+"""The steps of a run on virtual time, where steps are equal: three warm-up steps, one for
+memory."""
 
 
 class EmulationBench:
@@ -45,14 +46,14 @@ class EmulationBench:
         *,
         on_virtual_time: bool = False,
     ) -> None:
-        """Nothing has run yet.
+        """Prepare the bench; this runs nothing.
 
         Args:
-            folder: Where runs go.
-            steps: Of each run.
+            folder: The folder for the runs.
+            steps: The steps of each run.
             say: Called with a line about each trial.
-            on_virtual_time: On a clock without noise (`virtual_time`): a plan that ran twice took
-                the same, so that it runs once.
+            on_virtual_time: Whether to use a clock without noise (`virtual_time`). Each plan then
+                runs once, because a second run would be equal.
         """
         self._folder = folder
         self._on_virtual_time = on_virtual_time
@@ -62,7 +63,7 @@ class EmulationBench:
         self._number = 0
 
     def judge(self, trial: Trial, start: Trial | None = None) -> Outcome:
-        """Predict a trial from a baseline, its shape's unless told, then run both."""
+        """Predict a trial from a baseline, by default that of its shape, then run both."""
         start = start or baseline_of(trial.shape)
         network = {} if trial.link == start.link else network_of(trial)
         simulation = predict(self.baseline_at(start), self.plan_of(trial, start), network)
@@ -81,19 +82,19 @@ class EmulationBench:
         return self.baseline_at(baseline_of(shape))
 
     def baseline_at(self, start: Trial) -> StoredRun:
-        """The recorded run of a trial that others start from."""
+        """The recorded run of a trial from which others start."""
         if start not in self._baselines:
             self._baselines[start] = only_run(self.run(start))
         return self._baselines[start]
 
     def plan_of(self, trial: Trial, start: Trial | None = None) -> Plan:
-        """The trial's plan, made of a baseline's."""
+        """The plan of a trial, derived from a baseline's plan."""
         baseline = self.baseline_at(start or baseline_of(trial.shape))
         recorded = resolve_plan(observed_plan(baseline), baseline.manifest)
         return apply_changes(recorded, changes_of(trial), shapes_of(baseline.manifest))
 
     def predicted_best(self, shape: str, link: str) -> Trial:
-        """The plan of the whole grid that is predicted to be fastest on a link."""
+        """The plan of the whole grid with the shortest predicted step on a link."""
         trials = [each for each in all_trials() if (each.shape, each.link) == (shape, link)]
         baseline = self.baseline(shape)
         return min(
@@ -104,7 +105,7 @@ class EmulationBench:
         )
 
     def run(self, trial: Trial, plan_file: Path | None = None) -> Path:
-        """Train, and record; a plan file stands for the settings of the trial.
+        """Train and record; a plan file replaces the settings of the trial.
 
         Returns:
             The folder of the run.
@@ -126,12 +127,12 @@ class EmulationBench:
 
 
 def network_of(trial: Trial) -> dict[str, float]:
-    """The network that a trial is predicted on; empty: that of the baseline."""
+    """The network of a trial's prediction; empty: that of the baseline."""
     return {} if trial.link == BASELINE_LINK else LINKS[trial.link].network
 
 
 def judge_grid(bench: EmulationBench, num_trials: int) -> list[Outcome]:
-    """Each link's baseline plan and predicted best, and others drawn from the grid."""
+    """Judge each link's baseline plan and predicted best plan, and random others of the grid."""
     places = [(shape, link) for shape in SHAPES for link in LINKS]
     chosen = [Trial(shape, link) for shape, link in places if link != BASELINE_LINK]
     chosen += [bench.predicted_best(shape, link) for shape, link in places]
@@ -141,5 +142,5 @@ def judge_grid(bench: EmulationBench, num_trials: int) -> list[Outcome]:
 
 
 def judge_all(bench: EmulationBench, trials: Sequence[Trial]) -> list[Outcome]:
-    """One after the other."""
+    """Judge the trials one by one."""
     return [bench.judge(trial) for trial in trials]

@@ -14,28 +14,28 @@ ORACLE_MEDIAN, ORACLE_WORST = 0.01, 0.03
 BEHIND_BEST, BEHIND_RECORDED = 0.03, 0.001
 MEDIAN_LOOP, HIGH_LOOP = 0.05, 0.10
 MOST_NOISE = 0.05
-"""On a machine that is noisier than that nothing can be told."""
+"""The noise of a machine above which nothing can be judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number, and what it may be at most."""
+    """A number with its highest allowed value."""
 
     part: str
     name: str
     found: float
     wanted: float | None = None
-    """None: told, not judged."""
+    """The highest allowed value; None: shown, not judged."""
 
     @property
     def is_missed(self) -> bool:
-        """Whether it is above what is wanted."""
+        """Whether the number exceeds the allowed value."""
         return self.wanted is not None and self.found > self.wanted
 
 
 @dataclass(slots=True)
 class Results:
-    """What the parts found; a part that did not run is empty."""
+    """The results of the parts; a part that did not run is empty."""
 
     played: list[OracleOutcome] = field(default_factory=list)
     predicted: list[OracleOutcome] = field(default_factory=list)
@@ -72,7 +72,7 @@ ADVISED_PARTS = {
 
 
 def all_figures(results: Results) -> list[Figure]:
-    """Every figure of the parts that ran."""
+    """All figures of the parts that ran."""
     return [
         figure
         for figures in (
@@ -119,7 +119,7 @@ def _runs(
     median: float = MEDIAN_STEP,
     high: float = HIGH_STEP,
 ) -> Iterator[Figure]:
-    """Figures of plans that ran; with real compute `noise` comes on top of what is wanted."""
+    """Figures of plans that ran; with real compute, `noise` is added to the allowed values."""
     if not outcomes:
         return
     steps = Errors.of([each.step_error for each in outcomes])
@@ -148,7 +148,7 @@ def _noise(outcomes: Sequence[Outcome]) -> float:
 
 
 def _advised(part: str, outcomes: Sequence[AdvisedOutcome], *, noise: float) -> Iterator[Figure]:
-    """How far the plan stays behind others; it may be slower than the recorded one by `noise`."""
+    """The difference of the plan to others; it may be slower than the recorded plan by `noise`."""
     if not outcomes:
         return
     for name, found, wanted in (
@@ -159,7 +159,7 @@ def _advised(part: str, outcomes: Sequence[AdvisedOutcome], *, noise: float) -> 
 
 
 def as_json(results: Results, figures: Sequence[Figure]) -> Mapping[str, object]:
-    """Everything that was found, for programs."""
+    """All results, for programs."""
     from dataclasses import asdict
 
     return {

@@ -1,7 +1,7 @@
-"""List the plans, links and shapes that are predicted from a baseline and then run.
+"""List the plans, links and shapes to predict from a baseline and then run.
 
-One baseline a shape is recorded, on the medium link; the other links are predicted as well, as
-`fsdp-inspect simulate --bandwidth --latency` does.
+One baseline is recorded for each shape, on the medium link. The other links are also predicted,
+like `fsdp-inspect simulate --bandwidth --latency` does.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Link:
     bandwidth: str
     latency: str
     between_nodes: tuple[str, str] | None = None
-    """Of one rank's network card, where the link is that within nodes of `NODE_SIZE` ranks."""
+    """The link of one rank's network card between nodes, if the link is that within nodes of
+    `NODE_SIZE` ranks."""
 
     @property
     def emulation(self) -> str:
-        """As `--emulate` takes it."""
+        """The link in the form of `--emulate`."""
         text = f"world_size={WORLD_SIZE},bandwidth={self.bandwidth},latency={self.latency}"
         if self.between_nodes is None:
             return text
@@ -36,7 +37,7 @@ class Link:
 
     @property
     def network(self) -> dict[str, float]:
-        """As `simulate` takes another network."""
+        """The link in the form of another network of `simulate`."""
         bandwidth, latency = parse_bytes_per_s(self.bandwidth), parse_time_ns(self.latency)
         assert bandwidth is not None
         assert latency is not None
@@ -45,10 +46,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model, and how long it computes."""
+    """A model and its compute times."""
 
     module: str
-    """What `python -m` runs."""
+    """The module to run with `python -m`."""
     options: Mapping[str, str]
 
 
@@ -62,7 +63,8 @@ LINKS = {
 }
 TWO_NODES = "two nodes"
 NETWORKS = {**LINKS, TWO_NODES: Link("2GB/s", "50us", between_nodes=("7.5MB/s", "200us"))}
-"""Between two nodes all ranks together have 30 MB/s: backward cannot hide what it gathers there."""
+"""Between two nodes all ranks together have 30 MB/s, so backward cannot hide its all-gathers
+there."""
 SHAPES: Mapping[str, Shape] = {
     "even": Shape(
         "instrumented_trainer",
@@ -73,12 +75,12 @@ SHAPES: Mapping[str, Shape] = {
         {"preset": "tiny", "fixed-compute": "forward=60ns/param,backward=120ns/param"},
     ),
 }
-"""Blocks that are alike, of parts that last equally long; and blocks of different widths, whose
-parts last as long as they have parameters."""
+"""Equal blocks with parts of equal duration, and blocks of different widths, whose parts last in
+proportion to their parameters."""
 REAL_SHAPE = Shape("instrumented_trainer", {"preset": "tiny", "dim": "256", "seq-len": "128"})
-"""Compute takes the time that it takes."""
+"""A shape with real compute times."""
 REAL = "real compute"
-"""The name of that shape."""
+"""The name of the shape with real compute times."""
 SPLIT = (
     "tok_embeddings; layers.*.attention_norm, layers.*.attention; "
     "layers.*.ffn_norm, layers.*.ffn; norm, lm_head"
@@ -96,22 +98,23 @@ class Trial:
     shape: str
     link: str
     settings: tuple[tuple[str, str], ...] = ()
-    """What differs from the baseline, as the trainer's options; `split` stands for `SPLIT`."""
+    """The settings that differ from the baseline, as the trainer's options; `split` represents
+    `SPLIT`."""
 
     @property
     def name(self) -> str:
-        """In tables."""
+        """The name in tables."""
         changes = " ".join(f"{name}={value}" for name, value in self.settings)
         return f"{self.shape}, {self.link} link: {changes or 'as recorded'}"
 
 
 def baseline_of(shape: str) -> Trial:
-    """The run that every trial of a shape is predicted from."""
+    """The run from which every trial of a shape is predicted."""
     return Trial(shape, BASELINE_LINK)
 
 
 def plans() -> list[tuple[tuple[str, str], ...]]:
-    """The settings of every plan of the grid; the recorded plan first."""
+    """The settings of every plan of the grid, the recorded plan first."""
     chosen = [_settings("block", "auto", 0)]
     for wrap, reshard, depth in product(_WRAPS, _RESHARDS, _DEPTHS):
         chosen.append(_settings(wrap, reshard, depth))
@@ -125,7 +128,7 @@ def _settings(wrap: str, reshard: str, depth: int) -> tuple[tuple[str, str], ...
 
 
 def all_trials() -> list[Trial]:
-    """The whole grid, without the baselines themselves."""
+    """The whole grid without the baselines."""
     trials = [
         Trial(shape, link, settings) for shape in SHAPES for link in LINKS for settings in plans()
     ]
@@ -133,7 +136,7 @@ def all_trials() -> list[Trial]:
 
 
 def draw(trials: list[Trial], num_trials: int) -> list[Trial]:
-    """So many of some trials, drawn once and for all, as many of each shape and link as can be."""
+    """A fixed random selection of trials, spread evenly over shapes and links."""
     shuffled = random.Random(0).sample(trials, len(trials))
     by_place: dict[tuple[str, str], list[Trial]] = {}
     for trial in shuffled:
@@ -169,7 +172,7 @@ def _checkpointing(text: str | None) -> CheckpointingMode | None:
 
 
 def command_of(trial: Trial) -> list[str]:
-    """`python` with these words runs a trial."""
+    """The words of a `python` command that runs a trial."""
     shape = SHAPES.get(trial.shape, REAL_SHAPE)
     chosen = {**shape.options, **dict(trial.settings)}
     if chosen.get("wrap") == "split":
@@ -179,7 +182,7 @@ def command_of(trial: Trial) -> list[str]:
 
 
 def real_trials() -> list[Trial]:
-    """Plans of the grid with real compute, on the baseline's link and the slow one."""
+    """Plans of the grid with real compute, on the baseline's link and the slow link."""
     trials = [
         Trial(REAL, link, settings) for link in (BASELINE_LINK, "slow") for settings in plans()
     ]

@@ -21,14 +21,14 @@ PLANS: tuple[dict[str, str], ...] = (
     {"wrap": "every:2", "reshard-after-forward": "false"},
     {"unshard-async-op": "true", "forward-prefetch": "1"},
 )
-"""Gloo holds the main thread, so prefetch alone hides nothing: only with asynchronous gathers."""
+"""gloo blocks the main thread, so prefetch alone hides nothing, only with asynchronous gathers."""
 
 
 def judge_limited(folder: Path, say: Callable[[str], None]) -> list[Outcome]:
-    """From one recorded run, each plan; the recorded one runs again before each.
+    """Judge each plan from one recorded run; the recorded plan runs again before each.
 
     Raises:
-        subprocess.CalledProcessError: The machine allows no such network.
+        subprocess.CalledProcessError: The machine does not support such a network.
     """
     outcomes = []
     with limited_network(RATE_MBIT) as network:
@@ -36,7 +36,7 @@ def judge_limited(folder: Path, say: Callable[[str], None]) -> list[Outcome]:
         for number, settings in enumerate(PLANS):
             beside = work_of(_run(network, folder / f"{number}-beside", {}))
             actual = only_run(_run(network, folder / f"{number}", settings))
-            # Asynchronous gathers are no change that `simulate` makes, so the plan is the run's.
+            # `simulate` has no change for asynchronous gathers, so the plan is that of the run.
             simulation = predict(baseline, observed_plan(actual), {})
             words = " ".join(f"{name}={value}" for name, value in settings.items())
             outcome = compare(words, simulation, work_of(folder / f"{number}"), beside)

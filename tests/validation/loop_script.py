@@ -1,4 +1,4 @@
-"""Train one small model of a kind that public projects train, under its own plan or another one.
+"""Train one small model like those of public projects, under its own plan or another plan.
 
     python -m fsdp_inspect.emulate --world-size 8 --bandwidth 300MB/s loop_script.py LOOP
     torchrun --nproc-per-node 4 -m fsdp_inspect.record loop_script.py tensor_parallel --plan FILE
@@ -84,12 +84,12 @@ def transformer(name: str, **values: Any) -> Callable[[], nn.Module]:
 
 
 def token_inputs() -> Inputs:
-    """Tokens for a decoder of ours."""
+    """Tokens for a decoder of this file."""
     return {"input_ids": torch.randint(0, VOCABULARY, (BATCH, LENGTH))}
 
 
 def labelled_inputs() -> Inputs:
-    """Tokens and labels, as language models of Transformers take them."""
+    """Tokens and labels, in the form of language models of Transformers."""
     tokens = token_inputs()["input_ids"]
     return {"input_ids": tokens, "labels": tokens}
 
@@ -110,7 +110,7 @@ def cross_entropy(model: nn.Module, inputs: Inputs) -> None:
 
 
 def chunked_loss(model: nn.Module, inputs: Inputs) -> None:
-    """torchtitan's loss: the head runs forward and backward by itself, chunk by chunk."""
+    """torchtitan's loss: the head runs forward and backward alone, chunk by chunk."""
     hidden = model(**inputs, has_head=False)
     detached = hidden.detach().requires_grad_()
     for chunk in detached.chunk(4, dim=1):

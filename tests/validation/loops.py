@@ -50,7 +50,7 @@ def _judge_loop(
         plan.dump(plan_file)
         try:
             simulation = predict(baseline, plan, {})
-        except PlanError as error:  # such as one unit, with a loss that calls the head alone
+        except PlanError as error:  # for example one unit, with a loss that calls the head alone
             say(f"{loop}: {name} cannot run: {error}")
             continue
         beside = work_of(_run(folder / f"{number}-beside", loop, steps))

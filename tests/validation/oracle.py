@@ -1,8 +1,8 @@
-"""The `stream` model against torch's FSDP2: random plans on virtual time.
+"""Compare the `stream` model with torch's FSDP2: random plans on virtual time.
 
-There are two comparisons, both free of noise:
+There are two comparisons, both without noise:
 
-- played: the simulator and torch's code on virtual streams play a step of known work
+- played: the simulator and torch's code on virtual streams run a step of known work
 - predicted: the recorder's CUDA path records torch's code, and another plan is predicted from this
   run; the truth is torch's code under that plan
 
@@ -43,7 +43,7 @@ _COLLECTIVES = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_RE
 _COMPUTE = ("forward", "backward")
 
 Spans = Iterable[tuple[str, str, int, int]]
-"""Kind, unit, start, end."""
+"""Spans with kind, unit, start and end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,16 @@ class OracleOutcome:
 
     step_error: float
     exposed_errors: tuple[float, ...]
-    """By unit: predicted less true exposed time, as a share of the true step."""
+    """By unit, the predicted minus the true exposed time, as a fraction of the true step."""
     is_host_bound: bool = False
-    """Whether the host launches a unit's work more slowly than the device does it.
+    """Whether the host launches a unit's work more slowly than the device runs it.
 
-    What the recorder's events on the stream then enclose is the launching: how long the work itself
-    takes cannot be told from the recording, and a plan under which the host runs ahead needs it.
-    """
+    The recorder's events on the stream then enclose the launching. The recording does not show the
+    duration of the work itself, which a plan with a host that runs ahead needs."""
 
 
 def judge_played(count: int, on_case: Callable[[], object]) -> list[OracleOutcome]:
-    """Random cases of known work; a quarter of them with replicas (HSDP)."""
+    """Judge random cases of known work; a quarter of them have replicas (HSDP)."""
     draw = random.Random(0)
     outcomes = []
     with _fake_ranks(8):
@@ -86,7 +85,7 @@ def judge_played(count: int, on_case: Callable[[], object]) -> list[OracleOutcom
 
 
 def judge_predicted(count: int, on_case: Callable[[], object]) -> list[OracleOutcome]:
-    """Random speeds; from a recording of the plain plan, a random other plan and link."""
+    """Judge random speeds: from a recording of the plain plan, a random other plan and link."""
     draw = random.Random(1)
     outcomes = []
     with _fake_ranks(4):
@@ -106,7 +105,7 @@ def judge_predicted(count: int, on_case: Callable[[], object]) -> list[OracleOut
             link_ms = draw.choice([None, draw.uniform(0.2, 8)])
             if link_ms is None:
                 predicted = simulate_plan(run, plan).predicted
-            else:  # a link of latency alone, since all messages here last equally long
+            else:  # a link with latency only, since all messages here have equal durations
                 network = {"bus_bytes_per_s": 1e18, "latency_ns": link_ms * MS}
                 predicted = simulate_plan(run, plan, **network).predicted
                 speed |= {"gather_ms": link_ms, "scatter_ms": link_ms}
@@ -137,7 +136,7 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
 
 
 def _random_case(draw: random.Random, *, has_replicas: bool) -> Case:
-    """Blocks of random lengths under a random plan, link and host."""
+    """Blocks of random durations under a random plan, link and host."""
     num_layers = draw.randint(1, 8)
     link, host_ns = draw.uniform(0.1, 6), draw.choice([0, 10 * US, 100 * US, 2 * MS])
     layers = [
@@ -166,7 +165,7 @@ def _random_layer(
     host_ns: int,
     groups: tuple[int, ...],
 ) -> Layer:
-    """A unit whose messages last `link` times what it computes, give or take.
+    """A unit whose messages last about `link` times its compute.
 
     A quarter of them reshard to one of the smaller groups, whose link may be faster.
     """
@@ -200,7 +199,7 @@ def _random_layer(
 
 
 def _exposed_of(spans: Spans) -> dict[str, int]:
-    """By unit, its collectives' time beside which nothing computes; ns."""
+    """By unit, the time of its collectives in which nothing computes, ns."""
     listed = list(spans)
     compute = _intervals(span for span in listed if span[0] in _COMPUTE)
     labels = {kind.label for kind in _COLLECTIVES}
@@ -217,7 +216,7 @@ def _intervals(spans: Spans) -> Intervals:
 
 
 class _LaunchingDevice(VirtualDevice):
-    """Kernels start when the host begins to issue them, as in [Note: launching]."""
+    """A device whose kernels start when the host begins to issue them, as in [Note: launching]."""
 
     _launch_ns = 0
 
@@ -233,14 +232,14 @@ class _LaunchingDevice(VirtualDevice):
 
 
 def _replay(speed: dict[str, float], changes: Changes | None = None) -> Replay:
-    """Torch's code, recorded, with the changes."""
+    """Record torch's code with the changes."""
     prepare = None if changes is None else partial(_prepare, changes=changes)
     with patch.object(virtual_training, "VirtualDevice", _LaunchingDevice):
         return Replay(**speed, prepare=prepare)
 
 
 def _prepare(model: Any, changes: Changes) -> None:
-    """The changes on torch's side."""
+    """Apply the changes to torch's model."""
     layers, depth = list(model.layers), changes.forward_prefetch or 0
     order = [model, *layers]
     for at, module in enumerate(order):
@@ -251,7 +250,7 @@ def _prepare(model: Any, changes: Changes) -> None:
 
 
 def _exposed_by_unit(replay: Replay) -> dict[str, int]:
-    """As the analyses tell it of the last step; ns."""
+    """The exposed time of the last step according to the analyses, ns."""
     events = replay.events.where(replay.events.step == replay.events.step.max())
     rows = collective_rows(reduce_rank(events, rank=0))
     return {

@@ -16,7 +16,7 @@ from fsdp_inspect.trace.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One plan: predicted, measured."""
+    """One plan with its prediction and its measurement."""
 
     name: str
     measured_ns: int
@@ -24,32 +24,32 @@ class Outcome:
     step_error: float
     """predicted / measured - 1."""
     same_error: float
-    """A/A: the baseline that ran beside it / the recorded baseline - 1."""
+    """A/A: the baseline that ran next to it / the recorded baseline - 1."""
     replay_error: float
-    """Of the recorded baseline: played / recorded - 1."""
+    """The error of the replay of the recorded baseline: replayed / recorded - 1."""
     in_interval: bool
-    """Whether the measured step lies in the prediction's interval."""
+    """Whether the measured step is in the prediction's interval."""
     measured_peak: int | None
     memory_error: float | None
 
     @property
     def level_ns(self) -> float:
-        """Measured, on a machine as fast as when the baseline was recorded.
+        """The measured step, scaled to the speed of the machine at the recording of the baseline.
 
-        What the machine does to both runs of a pair cancels.
+        An equal effect of the machine on both runs of a pair cancels.
         """
         return self.measured_ns / (1 + self.same_error)
 
     @property
     def change_error(self) -> float:
-        """Of the predicted change: (predicted / recorded baseline) / (measured / beside it) - 1."""
+        """The error of the predicted change, relative to the baseline that ran next to the plan."""
         return self.predicted_ns / self.level_ns - 1
 
 
 def compare(
     name: str, simulation: Simulation, actual: RecordedWork, beside: RecordedWork
 ) -> Outcome:
-    """A prediction against the run of its plan, and the baseline against itself."""
+    """Compare a prediction with the run of its plan, and the baseline with itself."""
     predicted = simulation.predicted
     return Outcome(
         name=name,
@@ -69,7 +69,7 @@ def _memory_error(predicted: int | None, actual: int | None) -> float | None:
 
 
 def predict(baseline: StoredRun, plan: Plan, network: dict[str, float]) -> Simulation:
-    """The plan on a network, from the baseline; an empty network is the baseline's own."""
+    """Predict a plan on a network from the baseline; an empty network is the baseline's own."""
     return simulate_plan(
         baseline,
         plan,
@@ -79,26 +79,26 @@ def predict(baseline: StoredRun, plan: Plan, network: dict[str, float]) -> Simul
 
 
 def only_run(folder: Path) -> StoredRun:
-    """The run that a trainer has just written."""
+    """The run that a trainer has just written to a folder."""
     return open_run(list_runs(folder)[0].path)
 
 
 def work_of(folder: Path) -> RecordedWork:
-    """What that run's steps held."""
+    """The recorded work of that run."""
     return measure_work(only_run(folder))
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Errors of several predictions, without their signs."""
+    """The absolute errors of several predictions."""
 
     median: float
     high: float
-    """The ninetieth percentile."""
+    """The 90th percentile."""
     worst: float
 
     @classmethod
     def of(cls, errors: list[float]) -> Errors:
-        """Of at least one error."""
+        """The summary of at least one error."""
         sizes = np.abs(errors)
         return cls(float(np.median(sizes)), float(np.percentile(sizes, 90)), float(np.max(sizes)))

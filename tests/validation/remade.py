@@ -1,4 +1,4 @@
-"""Predictions of plans that change what ranks keep: a share in a node, or fewer activations.
+"""Judge predictions of plans that change the kept memory: a share in a node, or activations.
 
 The plans run on two nodes of four ranks each: `reshard_after_forward` to a group within a node, on
 and off, and activation checkpointing, on and off. The emulation states the link within a node. All
@@ -25,17 +25,17 @@ FROM_PLAIN = (
     (_FULL, _IN_NODE),
     (("wrap", "every:2"), _FULL),
 )
-"""What is changed in the recorded plan."""
+"""The changes of the recorded plan."""
 BACK = (
     ((_IN_NODE,), (("reshard-after-forward", "true"),)),
     ((_IN_NODE,), (_IN_PAIRS,)),
     ((_FULL,), (("checkpointing", "none"),)),
 )
-"""Settings of the recorded run, and what is changed in it."""
+"""The settings of the recorded run, and the changes."""
 
 
 def pairs() -> list[tuple[Trial, Trial]]:
-    """The run that each prediction starts from, and the trial."""
+    """The run from which each prediction starts, and the trial."""
     return [
         (Trial(shape, TWO_NODES, start), Trial(shape, TWO_NODES, settings))
         for shape in SHAPES
@@ -44,6 +44,6 @@ def pairs() -> list[tuple[Trial, Trial]]:
 
 
 def judge_remade(folder: Path, say: Callable[[str], None]) -> list[Outcome]:
-    """One after the other."""
+    """Judge the trials one by one."""
     bench = EmulationBench(folder, VIRTUAL_STEPS, say, on_virtual_time=True)
     return [bench.judge(trial, start) for start, trial in pairs()]

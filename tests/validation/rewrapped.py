@@ -1,4 +1,4 @@
-"""Predictions of other units: each wrap from each recorded wrap, on virtual time.
+"""Judge predictions of other units: each wrap from each recorded wrap, on virtual time.
 
 A model is recorded as one unit with the rest in the root, in blocks, or in halves of blocks. A
 memory step records when each parameter is used. The times and memory of the new units follow from
@@ -17,12 +17,12 @@ from tests.validation.grid import BASELINE_LINK, SHAPES, Trial
 from tests.validation.outcomes import Outcome, compare, predict
 
 WRAPS = ("root", "layers.*", "block", "every:2", "split")
-"""`layers.*` leaves the embedding and the output to the root."""
+"""The wraps; `layers.*` leaves the embedding and the output to the root."""
 _VOCABULARY = ("vocab-size", "2048")
 
 
 def judge_rewrapped(folder: Path, say: Callable[[str], None]) -> list[Outcome]:
-    """Every wrap runs once a shape; each is predicted from each."""
+    """Run every wrap once for each shape, and predict each wrap from each."""
     bench = EmulationBench(folder, VIRTUAL_STEPS, say, on_virtual_time=True)
     outcomes = []
     for shape, ran, planned in product(SHAPES, WRAPS, WRAPS):

@@ -13,7 +13,7 @@ from tests.validation.outcomes import Outcome
 
 
 def tables(results: Results, figures: Sequence[Figure]) -> Iterator[Table]:
-    """Plan by plan, then the figures."""
+    """The tables of all plans, then the figures."""
     for part, name in RUN_PARTS.items():
         outcomes = getattr(results, part)
         if outcomes:
@@ -26,7 +26,7 @@ def tables(results: Results, figures: Sequence[Figure]) -> Iterator[Table]:
 
 
 def verdict(results: Results, figures: Sequence[Figure]) -> str:
-    """One line."""
+    """The verdict in one line."""
     num_plans = sum(len(getattr(results, part)) for part in RUN_PARTS)
     num_cases = len(results.played) + len(results.predicted)
     judged = [each for each in figures if each.wanted is not None]

@@ -1,4 +1,4 @@
-"""The grid covers what is required, and a missed figure is reported."""
+"""The grid covers the required cases, and a missed figure is reported."""
 
 from collections import Counter
 

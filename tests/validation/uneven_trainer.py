@@ -8,11 +8,11 @@ from instrumented_trainer import models
 from instrumented_trainer.model import Decoder, FeedForward, ModelShape
 
 WIDTHS = (0.5, 2.0, 0.5, 1.0, 0.5, 2.0)
-"""Of the feed-forward of each block, as shares of the preset's."""
+"""The widths of the feed-forward of each block, relative to the preset's."""
 
 
 class UnevenDecoder(Decoder):
-    """A decoder whose feed-forwards have the widths above, in turn."""
+    """A decoder whose feed-forwards have the widths above, in order."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape)

@@ -2,9 +2,9 @@
 
     python -m tests.validation.virtual_time MODULE ARGS
 
-For emulated runs with computing of fixed length on CPU: whatever sleeps until a time is there at
-once, and reading the clock takes a tenth of a microsecond, so that two moments are never one. The
-code that runs is the real one; what it takes to run is left out.
+This is for emulated runs with fixed compute times on CPU. A sleep until a time returns immediately,
+and reading the clock takes a tenth of a microsecond, so that no two moments are equal. The code is
+real, but its run time is left out.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ READING_NS = 100
 
 
 class VirtualClock:
-    """Stands for `time.perf_counter_ns`."""
+    """Replaces `time.perf_counter_ns`."""
 
     def __init__(self) -> None:
         self.now_ns = time.perf_counter_ns()
 
     def read(self) -> int:
-        """The time, which passes with each reading."""
+        """The time, which advances with each reading."""
         self.now_ns += READING_NS
         return self.now_ns
 
     def sleep_until(self, deadline_ns: int) -> None:
-        """It is that time now, or was before."""
+        """Advance the clock to a time, unless it has passed."""
         self.now_ns = max(self.now_ns, deadline_ns)
 
 
 def main() -> None:
-    """Run the module that the command line names."""
+    """Run the module of the command line."""
     clock = VirtualClock()
-    # Before anything binds the functions by name.
+    # Replace them before other modules bind the functions by name.
     time.perf_counter_ns = clock.read
     from fsdp_inspect.emulation import network
 

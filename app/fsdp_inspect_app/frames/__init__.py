@@ -1,1 +1,1 @@
-"""Tables of results, which pages show and export as CSV."""
+"""Build the tables of results that pages show and export as CSV."""

@@ -1,4 +1,4 @@
-"""Tables of advice, one row a plan."""
+"""Build tables of advice with one row for each plan."""
 
 from collections.abc import Sequence
 

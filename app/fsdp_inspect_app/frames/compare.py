@@ -1,4 +1,4 @@
-"""Tables of a comparison, with one column a side."""
+"""Build tables of a comparison with one column for each side."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ from fsdp_inspect_app.frames.values import mib, ms
 
 
 def frame_sides(comparison: Comparison) -> pd.DataFrame:
-    """Every run, by side."""
+    """All runs, by side."""
     return pd.DataFrame(
         [
             {
@@ -44,7 +44,7 @@ def frame_sides(comparison: Comparison) -> pd.DataFrame:
 
 
 def frame_settings(settings: Sequence[SettingDifference], labels: Sequence[str]) -> pd.DataFrame:
-    """The different settings, one row each, as configuration files write them."""
+    """The different settings, one row for each, written as in configuration files."""
     return pd.DataFrame(
         [
             {
@@ -62,7 +62,7 @@ def frame_settings(settings: Sequence[SettingDifference], labels: Sequence[str])
 
 
 def frame_shared(settings: Iterable[SharedSetting]) -> pd.DataFrame:
-    """The settings that are the same on all sides."""
+    """The settings that are equal on all sides."""
     return pd.DataFrame(
         [
             {"setting": one.name, "group": one.group, "value": _written(one.value)}
@@ -78,7 +78,7 @@ def _written(value: Any) -> str:
 
 
 def frame_metrics(metrics: Sequence[MetricComparison], labels: Sequence[str]) -> pd.DataFrame:
-    """The metrics of each side, with the verdict on each change."""
+    """The metrics of each side, with the judgement of each change."""
     return pd.DataFrame([_metric_row(metric, labels) for metric in metrics])
 
 
@@ -169,9 +169,9 @@ def frame_unit_changes(
     """Every number of the units on two sides, in the order of the changes.
 
     Args:
-        changes: Of one measure, which gives the order.
+        changes: The changes of one measure, in the order of the rows.
         labels: The reference and the other side.
-        other: Which side that is, from 1.
+        other: The number of the other side, from 1.
     """
     return pd.DataFrame(
         [
@@ -187,7 +187,7 @@ def frame_unit_changes(
 
 
 def name_units(change: UnitChange) -> str:
-    """The units of a row, as the first side that has them names them."""
+    """The names of the units of a row, from the first side that has them."""
     return " + ".join(format_unit(fqn) for fqn in change.row.fqns)
 
 

@@ -1,4 +1,4 @@
-"""Table of the ranks of a diagnosis."""
+"""Build the table of the ranks of a diagnosis."""
 
 import pandas as pd
 
@@ -21,7 +21,7 @@ _COLUMNS = {
 
 
 def frame_rank_states(found: Diagnosis) -> pd.DataFrame:
-    """One row a rank: how it ended, its last collective, and what it did."""
+    """One row for each rank: its end, its last collective, and its activity."""
     rows = diagnosis_to_dict(found)["states"]
     for row in rows:
         row["location"] = shorten_place(row["location"] or "")

@@ -1,4 +1,4 @@
-"""Tables of traces and snapshots to import."""
+"""Build tables of traces and snapshots to import."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from fsdp_inspect_app.import_sources import ImportSource
 
 
 def frame_sources(sources: Sequence[ImportSource]) -> pd.DataFrame:
-    """One row a file or folder."""
+    """One row for each file or folder."""
     return pd.DataFrame(
         [
             {

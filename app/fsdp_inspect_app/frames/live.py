@@ -1,4 +1,4 @@
-"""Tables of a live run."""
+"""Build tables of a live run."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from fsdp_inspect.result_types import DeviceSeries, RankRecord
 
 
 def frame_devices(series: Sequence[DeviceSeries]) -> pd.DataFrame:
-    """Every sample of the machine, a row each."""
+    """All samples of the machine, one row for each."""
     rows = [
         {"what": one.label, "before the newest (s)": second, "value": value, "unit": one.unit}
         for one in series
@@ -19,7 +19,7 @@ def frame_devices(series: Sequence[DeviceSeries]) -> pd.DataFrame:
 
 
 def frame_live_ranks(records: Sequence[RankRecord]) -> pd.DataFrame:
-    """Who records, and who stopped."""
+    """The ranks that record and the ranks that stopped."""
     return pd.DataFrame(
         [
             {

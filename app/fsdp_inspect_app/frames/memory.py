@@ -1,4 +1,4 @@
-"""Tables of memory, in MiB."""
+"""Build tables of memory, in MiB."""
 
 import pandas as pd
 
@@ -18,12 +18,12 @@ _TIME = "since the first reading (ms)"
 
 
 def name_place(fqn: str | None) -> str:
-    """A unit, or that there is none."""
+    """The name of a unit; for None, the text for no unit."""
     return NO_UNIT_NAME if fqn is None else format_unit(fqn)
 
 
 def frame_step_memory(memory: StepMemory) -> pd.DataFrame:
-    """Every reading of one step, by time, with the categories where they are known."""
+    """All readings of one step by time, with their categories if these are known."""
     readings = pd.DataFrame(
         [
             {
@@ -55,7 +55,7 @@ def _frame_composition(composition: Composition) -> pd.DataFrame:
 
 
 def frame_allocator(use: AllocatorUse) -> pd.DataFrame:
-    """What the allocator and the device hold; amounts that were not seen are missing."""
+    """The memory of the allocator and the device; unknown amounts are missing."""
     of_step = f"at the highest sample, step {use.step}"
     rows = [
         ("allocated", mib(use.allocated_bytes), of_step),

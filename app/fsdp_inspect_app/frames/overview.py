@@ -1,4 +1,4 @@
-"""Tables of the breakdown, the peak and logged numbers."""
+"""Build tables of the breakdown, the peak and logged numbers."""
 
 import pandas as pd
 
@@ -15,7 +15,7 @@ from fsdp_inspect_app.frames.values import mib, ms
 
 
 def frame_breakdown(breakdown: StepBreakdown, *, in_kernel_trace: bool = False) -> pd.DataFrame:
-    """The parts of one step, in order, and the step that they add up to."""
+    """The parts of one step in order, and the step, which is their sum."""
     rows = [
         {
             "part": find_metric(f"{part.name}_ns").label,
@@ -35,12 +35,12 @@ def frame_breakdown(breakdown: StepBreakdown, *, in_kernel_trace: bool = False) 
 
 
 def name_owner(owner: ExposedOwner) -> str:
-    """The unit that is waited for."""
+    """The name of the owner of a wait."""
     return format_owner(owner.fqn, owner.is_fsdp, owner.dimension)
 
 
 def frame_peak(peak: PeakMoment) -> pd.DataFrame:
-    """What fills memory at its highest moment, by category."""
+    """The memory at the peak by category."""
     return pd.DataFrame(
         [
             {
@@ -53,5 +53,5 @@ def frame_peak(peak: PeakMoment) -> pd.DataFrame:
 
 
 def frame_scalar(series: ScalarSeries) -> pd.DataFrame:
-    """One logged number over steps."""
+    """One logged number over the steps."""
     return pd.DataFrame({"step": series.steps, series.name: series.values})

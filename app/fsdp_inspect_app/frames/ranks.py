@@ -1,4 +1,4 @@
-"""Tables of ranks by step."""
+"""Build tables of ranks by step."""
 
 import numpy as np
 import pandas as pd
@@ -10,14 +10,14 @@ from fsdp_inspect_app.frames.values import BYTES_PER_MIB, NS_PER_MS
 
 
 def unit_of_grid(measure: str) -> tuple[float, str]:
-    """The size and name of the unit in which a grid is shown."""
+    """The size and name of the unit of a grid's values."""
     if find_metric(measure).unit is MetricUnit.BYTES:
         return BYTES_PER_MIB, "MiB"
     return NS_PER_MS, "ms"
 
 
 def frame_grid(grid: RankGrid) -> pd.DataFrame:
-    """Ranks down, steps across."""
+    """The grid with a row for each rank and a column for each step."""
     size, suffix = unit_of_grid(grid.metric)
     columns = [f"step {step} ({suffix})" for step in grid.steps]
     frame = pd.DataFrame(grid.values / size, columns=columns)
@@ -45,7 +45,7 @@ def frame_mesh_grid(grid: MeshGrid) -> pd.DataFrame:
 
 
 def frame_rank_steps(grid: RankGrid, rank: int) -> pd.DataFrame:
-    """One rank beside the middle of all ranks, step by step."""
+    """The value of one rank and the median over all ranks, for each step."""
     size, suffix = unit_of_grid(grid.metric)
     label = find_metric(grid.metric).label
     own = grid.of_rank(rank)

@@ -1,4 +1,4 @@
-"""Tables of all runs, and of the facts about one run."""
+"""Build tables of all runs, and of the facts about one run."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -23,18 +23,18 @@ def frame_runs(
     baseline: str | None = None,
     pinned: Collection[str] = (),
 ) -> pd.DataFrame:
-    """The listing: one row a run; what was not read yet has its name and time only.
+    """The list of runs, one row for each; runs that are not read yet have a name and a time only.
 
     Args:
         entries: The runs, in the order of the rows.
-        found: What is known about them.
-        baseline: Its id; the others' changes against it are columns then.
-        pinned: Ids that are marked.
+        found: The known facts about the runs.
+        baseline: The id of the baseline. With it, the changes of the other runs are columns.
+        pinned: The ids of marked runs.
     """
     marks = {**dict.fromkeys(pinned, PIN_MARK), **({baseline: BASELINE_MARK} if baseline else {})}
     reference = found.rows[baseline].summary if baseline in found.rows else None
     rows = [_run_row(entry, found, reference, marks) for entry in entries]
-    # The columns of a run that is known, also where the first rows are of others.
+    # Use the columns of a known run, also if the first rows are unknown runs.
     columns: list[str] = max((list(row) for row in rows), key=len, default=[])
     frame = pd.DataFrame(rows, columns=columns)
     return frame if marks else frame.drop(columns="mark", errors="ignore")
@@ -102,7 +102,7 @@ def _searched(entry: RunEntry, row: RunRow | None) -> str:
 
 
 def frame_about(manifest: RunManifest, summary: Summary) -> pd.DataFrame:
-    """What is known about the run as a whole: one row a fact, as text."""
+    """The known facts about the whole run as text, one row for each fact."""
     facts = {
         "run id": summary.run_id,
         "recorded (UTC)": manifest.created,

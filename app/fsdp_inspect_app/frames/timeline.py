@@ -1,4 +1,4 @@
-"""Tables of a timeline, one row a span."""
+"""Build tables of a timeline with one row for each span."""
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,7 @@ from fsdp_inspect_app.timeline.tracks import DrawnRank, StepTimeline
 def frame_spans(
     timeline: StepTimeline, manifest: RunManifest, *, most: int | None = None
 ) -> pd.DataFrame:
-    """What a timeline draws, lane by lane; the first `most` spans, or all."""
+    """The drawn spans, lane by lane: the first `most` spans, or all."""
     left = timeline.num_timed_spans if most is None else most
     frames = []
     for drawn in timeline.ranks:
@@ -28,7 +28,7 @@ def frame_spans(
 
 
 def _frame_rank(drawn: DrawnRank, spans: Spans, manifest: RunManifest) -> pd.DataFrame:
-    """Some spans of a rank, and what is known about their events."""
+    """Some spans of a rank, with the known facts about their events."""
     labels = [lane_label(lane, manifest) for lane in drawn.layout.lanes]
     events, shift = drawn.events.where(spans.event), drawn.shift_ns
     units = {unit.index: format_unit(unit.fqn) for unit in manifest.units}

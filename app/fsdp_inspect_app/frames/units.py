@@ -1,4 +1,4 @@
-"""Tables of one unit: collectives, causes, memory and parameters."""
+"""Build tables of one unit: collectives, causes, memory and parameters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from fsdp_inspect_app.frames.values import frame_of, gb_per_s, mib, ms
 
 
 def frame_collectives(unit: UnitCost) -> pd.DataFrame:
-    """The collectives of one unit, one row a kind that it has."""
+    """The collectives of one unit, one row for each of its kinds."""
     kinds = {
         "all-gather": unit.all_gather,
         "reduce-scatter": unit.reduce_scatter,
@@ -38,12 +38,12 @@ def frame_collectives(unit: UnitCost) -> pd.DataFrame:
 
 
 def name_history(history: CollectiveHistory) -> str:
-    """One of a unit's kinds of collectives: `all-gather, forward`."""
+    """The name of one kind of a unit's collectives: `all-gather, forward`."""
     return f"{format_kind(history.kind)}, {history.phase}"
 
 
 def frame_history(history: UnitHistory) -> pd.DataFrame:
-    """Every collective of one unit, one row each."""
+    """All collectives of one unit, one row for each."""
     frame = frame_of(
         OneCollective.TABLE, [each for kind in history.histories for each in kind.collectives]
     )
@@ -53,7 +53,7 @@ def frame_history(history: UnitHistory) -> pd.DataFrame:
 
 
 def frame_spreads(history: UnitHistory, fits: Mapping[str, LinkFit]) -> pd.DataFrame:
-    """How each kind of collective of one unit spreads, beside what the run's fit says."""
+    """The measured durations of a unit's collectives by kind, and those of the run's fit."""
     return pd.DataFrame(
         [_spread_row(one, fits.get(name_history(one))) for one in history.histories]
     )
@@ -78,7 +78,7 @@ def _spread_row(one: CollectiveHistory, fit: LinkFit | None) -> dict[str, Any]:
 
 
 def frame_holds(history: UnitHistory) -> pd.DataFrame:
-    """When one unit holds memory in a step."""
+    """The times at which one unit holds memory in a step."""
     return pd.DataFrame(
         [
             {
@@ -107,7 +107,7 @@ def frame_parameters(unit: Unit) -> pd.DataFrame:
 
 
 def frame_causes(owners: Sequence[ExposedOwner]) -> pd.DataFrame:
-    """Why one unit is waited for: its waits per step by cause, one row a kind and phase."""
+    """The waits of one unit per step by cause, one row for each kind and phase."""
     return pd.DataFrame(
         [
             {
@@ -126,7 +126,7 @@ def frame_causes(owners: Sequence[ExposedOwner]) -> pd.DataFrame:
 
 
 def frame_owned(peak: PeakMoment, unit: int) -> pd.DataFrame:
-    """What one unit owns at the highest moment of a memory step, by category."""
+    """The memory that one unit owns at the peak of a memory step, by category."""
     return pd.DataFrame(
         [
             {

@@ -1,7 +1,7 @@
 """Build the tables of the pages: in ms, MiB and GB/s at full precision, and safe as CSV.
 
-A table comes from a column specification of the library (`frame_of`), so a column is declared
-once. Pages round what they show; sorting and CSV use the full precision.
+A table comes from a column specification of the library (`frame_of`), so a column is declared once.
+Pages show rounded values, but sorting and CSV use the full precision.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def frame_of(spec: TableSpec, rows: Sequence[Any], *names: str) -> pd.DataFrame:
 
     Args:
         spec: The columns.
-        rows: What the columns read their values from.
+        rows: The rows from which the columns read their values.
         names: The columns to show, in order; default all that have a value.
     """
     columns = (spec.only(*names) if names else spec.with_values(rows)).columns
@@ -42,7 +42,7 @@ def frame_of(spec: TableSpec, rows: Sequence[Any], *names: str) -> pd.DataFrame:
 
 
 def to_csv(frame: pd.DataFrame) -> bytes:
-    """The table as CSV; a text that a spreadsheet would run as a formula is quoted with `'`."""
+    """Convert a table to CSV; `'` quotes texts that a spreadsheet would run as a formula."""
     harmless = frame.map(_defused)
     return harmless.to_csv(index=False).encode()
 
@@ -52,15 +52,15 @@ def _defused(value: Any) -> Any:
 
 
 def ms(value_ns: float | None) -> float | None:
-    """Nanoseconds as milliseconds; what is missing stays missing."""
+    """Convert nanoseconds to milliseconds; a missing value stays missing."""
     return None if value_ns is None else value_ns / NS_PER_MS
 
 
 def mib(value_bytes: float | None) -> float | None:
-    """Bytes as MiB; what is missing stays missing."""
+    """Convert bytes to MiB; a missing value stays missing."""
     return None if value_bytes is None else value_bytes / BYTES_PER_MIB
 
 
 def gb_per_s(rate: float | None) -> float | None:
-    """Bytes per second as GB/s; what is missing stays missing."""
+    """Convert bytes per second to GB/s; a missing value stays missing."""
     return None if rate is None else rate / BYTES_PER_GB

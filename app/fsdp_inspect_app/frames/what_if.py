@@ -1,4 +1,4 @@
-"""Tables of a simulated plan and the recorded plan."""
+"""Build tables of a simulated plan and the recorded plan."""
 
 import pandas as pd
 

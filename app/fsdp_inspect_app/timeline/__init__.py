@@ -1,1 +1,1 @@
-"""One step on a canvas: lanes a rank, level of detail on the server, drawing in the browser."""
+"""Draw one step on a canvas: lanes for each rank, level of detail on the server."""

@@ -1,4 +1,4 @@
-"""The timeline on a page: a Streamlit component around one canvas.
+"""Show the timeline on a page: a Streamlit component with one canvas.
 
     step = loading.timeline_of(entry, step=12, ranks=(0, 1))      # cached; a TrackSet
     show_timeline([step], key="timeline")
@@ -15,7 +15,7 @@ A prediction is drawn from its events:
     predicted = TrackSet(draw_events(simulation.predicted.events, rank=0), manifest)
 
 `show_timeline` is a fragment: zooming and selecting run only the fragment again. A page may pass
-`explain` to show details of the selection above the canvas; it runs again, too.
+`explain` to show details of the selection above the canvas; it then runs again too.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("words.js", "layout.js", "drawing.js", "painter.js", "timeline.js")
-"""In order; together they are one module."""
+"""The scripts in order; together they are one module."""
 
 
 def _read(name: str) -> str:
@@ -47,7 +47,7 @@ _mount = st.components.v2.component(
 
 @dataclass
 class _Jumps:
-    """Session state: where a page led in a drawing."""
+    """Session state: the jumps of the page in each drawing."""
 
     drawn: str
     latest: Jump | None = None
@@ -65,13 +65,13 @@ def show_timeline(
     """Draw one or several steps on one axis that begins at their starts.
 
     Args:
-        tracks: From the top, at least one. Give each a title where there are several.
-        key: Unique on the page.
-        opening: What is shown until the user changes it: window, selection, unit, pins.
-        explain: Called above the canvas with what is shown now, at every change; what it shows
-            may `jump_to` an event.
-        is_linked: Whether the page's address understands `window`, `span`, `top` and `unit`, so
-            that a copied link names them.
+        tracks: The steps from the top, at least one. If there are several, each needs a title.
+        key: The key of the component, unique on the page.
+        opening: The initial state: window, selection, unit, pins.
+        explain: Called above the canvas with the current state, at every change. Its widgets may
+            call `jump_to`.
+        is_linked: Whether the page's address supports `window`, `span`, `top` and `unit`, so that a
+            copied link contains them.
     """
     drawn = Tracks(tuple(tracks))
     state = st.session_state.get(key) or {}
@@ -81,19 +81,19 @@ def show_timeline(
     payload = encode_tracks(drawn, asked, jump=jump, is_linked=is_linked)
     _mount(data=payload, key=key, on_asked_change=lambda: None)
     if explain is not None:
-        with above:  # once the canvas is on its way
+        with above:  # after the canvas is sent
             explain(asked)
 
 
 def jump_to(key: str, place: Place) -> None:
-    """Select an event of a drawing and bring it into view; for buttons' callbacks."""
+    """Select an event of a drawing and show it; for callbacks of buttons."""
     jumps = st.session_state.get(_jumps_key(key))
     if isinstance(jumps, _Jumps):
         jumps.latest = Jump(jumps.latest.serial + 1 if jumps.latest else 1, place)
 
 
 def _latest_jump(key: str, drawn: str) -> Jump | None:
-    """Where the page led in this drawing; None: nowhere yet."""
+    """The last jump of the page in this drawing; None: no jump yet."""
     jumps = st.session_state.get(_jumps_key(key))
     if not isinstance(jumps, _Jumps) or jumps.drawn != drawn:
         jumps = st.session_state[_jumps_key(key)] = _Jumps(drawn)

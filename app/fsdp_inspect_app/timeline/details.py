@@ -1,4 +1,4 @@
-"""Describe one event of a timeline in a line."""
+"""Describe one event of a timeline in one line."""
 
 from fsdp_inspect.formatting import (
     format_bytes,
@@ -12,13 +12,13 @@ from fsdp_inspect_app.wording import code, plain
 
 
 def name_event(facts: EventFacts) -> str:
-    """What it is, as Markdown: `**all-gather** layers.1`."""
+    """The name of an event, as Markdown: `**all-gather** layers.1`."""
     named = "" if facts.fqn is None else f" {code(format_unit(facts.fqn))}"
     return f"**{plain(format_kind(facts.kind))}**{named}"
 
 
 def tell_event(facts: EventFacts) -> str:
-    """All that matters of it in one line, as Markdown."""
+    """Describe the important properties of an event in one line, as Markdown."""
     parts = [
         "" if facts.phase == "outside" else facts.phase,
         _tell_message(facts),
@@ -31,7 +31,7 @@ def tell_event(facts: EventFacts) -> str:
 
 
 def tell_origin(facts: EventFacts) -> str:
-    """When it was, who issued it, and how that was obtained, as plain text."""
+    """Describe the time of an event, its issuer, and the method, as plain text."""
     parts = [f"{format_ns(facts.start_ns)} after the step began"]
     if facts.issued_by is not None:
         parts.append(f"issued by {format_unit(facts.issued_by)}")
@@ -42,7 +42,7 @@ def tell_origin(facts: EventFacts) -> str:
 
 
 def _tell_exposed(facts: EventFacts) -> str:
-    """How long it was waited for and why; empty for what is no collective."""
+    """Describe the exposed time of an event and its causes; empty if it is not a collective."""
     if facts.exposed_ns is None:
         return ""
     if facts.exposed_ns == 0:
@@ -56,7 +56,7 @@ def _tell_exposed(facts: EventFacts) -> str:
 
 
 def tell_wait(facts: EventFacts) -> str:
-    """A wait in short, as Markdown: whose, how long, and its main cause."""
+    """Describe a wait in short, as Markdown: its owner, its duration and its main cause."""
     cause = next(iter(facts.causes_ns), "").replace("_", " ")
     spent = plain(" · ".join(filter(None, (format_ns(facts.exposed_ns), cause))))
     return f"{name_event(facts)} {spent}"

@@ -1,4 +1,4 @@
-"""The spans of a window of W pixels: the spans themselves, or columns of pixels for many spans.
+"""Select the spans for a window of W pixels, or columns of pixels if there are many spans.
 
 The result is exact at every zoom and needs only a sort beforehand. `Intervals.covered_ns` gives the
 time that a lane's spans of one look cover in each pixel column, in O(W log n) for each lane and
@@ -18,13 +18,14 @@ from fsdp_inspect_app.timeline.spans import Spans
 Int64Array = NDArray[np.int64]
 
 MAX_SPANS = 14_000
-"""Up to so many spans in view are sent as they are (about 0.8 MB)."""
+"""Up to this number of spans in view, the spans themselves are sent (about 0.8 MB)."""
 MAX_RECTANGLES = 45_000
-"""Pixel columns of all lanes and looks together (about 0.7 MB); beyond it they are wider."""
+"""The limit of pixel columns of all lanes and looks (about 0.7 MB). Beyond it, columns are
+wider."""
 NUM_SHADES = 15
-"""Occupancy of a pixel column is rounded to so many steps; neighbours of equal shade merge."""
+"""The number of steps of a column's occupancy; neighbours with equal shade are joined."""
 FULL = 255
-"""The shade of a span that is drawn as it is."""
+"""The shade of a span that is drawn unchanged."""
 
 _OVERFETCH_RATIO = 0.25
 
@@ -38,7 +39,7 @@ class View:
     width_px: int
 
     def widened(self, limit_ns: int) -> "View":
-        """A quarter more on each side, so that a small pan needs no new data; inside the axis."""
+        """The window with a quarter more on each side, so that a small pan needs no new data."""
         length = self.end_ns - self.start_ns
         margin = int(length * _OVERFETCH_RATIO)
         start, end = max(self.start_ns - margin, 0), min(self.end_ns + margin, limit_ns)
@@ -51,27 +52,27 @@ class Drawing:
     """Rectangles to draw of one index, sorted by lane and start; arrays of shape (n,)."""
 
     lane: NDArray[np.int32]
-    """As the index counts them."""
+    """The lane, in the numbering of the index."""
     look: NDArray[np.int8]
     start_ns: Int64Array
-    """On the axis of the view, as are the ends."""
+    """Start on the axis of the view, like the ends."""
     end_ns: Int64Array
     shade: NDArray[np.uint8]
-    """`FULL` for a span; else which part of the rectangle is busy, 1 to 255."""
+    """`FULL` for a span; else the busy fraction of the rectangle, from 1 to 255."""
     span: Int64Array
-    """Position of the span in the index; -1 for pixel columns, which belong to many."""
+    """Index of the span; -1 for a pixel column, which belongs to several spans."""
     is_exact: bool
-    """True: every rectangle is a span."""
+    """Whether every rectangle is a span."""
 
 
 class SpanIndex:
-    """The spans of one rank, ready for any window; immutable, so that sessions can share it."""
+    """The spans of one rank, ready for any window; immutable, so sessions can share it."""
 
     def __init__(self, spans: Spans) -> None:
         """Index spans.
 
         Raises:
-            ValueError: They are not sorted by lane and start, or overlap within a lane.
+            ValueError: The spans are not sorted by lane and start, or overlap within a lane.
         """
         self.spans = spans
         self._check_order()
@@ -79,29 +80,29 @@ class SpanIndex:
         self.lanes = tuple(
             (int(spans.lane[low]), low, high) for low, high in pairwise([*begins, len(spans)])
         )
-        """Each lane that has spans, with the range of their positions."""
+        """Each lane with spans, with the range of their indices."""
         self.covered = {
             (lane, look): self._coverage(low, high, look)
             for lane, low, high in self.lanes
             for look in np.flatnonzero(np.bincount(spans.look[low:high])).tolist()
         }
-        """By lane and look: when its spans run."""
+        """The times of the spans, by lane and look."""
 
     def __len__(self) -> int:
         return len(self.spans)
 
     @property
     def looks(self) -> set[int]:
-        """Of all spans."""
+        """The looks of all spans."""
         return {look for _, look in self.covered}
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """The memory of the index."""
         return self.spans.num_bytes + sum(2 * one.starts.nbytes for one in self.covered.values())
 
     def visible(self, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
-        """By lane: the range of its spans that meet a window on the rank's clock."""
+        """The range of spans in each lane that overlap a window on the rank's clock."""
         return [self._visible_of_lane(low, high, start_ns, end_ns) for _, low, high in self.lanes]
 
     def _visible_of_lane(self, low: int, high: int, start_ns: int, end_ns: int) -> tuple[int, int]:
@@ -130,11 +131,11 @@ class SpanIndex:
 
 @dataclass(frozen=True, slots=True)
 class OnAxis:
-    """The spans of a rank among others'."""
+    """The spans of a rank with their position in a drawing."""
 
     index: SpanIndex
     shift_ns: int = 0
-    """What to add to its times to be on the axis of the drawing."""
+    """The shift from the rank's times to the axis of the drawing."""
 
 
 def draw(
@@ -144,7 +145,7 @@ def draw(
     max_spans: int = MAX_SPANS,
     max_rectangles: int = MAX_RECTANGLES,
 ) -> list[Drawing]:
-    """What to draw for a window: the spans, or their density when there are too many of them all.
+    """Select the rectangles of a window: the spans, or their density if there are too many spans.
 
     Returns:
         One drawing for each member; either all hold spans, or all hold pixel columns.

@@ -1,4 +1,4 @@
-"""The curve of a rank's memory during a step, for its lane.
+"""Read the curve of a rank's memory during a step.
 
 The host takes the readings, and on a GPU it runs ahead of the streams, so the curve has the host's
 times. Between two readings, the counters give at most the highest value
@@ -26,9 +26,9 @@ class MemoryCurve:
     time_ns: NDArray[np.int64]
     allocated: NDArray[np.int64]
     highest: NDArray[np.int64]
-    """The highest moment since the reading before, at least `allocated`."""
+    """The highest value since the previous reading, at least `allocated`."""
     reserved: NDArray[np.int64]
-    """-1: not known (CPU)."""
+    """Reserved bytes; -1: unknown (CPU)."""
     unit: NDArray[np.int16]
     """Index of the innermost unit on the host's stack; -1: none."""
     phase: NDArray[np.int8]
@@ -39,12 +39,12 @@ class MemoryCurve:
 
     @property
     def peak(self) -> int:
-        """Position of the highest reading."""
+        """Index of the highest reading."""
         return int(np.argmax(self.highest))
 
     @property
     def top_bytes(self) -> int:
-        """The highest that is drawn, reserved memory included."""
+        """The highest drawn value, including reserved memory."""
         return int(max(self.highest.max(), self.reserved.max()))
 
     def moved(self, shift_ns: int) -> "MemoryCurve":
@@ -63,12 +63,12 @@ class MemoryCurve:
         )
 
     def thinned(self, start_ns: int, end_ns: int, most: int) -> "MemoryCurve":
-        """What a window shows: its readings and one on either side; of many the highest ones.
+        """Select the readings of a window and one on either side; of many, the highest ones.
 
         Args:
-            start_ns: Of the window.
-            end_ns: Of the window.
-            most: So many readings at most are returned, two aside.
+            start_ns: Start of the window.
+            end_ns: End of the window.
+            most: The highest number of readings, without the two at the sides.
         """
         first = max(int(np.searchsorted(self.time_ns, start_ns)) - 1, 0)
         last = min(int(np.searchsorted(self.time_ns, end_ns, side="right")) + 1, len(self))
@@ -80,7 +80,7 @@ class MemoryCurve:
 
 
 def find_sampled_ranks(run: RunSource, step: int) -> set[int]:
-    """The ranks that read their memory in a step, by the run's summary."""
+    """The ranks that read their memory in a step, according to the run's summary."""
     rows = memory_parts(run)
     is_known = (rows.step == step) & (rows.kind == StepPart.PEAK_ALLOCATED)
     return set(rows.rank[is_known].tolist())
@@ -95,7 +95,8 @@ def read_curve(
         run: The run.
         record: The rank.
         step: The step.
-        sampled: The ranks that read their memory in it (`find_sampled_ranks`); no other is read.
+        sampled: The ranks that read their memory in the step (`find_sampled_ranks`); others are not
+            read.
     """
     if record.rank not in sampled:
         return None

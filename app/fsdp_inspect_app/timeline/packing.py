@@ -17,16 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 DTYPES = ("f8", "f4", "i4", "i2", "u2", "u1")
-"""What the browser's side can read."""
+"""The dtypes that the browser can read."""
 
 _ALIGNMENT = 8
 
 
 def pack(header: Mapping[str, Any], columns: Mapping[str, NDArray[np.generic]]) -> bytes:
-    """Header and columns as bytes.
+    """Pack a header and columns as bytes.
 
     Raises:
-        ValueError: A column has a dtype that the browser's side does not read.
+        ValueError: The browser cannot read the dtype of a column.
     """
     described = [_describe(name, values) for name, values in columns.items()]
     text = json.dumps({**header, "columns": described}, allow_nan=False).encode()

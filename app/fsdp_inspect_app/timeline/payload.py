@@ -1,4 +1,4 @@
-"""The data with which the canvas draws a window of a step and describes its spans."""
+"""Make the data with which the canvas draws a window of a step and describes its spans."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
 from fsdp_inspect_app.timeline.tracks import DrawnRank
 
 MAX_READINGS = 8_000
-"""Readings of memory that are sent, over all ranks."""
+"""The highest number of memory readings to send, over all ranks."""
 
 _FIRST_WIDTH_PX = 1600
 _TRACK_LABELS = {
@@ -36,19 +36,19 @@ _Columns = dict[str, NDArray[np.generic]]
 
 
 def clock_label(manifest: RunManifest) -> str:
-    """What the lane of a rank's clock is: the queue on which its step is timed."""
+    """The label of the lane on which the step of a rank is timed."""
     return "main thread" if manifest.device_type == "cpu" else "compute stream"
 
 
 def lane_label(lane: Lane, manifest: RunManifest) -> str:
-    """What a lane holds."""
+    """The label of a lane."""
     if lane.track is Track.CLOCK:
         return clock_label(manifest)
     return f"{lane.dimension} collectives" if lane.dimension else _TRACK_LABELS[lane.track]
 
 
 def describe_drawing(member: TrackSet) -> str:
-    """A step's picture in words, for those who cannot see it."""
+    """Describe the drawing of a step in words, for screen readers."""
     timeline = member.timeline
     ranks = ", ".join(str(one.rank) for one in timeline.ranks)
     return (
@@ -58,7 +58,7 @@ def describe_drawing(member: TrackSet) -> str:
 
 
 def describe_tracks(tracks: Tracks) -> str:
-    """The whole picture in words, and how it is used without a pointer."""
+    """Describe the whole drawing in words, and its keyboard controls."""
     pictures = [
         f"{member.title}: {describe_drawing(member)}" if member.title else describe_drawing(member)
         for member in tracks.members
@@ -72,13 +72,13 @@ def describe_tracks(tracks: Tracks) -> str:
 def encode_tracks(
     tracks: Tracks, asked: TimelineRequest, *, jump: Jump | None = None, is_linked: bool = False
 ) -> bytes:
-    """Pack what a drawing shows now.
+    """Pack the data of a drawing.
 
     Args:
         tracks: One or several steps.
-        asked: What the browser shows, and asks for.
-        jump: Where the page leads.
-        is_linked: Whether a copied link may name what is shown.
+        asked: The state and the requests of the browser.
+        jump: The jump of the page.
+        is_linked: Whether a copied link contains the state.
     """
     end_ns = max(tracks.end_ns, 1)
     sent = (asked.view or View(0, end_ns, _FIRST_WIDTH_PX)).widened(end_ns)
@@ -117,11 +117,11 @@ def encode_tracks(
 
 
 _Shown = tuple[int, DrawnRank]
-"""The position of a set, and one of its ranks."""
+"""The index of a set, and one of its ranks."""
 
 
 def _shown_ranks(tracks: Tracks) -> list[_Shown]:
-    """Every rank of every set, from the top."""
+    """All ranks of all sets, from the top."""
     return [
         (position, drawn)
         for position, member in enumerate(tracks.members)
@@ -130,7 +130,7 @@ def _shown_ranks(tracks: Tracks) -> list[_Shown]:
 
 
 def _describe_blocks(tracks: Tracks) -> list[dict[str, Any]]:
-    """Each rank of each set: where its lanes, its step and its events lie."""
+    """The blocks of a drawing, one for each rank of each set: lanes, step and events."""
     blocks = []
     for position, drawn in _shown_ranks(tracks):
         member, window = tracks.members[position], drawn.window
@@ -167,7 +167,7 @@ def _legend(tracks: Tracks) -> list[int]:
 
 
 def _describe_opening(tracks: Tracks, asked: TimelineRequest) -> dict[str, Any]:
-    """What the browser begins with; later it knows better."""
+    """The initial state of the browser, which later keeps its own state."""
     blocks = [(position, drawn.rank) for position, drawn in _shown_ranks(tracks)]
     view = asked.view
     return {
@@ -179,7 +179,7 @@ def _describe_opening(tracks: Tracks, asked: TimelineRequest) -> dict[str, Any]:
 
 
 def _describe_found(tracks: Tracks, asked: TimelineRequest) -> dict[str, Any] | None:
-    """The answer to the search; None if nothing is searched for."""
+    """The answer to a search; None without a search."""
     if not asked.query or asked.serial == 0:
         return None
     found = tracks.find(asked.query, after=asked.selected, direction=asked.direction)
@@ -224,7 +224,7 @@ def _columns(tracks: Tracks, drawings: Sequence[Drawing]) -> _Columns:
 
 
 def _detail_columns(tracks: Tracks, position: int, drawn: DrawnRank, drawing: Drawing) -> _Columns:
-    """What tooltips say; times of the event relative to the start of its span."""
+    """The columns of tooltips; times of an event are relative to the start of its span."""
     manifest, layout = tracks.members[position].manifest, drawn.layout
     chosen = layout.index.spans.event[drawing.span]
     events = layout.events.where(chosen)
@@ -249,7 +249,7 @@ def _detail_columns(tracks: Tracks, position: int, drawn: DrawnRank, drawing: Dr
 
 
 def _unit_places(manifest: RunManifest, first_unit: int) -> NDArray[np.int16]:
-    """By the unit's index in the run: its position among the units of the drawing; -1: none."""
+    """Convert a unit's index in the run to its index in the drawing; -1: none."""
     highest = max((unit.index for unit in manifest.units), default=NO_UNIT)
     places = np.full(highest + 2, NO_UNIT, dtype=np.int16)
     for position, unit in enumerate(manifest.units):
@@ -258,7 +258,7 @@ def _unit_places(manifest: RunManifest, first_unit: int) -> NDArray[np.int16]:
 
 
 _LanedCurve = tuple[int, MemoryCurve, MemoryCurve, int]
-"""The lane, its whole curve, what a window shows of it, and the position of its set."""
+"""The lane, its whole curve, the part in the window, and the index of its set."""
 
 
 def _thin_curves(tracks: Tracks, view: View) -> list[_LanedCurve]:
@@ -320,7 +320,7 @@ def _provenances() -> list[str]:
 
 
 def method_words(method: Method) -> str:
-    """How a time was obtained, in words."""
+    """The method of a time, in words."""
     if method is Method.HOST_BLOCKING:
         return "host time of a blocking call"
     return method.label

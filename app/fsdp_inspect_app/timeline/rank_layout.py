@@ -1,11 +1,11 @@
-"""The lanes of one rank in one step, and the spans on them.
+"""Lay out the lanes of one rank in one step, and the spans on them.
 
 The lanes of a rank, from the top:
 
 - marks at the times at which the host issued collectives
 - the compute stream (CPU: the main thread), split as `reduction.step_parts.split_step` splits the
   step; its hatched parts add up to the exposed communication of the step
-- the collectives, each from its real start to its real end, in several rows where they overlap
+- the collectives, each from its real start to its real end, in several rows if they overlap
 - the memory of the step, if it was sampled
 
 Times are ns on the rank's own clock.
@@ -57,14 +57,14 @@ class Track(NamedCode):
     """A lane of a rank, from top to bottom."""
 
     ISSUE = 0
-    """Marks: when the host issued a collective."""
+    """The marks of the issues of collectives."""
     CLOCK = 1
     ALL_GATHER = 2
     REDUCE_SCATTER = 3
     ALL_REDUCE = 4
     OTHER_COLLECTIVE = 5
     MEMORY = 6
-    """A curve instead of spans."""
+    """The lane with a curve instead of spans."""
 
 
 LOOKS: tuple[Look, ...] = (
@@ -84,7 +84,7 @@ LOOKS: tuple[Look, ...] = (
     palette.ALL_REDUCE,
     palette.OTHER_COLLECTIVE,
 )
-"""How spans look; `Spans.look` is a position in it."""
+"""The looks of spans; `Spans.look` is an index into it."""
 
 _TRACK_LOOKS = {
     Track.ALL_GATHER: palette.ALL_GATHER,
@@ -96,7 +96,7 @@ _TRACK_LOOK_INDEX = np.array(
     [LOOKS.index(_TRACK_LOOKS[track]) if track in _TRACK_LOOKS else -1 for track in Track],
     dtype=np.int8,
 )
-"""By `Track`: position of its look in `LOOKS`; -1: it has none of its own."""
+"""The index of each track's look in `LOOKS`; -1: the spans have their own looks."""
 _FSDP_TRACKS = {
     EventKind.ALL_GATHER: Track.ALL_GATHER,
     EventKind.REDUCE_SCATTER: Track.REDUCE_SCATTER,
@@ -129,9 +129,9 @@ class Lane:
     rank: int
     track: Track
     row: int
-    """0, or more where collectives of one track overlap in time."""
+    """0, or more for overlapping collectives of one track."""
     dimension: str = ""
-    """Of other collectives, the dimension of the mesh (`tp`); empty: unknown."""
+    """For collectives without a unit, the dimension of the mesh (`tp`); empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,41 +149,41 @@ class RankWindow:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """What is drawn of one rank; its lanes and events are counted from its first."""
+    """The drawing of one rank; its lanes and events are numbered from its first."""
 
     window: RankWindow
     lanes: tuple[Lane, ...]
     index: SpanIndex
     events: EventTable
-    """All of the step."""
+    """All events of the step."""
     exposed_ns: NDArray[np.int64]
     """Exposed time of each event, shape (len(events),)."""
     memory: MemoryCurve | None
-    """Of the last lane; None: it has no such lane."""
+    """The curve of the last lane; None: there is no such lane."""
 
     @property
     def rank(self) -> int:
-        """Which one."""
+        """The number of the rank."""
         return self.window.rank
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """The memory of the layout."""
         return self.events.num_bytes + self.exposed_ns.nbytes + self.index.num_bytes
 
     @property
     def timed_spans(self) -> Spans:
-        """All but the marks, which last for no time."""
+        """All spans except the marks, which have no duration."""
         return self.index.spans.where(slice(self._num_marks, None))
 
     @property
     def num_timed_spans(self) -> int:
-        """How many they are."""
+        """The number of timed spans."""
         return len(self.index) - self._num_marks
 
     @property
     def _num_marks(self) -> int:
-        """They come first, on the first lane."""
+        """The number of marks, which are the first spans, on the first lane."""
         if self.lanes[0].track is not Track.ISSUE:
             return 0
         _, _, num_marks = self.index.lanes[0]
@@ -199,10 +199,10 @@ def lay_out_rank(
     """Lay out a step of one rank.
 
     Args:
-        rank: Which one.
-        events: Of that step, by start, with its STEP event.
-        memory: Of that step, if it was sampled.
-        dimensions: Those of the rank's process groups; None: unknown.
+        rank: The number of the rank.
+        events: The events of the step by start, with its STEP event.
+        memory: The memory of the step, if it was sampled.
+        dimensions: The dimensions of the rank's process groups; None: unknown.
     """
     window = _step_window(rank, events)
     parts = split_step(events, window.start_ns, window.end_ns)
@@ -232,7 +232,7 @@ def lay_out_rank(
 
 
 def _issue_marks(events: EventTable, window: RankWindow, track_of: NDArray[np.int8]) -> Spans:
-    """When the host issued each collective of the step: 1 ns long, moved apart where they meet."""
+    """The issues of collectives as marks of 1 ns, moved apart if they overlap."""
     issue = events.issue_ns
     members = np.flatnonzero(is_any_of(events.kind, COLLECTIVES) & (issue >= window.start_ns))
     members = members[np.argsort(issue[members], kind="stable")]
@@ -268,7 +268,7 @@ def _part_spans(claims: "_Claims", part: StepPart, within: Intervals, lane: int)
 
 
 class _Claims:
-    """The events that can be the reason for a part of the step (see `reduction.step_parts`)."""
+    """The events that can explain a part of the step (see `reduction.step_parts`)."""
 
     def __init__(self, events: EventTable) -> None:
         self.events = events
@@ -276,7 +276,7 @@ class _Claims:
         self._is_kernel_trace = is_kernel_trace(events)
 
     def of(self, part: StepPart) -> Mask:
-        """Shape (n,), by event."""
+        """The mask of a part's events, shape (n,)."""
         kind = self.events.kind
         if self._is_kernel_trace and part in _PHASE_OF_COMPUTE:
             phase = _PHASE_OF_COMPUTE[part]
@@ -322,7 +322,7 @@ class _Claims:
 def _collective_tracks(
     events: EventTable, track_of: NDArray[np.int8], dimensions: GroupDimensions | None
 ) -> Iterator[tuple[Track, str, NDArray[np.int64]]]:
-    """The tracks that have something on them, each with the positions of its events.
+    """The tracks that have events, each with the indices of its events.
 
     Collectives that FSDP did not issue have a track for each dimension of the mesh.
     """
@@ -354,7 +354,7 @@ def _collective_spans(
 
 
 def _track_of(events: EventTable) -> NDArray[np.int8]:
-    """The track of collectives on which each event lies; -1: on none."""
+    """The track of each event, if it is a collective; -1: none."""
     track = np.full(len(events), -1, dtype=np.int8)
     track[is_any_of(events.kind, COLLECTIVES)] = Track.OTHER_COLLECTIVE
     of_unit = events.unit != NO_UNIT

@@ -1,4 +1,4 @@
-"""Check what the browser shows and requests.
+"""Check the state and the requests of the browser.
 
 The browser sends one whole object at every change:
 
@@ -22,38 +22,38 @@ _MAX_QUERY = 400
 
 @dataclass(frozen=True, slots=True)
 class TimelineRequest:
-    """What is shown of a drawing; also what it opens with."""
+    """The state of a drawing; also its initial state."""
 
     view: View | None = None
-    """None: all of it."""
+    """The window; None: the whole drawing."""
     selected: Place | None = None
     query: str = ""
-    """The unit that is searched for."""
+    """The name of a unit to search for."""
     direction: int = 0
     serial: int = 0
-    """Number of the search, so that it is answered once."""
+    """The number of the search, so that it is answered once."""
     pinned: tuple[tuple[int, int], ...] = ()
-    """Set and rank."""
+    """The pinned ranks, as set and rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """Where the page leads: an event that is selected and brought into view."""
+    """A jump of the page to an event, which is selected and shown."""
 
     serial: int
-    """Number of the jump, so that it is made once."""
+    """The number of the jump, so that it is made once."""
     place: Place
 
 
 def read_request(
     state: Mapping[str, Any], tracks: Tracks, *, opening: TimelineRequest
 ) -> TimelineRequest:
-    """What the browser asks for; what makes no sense is as if it had not been asked.
+    """Read the request of the browser; invalid values are ignored.
 
     Args:
         state: The component's session state.
-        tracks: What is drawn.
-        opening: What holds until the browser has said something about this drawing.
+        tracks: The drawing.
+        opening: The state before the first request for this drawing.
     """
     asked = state.get("asked")
     if not isinstance(asked, Mapping) or asked.get("key") != tracks.key:
@@ -72,7 +72,7 @@ def read_request(
 
 
 def parse_view(text: str, end_ns: int, *, width_px: int = 1600) -> View | None:
-    """The window of a link, `START-END` in ns; None if it is none."""
+    """Parse the window of a link, `START-END` in ns; None if it is invalid."""
     start, _, end = text.partition("-")
     if not (start.isdecimal() and end.isdecimal() and len(text) < 40):
         return None

@@ -1,4 +1,4 @@
-"""The spans of one rank as columns, on the rank's own clock."""
+"""Define the spans of one rank as columns, on the rank's own clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,20 +13,20 @@ class Spans:
     """Sorted by lane and start, disjoint inside a lane; arrays of shape (n,)."""
 
     lane: NDArray[np.int32]
-    """Position among the rank's lanes."""
+    """Index among the rank's lanes."""
     look: NDArray[np.int8]
-    """Position in `LOOKS`."""
+    """Index into `LOOKS`."""
     start_ns: NDArray[np.int64]
     end_ns: NDArray[np.int64]
     event: NDArray[np.int32]
-    """Position among the rank's events of the step."""
+    """Index among the rank's events of the step."""
 
     def __len__(self) -> int:
         return len(self.lane)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the columns take."""
+        """The memory of the columns."""
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 
     def where(self, mask: NDArray[np.generic] | slice) -> Self:
@@ -36,7 +36,7 @@ class Spans:
         )
 
     def by_start(self) -> Self:
-        """The spans of one lane, sorted; themselves if they are."""
+        """Sort the spans of one lane by start; returns self if they are sorted."""
         if np.all(self.start_ns[1:] >= self.start_ns[:-1]):
             return self
         return self.where(np.argsort(self.start_ns, kind="stable"))

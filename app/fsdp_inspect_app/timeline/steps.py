@@ -11,7 +11,7 @@ from fsdp_inspect.trace.codes import EventKind, StepPart
 
 
 def find_drawable_steps(run: RunSource, *, rank: int) -> tuple[int, ...]:
-    """The finished steps whose events are here, ascending."""
+    """The finished steps with recorded events, ascending."""
     steps = run.events(rank, kinds=[EventKind.STEP]).step
     return tuple(int(step) for step in np.unique(steps))
 

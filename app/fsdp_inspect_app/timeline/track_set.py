@@ -1,4 +1,4 @@
-"""The steps in one drawing, each a block of lanes on the shared axis.
+"""Combine the steps of one drawing; each is a block of lanes on the shared axis.
 
 Every step begins at 0, so steps of different runs are aligned at their starts. Events and units
 have one sequence of numbers over all sets of a drawing.
@@ -22,37 +22,37 @@ _EVENT_NAME = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 
 @dataclass(frozen=True, slots=True)
 class TrackSet:
-    """One step of one run, ready to be drawn; keep it cached."""
+    """One step of one run, prepared for drawing. Callers cache it."""
 
     timeline: StepTimeline
     manifest: RunManifest
-    """For the names of units and groups."""
+    """The manifest with the names of units and groups."""
     title: str = ""
-    """Written above its lanes; needed where a drawing has several sets."""
+    """The title above its lanes; required if a drawing has several sets."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """The memory of the set."""
         return self.timeline.num_bytes
 
     @property
     def key(self) -> str:
-        """Identity of what is drawn."""
+        """The identity of the drawn step."""
         ranks = ",".join(str(one.rank) for one in self.timeline.ranks)
         return f"{self.manifest.run_id}/{self.timeline.step}/{ranks}/{self.title}"
 
     @property
     def unit_names(self) -> list[str]:
-        """In the order of the manifest's units."""
+        """The names in the order of the manifest's units."""
         return [format_unit(unit.fqn) for unit in self.manifest.units]
 
     def name_of_event(self, event: int) -> str:
-        """How an address names an event: its rank, and its number among the rank's events."""
+        """The name of an event in an address: its rank, and its number among the rank's events."""
         drawn = self.timeline.rank_of(event)
         return f"{drawn.rank}-{event - drawn.first_event}"
 
     def find_event(self, name: str) -> "Place | None":
-        """The event of such a name; None if nothing drawn has it."""
+        """The event with such a name; None if it is not drawn."""
         match = _EVENT_NAME.fullmatch(name)
         if match is None:
             return None
@@ -64,22 +64,22 @@ class TrackSet:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An event of a drawing."""
+    """The place of an event in a drawing."""
 
     member: int
-    """Position of its set."""
+    """Index of its set."""
     event: int
-    """Position in the events of the set's timeline."""
+    """Index of its event in the set's timeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitMatches:
-    """What a search came to."""
+    """The result of a search."""
 
     place: Place | None
-    """None: no unit of that name has anything drawn."""
+    """The place of the match; None: no unit with that name is drawn."""
     number: int
-    """From 1, among the matches of the same rank, by time; 0: none."""
+    """The number of the match among those on its rank by time, from 1; 0: none."""
     total: int
 
 
@@ -89,11 +89,11 @@ class Tracks:
 
     members: Sequence[TrackSet]
     first_event: tuple[int, ...] = field(init=False)
-    """By set: how many events are numbered before its own; then the number of all."""
+    """The number of events before each set, then the number of all events."""
     first_lane: tuple[int, ...] = field(init=False)
-    """By set: how many lanes lie above its own."""
+    """The number of lanes above each set."""
     first_unit: tuple[int, ...] = field(init=False)
-    """By set: how many units are numbered before its own."""
+    """The number of units before each set."""
 
     def __post_init__(self) -> None:
         events = [member.timeline.num_events for member in self.members]
@@ -105,7 +105,7 @@ class Tracks:
 
     @property
     def key(self) -> str:
-        """Identity of the drawing: the browser keeps its zoom while it stays the same."""
+        """The identity of the drawing; the browser keeps its zoom while it stays the same."""
         return " | ".join(member.key for member in self.members)
 
     @property
@@ -115,11 +115,11 @@ class Tracks:
 
     @property
     def num_events(self) -> int:
-        """Of all sets."""
+        """The number of events of all sets."""
         return self.first_event[-1]
 
     def place(self, number: int) -> Place:
-        """The event of that number in the drawing."""
+        """The place of the event with that number in the drawing."""
         member = int(np.searchsorted(self.first_event, number, side="right")) - 1
         return Place(member, number - self.first_event[member])
 
@@ -128,12 +128,12 @@ class Tracks:
         return self.first_event[place.member] + place.event
 
     def find(self, query: str, *, after: Place | None, direction: int) -> UnitMatches:
-        """The next event of the units that a text names, by time, on the rank it starts from.
+        """Find the next event of the units that match a text, by time, on the rank of the start.
 
         Args:
             query: The name of a unit, or a part of names, in any case.
-            after: Where to start; None: at the beginning of the first rank.
-            direction: 1 forwards, -1 backwards, 0: the first from the start on.
+            after: The start; None: the beginning of the first rank.
+            direction: 1 forwards, -1 backwards, 0: the first event from the start.
         """
         for offset in range(len(self.members)):
             place = after if offset == 0 else None
@@ -166,7 +166,7 @@ class Tracks:
 
 
 def matching_units(names: Sequence[str], query: str) -> list[int]:
-    """The units of that name; without one those whose names contain it, in any case."""
+    """The units with that name, or else those whose names contain it, in any case."""
     wanted = query.strip().lower()
     lowered = [name.lower() for name in names]
     exact = [index for index, name in enumerate(lowered) if name == wanted]
@@ -176,7 +176,7 @@ def matching_units(names: Sequence[str], query: str) -> list[int]:
 
 
 def _matching_events(tracks: TrackSet, query: str, drawn: DrawnRank) -> NDArray[np.int64]:
-    """The drawn events of the named units on a rank, as it counts them, by start; copies aside."""
+    """The drawn events of the matching units on a rank, by start, without copies."""
     indices = [
         tracks.manifest.units[position].index
         for position in matching_units(tracks.unit_names, query)

@@ -1,8 +1,8 @@
-"""The ranks of one step, each with its own lanes, on one axis.
+"""Place the ranks of one step on one axis, each with its own lanes.
 
 Times on the axis are ns from the start of the earliest rank's step, on the clock of the first rank
-drawn. A rank whose clock cannot be aligned begins at 0. No data of a rank is copied: lanes and
-events have one sequence of numbers over the ranks, and each is found by its number.
+drawn. A rank whose clock cannot be aligned begins at 0. The data of a rank is not copied. Lanes and
+events have one sequence of numbers over the ranks.
 """
 
 import os
@@ -24,7 +24,7 @@ from fsdp_inspect_app.timeline.memory import find_sampled_ranks, read_curve
 from fsdp_inspect_app.timeline.rank_layout import Lane, RankLayout, RankWindow, lay_out_rank
 
 _RANKS_AT_ONCE = min(4, os.cpu_count() or 1)
-"""Laid out in threads: decoding and sorting leave the interpreter to others."""
+"""The number of threads for the layout; decoding and sorting release the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,43 +33,44 @@ class DrawnRank:
 
     layout: RankLayout
     shift_ns: int
-    """What to add to its times to be on the drawing's axis."""
+    """The shift from its times to the axis of the drawing."""
     first_lane: int
-    """Lanes of the ranks above it."""
+    """The number of lanes of the ranks above it."""
     first_event: int
-    """Events of the ranks above it."""
+    """The number of events of the ranks above it."""
 
     @property
     def rank(self) -> int:
-        """Which one."""
+        """The number of the rank."""
         return self.layout.rank
 
     @property
     def window(self) -> RankWindow:
-        """Its step, on the drawing's axis."""
+        """The step of the rank on the drawing's axis."""
         return self.layout.window.moved(self.shift_ns)
 
     @property
     def events(self) -> EventTable:
-        """All of the step, on the rank's own clock."""
+        """All events of the step, on the rank's own clock."""
         return self.layout.events
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """One step of some ranks, ready to be drawn."""
+    """One step of some ranks, prepared for drawing."""
 
     step: int
     ranks: tuple[DrawnRank, ...]
-    """From the top; at least one."""
+    """The ranks from the top; at least one."""
     clock_uncertainty_ns: int
-    """By how much lanes of different ranks may be shifted against each other."""
+    """The uncertainty of the positions of different ranks relative to each other."""
     refusals: Mapping[int, str]
-    """By rank, why its clock could not be aligned: its step begins at 0, on an axis of its own."""
+    """By rank, the reason why its clock cannot be aligned. Its step then begins at 0 on a separate
+    axis."""
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Of all ranks, from the top."""
+        """The lanes of all ranks, from the top."""
         return tuple(lane for one in self.ranks for lane in one.layout.lanes)
 
     @property
@@ -84,17 +85,17 @@ class StepTimeline:
 
     @property
     def num_events(self) -> int:
-        """Of all ranks."""
+        """The number of events of all ranks."""
         return self.ranks[-1].first_event + len(self.ranks[-1].events)
 
     @property
     def num_timed_spans(self) -> int:
-        """All spans but the marks, which last for no time."""
+        """The number of spans except the marks, which have no duration."""
         return sum(one.layout.num_timed_spans for one in self.ranks)
 
     @property
     def looks(self) -> set[int]:
-        """Positions in `LOOKS` of what is drawn."""
+        """The drawn looks, as indices into `LOOKS`."""
         return {look for one in self.ranks for look in one.layout.index.looks}
 
     @property
@@ -104,16 +105,16 @@ class StepTimeline:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """The memory of the timeline."""
         return sum(one.layout.num_bytes for one in self.ranks)
 
     def rank_of(self, event: int) -> DrawnRank:
-        """The rank of an event, by the event's number among those of all ranks."""
+        """The rank of an event, by the event's number over all ranks."""
         firsts = [one.first_event for one in self.ranks]
         return self.ranks[int(np.searchsorted(firsts, event, side="right")) - 1]
 
     def find_rank(self, rank: int) -> DrawnRank | None:
-        """The rank of that number; None if it is not drawn."""
+        """The rank with that number; None if it is not drawn."""
         return next((one for one in self.ranks if one.rank == rank), None)
 
 
@@ -139,12 +140,12 @@ def draw_events(events: EventTable, *, rank: int, step: int | None = None) -> St
     """Lay out a step of one rank from its events alone, such as those of a prediction.
 
     Args:
-        events: Of one rank.
-        rank: Which rank they are said to be of.
+        events: The events of one rank.
+        rank: The number of the rank to show.
         step: The step to draw; None: the last one among the events.
 
     Raises:
-        IncompleteRunError: The events hold no finished step of that number.
+        IncompleteRunError: The events have no finished step with that number.
     """
     finished = events.step[events.kind == EventKind.STEP]
     chosen = int(finished[-1]) if step is None and len(finished) else step
@@ -165,7 +166,7 @@ def _has_step(events: EventTable) -> bool:
 def _lay_out_recorded(
     run: RunSource, step: int, sampled: Collection[int], record: RankRecord
 ) -> RankLayout | None:
-    """The step of a rank, with its memory if it read that; None if it did not finish it."""
+    """Lay out the step of a rank with its memory, if it was read; None if it is unfinished."""
     events = run.events(record.rank, steps=[step])
     if not _has_step(events):
         return None

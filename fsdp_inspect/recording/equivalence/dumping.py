@@ -2,11 +2,11 @@
 
 [Note: What a dump observes]
 The step begins at the first forward of a model with units after `settings.step` updates of such
-models. Then the rank saves their parameters (sharded run), or takes those that the sharded run
-saved (run without sharding). During the step, it takes fingerprints of the parameters that each
+models. The rank then saves their parameters (sharded run), or loads the parameters that the sharded
+run saved (run without sharding). During the step, it takes fingerprints of the parameters that each
 module uses, of the outputs of each unit, and of the gradients that enter a model. Gradients are
-those after the last backward before the update. There the process ends, so that
-neither run writes a checkpoint of a step that this tool has changed.
+those after the last backward before the update. The process ends there, so that neither run writes
+a checkpoint of a step that this tool has changed.
 
 Without sharding, the updates before the step are left out: parameters come from the other run.
 """
@@ -94,7 +94,8 @@ class _Dumper:
         self._updates = 0
         self._loaders = 0
         self._models: dict[str, nn.Module] = {}
-        """By name, in the order of their first forward; the first one has no name."""
+        """The models by name, in the order of their first forward; the first one has the empty
+        name."""
         self._known: set[int] = set()
         """The modules of these models, by id."""
         self._is_active = False
@@ -128,7 +129,7 @@ class _Dumper:
         if self._is_sharded:
             self._watch_divide_factor()
 
-    # --- what is observed
+    # --- observations
 
     def _find_model(self, module: nn.Module, args: Any) -> None:
         """Take a called model with units, and begin the step at its forward."""
@@ -208,7 +209,7 @@ class _Dumper:
         return watch
 
     def _is_looking(self) -> bool:
-        """In the forwards of the step, and not in a forward that checkpointing repeats."""
+        """Whether the step observes now: in its forwards, but not in repeated ones."""
         return (
             self._is_active
             and not torch.compiler.is_compiling()
@@ -235,7 +236,7 @@ class _Dumper:
         torch.autograd.backward = backward
 
     def _watch_loaders(self) -> None:
-        """Begin each data loader with the random states that it has in the sharded run."""
+        """Start each data loader with the random states that it had in the sharded run."""
         from torch.utils.data import DataLoader
 
         original: Any = DataLoader.__iter__
@@ -276,10 +277,10 @@ class _Dumper:
         self._share_random_states("step")
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The floating-point parameters of all models, by name; of units the sharded ones.
+        """The floating-point parameters of all models, by name; for units, the sharded parameters.
 
-        A unit that was not resharded, as after a forward without gradients, registers its full
-        parameters.
+        A unit that is not resharded, for example after a forward without gradients, registers its
+        full parameters.
         """
         return [
             (_join(prefix, name), each)
@@ -359,7 +360,7 @@ class _Dumper:
     def _before_update(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """End at the update of the step; a closure (as of Lightning) runs the last backward."""
+        """End at the update of the step. A closure (as of Lightning) runs the last backward."""
         updated = [each for group in optimizer.param_groups for each in group["params"]]
         if not self._owns_any(updated):
             return None
@@ -435,7 +436,7 @@ class _Dumper:
         os._exit(0)
 
     def _await_others(self) -> None:
-        """Ranks need each other's store until all have ended their last collective."""
+        """Wait until all ranks have ended their last collective, which needs every rank's store."""
         deadline = time.monotonic() + _WAIT_S
         parent = self._folder.parent
         others = [

@@ -1,4 +1,4 @@
-"""Reduce tensors to fingerprints, which tell two runs apart without storing the tensors."""
+"""Reduce tensors to fingerprints, which show differences of two runs in little space."""
 
 from __future__ import annotations
 

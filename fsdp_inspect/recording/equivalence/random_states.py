@@ -12,7 +12,7 @@ import torch
 
 
 def save_random_states(folder: Path, name: str) -> None:
-    """Save the default generators of Python, NumPy and torch below a name."""
+    """Save the default generators of Python, NumPy and torch under a name."""
     folder.mkdir(parents=True, exist_ok=True)
     states = {f"torch-{at}": state.numpy() for at, state in enumerate(_torch_states())}
     _, keys, position, has_gauss, gauss = np.random.get_state()
@@ -23,7 +23,7 @@ def save_random_states(folder: Path, name: str) -> None:
 
 
 def restore_random_states(folder: Path, name: str) -> None:
-    """Restore what was saved below a name; without it, the generators stay as they are."""
+    """Restore the states saved under a name; without them, the generators stay unchanged."""
     path = folder / f"{name}.json"
     if not path.exists():
         return

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_map
 
 _KEPT = frozenset({"__init__", "__class__", "__init_subclass__"})
 _claimed: WeakKeyDictionary[nn.Module, dict[str, torch.dtype | None]] = WeakKeyDictionary()
-"""By module and name: the dtype in which a unit would gather a parameter; None: as it is."""
+"""By module and name: the dtype in which a unit would gather a parameter; None: unchanged."""
 _classes: dict[type, type] = {}
 
 
 def replace_fully_shard() -> None:
-    """Replace `fully_shard` and `replicate` wherever torch exports them."""
+    """Replace `fully_shard` and `replicate` in all modules of torch that export them."""
     import torch.distributed._composable.replicate_with_fsdp as replicated
     import torch.distributed.fsdp as fsdp
     from torch.distributed.fsdp import _fully_shard
@@ -93,15 +93,15 @@ def cast_parameters(model: nn.Module) -> None:
 
 
 class _Whole(FSDPModule):
-    """A module that is whole on every rank, with the interface of `FSDPModule`."""
+    """A module with whole parameters on every rank and the interface of `FSDPModule`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build the module itself, as of its own class."""
+        """Build the module as an instance of its own class."""
         own = next(each for each in cls.__mro__ if not issubclass(each, FSDPModule))
         return own(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """The parameters are whole already."""
+        """Do nothing: the parameters are already whole."""
         return UnshardHandle() if async_op else None
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 def _itself(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Return the tensor, which is whole already."""
+    """Return the tensor, which is already whole."""
     return tensor
 
 

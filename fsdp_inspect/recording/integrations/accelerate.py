@@ -69,6 +69,6 @@ def accelerate_recorder(
 
 
 def _unwrap(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The optimizer inside an `AcceleratedOptimizer`: the one whose hooks run when it steps."""
+    """The optimizer inside an `AcceleratedOptimizer`, whose hooks run when it steps."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer

@@ -103,7 +103,7 @@ class FsdpInspectCallback:
 
 
 def _callback_classes() -> list[type]:
-    """The `Callback` of each imported package; of the first installed package if none is imported.
+    """The `Callback` of each imported package, or else of the first installed package.
 
     The two packages do not accept each other's callbacks.
     """

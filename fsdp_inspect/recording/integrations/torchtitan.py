@@ -66,7 +66,7 @@ class _RecordsTraining:
         self._has_begun = False
 
     def should_log(self, step: int) -> bool:
-        """Attach before the first step; torchtitan asks at the beginning of each step."""
+        """Attach before the first step; torchtitan calls it at the beginning of each step."""
         parts: list[nn.Module] | None = getattr(self, "model_parts", None)
         if parts and not self._has_begun:
             self._has_begun = True

@@ -21,7 +21,7 @@ class RecordedTraining:
 
     Args:
         options: Keyword arguments of each recorder.
-        remedy: What a user of the library must do if the model is not sharded.
+        remedy: The instruction for a user of the library whose model is not sharded.
     """
 
     def __init__(self, options: RecorderOptions, remedy: str) -> None:

@@ -87,7 +87,7 @@ class FsdpInspectCallback(TrainerCallback):
         self._training.log(self.select_metrics(kwargs.get("logs") or {}))
 
     def select_metrics(self, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Select what is recorded of the values that the Trainer logs."""
+        """Select the values to record from those that the Trainer logs."""
         return {name: logs[name] for name in _LOGGED if name in logs}
 
     def on_train_end(

@@ -32,7 +32,7 @@ if find_spec("trl") is None:
     )
 
 _NOT_METRICS = ("runtime", "per_second", "epoch", "total_flos", "train_loss")
-"""Ends of the names of what the Trainer logs about itself."""
+"""Suffixes of values that the Trainer logs about itself."""
 
 
 class FsdpInspectCallback(transformers.FsdpInspectCallback):

@@ -1,10 +1,9 @@
-"""Define what a sharder tells the recorder about a model, and how its units are timed.
+"""Define the interface between a sharder and the recorder: units, groups, settings and hooks.
 
 A *sharder* is the code that distributes a model over ranks: `fully_shard` (FSDP2),
 `FullyShardedDataParallel` (FSDP1), `DistributedDataParallel` (DDP) or an engine of DeepSpeed
-(ZeRO-1, ZeRO-2, ZeRO-3). A *unit* is a communication group of parameters, whichever sharder made
-it. Each sharder records into the same tables, with the same words. Data that it cannot provide is
-absent.
+(ZeRO-1, ZeRO-2, ZeRO-3). A *unit* is a communication group of parameters of any sharder. Each
+sharder records into the same tables, with the same terms. Data that it cannot provide is absent.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ class ShardingHooks(Protocol):
 
 
 class Sharder(ABC, Generic[HandleT]):
-    """The units of one model, and what their sharder knows about them."""
+    """The units of one model with the properties that their sharder provides."""
 
     name: ClassVar[str]
-    """As in `RunManifest.sharder`."""
+    """The name in `RunManifest.sharder`."""
     supports_emulation: ClassVar[bool] = False
     """Whether its collectives wait for an emulated network."""
     has_numerics: ClassVar[bool] = True
@@ -72,7 +71,7 @@ class Sharder(ABC, Generic[HandleT]):
         self.units = list(units)
         """The current units; the same list if they change."""
         self.num_changes = 0
-        """How often the units have changed."""
+        """The number of changes of the units."""
 
     @property
     def title(self) -> str:
@@ -85,7 +84,7 @@ class Sharder(ABC, Generic[HandleT]):
         """The units of a model; None if this sharder did not shard it.
 
         Raises:
-            RecordingError: It did, but the model has no unit to record.
+            RecordingError: The sharder did, but the model has no unit to record.
         """
 
     @classmethod
@@ -115,7 +114,7 @@ class Sharder(ABC, Generic[HandleT]):
         """Describe a unit in its current state."""
 
     def observe_plan(self, model: nn.Module) -> Plan | None:
-        """The observed plan; None: this sharder has no plans."""
+        """The observed plan; None if this sharder has no plans."""
         return None
 
     def settings(self) -> dict[str, str]:
@@ -125,19 +124,23 @@ class Sharder(ABC, Generic[HandleT]):
     def watch_for_another(
         self, patches: Patches, on_another: Callable[[Sequence[nn.Module]], None]
     ) -> None:
-        """Call back with the modules of the first unit that runs and is not one of these.
+        """Call back with the modules of the first other unit that runs.
 
         Does nothing for a sharder without a moment at which all units start.
         """
 
     def graph_units(self, hooks: ShardingHooks) -> GraphUnits | None:
-        """Its collectives in compiled graphs; None: it issues all of them outside of graphs."""
+        """The interface to its collectives in compiled graphs; None if graphs have none of them."""
         return None
 
     def optimizers(
         self, given: Sequence[torch.optim.Optimizer] | None
     ) -> Sequence[torch.optim.Optimizer] | None:
-        """The torch optimizers to record, if the user gave these; None: any that steps."""
+        """The torch optimizers to record; None: any that steps.
+
+        Args:
+            given: The optimizers that the user gave, if any.
+        """
         return given
 
     def outer_optimizers(self) -> Sequence[tuple[Any, torch.optim.Optimizer]]:
@@ -149,10 +152,10 @@ class Sharder(ABC, Generic[HandleT]):
         return ()
 
     def meshes(self) -> Sequence[DeviceMesh]:
-        """The device meshes of the units; empty: this sharder has none."""
+        """The device meshes of the units; empty if this sharder has none."""
         return ()
 
-    # --- the same for every sharder
+    # --- equal for every sharder
 
     def register_groups(self, groups: ProcessGroups) -> None:
         """Give every process group of the units an index and a role."""

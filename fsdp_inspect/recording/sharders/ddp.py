@@ -3,14 +3,14 @@
 [Note: Where the recorder attaches to DDP]
 A unit is a bucket of the reducer. The reducer issues the all-reduce of a bucket from C++, in the
 order of the buckets, as soon as its gradients are ready. The recorder observes these calls in the
-dispatcher (see `all_reduce_kernel`). The future of a call tells when it ends.
+dispatcher (see `all_reduce_kernel`). The future of a call shows its end.
 
 The reducer waits for all buckets in a callback of autograd, after the last gradient. The recorder
-queues a callback of its own when it sees the first bucket, so that it runs right before. From that
-moment on, the compute stream (CPU: the main thread) waits for one bucket after the other. These
-waits are inferred: the copies of reduced gradients between two of them count as waiting.
+queues its own callback when it sees the first bucket, so that it runs right before. After that, the
+compute stream (CPU: the main thread) waits for the buckets one by one. These waits are inferred:
+the copies of reduced gradients between two of them count as waiting.
 
-A bucket is no module. It has no forward and no backward of its own.
+A bucket is not a module, so it has neither a forward nor a backward.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _ALL_REDUCE = EventKind.ALL_REDUCE
 _ASYNC = int(EventFlag.ASYNC)
 _NO_BACKWARD = -1
-"""torch's id of the backward that runs, if none does."""
+"""torch's id of the running backward if none runs."""
 
 
 class Ddp(Sharder[BucketHandle]):
@@ -113,7 +113,7 @@ class Ddp(Sharder[BucketHandle]):
             fqn=name,
             modules=list(handle.fqns),
             num_parameters=num_parameters,
-            num_trainable_parameters=num_parameters,  # a frozen parameter is in no bucket
+            num_trainable_parameters=num_parameters,  # no bucket has a frozen parameter
             num_tensors=len(parameters),
             parameters=handle.parameter_shapes,
             unsharded_bytes=num_bytes,
@@ -131,10 +131,10 @@ class Ddp(Sharder[BucketHandle]):
         return ddp_settings_of(self.wrappers[0][1])
 
     def update_units(self) -> None:
-        """Find the buckets again if a reducer has assigned parameters to other ones.
+        """Find the buckets again if a reducer has assigned parameters to other buckets.
 
-        Call it after a forward, which is when a reducer does so. In backward the reducer holds its
-        lock while it issues an all-reduce, and would never return its buckets.
+        Call it after a forward, when a reducer does so. In backward it would never return, because
+        the reducer holds its lock while it issues an all-reduce.
         """
         num_rebuilt = self._count_rebuilt()
         if num_rebuilt != self._num_rebuilt:
@@ -185,7 +185,7 @@ class BucketHooks:
         return self._reductions
 
     def end_step(self) -> None:
-        """Do nothing: a backward has waited for all its buckets."""
+        """Do nothing, because a backward has waited for all its buckets."""
 
     def close(self) -> None:
         """Drop the marks of device streams."""
@@ -253,10 +253,10 @@ class BucketHooks:
         return any(each.process_group.group_name == name for _, each in self._sharder.wrappers)
 
     def _find_bucket(self, message: torch.Tensor, group: dist.ProcessGroup) -> int:
-        """The unit of an all-reduce: the next bucket of the only model that it can be of.
+        """The unit of an all-reduce: the next bucket of the only matching model.
 
-        No unit: it is of a bucket that the reducer is about to replace, or of no bucket, such as
-        the map of used parameters.
+        There is no unit if the reducer is about to replace the bucket, or if the message is not a
+        bucket, such as the map of used parameters.
         """
         found = []
         for unit, handle in enumerate(self._sharder.units):
@@ -291,7 +291,7 @@ class BucketHooks:
         return communication, number
 
     def _follow(self, communication: Communication, work: dist.Work, number: int) -> None:
-        """Note how the end of a call that was just issued becomes known."""
+        """Choose the source of the end of a call that was just issued."""
         session = self._session
         future = work.get_future()
         if session.on_host:
@@ -303,7 +303,7 @@ class BucketHooks:
 
             future.add_done_callback(done)
         else:
-            # The communicator runs its collectives in order, on a stream of its own.
+            # The communicator runs its collectives in order, on a separate stream.
             last = self._last_ends.get(communication.group)
             if last is not None:
                 communication.start = later_of(communication.start, last)
@@ -314,7 +314,7 @@ class BucketHooks:
         self._reductions.add(communication)
 
     def _mark_end(self, future: Any) -> Any:
-        """A mark at the end of a collective: on a stream that waits for nothing else."""
+        """A mark at the end of a collective, on a stream that waits for nothing else."""
         if self._side_stream is None:
             self._side_stream = torch.Stream(self._sharder.device)
         with self._side_stream:
@@ -324,7 +324,7 @@ class BucketHooks:
     # --- the end of backward
 
     def _before_finalize(self) -> None:
-        """The reducer is about to wait for its buckets."""
+        """Called before the reducer waits for its buckets."""
         session = self._session
         self._backward = _NO_BACKWARD
         if not session.active:
@@ -337,7 +337,7 @@ class BucketHooks:
             session.fail(error)
 
     def _after_finalize(self) -> None:
-        """The gradients that the optimizer sees are reduced."""
+        """Called after the gradients that the optimizer sees are reduced."""
         session = self._session
         if not session.active:
             return

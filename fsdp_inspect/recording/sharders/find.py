@@ -33,8 +33,8 @@ def find_sharder(model: nn.Module) -> Sharder[Any]:
     """Find the units of a model.
 
     Raises:
-        RecordingError: The model has none, or units of several sharders; the message has the kind
-            of model and what to do.
+        RecordingError: The model has no units, or units of several sharders. The message has the
+            kind of model and the remedy.
     """
     found = [each for each in (sharder.find(model) for sharder in SHARDERS) if each is not None]
     name = type(model).__name__
@@ -58,7 +58,7 @@ def find_sharder(model: nn.Module) -> Sharder[Any]:
 
 
 def sharder_class_of(module: nn.Module) -> type[Sharder[Any]] | None:
-    """The sharder that made this module or changed its class; None: none did."""
+    """The sharder that made this module or changed its class; None if no sharder did."""
     return next((each for each in SHARDERS if each.marks(module)), None)
 
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
     from fsdp_inspect.recording.units import ProcessGroups
 
-# Looked up once for the hot path: see `unit_timing`.
+# Looked up once, because the hot path uses them; see `unit_timing`.
 _REDUCE_SCATTER_COPY_IN = EventKind.REDUCE_SCATTER_COPY_IN
 _BACKWARD_PHASE = Phase.BACKWARD
 _AFTER_UNSHARD = MemoryPoint.AFTER_UNSHARD
@@ -69,7 +69,7 @@ REPLACED_FUNCTIONS = (
 )
 """The functions of torch's `_runtime_utils` that are replaced."""
 _CALLED_BY_WRAPPER = ("_pre_forward", "_post_forward")
-"""Those that `FullyShardedDataParallel` imports by name."""
+"""The replaced functions that `FullyShardedDataParallel` imports by name."""
 
 
 class Fsdp1(Sharder[FlatHandle]):
@@ -106,7 +106,7 @@ class Fsdp1(Sharder[FlatHandle]):
         return FlatParamHooks(session, self.units, memory)
 
     def mesh(self) -> dict[str, int]:
-        """`replicate` and `shard`, as far as the first unit has them."""
+        """The sizes of `replicate` and `shard`, if the first unit has them."""
         unit = self.units[0]
         sizes = {"replicate": unit.replicate_group, "shard": unit.shard_group}
         return {name: group.size() for name, group in sizes.items() if group is not None}
@@ -159,7 +159,7 @@ class FlatParamHooks:
     ) -> None:
         self._session = session
         self._reductions: WeakKeyDictionary[Any, Reductions] = WeakKeyDictionary()
-        """Of each root, by its schedule."""
+        """The reductions of each root, by its schedule."""
         self._units = [
             FlatUnitTimer(session, handle, index, memory) for index, handle in enumerate(handles)
         ]
@@ -189,7 +189,7 @@ class FlatParamHooks:
             unit.attach(patches)
 
     def reductions_of(self, unit: int) -> Reductions:
-        """The reductions of a unit's root: the compute stream waits for all of them at once."""
+        """The reductions of a unit's root; the compute stream waits for all of them together."""
         return self._of_schedule(schedule_of(self._units[unit].wrapper))
 
     def end_step(self) -> None:
@@ -217,7 +217,7 @@ class FlatParamHooks:
         kwargs: Any,
     ) -> FlatUnitTimer | None:
         timer = self._timers.get(handle)
-        # In a recompute whose unit is already in backward, torch does nothing here.
+        # In a recompute of a unit that is already in backward, torch does nothing here.
         if timer is None or timer.handle._training_state is _PRE_BACKWARD:
             return None
         timer.before_pre_forward(args, kwargs)
@@ -295,7 +295,7 @@ class FlatUnitTimer(UnitTimer):
         self.wrapper = handle.wrapper
         self._copies_before_gather = handle.copies_before_gather
         self._need: Any = None
-        """When the compute stream began to wait for the all-gather; None: it does not wait."""
+        """The time at which the compute stream began to wait for the all-gather; None: no wait."""
 
     def attach(self, patches: Patches) -> None:
         """Wrap the methods of the handle."""
@@ -324,13 +324,13 @@ class FlatUnitTimer(UnitTimer):
         self._copy_in = (self._clock.mark(), stream)
 
     def _after_post_unshard(self, token: None, result: None) -> None:
-        """The unshard is issued."""
+        """Called after the unshard is issued."""
         if self._session.watches_memory:
             self._memory.unsharded(self._unit, self.index)
             self._memory.kept_buffers(self._unit, self.index)
 
     def unsharded(self) -> None:
-        """The compute stream waited for the unshard stream, if this unit is about to run."""
+        """Note that the compute stream waited for the unshard stream, if this unit runs next."""
         if self._session.hook_unit != self.index or self._need is None:
             return
         gather, self._gather = self._gather, None
@@ -345,40 +345,40 @@ class FlatUnitTimer(UnitTimer):
     # --- forward
 
     def before_pre_forward(self, args: Any, kwargs: Any) -> None:
-        """Torch is about to unshard the unit for its forward."""
+        """Called before torch unshards the unit for its forward."""
         self._enter_hook()
         self._begin_forward(args, kwargs)
         self._need = self._clock.mark()
 
     def after_pre_forward(self) -> None:
-        """The forward of the wrapped module begins."""
+        """Called when the forward of the wrapped module begins."""
         self._leave_hook()
         self._open_forward()
 
     def before_post_forward(self, output: Any) -> None:
-        """The forward of the wrapped module has ended."""
+        """Called when the forward of the wrapped module has ended."""
         self._close_forward(output)
 
     # --- backward
 
     def before_pre_backward(self) -> None:
-        """Torch is about to unshard the unit for its backward."""
+        """Called before torch unshards the unit for its backward."""
         self._session.phase = _BACKWARD_PHASE
         self._enter_hook()
         self._need = self._clock.mark()
 
     def after_pre_backward(self) -> None:
-        """The backward of the wrapped module begins."""
+        """Called when the backward of the wrapped module begins."""
         self._leave_hook()
         self._open_backward()
 
     def before_post_backward(self) -> None:
-        """The gradient of the flat parameter is complete."""
+        """Called when the gradient of the flat parameter is complete."""
         self._close_backward()
         self._enter_hook()
 
     def after_post_backward(self) -> None:
-        """The reduction is issued."""
+        """Called after the reduction is issued."""
         if self._session.watches_memory:
             self._memory.sharded_gradients(self._unit, self.index)
         self._leave_hook()
@@ -388,7 +388,7 @@ class FlatUnitTimer(UnitTimer):
     def padded(
         self, start: Any, gradient: torch.Tensor, message: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """Torch made the message of the reduce-scatter; without padding it is the gradient."""
+        """Called with the message of the reduce-scatter; without padding it is the gradient."""
         session, is_copy = self._session, message is not gradient
         if is_copy:
             end = self._clock.mark()

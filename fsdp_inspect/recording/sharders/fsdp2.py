@@ -55,7 +55,7 @@ class Fsdp2(Sharder[GroupHandle]):
     @classmethod
     def marks(cls, module: nn.Module) -> bool:
         """Whether `fully_shard` was called on the module."""
-        # The type, not isinstance: an object of the script may compute its __class__.
+        # Not isinstance, because an object of the script may compute its __class__.
         return issubclass(type(module), FSDPModule)
 
     @property
@@ -74,7 +74,7 @@ class Fsdp2(Sharder[GroupHandle]):
         return dict(zip(names, mesh.shape, strict=True))
 
     def meshes(self) -> list[DeviceMesh]:
-        """The meshes of the groups, and those of tensor parallelism on their parameters."""
+        """The meshes of the groups, and the meshes of tensor parallelism on their parameters."""
         sharded = [
             parameter.device_mesh
             for handle in self.units
@@ -139,7 +139,7 @@ class Fsdp2(Sharder[GroupHandle]):
     def watch_for_another(
         self, patches: Patches, on_another: Callable[[Sequence[nn.Module]], None]
     ) -> None:
-        """Torch calls `lazy_init` of each group in the first forward of its root."""
+        """Watch `lazy_init`, which torch calls for each group in the first forward of its root."""
         own = {id(handle.group) for handle in self.units}
         original = FSDPParamGroup.lazy_init
 

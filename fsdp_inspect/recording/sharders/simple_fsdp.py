@@ -2,14 +2,14 @@
 
 [Note: Units of collectives in graphs]
 A unit is a module with sharded parameters. Its gathers and reductions are values of a graph, which
-do not name it. `graph_collectives` times them; this file finds their unit:
+do not contain its name. `graph_collectives` times them; this file finds their unit:
 
 - Forward gathers parameters in the order of the model, so a gather belongs to the first parameter
   of its size that this pass has not gathered yet. Backward runs in reverse order.
 - A message that has the size of several neighbours together belongs to the first of them.
 
-The unit is therefore inferred. Parameters of equal size are told apart by the order alone. A
-message without a matching size belongs to no unit.
+The unit is therefore inferred. Only their order distinguishes parameters of equal size. A message
+without a matching size belongs to no unit.
 
 Modules in a graph have no hooks: the passes of a unit are unknown. The forward of a step begins
 with its first gather. A forward of a model in training mode counts as training, and that of a model
@@ -66,7 +66,7 @@ class SimpleFsdp(Sharder[ParametrizedHandle]):
 
     @classmethod
     def marks(cls, module: nn.Module) -> bool:
-        """Whether the module gathers parameters of its own when they are read."""
+        """Whether the module has parameters that are gathered when they are read."""
         return is_parametrized(module)
 
     @property
@@ -79,7 +79,7 @@ class SimpleFsdp(Sharder[ParametrizedHandle]):
         return GraphHooks(session, self)
 
     def graph_units(self, hooks: ShardingHooks) -> GraphHooks:
-        """All collectives are in graphs, if the model is compiled."""
+        """The units of its collectives, which are all in graphs if the model is compiled."""
         assert isinstance(hooks, GraphHooks)
         return hooks
 
@@ -164,11 +164,11 @@ class GraphHooks:
         """Do nothing: `graph_collectives` observes the operators."""
 
     def reductions_of(self, unit: int) -> Reductions:
-        """None: a graph waits for each reduction by itself."""
+        """An empty set, because a graph waits for each of its reductions."""
         return self._reductions
 
     def end_step(self) -> None:
-        """Do nothing: a graph has waited for all its collectives."""
+        """Do nothing, because a graph has waited for all its collectives."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -176,7 +176,7 @@ class GraphHooks:
     # --- `graph_collectives.GraphUnits`
 
     def unit_of(self, kind: EventKind, numel: int) -> int:
-        """The unit of a collective that is about to be issued; -1: none, or unknown."""
+        """The unit of a collective before its issue; -1: none, or unknown."""
         session = self._session
         if kind == EventKind.ALL_GATHER and session.phase in (Phase.OUTSIDE, Phase.EVALUATION):
             self._enter_forward()
@@ -191,7 +191,7 @@ class GraphHooks:
         return messages.take(numel, is_reversed=session.phase == Phase.BACKWARD)
 
     def waited(self) -> None:
-        """The forward has not ended before this moment."""
+        """Note that the forward had not ended before this moment."""
         session = self._session
         if session.phase in (Phase.FORWARD, Phase.EVALUATION):
             session.leave_forward(session.clock.mark())
@@ -212,7 +212,7 @@ class MessageOrder:
         self._left = list(sizes)
 
     def begin(self) -> None:
-        """A pass begins: no parameter has a message yet."""
+        """Begin a pass: no parameter has a message yet."""
         self._left = list(self._sizes)
 
     def take(self, numel: int, *, is_reversed: bool) -> int:
@@ -225,7 +225,7 @@ class MessageOrder:
         return self._take_neighbours(numel, is_reversed=is_reversed)
 
     def _take_neighbours(self, numel: int, *, is_reversed: bool) -> int:
-        """The first unit of neighbours that have this size together."""
+        """The first unit of neighbours that together have this size."""
         left = self._left[::-1] if is_reversed else self._left
         for begin in range(len(left)):
             total, end = 0, begin
@@ -240,6 +240,6 @@ class MessageOrder:
 
 
 def count_alike(sizes: Sequence[tuple[int, int]]) -> int:
-    """How many parameters have the size of a parameter of another unit."""
+    """The number of parameters with the size of a parameter of another unit."""
     units_of_size = Counter(numel for _, numel in set(sizes))
     return sum(units_of_size[numel] > 1 for _, numel in sizes)

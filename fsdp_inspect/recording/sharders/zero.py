@@ -1,9 +1,9 @@
 """Record DeepSpeed engines with ZeRO-1, ZeRO-2 or ZeRO-3: the parts that all stages share.
 
 [Note: Where the recorder attaches to DeepSpeed]
-DeepSpeed calls `torch.distributed` through an object of its own, the communication backend. The
-backend looks most functions up at each call, where `dist_calls` sees them. It keeps two functions
-from its creation, all-gather and reduce-scatter; these two are replaced on the backend.
+DeepSpeed calls `torch.distributed` through its communication backend. The backend looks up most
+functions at each call, so `dist_calls` sees them. It keeps references to two functions, all-gather
+and reduce-scatter. These two are replaced on the backend.
 
 The reductions of gradients are ordinary calls inside methods of the ZeRO optimizer. While such a
 method runs, the bucket's unit is the unit whose hook runs, so `dist_calls` records the collective
@@ -106,7 +106,7 @@ class Zero(Sharder[HandleT]):
     def optimizers(
         self, given: Sequence[torch.optim.Optimizer] | None
     ) -> list[torch.optim.Optimizer]:
-        """The torch optimizers inside the engines; DeepSpeed replaces those of the user."""
+        """The torch optimizers inside the engines; DeepSpeed replaces the user's optimizers."""
         return [
             each for _, engine in self.engines for each in deepspeed_zero.inner_optimizers(engine)
         ]
@@ -160,17 +160,17 @@ class ZeroHooks:
         """
 
     def begin_forward(self, engine: Any) -> None:
-        """The forward of an engine begins."""
+        """Called when the forward of an engine begins."""
 
     def reductions_of(self, unit: int) -> Reductions:
         """The reductions that DeepSpeed waits for at the end of backward."""
         return self._reductions
 
     def end_step(self) -> None:
-        """Do nothing: each stage closes its own events."""
+        """Do nothing, because each stage closes its own events."""
 
     def close(self) -> None:
-        """Do nothing: each stage closes its own events."""
+        """Do nothing, because each stage closes its own events."""
 
     def reducing(
         self,
@@ -178,7 +178,7 @@ class ZeroHooks:
         unit_of: Callable[..., int],
         after: Callable[[int], None] | None = None,
     ) -> Callable[..., Any]:
-        """A method that reduces gradients; its collectives belong to `unit_of(*arguments)`."""
+        """Wrap a method that reduces gradients; its collectives belong to `unit_of(*arguments)`."""
         session = self._session
 
         def enter(*args: Any, **kwargs: Any) -> tuple[int, int, Phase, int]:

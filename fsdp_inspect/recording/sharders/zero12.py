@@ -3,10 +3,10 @@
 [Note: Where the recorder attaches to ZeRO-1 and ZeRO-2]
 Parameters are whole on every rank. Gradients are reduced in buckets that DeepSpeed fills during
 backward, in the order in which gradients become ready (ZeRO-1: after backward, in the order of the
-parameters). The first backward shows the buckets; until then the recorder expects them. The
-optimizer's step gathers the flat parameters of each parameter group.
+parameters). The first backward shows the buckets. Before it, the recorder uses expected buckets.
+The optimizer's step gathers the flat parameters of each parameter group.
 
-A bucket is no module. It has no forward and no backward of its own.
+A bucket is not a module, so it has neither a forward nor a backward.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Zero2(Zero[Handle]):
     def learn_bucket(
         self, prefix: str, engine: Any, number: int, members: Members, dtype: torch.dtype
     ) -> bool:
-        """Replace the expected bucket of this number by a real one; False: it is the expected one.
+        """Replace the expected bucket of this number by a real one; False if they are equal.
 
         A real bucket after the last expected one is added to the units.
         """
@@ -187,11 +187,11 @@ class ZeroBucketHooks(ZeroHooks):
         patches.set_attribute(zero, name, wrapped)
 
     def begin_forward(self, engine: Any) -> None:
-        """The next reduction is that of the first bucket."""
+        """Expect the first bucket as the next reduction."""
         self._next[id(engine)] = 0
 
     def _find_bucket(self, prefix: str, engine: Any, dtype: torch.dtype) -> int:
-        """The unit of the bucket that is about to be reduced; no unit if it is a new one."""
+        """The unit of the bucket before its reduction; no unit if the bucket is new."""
         bucket = engine.optimizer.ipg_buckets[dtype]
         members: Members = tuple(tuple(each) for each in bucket.params)
         if not members:
@@ -220,7 +220,7 @@ class ZeroBucketHooks(ZeroHooks):
     def gather(
         self, collective: Callable[[], Any], output: torch.Tensor, shard: torch.Tensor, group: Any
     ) -> Any:
-        """Run the gather of a parameter group, or another one of DeepSpeed."""
+        """Run the gather of a parameter group, or another gather of DeepSpeed."""
         for index, timer in self._timers.items():
             handle = self._sharder.units[index]
             assert isinstance(handle, ParameterGroupHandle)

@@ -3,11 +3,11 @@
 [Note: Where the recorder attaches to ZeRO-3]
 A unit is a sub-module that owns parameters. DeepSpeed's hooks fetch the parameters of a sub-module
 before its forward and its backward, and release them afterwards. The parameter coordinator gathers
-what is missing, waits for it, and then prefetches the parameters of the next sub-modules.
+missing parameters, waits for them, and then prefetches the parameters of the next sub-modules.
 
 One message may hold the parameters of several sub-modules. A gather counts for the unit that waits
-for it, which is the first one that uses it. A reduction counts for the unit of its first gradient.
-So the counts and bytes of a step are exact, and some units have no collective of their own.
+for it, which is the first unit that uses it. A reduction counts for the unit of its first gradient.
+The counts and bytes of a step are therefore exact, and some units have no collective.
 
 A sub-module whose inputs need no gradient has no end of backward. It ends before DeepSpeed reduces
 the last bucket.
@@ -109,7 +109,7 @@ class Zero3(Zero[ModuleHandle]):
 
 
 class GatherWork(TimedWork):
-    """The handle of a gather; its row is written at the first wait for it."""
+    """The handle of a gather. Its row is written at the first wait for it."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class SubmoduleHooks(ZeroHooks):
             for index, handle in enumerate(sharder.units)
             for parameter in handle.parameters
         }
-        """By DeepSpeed's number of the parameter."""
+        """The unit of each parameter, by DeepSpeed's number of the parameter."""
         self._fetching: list[Any] = []
         """The parameters that the coordinator gathers now, by number."""
 
@@ -219,7 +219,7 @@ class SubmoduleHooks(ZeroHooks):
             return work
 
     def _take_members(self, output: torch.Tensor) -> list[Any]:
-        """The fetched parameters in a message: all of a dtype, or the next one alone."""
+        """The fetched parameters in a message: all with one dtype, or the next single parameter."""
         waiting = [each for each in self._fetching if each.ds_tensor.dtype == output.dtype]
         sizes = [each.ds_tensor.ds_numel * each.ds_zero_partition_world_size for each in waiting]
         if sum(sizes) == output.numel():
@@ -232,7 +232,7 @@ class SubmoduleHooks(ZeroHooks):
         return taken
 
     def _find_persistent(self, shard: torch.Tensor) -> list[Any]:
-        """The parameter whose shard this is, if it is gathered alone."""
+        """The parameter with this shard, if it is gathered alone."""
         return [
             parameter
             for handle in self._sharder.units
@@ -276,7 +276,7 @@ class SubmoduleHooks(ZeroHooks):
         return work
 
     def _waited(self, communication: Communication) -> None:
-        """A unit waited for a gather: it counts for this unit."""
+        """Assign a gather to the unit that waited for it."""
         if self._session.hook_unit != NO_UNIT:
             communication.unit = self._session.hook_unit
         elif self._session.phase != Phase.OPTIMIZER:
@@ -321,7 +321,7 @@ class SubmoduleHooks(ZeroHooks):
             timer._close_backward()
 
     def _gathered(self, timer: UnitTimer) -> None:
-        """The parameters of a unit are ready."""
+        """Note that the parameters of a unit are ready."""
         if self._session.watches_memory:
             self._memory.unsharded(self._sharder.units[timer.index], timer.index)
             self._memory.sample(MemoryPoint.AFTER_UNSHARD, timer.index)
@@ -329,7 +329,7 @@ class SubmoduleHooks(ZeroHooks):
     # --- the end of backward
 
     def _before_epilogue(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed is about to reduce what is left."""
+        """Called before DeepSpeed reduces the remaining gradients."""
         for timer in self._timers:
             if timer._backward_start is not None:
                 timer._close_backward()

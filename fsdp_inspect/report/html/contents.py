@@ -23,7 +23,7 @@ class RunContents:
 
     manifest: RunManifest
     problem: DiagnosisText | None
-    """What went wrong in the run; None if nothing is known to be wrong."""
+    """The problem of the run; None if none is known."""
     digest: Summary
     times: StepTimes
     scalars: tuple[ScalarSeries, ...]

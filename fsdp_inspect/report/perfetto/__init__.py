@@ -1,4 +1,4 @@
-"""A run as a trace for Perfetto."""
+"""Write a run as a trace for Perfetto."""
 
 from fsdp_inspect.report.perfetto.trace import (
     DEFAULT_LIMIT_MB,

@@ -20,30 +20,30 @@ _MOST_NAMED = 16
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How a rank's times are moved."""
+    """The shift of a rank's times onto the axis of the trace."""
 
     clock: LinearClock
     origin_ns: int
     """The time that becomes 0, on the reference clock."""
     refusal: str | None
-    """Why the rank lies on an axis of its own; None: on the shared one."""
+    """The reason why the rank has a separate axis; None: it is on the shared axis."""
     uncertainty_ns: int
-    """By how much the rank's slices may be shifted against the reference rank's."""
+    """The uncertainty of the rank's slices relative to those of the reference rank."""
 
     def move(self, times_ns: _Int64) -> _Int64:
-        """Times of the rank's clock on the trace's axis."""
+        """Convert times of the rank's clock to the axis of the trace."""
         return self.clock.to_reference(times_ns) - self.origin_ns
 
 
 def place_ranks(alignment: Alignment, first_ns: Mapping[int, int]) -> dict[int, Axis]:
-    """An axis for each rank.
+    """Choose an axis for each rank.
 
     Args:
-        alignment: Of these ranks.
+        alignment: The clock alignment of these ranks.
         first_ns: The earliest time of each rank's events, on its own clock.
 
     Returns:
-        By rank; the earliest event of the aligned ranks lies at 0.
+        The axes by rank. The earliest event of the aligned ranks is at 0.
     """
     begins = {
         rank: int(alignment.to_reference(rank, np.array([first_ns[rank]]))[0])
@@ -61,7 +61,7 @@ def place_ranks(alignment: Alignment, first_ns: Mapping[int, int]) -> dict[int, 
 
 
 def describe_axes(axes: Mapping[int, Axis], alignment: Alignment) -> str:
-    """How the ranks' times compare, in some sentences."""
+    """Describe in a few sentences how the ranks' times compare."""
     if len(axes) == 1:
         return "One rank, on its own clock."
     refused = {rank: axis.refusal for rank, axis in axes.items() if axis.refusal is not None}

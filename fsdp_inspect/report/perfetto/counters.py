@@ -32,12 +32,12 @@ _DEVICE_NAMES = {
     "major_faults": "major page faults (since the start of the process)",
     "process_swap": "process memory in swap (bytes)",
 }
-"""Every column of `DeviceTable` that changes with time."""
+"""The track names of all columns of `DeviceTable` that change with time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CounterSample:
-    """Values of one moment, on the rank's clock."""
+    """The values of one moment, on the rank's clock."""
 
     name: str
     time_ns: int
@@ -52,8 +52,8 @@ def read_counters(
     Args:
         run: A recorded run.
         record: The rank.
-        steps: Only of these steps, where a sample knows its step; None: of all.
-        span: Start and end of what is drawn, ns; device samples outside are left out.
+        steps: Only samples of these steps, if a sample has a step; None: all samples.
+        span: Start and end of the drawn time, ns; device samples outside are left out.
     """
     memory = run.memory(record.rank)
     if steps is not None:

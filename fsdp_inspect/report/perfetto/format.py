@@ -38,8 +38,8 @@ def complete(
 def flow(phase: str, number: int, *, pid: int, tid: int, time_ns: int) -> JsonObject:
     """One end (`s`, `f`) or a middle (`t`) of an arrow; it binds to the slice around it.
 
-    Perfetto matches the ends by category, name and number, and binds `f` to the slice that begins
-    next unless `bp` says that the one around it is meant.
+    Perfetto matches the ends by category, name and number. It binds `f` to the slice that begins
+    next, unless `bp` selects the slice around it.
     """
     event: JsonObject = {
         "ph": phase,
@@ -56,7 +56,7 @@ def flow(phase: str, number: int, *, pid: int, tid: int, time_ns: int) -> JsonOb
 
 
 def counter(name: str, *, pid: int, time_ns: int, values: Mapping[str, float]) -> JsonObject:
-    """Values of one moment; each key is a track of its own."""
+    """A counter event with the values of one moment; each key is a separate track."""
     return {
         "ph": "C",
         "name": name,
@@ -69,7 +69,7 @@ def counter(name: str, *, pid: int, time_ns: int, values: Mapping[str, float]) -
 
 
 def process_name(pid: int, name: str, *, sort_index: int) -> tuple[JsonObject, JsonObject]:
-    """Name and place of a process."""
+    """The name and the position of a process."""
     return (
         _metadata("process_name", pid, pid, {"name": name}),
         _metadata("process_sort_index", pid, pid, {"sort_index": sort_index}),
@@ -77,7 +77,7 @@ def process_name(pid: int, name: str, *, sort_index: int) -> tuple[JsonObject, J
 
 
 def thread_name(pid: int, tid: int, name: str) -> tuple[JsonObject, JsonObject]:
-    """Name and place of a thread; threads are sorted by their number."""
+    """The name and the position of a thread; threads are sorted by their number."""
     return (
         _metadata("thread_name", pid, tid, {"name": name}),
         _metadata("thread_sort_index", pid, tid, {"sort_index": tid}),
@@ -95,9 +95,9 @@ class TraceWriter:
         """Begin the file.
 
         Args:
-            stream: Where to.
-            limit_bytes: How much may be written, before any compression.
-            about: What is said about the trace as a whole.
+            stream: The stream to write to.
+            limit_bytes: The highest number of bytes to write, before compression.
+            about: Metadata of the whole trace.
         """
         self._stream = stream
         self._encoder = msgspec.json.Encoder()
@@ -129,7 +129,7 @@ class TraceWriter:
 
 
 def too_large(size: str, limit_bytes: int) -> ExportError:
-    """The refusal of a trace that nobody could open."""
+    """The error for a trace that is too large to open."""
     return ExportError(
         f"The trace would hold {size}. Expected at most {limit_bytes // BYTES_PER_MB} MB: "
         "ui.perfetto.dev reads a trace into the browser's memory, and opens slowly from 50 MB on. "

@@ -12,7 +12,7 @@ from fsdp_inspect.trace.codes import NamedCode
 RANK_PID = 1000
 """Process number of rank 0; the ranks follow."""
 ABOUT_PID = 1
-"""Process number of what is said about the trace as a whole."""
+"""Process number of the facts about the whole trace."""
 _LANES_PER_TRACK = 400
 _TRACKS_PER_RANK = 20
 
@@ -52,7 +52,7 @@ TRACK_NAMES = {
 NESTED_TRACKS = frozenset(
     {RankTrack.STEP, RankTrack.DATA_AND_OPTIMIZER, RankTrack.MAIN_THREAD, RankTrack.COMPUTE_STREAM}
 )
-"""Tracks on which a slice may lie inside another: a unit's forward inside its parent's."""
+"""Tracks on which slices may be nested: a unit's forward is inside its parent's forward."""
 
 
 def pid_of(rank: int) -> int:
@@ -68,7 +68,7 @@ class _Lane:
     latest_start: int = -(1 << 62)
 
     def takes(self, start: int, end: int, *, may_nest: bool) -> bool:
-        """Whether the slice fits here; if so, it is here from now on."""
+        """Add the slice to this lane if it fits; returns whether it fits."""
         if start < self.latest_start:
             return False
         self.latest_start = start
@@ -82,16 +82,16 @@ class _Lane:
 
 
 class RankLanes:
-    """The lanes of one rank; slices are given in the order of their starts, long ones first."""
+    """The lanes of one rank; slices are placed in the order of their starts, long ones first."""
 
     def __init__(self, rank: int) -> None:
         self.pid = pid_of(rank)
         self._lanes: dict[RankTrack, list[_Lane]] = {}
 
     def place(self, track: RankTrack, start: int, end: int) -> tuple[int, str | None] | None:
-        """The thread for a slice, and its name if it is the first one there.
+        """The thread for a slice, and the thread's name if this is its first slice.
 
-        None if more slices overlap on the track than anybody could read.
+        None if too many slices overlap on the track to be readable.
         """
         lanes = self._lanes.setdefault(track, [])
         may_nest = track in NESTED_TRACKS

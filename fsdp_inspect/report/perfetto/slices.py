@@ -35,7 +35,7 @@ from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 ISSUE_NS = 1000
-"""How wide the moment of an issue is drawn at most."""
+"""The largest width of an issue in the drawing."""
 
 _WAITS = frozenset(
     {
@@ -84,20 +84,20 @@ class Slice:
     name: str
     args: Mapping[str, Any]
     event: int
-    """Position of its event in the table; -1 for slices that are no target of an arrow."""
+    """Index of its event in the table; -1 for slices without an arrow."""
     depth: int = 0
-    """Of two slices with the same times, the one with the higher depth lies inside the other."""
+    """If two slices have the same times, the one with the higher depth is inside the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """From an issue to its collective, and on to where its result was taken."""
+    """An arrow from an issue to its collective, and on to the use of the result."""
 
     issue: int
-    """Position in the slices."""
+    """Index of the issue in the slices."""
     collective: int
     use: int | None
-    """None where it is not recorded."""
+    """Index of the use in the slices; None if it is not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +110,13 @@ class StepDrawing:
 
 @dataclass(slots=True)
 class SliceNamer:
-    """Turns events of one run into slices."""
+    """Converts the events of one run to slices."""
 
     manifest: RunManifest
     clock: RankTrack
-    """The track that waits: the compute stream, on CPU the main thread."""
+    """The track that waits: the compute stream, or on CPU the main thread."""
     step_notes: Mapping[int, str]
-    """Why a step is left out of every time; steps that count are absent."""
+    """The reason why a step is not timed; timed steps are absent."""
     _fqns: dict[int, str] = field(init=False)
     _groups: dict[int, str] = field(init=False)
 
@@ -200,7 +200,7 @@ class SliceNamer:
         return f"{words} {unit}" if unit is not None else words
 
     def _describe(self, row: Mapping[str, int]) -> dict[str, Any]:
-        """What is known about an event, in words; what is not known is None."""
+        """Describe the known properties of an event in words; unknown properties are None."""
         args: dict[str, Any] = {
             "unit": self._fqns.get(row["unit"]),
             "step": row["step"],
@@ -224,13 +224,13 @@ class SliceNamer:
 
 
 def clock_track(events: EventTable) -> RankTrack:
-    """The track on which a rank's step is split: the compute stream, on CPU the main thread."""
+    """The track on which a rank's step is split: the compute stream, or on CPU the main thread."""
     on_stream = bool(np.any(events.stream == Stream.COMPUTE))
     return RankTrack.COMPUTE_STREAM if on_stream else RankTrack.MAIN_THREAD
 
 
 def _issue_widths(events: EventTable) -> dict[int, int]:
-    """How wide each collective's moment of issue is drawn: never into the next one's."""
+    """The width of each collective's issue in the drawing, which ends before the next issue."""
     positions = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
     positions = positions[np.argsort(events.issue_ns[positions], kind="stable")]
     gaps = np.diff(events.issue_ns[positions], append=events.end_ns.max(initial=0))
@@ -252,7 +252,7 @@ def _flag_words(flags: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """How long one collective was exposed, when and why."""
+    """The exposed time of one collective, with its start and cause."""
 
     args: dict[str, Any]
     spans: list[tuple[int, int]]
@@ -264,7 +264,7 @@ class _Waits:
 
     waits: Waits
     order: dict[int, int]
-    """From a collective's position among the events to that among the waits."""
+    """Maps the index of a collective in the events to its index in the waits."""
     exposing: Intervals
 
     @classmethod
@@ -312,7 +312,7 @@ def _find_arrows(events: EventTable, slices: list[Slice]) -> list[Arrow]:
 
 
 def _find_uses(events: EventTable) -> dict[int, int]:
-    """For each collective the event in which its result was taken: its copy-out, else its wait."""
+    """Map each collective to the event that uses its result: its copy-out, else its wait."""
     best: dict[int, int] = {}
     takes = np.isin(events.kind, [EventKind.ALL_GATHER_COPY_OUT, *sorted(_WAITS)])
     takes &= (events.collective != MISSING_INT) & (events.end_ns > events.start_ns)

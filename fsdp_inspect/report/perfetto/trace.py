@@ -49,9 +49,9 @@ class PerfettoExport:
     """Events of the trace: slices, ends of arrows, counters, names."""
     uncompressed_bytes: int
     time_axis: str
-    """How the clocks of the ranks compare, in words."""
+    """Describes in words how the clocks of the ranks compare."""
     not_drawn: int
-    """Slices left out, since hundreds of others overlapped them on one track."""
+    """Slices left out, because hundreds of others overlap them on one track."""
 
 
 def write_perfetto(
@@ -67,15 +67,15 @@ def write_perfetto(
 
     Args:
         run: A recorded run.
-        selection: Which ranks and steps.
-        path: Named in the result; `.gz` at its end compresses.
-        place: Where to write.
-        limit_mb: The most that the trace may hold before compression, in 10^6 bytes.
-        progress: Told after each rank.
+        selection: The ranks and steps to write.
+        path: The path to state in the result; a suffix `.gz` compresses the trace.
+        place: The path to write to.
+        limit_mb: The size limit of the trace before compression, in 10^6 bytes.
+        progress: Called after each rank.
 
     Raises:
         ExportError: The trace would be larger than the limit.
-        MissingDataError: The ranks recorded neither events nor memory in these steps.
+        MissingDataError: The ranks have neither events nor memory in these steps.
     """
     limit_bytes = limit_mb * BYTES_PER_MB
     _require_size(run, selection, limit_bytes)
@@ -124,7 +124,7 @@ class _Drawing:
         }
 
     def draw_rank(self, record: RankRecord, axis: Axis) -> None:
-        """Write everything of one rank."""
+        """Write all events of one rank."""
         pid = pid_of(record.rank)
         own_axis = "" if axis.refusal is None else " · own time axis, not aligned"
         host = f" · {record.host}" if record.host else ""
@@ -147,7 +147,7 @@ class _Drawing:
             self._end_ns = max(self._end_ns, int(axis.move(np.array([span[1]]))[0]))
 
     def draw_about(self, about: Mapping[str, Any]) -> None:
-        """One slice as long as the trace that holds what is known about the run."""
+        """Write one slice over the whole trace with the known facts about the run."""
         self._add(*trace_format.process_name(ABOUT_PID, "about this run", sort_index=0))
         self._add(*trace_format.thread_name(ABOUT_PID, ABOUT_PID + 1, "click for details"))
         self._writer.add(
@@ -216,7 +216,7 @@ class _Drawing:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a slice lies in the trace."""
+    """The position of a slice in the trace."""
 
     pid: int
     tid: int
@@ -225,10 +225,11 @@ class _Place:
 
 
 def _arrow_stops(places: Sequence[_Place | None]) -> list[tuple[_Place, int]]:
-    """When an arrow touches each slice: inside it, and never before the one ahead.
+    """The time at which an arrow touches each slice: inside the slice, in ascending order.
 
-    The arrow ends before a slice that was over by then (clocks of host and device differ by their
-    uncertainty), and before one without a duration, to which Perfetto binds nothing.
+    The arrow ends before a slice that has already ended, since the clocks of host and device differ
+    by their uncertainty. It also ends before a slice without a duration, to which Perfetto cannot
+    bind.
     """
     stops: list[tuple[_Place, int]] = []
     for place in places:
@@ -256,7 +257,7 @@ def _first_ns(run: RunSource, selection: Selection, rank: int) -> int | None:
 
 
 def _memory_span(run: RunSource, selection: Selection, rank: int) -> tuple[int, int] | None:
-    """From the first to the last memory sample: all that an imported snapshot has."""
+    """The time from the first to the last memory sample. An imported snapshot has nothing else."""
     memory = run.memory(rank)
     if selection.steps is not None:
         memory = memory.where(np.isin(memory.step, list(selection.steps)))

@@ -8,7 +8,7 @@ from fsdp_inspect.errors import ForecastError
 
 
 class Model:
-    """A memory that falls with the ranks and grows with the batch; remembers what was asked."""
+    """A model whose memory falls with the ranks and grows with the batch; it logs the requests."""
 
     def __init__(self, states, activation, fixed=0, saved_by_checkpointing=0.0):
         self.states, self.activation, self.fixed = states, activation, fixed
@@ -22,7 +22,7 @@ class Model:
         return round(self.states / world_size + self.activation * batch * kept + self.fixed)
 
 
-@settings(deadline=None)  # every batch is asked for, to know the answer
+@settings(deadline=None)  # every batch is forecast, to know the answer
 @given(st.integers(1, 10_000), st.integers(1, 500), st.integers(0, 100), st.integers(1, 20_000))
 def test_the_answers_are_the_extremes_that_fit(states, activation, fixed, limit):
     model = Model(states, activation, fixed)

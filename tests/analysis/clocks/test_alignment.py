@@ -43,7 +43,7 @@ class Job:
         self.sequences = {}
 
     def gather(self, arrivals, transfer, *, group=0, kind=EventKind.ALL_GATHER, **columns):
-        """`arrivals`: by rank, true time; all leave when the last one's transfer has ended."""
+        """Run a gather; `arrivals` are true times by rank. All ranks leave at the same time."""
         instance = (group, min(arrivals))
         sequence = self.sequences.setdefault(instance, 0)
         self.sequences[instance] += 1

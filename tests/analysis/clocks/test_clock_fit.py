@@ -6,7 +6,7 @@ from fsdp_inspect.analysis.clocks.clock_fit import MAX_DRIFT, LinearClock, Offse
 
 
 def bounds(*collectives: tuple[int, int, int, int]) -> OffsetBounds:
-    """Of collectives as (start_a, end_a, start_b, end_b)."""
+    """The bounds from collectives, given as (start_a, end_a, start_b, end_b)."""
     return OffsetBounds.of(*(np.array(column) for column in zip(*collectives, strict=True)))
 
 

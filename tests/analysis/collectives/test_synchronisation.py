@@ -11,7 +11,7 @@ from tests.builders import RunBuilder
 
 
 def spoken(*rows: tuple[int, int, int]) -> Synchronisations:
-    """Of one rank, as (key, start, end)."""
+    """The synchronisations of one rank, as (key, start, end)."""
     key, start, end = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
     return Synchronisations(key, start, end, np.zeros_like(key))
 

@@ -4,7 +4,7 @@ from tests.builders import RunBuilder
 
 
 def run_of(*spans, kind=EventKind.ALL_GATHER, **columns):
-    """One collective, as each rank shows it: start and end."""
+    """A run with one collective; `spans` has its start and end on each rank."""
     builder = RunBuilder(world_size=len(spans))
     for rank, (start, end) in enumerate(spans):
         builder.rank(rank).step(0, 0, 10_000)

@@ -23,7 +23,7 @@ def path(tmp_path):
 
 
 def write_steps(path, rank, *, num_steps=3, ago_s=0.0, **record):
-    """A rank whose last step ended that long ago; it goes on recording."""
+    """Write a rank whose last step ended `ago_s` ago and which still records."""
     known = make_record(rank, **record)
     begun = known.clock_start.monotonic_ns - int(ago_s * 1e9) - num_steps * STEP_NS
     writer = RankWriter(path, known)
@@ -32,7 +32,7 @@ def write_steps(path, rank, *, num_steps=3, ago_s=0.0, **record):
 
 
 def append_steps(writer, steps, *, begun_ns):
-    """Steps of 1 µs on the clock of the rank, on disk when this returns."""
+    """Append steps of 1 µs on the clock of the rank; they are on disk when this returns."""
     times = ("start_ns", "end_ns", "issue_ns", "need_ns")
     for number in range(steps.start * ROWS_PER_STEP, steps.stop * ROWS_PER_STEP):
         row = zip(EventTable.DTYPES, event_row(number), strict=True)

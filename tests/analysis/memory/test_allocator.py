@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 
 def cuda_run():
-    """Two samples: 10 GiB allocated at first, then 20 of 25 active of 40 reserved."""
+    """Two samples: 10 GiB allocated, then 20 GiB allocated, 25 GiB active and 40 GiB reserved."""
     builder = RunBuilder(device_type="cuda")
     rank = builder.rank(0)
     rank.record.update(memory_from="cuda_allocator")

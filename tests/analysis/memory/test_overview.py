@@ -8,7 +8,7 @@ from tests.builders import MIB, RunBuilder, steady_run
 
 
 def two_ranks():
-    """Rank 0 has the higher peak; rank 1 is the one that grows."""
+    """Rank 0 has the higher peak; rank 1 grows."""
     builder = RunBuilder(device_type="cuda")
     for number in range(2):
         rank = builder.rank(number)

@@ -117,7 +117,7 @@ def test_a_run_without_memory_has_none_and_not_zero():
 
 
 class ReluctantRun(InMemoryRun):
-    """A run that reads the samples of rank 1 only when told to, and then cannot."""
+    """A run that reads the samples of rank 1 only on request, and then fails."""
 
     def memory(self, rank):
         assert rank == 1, "the samples of one rank are enough"
@@ -132,7 +132,7 @@ def test_damaged_samples_leave_the_peaks_that_the_summary_knows():
 
 
 class OldRun(InMemoryRun):
-    """A run whose summary was made before memory was part of it."""
+    """A run whose summary is older than the memory rows."""
 
     def summary(self, *, ranks=None, kinds=None):
         rows = super().summary(ranks=ranks, kinds=kinds)

@@ -1,4 +1,4 @@
-"""What DDP would need and save, and what FSDP would save: with the numbers written out."""
+"""The memory and the gain of DDP and of FSDP, with explicit numbers."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_a_sharded_run_needs_the_parts_of_all_ranks_on_each_rank(run):
     assert ranks == run.manifest.world_size
     assert found.parameter_bytes == found.gradient_bytes == ranks * shards
     assert found.optimizer_bytes == ranks * 200
-    assert found.other_bytes == 305  # without what FSDP itself gathers
+    assert found.other_bytes == 305  # without FSDP's own gathers
     assert found.total_bytes == 2 * ranks * shards + ranks * 200 + 305
 
 

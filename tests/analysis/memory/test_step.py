@@ -27,7 +27,7 @@ def tracked_run():
 
 
 def allocator_run():
-    """Two steps of 10, 30 and 10, the second with a peak of 50 between its readings."""
+    """Two steps with readings of 10, 30 and 10; the second peaks at 50 between its readings."""
     builder = RunBuilder(device_type="cuda", backend="nccl")
     rank = builder.rank(0)
     rank.record.update(memory_from="cuda_allocator", device_memory_bytes=100)

@@ -1,4 +1,4 @@
-"""Declared against observed: each rule of FSDP2 once kept and once broken."""
+"""Compare the declared and the observed plan: each rule of FSDP2 satisfied and violated."""
 
 from pathlib import Path
 
@@ -340,7 +340,7 @@ def test_a_rank_that_dropped_events_is_not_counted():
 
 
 def test_a_step_that_the_rank_did_not_finish_is_not_counted():
-    """It was killed behind a gather, while another rank finished the step."""
+    """The rank was killed after a gather, while another rank finished the step."""
     builder = trained()
     builder.rank(1).step(2, 2000, 3000)
     rank = builder.rank(0)
@@ -405,7 +405,7 @@ def test_an_unused_prefetch_without_an_evaluation_contradicts_the_plan():
 
 
 def test_a_unit_that_the_script_gathers_itself_is_not_checked():
-    """A loss in chunks calls `unshard()` and `reshard()` on the head; only the first is seen."""
+    """A chunked loss calls `unshard()` and `reshard()` on the head; only the first call is seen."""
     builder = trained(reshard=True)
     builder.rank(0).all_gather("layers.1", 1036, 1037, issued_by=-1, flags=EventFlag.PREFETCHED)
 
@@ -429,7 +429,7 @@ def test_an_imported_trace_does_not_show_who_gathers():
     ("parts", "is_consistent"), [((MESSAGE_BYTES - 8, 8), True), ((MESSAGE_BYTES, 8), False)]
 )
 def test_reductions_in_parts_add_up_to_the_message_of_the_unit(parts, is_consistent):
-    """The head of a loss in chunks reduces before the norm of its unit does."""
+    """The head of a chunked loss reduces before the norm of its unit."""
     builder = trained(num_steps=1, reduces=lambda microbatch: False)
     rank = builder.rank(0)
     for unit in BLOCKS:

@@ -14,7 +14,7 @@ F, B, E = Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATION
 
 
 def replay(sequence, **rules):
-    """Needed gathers, by phase, of passes that follow each other: `[(phase, microbatch), ...]`."""
+    """Needed gathers by phase, for consecutive passes: `[(phase, microbatch), ...]`."""
     events = passes_of(sequence)
     needed = count_needed_gathers(events, BackwardPasses.of(events), **{"reshards": True, **rules})
     by_phase = Counter()

@@ -9,7 +9,7 @@ from tests.builders import RunBuilder
 
 @pytest.fixture
 def run():
-    """Three collectives that end at once: rank 1 is last, then rank 0, then rank 1."""
+    """Three collectives that end together: rank 1 is last, then rank 0, then rank 1."""
     builder = RunBuilder()
     for rank, starts in enumerate([(0, 150, 200), (40, 120, 230)]):
         one = builder.rank(rank)

@@ -10,7 +10,7 @@ from tests.builders import RunBuilder
 
 
 class Lockstep:
-    """Ranks that work, issue collectives and wait for them; records what happens."""
+    """Ranks that work, issue collectives and wait for them; records the events."""
 
     def __init__(self, num_ranks):
         self.builder = RunBuilder(world_size=num_ranks)
@@ -27,13 +27,13 @@ class Lockstep:
         self.now = [now + duration for now, duration in zip(self.now, durations, strict=True)]
 
     def issue(self, transfer):
-        """Every rank issues the next collective; they run one after the other."""
+        """Every rank issues the next collective; they run one by one."""
         self._link_free = max(*self.now, self._link_free) + transfer
         self._open.append((list(self.now), self._link_free, self._sequence))
         self._sequence += 1
 
     def wait(self):
-        """Every rank waits for the oldest collective that is open."""
+        """Every rank waits for the oldest open collective."""
         issued, end, sequence = self._open.pop(0)
         for number, rank in enumerate(self.ranks):
             times = {"issue_ns": issued[number], "need": self.now[number], "sequence": sequence}

@@ -1,4 +1,4 @@
-"""Stragglers and their cost, separated from ranks that are late in turn."""
+"""Stragglers and their cost, distinguished from ranks that are late alternately."""
 
 import pytest
 
@@ -60,7 +60,8 @@ def test_the_published_skews_and_transfers_are_measured(llama):
 )
 def test_bus_bandwidth_is_the_published_one_in_gib(llama, row, published):
     found = next(skew for skew in llama.skews if skew.bytes == row.bytes)
-    # The published means are of bandwidths, ours is of the mean latency: equal to 0.1%.
+    # The published means are means of bandwidths; ours is from the mean latency. They agree to
+    # 0.1%.
     assert found.bus_bytes_per_s / GIB == pytest.approx(published, rel=1e-3)
 
 
@@ -137,13 +138,13 @@ def test_a_rank_that_works_longer_while_the_link_is_busy_is_no_straggler():
 
 def test_a_late_input_is_found_though_it_is_last_at_one_collective_a_step():
     straggler = measure_ranks(late_input_run()).straggler
-    # It works 100 longer before the first gather, and 2 less before each of the others.
+    # It works 100 longer before the first gather, and 2 less before each other gather.
     assert (straggler.rank, straggler.meanwhile, straggler.cost_ns) == (1, "data", 96)
     assert straggler.last_ratio == pytest.approx(1 / 3)
 
 
 def late_input_run():
-    """Rank 1's batch is late; at the two other gathers of a step rank 0 is last, by a little."""
+    """Rank 1's batch is late; at the two other gathers of a step, rank 0 is slightly late."""
     builder = RunBuilder(world_size=2)
     for step in range(8):
         start = 1000 * step

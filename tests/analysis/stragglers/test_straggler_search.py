@@ -37,7 +37,7 @@ def test_a_rank_that_waits_less_than_the_others_is_suspected(exposed, suspected)
 
 
 class Reading:
-    """A run that notes whose events are read."""
+    """A run that notes the ranks whose events are read."""
 
     def __init__(self, run):
         self._run, self.read = run, set()

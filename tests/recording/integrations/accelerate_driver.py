@@ -1,11 +1,11 @@
-"""Trains a small model with the real Accelerate on two gloo ranks; run under torchrun.
+"""Train a small model with the real Accelerate on two gloo ranks; run under torchrun.
 
     torchrun --nproc-per-node 2 accelerate_driver.py OUTPUT_FOLDER
 
-Accelerate 1.15 takes up its FSDP plugin on accelerators only (`AcceleratorState.__init__`: CPU
-ranks are `MULTI_CPU`, whatever the plugin says). So the state is told by hand here that it is
-FSDP; everything after that, `prepare` with its `fully_shard` calls, the optimizer, the data
-loader and `accumulate`, is Accelerate's own code, on CPU.
+Accelerate 1.15 uses its FSDP plugin on accelerators only (`AcceleratorState.__init__`: CPU ranks
+are always `MULTI_CPU`). This script therefore sets the state to FSDP. Everything after that is
+Accelerate's own code on CPU: `prepare` with its `fully_shard` calls, the optimizer, the data loader
+and `accumulate`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 def shard_on_cpu(accelerator: Accelerator) -> None:
-    """See the docstring of the module."""
+    """Set the state of FSDP; see the docstring of the module."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -55,8 +55,8 @@ def shard_on_cpu(accelerator: Accelerator) -> None:
 
 
 def train(accelerator: Accelerator, run: Path | None) -> list[float]:
-    """Losses of ten microbatches, five optimizer steps."""
-    accelerator.free_memory()  # of the model before: it clips the last one only
+    """Train ten microbatches in five optimizer steps; returns the losses."""
+    accelerator.free_memory()  # frees the previous model, because it clips the last one only
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -81,7 +81,7 @@ def train(accelerator: Accelerator, run: Path | None) -> list[float]:
 
 
 def refuse_plain(accelerator: Accelerator) -> str:
-    """What is said about a model that Accelerate did not prepare."""
+    """The error about a model that Accelerate did not prepare."""
     try:
         accelerate_recorder(accelerator, nn.Linear(4, 4))
     except RecordingError as error:

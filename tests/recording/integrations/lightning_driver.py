@@ -1,10 +1,10 @@
-"""Trains a small module with the real Lightning on two gloo ranks; run under torchrun.
+"""Train a small module with the real Lightning on two gloo ranks; run under torchrun.
 
     torchrun --nproc-per-node 2 lightning_driver.py OUTPUT_FOLDER
 
-ModelParallelStrategy shards on CPU too. Trains with `pytorch_lightning`, then with `lightning`,
-which is another package with a `Callback` of its own; each without the callback, with it, and
-into an exception.
+ModelParallelStrategy also shards on CPU. The script trains with `pytorch_lightning`, then with
+`lightning`, which is another package with its own `Callback`. Each trains without the callback,
+with it, and into an exception.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def make_module(package: Any, *, failing: bool) -> Any:
 
 
 def train(package: Any, *callbacks: Any, failing: bool = False) -> list[float]:
-    """Losses of ten batches, five optimizer steps, with a validation before and in the middle."""
+    """Train ten batches in five optimizer steps, with two validations; returns the losses."""
     strategies = import_module(f"{package.__name__}.strategies")
     module = make_module(package, failing=failing)
     trainer = package.Trainer(

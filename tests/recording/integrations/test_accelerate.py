@@ -1,4 +1,4 @@
-"""The recorder on models that the real Accelerate prepared, as far as it shards on CPU."""
+"""The recorder on models that the real Accelerate prepared, as far as it supports CPU."""
 
 from __future__ import annotations
 

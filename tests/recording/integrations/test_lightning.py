@@ -45,7 +45,7 @@ def losses(folder: Path, package: str) -> dict[str, list[float]]:
 
 
 def whole(events: EventTable) -> EventTable:
-    """Without what belongs to a single unit."""
+    """The events without those of a single unit."""
     return events.where(events.unit == -1)
 
 
@@ -83,7 +83,7 @@ def test_validation_lies_between_steps(run: StoredRun) -> None:
 def test_the_loss_of_a_step_is_the_mean_over_its_batches(
     run: StoredRun, losses: dict[str, list[float]]
 ) -> None:
-    """What Lightning hands to callbacks is divided by `accumulate_grad_batches`."""
+    """The value that Lightning passes to callbacks is divided by `accumulate_grad_batches`."""
     scalars = run.scalars(0)
     means = [(a + b) / 2 for a, b in zip(losses["with"][::2], losses["with"][1::2], strict=True)]
 

@@ -1,4 +1,4 @@
-"""What all integrations share: options, refusals, missing libraries."""
+"""The common parts of all integrations: options, refusals, missing libraries."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_examples_in_the_docstrings_are_python(module: str) -> None:
 
 
 class Container(torch.optim.Optimizer):
-    """Several optimizers as one, as in torchtitan."""
+    """Several optimizers as one, like in torchtitan."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers

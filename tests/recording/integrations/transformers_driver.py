@@ -1,10 +1,10 @@
-"""Trains a tiny Llama with the real Trainer on two gloo ranks; run under torchrun.
+"""Train a tiny Llama with the real Trainer on two gloo ranks; run under torchrun.
 
     torchrun --nproc-per-node 2 transformers_driver.py OUTPUT_FOLDER STEPS
 
-The model is sharded with FSDP2 by transformers itself, which does so on CPU too. (The Trainer's
-other way, `fsdp_config`, goes through Accelerate, which shards on accelerators only.) Trains three
-times from the same weights: without the callback, with it, and into an exception.
+Transformers shards the model with FSDP2, also on CPU. The Trainer's other way, `fsdp_config`, uses
+Accelerate, which shards on accelerators only. The script trains three times from the same weights:
+without the callback, with it, and into an exception.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"device_interval_s": 0, "print_verdict": False}
 
 
 class FailInStep3(TrainerCallback):
-    """A training that runs into an exception."""
+    """Makes the training fail with an exception."""
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:
@@ -45,7 +45,7 @@ def tokens(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train(folder: Path, steps: int, *callbacks: TrainerCallback) -> list[dict[str, float]]:
-    """What the Trainer logged, but for its timings."""
+    """The values that the Trainer logged, without its timings."""
     model = AutoModelForCausalLM.from_pretrained(
         folder / "llama", distributed_config=DistributedConfig(fsdp_size=2)
     )

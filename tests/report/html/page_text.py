@@ -1,4 +1,4 @@
-"""What a browser without style sees: the text of a report, and what it would ask others for."""
+"""Read the text of a report without style, and the requests that a browser would make."""
 
 from html.parser import HTMLParser
 

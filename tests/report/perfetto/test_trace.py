@@ -35,7 +35,7 @@ def test_a_recorded_run_is_a_valid_trace_with_every_event_as_a_slice(sample, tmp
     assert result.not_drawn == 0
     drawn = [one for one in trace.slices if one.name.split()[0] not in ("exposed", "issue")]
     events = sum(len(sample.events(rank.rank, steps=steps)) for rank in sample.ranks)
-    assert len(drawn) == events + 1  # and the one about the run
+    assert len(drawn) == events + 1  # and the event about the run
 
 
 def test_compressed_and_plain_traces_hold_the_same(tmp_path):
@@ -183,7 +183,7 @@ def test_ranks_of_two_machines_lie_as_their_collectives_say(tmp_path):
             rank.step(step, start, start + step_ns)
             for turn in range(10):
                 begin = start + turn * 900_000
-                # Each rank arrives last at every other collective.
+                # Each rank arrives last at every second collective.
                 late = 400_000 if turn % 2 == number else 0
                 rank.all_gather(
                     "layers.0",

@@ -1,8 +1,8 @@
-"""What Perfetto makes of a trace: a strict reader by the rules of its own JSON importer.
+"""Read a trace strictly by the rules of Perfetto's JSON importer.
 
-Events are taken by time, those of one time in file order. A slice that begins inside another one
-of its thread must end inside it. An arrow binds to the innermost slice that is open on its thread;
-its ends belong together if category, name and number agree.
+Events are sorted by time, then in file order. A slice that begins inside another one of its thread
+must end inside it. An arrow binds to the innermost slice that is open on its thread; its ends
+belong together if category, name and number agree.
 """
 
 import gzip
@@ -47,7 +47,7 @@ class Trace:
 
 
 def read_trace(path):
-    """Parse, and fail on whatever Perfetto would reject, drop or misdraw."""
+    """Parse a trace; fails on content that Perfetto would reject, drop or draw wrongly."""
     packed = path.read_bytes()
     text = gzip.decompress(packed) if path.suffix == ".gz" else packed
     trace = json.loads(text, parse_constant=lambda word: fail(f"{word} is not JSON"))
