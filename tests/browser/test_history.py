@@ -3,18 +3,29 @@
 import pytest
 from fsdp_inspect_app.pages import LIVE, SECTIONS
 
+from tests.browser.conftest import Dashboard
+
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PAGES = [page for section in SECTIONS.values() for page in section if page.name != LIVE]
 MEASURES = ("compute", "parameters", "exposed")
 
 
+@pytest.fixture
+def own_tab(browser, server):
+    """A new tab: a browser keeps at most 50 entries."""
+    page = browser.new_context().new_page()
+    page.set_default_timeout(60_000)
+    yield Dashboard(page, server)
+    page.context.close()
+
+
 def entries(dashboard) -> int:
     return int(dashboard.page.evaluate("history.length"))
 
 
-def test_the_defaults_of_a_page_add_no_entry(server, tab):
-    dashboard = tab(server)
+def test_the_defaults_of_a_page_add_no_entry(own_tab):
+    dashboard = own_tab
     dashboard.load("units")
     before = entries(dashboard)
     for number, page in enumerate(PAGES, 1):
@@ -22,8 +33,8 @@ def test_the_defaults_of_a_page_add_no_entry(server, tab):
         assert entries(dashboard) == before + number, page.name
 
 
-def test_each_choice_is_undone_by_one_step_back(server, tab):
-    dashboard = tab(server)
+def test_each_choice_is_undone_by_one_step_back(own_tab):
+    dashboard = own_tab
     dashboard.load("memory")
     dashboard.load("units")
     page = dashboard.page
