@@ -114,7 +114,7 @@ ENTRIES = (
         "torchao float8",
         ("torchao",),
         "`Recorder` in the script",
-                "The matrix products are emulated, because they need a GPU. FSDP gathers the weights in "
+        "The matrix products are emulated, because they need a GPU. FSDP gathers the weights in "
         "float8.",
     ),
     Entry(
@@ -122,7 +122,7 @@ ENTRIES = (
         "PPO, hand-written",
         ("torch",),
         "`Recorder({'actor': actor, ...})`",
-                "One recording has actor, critic and reference. In the unmodified script, a step is "
+        "One recording has actor, critic and reference. In the unmodified script, a step is "
         "a round of both optimizers, so one PPO iteration has two steps.",
         ends=(1, 2),
         callback_ends=(3, 4),
@@ -133,7 +133,7 @@ ENTRIES = (
         "GAN, hand-written",
         ("torch",),
         "`Recorder([generator, discriminator], optimizer=[...])`",
-                "One recording has both models. A step is a round of both optimizers.",
+        "One recording has both models. A step is a round of both optimizers.",
         ends=(1, 2),
         callback_ends=(1, 2),
         first_compared=2,
@@ -144,7 +144,7 @@ ENTRIES = (
             f"DeepSpeed ZeRO-{stage}",
             ("deepspeed",),
             "`Recorder(engine)`",
-                        "The optimizer is torch's AdamW, with its state offloaded to the CPU. Simulation and "
+            "The optimizer is torch's AdamW, with its state offloaded to the CPU. Simulation and "
             "plan check do not support DeepSpeed.",
             script="deepspeed",
             arguments=(str(stage),),
