@@ -1,4 +1,4 @@
-"""`fsdp-inspect migrate`: what a move from FSDP1 to FSDP2 changes."""
+"""`fsdp-inspect migrate`: show what changes when a model moves from FSDP1 to FSDP2."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Notice that the training does not move, and report it while the job still hangs.
+"""Detect that the training makes no progress, and report it while the job hangs.
 
 A background thread of each rank saves the black box, compares the order of collectives and looks
 for progress: a collective issued or finished, a step ended. Without progress for `hang_after_s` it

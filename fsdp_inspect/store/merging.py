@@ -1,4 +1,4 @@
-"""Join the parts of one run, written on several nodes, to one run folder.
+"""Merge the parts of one run, which several nodes wrote, into one run folder.
 
 A node without a shared file system writes its ranks to its own disk, with a copy of `run.json`. A
 merge checks that the parts belong to one run, copies them to a hidden folder, compacts that folder,
