@@ -110,7 +110,7 @@ class ImportJobs:
         for path in (source.path, *([target] if target.is_symlink() else [])):
             if not is_in_folder(path, self._folder):
                 raise StoreError(
-                    f"{str(path)!r} leads out of the folder of runs. Expected something in "
+                    f"{str(path)!r} leads out of the folder of runs. Expected a file or folder in "
                     f"{str(self._folder)!r}. Copy it there, or use fsdp-inspect import."
                 )
 

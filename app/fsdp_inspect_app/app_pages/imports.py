@@ -25,7 +25,7 @@ _LISTING_LIFE_S = 3
 _HOW = """# in the training script, once for each rank
 prof.export_chrome_trace(f"traces/rank{rank}.json.gz")
 
-# or what the CUDA allocator did
+# or a snapshot of the CUDA allocator
 torch.cuda.memory._dump_snapshot(f"snapshots/rank{rank}.pickle")"""
 
 
@@ -47,10 +47,8 @@ def show_page() -> None:
     _show_job(jobs)
     _show_choice(sources, jobs)
     _show_upload()
-    with st.expander(f"All {len(sources)} that can be imported"):
-        st.dataframe(
-            frame_sources(sources), hide_index=True, alt="What can be imported, one row each"
-        )
+    with st.expander(f"All {len(sources)} sources to import"):
+        st.dataframe(frame_sources(sources), hide_index=True, alt="Sources to import, one row each")
     st.caption(
         f"This page imports files of {code(str(loading.runs_folder()))} into its folder "
         f"{code('imported/')}\\. For other folders, use {code('fsdp-inspect import')}\\."
@@ -116,7 +114,9 @@ def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:
         source = names[chosen]
         with right:
             name = st.text_input("Run name", placeholder="name of the file", key="import name")
-        files = "1 file" if source.num_files == 1 else f"{source.num_files} files, a rank each"
+        files = (
+            "1 file" if source.num_files == 1 else f"{source.num_files} files, one for each rank"
+        )
         st.caption(plain(f"A {source.kind.value}: {files}, {format_bytes(source.num_bytes)}."))
         by_step = not source.kind.is_snapshot and st.toggle(
             "One step per ProfilerStep",

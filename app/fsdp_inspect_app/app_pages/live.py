@@ -81,7 +81,7 @@ def _show_header(run: Run) -> None:
 def _show_over(run: Run) -> None:
     show_nothing(
         f"This run is not live: it is {run.status.value}.",
-        "Live shows runs while they are recorded. The other pages show what this run recorded.",
+        "Live shows runs while they are recorded. The other pages show the data of this run.",
     )
     if run.notes:
         st.warning("\n".join(f"- {plain(note)}" for note in run.notes), icon=":material/warning:")
@@ -130,7 +130,7 @@ def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
     if live is None:
         return
     if live.state not in _GOING_ON and not live.view.steps:
-        st.caption("The live streams are gone\\. The other pages show what was recorded\\.")
+        st.caption("The live streams no longer exist\\. The other pages show the recorded data\\.")
         _show_ranks(live)
         return
     _show_tiles(live)
@@ -148,7 +148,7 @@ def _show_answer(entry: RunEntry, rank: int) -> LiveStatus | None:
     try:
         live = look_at(entry, rank=rank)
     except (StoreError, OSError) as error:
-        show_headline(plain(f"Rank {rank} cannot be followed."))
+        show_headline(plain(f"The live data of rank {rank} cannot be read."))
         st.error(plain(str(error)), icon=":material/error:")
         return None
     _rerun_on_news(entry, live)
@@ -242,7 +242,7 @@ def _show_devices(series: Sequence[DeviceSeries]) -> None:
         draw_devices(series),
         frame_devices(series),
         key="live-devices",
-        alt=f"Small charts of the devices; newest values: {newest}",
+        alt=f"Small charts of the devices; latest values: {newest}",
         note="Sampled by a background thread of the rank. GPU numbers come from NVML and include "
         "all processes of the device. CPU is in percent of one core.",
     )

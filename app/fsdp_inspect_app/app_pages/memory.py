@@ -252,7 +252,7 @@ def _show_owners(peak: PeakMoment, frame: pd.DataFrame) -> None:
             key="memory-owners-table",
             on_select="rerun",
             selection_mode="single-cell",
-            alt="Memory at the peak, one row a unit",
+            alt="Memory at the peak, one row for each unit",
         )
     for row, column in state["selection"]["cells"]:
         if column == "unit" and row < len(peak.owners):

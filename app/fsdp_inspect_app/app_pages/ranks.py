@@ -437,7 +437,9 @@ def _show_skews(ranks: Ranks) -> None:
     with show_card("Skew and transfer by collective", key="skews") as header:
         with header:
             show_csv_button(skews, key="skews")
-        show_table(skews, key="skews-table", alt="Skew and transfer, one row a kind of collective")
+        show_table(
+            skews, key="skews-table", alt="Skew and transfer, one row for each kind of collective"
+        )
         st.caption(
             plain(
                 f"Skew: {find_metric('skew_ns').definition}. Medians over the sampled collectives."

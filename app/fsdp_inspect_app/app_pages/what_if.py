@@ -82,8 +82,8 @@ def _show_refusal(reason: str) -> None:
     show_headline("This run cannot be simulated\\.")
     st.info(plain(reason), icon=":material/info:")
     st.caption(
-        "The simulation requires recorded units, collectives and compute, which imported traces "
-        "and runs without a timed step lack\\. Record the job:"
+        "The simulation requires recorded units, collectives and compute\\. Imported traces, and "
+        "runs without a timed step, do not have them\\. Record the job:"
     )
     st.code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", language="bash")
 

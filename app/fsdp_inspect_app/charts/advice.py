@@ -55,7 +55,13 @@ def _draw_marked(figure: go.Figure, plan: PlanAdvice, size: int) -> None:
     """The recorded plan and the advised one."""
     fastest = plan.fastest
     marked = (
-        ("recorded plan, played", plan.replayed_step_ns, plan.replayed_peak_bytes, RECORDED, "x"),
+        (
+            "recorded plan, simulated",
+            plan.replayed_step_ns,
+            plan.replayed_peak_bytes,
+            RECORDED,
+            "x",
+        ),
         ("advised", fastest.step_ns, fastest.peak_bytes, ADVISED, "circle-open"),
     )
     for name, step_ns, peak_bytes, colour, symbol in marked:
