@@ -42,12 +42,12 @@ _DESCRIPTION = """\
 Record an unmodified training script.
 
 Every rank runs the script as Python would run it, with the same results and
-exit code. The recorder attaches to every model sharded with fully_shard
-(FSDP2), FullyShardedDataParallel (FSDP1) or DistributedDataParallel (DDP) when
-the first of them runs a forward pass with gradients. A step ends when the
-optimizer steps. With several models, it ends when each optimizer has stepped.
-At the end, rank 0 prints what limits the step and the path of the run folder on
-stderr.
+exit code. The recorder attaches to every sharded model when the first of them
+runs a forward pass with gradients. It supports fully_shard (FSDP2),
+FullyShardedDataParallel (FSDP1), DistributedDataParallel (DDP), DeepSpeed ZeRO
+and SimpleFSDP. A step ends when the optimizer steps. With several models, it
+ends when each optimizer has stepped. At the end, rank 0 prints what limits the
+step and the path of the run folder on stderr.
 """
 
 _EPILOG = """\
@@ -58,7 +58,7 @@ examples:
   fsdp-inspect app runs                  show all runs in the browser
 
 On several nodes without a shared file system, each node records below its own
---out, into a folder of the same name. Copy the parts to one machine, and join
+--out, into a folder of the same name. Copy the parts to one machine, and merge
 them with `fsdp-inspect merge`.
 
 To record the loss, mark the steps or choose the model, use
