@@ -49,7 +49,7 @@ class Migration(TableResult):
         (
             text_column("setting", "The setting of FullyShardedDataParallel"),
             text_column("recorded", "Its value in the run"),
-            text_column("replacement", "What takes its place in FSDP2", label="FSDP2"),
+            text_column("replacement", "Its replacement in FSDP2", label="FSDP2"),
         ),
     )
 

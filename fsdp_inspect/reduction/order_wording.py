@@ -70,8 +70,8 @@ def _subject(found: OrderDifference, names: Sequence[str]) -> str:
         text = f"The ranks issued different collectives{where}: {_each_set(found, names)}."
         if found.is_race:
             text += (
-                " Two threads of a rank issue collectives on this process group, so chance decides "
-                "their order."
+                " Two threads of a rank issue collectives on this process group, so their order "
+                "depends on timing."
             )
         return text
     who = capitalize(format_ranks(found.culprits))

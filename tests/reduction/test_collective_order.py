@@ -148,7 +148,7 @@ def test_two_threads_on_one_process_group_are_no_rank_s_fault() -> None:
 
     assert found is not None
     assert (found.is_race, found.culprits) == (True, ())
-    assert "so chance decides their order" in describe_difference(found, NAMES)
+    assert "so their order depends on timing" in describe_difference(found, NAMES)
 
 
 def test_collectives_of_background_threads_alone_are_not_compared() -> None:
