@@ -153,9 +153,10 @@ def _pick_runs(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
 
 
 def _suggest(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
-    """The chosen run against the baseline that was set on the page Runs.
+    """Compare the chosen run with the baseline that was set on the page Runs.
 
-    Without one: against the last run before it of the same model, or the next one after it.
+    Without a baseline, compare it with the last earlier run of the same model, or the next later
+    one.
     """
     names = list(entries)
     chosen = st.session_state.get(RUN_KEY, names[0])
@@ -292,7 +293,7 @@ def _show_steps(contents: ComparisonContents) -> None:
 
 
 def _describe_origins(contents: ComparisonContents) -> str:
-    """How the times of each side were obtained, once if it is the same for all sides."""
+    """The method of the times of each side, stated once if all sides have the same method."""
     origins = [
         wording.describe_provenance(summary.provenance, "step", "forward", "backward", "all_gather")
         for summary in contents.digests

@@ -30,7 +30,7 @@ torch.cuda.memory._dump_snapshot(f"snapshots/rank{rank}.pickle")"""
 
 
 def show_page() -> None:
-    """What can be imported, the choice, and how the import goes."""
+    """Show the sources, the choice, and the progress of the import."""
     sources = _list(str(loading.runs_folder())).value
     if not sources:
         show_nothing(
@@ -64,7 +64,7 @@ def _list(folder: str) -> Dated[list[ImportSource]]:
 
 @st.cache_resource(max_entries=4, show_spinner=False)
 def _jobs(folder: str) -> ImportJobs:
-    """One for all sessions, so that a reloaded page shows the import that runs."""
+    """One object for all sessions, so that a reloaded page shows the running import."""
     return ImportJobs(loading.runs_folder())
 
 
@@ -129,7 +129,7 @@ def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:
 
 
 def _start(jobs: ImportJobs, chosen: str, name: str, by_step: bool) -> None:
-    """Start it if it is still there: the name is looked up in the listing of this moment."""
+    """Start the import if the source still exists: the name is looked up in the current list."""
     source = find_source(loading.runs_folder(), chosen)
     if source is None:
         st.error(plain(f"{chosen!r} not found: the file was removed. Choose another source."))
@@ -151,7 +151,7 @@ def _show_job(jobs: ImportJobs) -> None:
 
 
 def _show_progress(jobs: ImportJobs, *, is_running: bool) -> None:
-    """The import that runs, or the last one; when it ends the page is made anew."""
+    """Show the running import, or the last one; the page reruns when it ends."""
     view = jobs.view
     if view is None:
         return

@@ -54,9 +54,9 @@ _SEEN_KEY = "live: state that is shown"
 
 
 def show_page(entry: RunEntry, run: Run) -> None:
-    """The run as it is now, again every few seconds; of a run that is over, where to look.
+    """Show the state of the run, again every few seconds; link to other pages if it has ended.
 
-    It asks no analysis of the whole run: of a long one that takes longer than a refresh may.
+    It runs no analysis of the whole run, because that takes longer than a refresh interval.
     """
     _show_header(run)
     recorded = [record.rank for record in run.ranks_recorded]
@@ -96,7 +96,7 @@ def _show_links() -> None:
 
 
 def _pick_rank(run: Run, recorded: Sequence[int]) -> int:
-    """The rank that is followed; of a run that is recorded also whether the page refreshes."""
+    """The shown rank, and for a live run whether the page refreshes."""
     key = f"live rank of {run.id}"
     follow(RANK_KEY, key, {str(rank): rank for rank in recorded}, recorded[0])
     left, right = st.columns([1, 3], vertical_alignment="bottom")
@@ -122,7 +122,7 @@ def _wants_refresh() -> bool:
 
 
 def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
-    """The answer, numbers, the last steps, memory, the machine, the ranks."""
+    """Show the headline, numbers, the last steps, memory, the machine and the ranks."""
     answer = st.container()
     rank = _pick_rank(run, recorded)
     with answer:
@@ -144,7 +144,7 @@ def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
 
 
 def _show_answer(entry: RunEntry, rank: int) -> LiveStatus | None:
-    """Read what is new, and say how the run goes; None where it cannot be read."""
+    """Read the new data and describe the state of the run; None if it cannot be read."""
     try:
         live = look_at(entry, rank=rank)
     except (StoreError, OSError) as error:
@@ -160,7 +160,7 @@ def _show_answer(entry: RunEntry, rank: int) -> LiveStatus | None:
 
 
 def _show_problem(entry: RunEntry, live: LiveStatus) -> None:
-    """Show the diagnosis; without one, what the state of the run means."""
+    """Show the diagnosis, or else the meaning of the run's state."""
     found = loading.read_diagnosis(entry)
     if found.is_problem:
         st.error(plain(describe_diagnosis(found).sentence), icon=":material/error:")
@@ -172,7 +172,7 @@ def _show_problem(entry: RunEntry, live: LiveStatus) -> None:
 
 
 def _rerun_on_news(entry: RunEntry, live: LiveStatus) -> None:
-    """Make the whole page anew when the run begins to move, stops or ends: its banner says so."""
+    """Rerun the whole page when the run starts, stops or ends: its banner shows the state."""
     shown = (entry.id, live.state in _GOING_ON)
     before = st.session_state.get(_SEEN_KEY)
     st.session_state[_SEEN_KEY] = shown

@@ -287,7 +287,7 @@ def _show_over_steps(run: Run, overview: MemoryOverview, most_grown: MemoryGrowt
 
 
 def _show_growth(run: Run, overview: MemoryOverview, most_grown: MemoryGrowth | None) -> None:
-    """Show the memory of the shown rank over steps, and the growth of the rank that grew most."""
+    """Show the memory of the chosen rank over steps, and the growth of the rank that grew most."""
     steps = overview.memory.over_steps
     verdict = memory_wording.describe_growth(overview.growth)
     here = overview.growth

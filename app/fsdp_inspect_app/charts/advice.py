@@ -13,7 +13,7 @@ _HEIGHT = 360
 
 
 def draw_front(plan: PlanAdvice) -> go.Figure:
-    """The best plans, from the fastest to the smallest, beside the recorded one.
+    """Draw the best plans, from the fastest to the smallest, and the recorded one.
 
     The first trace holds the plans in the order of `plan.front`; points without a known peak are
     left out.
