@@ -138,7 +138,7 @@ class ImportJobs:
             if self._child is child and view is not None and view.state is JobState.RUNNING:
                 error = (
                     f"The import of {view.source.name} ended with exit code {child.returncode} "
-                    "and said nothing: it was probably killed for its memory. Profile fewer "
+                    "without a message: it was probably killed for its memory. Profile fewer "
                     "steps, or import it on a larger machine."
                 )
                 self._view = replace(view, state=JobState.FAILED, error=error)
