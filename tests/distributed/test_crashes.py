@@ -179,7 +179,7 @@ def undisturbed(healthy: tuple[str, int]) -> str:
 
 
 def said_once(stderr: str) -> bool:
-    return stderr.lower().count("training goes on") == 1
+    return stderr.lower().count("training continues") == 1
 
 
 def mount_or_skip(target: Path, *options: str) -> None:

@@ -9,7 +9,12 @@ from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.diagnosis import describe_diagnosis
-from fsdp_inspect.report.live_wording import advise_live, describe_live, describe_pace
+from fsdp_inspect.report.live_wording import (
+    advise_live,
+    describe_live,
+    describe_pace,
+    headline_live,
+)
 from fsdp_inspect.result_types import (
     DeviceSeries,
     LiveMemory,
@@ -152,7 +157,8 @@ def _show_answer(entry: RunEntry, rank: int) -> LiveStatus | None:
         st.error(plain(str(error)), icon=":material/error:")
         return None
     _rerun_on_news(entry, live)
-    show_headline(plain(describe_live(live)))
+    show_headline(plain(headline_live(live)))
+    st.markdown(plain(describe_live(live)))
     _show_problem(entry, live)
     if live.state not in _GOING_ON:
         _show_links()

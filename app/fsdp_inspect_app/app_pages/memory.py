@@ -108,11 +108,13 @@ def show_page(entry: RunEntry, run: Run) -> None:
 
 def _show_answer(overview: MemoryOverview) -> None:
     failed = overview.memory.failed_request
-    if failed is not None:
-        show_headline(plain(memory_wording.describe_failed_request(overview, failed)))
-        st.markdown(plain(memory_wording.describe_memory(overview)))
+    if failed is None:
+        show_headline(plain(memory_wording.headline_memory(overview)))
     else:
-        show_headline(plain(memory_wording.describe_memory(overview)))
+        show_headline(plain(memory_wording.headline_failed_request(overview, failed)))
+        st.markdown(plain(memory_wording.describe_failed_request(failed)))
+        st.markdown(plain(memory_wording.headline_memory(overview)))
+    st.markdown(plain(memory_wording.describe_memory(overview)))
 
 
 def _pick_rank(overview: MemoryOverview) -> int:
