@@ -82,8 +82,7 @@ _ALL = (
         "serialized_ns",
         "serialized",
         _NS,
-        "exposed time that a collective loses because it is, or was, queued behind another one "
-        "on the same communicator",
+        "exposed time for which an earlier collective on the same communicator delays this one",
     ),
     Metric(
         "straggler_ns",
@@ -487,8 +486,8 @@ _ALL = (
         "goodput_ratio",
         "goodput",
         _RATIO,
-        "time of the training steps that count / wall time; the first step of each attempt and "
-        "steps lost at a restart do not count",
+        "time of the phase training / wall time; this phase leaves out the first step of each "
+        "attempt, steps lost at a restart, evaluation, checkpoints, compilation and standstills",
         Better.HIGHER,
     ),
     Metric(

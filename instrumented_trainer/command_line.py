@@ -26,7 +26,7 @@ from instrumented_trainer.config import (
 _PROGRAM = "python -m instrumented_trainer"
 _HELP = ("-h", "--help")
 _DESCRIPTION = """\
-Train a decoder with PyTorch FSDP (fully_shard) and record the cost of each of its units.
+Train a model with PyTorch FSDP (or another sharder) and record the cost of each of its units.
 
   torchrun --nproc-per-node 2 -m instrumented_trainer
   torchrun --nproc-per-node 4 -m instrumented_trainer --mesh 2x2 --wrap every:2

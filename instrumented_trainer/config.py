@@ -1,4 +1,4 @@
-"""All settings of a training run: name, default, legal values and meaning, each declared once.
+"""Declare all settings of a training run once: name, default, legal values and meaning.
 
 The command line, the TOML file, `--help` and `--print-config` are generated from this class. A
 setting that is None takes the preset's value, or no value, as its text says.
@@ -89,8 +89,8 @@ class TrainerConfig(BaseModel):
     hf: str | None = _setting(
         Section.MODEL,
         None,
-        "Train a Hugging Face language model instead (causal, encoder-decoder or masked), built "
-        "from its config with random weights.",
+        "Train a Hugging Face model instead, built from its config with random weights: a language "
+        "model (causal, encoder-decoder or masked), an image classifier or an audio model.",
         legal="a model type (llama, t5), a config.json or its folder, or a hub name (org/name)",
     )
     hf_config: Annotated[dict[str, Any], BeforeValidator(_read_json)] = _setting(
@@ -145,7 +145,7 @@ class TrainerConfig(BaseModel):
         Section.OPTIMIZER, 5, "Steps in which the learning rate rises to its peak."
     )
     schedule: Literal["cosine", "linear", "constant"] = _setting(
-        Section.OPTIMIZER, "cosine", "How the learning rate falls after its peak."
+        Section.OPTIMIZER, "cosine", "Shape of the decrease of the learning rate after its peak."
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = _setting(
         Section.OPTIMIZER, 0.1, "Learning rate of the last step, as a fraction of the peak."
@@ -167,20 +167,19 @@ class TrainerConfig(BaseModel):
         "fsdp2",
         "The sharder: `fully_shard` (fsdp2), `FullyShardedDataParallel` (fsdp1), "
         "`DistributedDataParallel` (ddp), DeepSpeed's ZeRO-3 (zero3, requires DeepSpeed) or a "
-        "parametrization that torch.compile captures (simple_fsdp). The sharders other than fsdp2 "
-        "accept some of the settings below.",
+        "parametrization that torch.compile captures (simple_fsdp). The other sharders accept only "
+        "some of the settings below.",
     )
     plan: str | None = _setting(
         Section.SHARDING,
         None,
-        "Shard by this plan file, instead of the settings below (and those of accumulation and "
-        "checkpointing).",
+        "Plan file, which replaces the settings below and those of accumulation and checkpointing.",
         legal="a TOML file, as fsdp_inspect.Plan.dump writes it",
     )
     wrap: str = _setting(
         Section.SHARDING,
         "block",
-        "Which modules form a unit. `block`: the embedding, each block, and [norm, lm_head]; "
+        "Modules that form a unit. `block`: the embedding, each block, and [norm, lm_head]; "
         "`every:N`: N blocks per unit; `size:BYTES`: blocks packed or split to about this size; "
         "`root`: one unit.",
         legal="block, every:N, size:BYTES (size:8MiB), root, or units separated by `;` with "
@@ -277,14 +276,14 @@ class TrainerConfig(BaseModel):
     numerics_every: NonNegativeInt = _setting(
         Section.RECORDING,
         0,
-        "In every Nth step, look at the values of the model: norms, values that are not finite, "
+        "In every Nth step, read the values of the model: norms, values that are not finite, "
         "updates that are rounded away. Such steps are not timed. 0: none.",
     )
     device_memory: str | None = _setting(
         Section.RECORDING,
         None,
-        "Limit the memory of the device: an allocation that passes the limit fails as on a device "
-        "of that size, also on CPU, and `fsdp-inspect diagnose` explains it.",
+        "Limit the memory of the device, also on CPU. An allocation that exceeds the limit fails "
+        "as on a device of that size, and `fsdp-inspect diagnose` explains it.",
         legal="an amount above 0 with a unit (2GiB, 512MB)",
     )
     record_warmup: NonNegativeInt = _setting(

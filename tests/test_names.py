@@ -4,9 +4,11 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "fsdp_inspect"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fsdp_inspect"
 SAME_MEANING = {"FsdpInspectCallback", "diagnose", "main", "open_run"}
 """The callback of each framework, programs, and a command with the name of its function."""
+FOLDERS = ("fsdp_inspect", "app", "instrumented_trainer", "tests", "docs")
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -22,7 +24,7 @@ def test_no_two_modules_define_the_same_public_name() -> None:
 
 
 def test_no_module_opens_with_a_question() -> None:
-    first_lines = {
-        path: (ast.get_docstring(tree) or "?").splitlines()[0] for path, tree in TREES.items()
-    }
-    assert [path for path, line in first_lines.items() if line.endswith("?")] == []
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    texts = {path: ast.get_docstring(ast.parse(path.read_text())) for path in paths}
+    assert [path for path in TREES if not texts[path]] == []
+    assert [path for path, text in texts.items() if text and "?" in text.splitlines()[0]] == []

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.runs_dir is not None and not chosen.runs_dir.is_dir():
         parser.error(
-            f"there is no folder {str(chosen.runs_dir)!r}. Expected a folder that holds recorded "
+            f"folder not found: {str(chosen.runs_dir)!r}. Expected a folder that holds recorded "
             "runs. Record one, or leave the folder out to see the samples."
         )
     try:

@@ -1,6 +1,6 @@
 """Check access to the runs: for everyone who reaches the server, or only for logged-in users.
 
-The login is Streamlit's own (OpenID Connect), set up in `secrets.toml`:
+The login is Streamlit's own (OpenID Connect), configured in `secrets.toml`:
 
     [auth]
     redirect_uri = "https://runs.example.org/oauth2callback"

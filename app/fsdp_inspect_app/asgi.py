@@ -1,4 +1,4 @@
-"""The dashboard as an ASGI application: Streamlit's own, with the guard in front.
+"""The dashboard as an ASGI application: Streamlit's own application, behind the guard.
 
 `streamlit run asgi.py` finds `app`. `launch` starts it and passes the accepted requests.
 """

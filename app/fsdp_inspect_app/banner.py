@@ -34,20 +34,20 @@ class _Advice:
 
 _ADVICE: dict[RunStatus, _Advice] = {
     RunStatus.RUNNING: _Advice(
-        "The run is being recorded. The pages update themselves.",
+        "The run is being recorded. The pages refresh automatically.",
         *("live", "Open Live", ":material/sensors:"),
     ),
     RunStatus.CRASHED: _Advice(
-        "The pages show what was written before.",
+        "The pages show the data that was written before.",
         *("diagnosis", "Open Diagnosis", ":material/troubleshoot:"),
     ),
     RunStatus.FAILED: _Advice(
-        "The pages show what was recorded before the failure.",
+        "The pages show the data that was recorded before the failure.",
         *("diagnosis", "Open Diagnosis", ":material/troubleshoot:"),
     ),
     RunStatus.PARTIAL: _Advice(
         "All results are of the ranks in this folder. Copy the folders of the missing ranks to it, "
-        "or join the parts of several nodes with fsdp-inspect merge.",
+        "or merge the parts of several nodes with fsdp-inspect merge.",
         *("ranks", "Open Ranks", ":material/grid_on:"),
     ),
 }

@@ -67,8 +67,8 @@ def _files_in(path: str, folder: Path, depth: int) -> Iterator["os.DirEntry[str]
         if entry.is_symlink() and not is_in_folder(Path(entry.path), folder):
             raise StoreError(
                 f"{entry.path!r} is a link to a place outside the folder of runs. The dashboard "
-                f"reads files in {str(folder)!r} only. Copy what it leads to, or start the "
-                "dashboard with a folder that holds both."
+                f"reads files in {str(folder)!r} only. Copy the target of the link there, or start "
+                "the dashboard with a folder that contains both."
             )
         if not entry.is_dir():
             yield entry

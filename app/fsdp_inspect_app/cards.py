@@ -32,7 +32,7 @@ def show_chart_card(
         figure: The chart.
         frame: The same numbers.
         key: Unique on the page; also the name of the CSV file.
-        alt: The chart in one sentence, for those who cannot see it.
+        alt: The chart in one sentence, for screen readers.
         note: How the numbers were obtained.
     """
     with show_card(title, key=key) as header:
@@ -43,14 +43,14 @@ def show_chart_card(
 
 
 def show_empty_card(title: str, reason: str, *, key: str) -> None:
-    """A card that says why it shows nothing."""
+    """A card that states why it is empty."""
     with show_card(title, key=key):
         st.caption(plain(reason))
 
 
 @contextmanager
 def show_card(title: str, *, key: str) -> Iterator[DeltaGenerator]:
-    """A frame with a title; what is shown inside the block lands in it.
+    """A frame with a title, which contains everything that the block shows.
 
     Yields:
         The title's row, for buttons.
@@ -69,12 +69,12 @@ def show_table_button(frame: pd.DataFrame, *, key: str, alt: str) -> None:
 
 
 def show_table(frame: pd.DataFrame, *, key: str, alt: str) -> None:
-    """A table whose numbers show as many digits as their unit deserves.
+    """A table whose numbers show the digits that their unit needs.
 
     Args:
         frame: Its rows.
         key: Unique on the page.
-        alt: What it lists; by that name a screen reader calls it and each of its buttons.
+        alt: The content of the table, for screen readers; also in the names of its buttons.
     """
     st.dataframe(
         frame,
@@ -87,7 +87,7 @@ def show_table(frame: pd.DataFrame, *, key: str, alt: str) -> None:
 
 
 def show_csv_button(frame: pd.DataFrame | Callable[[], pd.DataFrame], *, key: str) -> None:
-    """A button that saves a table, which is made and becomes CSV only when it is clicked."""
+    """A button that saves a table, which is built as CSV only when the button is clicked."""
     st.download_button(
         "CSV",
         lambda: to_csv(frame() if callable(frame) else frame),

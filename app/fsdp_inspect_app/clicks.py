@@ -33,15 +33,15 @@ class Click:
     """Which trace of the figure."""
 
     def column(self) -> int | None:
-        """The whole number at which it is on the x axis; None if that is none."""
+        """Its position on the x axis as an integer; None if it is not an integer."""
         return _whole(self.x)
 
     def row(self) -> int | None:
-        """The whole number at which it is on the y axis; None if that is none."""
+        """Its position on the y axis as an integer; None if it is not an integer."""
         return _whole(self.y)
 
     def pick(self, rows: Sequence[T]) -> T | None:
-        """What the row stands for that it is on; None if it is on none of them."""
+        """The value of the clicked row; None outside of all rows."""
         row = self.row()
         return rows[row] if row is not None and 0 <= row < len(rows) else None
 
@@ -60,7 +60,7 @@ def open_on_click(chart: str, on_click: Callable[[Click], None]) -> None:
 
 
 def read_click(told: Any) -> Click | None:
-    """What the browser tells of a click; None where it makes no sense."""
+    """Parse the click that the browser reports; None if it is invalid."""
     if not isinstance(told, dict) or not isinstance(told.get("curve"), int):
         return None
     return Click(told.get("x"), told.get("y"), told["curve"])

@@ -110,7 +110,7 @@ class ImportJobs:
         for path in (source.path, *([target] if target.is_symlink() else [])):
             if not is_in_folder(path, self._folder):
                 raise StoreError(
-                    f"{str(path)!r} leads out of the folder of runs. Expected something in "
+                    f"{str(path)!r} leads out of the folder of runs. Expected a file or folder in "
                     f"{str(self._folder)!r}. Copy it there, or use fsdp-inspect import."
                 )
 
@@ -138,7 +138,7 @@ class ImportJobs:
             if self._child is child and view is not None and view.state is JobState.RUNNING:
                 error = (
                     f"The import of {view.source.name} ended with exit code {child.returncode} "
-                    "and said nothing: it was probably killed for its memory. Profile fewer "
+                    "without a message: it was probably killed for its memory. Profile fewer "
                     "steps, or import it on a larger machine."
                 )
                 self._view = replace(view, state=JobState.FAILED, error=error)

@@ -107,21 +107,21 @@ Listening on {host}: {who} reaches port {port} of this machine sees every run of
 its command lines, settings, environment variables, host names and names of modules. Nothing is
 encrypted, neither the runs nor the token: use this only in a network that you trust.
 
-Only for yourself: leave --host out, and from your own machine
+To see the runs only yourself: leave --host out, and run on your own machine
   ssh -L {port}:127.0.0.1:{port} THIS_MACHINE
 
-A login of its own (OpenID Connect): pip install 'streamlit[auth]', and in ~/.streamlit/secrets.toml
+To add a login (OpenID Connect): pip install 'streamlit[auth]', and in ~/.streamlit/secrets.toml
   [auth]
   redirect_uri = "https://NAME/oauth2callback"
   cookie_secret = "LONG RANDOM TEXT"
   client_id = "..."
   client_secret = "..."
   server_metadata_url = "https://PROVIDER/.well-known/openid-configuration"
-  [access]                    # leave it out, and every account of the provider gets in
+  [access]                    # without it, every account of the provider is accepted
   emails = ["ada@example.org"]
   domains = ["example.org"]
 
-A proxy that asks for a login and speaks TLS, on this machine: leave --host out, and give the name
-under which it is reached
+To use a proxy with a login and TLS on this machine: leave --host out, and give the name of the
+proxy
   fsdp-inspect app DIR --proxy-name NAME
 """

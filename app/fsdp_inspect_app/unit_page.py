@@ -148,7 +148,7 @@ def _show_waits(unit: UnitCost, waits: RankWaits | None, summary: Summary) -> No
         show_table(
             frame_collectives(unit),
             key="unit-collectives",
-            alt="Collectives of the unit, one row a kind",
+            alt="Collectives of the unit, one row for each kind",
         )
         _show_longest_wait(exposed, unit)
         arrivals = waits.arrivals.sentence if waits is not None and waits.arrivals else ""
@@ -198,8 +198,7 @@ def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], summary
             key="unit-history",
             alt=f"Duration of each collective of the unit in {history.num_steps} timed steps",
             note=f"{_describe_rates(history, fits)}Dotted line: the duration of such a message "
-            f"by the latency and bandwidth fitted to this run. "
-            f"{provenance}",
+            f"by the fit of this run. {provenance}",
         )
     with right:
         show_chart_card(
@@ -238,7 +237,9 @@ def _show_prefetch(waits: RankWaits | None) -> None:
     with show_card("Prefetch", key="unit-prefetch") as header:
         with header:
             show_csv_button(frame, key="unit-prefetch")
-        show_table(frame, key="unit-prefetches", alt="All-gathers of the unit, one row a phase")
+        show_table(
+            frame, key="unit-prefetches", alt="All-gathers of the unit, one row for each phase"
+        )
         st.caption(
             plain(
                 "Lead: time from the issue of the all-gather to its need. A lead as long as the "

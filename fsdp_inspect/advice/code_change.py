@@ -92,13 +92,13 @@ def _change_own_calls(manifest: RunManifest, change: Change) -> CodeChange:
         edits = replace_calls(code, change)
         diff = write_diff(code.sources, edits) if edits else ""
         if diff:
-            where = f"The diff applies the plan file in place of {calls}."
+            where = f"The diff replaces {calls} with the plan file."
             return _finish(manifest, change, where, diff=diff)
     roots = find_root_calls(code.calls, change.before)
     model = next(iter(roots.values())).argument if len(roots) == 1 else ""
     prefix = next(iter(roots), "") if len(roots) == 1 else ""
     lines = apply_lines(change, model or "model", "mesh", prefix)
-    where = f"Replace {calls} by these lines. {_say_no_diff(manifest)}"
+    where = f"Replace {calls} with these lines. {_say_no_diff(manifest)}"
     return _finish(manifest, change, where, lines=lines)
 
 
@@ -120,9 +120,7 @@ def _change_framework(manifest: RunManifest, change: Change) -> CodeChange:
     after = list(lines_after(change)) if _is_later(change) else []
     if user is None:
         lines = after or apply_lines(change, "model", "")
-        how = (
-            "Add these lines after its calls" if after else "Put these lines in place of its calls"
-        )
+        how = "Add these lines after its calls" if after else "Replace its calls with these lines"
         return _finish(
             manifest, change, f"{shards}. {how}.", lines=_named(lines), needs_plan_file=not after
         )
@@ -264,7 +262,7 @@ def _named(lines: Sequence[str], model: str = "model") -> list[str]:
 
 
 def _say_unknown(manifest: RunManifest) -> str:
-    words = "Replace your fully_shard calls by these lines. Their place in the code is unknown"
+    words = "Replace your fully_shard calls with these lines. Their place in the code is unknown"
     if manifest.code.launch:
         return f"{words}, because the model was sharded before the script imported the recorder."
     return f"{words}, because the run does not contain it."

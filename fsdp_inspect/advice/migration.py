@@ -1,4 +1,4 @@
-"""State what a move from FSDP1 to FSDP2 changes for a recorded run: plan, settings, memory.
+"""Describe what changes when a recorded FSDP1 run moves to FSDP2: plan, settings, memory.
 
 Nothing is simulated. The plan has the units, the strategy and the dtypes of the run. Bytes follow
 from the shapes of its parameters:
@@ -49,7 +49,7 @@ class Migration(TableResult):
         (
             text_column("setting", "The setting of FullyShardedDataParallel"),
             text_column("recorded", "Its value in the run"),
-            text_column("replacement", "What takes its place in FSDP2", label="FSDP2"),
+            text_column("replacement", "Its replacement in FSDP2", label="FSDP2"),
         ),
     )
 

@@ -178,11 +178,11 @@ class PlanScorer:
         if others:
             return (
                 f"{others} of {others + alike} typical steps run other passes or collectives than "
-                "the rest, so no step stands for all. Record a loop whose steps are alike."
+                "the rest, so no step represents all. Record a loop whose steps are alike."
             )
         return (
-            "Record more steps on a quiet machine. If the error stays, the simulator does not know "
-            "what this loop does."
+            "Record more steps on a quiet machine. If the error stays, the simulation does not "
+            "support this loop."
         )
 
     def _score(self, choice: Choice) -> Score:

@@ -1,6 +1,6 @@
 """The table of tuning rules: the title, the trigger and the limits of each rule.
 
-The rules collect public knowledge about tuning FSDP. They have the ids R1 to R34. A rule is
+The rules collect public knowledge about tuning FSDP. They have the ids R1 to R35. A rule is
 
 - `finding`: a problem from settings or from the trace (`advice.findings`);
 - `change`: a change of the plan, simulated on the recorded run (`advice.plan_space`,

@@ -1,4 +1,4 @@
-"""Share what several analyses derive from one run, so that it is derived once.
+"""Cache the data that several analyses derive from one run, so that it is derived once.
 
 `RunContext` is a run like any other (`RunSource`) that also remembers derived values: the step
 selection, the timed ranks with the median rank, and the clock alignment. An analysis takes a run

@@ -1,4 +1,4 @@
-"""Find the steps at which the step time changes for good, and what changed with them.
+"""Find lasting changes of the step time, and what changed with them.
 
 [Note: Change points] The step times of the median rank are reduced to medians of blocks of at least
 5 steps. Binary segmentation proposes splits: each has the smallest sum of absolute differences from

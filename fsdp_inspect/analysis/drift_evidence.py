@@ -1,4 +1,4 @@
-"""Find what changed at the step from which on the step time differs.
+"""Find what changed at the same step as the step time.
 
 [Note: Coincidence] What changed at the same step is a coincidence, with one exception: a part of
 the step, or the garbage collection in it, that grew by 80% to 120% of the change of the step time

@@ -51,14 +51,14 @@ class DtypeUse:
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Declared and actual dtypes",
         (
-            text_column("place", "Where the values were looked at."),
+            text_column("place", "The place at which the values were read."),
             text_column(
                 "declared", "The declared dtype; - if none is.", lambda use: use.declared or "-"
             ),
             text_column("actual", "The dtype of the values."),
             text_column(
                 "is_as_declared",
-                "Whether no precision is lost against the declaration.",
+                "Whether the values have at least the declared precision.",
                 lambda use: "yes" if use.is_as_declared else "no",
                 label="as declared",
             ),

@@ -299,8 +299,8 @@ Numerics.TABLE = TableSpec(
         value_column(
             "lost_ratio",
             MetricUnit.RATIO,
-            "Updates that changed no stored value / updates that should have; the median over the "
-            "numerics steps",
+            "Updates that changed no stored value / updates that should change one; the median "
+            "over the numerics steps",
             label="lost",
         ),
         number_column(

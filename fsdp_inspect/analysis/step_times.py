@@ -65,7 +65,7 @@ class StepTimes(TableResult):
             metric_column("exposed_ns"),
             text_column(
                 "is_timed",
-                "False for warm-up and memory steps, which no time is taken from.",
+                "False for warm-up, memory and numerics steps.",
                 label="timed",
             ),
         ),

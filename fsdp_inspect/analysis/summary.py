@@ -79,7 +79,7 @@ class Summary(Result):
     """The rank that supplies the times; None without a timed step."""
     provenance: Provenance | None
     goodput_ratio: float | None
-    """Time of the training steps that count / wall time; None for imports and old runs."""
+    """Time of the phase training / wall time; None for imports and old runs."""
     wall_ns: int | None
     """Wall time of the run, over all attempts; None for imports and old runs."""
     step_time_ns: Distribution | None

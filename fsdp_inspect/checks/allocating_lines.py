@@ -1,4 +1,4 @@
-"""Find the lines of the user's code that allocate what grew.
+"""Find the lines of the user's code that allocate the memory that grew.
 
 A baseline has no line numbers, because every edit moves them. It has the bytes that each line held,
 by unit and category. A line whose bytes no line of the baseline had is new or holds another amount:

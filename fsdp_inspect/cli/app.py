@@ -49,9 +49,9 @@ def app(
     """Serve the dashboard until Ctrl-C.
 
     It listens on 127.0.0.1, so other machines cannot reach it. To use it from another machine,
-    forward the port: `ssh -L 8501:127.0.0.1:8501 HOST`. If this machine has other users, the
-    printed URL contains a token, and requests without it are refused. Requests that name another
-    host or port are refused too.
+    forward the port: `ssh -L 8501:127.0.0.1:8501 HOST`. With `--host`, or if this machine has other
+    users, the printed URL contains a token, and requests without it are refused. Requests that name
+    another host or port are refused too.
 
     Example: `fsdp-inspect app runs/`
     """

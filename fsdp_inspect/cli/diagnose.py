@@ -36,26 +36,27 @@ def diagnose(
         typer.Option(
             "--at-end",
             hidden=True,
-            help="Wait for ranks that still write, and name the tool: for the end of a training.",
+            help="For the end of a training: wait for ranks that still write, and name the tool.",
         ),
     ] = False,
     write: Annotated[
         Path | None,
         typer.Option(
-            help="After an out-of-memory, write the plans that would have fitted: the fastest one "
-            "as plan.toml, the others as plan-2.toml and plan-3.toml. Next to each, the diff of "
-            "the script that applies it, if one can be written: plan.patch.",
+            help="After an out-of-memory error, write the plans that would have fitted: the "
+            "fastest one as plan.toml, the others as plan-2.toml and plan-3.toml. Next to each, "
+            "the diff of the script that applies it, if one can be written: plan.patch.",
             metavar="FILE",
         ),
     ] = None,
 ) -> None:
     """Explain why a run hung, died or went wrong: the rank, the unit, the line of code.
 
-    It works while the job still hangs, and after it was killed. It reads what each rank left in
-    its folder: the last collectives, the stacks of its threads, and how it ended.
+    It works while the job hangs, and after it was killed. It reads the files in the folder of each
+    rank: the last collectives, the stacks of its threads, and its exit.
 
-    After an out-of-memory it shows what filled the memory by category, unit and line of code, what
-    grew since the last good step, and up to three plans that would have fitted, by simulation.
+    After an out-of-memory error, it shows the live memory by category, unit and line of code, and
+    the growth since the last complete step. It also proposes up to three plans that would have
+    fitted, by simulation.
 
     Exit codes: 0 healthy, 1 a problem, 2 cannot tell.
 

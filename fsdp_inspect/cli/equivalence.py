@@ -52,8 +52,8 @@ def equivalence(
         int,
         typer.Option(
             min=0,
-            help="The step to compare, from 0. From step 1 on, parameters that were not gathered "
-            "again after an update show as stale.",
+            help="The step to compare, counted from 0. From step 1 on, parameters that were not "
+            "gathered again after an update are found as stale.",
             metavar="N",
         ),
     ] = 1,
@@ -69,17 +69,19 @@ def equivalence(
 ) -> None:
     """Check that sharding does not change the gradients: one step with and without it.
 
-    The command runs twice. The first time, it is sharded as the script says. The second time,
-    `fully_shard` leaves the parameters whole on every rank, and the step starts from the parameters
-    and random states of the first run. Each rank then computes the gradient of its own batch in one
-    process. The mean over the ranks is compared with the sharded gradient, unit by unit.
+    The command runs two or three times, each time up to the update of the step. The first run is
+    sharded as in the script. In the second run, `fully_shard` leaves the parameters whole on every
+    rank, and the step starts from the parameters and random states of the first run. Each rank then
+    computes the gradient of its own batch. The mean over the ranks must equal the sharded gradient
+    of each unit. If they differ for an unknown reason, a third run, sharded again, shows how much
+    two equal runs differ.
 
-    The tolerance follows from the dtypes. Found are, for example: a missing reduction, a wrong
-    divisor, a gradient that is divided twice, a lost dtype, and stale parameters. Both runs end
-    before the update of the step, so they write nothing that comes after it. What the script writes
-    before, such as log files, it writes twice.
+    The tolerance follows from the dtypes. The command finds, for example, a missing reduction, a
+    wrong divisor, a gradient that is divided twice, a lost dtype, and stale parameters. Each run
+    writes the files that the script writes before this update, such as logs.
 
-    Needs memory for the whole model in each process, and disk space for its gradients once a rank.
+    Each process needs memory for the whole model. The temporary folder needs space for the
+    gradients of every rank.
 
     Exit codes: 0 equal, 1 different, 2 cannot tell.
 

@@ -23,8 +23,8 @@ def lifetime(
 ) -> None:
     """Show the wall time of a run by phase, with restarts, and its goodput.
 
-    Goodput is the time of the training steps that count, divided by the wall time. The first step
-    of each attempt and steps lost at a restart do not count.
+    Goodput is the time of the phase training, divided by the wall time. The first step of each
+    attempt and steps lost at a restart do not belong to this phase.
 
     Example: `fsdp-inspect lifetime runs/demo`
     """

@@ -1,4 +1,4 @@
-"""`fsdp-inspect merge`: join the parts of a run that several nodes wrote."""
+"""`fsdp-inspect merge`: merge the parts of a run that several nodes wrote."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ def merge(
     out: Annotated[Path, typer.Option("--out", help="The new run folder.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Join the parts of a run that nodes without a shared disk wrote.
+    """Merge the parts of a run that nodes without a shared disk wrote.
 
     The parts stay unchanged. The new folder appears when it is complete.
 

@@ -68,9 +68,10 @@ def metrics(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Serve the numbers of a run as OpenMetrics, for Prometheus, until Ctrl-C.
 
-    Times are those of the typical step: for a live run of the last 20 steps, for a finished run of
-    all timed steps. Each request reads only the new data of a live run. Step time, data loading and
-    memory have the names of torchtitan. The other names begin with fsdp_. docs/gate.md lists them.
+    Times are those of the typical step. It is taken from the last 20 steps of a live run, and from
+    all timed steps of a finished run. Each request reads only the new data of a live run. Step
+    time, data loading and memory have the names of torchtitan. The other names begin with fsdp_.
+    docs/gate.md lists them.
 
     Example: `fsdp-inspect metrics runs/demo --port 9464`
     """

@@ -1,4 +1,4 @@
-"""`fsdp-inspect migrate`: what a move from FSDP1 to FSDP2 changes."""
+"""`fsdp-inspect migrate`: show what changes when a model moves from FSDP1 to FSDP2."""
 
 from pathlib import Path
 from typing import Annotated
@@ -25,10 +25,10 @@ def migrate(
         ),
     ] = None,
 ) -> None:
-    """Show what a move from FSDP1 to FSDP2 changes: settings, all-gathers, memory.
+    """Show what changes when a model moves from FSDP1 to FSDP2: settings, all-gathers, memory.
 
     The run must be recorded with FullyShardedDataParallel. The plan has the same units, strategy
-    and dtypes. Settings without a counterpart in FSDP2 are listed with what takes their place.
+    and dtypes. Settings without a counterpart in FSDP2 are listed with their replacement.
 
     Example: `fsdp-inspect migrate runs/fsdp1 --write plan.toml`
     """

@@ -20,8 +20,8 @@ def ranks(
     grid: Annotated[
         str | None,
         typer.Option(
-            help="Two dimensions to lay the ranks out by, such as `pp,tp` or `node,tp`; `auto` "
-            "takes the outermost two that fill a grid.",
+            help="Rows and columns of the grid: two dimensions, such as `pp,tp` or `node,tp`; "
+            "`auto` takes the outermost two that fill a grid.",
             metavar="ROWS,COLUMNS",
         ),
     ] = None,
@@ -35,8 +35,8 @@ def ranks(
     Clocks of different machines are aligned by the collectives that they share. If that is
     impossible, the output states the reason and shows the results that need no clock.
 
-    With `--grid`, the ranks are laid out by two dimensions of the device mesh, by node or by local
-    rank. This locates a slow node, group or stage.
+    With `--grid`, the ranks are shown as a grid. Rows and columns are mesh dimensions, nodes or
+    local ranks. This locates a slow node, group or stage.
 
     Example: `fsdp-inspect ranks runs/demo --grid node,tp`
     """

@@ -21,8 +21,8 @@ def summary(
 
     If the run hung, died or went wrong, the diagnosis comes first (`fsdp-inspect diagnose`).
 
-    Times are those of the typical step of the median rank. Warm-up and memory steps are not timed,
-    and the output lists them.
+    Times are those of the typical step of the median rank. Warm-up, memory and numerics steps are
+    not timed, and the output lists them.
 
     Example: `fsdp-inspect summary runs/demo --json`
     """

@@ -104,7 +104,7 @@ def tune(  # noqa: PLR0913 - one argument an option
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Record, advise, run the best plans and the baseline, and verify.
+    """Record a run, get advice, run the best plans and the baseline, and verify the predictions.
 
     `tune` records the baseline, simulates plans from it, and runs the best plans and the baseline
     in turn. It writes each prediction before its plan runs, and each outcome to predictions.jsonl.

@@ -1,1 +1,1 @@
-"""Explain why a run hung, died or went wrong, from what its ranks left behind."""
+"""Explain why a run hung, died or went wrong, from the files of its ranks."""

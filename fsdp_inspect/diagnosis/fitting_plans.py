@@ -49,7 +49,7 @@ class NoPlans(StrEnum):
     NOT_TRAINING = "not training"
     """The allocation belongs to an evaluation."""
     NOT_FOLLOWED = "not followed"
-    """The storages of the failed step were not followed (CUDA)."""
+    """The storages of the failed step were not tracked (CUDA)."""
     NOT_EXPLAINED = "not explained"
     """The simulated peak of the recorded plan is below the live memory."""
     NOT_SIMULATED = "not simulated"

@@ -1,4 +1,4 @@
-"""Tell signs of a standstill that ended from those of one that lasts.
+"""Distinguish signs of a standstill that has ended from signs of one that lasts.
 
 A watchdog notes the end of a hang when its thread runs next. On a machine without free cores, the
 rank may move on, and die, before that.

@@ -1,4 +1,4 @@
-"""Know the value of fake tensors whose elements are all equal.
+"""Track the value of fake tensors whose elements are all equal.
 
 Models create padding masks as ones, and then test whether every element is true. Fake tensors have
 no values, so `UniformValues` follows the value through operations that move, convert or compare.

@@ -335,7 +335,7 @@ class Attachment:
         )
         if is_compiled(self._model):
             self.session.problem(
-                "Storages inside torch.compile's regions are not visible: they pass the limit."
+                "Storages inside torch.compile's regions are not visible: the limit excludes them."
             )
         self._memory_steps.begin()
 

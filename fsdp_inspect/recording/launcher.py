@@ -42,12 +42,12 @@ _DESCRIPTION = """\
 Record an unmodified training script.
 
 Every rank runs the script as Python would run it, with the same results and
-exit code. The recorder attaches to every model sharded with fully_shard
-(FSDP2), FullyShardedDataParallel (FSDP1) or DistributedDataParallel (DDP) when
-the first of them runs a forward pass with gradients. A step ends when the
-optimizer steps. With several models, it ends when each optimizer has stepped.
-At the end, rank 0 prints what limits the step and the path of the run folder on
-stderr.
+exit code. The recorder attaches to every sharded model when the first of them
+runs a forward pass with gradients. It supports fully_shard (FSDP2),
+FullyShardedDataParallel (FSDP1), DistributedDataParallel (DDP), DeepSpeed ZeRO
+and SimpleFSDP. A step ends when the optimizer steps. With several models, it
+ends when each optimizer has stepped. At the end, rank 0 prints what limits the
+step and the path of the run folder on stderr.
 """
 
 _EPILOG = """\
@@ -58,7 +58,7 @@ examples:
   fsdp-inspect app runs                  show all runs in the browser
 
 On several nodes without a shared file system, each node records below its own
---out, into a folder of the same name. Copy the parts to one machine, and join
+--out, into a folder of the same name. Copy the parts to one machine, and merge
 them with `fsdp-inspect merge`.
 
 To record the loss, mark the steps or choose the model, use
@@ -273,30 +273,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_step_count,
         default=0,
         metavar="N",
-        help="look at the values of the model in every Nth step, which is then not timed: norms, "
+        help="read the values of the model in every Nth step, which is then not timed: norms, "
         "values that are not finite, and updates that are rounded away (default: 0, no step)",
     )
     parser.add_argument(
         "--device-memory",
         type=_device_memory,
         metavar="SIZE",
-        help="limit the memory of the device, such as 2GiB: an allocation that passes the limit "
+        help="limit the memory of the device, such as 2GiB: an allocation that exceeds the limit "
         "fails with torch.OutOfMemoryError, as on a device of that size, and `fsdp-inspect "
-        "diagnose` shows what filled the memory and which plans fit. On CPU every step then runs "
+        "diagnose` shows the live memory and the plans that fit. On CPU, every step then runs "
         "under the storage tracker (default: no limit)",
     )
     parser.add_argument(
         "--no-source",
         dest="record_source",
         action="store_false",
-        help="do not store the source lines around the fully_shard calls; `advise` then writes no "
-        "diff of the script",
+        help="store no source lines: neither those around the fully_shard calls nor the statements "
+        "in stacks; `advise` then writes no diff of the script",
     )
     parser.add_argument(
         "--no-verdict",
         dest="print_verdict",
         action="store_false",
-        help="do not print the verdict (what limits the step) at the end",
+        help="at the end, print neither the verdict (what limits the step) nor, after a failure, "
+        "the diagnosis",
     )
     parser.add_argument(
         "--hang-after",

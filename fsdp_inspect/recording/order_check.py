@@ -213,6 +213,6 @@ class OrderCheck:
 def _unnamed(order: Order) -> str:
     return (
         f"The ranks of process group {order.group.name!r} issued different collectives. The first "
-        "difference is not known: it is older than the collectives that are kept, or a rank did "
-        "not answer. What was computed since then is wrong."
+        "difference is unknown: it is older than the stored collectives, or a rank did not answer. "
+        "Results since then are wrong."
     )

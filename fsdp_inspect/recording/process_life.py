@@ -1,4 +1,4 @@
-"""Note when a process starts, shards its model, loads checkpoints and compiles.
+"""Record when a process starts, shards its model, loads checkpoints and compiles.
 
 [Note: Noting loads]
 Weights are loaded before the recorder attaches. `note_process` therefore wraps torch's loading

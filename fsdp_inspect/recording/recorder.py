@@ -68,7 +68,7 @@ class Recorder:
         warmup_steps: The number of warm-up steps, which no time uses.
         memory_steps: Steps that run under the storage tracker (about twice as slow, never timed).
             "auto" means the first step after the warm-up, or none under torch.compile.
-        numerics_every: In each step whose number is a multiple of this, look at outputs, gradients,
+        numerics_every: In each step whose number is a multiple of this, read outputs, gradients,
             optimizer states and parameters (never timed; the update holds a copy of the shards). 0
             means no step.
         device_memory: A limit of the memory of the device, as bytes or as `"2GiB"`; None: no limit.

@@ -1,4 +1,4 @@
-"""Note which line of code calls `fully_shard`, and read the source lines around these calls.
+"""Record which line of code calls `fully_shard`, and read the source lines around these calls.
 
 [Note: Noting the calls]
 Every `fully_shard` call initializes one `FSDPState`. `note_sharding_calls` wraps that method once

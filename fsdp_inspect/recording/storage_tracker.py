@@ -279,11 +279,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The memory of the step.
 
         Raises:
-            RecordingError: The step has not run, has not ended, or could not be followed.
+            RecordingError: The step has not run, has not ended, or could not be tracked.
         """
         if self.problem is not None:
             raise RecordingError(
-                f"The storages of this step could not be followed: {self.problem}. Expected every "
+                f"The storages of this step could not be tracked: {self.problem}. Expected every "
                 "storage to be seen. Ignore the memory samples of this step and report the error."
             )
         if not self._ended:
@@ -302,7 +302,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Self:
         if self._begun:
             raise RecordingError(
-                "This storage tracker has already followed a step. One tracker follows one step. "
+                "This storage tracker has already tracked a step. One tracker tracks one step. "
                 "Make a new StorageTracker for each memory step."
             )
         self._begun = True

@@ -1,4 +1,4 @@
-"""Notice that the training does not move, and report it while the job still hangs.
+"""Detect that the training makes no progress, and report it while the job hangs.
 
 A background thread of each rank saves the black box, compares the order of collectives and looks
 for progress: a collective issued or finished, a step ended. Without progress for `hang_after_s` it
@@ -230,8 +230,8 @@ class Watchdog:
             self._hang_seen_ns = 0
             self._has_explained = False
             session.problem(
-                f"Nothing moved for over {self._limit_s():.0f} s until step {session.step}; "
-                f"{waited:.0f} s after the watchdog reported it, the training went on."
+                f"No progress for over {self._limit_s():.0f} s until step {session.step}; "
+                f"{waited:.0f} s after the watchdog reported it, the training continued."
             )
 
     def _limit_s(self) -> float:

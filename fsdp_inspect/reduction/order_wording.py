@@ -70,8 +70,8 @@ def _subject(found: OrderDifference, names: Sequence[str]) -> str:
         text = f"The ranks issued different collectives{where}: {_each_set(found, names)}."
         if found.is_race:
             text += (
-                " Two threads of a rank issue collectives on this process group, so chance decides "
-                "their order."
+                " Two threads of a rank issue collectives on this process group, so their order "
+                "depends on timing."
             )
         return text
     who = capitalize(format_ranks(found.culprits))
@@ -136,9 +136,11 @@ def shorten_place(place: str) -> str:
 def _consequence(found: OrderDifference) -> str:
     place = f"position {found.sequence + 1} of this process group"
     if found.num_since:
-        finished = "1 has" if found.num_since == 1 else f"{found.num_since} have"
+        finished, whose = (
+            ("1 has", "its") if found.num_since == 1 else (f"{found.num_since} have", "their")
+        )
         return (
             f"The collectives from {place} on pair different tensors: {finished} finished, and "
-            "what was computed with them is wrong."
+            f"{whose} results are wrong."
         )
     return f"The collectives from {place} on cannot pair: the job hangs or fails there."

@@ -174,8 +174,8 @@ _HEADLINES = {
     ProblemClass.STOPPED: "the run was stopped from outside",
     ProblemClass.NOT_FINITE: "{who} computed values that are not finite",
     ProblemClass.PRECISION_LOSS: "most updates change no stored parameter",
-    ProblemClass.LOSS_SPIKE: "the loss rose and did not come back",
-    ProblemClass.DRIFT: "the steps became slower for good",
+    ProblemClass.LOSS_SPIKE: "the loss rose and did not recover",
+    ProblemClass.DRIFT: "the steps became slower and stayed slower",
 }
 
 
@@ -280,7 +280,7 @@ def _last_seen(state: RankState, found: Diagnosis) -> str:
         return "Its dump has no collective."
     place = "" if state.last.place is None else f" ({shorten_place(str(state.last.place))})"
     what = describe_issued(state.last, found.unit_names)
-    return f"Its last collective was {what}{place}; what it does since is not in a dump."
+    return f"Its last collective was {what}{place}. A dump does not show its activity after that."
 
 
 def _unseen(state: RankState, since: str) -> str:
@@ -457,7 +457,7 @@ def _not_finite(found: Diagnosis) -> str:
     )
     if first.place is Place.PARAMETER:
         return (
-            f"The parameters of {of_unit} are not finite at the begin of step {first.step} on rank "
+            f"The parameters of {of_unit} are not finite at the start of step {first.step} on rank "
             f"{first.rank}: {first.count:,} of {first.total:,} values.{before}"
         )
     return (
@@ -484,7 +484,7 @@ def _loss_spike(found: Diagnosis) -> str:
     spike = found.loss_spikes[-1]
     return (
         f"The {spike.name} rose in step {spike.step}, from {spike.usual:.4g} to "
-        f"{_peak(spike)}, and did not come back.{_first_moved(spike)}"
+        f"{_peak(spike)}, and did not recover.{_first_moved(spike)}"
     )
 
 
@@ -506,14 +506,14 @@ def _first_moved(spike: LossSpike) -> str:
     return (
         f" The gradient norms of {len(spike.moved)} units had moved in step {first.step}, most "
         f"that of {format_owner(first.fqn, None)}: {norm}, usually {first.usual_norm:.3g}. Which "
-        "one moved first is not known."
+        "one moved first is unknown."
     )
 
 
 def _drift(found: Diagnosis) -> str:
     change = next(each for each in found.drift if each.step == found.step)
     sentence = (
-        f"The steps became slower for good at step {change.step}: "
+        f"The steps became slower at step {change.step} and stayed slower: "
         f"{format_ns(change.before_ns)} to {format_ns(change.after_ns)}."
     )
     if change.accounted_by:
@@ -527,7 +527,7 @@ def _changes(found: Diagnosis) -> Iterator[str]:
         if spike.recovered_at is not None:
             yield (
                 f"The {spike.name} rose in step {spike.step}, from {spike.usual:.4g} to "
-                f"{_peak(spike)}, and was back in step {spike.recovered_at}."
+                f"{_peak(spike)}, and had recovered in step {spike.recovered_at}."
                 f"{_first_moved(spike)}"
             )
     for change in found.drift[:MOST_CHANGES]:
@@ -579,7 +579,7 @@ def _no_problem(found: Diagnosis) -> str:
             )
         case _:
             return (
-                "Cannot tell which rank failed first: the ranks lost each other "
+                "Cannot tell which rank failed first: the ranks lost the connection "
                 f"({_clip(found.failure)})."
             )
 
@@ -625,7 +625,7 @@ def _why_culprits(found: Diagnosis) -> str:
         return "No rank is at fault: every rank runs both threads."
     if not found.difference.culprits:
         return (
-            "Which of them is wrong cannot be told: no set of ranks is the majority, and the step "
+            "Cannot tell which of them is wrong: no set of ranks is the majority, and the step "
             "before does not decide it."
         )
     who = capitalize(format_ranks(found.difference.culprits))
@@ -692,7 +692,7 @@ _END = {
     EndKind.PEER_LOST: "lost another rank",
     EndKind.FATAL_SIGNAL: "crashed in native code",
     EndKind.SIGTERM: "ended by SIGTERM",
-    EndKind.VANISHED: "ended without a word",
+    EndKind.VANISHED: "exited silently",
     EndKind.UNKNOWN: "its end is unknown",
 }
 
@@ -784,7 +784,7 @@ _NEXT: dict[ProblemClass, tuple[str, ...]] = {
     ),
     ProblemClass.HOST_DEADLOCK: ("Look at the stacks of all threads in stacks.txt.",),
     ProblemClass.OUT_OF_MEMORY: (
-        "Show what filled the memory: `fsdp-inspect memory RUN`.",
+        "Show the memory by unit and category: `fsdp-inspect memory RUN`.",
         "Find a plan that needs less: `fsdp-inspect advise RUN --memory-limit SIZE`.",
     ),
     ProblemClass.NOT_FINITE: ("Show all units: `fsdp-inspect numerics RUN`.",),

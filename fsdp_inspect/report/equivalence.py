@@ -72,7 +72,7 @@ def describe_equivalence(found: Equivalence) -> str:
     where = "no unit" if found.unit is None else format_unit(found.unit)
     ranks = format_ranks(found.ranks)
     sentences = {
-        StepFault.OTHER_INPUTS: f"Cannot tell: {ranks} got other batches in the two runs.",
+        StepFault.OTHER_INPUTS: f"Cannot tell: {ranks} got different batches in the two runs.",
         StepFault.STALE_PARAMETERS: (
             f"The forward of {where} used stale parameters: not the values of its shards."
         ),
@@ -147,7 +147,7 @@ def describe_evidence(found: Equivalence) -> list[str]:
     if found.ranks and found.fault not in (StepFault.OTHER_INPUTS, StepFault.OTHER_LOSS):
         lines.append(f"Seen on {format_ranks(found.ranks)}.")
     if found.is_deterministic is not None:
-        same = "the same" if found.is_deterministic else "other"
+        same = "the same" if found.is_deterministic else "different"
         lines.append(f"A second sharded run gave {same} gradients.")
     return lines
 

@@ -8,25 +8,41 @@ from fsdp_inspect.analysis.live.view import TYPICAL_STEPS
 from fsdp_inspect.formatting import format_ns, format_ranks
 
 
-def describe_live(live: LiveStatus) -> str:
-    """Describe the state of the run in one line."""
+def headline_live(live: LiveStatus) -> str:
+    """The state of the run in at most 12 words."""
     match live.state:
         case LiveState.STARTING:
-            return f"{_begun(live)}, and no step has ended yet."
+            return "The run has started. No step has ended yet."
         case LiveState.RUNNING:
-            return _last_step(live)
+            last = live.view.steps[-1]
+            return f"Step {last.step} took {format_ns(last.step_time_ns)}."
         case LiveState.STALLED:
-            return (
-                f"Stalled: no step has ended for {format_ns(live.silent_ns)}. A step typically "
-                f"takes {format_ns(live.view.typical_step_ns)}. {_after(live)}"
-            )
+            return f"Stalled: no step has ended for {format_ns(live.silent_ns)}."
         case LiveState.DIED:
-            return f"{_culprits(live)} stopped without reporting an error. {_after(live)}"
+            return f"{_culprits(live)} stopped without reporting an error."
         case LiveState.FAILED:
-            reason = live.failure or "the reason is unknown"
-            return f"{_culprits(live)} failed: {reason}. {_after(live)}"
+            return f"{_culprits(live)} failed."
         case LiveState.ENDED:
-            return f"The run has ended. {_after(live)}".rstrip()
+            return "The run has ended."
+
+
+def describe_live(live: LiveStatus) -> str:
+    """The details below the headline."""
+    match live.state:
+        case LiveState.STARTING:
+            return _begun(live)
+        case LiveState.RUNNING:
+            last = live.view.steps[-1]
+            exposed = format_ns(last.exposed_ns)
+            return f"{exposed} were exposed. The step ended {format_ns(live.silent_ns)} ago."
+        case LiveState.STALLED:
+            usual = format_ns(live.view.typical_step_ns)
+            return f"A step typically takes {usual}. {_after(live)}".rstrip()
+        case LiveState.FAILED:
+            reason = live.failure or "The reason is unknown"
+            return f"{reason}. {_after(live)}".rstrip()
+        case LiveState.DIED | LiveState.ENDED:
+            return _after(live)
 
 
 def advise_live(live: LiveStatus) -> str:
@@ -65,16 +81,8 @@ def describe_pace(live: LiveStatus) -> str:
 
 def _begun(live: LiveStatus) -> str:
     if not live.ranks:
-        return "The run has started, no rank has written data"
-    return f"The run has started: {format_ranks([row.rank for row in live.ranks])} recorded data"
-
-
-def _last_step(live: LiveStatus) -> str:
-    last = live.view.steps[-1]
-    return (
-        f"Step {last.step} took {format_ns(last.step_time_ns)}, of which "
-        f"{format_ns(last.exposed_ns)} exposed. It ended {format_ns(live.silent_ns)} ago."
-    )
+        return "No rank has written data."
+    return f"Recorded so far: {format_ranks([row.rank for row in live.ranks])}."
 
 
 def _culprits(live: LiveStatus) -> str:

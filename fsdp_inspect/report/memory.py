@@ -25,6 +25,7 @@ from fsdp_inspect.report.memory_wording import (
     describe_nothing,
     describe_peak,
     describe_spread,
+    headline_failed_request,
 )
 from fsdp_inspect.report.values import format_metric
 
@@ -57,7 +58,9 @@ def render_memory(digest: MemoryOverview) -> RenderableType:
 
 def _answer(digest: MemoryOverview) -> Iterable[RenderableType]:
     if digest.memory.failed_request is not None:
-        yield Text(describe_failed_request(digest, digest.memory.failed_request), style="bold")
+        failed = digest.memory.failed_request
+        yield Text(headline_failed_request(digest, failed), style="bold")
+        yield Padding(Text(describe_failed_request(failed)), (0, 0, 0, 2))
     if digest.rank is None or digest.rank.peak_allocated_bytes is None:
         yield Text(describe_nothing(digest), style="bold")
         return

@@ -25,11 +25,28 @@ def describe_nothing(digest: MemoryOverview) -> str:
     return _NOTHING_IMPORTED if digest.source == "imported" else _NOTHING
 
 
+def headline_memory(digest: MemoryOverview) -> str:
+    """The peak and its unit, in at most 12 words."""
+    if digest.rank is None or digest.rank.peak_allocated_bytes is None:
+        return "Memory was not recorded."
+    of_rank = f" on rank {digest.rank.rank}" if digest.num_ranks > 1 else ""
+    amount = f"Peak allocated: {format_bytes(digest.rank.peak_allocated_bytes)}{of_rank}"
+    peak = _composed_peak(digest, digest.rank)
+    return f"{amount}." if peak is None else f"{amount}, {_position(peak.fqn, peak.phase)}."
+
+
 def describe_memory(digest: MemoryOverview) -> str:
-    """Describe the peak, its position, its largest category and the headroom in short."""
+    """The details below the headline: step, largest category and headroom."""
     if digest.rank is None or digest.rank.peak_allocated_bytes is None:
         return describe_nothing(digest)
-    lines = [describe_peak(digest, digest.rank)]
+    lines = []
+    peak = _composed_peak(digest, digest.rank)
+    if peak is not None:
+        lines.append(f"Reached in step {peak.step}.")
+    elif digest.memory.positions:
+        top = digest.memory.positions[0]
+        place = describe_place(top.fqn, top.phase, top.step)
+        lines.append(f"Highest reading: {format_bytes(top.bytes)}, {place}.")
     if digest.memory.peak is not None and digest.memory.peak.categories:
         most = digest.memory.peak.categories[0]
         lines.append(
@@ -43,12 +60,18 @@ def describe_memory(digest: MemoryOverview) -> str:
     return " ".join(lines)
 
 
+def _composed_peak(digest: MemoryOverview, rank: RankMemory) -> PeakMoment | None:
+    """The peak with its categories, if it is that of the rank; None: only its size is known."""
+    peak = digest.memory.peak
+    return peak if peak is not None and peak.bytes == rank.peak_allocated_bytes else None
+
+
 def describe_peak(digest: MemoryOverview, rank: RankMemory) -> str:
     """Describe the peak and its position."""
     amount = format_bytes(rank.peak_allocated_bytes)
     of_rank = f" on rank {rank.rank}" if digest.num_ranks > 1 else ""
-    peak = digest.memory.peak
-    if peak is not None and peak.bytes == rank.peak_allocated_bytes:
+    peak = _composed_peak(digest, rank)
+    if peak is not None:
         place = describe_place(peak.fqn, peak.phase, peak.step)
         return f"Peak allocated: {amount}{of_rank}, {place}."
     places = digest.memory.positions
@@ -62,9 +85,12 @@ def describe_peak(digest: MemoryOverview, rank: RankMemory) -> str:
 
 def describe_place(fqn: str | None, phase: str, step: int) -> str:
     """`in backward of layers.7, step 3`."""
+    return f"{_position(fqn, phase)}, step {step}"
+
+
+def _position(fqn: str | None, phase: str) -> str:
     during = "outside all phases" if phase == "outside" else f"in {phase}"
-    unit = "" if fqn is None else f" of {format_unit(fqn)}"
-    return f"{during}{unit}, step {step}"
+    return during if fqn is None else f"{during} of {format_unit(fqn)}"
 
 
 def describe_filling(peak: PeakMoment | None) -> str:
@@ -137,18 +163,21 @@ def describe_spread(memory: Memory) -> str:
     )
 
 
-def describe_failed_request(digest: MemoryOverview, failed: FailedRequest) -> str:
-    """Describe the allocation that failed."""
-    allocated = ""
-    if failed.allocated_bytes is not None:
-        allocated = (
-            f" Allocated at that time: {format_bytes(failed.allocated_bytes)}; reserved: "
-            f"{format_bytes(failed.reserved_bytes)}."
-        )
+def headline_failed_request(digest: MemoryOverview, failed: FailedRequest) -> str:
+    """The allocation that failed, in at most 12 words."""
+    amount = format_bytes(failed.requested_bytes)
+    place = _position(digest.failed_unit, failed.phase)
+    return f"Out of memory: allocating {amount} failed {place}."
+
+
+def describe_failed_request(failed: FailedRequest) -> str:
+    """The details below the headline: the step, and the memory at that moment."""
+    free = f"Step {failed.step}. Free on the device: {format_bytes(failed.device_free_bytes)}."
+    if failed.allocated_bytes is None:
+        return free
     return (
-        f"Out of memory: allocating {format_bytes(failed.requested_bytes)} failed "
-        f"{describe_place(digest.failed_unit, failed.phase, failed.step)}. Free on the device: "
-        f"{format_bytes(failed.device_free_bytes)}.{allocated}"
+        f"{free} Allocated at that time: {format_bytes(failed.allocated_bytes)}; reserved: "
+        f"{format_bytes(failed.reserved_bytes)}."
     )
 
 

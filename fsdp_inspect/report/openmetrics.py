@@ -184,7 +184,7 @@ def _of_diagnosis(found: Diagnosis) -> Iterator[Family]:
     """Metrics for alerts: the class, the culprits, and how long each rank has been silent."""
     yield Family(
         "fsdp_problem",
-        "What went wrong, as fsdp-inspect diagnose says; all 0 if nothing is known to be wrong.",
+        "Class of the problem, as fsdp-inspect diagnose reports it; all 0 without a known problem.",
         tuple(Sample({"fsdp_problem": one.value}, one is found.problem) for one in ProblemClass),
         type=FamilyType.STATESET,
     )
@@ -195,7 +195,7 @@ def _of_diagnosis(found: Diagnosis) -> Iterator[Family]:
     )
     yield Family(
         "fsdp_since_collective_seconds",
-        "Time since a rank issued a collective or saw one end, up to its last sign of life.",
+        "Time since a collective of the rank was issued or ended, up to its last sign of life.",
         tuple(
             Sample({"rank": str(state.rank)}, state.idle_s)
             for state in found.states

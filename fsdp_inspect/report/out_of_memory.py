@@ -79,7 +79,7 @@ def _growth(found: OutOfMemory) -> Iterator[str]:
     if then is None or found.growth is None or found.grown_bytes is None:
         if then is not None:
             yield (
-                f"Peak of step {then.step}, the last step whose storages were followed: "
+                f"Peak of step {then.step}, the last step whose storages were tracked: "
                 f"{format_bytes(then.bytes)}, {_largest(then.live)}."
             )
         return
@@ -98,7 +98,8 @@ def _leak(found: OutOfMemory) -> Iterator[str]:
     listed = "; ".join(map(_one_growth, found.leak[:_MOST_LISTED]))
     yield (
         f"Between steps, memory grew from {format_bytes(before.bytes)} (step {before.step}) to "
-        f"{format_bytes(now.bytes)} (step {now.step}): {listed}. Steps leave storages behind."
+        f"{format_bytes(now.bytes)} (step {now.step}): {listed}. Each step leaves storages "
+        "allocated."
     )
 
 
@@ -182,9 +183,9 @@ def _assumptions(found: OutOfMemory, searched: PlanSearch) -> Iterator[str]:
     )
     if ratio is not None and abs(ratio - 1) > 0.005:
         yield (
-            f"Forwards of this step keep {ratio:.2f} times the bytes of the recorded steps. What "
-            "the step did not reach is assumed to grow in proportion. Predicted step times are "
-            "those of the recorded steps."
+            f"Forwards of this step keep {ratio:.2f} times the bytes of the recorded steps. The "
+            "rest of the step is assumed to grow in proportion. Predicted step times are those of "
+            "the recorded steps."
         )
     if not searched.has_timed_steps:
         yield "Only warm-up steps ended before the failure, so predicted step times are rough."
@@ -220,8 +221,8 @@ def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
             )
         case NoPlans.NOT_FOLLOWED:
             return (
-                "Cannot tell which plan fits, because storages are not followed in every step on "
-                "this device: what the failed step held by unit is unknown. Ask for plans that "
+                "Cannot tell which plan fits, because storages are not tracked in every step on "
+                "this device: the memory of the failed step by unit is unknown. Ask for plans that "
                 "need less than the recorded steps: `fsdp-inspect advise RUN --memory-limit SIZE`."
             )
         case NoPlans.NOT_EXPLAINED:
@@ -272,7 +273,7 @@ def list_next_steps(searched: PlanSearch | None) -> Iterator[str]:
         searched: The plans that would have fitted; None: they were not searched.
     """
     if searched is None:
-        yield "See what filled the memory, and which plans would fit: `fsdp-inspect diagnose RUN`."
+        yield "Show the live memory and the plans that would fit: `fsdp-inspect diagnose RUN`."
         return
     if searched.plans:
         yield (

@@ -71,8 +71,8 @@ def describe_expert_load(load: ExpertLoad) -> str:
             )
         case LoadFinding.EQUAL:
             return (
-                f"{waits} than each other. The cause is unknown: their all-to-alls carry equally "
-                "many bytes, so a load imbalance cannot be told from other causes."
+                f"{waits} than each other. The cause is unknown: their all-to-alls carry the same "
+                "number of bytes, so a load imbalance cannot be distinguished from other causes."
             )
         case LoadFinding.NO_WAIT:
             return "Ranks that share experts wait equally long for their all-to-alls."

@@ -111,8 +111,8 @@ def render_numerics(found: Numerics) -> RenderableType:
         dim(
             f"{steps} on {format_ranks(found.ranks)}. Gradient: its norm over the whole unit. "
             "Update: norm of the update / norm of the parameters. Output: largest magnitude. Lost: "
-            "updates that changed no stored value / updates that should have, median over the "
-            f"steps; over all units {format_ratio(found.lost_ratio)}. Stored, states: dtypes. "
+            "updates that changed no stored value / updates that should change one, median over "
+            f"the steps; over all units {format_ratio(found.lost_ratio)}. Stored, states: dtypes. "
             "Measured."
         ),
     )

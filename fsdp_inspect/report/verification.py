@@ -1,4 +1,4 @@
-"""Render a verified prediction for a terminal: the ruling, the numbers, the units.
+"""Render a verified prediction for a terminal: the outcome, the numbers, the units.
 
 Names from the run are plain text, never rich markup.
 """

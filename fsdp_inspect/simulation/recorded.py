@@ -210,7 +210,7 @@ def with_memory_of_failed_step(
     if work.workload.memory is None or not len(samples):
         raise MissingDataError(
             f"The storages of step {step} of rank {work.rank}, or of a step before it, were not "
-            "followed. Expected a memory step, and a failed step under --device-memory. Record the "
+            "tracked. Expected a memory step, and a failed step under --device-memory. Record the "
             "run with --device-memory."
         )
     grown = grow_memory(samples, work.units, work.workload)

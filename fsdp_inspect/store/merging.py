@@ -1,4 +1,4 @@
-"""Join the parts of one run, written on several nodes, to one run folder.
+"""Merge the parts of one run, which several nodes wrote, into one run folder.
 
 A node without a shared file system writes its ranks to its own disk, with a copy of `run.json`. A
 merge checks that the parts belong to one run, copies them to a hidden folder, compacts that folder,
@@ -28,11 +28,22 @@ from fsdp_inspect.store.folder import (
     read_manifest,
     read_rank_record,
 )
-from fsdp_inspect.store.schema import COMPACTED_SUFFIX, LIVE_SUFFIX, MANIFEST_FILE, PROBE_FILE
+from fsdp_inspect.store.schema import (
+    BLACK_BOX_FILE,
+    COMPACTED_SUFFIX,
+    CRASH_FILE,
+    LIVE_SUFFIX,
+    MANIFEST_FILE,
+    NUMERICS_FILE,
+    PROBE_FILE,
+    SIGTERM_FILE,
+    STACKS_FILE,
+)
 from fsdp_inspect.store.summary_files import Place
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 
 _KEPT_SUFFIXES = (LIVE_SUFFIX, COMPACTED_SUFFIX, ".json")
+_KEPT_NAMES = (BLACK_BOX_FILE, NUMERICS_FILE, STACKS_FILE, CRASH_FILE, SIGTERM_FILE)
 _SPARE_BYTES = 64 << 20
 """Free space that compaction may need in addition to the copies."""
 _START_UP_NS = 600 * 10**9
@@ -290,7 +301,9 @@ def _is_copy(one: Path, other: Path) -> bool:
 def _files_of(folder: Path) -> list[Path]:
     """The files of a rank, without temporary files and files of other programs."""
     return sorted(
-        path for path in folder.iterdir() if path.is_file() and path.suffix in _KEPT_SUFFIXES
+        path
+        for path in folder.iterdir()
+        if path.is_file() and (path.suffix in _KEPT_SUFFIXES or path.name in _KEPT_NAMES)
     )
 
 

@@ -23,8 +23,9 @@ file of an earlier attempt::
           stacks.txt, crash.txt, sigterm.txt
                                       stacks at a hang, a fatal signal or SIGTERM, as written by
                                       Python's faulthandler; see `trace.stack_dumps`
-          live_memory.json            what was alive at the highest moments of the last memory step
-          out_of_memory.json          the allocation that failed, and what was alive
+          numerics.jsonl              the numerics steps; see `trace.numerics`
+          live_memory.json            live memory at the peaks of the last memory step
+          out_of_memory.json          the allocation that failed, and the live memory
 
 A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes,
 possibly of a killed process: ignore them. A folder may lack ranks, and may lack `run.json`, if

@@ -489,9 +489,9 @@ class RankWriter:
 
     def _warn(self, problem: str) -> None:
         self._log(
-            "Rank %d cannot record all data (%s). Training goes on. The recorder keeps up to %s of "
-            "rows in memory and writes them when the disk works again. Dropped rows are counted in "
-            "%s. This message is logged once.",
+            "Rank %d cannot record all data (%s). Training continues. The recorder keeps up to %s "
+            "of rows in memory and writes them when the disk works again. Dropped rows are counted "
+            "in %s. This message is logged once.",
             self._record.rank,
             problem,
             format_bytes(MAX_BACKLOG_BYTES),

@@ -119,7 +119,7 @@ fully_shard(model)
 def test_a_call_inside_another_statement_is_only_named(statement):
     change = changed(f"{statement}\nfully_shard(model)\n", MERGED, (1, BLOCKS), (2, ("",)))
     assert not change.diff
-    assert change.where.startswith("Replace the calls in train.py, lines 1 and 2 by these lines.")
+    assert change.where.startswith("Replace the calls in train.py, lines 1 and 2 with these lines.")
     assert "No diff can be written" in change.where
     ast.parse(change.lines)
 
@@ -216,8 +216,8 @@ def test_a_change_without_a_setting_of_torchtitan_names_its_calls():
     code = of_package("torchtitan")
     merged = write_code_change(manifest_of(code), Change(PLAN, MERGED))
     assert merged.where == (
-        "torchtitan shards the model in torchtitan/parallelize.py:3. Put these lines in place of "
-        "its calls."
+        "torchtitan shards the model in torchtitan/parallelize.py:3. Replace its calls with these "
+        "lines."
     )
     assert merged.plan_file == "plan.toml"
     prefetching = PLAN.model_copy(update={"forward_prefetch": 1})

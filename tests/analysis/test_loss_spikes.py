@@ -85,8 +85,7 @@ def test_the_unit_whose_norm_moved_first_is_named() -> None:
     assert [(each.fqn, each.step, each.norm) for each in spike.moved] == [("layers.1", 45, 9.0)]
     assert (found.problem, found.step, found.unit) == (ProblemClass.LOSS_SPIKE, 50, "layers.1")
     assert describe_diagnosis(found).sentence.endswith(
-        "and did not come back. The gradient norm of layers.1 moved first, in step 45: 9, usually "
-        "1."
+        "and did not recover. The gradient norm of layers.1 moved first, in step 45: 9, usually 1."
     )
 
 
@@ -111,7 +110,7 @@ def test_units_that_moved_in_the_same_numerics_step_have_no_first() -> None:
     assert found.unit is None
     assert describe_diagnosis(found).sentence.endswith(
         "The gradient norms of 2 units had moved in step 50, most that of layers.1: 30, usually 1. "
-        "Which one moved first is not known."
+        "Which one moved first is unknown."
     )
 
 
@@ -122,4 +121,4 @@ def test_a_spike_that_recovers_is_evidence_and_no_problem() -> None:
     assert found.problem is None
     evidence = " ".join(describe_diagnosis(found).evidence)
     assert "The loss rose in step 40" in evidence
-    assert "was back in step 43" in evidence
+    assert "had recovered in step 43" in evidence

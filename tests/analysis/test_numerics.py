@@ -97,7 +97,7 @@ def test_the_first_values_are_those_looked_at_first_in_the_step_that_stored_them
 def test_parameters_that_were_not_finite_before_the_step_are_told_so() -> None:
     found = diagnose_steps([step_of(0, seen(Place.PARAMETER, bad=100))])
     assert describe_diagnosis(found).sentence == (
-        "The parameters of layers.1 are not finite at the begin of step 0 on rank 0: 100 of 100 "
+        "The parameters of layers.1 are not finite at the start of step 0 on rank 0: 100 of 100 "
         "values."
     )
 

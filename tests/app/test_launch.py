@@ -63,7 +63,7 @@ def test_a_folder_that_does_not_exist_ends_before_any_server_starts(tmp_path):
         check=False,
     )
     assert ended.returncode == 2
-    assert "there is no folder" in ended.stderr
+    assert "folder not found" in ended.stderr
     assert "nowhere" in ended.stderr
 
 

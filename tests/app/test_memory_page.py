@@ -40,6 +40,7 @@ def test_the_answer_comes_first_and_every_chart_has_a_table(open_app, sample):
     app = open_app(SAMPLES, "memory", run=SAMPLE)
     assert not app.exception
     digest = measure_memory_overview(sample)
+    assert memory_wording.headline_memory(digest) in read(app)
     assert memory_wording.describe_memory(digest) in read(app)
     charts = [chart.proto for chart in app.get("plotly_chart")]
     assert len(charts) == 3
@@ -83,7 +84,8 @@ def test_a_snapshot_says_first_what_did_not_fit(open_app, snapshots):
     assert not app.exception
     headline = next(one.value for one in app.markdown if "Out of memory" in one.value)
     assert "Out of memory: allocating 2.00 GiB failed" in headline.replace("\\", "")
-    assert "in forward of layers.1, step 2" in read(app)
+    assert "in forward of layers.1." in read(app)
+    assert "Step 2. Free on the device" in read(app)
 
 
 def test_areas_are_the_categories_and_the_peak_is_named(sample):

@@ -3,7 +3,7 @@
 import pytest
 
 from fsdp_inspect.analysis.memory.overview import measure_memory_overview
-from fsdp_inspect.report.memory_wording import describe_memory
+from fsdp_inspect.report.memory_wording import headline_memory
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 from tests.app.synthetic import make_run, write_run
@@ -30,7 +30,7 @@ def test_memory_says_the_peak_first_and_names_it_in_the_chart(server, tab, recor
     dashboard = tab(server)
     dashboard.open("memory", run=SAMPLE)
     digest = measure_memory_overview(open_run(recorded_runs / SAMPLE))
-    assert dashboard.headline() == describe_memory(digest)
+    assert dashboard.headline() == headline_memory(digest)
     card = dashboard.page.locator(".st-key-card-memory-step")
     assert "layers.5" in card.inner_text()
     assert "peak 25.1 MiB" in " ".join(card.locator(".annotation").all_text_contents())

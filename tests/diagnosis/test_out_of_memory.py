@@ -175,7 +175,7 @@ def test_kept_tensors_leave_the_rest_unattributed() -> None:
     assert found.growth is None
     text = " ".join(describe_memory_at_failure(found))
     assert "(60.0 MiB more are activations, buffers and temporaries)" in text
-    assert "Peak of step 4, the last step whose storages were followed: 44.0 MiB" in text
+    assert "Peak of step 4, the last step whose storages were tracked: 44.0 MiB" in text
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory, train_on: TrainOn) -> tupl
     folder = tmp_path_factory.mktemp("healthy") / "run"
     done = train_on(folder, "none")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("Training goes on") == 0
+    assert done.stderr.count("Training continues") == 0
     return done.stdout, len(open_run(folder).events(0))
 
 
@@ -179,7 +179,7 @@ def undisturbed(healthy: tuple[str, int]) -> str:
 
 
 def said_once(stderr: str) -> bool:
-    return stderr.lower().count("training goes on") == 1
+    return stderr.lower().count("training continues") == 1
 
 
 def mount_or_skip(target: Path, *options: str) -> None:

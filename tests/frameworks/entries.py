@@ -88,7 +88,7 @@ ENTRIES = (
         "TRL `SFTTrainer`",
         ("trl",),
         "`integrations.trl.FsdpInspectCallback`",
-        "Sharded by Transformers, as in the first row.",
+        "Transformers shards the model, as in the first row.",
         scalars=frozenset(
             {
                 "loss",
@@ -106,14 +106,15 @@ ENTRIES = (
         "peft LoRA",
         ("peft",),
         "`Recorder` in the script",
-        "peft has no loop. `fully_shard` is called on each layer of the model with adapters.",
+        "peft has no training loop. The script calls `fully_shard` on each layer of the model with "
+        "adapters.",
     ),
     Entry(
         "float8",
         "torchao float8",
         ("torchao",),
         "`Recorder` in the script",
-        "The matrix products are emulated, because they need a GPU. The weights are gathered in "
+        "The matrix products are emulated, because they need a GPU. FSDP gathers the weights in "
         "float8.",
     ),
     Entry(
@@ -121,7 +122,7 @@ ENTRIES = (
         "PPO, hand-written",
         ("torch",),
         "`Recorder({'actor': actor, ...})`",
-        "Actor, critic and reference are one recording. In the unmodified script, a step is "
+        "One recording has actor, critic and reference. In the unmodified script, a step is "
         "a round of both optimizers, so one PPO iteration has two steps.",
         ends=(1, 2),
         callback_ends=(3, 4),
@@ -132,7 +133,7 @@ ENTRIES = (
         "GAN, hand-written",
         ("torch",),
         "`Recorder([generator, discriminator], optimizer=[...])`",
-        "Both models are one recording. A step is a round of both optimizers.",
+        "One recording has both models. A step is a round of both optimizers.",
         ends=(1, 2),
         callback_ends=(1, 2),
         first_compared=2,
@@ -143,8 +144,8 @@ ENTRIES = (
             f"DeepSpeed ZeRO-{stage}",
             ("deepspeed",),
             "`Recorder(engine)`",
-            "torch's AdamW, with its state offloaded to the CPU. Simulation and plan check do not "
-            "support DeepSpeed.",
+            "The optimizer is torch's AdamW, with its state offloaded to the CPU. Simulation and "
+            "plan check do not support DeepSpeed.",
             script="deepspeed",
             arguments=(str(stage),),
             is_simulated=False,

@@ -102,7 +102,7 @@ def _advise_all(folder: Path) -> dict[str, First]:
 
 def _situation_table(firsts: Mapping[str, First]) -> str:
     """A row for each situation."""
-    lines = ["| planted | right | said first | predicted gain |", "|---|---|---|---|"]
+    lines = ["| situation | right answer | first answer | predicted gain |", "|---|---|---|---|"]
     for name, first in firsts.items():
         gain = "" if first.saved_ratio is None else f"{first.saved_ratio:.1%}"
         rules = ", ".join(rule for rule in first.rules if rule)

@@ -79,7 +79,7 @@ def _says(*words: str) -> Callable[[First], bool]:
     return lambda first: any(each in first.words for each in words)
 
 
-STRAGGLER, _LAUNCHES = "straggler", "CPU-bound launches"
+STRAGGLER, _LAUNCHES = "straggler", "launch-bound"
 _MIDDLE = (2, 3, 4)
 _ALL = tuple(range(6))
 _LIMIT = round(1.9 * MIB)

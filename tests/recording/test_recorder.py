@@ -212,7 +212,7 @@ def test_a_folder_that_cannot_be_made_costs_the_recording_only(
     with quiet(model, tmp_path / "file" / "run") as recorder:
         train(model, recorder)
     first, last = caplog.messages
-    assert "Training goes on" in first
+    assert "Training continues" in first
     # Garbage collections are events too.
     assert re.fullmatch(r"Rank 0 dropped (9[3-9]|1\d\d) rows of events, 50 rows of memory\.", last)
 

@@ -370,7 +370,7 @@ def test_a_bug_of_ours_ends_the_tracking_and_not_the_step(tracker, place, monkey
         monkeypatch.undo()
     assert computed.tolist() == [2.0, 2.0]
     assert "ZeroDivisionError" in str(tracker.problem)
-    with pytest.raises(RecordingError, match="could not be followed: ZeroDivisionError"):
+    with pytest.raises(RecordingError, match="could not be tracked: ZeroDivisionError"):
         tracker.result()
 
 

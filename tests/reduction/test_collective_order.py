@@ -121,8 +121,7 @@ def test_the_sentence_names_rank_unit_step_and_line() -> None:
     assert describe_difference(found, NAMES) == (
         "Rank 1 left out the all-gather of a in forward in step 0 (train.py:7), and issued the "
         "all-gather of b in forward (train.py:7) instead. The collectives from position 2 of this "
-        "process group on pair different tensors: 4 have finished, and what was computed with "
-        "them is wrong."
+        "process group on pair different tensors: 4 have finished, and their results are wrong."
     )
 
 
@@ -148,7 +147,7 @@ def test_two_threads_on_one_process_group_are_no_rank_s_fault() -> None:
 
     assert found is not None
     assert (found.is_race, found.culprits) == (True, ())
-    assert "so chance decides their order" in describe_difference(found, NAMES)
+    assert "so their order depends on timing" in describe_difference(found, NAMES)
 
 
 def test_collectives_of_background_threads_alone_are_not_compared() -> None:

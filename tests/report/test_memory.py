@@ -88,7 +88,7 @@ def test_a_failed_request_is_said_before_everything_else():
     )
     run.ranks[0] = run.ranks[0].model_copy(update={"failed_request": failed})
     assert shown(run).startswith(
-        "Out of memory: allocating 2.00 GiB failed in forward of layers.1, step 1. Free on the "
+        "Out of memory: allocating 2.00 GiB failed in forward of layers.1. Step 1. Free on the "
         "device: 1.00 GiB."
     )
 

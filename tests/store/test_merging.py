@@ -69,6 +69,17 @@ def test_parts_become_the_run_that_one_disk_would_hold(split, recorded, tmp_path
         assert np.array_equal(getattr(merged.summary(), name), column)
 
 
+def test_black_box_stacks_and_numerics_of_each_rank_are_merged(split, tmp_path):
+    parts = split((0, 1), (2, 3))
+    names = ("black_box.bin", "numerics.jsonl", "stacks.txt", "crash.txt", "sigterm.txt")
+    for name in names:
+        (rank_folder(parts[1], 0, 3) / name).write_bytes(name.encode())
+
+    merged = rank_folder(merge_runs(parts, tmp_path / "merged").path, 0, 3)
+
+    assert [(merged / name).read_bytes() for name in names] == [name.encode() for name in names]
+
+
 def test_parts_stay_as_they_are(split, tmp_path):
     parts = split((0, 1), (2, 3))
     before = [contents(part) for part in parts]

@@ -165,7 +165,7 @@ def test_file_in_the_place_of_the_folder_is_said_once_and_training_goes_on(
     writer.close()
     assert writer.record.dropped == {"events": 100}
     assert any("Not a directory" in problem for problem in writer.record.problems)
-    assert caplog.text.count("Training goes on") == 1
+    assert caplog.text.count("Training continues") == 1
     assert caplog.messages[1:] == ["Rank 0 dropped 100 rows of events."]
 
 

@@ -1,1 +1,1 @@
-"""One page a question, each a script that Streamlit runs."""
+"""The pages of the dashboard, one script per page, which Streamlit runs."""

@@ -184,9 +184,9 @@ def _show_refusal(advice: Advice) -> None:
     with show_card("This run cannot be simulated", key="refusal"):
         st.markdown(plain(advice.refusal or ""))
         st.caption(
-            "The simulation requires recorded units, collectives and compute, which imported "
-            "traces and runs without a timed step lack\\. Record the job with more steps than "
-            "warm\\-up:"
+            "The simulation requires recorded units, collectives and compute\\. Imported traces, "
+            "and runs without a timed step, do not have them\\. Record the job with more steps "
+            "than warm\\-up:"
         )
         st.code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", language="bash")
 
@@ -452,7 +452,7 @@ def _show_outcomes(entry: RunEntry, run_id: str) -> None:
         with header:
             show_csv_button(frame, key="outcomes")
         st.markdown(plain(record.sentence))
-        show_table(frame, key="outcomes", alt="Predictions and outcomes, one row a plan")
+        show_table(frame, key="outcomes", alt="Predictions and outcomes, one row for each plan")
         for note in record.notes:
             st.caption(plain(note))
 

@@ -116,7 +116,7 @@ def _refuse_copies(chosen: Sequence[RunEntry]) -> None:
         if run_id in seen:
             raise FsdpInspectError(
                 f"{seen[run_id]!r} and {entry.id!r} are copies of one run, {run_id!r}. Expected "
-                "different runs. Leave one of them out."
+                "different runs. Remove one of them from the comparison."
             )
         seen[run_id] = entry.id
 
@@ -153,9 +153,10 @@ def _pick_runs(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
 
 
 def _suggest(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
-    """The chosen run against the baseline that was set on the page Runs.
+    """Compare the chosen run with the baseline that was set on the page Runs.
 
-    Without one: against the last run before it of the same model, or the next one after it.
+    Without a baseline, compare it with the last earlier run of the same model, or the next later
+    one.
     """
     names = list(entries)
     chosen = st.session_state.get(RUN_KEY, names[0])
@@ -292,7 +293,7 @@ def _show_steps(contents: ComparisonContents) -> None:
 
 
 def _describe_origins(contents: ComparisonContents) -> str:
-    """How the times of each side were obtained, once if it is the same for all sides."""
+    """The method of the times of each side, stated once if all sides have the same method."""
     origins = [
         wording.describe_provenance(summary.provenance, "step", "forward", "backward", "all_gather")
         for summary in contents.digests
@@ -340,7 +341,7 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
         draw_time_changes(changes),
         frame_compared_parts(comparison.parts, labels),
         key="parts",
-        alt=f"Diverging bars: by how much each part of the step changed from A to {label}",
+        alt=f"Diverging bars: the change of each part of the step from A to {label}",
         note="The changes add up to the change of the typical step. Blue, left: less. Orange, "
         "right: more.",
     )
@@ -364,8 +365,7 @@ def _show_dimension_changes(comparison: Comparison, other: int) -> None:
         draw_time_changes([(row.name, row.changes_ns[other - 1]) for row in comparison.dimensions]),
         frame_compared_dimensions(comparison.dimensions, labels),
         key="dimensions",
-        alt=f"Diverging bars: by how much each mesh dimension's exposed wait changed from A to "
-        f"{label}",
+        alt=f"Diverging bars: the change of each mesh dimension's exposed wait from A to {label}",
         note="The changes add up to the change of exposed communication.",
     )
 
@@ -394,7 +394,7 @@ def _show_memory(comparison: Comparison, other: int) -> None:
         draw_memory_changes(changes),
         frame_categories(comparison.memory, [side.label for side in comparison.sides]),
         key="memory",
-        alt=f"Diverging bars: by how much each memory category changed from A to {label}",
+        alt=f"Diverging bars: the change of each memory category from A to {label}",
         note="Peak of the memory steps, measured by the storage tracker. Blue, left: less. "
         "Orange, right: more.",
     )
@@ -424,7 +424,7 @@ def _show_units(comparison: Comparison, other: int) -> None:
         draw_memory_changes(bars) if measure.is_memory else draw_time_changes(bars),
         frame_unit_changes(changes, labels, other),
         key="units",
-        alt=f"Diverging bars, one a unit: {title}",
+        alt=f"Diverging bars, one for each unit: {title}",
         note=f"{more}Median run of each side. Units are aligned by their modules, also across "
         "different wrap policies. Blue, left: less. Orange, right: more.",
     )

@@ -27,8 +27,8 @@ from fsdp_inspect_app.selection import STEP_KEY, entry_or_stop, page_link
 from fsdp_inspect_app.wording import plain
 
 _CELLS = (
-    "Done: the collective has finished, or a later one has. Waits: the rank has issued it and it "
-    "has not finished. A cell with a name: the rank issued that collective instead."
+    "Done: the collective, or a later one, has finished. Waits: the rank has issued it, and it has "
+    "not finished. A cell with a name: the rank issued that collective instead."
 )
 
 

@@ -25,12 +25,12 @@ _LISTING_LIFE_S = 3
 _HOW = """# in the training script, once for each rank
 prof.export_chrome_trace(f"traces/rank{rank}.json.gz")
 
-# or what the CUDA allocator did
+# or a snapshot of the CUDA allocator
 torch.cuda.memory._dump_snapshot(f"snapshots/rank{rank}.pickle")"""
 
 
 def show_page() -> None:
-    """What can be imported, the choice, and how the import goes."""
+    """Show the sources, the choice, and the progress of the import."""
     sources = _list(str(loading.runs_folder())).value
     if not sources:
         show_nothing(
@@ -47,10 +47,8 @@ def show_page() -> None:
     _show_job(jobs)
     _show_choice(sources, jobs)
     _show_upload()
-    with st.expander(f"All {len(sources)} that can be imported"):
-        st.dataframe(
-            frame_sources(sources), hide_index=True, alt="What can be imported, one row each"
-        )
+    with st.expander(f"All {len(sources)} sources to import"):
+        st.dataframe(frame_sources(sources), hide_index=True, alt="Sources to import, one row each")
     st.caption(
         f"This page imports files of {code(str(loading.runs_folder()))} into its folder "
         f"{code('imported/')}\\. For other folders, use {code('fsdp-inspect import')}\\."
@@ -66,7 +64,7 @@ def _list(folder: str) -> Dated[list[ImportSource]]:
 
 @st.cache_resource(max_entries=4, show_spinner=False)
 def _jobs(folder: str) -> ImportJobs:
-    """One for all sessions, so that a reloaded page shows the import that runs."""
+    """One object for all sessions, so that a reloaded page shows the running import."""
     return ImportJobs(loading.runs_folder())
 
 
@@ -116,7 +114,9 @@ def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:
         source = names[chosen]
         with right:
             name = st.text_input("Run name", placeholder="name of the file", key="import name")
-        files = "1 file" if source.num_files == 1 else f"{source.num_files} files, a rank each"
+        files = (
+            "1 file" if source.num_files == 1 else f"{source.num_files} files, one for each rank"
+        )
         st.caption(plain(f"A {source.kind.value}: {files}, {format_bytes(source.num_bytes)}."))
         by_step = not source.kind.is_snapshot and st.toggle(
             "One step per ProfilerStep",
@@ -129,7 +129,7 @@ def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:
 
 
 def _start(jobs: ImportJobs, chosen: str, name: str, by_step: bool) -> None:
-    """Start it if it is still there: the name is looked up in the listing of this moment."""
+    """Start the import if the source still exists: the name is looked up in the current list."""
     source = find_source(loading.runs_folder(), chosen)
     if source is None:
         st.error(plain(f"{chosen!r} not found: the file was removed. Choose another source."))
@@ -151,7 +151,7 @@ def _show_job(jobs: ImportJobs) -> None:
 
 
 def _show_progress(jobs: ImportJobs, *, is_running: bool) -> None:
-    """The import that runs, or the last one; when it ends the page is made anew."""
+    """Show the running import, or the last one; the page reruns when it ends."""
     view = jobs.view
     if view is None:
         return

@@ -9,7 +9,12 @@ from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.diagnosis import describe_diagnosis
-from fsdp_inspect.report.live_wording import advise_live, describe_live, describe_pace
+from fsdp_inspect.report.live_wording import (
+    advise_live,
+    describe_live,
+    describe_pace,
+    headline_live,
+)
 from fsdp_inspect.result_types import (
     DeviceSeries,
     LiveMemory,
@@ -54,9 +59,9 @@ _SEEN_KEY = "live: state that is shown"
 
 
 def show_page(entry: RunEntry, run: Run) -> None:
-    """The run as it is now, again every few seconds; of a run that is over, where to look.
+    """Show the state of the run, again every few seconds; link to other pages if it has ended.
 
-    It asks no analysis of the whole run: of a long one that takes longer than a refresh may.
+    It runs no analysis of the whole run, because that takes longer than a refresh interval.
     """
     _show_header(run)
     recorded = [record.rank for record in run.ranks_recorded]
@@ -81,7 +86,7 @@ def _show_header(run: Run) -> None:
 def _show_over(run: Run) -> None:
     show_nothing(
         f"This run is not live: it is {run.status.value}.",
-        "Live shows runs while they are recorded. The other pages show what this run recorded.",
+        "Live shows runs while they are recorded. The other pages show the data of this run.",
     )
     if run.notes:
         st.warning("\n".join(f"- {plain(note)}" for note in run.notes), icon=":material/warning:")
@@ -96,7 +101,7 @@ def _show_links() -> None:
 
 
 def _pick_rank(run: Run, recorded: Sequence[int]) -> int:
-    """The rank that is followed; of a run that is recorded also whether the page refreshes."""
+    """The shown rank, and for a live run whether the page refreshes."""
     key = f"live rank of {run.id}"
     follow(RANK_KEY, key, {str(rank): rank for rank in recorded}, recorded[0])
     left, right = st.columns([1, 3], vertical_alignment="bottom")
@@ -122,7 +127,7 @@ def _wants_refresh() -> bool:
 
 
 def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
-    """The answer, numbers, the last steps, memory, the machine, the ranks."""
+    """Show the headline, numbers, the last steps, memory, the machine and the ranks."""
     answer = st.container()
     rank = _pick_rank(run, recorded)
     with answer:
@@ -130,7 +135,7 @@ def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
     if live is None:
         return
     if live.state not in _GOING_ON and not live.view.steps:
-        st.caption("The live streams are gone\\. The other pages show what was recorded\\.")
+        st.caption("The live streams no longer exist\\. The other pages show the recorded data\\.")
         _show_ranks(live)
         return
     _show_tiles(live)
@@ -144,15 +149,16 @@ def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
 
 
 def _show_answer(entry: RunEntry, rank: int) -> LiveStatus | None:
-    """Read what is new, and say how the run goes; None where it cannot be read."""
+    """Read the new data and describe the state of the run; None if it cannot be read."""
     try:
         live = look_at(entry, rank=rank)
     except (StoreError, OSError) as error:
-        show_headline(plain(f"Rank {rank} cannot be followed."))
+        show_headline(plain(f"The live data of rank {rank} cannot be read."))
         st.error(plain(str(error)), icon=":material/error:")
         return None
     _rerun_on_news(entry, live)
-    show_headline(plain(describe_live(live)))
+    show_headline(plain(headline_live(live)))
+    st.markdown(plain(describe_live(live)))
     _show_problem(entry, live)
     if live.state not in _GOING_ON:
         _show_links()
@@ -160,7 +166,7 @@ def _show_answer(entry: RunEntry, rank: int) -> LiveStatus | None:
 
 
 def _show_problem(entry: RunEntry, live: LiveStatus) -> None:
-    """Show the diagnosis; without one, what the state of the run means."""
+    """Show the diagnosis, or else the meaning of the run's state."""
     found = loading.read_diagnosis(entry)
     if found.is_problem:
         st.error(plain(describe_diagnosis(found).sentence), icon=":material/error:")
@@ -172,7 +178,7 @@ def _show_problem(entry: RunEntry, live: LiveStatus) -> None:
 
 
 def _rerun_on_news(entry: RunEntry, live: LiveStatus) -> None:
-    """Make the whole page anew when the run begins to move, stops or ends: its banner says so."""
+    """Rerun the whole page when the run starts, stops or ends: its banner shows the state."""
     shown = (entry.id, live.state in _GOING_ON)
     before = st.session_state.get(_SEEN_KEY)
     st.session_state[_SEEN_KEY] = shown
@@ -242,7 +248,7 @@ def _show_devices(series: Sequence[DeviceSeries]) -> None:
         draw_devices(series),
         frame_devices(series),
         key="live-devices",
-        alt=f"Small charts of the devices; newest values: {newest}",
+        alt=f"Small charts of the devices; latest values: {newest}",
         note="Sampled by a background thread of the rank. GPU numbers come from NVML and include "
         "all processes of the device. CPU is in percent of one core.",
     )

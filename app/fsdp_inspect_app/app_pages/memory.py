@@ -108,11 +108,13 @@ def show_page(entry: RunEntry, run: Run) -> None:
 
 def _show_answer(overview: MemoryOverview) -> None:
     failed = overview.memory.failed_request
-    if failed is not None:
-        show_headline(plain(memory_wording.describe_failed_request(overview, failed)))
-        st.markdown(plain(memory_wording.describe_memory(overview)))
+    if failed is None:
+        show_headline(plain(memory_wording.headline_memory(overview)))
     else:
-        show_headline(plain(memory_wording.describe_memory(overview)))
+        show_headline(plain(memory_wording.headline_failed_request(overview, failed)))
+        st.markdown(plain(memory_wording.describe_failed_request(failed)))
+        st.markdown(plain(memory_wording.headline_memory(overview)))
+    st.markdown(plain(memory_wording.describe_memory(overview)))
 
 
 def _pick_rank(overview: MemoryOverview) -> int:
@@ -252,7 +254,7 @@ def _show_owners(peak: PeakMoment, frame: pd.DataFrame) -> None:
             key="memory-owners-table",
             on_select="rerun",
             selection_mode="single-cell",
-            alt="Memory at the peak, one row a unit",
+            alt="Memory at the peak, one row for each unit",
         )
     for row, column in state["selection"]["cells"]:
         if column == "unit" and row < len(peak.owners):
@@ -287,7 +289,7 @@ def _show_over_steps(run: Run, overview: MemoryOverview, most_grown: MemoryGrowt
 
 
 def _show_growth(run: Run, overview: MemoryOverview, most_grown: MemoryGrowth | None) -> None:
-    """Show the memory of the shown rank over steps, and the growth of the rank that grew most."""
+    """Show the memory of the chosen rank over steps, and the growth of the rank that grew most."""
     steps = overview.memory.over_steps
     verdict = memory_wording.describe_growth(overview.growth)
     here = overview.growth

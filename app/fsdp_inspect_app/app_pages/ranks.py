@@ -196,7 +196,7 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
 
 
 def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
-    """Show the ranks by two dimensions of the mesh, and the ranks that stand out."""
+    """Show the ranks by two dimensions of the mesh, and the group with the highest values."""
     axes = loading.result_of(entry, list_axes)
     if len(axes) < 2 or not ranks.ranks:
         return
@@ -263,7 +263,7 @@ def _why_empty(grid: RankGrid) -> str:
 
 @st.fragment
 def _show_grid_table(grid: RankGrid) -> None:
-    """Show the map as a table, which is made when it is opened."""
+    """Show the map as a table, which is built when it is opened."""
     title = f"Table: {len(grid.ranks)} ranks by {len(grid.steps)} steps"
     panel = st.expander(title, key="rank-grid-panel", on_change="rerun")
     if not panel.open:
@@ -437,7 +437,9 @@ def _show_skews(ranks: Ranks) -> None:
     with show_card("Skew and transfer by collective", key="skews") as header:
         with header:
             show_csv_button(skews, key="skews")
-        show_table(skews, key="skews-table", alt="Skew and transfer, one row a kind of collective")
+        show_table(
+            skews, key="skews-table", alt="Skew and transfer, one row for each kind of collective"
+        )
         st.caption(
             plain(
                 f"Skew: {find_metric('skew_ns').definition}. Medians over the sampled collectives."

@@ -222,7 +222,7 @@ def _show_actions(chosen: Sequence[str], pinned: Sequence[str], baseline: str | 
 
 
 def _compared(chosen: Sequence[str], baseline: str | None) -> list[str]:
-    """The runs to compare, the baseline first: the one that was made it, or the first chosen."""
+    """The runs to compare: the baseline first, or else the first chosen run."""
     first = [] if baseline is None else [baseline]
     return list(dict.fromkeys([*first, *chosen])) if chosen else []
 

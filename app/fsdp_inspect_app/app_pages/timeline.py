@@ -262,7 +262,7 @@ def _show_longest_waits(entry: RunEntry, tracks: TrackSet, rank: int) -> None:
 
 
 def _link_to(tracks: TrackSet, asked: TimelineRequest) -> None:
-    """Write the present view into the address."""
+    """Write the current view into the address."""
     view, selected = asked.view, asked.selected
     is_part = view is not None and (view.start_ns > 0 or view.end_ns < tracks.timeline.end_ns)
     link(WINDOW_KEY, f"{view.start_ns}-{view.end_ns}" if view and is_part else None)
@@ -300,7 +300,7 @@ def _facts(entry: RunEntry, tracks: TrackSet, place: Place) -> EventFacts:
 
 
 def _describe_origin(tracks: TrackSet, outline: RunHeading) -> list[str]:
-    """How the times were obtained."""
+    """The method of the times."""
     provenance = wording.describe_provenance(
         outline.provenance, "forward", "backward", "all_gather", "reduce_scatter"
     )
@@ -328,7 +328,7 @@ def _describe_memory(entry: RunEntry, tracks: TrackSet) -> list[str]:
 
 
 def _describe_clocks(tracks: TrackSet) -> list[str]:
-    """How the times of different ranks compare."""
+    """Whether times of different ranks can be compared."""
     timeline = tracks.timeline
     if len(timeline.ranks) < 2:
         return []
@@ -347,7 +347,7 @@ def _describe_clocks(tracks: TrackSet) -> list[str]:
 
 @st.fragment
 def _show_spans(tracks: TrackSet) -> None:
-    """Show the spans as a table, which is made when it is opened."""
+    """Show the spans as a table, which is built when it is opened."""
     total = tracks.timeline.num_timed_spans
     panel = st.expander(f"Table: {total} spans", key="spans-panel", on_change="rerun")
     if not panel.open:

@@ -68,7 +68,7 @@ _PLAN_KEY = "plan"
 
 
 def show_page(entry: RunEntry, run: Run) -> None:
-    """The answer, the knobs, and what they make of the step."""
+    """Show the headline, the settings, and the predicted step."""
     show_run_header(run.manifest, run.summary())
     try:
         bench = loading.result_of(entry, prepare)
@@ -82,8 +82,8 @@ def _show_refusal(reason: str) -> None:
     show_headline("This run cannot be simulated\\.")
     st.info(plain(reason), icon=":material/info:")
     st.caption(
-        "The simulation requires recorded units, collectives and compute, which imported traces "
-        "and runs without a timed step lack\\. Record the job:"
+        "The simulation requires recorded units, collectives and compute\\. Imported traces, and "
+        "runs without a timed step, do not have them\\. Record the job:"
     )
     st.code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", language="bash")
 
@@ -118,7 +118,7 @@ def _show_bench(entry: RunEntry, run: Run, bench: PreparedRun) -> None:
 
 
 def _linked_plan(manifest: RunManifest) -> tuple[Plan | None, PlanError | None]:
-    """The plan that the address brings, for the model of the run; or what is wrong with it."""
+    """The plan in the address, for the model of the run; or the reason why it is invalid."""
     text = st.query_params.get(_PLAN_KEY)
     if not text:
         return None, None
@@ -134,7 +134,7 @@ def _linked_plan(manifest: RunManifest) -> tuple[Plan | None, PlanError | None]:
 def _show_knobs(
     bench: PreparedRun, manifest: RunManifest, *, is_linked: bool
 ) -> tuple[dict[str, str], list[Knob]]:
-    """What is chosen, by knob, and all knobs."""
+    """The chosen texts, by setting, and all settings."""
     recorded = {} if is_linked else recorded_values(bench.plan, manifest)
     groups = (
         ("Units", knobs_of_units(bench.plan), True),

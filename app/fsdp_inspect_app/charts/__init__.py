@@ -1,1 +1,1 @@
-"""Figures of results, one file a question; each figure has its table in `frames`."""
+"""Figures of results, one file per topic. Each figure has its table in `frames`."""

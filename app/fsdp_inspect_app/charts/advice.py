@@ -13,7 +13,7 @@ _HEIGHT = 360
 
 
 def draw_front(plan: PlanAdvice) -> go.Figure:
-    """The best plans, from the fastest to the smallest, beside the recorded one.
+    """Draw the best plans, from the fastest to the smallest, and the recorded one.
 
     The first trace holds the plans in the order of `plan.front`; points without a known peak are
     left out.
@@ -55,7 +55,13 @@ def _draw_marked(figure: go.Figure, plan: PlanAdvice, size: int) -> None:
     """The recorded plan and the advised one."""
     fastest = plan.fastest
     marked = (
-        ("recorded plan, played", plan.replayed_step_ns, plan.replayed_peak_bytes, RECORDED, "x"),
+        (
+            "recorded plan, simulated",
+            plan.replayed_step_ns,
+            plan.replayed_peak_bytes,
+            RECORDED,
+            "x",
+        ),
         ("advised", fastest.step_ns, fastest.peak_bytes, ADVISED, "circle-open"),
     )
     for name, step_ns, peak_bytes, colour, symbol in marked:

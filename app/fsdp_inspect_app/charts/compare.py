@@ -20,7 +20,7 @@ MORE = Look("more", "#E69F00", "#111418")
 _ROOM_FOR_TEXT = 1.6
 
 Change = tuple[str, int | None]
-"""A name, and by how much it changed; None: not known on both sides."""
+"""A name and its change; None: unknown on one side."""
 
 
 def draw_time_changes(changes: Sequence[Change]) -> go.Figure:

@@ -80,7 +80,7 @@ def draw_live_memory(memory: Sequence[LiveMemory]) -> go.Figure:
 
 
 def draw_devices(series: Sequence[DeviceSeries]) -> go.Figure:
-    """A small chart for each number of the machine, its newest value in its title."""
+    """Draw a small chart for each number of the machine, with its latest value in the title."""
     num_rows = -(-len(series) // _IN_ROW)
     titles = [
         [*wrap(one.label, _TITLE_LETTERS), f"<b>{format_sample(one.values[-1], one.unit)}</b>"]

@@ -105,7 +105,7 @@ def _add_lines(figure: go.Figure, memory: StepMemory, size: int, suffix: str) ->
 
 
 def _add_units(figure: go.Figure, units: Sequence[PlaceSpan]) -> None:
-    """A strip below, in which each stretch of one unit is a box."""
+    """Draw a strip with a box for each time range of one unit."""
     boxes = [unit for unit in units if unit.name is not None]
     names = [wording.label(name_place(unit.name)) for unit in boxes]
     figure.add_bar(
@@ -153,7 +153,7 @@ def _add_phases(figure: go.Figure, memory: StepMemory) -> None:
 
 
 def _name_peak(figure: go.Figure, memory: StepMemory, size: int) -> None:
-    """An arrow to it from above everything else."""
+    """Draw an arrow to the peak, above everything else."""
     peak = memory.peak
     highest = max(peak.highest_bytes, *(one.reserved_bytes or 0 for one in memory.readings))
     figure.add_annotation(
@@ -175,7 +175,7 @@ def _name_peak(figure: go.Figure, memory: StepMemory, size: int) -> None:
 
 
 def draw_growth(steps: Sequence[MemoryOfStep], warmup: Sequence[int]) -> go.Figure:
-    """What each step took at most, and what it left allocated."""
+    """Draw the peak of each step, and the memory that is allocated at its end."""
     figure = go.Figure()
     numbers = [step.step for step in steps]
     lines = (
@@ -247,7 +247,7 @@ def draw_rank_memory(ranks: Sequence[RankMemory], shown: int | None) -> go.Figur
 
 
 def draw_allocator(use: AllocatorUse, device_bytes: int | None) -> go.Figure:
-    """Allocated inside active inside reserved inside what the device holds."""
+    """Draw nested bars: allocated, active, reserved, and in use on the device."""
     rows = [
         ("allocated", use.allocated_bytes, palette.ALL_GATHER.colour),
         ("active", use.active_bytes, "#56B4E9"),

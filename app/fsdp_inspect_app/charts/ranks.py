@@ -21,7 +21,7 @@ _MARK = {"color": "#D55E00", "width": 2}
 
 
 def draw_grid(grid: RankGrid, *, rank: int | None, step: int | None = None) -> go.Figure:
-    """A map of ranks and steps; colours span what most values that count lie in.
+    """Draw a map of ranks and steps. The colours span the range of most timed values.
 
     Args:
         grid: What to draw; its values travel as 4-byte numbers.
@@ -91,7 +91,7 @@ def draw_mesh_grid(grid: MeshGrid) -> go.Figure:
 
 
 def _span_of_colours(values: NDArray[np.float64]) -> dict[str, float]:
-    """The range of a map's colours: a difference that names no rank does not look like one."""
+    """The range of a map's colours, so that small differences do not look large."""
     known = values[np.isfinite(values)]
     if not known.size:
         return {}
@@ -100,12 +100,12 @@ def _span_of_colours(values: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _is_even(numbers: tuple[int, ...]) -> bool:
-    """Whether they follow each other without a gap, so that an axis can count them."""
+    """Whether the numbers have no gaps, so that a numeric axis fits."""
     return len(numbers) > 0 and numbers[-1] - numbers[0] == len(numbers) - 1
 
 
 def _edges(numbers: tuple[int, ...], marked: int | None) -> tuple[float, ...]:
-    """Where on the axis of these numbers the cells of one begin and end; empty if it is none."""
+    """The begin and end of the cells of one number on the axis; empty without such a number."""
     if marked not in numbers:
         return ()
     place = numbers.index(marked)

@@ -20,11 +20,11 @@ from fsdp_inspect_app.frames.values import ms
 
 
 def draw_collectives(history: UnitHistory, fits: Mapping[str, LinkFit]) -> go.Figure:
-    """Every collective of one unit over the steps; dotted: what the run's fit makes of it.
+    """Draw every collective of one unit over the steps; dotted: the duration of the fit.
 
     Args:
         history: Of the unit.
-        fits: Latency and bandwidth by `name_history`, where the run tells them.
+        fits: Latency and bandwidth by `name_history`, where they are known.
     """
     figure = go.Figure()
     for one in history.histories:
@@ -53,7 +53,7 @@ def draw_collectives(history: UnitHistory, fits: Mapping[str, LinkFit]) -> go.Fi
 
 
 def draw_spreads(history: UnitHistory) -> go.Figure:
-    """How the durations of one unit's collectives spread: quartiles, and every one as a point."""
+    """Draw the distribution of the durations of one unit's collectives: quartiles and points."""
     figure = go.Figure()
     names = [name_history(one) for one in history.histories]
     for row, one in enumerate(history.histories):
@@ -76,7 +76,7 @@ def draw_spreads(history: UnitHistory) -> go.Figure:
 
 
 def draw_holds(history: UnitHistory) -> go.Figure:
-    """When in a step one unit holds memory beyond its shards, one row a category."""
+    """Draw when one unit holds memory beyond its shards in a step, one row for each category."""
     figure = go.Figure()
     categories = list(dict.fromkeys(hold.category for hold in history.holds))
     for row, category in enumerate(categories):

@@ -88,7 +88,7 @@ class RankVerdict:
 UNKNOWN = Verdict(
     Limit.UNKNOWN,
     "The limit is unknown: the run has no timed step.",
-    "A timed step is a completed step that is neither a warm-up step nor a memory step.",
+    "A timed step is a completed step that is not a warm-up, memory or numerics step.",
     ("Record more steps.",),
 )
 

@@ -5,7 +5,12 @@ import time
 import pytest
 
 from fsdp_inspect.analysis.live.feed import LiveFeed, LiveState
-from fsdp_inspect.report.live_wording import advise_live, describe_live, describe_pace
+from fsdp_inspect.report.live_wording import (
+    advise_live,
+    describe_live,
+    describe_pace,
+    headline_live,
+)
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.writer import RankWriter
@@ -50,7 +55,8 @@ def test_a_run_that_moves_says_its_last_step(path):
     writers = [write_steps(path, rank) for rank in (0, 1)]
     live = look(path)
     assert live.state is LiveState.RUNNING
-    assert describe_live(live).startswith("Step 2 took 1.00 µs, of which 200 ns exposed. It ended ")
+    assert headline_live(live) == "Step 2 took 1.00 µs."
+    assert describe_live(live).startswith("200 ns were exposed. The step ended ")
     assert describe_pace(live).startswith("Rank 0. Typical: 1.00 µs a step")
     assert advise_live(live) == ""
     for writer in writers:
@@ -61,9 +67,8 @@ def test_a_run_without_a_step_is_starting(path):
     writer = write_steps(path, 0, num_steps=0)
     live = look(path)
     assert live.state is LiveState.STARTING
-    assert describe_live(live) == (
-        "The run has started: rank 0 recorded data, and no step has ended yet."
-    )
+    assert headline_live(live) == "The run has started. No step has ended yet."
+    assert describe_live(live) == "Recorded so far: rank 0."
     writer.close(RunStatus.COMPLETE)
 
 
@@ -71,7 +76,8 @@ def test_a_run_whose_processes_live_but_end_no_step_is_stalled(path):
     writer = write_steps(path, 0, ago_s=100)
     live = look(path)
     assert live.state is LiveState.STALLED
-    assert describe_live(live).startswith("Stalled: no step has ended for 100 s.")
+    assert headline_live(live) == "Stalled: no step has ended for 100 s."
+    assert describe_live(live) == "A step typically takes 1.00 µs. The last step was 2."
     assert "hangs in a collective" in advise_live(live)
     writer.close(RunStatus.COMPLETE)
 
@@ -81,7 +87,8 @@ def test_one_dead_rank_decides_while_the_others_go_on(path):
     live = look(path)
     assert live.state is LiveState.DIED
     assert live.culprits == (1,)
-    assert describe_live(live) == "Rank 1 stopped without reporting an error. The last step was 2."
+    assert headline_live(live) == "Rank 1 stopped without reporting an error."
+    assert describe_live(live) == "The last step was 2."
     assert "out-of-memory killer" in advise_live(live)
     for writer in writers:
         writer.close(RunStatus.COMPLETE)
@@ -91,7 +98,8 @@ def test_a_failure_is_told_in_its_own_words(path):
     write_steps(path, 0).close(RunStatus.FAILED, "no memory left")
     live = look(path)
     assert live.state is LiveState.FAILED
-    assert describe_live(live).startswith("Rank 0 failed: no memory left.")
+    assert headline_live(live) == "Rank 0 failed."
+    assert describe_live(live) == "no memory left."
 
 
 def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
@@ -101,7 +109,10 @@ def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
     live = look(path, feed)
     assert live.state is LiveState.ENDED
     assert [one.step for one in live.view.steps] == [0, 1, 2]
-    assert describe_live(live) == ("The run has ended. The last step was 2.")
+    assert (headline_live(live), describe_live(live)) == (
+        "The run has ended.",
+        "The last step was 2.",
+    )
 
 
 def test_the_present_is_told_on_the_ranks_own_clock(path):
