@@ -11,7 +11,9 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import EVENTS
 from tests.app.conftest import start_app
 from tests.app.synthetic import make_run, write_run
-from tests.app.test_pages import read
+from tests.app.test_pages import SAMPLES, read
+
+RUN = "tiny-2-ranks/run"
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +60,17 @@ def test_without_any_events_the_page_says_what_there_is_instead(thinned):
     app = start_app(thinned, "timeline", run="none")
     assert not app.exception
     assert "No step can be drawn: the events are missing." in read(app)
+
+
+def test_the_buttons_by_step_time_choose_the_step(open_app):
+    run = open_run(SAMPLES / RUN)
+    timed = [each for each in Run(run).step_times().over_steps if each.is_timed]
+    slowest = max(timed, key=lambda each: each.step_time_ns).step
+    app = open_app(SAMPLES, "timeline", run=RUN)
+    (marks,) = (each for each in app.button_group if each.label == "By step time")
+    assert marks.options[0] == "typical"
+    assert marks.value == "typical"
+    marks.set_value("slowest").run()
+    assert not app.exception
+    assert app.query_params["step"] == str(slowest)
+    assert next(box for box in app.selectbox if box.label == "Step").value == slowest

@@ -185,7 +185,7 @@ def test_it_says_what_the_step_waited_for_and_describes_its_picture(open_timelin
     assert waited in timeline.page.locator(".st-key-headline").inner_text()
     assert timeline.canvas.get_attribute("role") == "img"
     words = timeline.canvas.get_attribute("aria-label")
-    assert f"step {breakdown.closest_step} on ranks 0, 1, 2, 3" in words
+    assert f"step {breakdown.closest_step} on ranks 3, 0, 1, 2" in words
     legend = timeline.page.locator(".legend").inner_text()
     assert "exposed all-gather" in legend
     assert "memory allocated\nreserved" in legend
@@ -301,7 +301,7 @@ def test_the_keyboard_alone_selects_and_explains(open_timeline):
 
 def test_a_link_shows_a_colleague_the_same(open_timeline, browser):
     timeline = open_timeline(step="3", unit="layers.5")
-    timeline.click(20, 200)  # the name of rank 1
+    timeline.click(20, 200)  # the name of rank 0, below the median rank
     timeline.wait("state => state.pinned === '1'")
     timeline.page.locator(".st-key-waits button").first.click()
     timeline.wait("state => state.arrows === '2'")
@@ -312,7 +312,7 @@ def test_a_link_shows_a_colleague_the_same(open_timeline, browser):
     timeline.page.get_by_text("link copied").wait_for()
     link = timeline.page.evaluate("() => navigator.clipboard.readText()")
     named = parse_qs(urlparse(link).query)
-    assert (named["run"], named["step"], named["top"]) == (["whole"], ["3"], ["1"])
+    assert (named["run"], named["step"], named["top"]) == (["whole"], ["3"], ["0"])
     assert (named["unit"], named["rank"]) == (["layers.5"], ["0", "1", "2", "3"])
     seen, details = timeline.state, timeline.details()
     context = browser.new_context()

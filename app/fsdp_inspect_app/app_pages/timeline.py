@@ -1,6 +1,6 @@
 """Page Timeline: the events of one step, by rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +13,14 @@ from fsdp_inspect.analysis.run_heading import measure_run_heading
 from fsdp_inspect.analysis.step_waits import describe_event, measure_step_waits
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_unit
-from fsdp_inspect.result_types import EventFacts, Memory, RunEntry, RunHeading, StepSelection
+from fsdp_inspect.result_types import (
+    EventFacts,
+    Memory,
+    RunEntry,
+    RunHeading,
+    StepSelection,
+    StepTimes,
+)
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import show_csv_button, show_headline, show_table
@@ -45,12 +52,16 @@ _RANKS_AT_FIRST = 4
 _MOST_RANKS = 16
 _MOST_ROWS = 10_000
 _MOST_NAMED = 6
-_DETAILS_PX = 112
+_DETAILS_PX = 82
 _CANVAS = "timeline"
 _KEYS = (
-    "Hatching marks exposed waits. Wheel or W S zooms, drag or A D pans, Shift+drag measures, "
+    "Click a span to see its details. Hatching marks exposed waits. Wheel or W S zooms, drag or A D pans, Shift+drag measures, "
     "double-click fits, / finds a unit, a click on the name of a rank pins it, ? lists all keys."
 )
+_PERCENTILES = (("p10", 0.1), ("p90", 0.9), ("slowest", 1.0))
+_MARKS = ("typical", "p10", "p90", "slowest")
+_FEWEST_MARKED = 5
+"""The fewest timed steps for which percentiles are offered."""
 _HEADINGS = {
     "emulated": "Emulated: compute is measured, collectives take the times of the given network",
     "predicted": "Predicted: no time is measured",
@@ -67,7 +78,7 @@ def show_page(entry: RunEntry, run: Run, outline: RunHeading) -> None:
         _show_no_steps(run.steps, run.memory().memory)
         return
     answer = st.container()
-    step, ranks = _show_controls(outline, run.steps, drawable, recorded)
+    step, ranks = _show_controls(run, outline, drawable, recorded)
     try:
         tracks = loading.timeline_of(entry, step=step, ranks=ranks)
     except FsdpInspectError as error:
@@ -131,14 +142,13 @@ def _show_no_steps(selection: StepSelection, memory: Memory) -> None:
 
 
 def _show_controls(
-    outline: RunHeading,
-    selection: StepSelection,
-    drawable: Sequence[int],
-    recorded: Sequence[int],
+    run: Run, outline: RunHeading, drawable: Sequence[int], recorded: Sequence[int]
 ) -> tuple[int, tuple[int, ...]]:
     """The step and the ranks."""
+    selection = run.steps
+    marked = _mark_steps(outline, run.step_times(), drawable)
     with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
-        step = _pick_step(outline, selection, drawable)
+        step = _pick_step(outline, selection, drawable, marked)
         ranks = _pick_ranks(outline, recorded)
     left_out = len(selection.finished) - len(drawable)
     if left_out > 0:
@@ -149,7 +159,25 @@ def _show_controls(
     return step, ranks
 
 
-def _pick_step(outline: RunHeading, selection: StepSelection, drawable: Sequence[int]) -> int:
+def _mark_steps(outline: RunHeading, times: StepTimes, drawable: Sequence[int]) -> dict[str, int]:
+    """The typical step, and the timed steps at percentiles of the step time, by name."""
+    known = set(drawable)
+    timed = [each for each in times.over_steps if each.is_timed and each.step in known]
+    ordered = [each.step for each in sorted(timed, key=lambda each: each.step_time_ns)]
+    if len(ordered) < _FEWEST_MARKED:
+        return {}
+    marked = {name: ordered[round(rank * (len(ordered) - 1))] for name, rank in _PERCENTILES}
+    if outline.breakdown is not None and outline.breakdown.closest_step in known:
+        marked["typical"] = outline.breakdown.closest_step
+    return {name: marked[name] for name in _MARKS if name in marked}
+
+
+def _pick_step(
+    outline: RunHeading,
+    selection: StepSelection,
+    drawable: Sequence[int],
+    marked: Mapping[str, int],
+) -> int:
     key = f"step of {outline.run_id}"
     typical = outline.breakdown.closest_step if outline.breakdown else drawable[-1]
     nearest = min(drawable, key=lambda step: abs(step - typical))
@@ -166,8 +194,31 @@ def _pick_step(outline: RunHeading, selection: StepSelection, drawable: Sequence
         width=210,
     )
     _step_button("Next step", "chevron_right", key, drawable, position + 1)
+    _show_marks(key, marked)
     link(STEP_KEY, str(step))
     return step
+
+
+def _show_marks(key: str, marked: Mapping[str, int]) -> None:
+    """Show a button for each marked step; the button of the shown step is on."""
+    if not marked:
+        return
+    own = f"marks of {key}"
+    shown = (name for name, step in marked.items() if step == st.session_state[key])
+    st.session_state[own] = next(shown, None)
+
+    def choose() -> None:
+        if st.session_state[own] is not None:
+            st.session_state[key] = marked[st.session_state[own]]
+
+    st.segmented_control(
+        "By step time",
+        list(marked),
+        key=own,
+        on_change=choose,
+        help="The typical step, and timed steps of the median rank at percentiles of its step "
+        "time\\.",
+    )
 
 
 def _step_button(label: str, icon: str, key: str, drawable: Sequence[int], position: int) -> None:
@@ -214,7 +265,8 @@ def _pick_ranks(outline: RunHeading, recorded: Sequence[int]) -> tuple[int, ...]
     )
     ranks = sorted(chosen) or list(recorded[:1])
     link(RANK_KEY, [str(rank) for rank in ranks])
-    return tuple(ranks)
+    # The headline is about the median rank, so its lanes are on top.
+    return tuple(sorted(ranks, key=lambda rank: (rank != median, rank)))
 
 
 def _opening(tracks: TrackSet) -> TimelineRequest:
@@ -275,7 +327,6 @@ def _show_selection(entry: RunEntry, tracks: TrackSet, selected: Place | None) -
     """Show the selected span with a link to its unit, at a fixed height."""
     with st.container(border=True, height=_DETAILS_PX, key="selected-span", gap="xxsmall"):
         if selected is None:
-            st.caption("Click a span to see its details\\.")
             st.caption(plain(_KEYS))
             return
         facts = _facts(entry, tracks, selected)

@@ -118,13 +118,14 @@ class StepTimeline:
         return next((one for one in self.ranks if one.rank == rank), None)
 
 
-def build_timeline(run: RunSource, *, step: int, ranks: Collection[int]) -> StepTimeline:
-    """Lay out one step of the given ranks.
+def build_timeline(run: RunSource, *, step: int, ranks: Sequence[int]) -> StepTimeline:
+    """Lay out one step of the given ranks, in their order from the top.
 
     Raises:
         IncompleteRunError: None of the ranks finished that step.
     """
-    asked = sorted((one for one in run.ranks if one.rank in ranks), key=lambda one: one.rank)
+    recorded = {one.rank: one for one in run.ranks}
+    asked = [recorded[rank] for rank in ranks if rank in recorded]
     lay_out = partial(_lay_out_recorded, run, step, find_sampled_ranks(run, step))
     with ThreadPoolExecutor(_RANKS_AT_ONCE) as pool:
         layouts = [layout for layout in pool.map(lay_out, asked) if layout is not None]
