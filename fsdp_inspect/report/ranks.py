@@ -62,6 +62,11 @@ def render_ranks(
     if any(len(row.dimensions) > 1 for row in shown):
         spec = Ranks.DIMENSIONS.with_values(shown)
         parts.extend(["", Text(spec.title, style="bold"), render_table(spec, shown)])
+    if ranks.dimension_waits and rank is None:
+        spec = Ranks.WAITS
+        parts.extend(
+            ["", Text(spec.title, style="bold"), render_table(spec, ranks.dimension_waits)]
+        )
     if grid is not None:
         parts.extend(["", *_grid(grid)])
     if ranks.skews and rank is None:

@@ -37,7 +37,6 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.breakdown import DimensionTime, measure_breakdown
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.collectives.matching import Matching
-from fsdp_inspect.analysis.expert_load import ExpertLoad, measure_expert_load
 from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, rank_coordinates
 from fsdp_inspect.analysis.step_selection import (
     RankSteps,
@@ -47,6 +46,12 @@ from fsdp_inspect.analysis.step_selection import (
     timed_summary,
 )
 from fsdp_inspect.analysis.stragglers.arrivals import NEVER, Arrivals, Lateness, find_arrivals
+from fsdp_inspect.analysis.stragglers.dimension_waits import (
+    DimensionWait,
+    measure_dimension_waits,
+    waits_for,
+)
+from fsdp_inspect.analysis.stragglers.expert_load import ExpertLoad, measure_expert_load
 from fsdp_inspect.analysis.stragglers.rank_pricing import RankPricing, StepReplay
 from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE, RankWork, steps_to_tell
 from fsdp_inspect.analysis.stragglers.sampling import (
@@ -236,6 +241,9 @@ class Straggler:
     """Decrease of the typical step without the straggler's systematic extra work."""
     cost_ratio: float
     """Cost / typical step of the median rank, as in the verdict."""
+    waits_ns: dict[str, int]
+    """Longest wait of a rank for it per step, by dimension of the mesh, longest first. Waits at
+    collectives at which it arrives last. Empty for a mesh of one dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +263,9 @@ class Ranks(TableResult):
     letter. None: it is known, or no clocks are aligned (`refusals`)."""
     replay: StepReplay | None
     """The replay; None if clocks are not aligned, or the recorded order cannot be replayed."""
+    dimension_waits: tuple[DimensionWait, ...]
+    """The waits for late ranks by dimension of the mesh. Empty for a mesh of one dimension, and if
+    clocks are not aligned."""
     expert_load: ExpertLoad | None
     """The load of the ranks that share experts; None without expert parallelism."""
     sampled_ranks: tuple[int, ...]
@@ -290,6 +301,8 @@ class Ranks(TableResult):
     )
     DIMENSIONS: ClassVar[TableSpec] = RANK_DIMENSIONS
     """The columns of `ranks` for their dimensions."""
+    WAITS: ClassVar[TableSpec] = DimensionWait.TABLE
+    """The columns of `dimension_waits`."""
     SKEWS: ClassVar[TableSpec] = TableSpec(
         "Skew of the collectives",
         (
@@ -346,9 +359,10 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
         ranks=rows,
         skews=_measure_skews(run, arrivals),
         skewed_ratio=_skewed_ratio(evidence.aligned),
-        straggler=_describe_straggler(evidence, priced, parts) if priced else None,
+        straggler=_describe_straggler(run, evidence, priced, parts) if priced else None,
         straggler_refusal=refusal,
         replay=pricing.result,
+        dimension_waits=measure_dimension_waits(run, arrivals, alignment.uncertainty_ns),
         expert_load=measure_expert_load(run),
         sampled_ranks=tuple(sample),
         sampled_steps=tuple(sampled_steps),
@@ -570,7 +584,7 @@ def _is_waited_for(evidence: _Evidence, rank: int) -> bool:
 
 
 def _describe_straggler(
-    evidence: _Evidence, priced: _Priced, parts: NDArray[np.float64]
+    run: RunSource, evidence: _Evidence, priced: _Priced, parts: NDArray[np.float64]
 ) -> Straggler:
     row = priced.row
     late_ns, phase = _how_late(evidence.aligned, row.rank)
@@ -587,6 +601,7 @@ def _describe_straggler(
         like_rank=priced.like_rank,
         cost_ns=priced.cost_ns,
         cost_ratio=priced.cost_ns / evidence.step_time_ns,
+        waits_ns=waits_for(run, evidence.aligned, row.rank, evidence.uncertainty_ns),
     )
 
 
