@@ -52,5 +52,5 @@ class ModuleUnit:
 
     @property
     def kept_buffers(self) -> tuple[tuple[MemoryCategory, Any], ...]:
-        """Empty: a graph allocates its buffers in each pass, and an engine shares those of all units."""
+        """Empty: a graph allocates buffers in each pass, and an engine has those of all units."""
         return ()
