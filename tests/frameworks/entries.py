@@ -59,7 +59,7 @@ ENTRIES = (
     *(
         Entry(
             f"trainer_fsdp{version}",
-            f"Transformers Trainer, `--fsdp`, version {version}",
+            f"Transformers Trainer `--fsdp`, FSDP{version}: Transformers, Accelerate",
             ("transformers", "accelerate"),
             "`integrations.transformers.FsdpInspectCallback`",
             '`--fsdp "full_shard auto_wrap"` with `fsdp_config` '
