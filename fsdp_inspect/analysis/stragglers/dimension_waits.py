@@ -5,9 +5,10 @@ TP group wait at a TP collective. After that, its whole TP group is late at the 
 so other TP groups wait along `shard`. So each dimension has late ranks of its own.
 
 [Note: late ranks] The late ranks of a dimension are the fewest ranks that cause at least
-`LEAST_CAUSED_RATIO` of the waits along it: they arrive last at the collectives with these waits. If
-these are more than half of the ranks, the ranks are late in turns, and none is named. Of at most
-half of the ranks, this fraction is at least halfway between their even fraction and all waits.
+`LEAST_CAUSED_RATIO` of the waits along it: they arrive last at the collectives with these waits. A
+rank that causes at least half as much as the least of them is one too, so equal ranks are not told
+apart. If these are more than half of the ranks, the ranks are late in turns, and none is named. Of
+at most half of the ranks, this fraction is at least halfway between their even fraction and all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,19 +33,19 @@ class DimensionWait:
     """The waits for late ranks along one dimension of the mesh, per step."""
 
     dimension: str
-    """Its label; `world` and `other` are those of groups without a dimension."""
+    """The label of the dimension; `world` and `other` are groups without a dimension."""
     late_wait_ns: int
-    """Of the rank that waits longest along it."""
+    """Wait per step of the rank that waits longest."""
     waiting_rank: int
-    """That rank."""
+    """The rank that waits longest."""
     late_ranks: tuple[int, ...]
-    """See [Note: late ranks]; empty: the ranks are late in turns, or nothing waits."""
+    """The ranks of [Note: late ranks]. Empty if ranks are late in turns, or if nothing waits."""
     late_place: str
-    """The coordinates that exactly the late ranks have, `shard 0, tp 1`; empty: there are none."""
+    """The coordinates that only the late ranks have, such as `shard 0, tp 1`; empty if unknown."""
     caused_ratio: float
-    """Fraction of the waits along it that the late ranks cause, 0 to 1."""
+    """Fraction of the waits along the dimension that the late ranks cause, 0 to 1."""
     num_collectives: int
-    """Sampled collectives along it."""
+    """Number of sampled collectives along the dimension."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Waits for late ranks by mesh dimension",
@@ -83,8 +84,8 @@ def measure_dimension_waits(
 
     Args:
         run: A recorded run.
-        arrivals: Of all sampled collectives.
-        uncertainty_ns: Of the clocks; a shorter wait counts as none.
+        arrivals: The arrivals at all sampled collectives.
+        uncertainty_ns: The uncertainty of the clocks. A shorter wait counts as none.
 
     Returns:
         Ordered as the dimensions are. Empty without aligned clocks, and for a mesh of one
@@ -160,10 +161,11 @@ def _find_late(
     order = np.argsort(-caused, kind="stable")
     ratios = np.cumsum(caused[order]) / total
     fewest = int(np.searchsorted(ratios, LEAST_CAUSED_RATIO - 1e-9)) + 1
-    if 2 * fewest > num_members:
+    num_late = int(np.count_nonzero(caused >= caused[order[fewest - 1]] / 2))
+    if 2 * num_late > num_members:
         return (), 0.0
-    late = sorted(ranks[place] for place in order[:fewest].tolist())
-    return tuple(late), min(float(ratios[fewest - 1]), 1.0)
+    late = sorted(ranks[place] for place in order[:num_late].tolist())
+    return tuple(late), min(float(ratios[num_late - 1]), 1.0)
 
 
 def _common_place(late: Sequence[int], places: Mapping[int, Mapping[str, int]]) -> str:

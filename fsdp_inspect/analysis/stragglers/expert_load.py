@@ -71,10 +71,10 @@ class ExpertRank:
     exposed_ns: int
     """Exposed time of these messages."""
     own_bytes: int | None = None
-    """Its own tokens, which it sends to the experts in forward; see [Note: directions of
-    all-to-alls]. None: the directions are unknown."""
+    """Bytes of its own tokens, which it sends to the experts in forward. None if the directions are
+    unknown: see [Note: directions of all-to-alls]."""
     expert_bytes: int | None = None
-    """The results of its experts, which it sends back in forward: the load of its experts."""
+    """Bytes of the results that it sends back in forward: the load of its experts."""
     own_exposed_ns: int = 0
     """Exposed time of the messages with own tokens."""
     expert_exposed_ns: int = 0
@@ -262,7 +262,7 @@ class _Imbalance:
     ratio: float
     """Its bytes / mean bytes."""
     waits_least: bool
-    """Whether no other member waits less at these messages."""
+    """Whether no other member waits less for these messages."""
 
     @classmethod
     def of(

@@ -11,9 +11,11 @@ of these hold:
 - It works longest in at least three quarters of the steps, and in more steps than equal ranks would
   by chance (exact binomial against 1/N, times N for the choice of the rank, at most 5%: see
   [Note: chance] in `analysis.stragglers.rank_work`). With too few steps, the result is unknown.
-- It causes most of the waiting: the skew at the collectives where it is last is at least halfway
-  between its even fraction, 1/N, and all of the skew. This counts time and not collectives: a rank
-  with slow data is late at one collective per step, and no more often than others elsewhere.
+- It causes most of the waiting at its own collectives: the skew at those where it is last is at
+  least halfway between its even fraction and all of the skew. The even fraction is 1/N with N ranks
+  at each collective. This counts time and not collectives: a rank with slow data is late at one
+  collective per step, and no more often than others elsewhere. Collectives of other ranks do not
+  count: on a mesh, its TP group waits for it first, and then other ranks wait for its TP group.
 - It is later than the uncertainty of the clocks.
 - The typical step is at least 2% shorter without it. The cost is the systematic part: the smallest
   of two replayed differences and the median extra work (`RankPricing.without`,
@@ -574,13 +576,13 @@ def _find_suspect(evidence: _Evidence) -> RankRow | None:
 
 def _is_waited_for(evidence: _Evidence, rank: int) -> bool:
     """Return whether this rank causes most of the skew, by more than the uncertainty of clocks."""
-    aligned = evidence.aligned
-    is_last = aligned.last() == aligned.ranks.index(rank)
-    skew = aligned.skew_ns()
-    least = (1 + 1 / evidence.work.num_ranks) / 2
-    if skew[is_last].sum() < least * skew.sum() or not is_last.any():
+    place = evidence.aligned.ranks.index(rank)
+    own = evidence.aligned.where(evidence.aligned.arrival_ns[:, place] != NEVER)
+    is_last, skew = own.last() == place, own.skew_ns()
+    even = skew / (own.arrival_ns != NEVER).sum(axis=1)
+    if skew[is_last].sum() < (even.sum() + skew.sum()) / 2 or not is_last.any():
         return False
-    return _how_late(aligned, rank)[0] > evidence.uncertainty_ns
+    return _how_late(own, rank)[0] > evidence.uncertainty_ns
 
 
 def _describe_straggler(
