@@ -4,11 +4,10 @@ At a collective, a rank waits from its own arrival to that of the last rank. A l
 TP group wait at a TP collective. After that, its whole TP group is late at the collectives of FSDP,
 so other TP groups wait along `shard`. So each dimension has late ranks of its own.
 
-[Note: late ranks] The late ranks of a dimension are the fewest ranks that cause at least
-`LEAST_CAUSED_RATIO` of the waits along it: they arrive last at the collectives with these waits. A
-rank that causes at least half as much as the least of them is one too, so equal ranks are not told
-apart. If these are more than half of the ranks, the ranks are late in turns, and none is named. Of
-at most half of the ranks, this fraction is at least halfway between their even fraction and all.
+[Note: late ranks] A rank causes the waits at the collectives at which it arrives last. The late
+ranks of a dimension are those that cause the most, up to the first rank that causes less than a
+third of the rank before it. They are named if they cause at least half of the waits along the
+dimension and are at most half of its ranks. Otherwise the ranks are late in turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,11 @@ from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.trace.run import RunSource
 
-LEAST_CAUSED_RATIO = 0.75
+LEAST_CAUSED_RATIO = 0.5
+LEAST_DROP = 3
+"""Waits that the least of the late ranks causes / waits that the next rank causes."""
+LEAST_WAIT_RATIO = 0.1
+"""Wait / longest wait for a straggler along a dimension below which the wait is not named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,8 @@ class DimensionWait:
             number_column("waiting_rank", "The rank that waits longest.", label="on rank"),
             text_column(
                 "late_ranks",
-                "The fewest ranks that cause 75% of the waits along the dimension. Missing: the "
-                "ranks are late in turns.",
+                "The ranks that cause most of the waits along the dimension. Missing: the ranks "
+                "are late in turns.",
                 lambda row: format_numbers(row.late_ranks) if row.late_ranks else None,
             ),
             text_column("late_place", "The place of the late ranks in the mesh.", label="place"),
@@ -125,8 +128,8 @@ def waits_for(run: RunSource, arrivals: Arrivals, rank: int, uncertainty_ns: int
 
     Returns:
         By dimension, the wait of the rank that waits longest, at the collectives at which `rank`
-        arrives last. Dimensions without such a wait are absent. Longest first. Empty for a mesh of
-        one dimension.
+        arrives last, longest first. Dimensions with less than a tenth of the longest wait are
+        absent. Empty for a mesh of one dimension.
     """
     aligned = arrivals.aligned()
     if rank not in aligned.ranks or len(rank_coordinates(run, rank)) < 2:
@@ -139,7 +142,8 @@ def waits_for(run: RunSource, arrivals: Arrivals, rank: int, uncertainty_ns: int
         label: int(waits[rows].sum(axis=0).max()) // num_steps for label, rows in by_label.items()
     }
     ordered = sorted(longest, key=lambda label: -longest[label])
-    return {label: longest[label] for label in ordered if longest[label] > 0}
+    least = LEAST_WAIT_RATIO * max(longest.values(), default=0)
+    return {label: longest[label] for label in ordered if longest[label] > least}
 
 
 def _waits(aligned: Arrivals, uncertainty_ns: int) -> NDArray[np.int64]:
@@ -159,13 +163,13 @@ def _find_late(
     if total <= 0:
         return (), 0.0
     order = np.argsort(-caused, kind="stable")
-    ratios = np.cumsum(caused[order]) / total
-    fewest = int(np.searchsorted(ratios, LEAST_CAUSED_RATIO - 1e-9)) + 1
-    num_late = int(np.count_nonzero(caused >= caused[order[fewest - 1]] / 2))
-    if 2 * num_late > num_members:
+    ordered = np.append(caused[order], 0.0)
+    drops = np.flatnonzero(ordered[:-1] > LEAST_DROP * ordered[1:])
+    num_late = int(drops[0]) + 1 if len(drops) else len(order)
+    ratio = float(ordered[:num_late].sum()) / total
+    if 2 * num_late > num_members or ratio < LEAST_CAUSED_RATIO:
         return (), 0.0
-    late = sorted(ranks[place] for place in order[:num_late].tolist())
-    return tuple(late), min(float(ratios[num_late - 1]), 1.0)
+    return tuple(sorted(ranks[place] for place in order[:num_late].tolist())), ratio
 
 
 def _common_place(late: Sequence[int], places: Mapping[int, Mapping[str, int]]) -> str:
