@@ -233,8 +233,8 @@ def _phrase_communication(facts: StepFacts) -> Words:
     why = [_phrase_kinds(facts), causes, _phrase_most_exposed(facts)]
     if facts.blocks_host:
         why.append(
-            f"By default, all-gathers and reduce-scatters block the host on {facts.backend}, so "
-            "every plan exposes them: this is a property of the backend."
+            f"By default, collectives block the host on {facts.backend}, so every plan exposes "
+            "them: this is a property of the backend."
         )
     elif facts.floor_ns and not facts.causes_ns and not facts.is_unwrapped:
         why.append(
