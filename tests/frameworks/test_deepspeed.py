@@ -14,7 +14,8 @@ from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind
 from fsdp_inspect.trace.run import RunSource
-from tests.distributed.test_profiled_sharders import CALL_NS, EXPOSED
+from tests.distributed.test_imported_gloo import CALL_NS
+from tests.distributed.test_profiled_sharders import EXPOSED
 from tests.frameworks import measured
 
 LAST_STEP = 4
