@@ -1,4 +1,4 @@
-"""Which ranks are late along each dimension of the mesh, and who waits for them?"""
+"""Test the late ranks of each dimension of the mesh, and the waits for them."""
 
 from fsdp_inspect.analysis.clocks.alignment import Alignment, align_clocks
 from fsdp_inspect.analysis.mesh_grid import measure_mesh_grid
