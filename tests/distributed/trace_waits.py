@@ -102,8 +102,7 @@ def read_most_waits(path: Path) -> list[float]:
     """Read the highest possible wait of each step, ns, without matching waits and calls.
 
     All waits of a graph lie around `_c10d_functional::wait_tensor`. DDP, whose trace has no such
-    operator, waits between the last gradient of a backward, whose operator issues the last
-    all-reduce, and the optimizer.
+    operator, waits between the call of its first all-reduce and the optimizer.
     """
     events = [
         event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"
@@ -117,9 +116,7 @@ def read_most_waits(path: Path) -> list[float]:
             gaps = [thread.gap_around(each.start, each.end) for each in waits if _is_in(each, step)]
             most.append(1000 * sum(end - begin for begin, end in gaps))
         else:
-            begin = max(
-                e.start for e in operators if "AccumulateGrad" in e.name and _is_in(e, step)
-            )
+            begin = min(e.start for e in operators if e.name in KINDS and _is_in(e, step))
             end = next(e.start for e in marks if "Optimizer.step" in e.name and _is_in(e, step))
             most.append(1000 * (end - begin))
     return most
