@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.step_selection import StepSelection
     from fsdp_inspect.analysis.step_times import StepPoint, StepTimes
     from fsdp_inspect.analysis.step_waits import EventFacts
+    from fsdp_inspect.analysis.stragglers.dimension_waits import DimensionWait
     from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks
     from fsdp_inspect.analysis.summary import Summary
     from fsdp_inspect.analysis.unit_history import (
@@ -110,6 +111,7 @@ __all__ = [
     "Composition",
     "DeviceSeries",
     "Diagnosis",
+    "DimensionWait",
     "EventFacts",
     "Exposed",
     "ExposedOwner",
@@ -212,6 +214,7 @@ _HOMES = {
     "Composition": "fsdp_inspect.analysis.memory.step",
     "DeviceSeries": "fsdp_inspect.analysis.live.view",
     "Diagnosis": "fsdp_inspect.diagnosis.diagnose",
+    "DimensionWait": "fsdp_inspect.analysis.stragglers.dimension_waits",
     "EventFacts": "fsdp_inspect.analysis.step_waits",
     "Exposed": "fsdp_inspect.analysis.exposed",
     "ExposedOwner": "fsdp_inspect.analysis.exposed",

@@ -35,6 +35,9 @@ def ranks(
     Clocks of different machines are aligned by the collectives that they share. If that is
     impossible, the output states the reason and shows the results that need no clock.
 
+    On a mesh of several dimensions, the output names the late ranks along each dimension: a late
+    rank delays its TP group, and the group then delays other groups along `shard`.
+
     With `--grid`, the ranks are shown as a grid. Rows and columns are mesh dimensions, nodes or
     local ranks. This locates a slow node, group or stage.
 

@@ -12,15 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
+from fsdp_inspect.importing.kernel_names import is_communication_kernel, is_peer_copy, kind_of
 from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
 from fsdp_inspect.importing.message_fields import NOTHING, CollectiveMessage
 from fsdp_inspect.importing.messages import (
     GroupKey,
     GroupNames,
     dtype_code_of_name,
-    is_communication_kernel,
-    is_peer_copy,
-    kind_of,
     message_bytes_of,
 )
 from fsdp_inspect.trace.codes import EventKind
@@ -298,6 +296,7 @@ def _with_group_size(message: CollectiveMessage, key: GroupKey | None) -> Collec
     return CollectiveMessage(
         collective=message.collective,
         elements=message.elements,
+        sent_elements=message.sent_elements,
         dtype=message.dtype,
         group_size=key.size or None,
         input_elements=message.input_elements,

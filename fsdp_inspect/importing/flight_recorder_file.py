@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.errors import CorruptFileError
-from fsdp_inspect.importing.messages import dtype_code_of_name, kind_of
+from fsdp_inspect.importing.kernel_names import kind_of
+from fsdp_inspect.importing.messages import dtype_code_of_name
 from fsdp_inspect.importing.snapshot_pickle import read_plain_pickle
 from fsdp_inspect.trace.black_box import CodePlace
 from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, NO_UNIT, UNKNOWN_UNIT, EventKind, Phase

@@ -55,37 +55,46 @@ class Category(IntEnum):
 
 _COMPLETE = "X"
 """The phase of an event that has a start and a duration."""
+_DEVICES = (
+    *("gpu", "cuda", "hip", "xpu", "mtia", "glow", "hpu", "privateuse1"),
+    *("mlu", "gcu", "musa", "npu"),
+)
+"""Prefixes of categories: NVIDIA, AMD, Intel, Meta, Habana, and devices outside of torch."""
+_ENDINGS = {
+    "memcpy": Category.MEMORY_COPY,
+    "memset": Category.MEMORY_COPY,
+    "runtime": Category.LAUNCH,
+    "driver": Category.LAUNCH,
+}
 _CATEGORIES = {
     "kernel": Category.KERNEL,
     "Kernel": Category.KERNEL,
     "mtia_ccp_events": Category.KERNEL,
     "hpu_op": Category.KERNEL,
     "collective_comm": Category.KERNEL,
-    "gpu_memcpy": Category.MEMORY_COPY,
     "Memcpy": Category.MEMORY_COPY,
-    "gpu_memset": Category.MEMORY_COPY,
     "Memset": Category.MEMORY_COPY,
-    "cuda_runtime": Category.LAUNCH,
-    "cuda_driver": Category.LAUNCH,
-    "hip_runtime": Category.LAUNCH,
-    "hip_driver": Category.LAUNCH,
-    "privateuse1_runtime": Category.LAUNCH,
-    "privateuse1_driver": Category.LAUNCH,
-    "xpu_runtime": Category.LAUNCH,
-    "xpu_driver": Category.LAUNCH,
-    "mtia_runtime": Category.LAUNCH,
-    "glow_runtime": Category.LAUNCH,
     "Runtime": Category.LAUNCH,
+    "runtime": Category.LAUNCH,
+    "driver": Category.LAUNCH,
     "cpu_op": Category.OPERATOR,
     "Operator": Category.OPERATOR,
     "user_annotation": Category.ANNOTATION,
+    **{
+        f"{device}_{ending}": category
+        for device in _DEVICES
+        for ending, category in _ENDINGS.items()
+    },
 }
-"""Names of libkineto, also for AMD, Intel (XPU), Meta (MTIA) and Habana (HPU) devices."""
+"""Names of libkineto, of its versions for other devices, and of old versions (`Kernel`)."""
 _NOT_WORK = frozenset(
     {
-        *("python_function", "ac2g", "fwdbwd", "Trace", "overhead", "cuda_sync", "xpu_sync"),
-        *("gpu_user_annotation", "mtia_user_annotation", "cpu_instant_event", "cuda_event"),
-        *("hpu_user_annotation", "itt_annotation", "", "async_gpu", "user_annotation_async"),
+        *("python_function", "ac2g", "fwdbwd", "Trace", "overhead", "cpu_instant_event"),
+        *("cuda_event", "itt_annotation", "", "async_gpu", "user_annotation_async"),
+        *("external_correlation", "gpu_pm_counter", "mtia_counters", "xpu_scope_profiler"),
+        *(f"{device}_user_annotation" for device in _DEVICES),
+        *(f"{device}_sync" for device in _DEVICES),
+        *(f"{device}_profiler_range" for device in _DEVICES),
     }
 )
 """Categories of complete events that do not describe work of a device."""

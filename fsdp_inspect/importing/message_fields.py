@@ -52,6 +52,8 @@ class CollectiveMessage:
     collective: str | None = None
     elements: int | None = None
     """Elements of the full message: the larger of input and output."""
+    sent_elements: int | None = None
+    """Elements of the input."""
     dtype: str | None = None
     """The dtype in torch's spelling: `BFloat16`, `c10::BFloat16`, `float`."""
     group_size: int | None = None
@@ -91,6 +93,7 @@ def read_message(arguments: EventArguments) -> CollectiveMessage:
     return CollectiveMessage(
         collective=_text(arguments.collective),
         elements=max(known) if known else None,
+        sent_elements=sizes[0],
         dtype=_text(arguments.dtype) or _first_dtype(types),
         group_size=read_whole(arguments.group_size),
         group_name=_text(arguments.group_name),

@@ -1,6 +1,5 @@
 """Convert a trace's names of collectives, dtypes and process groups to the codes of a run."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -8,42 +7,6 @@ from typing import Any
 
 from fsdp_inspect.importing.message_fields import NOTHING, CollectiveMessage
 from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, EventKind
-
-_KINDS = (
-    ("allgather", EventKind.ALL_GATHER),
-    ("reducescatter", EventKind.REDUCE_SCATTER),
-    ("allreduce", EventKind.ALL_REDUCE),
-    ("alltoall", EventKind.ALL_TO_ALL),
-    ("broadcast", EventKind.BROADCAST),
-    ("barrier", EventKind.BARRIER),
-    ("sendrecv", EventKind.POINT_TO_POINT),
-    ("send", EventKind.POINT_TO_POINT),
-    ("recv", EventKind.POINT_TO_POINT),
-    ("crossdevicereduce", EventKind.ALL_REDUCE),
-    ("epdispatch", EventKind.ALL_TO_ALL),
-    ("epcombine", EventKind.ALL_TO_ALL),
-    ("epinternode", EventKind.ALL_TO_ALL),
-    ("epintranode", EventKind.ALL_TO_ALL),
-    ("memcpyptop", EventKind.POINT_TO_POINT),
-    ("memcpypeer", EventKind.POINT_TO_POINT),
-    ("signal", EventKind.POINT_TO_POINT),
-)
-"""Text in the name of a collective (a kernel, an operator, its metadata). The first match counts,
-because the name of a reduce-scatter kernel may also contain `sum`."""
-
-_COMMUNICATION_KERNEL = re.compile(
-    r"nccl|rccl|msccl|oneccl|nvshmem|rocshmem|\bhccl"
-    # DeepEP, the expert parallelism of DeepSeek: `deep_ep::internode::dispatch`, `dpsk::ep::...`.
-    r"|deep_?ep::|dpsk::ep::"
-    # Kernels that reduce over peers' memory: vLLM, TensorRT-LLM, torch's symmetric memory.
-    r"|cross_device_reduce|(?:one|two)_?shot_?all_?reduce|multimem_\w*(?:reduce|gather)"
-    r"|symmetric_memory|symm_mem|custom_?all_?reduce",
-    re.IGNORECASE,
-)
-"""Libraries and kernels that communicate; RCCL runs some of its collectives with MSCCL."""
-_PEER_COPY = re.compile(r"Memcpy PtoP|Memcpy Peer", re.IGNORECASE)
-"""Copies between devices: collectives on copy engines, and symmetric memory."""
-_NOT_LETTERS = re.compile(r"[^a-z]")
 
 _DTYPES = {
     "float": "float32",
@@ -68,30 +31,6 @@ _UNKNOWN_DTYPE = 0
 _NO_DESCRIPTION = frozenset({"", "undefined", "default_pg"})
 
 
-def is_communication_kernel(name: str) -> bool:
-    """Whether this is the name of a communication kernel: `ncclDevKernel_...`, `mscclKernel_`."""
-    return _COMMUNICATION_KERNEL.search(_without_arguments(name)) is not None
-
-
-def _without_arguments(name: str) -> str:
-    return name.replace("(anonymous namespace)::", "").partition("(")[0]
-
-
-def is_peer_copy(name: str) -> bool:
-    """Whether this is the name of a copy between devices: `Memcpy PtoP (Device -> Device)`."""
-    return _PEER_COPY.match(name) is not None
-
-
-@lru_cache(maxsize=4096)
-def kind_of(name: str) -> EventKind:
-    """The kind of collective of a name: `_allgather_base`, `ncclKernel_AllReduce_RING_LL`."""
-    letters = _NOT_LETTERS.sub("", _without_arguments(name).lower())
-    for part, kind in _KINDS:
-        if part in letters:
-            return kind
-    return EventKind.OTHER_COLLECTIVE
-
-
 @lru_cache(maxsize=256)
 def dtype_code_of_name(name: str | None) -> int:
     """Index into `codes.DTYPES`; 0 if unknown."""
@@ -103,19 +42,26 @@ def dtype_code_of_name(name: str | None) -> int:
 def message_bytes_of(message: CollectiveMessage, kind: EventKind) -> int:
     """Bytes of the full message; -1 if the trace does not contain its size.
 
-    With metadata, the full message is the larger of input and output. Operators without metadata
-    have only inputs, and the largest input is the message. An all-gather that lists only one rank's
-    input counts it once for each rank of the group.
+    With metadata, the full message is the larger of input and output, and that of an all-to-all is
+    its input: the bytes that the rank sends. Operators without metadata have only inputs, and the
+    largest input is the message. An all-gather that lists only one rank's input counts it once for
+    each rank of the group. `c10d::alltoall_base_` lists its output before its input.
     """
     code = dtype_code_of_name(message.dtype)
     if code == _UNKNOWN_DTYPE:
         return NOTHING
     size = ITEMSIZE[DTYPES[code]]
+    is_exchange = kind is EventKind.ALL_TO_ALL
+    if is_exchange and message.sent_elements is not None:
+        return message.sent_elements * size
     if message.elements is not None:
         return message.elements * size
-    largest = max(message.input_elements, default=0)
-    if largest == 0:
+    inputs = [count for count in message.input_elements if count > 0]
+    if not inputs:
         return NOTHING
+    if is_exchange:
+        return inputs[-1] * size
+    largest = max(inputs)
     if kind is EventKind.ALL_GATHER and len(message.input_elements) < 2:
         return largest * message.group_size * size if message.group_size else NOTHING
     return largest * size

@@ -186,6 +186,8 @@ class Communication:
         if self.wait is not None:
             began, ended = self.wait
             method = self.method if session.on_host else _INFERRED
+            if session.on_host and self.flags & _LATEST_END:
+                method = _MEASURED  # the wait is known, and the end of the collective is not
             session.add(
                 _WAIT_OF.get(self.kind, _OTHER_WAIT),
                 began,

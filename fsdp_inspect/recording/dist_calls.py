@@ -386,13 +386,15 @@ class DistCalls:
     def _wrap_wait_tensor(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def recorded(tensor: Any) -> Any:
-            if self._is_passing():
-                return original(tensor)
             session = self._session
+            if not session.active or torch.compiler.is_compiling():
+                return original(tensor)
             communication, before = None, None
             try:
+                # Another collective may wait for its message: a stage sends what TP has reduced.
                 communication = self._unwaited.pop(address_of(tensor), None)
-                communication = communication or self._begin_backward(sys._getframe(1))
+                if communication is None and not session.collective_depth:
+                    communication = self._begin_backward(sys._getframe(1))
                 before = session.clock.mark() if communication is not None else None
             except Exception as error:
                 session.fail(error)

@@ -4,6 +4,7 @@ Names from the run are plain text, never rich markup.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import isnan
 
 from rich.console import Group, RenderableType
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from fsdp_inspect.analysis.mesh_grid import MeshGrid
 from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks
+from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.formatting import MISSING
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import new_table, render_table
@@ -60,8 +62,12 @@ def render_ranks(
             ]
         )
     if any(len(row.dimensions) > 1 for row in shown):
-        spec = Ranks.DIMENSIONS.with_values(shown)
-        parts.extend(["", Text(spec.title, style="bold"), render_table(spec, shown)])
+        parts.extend(["", *_dimensions(shown)])
+    if ranks.dimension_waits and rank is None:
+        spec = Ranks.WAITS
+        parts.extend(
+            ["", Text(spec.title, style="bold"), render_table(spec, ranks.dimension_waits)]
+        )
     if grid is not None:
         parts.extend(["", *_grid(grid)])
     if ranks.skews and rank is None:
@@ -96,6 +102,22 @@ def _grid(grid: MeshGrid) -> Iterable[RenderableType]:
         table.add_row(place, *cells)
     yield table
     yield Text(describe_location(grid))
+
+
+def _dimensions(rows: Sequence[RankRow]) -> Iterable[RenderableType]:
+    """The exposed times by dimension. The title names the dimensions, so that cells are short."""
+    spec = Ranks.DIMENSIONS.with_values(rows)
+    axes = ", ".join(rows[0].coordinates)
+    yield Text(f"{spec.title}{f' (place: {axes})' if axes else ''}", style="bold")
+    columns = (
+        replace(
+            column, label="place", value=lambda row: ", ".join(map(str, row.coordinates.values()))
+        )
+        if column.name == "place"
+        else replace(column, label=column.label.removeprefix("exposed "))
+        for column in spec.columns
+    )
+    yield render_table(TableSpec(spec.title, tuple(columns)), rows)
 
 
 def _choose(rows: Sequence[RankRow], rank: int | None) -> list[RankRow]:

@@ -5,8 +5,9 @@ The text is plain: each report escapes it for its format.
 
 from collections.abc import Sequence
 
-from fsdp_inspect.analysis.expert_load import ExpertLoad, LoadFinding
 from fsdp_inspect.analysis.mesh_grid import MeshGrid
+from fsdp_inspect.analysis.stragglers.dimension_waits import DimensionWait
+from fsdp_inspect.analysis.stragglers.expert_load import ExpertGroup, ExpertLoad, LoadFinding
 from fsdp_inspect.analysis.stragglers.rank_pricing import StepReplay
 from fsdp_inspect.analysis.stragglers.ranks import (
     LEAST_BUSIEST_RATIO,
@@ -15,7 +16,8 @@ from fsdp_inspect.analysis.stragglers.ranks import (
     Ranks,
     Straggler,
 )
-from fsdp_inspect.formatting import format_ns, format_ratio
+from fsdp_inspect.analysis.verdict.words import describe_waits_along
+from fsdp_inspect.formatting import capitalize, format_ns, format_ranks, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.values import format_metric
 
@@ -32,6 +34,7 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
         lines = [
             _straggler(ranks.straggler),
             _meanwhile(ranks.straggler),
+            *filter(None, [describe_waits_along(ranks.straggler.waits_ns)]),
             _replay(ranks.replay, ranks.straggler),
         ]
     else:
@@ -40,6 +43,7 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
             lines.append(_DEFINITION)
         if ranks.replay is not None:
             lines.append(_imbalance(ranks, ranks.replay))
+    lines.extend(_late_along(row) for row in ranks.dimension_waits if _is_located(ranks, row))
     if ranks.expert_load is not None:
         lines.append(describe_expert_load(ranks.expert_load))
     if ranks.skewed_ratio is not None:
@@ -50,24 +54,48 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def _is_located(ranks: Ranks, row: DimensionWait) -> bool:
+    """Whether the late ranks of a dimension are known, and the waits matter."""
+    step_time = max((one.step_time_ns for one in ranks.ranks), default=0)
+    return bool(row.late_ranks) and row.late_wait_ns >= LEAST_COST_RATIO * step_time
+
+
+def _late_along(row: DimensionWait) -> str:
+    """Describe the late ranks of one dimension of the mesh."""
+    place = f" ({row.late_place})" if row.late_place else ""
+    verb = "causes" if len(row.late_ranks) == 1 else "cause"
+    return (
+        f"{capitalize(format_ranks(row.late_ranks))}{place} {verb} "
+        f"{format_ratio(row.caused_ratio)} of the waits along {row.dimension}. Rank "
+        f"{row.waiting_rank} waits longest there: {format_ns(row.late_wait_ns)} a step."
+    )
+
+
 def describe_expert_load(load: ExpertLoad) -> str:
     """Describe whether unequal load of the experts explains waits, as far as messages show it."""
     worst = load.worst
     waits = f"Ranks that share experts wait up to {format_ns(worst.extra_wait_ns)} longer per step"
-    busiest = (
-        f"rank {worst.busiest_rank} sends {worst.imbalance_ratio:.2f} times the mean bytes in "
-        "its all-to-alls"
-    )
     match worst.finding:
         case LoadFinding.CAUSE:
             return (
                 f"{waits} than each other. Likely cause: load imbalance of the experts, because "
-                f"{busiest} and waits least. Balance the tokens per expert."
+                f"{_busiest(worst)} and waits least. Balance the tokens per expert."
+            )
+        case LoadFinding.OWN_TOKENS:
+            return (
+                f"{waits} than each other. Likely cause: unequal batches, because rank "
+                f"{worst.busiest_rank} sends {worst.imbalance_ratio:.2f} times the mean bytes of "
+                "its own tokens to the experts and waits least. Give each rank equally many tokens."
             )
         case LoadFinding.OPPOSITE:
             return (
-                f"{waits} than each other. The load of the experts does not explain it: {busiest}, "
-                "but does not wait least."
+                f"{waits} than each other. The load of the experts does not explain it: "
+                f"{_busiest(worst)}, but does not wait least."
+            )
+        case LoadFinding.NO_SIZES:
+            return (
+                f"{waits} than each other. The cause is unknown: the sizes of their all-to-alls "
+                "are unknown."
             )
         case LoadFinding.EQUAL:
             return (
@@ -78,6 +106,14 @@ def describe_expert_load(load: ExpertLoad) -> str:
             return "Ranks that share experts wait equally long for their all-to-alls."
         case LoadFinding.ALONE:
             return "The load of the experts is unknown: one rank of each group was recorded."
+
+
+def _busiest(group: ExpertGroup) -> str:
+    """Describe the rank with the largest load of a group of experts."""
+    rank, ratio = group.busiest_rank, f"{group.imbalance_ratio:.2f} times the mean bytes"
+    if group.are_directions_known:
+        return f"the experts of rank {rank} send {ratio} of results back"
+    return f"rank {rank} sends {ratio} in its all-to-alls"
 
 
 def describe_location(grid: MeshGrid) -> str:

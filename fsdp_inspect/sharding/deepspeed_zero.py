@@ -22,6 +22,7 @@ from torch import nn
 
 from fsdp_inspect.sharding.bucket import WholeParameterBucket
 from fsdp_inspect.sharding.engine_names import is_engine
+from fsdp_inspect.sharding.module_unit import ModuleUnit
 from fsdp_inspect.sharding.torch_ddp import enclosing_modules
 from fsdp_inspect.sharding.torch_fsdp import strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
@@ -97,40 +98,16 @@ def zero_settings_of(engine: Any) -> dict[str, str]:
 # --- ZeRO-3
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleHandle:
-    """A unit: the parameters that one sub-module owns under ZeRO-3."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleHandle(ModuleUnit):
+    """A unit: the parameters that one sub-module owns under ZeRO-3.
+
+    The parameters are empty unless gathered; `ds_tensor` is this rank's shard.
+    """
 
     engine: Any
-    module: nn.Module
-    name: str
-    """The fqn of the sub-module; empty for the root."""
-    names: tuple[str, ...]
-    """The fqns of its parameters."""
-    parameters: tuple[Any, ...]
-    """The parameters. They are empty unless gathered; `ds_tensor` is this rank's shard."""
 
     # --- `recording.unit_handle.UnitHandle`
-
-    @property
-    def key(self) -> nn.Module:
-        """The sub-module."""
-        return self.module
-
-    @property
-    def fqns(self) -> tuple[str, ...]:
-        """The name of the sub-module."""
-        return (self.name,)
-
-    @property
-    def owned_modules(self) -> tuple[nn.Module, ...]:
-        """The sub-module."""
-        return (self.module,)
-
-    @property
-    def local_parameters(self) -> tuple[Any, ...]:
-        """The parameters; their shards are `shared_buffers`."""
-        return self.parameters
 
     @property
     def full_numels(self) -> list[int]:
@@ -148,11 +125,6 @@ class ModuleHandle:
         return [each.data for each in self.parameters if _is_gathered(each)]
 
     @property
-    def followed_parameters(self) -> tuple[()]:
-        """Empty: first uses are not followed, because parameters of one message share a storage."""
-        return ()
-
-    @property
     def full_gradients(self) -> list[torch.Tensor]:
         """The gradients, until they are reduced."""
         return [each.grad for each in self.parameters if each.grad is not None]
@@ -160,11 +132,6 @@ class ModuleHandle:
     @property
     def reduced_gradients(self) -> list[torch.Tensor]:
         """Empty: the shards of all gradients are one tensor, see `shared_buffers`."""
-        return []
-
-    @property
-    def kept_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
-        """Empty: the shards of all units are one tensor, see `shared_buffers`."""
         return []
 
     @property

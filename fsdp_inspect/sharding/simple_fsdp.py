@@ -22,45 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrize
 
+from fsdp_inspect.sharding.module_unit import ModuleUnit
 from fsdp_inspect.sharding.torch_fsdp import strip_wrappers
-from fsdp_inspect.trace.codes import MemoryCategory
 
 CLASS_PREFIX = "SimpleFSDP"
 
 
-@dataclass(frozen=True, slots=True)
-class ParametrizedHandle:
-    """A unit: the sharded parameters of one module."""
-
-    module: nn.Module
-    name: str
-    """The fqn of the module; empty for the root."""
-    names: tuple[str, ...]
-    """The fqns of its parameters."""
-    parameters: tuple[Any, ...]
-    """The `DTensor` parameters."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParametrizedHandle(ModuleUnit):
+    """A unit: the sharded parameters of one module, which are `DTensor`s."""
 
     # --- `recording.unit_handle.UnitHandle`
-
-    @property
-    def key(self) -> nn.Module:
-        """The module."""
-        return self.module
-
-    @property
-    def fqns(self) -> tuple[str, ...]:
-        """The name of the module."""
-        return (self.name,)
-
-    @property
-    def owned_modules(self) -> tuple[nn.Module, ...]:
-        """The module."""
-        return (self.module,)
-
-    @property
-    def local_parameters(self) -> tuple[Any, ...]:
-        """The shards."""
-        return self.parameters
 
     @property
     def full_numels(self) -> list[int]:
@@ -78,11 +50,6 @@ class ParametrizedHandle:
         return ()
 
     @property
-    def followed_parameters(self) -> tuple[()]:
-        """Empty: see `is_unsharded`."""
-        return ()
-
-    @property
     def full_gradients(self) -> tuple[()]:
         """Empty: before its reduction, a gradient exists only inside the graph."""
         return ()
@@ -91,11 +58,6 @@ class ParametrizedHandle:
     def reduced_gradients(self) -> list[torch.Tensor]:
         """The gradients of the shards."""
         return [each.grad for each in self.parameters if each.grad is not None]
-
-    @property
-    def kept_buffers(self) -> list[tuple[MemoryCategory, torch.Tensor]]:
-        """Empty: the graph allocates the buffers of each pass."""
-        return []
 
     @property
     def reduces_gradients(self) -> bool:

@@ -51,6 +51,14 @@ def test_the_ranks_page_says_which_ranks_stand_out(open_app, run):
     assert describe_location(run.mesh_grid(metric="own_work_ns")) in read(app)
 
 
+def test_the_ranks_page_shows_the_late_ranks_of_each_dimension(open_app, run):
+    waits = run.ranks().dimension_waits
+    assert {row.dimension for row in waits} >= {"replicate", "shard"}
+    app = open_app(SAMPLES, "ranks", run=SAMPLE)
+    assert not app.exception
+    assert "Waits for late ranks by mesh dimension" in read(app)
+
+
 def test_a_link_chooses_the_dimensions_of_the_map(open_app):
     app = open_app(SAMPLES, "ranks", run=SAMPLE, mesh_rows="shard", mesh_columns="replicate")
     assert not app.exception

@@ -2,8 +2,9 @@
 
 torchrun --nproc-per-node 4 dimension_driver.py FOLDER LAYOUT ...
 
-Each layout trains twice, without and with the recorder. Each rank writes the losses of both to
-`FOLDER/LAYOUT-RANK.json`. The closed forms of counts and bytes are in `test_mesh_dimensions.py`.
+Each layout trains twice, without and with the recorder, and a layout with a late rank once. Each
+rank writes the losses of both trainings to `FOLDER/LAYOUT-RANK.json`. The closed forms of counts
+and bytes are in `test_mesh_dimensions.py`.
 """
 
 import json
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
@@ -31,9 +33,10 @@ from fsdp_inspect.sharding.torch_fsdp import release_process_groups
 
 WIDTH, HIDDEN, BATCH, NUM_LAYERS = 8, 16, 4, 2
 NUM_STEPS, WARMUP_STEPS = 3, 1
+LATE_STEPS, LATE_S = 7, 0.2
 NUM_MICROBATCHES = 2
 SLOW_S = 0.03
-"""The additional compute time of the expert on the last rank of `ep`."""
+"""The additional compute time on the last rank of `ep`: of its expert, or of its batch."""
 
 
 class Feedforward(nn.Module):
@@ -46,6 +49,17 @@ class Feedforward(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(hidden)))
+
+
+class Late(Feedforward):
+    """A layer that one rank enters late."""
+
+    late_rank = -1
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == self.late_rank:
+            time.sleep(LATE_S)
+        return super().forward(hidden)
 
 
 class Routed(nn.Module):
@@ -64,6 +78,24 @@ class Routed(nn.Module):
             time.sleep(SLOW_S)
         rows = self.expert(rows)
         return functional.all_to_all_single_autograd(rows, sent, received, self._group)
+
+
+class Batched(nn.Module):
+    """As `Routed`, with 2 rows of its own on rank 0 and 6 on rank 1; each expert receives 4."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.expert = Feedforward()
+        self._group, self._place = mesh.get_group(), mesh.get_local_rank()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        sent, received = [[1, 1], [3, 3]][self._place], [1, 3]
+        own = torch.cat([hidden, hidden])[: sum(sent)]
+        if self._place == 1:
+            time.sleep(SLOW_S)
+        rows = functional.all_to_all_single_autograd(own, received, sent, self._group)
+        rows = functional.all_to_all_single_autograd(self.expert(rows), sent, received, self._group)
+        return hidden + rows.mean(0, keepdim=True)
 
 
 class Gathered(nn.Module):
@@ -96,6 +128,7 @@ class Model(nn.Module):
 
 
 Step = Callable[[torch.Tensor], float]
+SPLIT: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 @dataclass
@@ -127,13 +160,13 @@ def _plain_step(model: nn.Module, metric_group: dist.ProcessGroup | None = None)
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for layer in model.layers:  # type: ignore[union-attr]
-        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(layer, mesh, SPLIT)
 
 
-def fsdp_tp() -> Training:
+def fsdp_tp(make_layer: Callable[[], nn.Module] = Feedforward) -> Training:
     """Two shards; two ranks share each matrix of a layer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = Model()
+    model = Model(make_layer)
     _tensor_parallel(model, mesh["tp"])
     _shard(model, mesh["dp"])
     return Training(model, _plain_step(model))
@@ -166,9 +199,18 @@ def unnamed() -> Training:
 
 def fsdp_ep() -> Training:
     """Experts on two ranks each; all other parameters shard over four ranks."""
+    return _experts(Routed)
+
+
+def uneven_batches() -> Training:
+    """As `fsdp_ep`, with unequal batches and equally loaded experts."""
+    return _experts(Batched)
+
+
+def _experts(make_layer: Callable[[DeviceMesh], nn.Module]) -> Training:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     dense = DeviceMesh("cpu", [[0, 1, 2, 3]], mesh_dim_names=("pp", "fsdp"))["fsdp"]
-    model = Model(lambda: Routed(mesh["ep"]))
+    model = Model(lambda: make_layer(mesh["ep"]))
     for layer in model.layers:
         fully_shard(layer.expert, mesh=mesh["efsdp"])
     fully_shard(model, mesh=dense)
@@ -185,9 +227,19 @@ def fsdp_cp() -> Training:
 
 def pipeline() -> Training:
     """Two stages of a real schedule, each sharded over two ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    return _stages(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
+
+
+def pipeline_tp() -> Training:
+    """As `pipeline`; two ranks share each matrix of a stage: three dimensions."""
+    return _stages(init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp")))
+
+
+def _stages(mesh: DeviceMesh) -> Training:
     place = mesh.get_local_rank("pp")
     model = Feedforward()
+    if "tp" in (mesh.mesh_dim_names or ()):
+        parallelize_module(model, mesh["tp"], SPLIT)
     fully_shard(model, mesh=mesh["dp"])
     stage = PipelineStage(model, place, 2, torch.device("cpu"), group=mesh.get_group("pp"))
     schedule = ScheduleGPipe(stage, NUM_MICROBATCHES, loss_fn=lambda out, _: out.square().mean())
@@ -204,28 +256,49 @@ def pipeline() -> Training:
     return Training(model, step)
 
 
-def hsdp_tp() -> Training:
+def hsdp_tp(make_layer: Callable[[], nn.Module] = Feedforward) -> Training:
     """Replicas of shards with split layers: three dimensions."""
     names = ("dp_replicate", "dp_shard", "tp")
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
-    model = Model()
+    model = Model(make_layer)
     _tensor_parallel(model, mesh["tp"])
     _shard(model, mesh["dp_replicate", "dp_shard"])
     return Training(model, _plain_step(model))
 
 
+def late_in_tp() -> Training:
+    """As `fsdp_tp`; rank 3 is late in each forward."""
+    Late.late_rank = 3
+    return fsdp_tp(Late)
+
+
+def late_in_hsdp_tp() -> Training:
+    """As `hsdp_tp`; rank 5 is late in each forward."""
+    Late.late_rank = 5
+    return hsdp_tp(Late)
+
+
 LAYOUTS: dict[str, Callable[[], Training]] = {
-    each.__name__: each for each in (fsdp_tp, hsdp, unnamed, fsdp_ep, fsdp_cp, pipeline, hsdp_tp)
+    each.__name__: each
+    for each in (
+        *(fsdp_tp, hsdp, unnamed, fsdp_ep, uneven_batches, fsdp_cp, pipeline),
+        *(hsdp_tp, pipeline_tp),
+    )
 }
+LATE: dict[str, Callable[[], Training]] = {
+    each.__name__: each for each in (late_in_tp, late_in_hsdp_tp)
+}
+"""Layouts with a late rank, which train `LATE_STEPS` steps."""
 
 
 def train(name: str, path: Path | None) -> list[float]:
     """Train some steps; returns the losses."""
     torch.manual_seed(0)
-    training = LAYOUTS[name]()
+    training = {**LAYOUTS, **LATE}[name]()
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
     torch.manual_seed(1)
-    batches = [torch.randn(BATCH, WIDTH) for _ in range(NUM_STEPS)]
+    num_steps = LATE_STEPS if name in LATE else NUM_STEPS
+    batches = [torch.randn(BATCH, WIDTH) for _ in range(num_steps)]
     if path is None:
         return [_train_step(training, optimizer, rows) for rows in batches]
     losses = []
@@ -256,6 +329,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for name in names:
+        if name in LATE:
+            train(name, Path(folder, name))
+            continue
         losses = {"plain": train(name, None), "recorded": train(name, Path(folder, name))}
         Path(folder, f"{name}-{dist.get_rank()}.json").write_text(json.dumps(losses))
     dist.barrier()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -37,6 +37,23 @@ def _training(model: nn.Module, trained: nn.Module | None = None) -> Training:
         return float(loss)
 
     return Training(model, step)
+
+
+def fsdp2() -> Training:
+    """A unit for each layer, and the root."""
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return _training(model)
+
+
+def compiled_fsdp2() -> Training:
+    """As `fsdp2`, with each layer compiled."""
+    training = fsdp2()
+    for layer in training.model.layers:  # type: ignore[union-attr]
+        layer.compile(backend="aot_eager")
+    return training
 
 
 def fsdp1() -> Training:
@@ -68,7 +85,8 @@ def compiled_simple_fsdp() -> Training:
 
 
 SHARDERS: dict[str, Callable[[], Training]] = {
-    each.__name__: each for each in (fsdp1, ddp, simple_fsdp, compiled_simple_fsdp)
+    each.__name__: each
+    for each in (fsdp2, compiled_fsdp2, fsdp1, ddp, simple_fsdp, compiled_simple_fsdp)
 }
 
 

@@ -8,23 +8,27 @@ from typing import NamedTuple
 
 import pytest
 
+from fsdp_inspect.analysis.stragglers.expert_load import LoadFinding
+from fsdp_inspect.report.ranks import render_ranks
 from fsdp_inspect.run import Run, open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from tests.conftest import Torchrun
 from tests.distributed.dimension_driver import (
     BATCH,
     HIDDEN,
+    LATE_S,
     LAYOUTS,
     NUM_LAYERS,
     NUM_MICROBATCHES,
     NUM_STEPS,
     WIDTH,
 )
+from tests.report.terminal_text import text_of
 
 pytestmark = pytest.mark.distributed
 
 DRIVER = Path(__file__).with_name("dimension_driver.py")
-ON_EIGHT_RANKS = ("hsdp_tp",)
+ON_EIGHT_RANKS = ("hsdp_tp", "pipeline_tp")
 ON_FOUR_RANKS = tuple(name for name in LAYOUTS if name not in ON_EIGHT_RANKS)
 FLOAT = 4
 LAYER = 2 * WIDTH * HIDDEN * FLOAT
@@ -71,6 +75,12 @@ def routed(rank: int) -> Volume:
     return Volume(4 * NUM_LAYERS, 2 * NUM_LAYERS * (ROWS + of_expert))
 
 
+def batched(rank: int) -> Volume:
+    """As `routed`; a rank has 2 or 6 rows of its own, and each expert receives 4."""
+    own, of_expert = [2, 6][rank % 2], 4
+    return Volume(4 * NUM_LAYERS, 2 * NUM_LAYERS * (own + of_expert) * WIDTH * FLOAT)
+
+
 GATHERED = Volume(2 * NUM_LAYERS, 2 * NUM_LAYERS * 2 * ROWS)
 """An all-gather of the rows of both ranks in forward, and its reduce-scatter in backward."""
 MESSAGES = Volume(2 * NUM_MICROBATCHES, 2 * ROWS)
@@ -94,10 +104,17 @@ def expected(name: str, rank: int) -> dict[str, Volume]:
             return {"shard": with_metric, "other": Volume(1, 3 * FLOAT)}
         case "fsdp_ep":
             return {"shard": sharded(LAYER), "ep": routed(rank), "world": METRIC}
+        case "uneven_batches":
+            return {"shard": sharded(LAYER), "ep": batched(rank), "world": METRIC}
         case "fsdp_cp":
             return {"shard": sharded(LAYER), "cp": GATHERED, "world": METRIC}
         case "pipeline":
             return {"shard": Volume(2, 2 * LAYER), "pp": MESSAGES}
+        case "pipeline_tp":
+            # The rows of the first stage need no gradient, so nothing is reduced in its backward.
+            passes = [1, 2][rank // 4]
+            tp = Volume(passes * NUM_MICROBATCHES, passes * ROWS)
+            return {"shard": Volume(2, LAYER), "tp": tp, "pp": MESSAGES}
         case "hsdp_tp":
             return {
                 "replicate": replicated(LAYER // 2, 2),
@@ -113,6 +130,7 @@ NAMES = {
     "hsdp": {"shard": ("dp_shard",), "replicate": ("dp_replicate",), "world": ()},
     "unnamed": {"shard": (), "other": ()},
     "fsdp_ep": {"shard": ("fsdp", "efsdp"), "ep": ("ep",), "world": ()},
+    "uneven_batches": {"shard": ("fsdp", "efsdp"), "ep": ("ep",), "world": ()},
     "fsdp_cp": {"shard": ("dp_shard",), "cp": ("cp",), "world": ()},
     "pipeline": {"shard": ("dp",), "pp": ("pp",)},
 }
@@ -121,16 +139,19 @@ COORDINATES = {
     "hsdp": {"replicate": 1, "shard": 0},
     "unnamed": {"shard": 0},
     "fsdp_ep": {"shard": 2, "ep": 0},
+    "uneven_batches": {"shard": 2, "ep": 0},
     "fsdp_cp": {"shard": 1, "cp": 0},
     "pipeline": {"shard": 0, "pp": 1},
+    "hsdp_tp": {"replicate": 1, "shard": 1, "tp": 0},
+    "pipeline_tp": {"shard": 1, "tp": 0, "pp": 1},
 }
-"""The position of rank 2."""
+"""The position of rank 2; on eight ranks, of rank 6."""
 
 
 @pytest.fixture(scope="module")
 def four(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dimensions")
-    run_ranks(DRIVER, folder, *ON_FOUR_RANKS, num_ranks=4, timeout_s=240)
+    run_ranks(DRIVER, folder, *ON_FOUR_RANKS, "late_in_tp", num_ranks=4, timeout_s=240)
     return folder
 
 
@@ -209,11 +230,80 @@ def test_the_backward_of_a_functional_collective_is_recorded(four: Path) -> None
     assert (events.unit < 0).sum() == NUM_LAYERS
 
 
+def rows_of_layers(rows: int) -> int:
+    """Bytes of this number of rows in each layer."""
+    return NUM_LAYERS * rows * WIDTH * FLOAT
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "of_expert", "finding"),
+    [
+        ("fsdp_ep", (4, 4), (2, 6), LoadFinding.CAUSE),
+        ("uneven_batches", (2, 6), (4, 4), LoadFinding.OWN_TOKENS),
+    ],
+)
+def test_the_messages_tell_a_loaded_expert_from_a_large_batch(
+    four: Path, name: str, own: tuple[int, int], of_expert: tuple[int, int], finding: LoadFinding
+) -> None:
+    load = open_run(four / name).ranks().expert_load
+    assert load is not None
+    assert len(load.groups) == 2
+    for group in load.groups:
+        assert group.are_directions_known
+        assert tuple(row.own_bytes for row in group.members) == tuple(map(rows_of_layers, own))
+        assert tuple(row.expert_bytes for row in group.members) == tuple(
+            map(rows_of_layers, of_expert)
+        )
+        assert group.finding is finding
+        assert group.busiest_rank == group.members[1].rank
+        assert group.imbalance_ratio == 1.5
+
+
+def late_along(run: Run) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The late ranks of each dimension with a meaning, and their place."""
+    waits = run.ranks().dimension_waits
+    return {
+        row.dimension: (row.late_ranks, row.late_place) for row in waits if row.dimension != "world"
+    }
+
+
+def check_straggler(run: Run, rank: int, *directly: str) -> None:
+    """The verdict, the command and the grid name the rank, and the waits for it by dimension."""
+    ranks = run.ranks()
+    assert ranks.straggler is not None
+    assert ranks.straggler.rank == rank
+    slept_ns = NUM_LAYERS * LATE_S * 1e9
+    for dimension in directly:
+        assert ranks.straggler.waits_ns[dimension] > 0.5 * slept_ns
+    grid = run.mesh_grid()
+    assert grid.located is not None
+    assert grid.located.ranks == (rank,)
+    assert f"Rank {rank} is a straggler" in run.summary().verdict.sentence
+    assert "Longest wait of a rank for it per step: " in run.summary().verdict.why
+    assert "Waits for late ranks by mesh dimension" in text_of(render_ranks(ranks))
+
+
+def test_a_late_rank_delays_its_tp_group_which_delays_the_others(four: Path) -> None:
+    run = open_run(four / "late_in_tp")
+    assert late_along(run) == {"shard": ((2, 3), "shard 1"), "tp": ((3,), "shard 1, tp 1")}
+    waits = {row.dimension: row.waiting_rank for row in run.ranks().dimension_waits}
+    assert waits["tp"] == 2
+    assert waits["shard"] in (0, 1)
+    check_straggler(run, 3, "tp", "shard")
+
+
 @pytest.mark.slow
 def test_three_dimensions_equal_their_closed_form(run_ranks: Torchrun, tmp_path: Path) -> None:
-    run_ranks(DRIVER, tmp_path, *ON_EIGHT_RANKS, num_ranks=8, timeout_s=300)
+    run_ranks(DRIVER, tmp_path, *ON_EIGHT_RANKS, "late_in_hsdp_tp", num_ranks=8, timeout_s=300)
     for name in ON_EIGHT_RANKS:
         run = open_run(tmp_path / name)
         check_volumes(run, name)
         check_losses(tmp_path, name, 8)
-        assert run.ranks_recorded[6].coordinates == {"replicate": 1, "shard": 1, "tp": 0}
+        assert run.ranks_recorded[6].coordinates == COORDINATES[name]
+    run = open_run(tmp_path / "late_in_hsdp_tp")
+    assert late_along(run) == {
+        "replicate": ((4, 5, 6, 7), "replicate 1"),
+        "shard": ((4, 5), "replicate 1, shard 0"),
+        "tp": ((5,), "replicate 1, shard 0, tp 1"),
+    }
+    check_straggler(run, 5, "tp", "shard")

@@ -1,8 +1,8 @@
-"""Train with Accelerate and FSDP2, on CPU.
+"""Train with Accelerate and FSDP2 or FSDP1, on CPU.
 
-    torchrun --nproc-per-node 2 accelerate_driver.py FOLDER [--callback]
+    torchrun --nproc-per-node 2 accelerate_driver.py FOLDER [VERSION] [--callback]
 
-Accelerate 1.15 does not support FSDP2 on CPU. `AcceleratorState` uses an FSDP plugin for
+Accelerate 1.15 does not support FSDP on CPU. `AcceleratorState` uses an FSDP plugin for
 accelerators only: CPU ranks are `MULTI_CPU`, also with `ACCELERATE_USE_FSDP=true`. Therefore
 `shard_on_cpu` sets the state that an accelerator would set. `prepare`, the optimizer, the data
 loader, `accumulate` and the clipping are Accelerate's own code.
@@ -26,22 +26,24 @@ from tests.frameworks.small_models import llama, token_rows
 NUM_MICROBATCHES = 18
 
 
-def shard_on_cpu(accelerator: Accelerator) -> None:
-    """Set the state of a process with an accelerator and FSDP2."""
+def shard_on_cpu(accelerator: Accelerator, version: int) -> None:
+    """Set the state of a process with an accelerator and FSDP."""
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
+        fsdp_version=version,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False,
+        sync_module_states=False if version == 1 else None,  # torch requires a device for it
     )
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
+    accelerator.state.device = torch.device("cpu")  # FSDP1 accepts no index of a CPU
 
 
-def main(folder: Path, *, with_callback: bool) -> None:
+def main(folder: Path, version: int, *, with_callback: bool) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    shard_on_cpu(accelerator)
+    shard_on_cpu(accelerator, version)
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
     loader: Any = torch.utils.data.DataLoader(torch.tensor(token_rows(72)), batch_size=2)
@@ -69,5 +71,5 @@ def main(folder: Path, *, with_callback: bool) -> None:
 if __name__ == "__main__":
     from fsdp_inspect.sharding.torch_fsdp import release_process_groups
 
-    main(Path(sys.argv[1]), with_callback="--callback" in sys.argv)
+    main(Path(sys.argv[1]), 1 if "1" in sys.argv[2:] else 2, with_callback="--callback" in sys.argv)
     release_process_groups()

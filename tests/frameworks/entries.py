@@ -36,7 +36,9 @@ class Entry:
     arguments: tuple[str, ...] = ()
     """The arguments of the driver."""
     is_simulated: bool = True
-    """Whether plans are checked and simulated; else the commands state the reason."""
+    """Whether plans are simulated; else the commands state the reason."""
+    is_plan_checked: bool = True
+    """Whether the run is checked against its plan; else `summary` states the reason."""
 
     @property
     def driver(self) -> Path:
@@ -54,14 +56,36 @@ ENTRIES = (
         "other setting, `fsdp_config`, uses Accelerate.",
         scalars=frozenset({"loss", "grad_norm", "learning_rate", "eval_loss"}),
     ),
-    Entry(
-        "accelerate",
-        "Accelerate",
-        ("accelerate",),
-        "`integrations.accelerate.accelerate_recorder`",
-        "Accelerate does not support FSDP2 on CPU. The test sets the state that an "
-        "accelerator would set. `prepare` and the loop are Accelerate's own.",
-        scalars=frozenset({"loss"}),
+    *(
+        Entry(
+            f"trainer_fsdp{version}",
+            f"Transformers Trainer `--fsdp`, FSDP{version}: Transformers, Accelerate",
+            ("transformers", "accelerate"),
+            "`integrations.transformers.FsdpInspectCallback`",
+            '`--fsdp "full_shard auto_wrap"` with `fsdp_config` '
+            f'`{{"version": {version}}}`: {sharder}. Accelerate ignores the option on CPU and '
+            "wraps the model with DDP, so the test sets the state that an accelerator would set.",
+            scalars=frozenset({"loss", "grad_norm", "learning_rate", "eval_loss"}),
+            script="fsdp_option",
+            arguments=(str(version),),
+            is_simulated=version == 2,
+        )
+        for version, sharder in ((1, "`FullyShardedDataParallel`"), (2, "`fully_shard`"))
+    ),
+    *(
+        Entry(
+            f"accelerate_fsdp{version}",
+            f"Accelerate, FSDP{version}",
+            ("accelerate",),
+            "`integrations.accelerate.accelerate_recorder`",
+            f"Accelerate does not support FSDP{version} on CPU. The test sets the state that an "
+            "accelerator would set. `prepare` and the loop are Accelerate's own.",
+            scalars=frozenset({"loss"}),
+            script="accelerate",
+            arguments=(str(version),),
+            is_simulated=version == 2,
+        )
+        for version in (2, 1)
     ),
     Entry(
         "lightning",
@@ -149,6 +173,7 @@ ENTRIES = (
             script="deepspeed",
             arguments=(str(stage),),
             is_simulated=False,
+            is_plan_checked=False,
         )
         for stage in (1, 2, 3)
     ),

@@ -149,7 +149,7 @@ def _judge(entry: Entry, path: Path, plain: Path, trained: Path, *, by_callback:
         losses="" if same else "the losses differ",
         counts=counts,
         recording=_judge_recording(run, scalars),
-        plan=_judge_plan(run, is_checked=entry.is_simulated),
+        plan=_judge_plan(run, is_checked=entry.is_plan_checked),
         commands=_run_commands(path, trained, is_simulated=entry.is_simulated),
         replay_error=None if simulation is None else simulation.replay_error,
         memory_error=None if simulation is None else simulation.memory_error,

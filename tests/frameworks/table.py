@@ -70,7 +70,7 @@ def _line(entry: Entry, row: Measured, way: str) -> str:
 def _plan(entry: Entry, recording: Recording) -> str:
     if recording.plan:
         return "fails"
-    return "passes" if entry.is_simulated else "no"
+    return "passes" if entry.is_plan_checked else "no"
 
 
 def _advice(entry: Entry, recording: Recording) -> str:

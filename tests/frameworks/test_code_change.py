@@ -113,7 +113,9 @@ def test_accelerate_keeps_units_sharded_by_its_own_setting(
     assert "  fsdp_reshard_after_forward: false" in written.settings
     assert not written.plan_file
     text = (FOLDER / "accelerate_driver.py").read_text()
-    changed = text.replace("fsdp_version=2,", "fsdp_version=2, reshard_after_forward=False,")
+    changed = text.replace(
+        "fsdp_version=version,", "fsdp_version=version, reshard_after_forward=False,"
+    )
     assert changed != text
     (tmp_path / "accelerate_driver.py").write_text(changed)
     assert Plan.from_dict(train("accelerate", tmp_path).plan) == after

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind
 from fsdp_inspect.trace.run import RunSource
+from tests.distributed.test_imported_gloo import CALL_NS
+from tests.distributed.test_profiled_sharders import EXPOSED
 from tests.frameworks import measured
 
 LAST_STEP = 4
@@ -59,6 +62,25 @@ def test_each_collective_of_a_step_has_the_bytes_that_the_profiler_saw(
     found = Counter(zip(labels, events.bytes.tolist(), strict=True))
     expected = Counter({tuple(pair): count for pair, count in results[f"stage {stage}"]})
     assert found == expected
+
+
+def test_exposed_time_is_that_of_the_trace_but_for_what_it_lacks(
+    folder: Path, stage: int, tmp_path: Path
+) -> None:
+    recorded = opened(folder, stage)
+    import_traces(folder / f"zero{stage}-traces", tmp_path / "imported")
+    imported = open_run(tmp_path / "imported")
+    for rank in (0, 1):
+        ours = exposed_of(recorded, rank, LAST_STEP)
+        theirs = exposed_of(imported, rank, imported.summary(ranks=[rank]).step.max())
+        calls = len(recorded.events(rank, steps=[LAST_STEP], kinds=sorted(COLLECTIVES)))
+        assert theirs > 0
+        assert theirs <= 1.2 * ours + calls * CALL_NS
+
+
+def exposed_of(run: RunSource, rank: int, step: int) -> int:
+    rows = run.summary(ranks=[rank], kinds=EXPOSED)
+    return int(rows.duration_ns[rows.step == step].sum())
 
 
 def test_every_message_but_the_norm_has_a_unit(folder: Path, stage: int) -> None:

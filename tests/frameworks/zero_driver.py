@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m tests.frameworks.zero_driver FOLDER
 
 Rank 0 writes FOLDER/results.json: the gradients of the first step with both sharders, and for each
-stage the collectives of the last step by kind and bytes, according to torch.profiler.
+stage the collectives of the last step by kind and bytes, according to torch.profiler. Each rank
+writes the trace of the last step of each stage.
 """
 
 from __future__ import annotations
@@ -89,6 +90,9 @@ def train_stage(stage: int, folder: Path) -> list[tuple[str, int]]:
                     engine.backward(loss)
                     engine.step()
             seen = sizes_of(profiler, stage)
+    traces = folder / f"zero{stage}-traces"
+    traces.mkdir(exist_ok=True)
+    profiler.export_chrome_trace(str(traces / f"rank{dist.get_rank()}.json"))
     return seen
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.run import open_run
-from tests.importing.kineto_traces import TraceWriter, fsdp2_step
+from fsdp_inspect.trace.codes import EventKind
+from tests.importing.kineto_traces import NCCL, TraceWriter, fsdp2_step
 
 SHARD, OTHERS = [0, 1, 2, 3], [0, 4]
 
@@ -50,6 +51,15 @@ def test_a_group_has_the_dimension_of_its_description(tmp_path, description, ran
     assert group.ranks == ranks
     assert (group.parallelism, group.parallelism_from) == found
     assert groups["mesh_dp"].parallelism == "shard"
+
+
+def test_the_message_of_an_all_to_all_is_what_the_rank_sends(tmp_path):
+    trace = TraceWriter()
+    sizes = {"In msg nelems": 100, "Out msg nelems": 300}
+    trace.collective("all_to_allv", 10, 20, issued=1, kernel=NCCL.format("SendRecv"), **sizes)
+    import_traces(trace.write(tmp_path / "trace.json"), tmp_path / "run")
+    (event,) = open_run(tmp_path / "run").source.events(0, kinds=[EventKind.ALL_TO_ALL]).bytes
+    assert event == 2 * 100
 
 
 def test_equal_ranks_are_an_inference(tmp_path):

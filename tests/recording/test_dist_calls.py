@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.dist_calls import DistCalls
@@ -119,6 +120,14 @@ def test_functions_that_torch_compares_are_never_replaced() -> None:
         assert message.op is dist.isend
         assert dist.ProcessGroup.send is not send
     assert (dist.ProcessGroup.send, dist.ProcessGroup.recv) == (send, receive)
+
+
+def test_a_functional_collective_that_another_collective_waits_for_is_recorded() -> None:
+    with Recorded() as recorded:
+        reduced = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
+        dist.all_reduce(reduced)  # its call waits for its message
+    assert [row["bytes"] for row in recorded.collectives()] == [16, 16]
+    assert {row["kind"] for row in recorded.collectives()} == {EventKind.ALL_REDUCE}
 
 
 class FinishedWork(dist.Work):

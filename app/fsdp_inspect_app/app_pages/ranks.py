@@ -20,6 +20,7 @@ from fsdp_inspect.report.figures import draw_breakdown
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.result_types import (
     CollectiveSkew,
+    DimensionWait,
     MeshGrid,
     RankGrid,
     RankRow,
@@ -95,6 +96,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     _show_grid(grid, summary, rank, step)
     if rank is None:
         _show_mesh(entry, ranks, measure)
+        _show_dimension_waits(ranks)
     _show_all(ranks, run.id, rank)
 
 
@@ -227,6 +229,23 @@ def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
         with panel:
             show_table(frame, key="mesh-grid-rows", alt="Ranks by mesh dimension")
             show_csv_button(frame, key=f"mesh-{measure}")
+
+
+def _show_dimension_waits(ranks: Ranks) -> None:
+    """Show which ranks are late along each dimension of the mesh."""
+    if not ranks.dimension_waits:
+        return
+    frame = frame_of(DimensionWait.TABLE, ranks.dimension_waits)
+    with show_card(DimensionWait.TABLE.title, key="dimension-waits") as header:
+        with header:
+            show_csv_button(frame, key="dimension-waits")
+        show_table(frame, key="dimension-waits-rows", alt="Late ranks, one row a dimension")
+        st.caption(
+            plain(
+                "A late rank makes its group wait along one dimension. Then the whole group is "
+                "late along the next one. No rank is named where the ranks are late in turns."
+            )
+        )
 
 
 def _pick_axis(place: DeltaGenerator, label: str, key: str, axes: Sequence[str], first: str) -> str:

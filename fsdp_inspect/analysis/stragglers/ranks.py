@@ -11,9 +11,11 @@ of these hold:
 - It works longest in at least three quarters of the steps, and in more steps than equal ranks would
   by chance (exact binomial against 1/N, times N for the choice of the rank, at most 5%: see
   [Note: chance] in `analysis.stragglers.rank_work`). With too few steps, the result is unknown.
-- It causes most of the waiting: the skew at the collectives where it is last is at least halfway
-  between its even fraction, 1/N, and all of the skew. This counts time and not collectives: a rank
-  with slow data is late at one collective per step, and no more often than others elsewhere.
+- It causes most of the waiting at its own collectives: the skew at those where it is last is at
+  least halfway between its even fraction and all of the skew. The even fraction is 1/N with N ranks
+  at each collective. This counts time and not collectives: a rank with slow data is late at one
+  collective per step, and no more often than others elsewhere. Collectives of other ranks do not
+  count: on a mesh, its TP group waits for it first, and then other ranks wait for its TP group.
 - It is later than the uncertainty of the clocks.
 - The typical step is at least 2% shorter without it. The cost is the systematic part: the smallest
   of two replayed differences and the median extra work (`RankPricing.without`,
@@ -37,7 +39,6 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.breakdown import DimensionTime, measure_breakdown
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.collectives.matching import Matching
-from fsdp_inspect.analysis.expert_load import ExpertLoad, measure_expert_load
 from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, rank_coordinates
 from fsdp_inspect.analysis.step_selection import (
     RankSteps,
@@ -47,6 +48,12 @@ from fsdp_inspect.analysis.step_selection import (
     timed_summary,
 )
 from fsdp_inspect.analysis.stragglers.arrivals import NEVER, Arrivals, Lateness, find_arrivals
+from fsdp_inspect.analysis.stragglers.dimension_waits import (
+    DimensionWait,
+    measure_dimension_waits,
+    waits_for,
+)
+from fsdp_inspect.analysis.stragglers.expert_load import ExpertLoad, measure_expert_load
 from fsdp_inspect.analysis.stragglers.rank_pricing import RankPricing, StepReplay
 from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE, RankWork, steps_to_tell
 from fsdp_inspect.analysis.stragglers.sampling import (
@@ -236,6 +243,9 @@ class Straggler:
     """Decrease of the typical step without the straggler's systematic extra work."""
     cost_ratio: float
     """Cost / typical step of the median rank, as in the verdict."""
+    waits_ns: dict[str, int]
+    """Longest wait of a rank for it per step, by dimension of the mesh, longest first. Waits at
+    collectives at which it arrives last. Empty for a mesh of one dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +265,9 @@ class Ranks(TableResult):
     letter. None: it is known, or no clocks are aligned (`refusals`)."""
     replay: StepReplay | None
     """The replay; None if clocks are not aligned, or the recorded order cannot be replayed."""
+    dimension_waits: tuple[DimensionWait, ...]
+    """The waits for late ranks by dimension of the mesh. Empty for a mesh of one dimension, and if
+    clocks are not aligned."""
     expert_load: ExpertLoad | None
     """The load of the ranks that share experts; None without expert parallelism."""
     sampled_ranks: tuple[int, ...]
@@ -290,6 +303,8 @@ class Ranks(TableResult):
     )
     DIMENSIONS: ClassVar[TableSpec] = RANK_DIMENSIONS
     """The columns of `ranks` for their dimensions."""
+    WAITS: ClassVar[TableSpec] = DimensionWait.TABLE
+    """The columns of `dimension_waits`."""
     SKEWS: ClassVar[TableSpec] = TableSpec(
         "Skew of the collectives",
         (
@@ -346,9 +361,10 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
         ranks=rows,
         skews=_measure_skews(run, arrivals),
         skewed_ratio=_skewed_ratio(evidence.aligned),
-        straggler=_describe_straggler(evidence, priced, parts) if priced else None,
+        straggler=_describe_straggler(run, evidence, priced, parts) if priced else None,
         straggler_refusal=refusal,
         replay=pricing.result,
+        dimension_waits=measure_dimension_waits(run, arrivals, alignment.uncertainty_ns),
         expert_load=measure_expert_load(run),
         sampled_ranks=tuple(sample),
         sampled_steps=tuple(sampled_steps),
@@ -560,17 +576,17 @@ def _find_suspect(evidence: _Evidence) -> RankRow | None:
 
 def _is_waited_for(evidence: _Evidence, rank: int) -> bool:
     """Return whether this rank causes most of the skew, by more than the uncertainty of clocks."""
-    aligned = evidence.aligned
-    is_last = aligned.last() == aligned.ranks.index(rank)
-    skew = aligned.skew_ns()
-    least = (1 + 1 / evidence.work.num_ranks) / 2
-    if skew[is_last].sum() < least * skew.sum() or not is_last.any():
+    place = evidence.aligned.ranks.index(rank)
+    own = evidence.aligned.where(evidence.aligned.arrival_ns[:, place] != NEVER)
+    is_last, skew = own.last() == place, own.skew_ns()
+    even = skew / (own.arrival_ns != NEVER).sum(axis=1)
+    if skew[is_last].sum() < (even.sum() + skew.sum()) / 2 or not is_last.any():
         return False
-    return _how_late(aligned, rank)[0] > evidence.uncertainty_ns
+    return _how_late(own, rank)[0] > evidence.uncertainty_ns
 
 
 def _describe_straggler(
-    evidence: _Evidence, priced: _Priced, parts: NDArray[np.float64]
+    run: RunSource, evidence: _Evidence, priced: _Priced, parts: NDArray[np.float64]
 ) -> Straggler:
     row = priced.row
     late_ns, phase = _how_late(evidence.aligned, row.rank)
@@ -587,6 +603,7 @@ def _describe_straggler(
         like_rank=priced.like_rank,
         cost_ns=priced.cost_ns,
         cost_ratio=priced.cost_ns / evidence.step_time_ns,
+        waits_ns=waits_for(run, evidence.aligned, row.rank, evidence.uncertainty_ns),
     )
 
 

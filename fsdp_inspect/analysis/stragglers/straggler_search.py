@@ -39,4 +39,5 @@ def find_straggler(run: RunSource, ranks: Sequence[RankOverlap]) -> StragglerFac
         phase=straggler.phase,
         meanwhile=straggler.meanwhile,
         meanwhile_ns=straggler.meanwhile_ns,
+        waits_ns=straggler.waits_ns,
     )

@@ -66,6 +66,8 @@ class StragglerFacts:
     """The part of the rank's step that exceeds the same part of the other ranks most."""
     meanwhile_ns: int
     """The excess of that part, per step."""
+    waits_ns: Mapping[str, int] = field(default_factory=dict)
+    """By dimension of the mesh, longest first: how long a rank waits for it per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 A headline has at most 12 words. The details are in the reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fsdp_inspect.analysis.verdict.facts import OtherPart, StepFacts, StragglerFacts
 from fsdp_inspect.analysis.verdict.limits import STRAGGLER_RATIO, Limit
@@ -184,6 +184,9 @@ def _phrase_straggler(facts: StepFacts) -> Words:
     extra = describe_extra_work(straggler)
     if extra:
         why.append(f"On this rank {extra} per step than on the other ranks.")
+    along = describe_waits_along(straggler.waits_ns)
+    if along:
+        why.append(along)
     host = f" (host {straggler.host})" if straggler.host else ""
     because = f"It arrives last at {format_ratio(straggler.last_ratio)} of the collectives."
     if extra:
@@ -210,6 +213,14 @@ def describe_extra_work(straggler: StragglerFacts) -> str:
     return f"{part} takes {format_ns(straggler.meanwhile_ns)} longer"
 
 
+def describe_waits_along(waits_ns: Mapping[str, int]) -> str:
+    """How long a rank waits for a straggler along each dimension of the mesh; empty if unknown."""
+    if not waits_ns:
+        return ""
+    waits = [f"{format_ns(wait)} along {label}" for label, wait in waits_ns.items()]
+    return f"Longest wait of a rank for it per step: {', '.join(waits)}."
+
+
 def _may_name_plans(facts: StepFacts) -> bool:
     """Whether the verdict names changes of the plan, because no simulation can choose one."""
     return facts.has_gathers and not facts.has_plan
@@ -222,8 +233,8 @@ def _phrase_communication(facts: StepFacts) -> Words:
     why = [_phrase_kinds(facts), causes, _phrase_most_exposed(facts)]
     if facts.blocks_host:
         why.append(
-            f"By default, all-gathers and reduce-scatters block the host on {facts.backend}, so "
-            "every plan exposes them: this is a property of the backend."
+            f"By default, collectives block the host on {facts.backend}, so every plan exposes "
+            "them: this is a property of the backend."
         )
     elif facts.floor_ns and not facts.causes_ns and not facts.is_unwrapped:
         why.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,24 @@ def test_training_arguments_are_the_configuration(trained: Trained) -> None:
 
     assert config["gradient_accumulation_steps"] == 2
     assert config["max_steps"] == STEPS
+
+
+def test_the_option_fsdp_of_the_trainer_is_recorded_with_fsdp1(trained: Trained) -> None:
+    result = json.loads((trained.folder / "result.json").read_text())
+    run = open_run(trained.folder / "fsdp1")
+    names = [unit.fqn for unit in run.manifest.units]
+
+    assert [row["loss"] for row in result["fsdp1_without"] if "loss" in row]
+    assert result["fsdp1_with"] == result["fsdp1_without"]
+    assert run.manifest.sharder == "fsdp1"
+    assert run.status is RunStatus.COMPLETE
+    assert [record.problems for record in run.ranks] == [[], []]
+    assert names == ["", "model.layers.0", "model.layers.1"]
+    assert "loss" in run.ranks[0].scalar_names
+    gathers = run.events(0, steps=[1], kinds=[EventKind.ALL_GATHER])
+    of_units = gathers.unit[gathers.unit >= 0].tolist()
+    assert Counter(of_units) == {0: 2, 1: 4, 2: 4}  # two microbatches
+    assert len(run.events(0, kinds=[EventKind.BETWEEN_STEPS])) == 1
 
 
 def test_a_failed_training_is_closed_with_its_exception(trained: Trained) -> None:

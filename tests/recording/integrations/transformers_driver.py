@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 transformers_driver.py OUTPUT_FOLDER STEPS
 
-Transformers shards the model with FSDP2, also on CPU. The Trainer's other way, `fsdp_config`, uses
-Accelerate, which shards on accelerators only. The script trains three times from the same weights:
-without the callback, with it, and into an exception.
+Transformers shards the model with FSDP2, also on CPU. The Trainer's other way, the option `fsdp`,
+uses Accelerate, which shards on accelerators only. The script trains three times from the same
+weights: without the callback, with it, and into an exception. Before that, it trains twice with the
+option `fsdp` and FSDP1.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from fsdp_inspect.recording.integrations.transformers import FsdpInspectCallback
+from tests.frameworks.cpu_fsdp import CpuFsdpTrainer
 
 OPTIONS: dict[str, Any] = {"device_interval_s": 0, "print_verdict": False}
 
@@ -45,29 +47,65 @@ def tokens(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train(folder: Path, steps: int, *callbacks: TrainerCallback) -> list[dict[str, float]]:
-    """The values that the Trainer logged, without its timings."""
+    """The values that the Trainer logged with FSDP2, without its timings."""
     model = AutoModelForCausalLM.from_pretrained(
         folder / "llama", distributed_config=DistributedConfig(fsdp_size=2)
     )
-    args = TrainingArguments(
-        output_dir=str(folder / "out"),
-        use_cpu=True,
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+    return log_of(
+        Trainer(
+            model,
+            TrainingArguments(**arguments(folder, steps)),
+            train_dataset=tokens(32),
+            eval_dataset=tokens(8),
+            callbacks=list(callbacks),
+        )
     )
-    trainer = Trainer(
-        model, args, train_dataset=tokens(32), eval_dataset=tokens(8), callbacks=list(callbacks)
-    )
+
+
+def arguments(folder: Path, steps: int) -> dict[str, Any]:
+    """Settings of a short training with evaluations."""
+    return {
+        "output_dir": str(folder / "out"),
+        "use_cpu": True,
+        "max_steps": steps,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def log_of(trainer: Trainer) -> list[dict[str, float]]:
+    """Train, and return what the Trainer logged, but for its timings."""
     trainer.train()
     names = ("loss", "grad_norm", "eval_loss")
     return [{name: row[name] for name in names if name in row} for row in trainer.state.log_history]
+
+
+def train_with_fsdp1(folder: Path, *callbacks: TrainerCallback) -> list[dict[str, float]]:
+    """The same with `--fsdp "full_shard auto_wrap"` and version 1."""
+    args = TrainingArguments(
+        fsdp="full_shard auto_wrap",
+        fsdp_config={
+            "version": 1,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "sync_module_states": False,  # torch requires a device for it
+        },
+        **arguments(folder, steps=3),
+    )
+    return log_of(
+        CpuFsdpTrainer(
+            AutoModelForCausalLM.from_pretrained(folder / "llama"),
+            args,
+            train_dataset=tokens(32),
+            eval_dataset=tokens(8),
+            callbacks=list(callbacks),
+        )
+    )
 
 
 def main(folder: Path, steps: int) -> None:
@@ -85,10 +123,18 @@ def main(folder: Path, steps: int) -> None:
         )
         LlamaForCausalLM(config).save_pretrained(folder / "llama")
     dist.barrier()
+    fsdp1 = {
+        "fsdp1_without": train_with_fsdp1(folder),
+        "fsdp1_with": train_with_fsdp1(
+            folder, FsdpInspectCallback(path=folder / "fsdp1", **OPTIONS)
+        ),
+    }
     without = train(folder, steps)
     recorded = train(folder, steps, FsdpInspectCallback(path=folder / "run", **OPTIONS))
     if dist.get_rank() == 0:
-        (folder / "result.json").write_text(json.dumps({"without": without, "with": recorded}))
+        (folder / "result.json").write_text(
+            json.dumps({"without": without, "with": recorded, **fsdp1})
+        )
     train(folder, steps, FsdpInspectCallback(path=folder / "failed", **OPTIONS), FailInStep3())
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_inspect.analysis.expert_load import LoadFinding, measure_expert_load
+from fsdp_inspect.analysis.stragglers.expert_load import LoadFinding, measure_expert_load
 from fsdp_inspect.report.ranks_wording import describe_expert_load
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.run import ProcessGroup
@@ -55,6 +55,49 @@ def test_without_evidence_no_cause_is_reported(sizes, waits, finding, words):
     assert load.worst.finding is finding
     assert words in describe_expert_load(load)
     assert "Likely cause" not in describe_expert_load(load)
+
+
+def directed_load(own, of_expert, own_waits, expert_waits, *, sizes_known=True):
+    """The load of two ranks that send tokens to experts and results back in each forward."""
+    builder = RunBuilder(("",), world_size=4, process_groups=GROUPS)
+    for rank in range(2):
+        one = builder.rank(rank)
+        for step in range(2):
+            begin = 1000 * step
+            one.step(step, begin, begin + 1000)
+            sent = [(own[rank], own_waits[rank]), (of_expert[rank], expert_waits[rank])]
+            for place, (size, wait) in enumerate(sent):
+                start = begin + 400 * place
+                one.add(
+                    EventKind.ALL_TO_ALL, start, start + wait, need_ns=start, group=1,
+                    bytes=size if sizes_known else -1, phase=Phase.FORWARD,
+                    sequence=2 * step + place,
+                )  # fmt: skip
+    return measure_expert_load(builder.build())
+
+
+def test_the_results_that_a_rank_sends_back_are_the_load_of_its_experts():
+    load = directed_load([200, 200], [100, 300], [10, 10], [300, 50])
+    assert load is not None
+    assert load.worst.finding is LoadFinding.CAUSE
+    assert [row.expert_bytes for row in load.worst.members] == [100, 300]
+    assert load.worst.imbalance_ratio == pytest.approx(1.5)
+    assert "the experts of rank 1 send 1.50 times" in describe_expert_load(load)
+
+
+def test_unequal_batches_are_no_load_of_experts():
+    load = directed_load([100, 300], [200, 200], [300, 50], [10, 10])
+    assert load is not None
+    assert load.worst.finding is LoadFinding.OWN_TOKENS
+    assert "unequal batches" in describe_expert_load(load)
+    assert "load imbalance" not in describe_expert_load(load)
+
+
+def test_unknown_sizes_are_not_equal_sizes():
+    load = directed_load([200, 200], [100, 300], [10, 10], [300, 50], sizes_known=False)
+    assert load is not None
+    assert load.worst.finding is LoadFinding.NO_SIZES
+    assert "sizes of their all-to-alls are unknown" in describe_expert_load(load)
 
 
 def test_one_recorded_rank_tells_nothing():
