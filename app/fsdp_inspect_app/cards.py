@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pandas as pd
-import plotly.graph_objects as go
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 from streamlit.elements.lib.column_types import ColumnConfig
 
 from fsdp_inspect.formatting import MISSING
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.report.figure_style import CONFIG
+from fsdp_inspect.report.charts.chart import Chart
+from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.frames.values import to_csv
 from fsdp_inspect_app.wording import plain
 
@@ -22,23 +22,31 @@ def show_headline(markdown: str) -> None:
         st.markdown(markdown)
 
 
-def show_chart_card(
-    title: str, figure: go.Figure, frame: pd.DataFrame, *, key: str, alt: str, note: str
+def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, most by name)
+    title: str,
+    chart: Chart | None,
+    frame: pd.DataFrame | Callable[[], pd.DataFrame],
+    *,
+    key: str,
+    alt: str,
+    note: str,
+    on_click: Callable[[Click], None] | None = None,
 ) -> None:
     """A chart with its table and CSV.
 
     Args:
         title: What it shows.
-        figure: The chart.
-        frame: The same numbers.
+        chart: The chart; None: there is no value to draw.
+        frame: The same numbers, or a function that makes the table when it is opened.
         key: Unique on the page; also the name of the CSV file.
         alt: The chart in one sentence, for screen readers.
         note: How the numbers were obtained.
+        on_click: As for `show_chart`.
     """
     with show_card(title, key=key) as header:
         with header:
             show_table_button(frame, key=key, alt=title)
-        st.plotly_chart(figure, key=f"chart-{key}", config=CONFIG, alt=alt)
+        show_chart(chart, key=key, alt=alt, on_click=on_click)
         st.caption(plain(note))
 
 
@@ -61,11 +69,31 @@ def show_card(title: str, *, key: str) -> Iterator[DeltaGenerator]:
         yield header
 
 
-def show_table_button(frame: pd.DataFrame, *, key: str, alt: str) -> None:
+def show_table_button(
+    frame: pd.DataFrame | Callable[[], pd.DataFrame], *, key: str, alt: str
+) -> None:
     """A button that opens the table behind a chart, with its CSV; as `show_table`."""
+    if callable(frame):
+        with st.container(width="content"):
+            _show_large_table_button(frame, key=key, alt=alt)
+        return
     with st.popover("Table", type="tertiary", icon=":material/table:", key=f"table-{key}"):
         show_table(frame, key=f"rows-{key}", alt=alt)
         show_csv_button(frame, key=key)
+
+
+@st.fragment
+def _show_large_table_button(make: Callable[[], pd.DataFrame], *, key: str, alt: str) -> None:
+    """As `show_table_button`; the table is made and sent when it is opened."""
+    name = f"table-{key}"
+    panel = st.popover(
+        "Table", type="tertiary", icon=":material/table:", key=name, on_change="rerun"
+    )
+    if panel.open:
+        with panel:
+            frame = make()
+            show_table(frame, key=f"rows-{key}", alt=alt)
+            show_csv_button(frame, key=key)
 
 
 def show_table(frame: pd.DataFrame, *, key: str, alt: str) -> None:

@@ -8,6 +8,7 @@ from fsdp_inspect.errors import FsdpInspectError, NotARunError, SchemaVersionErr
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import show_headline
+from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.wording import code, plain
 
 _LOG = logging.getLogger(__name__)
@@ -28,9 +29,9 @@ def show_no_runs() -> None:
     st.markdown(
         f"Searched {code(str(loading.runs_folder()))} and two levels below\\. Record a run:"
     )
-    st.code(_RECORD, language="bash")
+    show_code(_RECORD, key="record")
     st.markdown("Or import a torch\\.profiler trace or a memory snapshot:")
-    st.code("fsdp-inspect import TRACE --out runs/imported", language="bash")
+    show_code("fsdp-inspect import TRACE --out runs/imported", key="import")
 
 
 def show_unreadable(entry: RunEntry, error: FsdpInspectError) -> None:
@@ -39,7 +40,7 @@ def show_unreadable(entry: RunEntry, error: FsdpInspectError) -> None:
     st.error(plain(str(error)), icon=":material/error:")
     remedy = _REMEDIES.get(type(error))
     if remedy:
-        st.code(remedy, language="bash")
+        show_code(remedy, key="remedy")
     st.caption("Choose another run in the sidebar\\.")
 
 
@@ -80,4 +81,4 @@ def show_nothing(answer: str, reason: str, *, remedy: str = "") -> None:
     show_headline(plain(answer))
     st.info(plain(reason), icon=":material/info:")
     if remedy:
-        st.code(remedy, language="bash")
+        show_code(remedy, key="remedy")

@@ -6,6 +6,7 @@ import streamlit as st
 from fsdp_inspect import Run
 from fsdp_inspect.report.json import render_run_json
 from fsdp_inspect.results import TableResult
+from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.frames.values import frame_of, to_csv
 from fsdp_inspect_app.selection import page_address
 
@@ -17,7 +18,7 @@ def show_share_button(page: str) -> None:
             "This address opens the page with this selection. It needs access to this dashboard."
         )
         base = (st.context.url or "").rpartition("/")[0]
-        st.code(f"{base}/{page_address(page)}", language=None, wrap_lines=True)
+        show_code(f"{base}/{page_address(page)}", key="address", language="text")
 
 
 def show_export_button(run: Run) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import streamlit as st
 
 from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.report.charts.chart import read_style
 from fsdp_inspect.result_types import RunStatus
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.access import require_login
@@ -89,7 +90,7 @@ def open_first() -> None:
 
 st.set_page_config(layout="wide", page_icon=_ICON, initial_sidebar_state=_SIDEBAR_PX)
 st.logo(str(_HERE / "logo.svg"), size="large", icon_image=_ICON)
-st.html(_HERE / "page.css")
+st.html(f"<style>{(_HERE / 'page.css').read_text(encoding='utf-8')}{read_style()}</style>")
 is_live = is_chosen_live()
 menu = {
     section: [make_page(file, is_live=is_live) for file in files if file.exists]

@@ -206,8 +206,9 @@ def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], summary
             draw_spreads(history),
             frame_spreads(history, fits),
             key="unit-spreads",
-            alt="Durations of the unit's collectives by kind and phase: quartiles and points",
-            note="Boxes: quartiles over the timed steps. The table compares them with the fit.",
+            alt="Durations of the unit's collectives by kind and phase: p10, median and p90",
+            note="Bars: p10 to p90 over the timed steps. Line and number: median. The table "
+            "compares them with the fit.",
         )
 
 

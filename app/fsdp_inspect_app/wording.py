@@ -1,7 +1,7 @@
 """Write headlines and captions, and escape names for Markdown and charts.
 
 Names come from the recorded program. Markdown and chart labels must show them unchanged: `plain`
-and `code` escape text for Markdown, `label` for plotly.
+and `code` escape text for Markdown; charts escape their labels themselves.
 """
 
 import re
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from fsdp_inspect.formatting import format_category as name_category
 from fsdp_inspect.formatting import format_ns, format_unit
 from fsdp_inspect.report.causes import format_cause
-from fsdp_inspect.report.figure_style import plain_label as label
 from fsdp_inspect.report.wording import (
     describe_memory_method,
     describe_methods,
@@ -31,7 +30,6 @@ __all__ = [
     "describe_run",
     "describe_sharding",
     "describe_step",
-    "label",
     "name_category",
     "plain",
 ]

@@ -13,16 +13,6 @@ import plotly.graph_objects as go
 from fsdp_inspect.formatting import find_spans
 from fsdp_inspect.report.palette import Look
 
-CONFIG = {
-    "displaylogo": False,
-    "modeBarButtonsToRemove": [
-        *("select2d", "lasso2d", "autoScale2d"),
-        *("zoom2d", "pan2d", "zoomIn2d", "zoomOut2d"),
-    ],
-}
-"""Settings of charts in the browser: a drag zooms, and a double click resets the zoom. Few buttons
-appear above a chart, so that they hide little of it."""
-
 NEUTRAL = "#76889A"
 
 SHADE = "rgba(128, 140, 152, 0.16)"

@@ -21,7 +21,7 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.version import __version__
 from tests.app.conftest import start_app
-from tests.app.test_pages import SAMPLES, read
+from tests.app.test_pages import SAMPLES, codes_of, read
 
 RUN = "tiny-2-ranks/run"
 
@@ -83,7 +83,7 @@ def test_the_diff_of_the_script_and_its_launch_are_those_of_the_library(
     changed = dataclasses.replace(advice, plan=plan)
     monkeypatch.setattr("fsdp_inspect_app.advice_search.advice_of", lambda *_: changed)
     page = open_app(SAMPLES, "advice", run=RUN)
-    code = [block.value for block in page.code]
+    code = codes_of(page)
     assert code.count(change.diff) == 2
     assert code.count(change.settings) == 2
     assert change.launch in code
@@ -115,7 +115,7 @@ def test_an_alternative_for_less_memory_says_between_what(open_app, advice, monk
 
 
 def test_the_plan_its_snippet_and_how_to_verify_it_are_there(advised, advice):
-    shown = [block.value for block in advised.code]
+    shown = codes_of(advised)
     assert advice.plan.snippet in shown
     assert any("--plan plan.toml" in line for line in shown)
     assert any(line.startswith("fsdp-inspect verify plan.prediction.json") for line in shown)
@@ -170,7 +170,7 @@ def test_a_run_that_cannot_be_played_says_why_and_what_to_do(shown, name):
     app = shown("advice", name)
     assert not app.exception
     assert "This run cannot be simulated" in read(app)
-    assert any("fsdp_inspect.record" in block.value for block in app.code)
+    assert any("fsdp_inspect.record" in text for text in codes_of(app))
 
 
 def test_what_became_of_a_prediction_stands_beside_it(open_app, run, advice, tmp_path):
@@ -203,10 +203,10 @@ def test_a_ledger_above_the_served_folder_is_not_read(open_app, run, advice, tmp
 
 
 def test_the_chart_holds_the_front_and_marks_what_is_advised(advice):
-    figure = draw_front(advice.plan)
-    assert list(figure.data[0].x) == [point.step_ns / 1e6 for point in advice.plan.front]
-    marked = next(trace for trace in figure.data if trace.name == "advised")
-    assert (marked.x[0], marked.marker.color) == (advice.plan.fastest.step_ns / 1e6, ADVISED)
+    plans, *marked = draw_front(advice.plan).plots[0]["series"]
+    assert plans["at"] == [point.step_ns / 1e6 for point in advice.plan.front]
+    [advised] = [one for one in marked if one["label"] == "advised"]
+    assert (advised["at"], advised["colour"]) == ([advice.plan.fastest.step_ns / 1e6], ADVISED)
     assert len(frame_front(advice.plan)) == len(advice.plan.front)
 
 
@@ -216,7 +216,7 @@ def test_without_memory_the_front_draws_nothing_unknown(advice):
     unknown = dataclasses.replace(
         advice.plan, front=tuple(points), fastest=fastest, replayed_peak_bytes=None
     )
-    assert len(draw_front(unknown).data) == 1
+    assert draw_front(unknown) is None
 
 
 def test_every_plan_of_the_front_can_be_packed_and_read_back(advice):
@@ -263,7 +263,7 @@ def test_advice_for_another_network_and_the_command_that_gives_it(open_app, run)
     wishes = AdviceRequest(memory_limit=64 << 20, bus_bytes_per_s=1e9)
     assert advise_run(run, wishes).answer in read(app)
     words = "--memory-limit 64MiB --bandwidth 1GB/s --write plan.toml"
-    assert any(block.value.endswith(words) for block in app.code)
+    assert any(text.endswith(words) for text in codes_of(app))
 
 
 def test_a_prediction_for_another_network_says_so(run):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.app.test_pages import read
+from tests.app.test_pages import codes_of, read
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 
@@ -36,7 +36,7 @@ def test_a_folder_without_traces_says_where_it_looked_and_how_to_make_one(open_a
     app = open_app(tmp_path, "imports")
     assert not app.exception
     assert "This folder has nothing to import." in read(app)
-    assert "export_chrome_trace" in app.code[0].value
+    assert "export_chrome_trace" in codes_of(app)[0]
 
 
 def test_an_import_goes_on_and_leads_to_its_run(open_app, folder):

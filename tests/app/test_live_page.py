@@ -78,18 +78,20 @@ def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, recorded):
 
 def test_steps_are_drawn_with_their_exposed_part_hatched(recorded):
     steps = LiveFeed(recorded[0] / "now", 0, 0).look(open_run(recorded[0] / "now")).view.steps
-    step_time, exposed = draw_live_steps(steps).data
-    assert list(step_time.y) == [0.001] * 3
-    assert exposed.fillpattern.shape == "/"
+    chart = draw_live_steps(steps)
+    exposed, step_time = chart.plots[0]["series"]
+    assert step_time["told"] == ["1.00 µs"] * 3
+    assert exposed["label"] == "exposed part"
+    assert "chart-clip" in chart.markup
     frame = frame_of(LiveStep.TABLE, steps[::-1])
     assert frame["step"].tolist() == [2, 1, 0]
     assert frame["step time (ms)"].tolist() == [step.step_time_ns / 1e6 for step in steps[::-1]]
 
 
 def test_every_number_of_the_machine_has_a_small_chart_with_its_newest_value():
-    figure = draw_devices([POWER])
-    assert figure.layout.annotations[0].text == "GPU power<br><b>300 W</b>"
-    assert list(figure.data[0].y) == [250.0, 300.0]
+    chart = draw_devices([POWER])
+    assert "<h4>GPU power <b>300 W</b></h4>" in chart.markup
+    assert chart.plots[0]["series"][0]["told"] == ["250 W", "300 W"]
     assert frame_devices([POWER])["value"].tolist() == [250.0, 300.0]
     assert frame_devices([]).empty
 

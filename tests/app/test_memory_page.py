@@ -1,5 +1,7 @@
 """Test that the Memory page shows the numbers and sentences of the library."""
 
+import dataclasses
+
 import pytest
 from fsdp_inspect_app.charts.memory import draw_step_memory
 from fsdp_inspect_app.frames.memory import frame_step_memory
@@ -7,13 +9,15 @@ from fsdp_inspect_app.frames.values import frame_of
 
 from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory_overview
 from fsdp_inspect.analysis.memory.step import measure_step_memory
+from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.report import memory_wording, palette
-from fsdp_inspect.report.figures import draw_alive
+from fsdp_inspect.report.charts.results import draw_alive
+from fsdp_inspect.result_types import PlaceSpan
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
 from tests.app.conftest import HOSTILE_UNIT
-from tests.app.test_pages import SAMPLES, errors_of, read
+from tests.app.test_pages import SAMPLES, charts_of, codes_of, errors_of, read
 from tests.builders import RunBuilder
 from tests.importing.snapshots import FakeAllocator, train
 
@@ -42,9 +46,9 @@ def test_the_answer_comes_first_and_every_chart_has_a_table(open_app, sample):
     digest = measure_memory_overview(sample)
     assert memory_wording.headline_memory(digest) in read(app)
     assert memory_wording.describe_memory(digest) in read(app)
-    charts = [chart.proto for chart in app.get("plotly_chart")]
+    charts = charts_of(app)
     assert len(charts) == 3
-    assert all(chart.alt for chart in charts)
+    assert all(chart["alt"] for chart in charts)
     assert [metric.value for metric in app.metric] == ["25.1 MiB", "6.71 MiB", "18.4 MiB"]
     assert "On CPU memory is counted in memory steps." in read(app)
 
@@ -76,7 +80,7 @@ def test_a_run_without_memory_says_how_to_record_it(shown):
     app = shown("memory", "no-steps")
     assert not app.exception
     assert "No memory was recorded" in read(app)
-    assert "memory_steps=[3]" in app.code[0].value
+    assert "memory_steps=[3]" in codes_of(app)[0]
 
 
 def test_a_snapshot_says_first_what_did_not_fit(open_app, snapshots):
@@ -89,14 +93,26 @@ def test_a_snapshot_says_first_what_did_not_fit(open_app, snapshots):
 
 
 def test_areas_are_the_categories_and_the_peak_is_named(sample):
+    chart = draw_step_memory(measure_step_memory(sample, rank=0))
+    areas = {series["label"]: series for series in chart.plots[0]["series"]}
+    assert areas["activation"]["colour"] == "#009E73"
+    assert format_bytes(16_995_336) in areas["activation"]["told"]
+    assert "<b>peak 25.1 MiB</b><br>layers.5 · backward" in chart.markup
+
+
+def test_the_memory_of_very_many_readings_stays_small(sample):
     memory = measure_step_memory(sample, rank=0)
-    figure = draw_step_memory(memory)
-    areas = {trace.name: trace for trace in figure.data if trace.type == "scatter"}
-    assert areas["activation"].fillcolor == "#009E73"
-    assert max(areas["activation"].y) == pytest.approx(16_995_336 / (1 << 20))
-    peak = next(one for one in figure.layout.annotations if "peak" in one.text)
-    assert "25.1 MiB" in peak.text
-    assert "layers.5 · backward" in peak.text
+    many = [
+        dataclasses.replace(memory.peak, offset_ns=at, allocated_bytes=at, fqn=f"layers.{at % 7}")
+        for at in range(50_000)
+    ]
+    units = [PlaceSpan(f"layers.{at % 7}", at, at + 1) for at in range(50_000)]
+    crowded = dataclasses.replace(
+        memory, readings=tuple(many), units=tuple(units), composition=None, peak=many[-1]
+    )
+    chart = draw_step_memory(crowded)
+    assert len(chart.markup) < 120_000
+    assert chart.plots[0]["series"][0]["at"][-1] == pytest.approx(49.999)  # µs
 
 
 def test_the_table_of_a_step_has_a_row_for_each_reading(sample):
@@ -115,8 +131,7 @@ def test_what_is_alive_adds_up_to_the_peak(sample):
     frame = frame_of(MemoryOverview.TABLE, peak.owners)
     assert frame["at the peak (MiB)"].sum() == pytest.approx(peak.bytes / (1 << 20))
     assert frame["unit"].iloc[0] == "layers.5"
-    figure = draw_alive(peak, most=2)
-    assert len(figure.data[0].x) == 2
+    assert draw_alive(peak, most=2).markup.count("chart-row") == 2
 
 
 @pytest.mark.parametrize("run", ["failed", "partial"])
@@ -137,9 +152,9 @@ def test_names_of_units_are_text_in_every_chart():
         draw_step_memory(measure_step_memory(run, rank=0)),
         draw_alive(measure_memory_overview(run).memory.peak, most=4),
     ]
-    for figure in drawn:
-        assert "<img" not in figure.to_json().replace("\\u003c", "<")
-        assert "&lt;img" in figure.to_json()
+    for chart in drawn:
+        assert "<img" not in chart.markup
+        assert "&lt;img" in chart.markup
 
 
 def test_every_category_has_a_look():

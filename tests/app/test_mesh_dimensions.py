@@ -1,5 +1,8 @@
 """The pages show the library's numbers of each mesh dimension."""
 
+import base64
+import re
+
 import numpy as np
 import pytest
 from fsdp_inspect_app.charts.ranks import draw_mesh_grid
@@ -10,7 +13,7 @@ from fsdp_inspect_app.timeline.tracks import build_timeline
 
 from fsdp_inspect import open_run
 from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.report.figures import draw_dimensions
+from fsdp_inspect.report.charts.results import draw_dimensions
 from fsdp_inspect.report.ranks_wording import describe_location
 from fsdp_inspect.trace.run import ProcessGroup
 from tests.app.test_pages import SAMPLES, read
@@ -34,8 +37,8 @@ def test_the_overview_splits_the_exposed_wait(open_app, run):
 
 def test_the_bar_adds_up_to_the_exposed_wait(run):
     step = run.summary().breakdown
-    figure = draw_dimensions(step)
-    assert sum(bar.x[0] for bar in figure.data) == pytest.approx(step.exposed_ns / 1e6)
+    widths = re.findall(r"width:([\d.]+)%", draw_dimensions(step).markup)
+    assert sum(map(float, widths)) == pytest.approx(100, rel=1e-3)
 
 
 def test_a_mesh_of_one_dimension_is_not_split(open_app):
@@ -67,8 +70,9 @@ def test_a_link_chooses_the_dimensions_of_the_map(open_app):
 
 def test_the_map_and_its_table_have_the_numbers_of_the_grid(run):
     grid = run.mesh_grid(rows="replicate", columns="shard")
-    heat = draw_mesh_grid(grid).data[0]
-    assert np.allclose(heat.z, np.array(grid.values) / 1e6)
+    [data] = draw_mesh_grid(grid).plots
+    sent = np.frombuffer(base64.b64decode(data["values"]), "<f4")
+    assert np.allclose(sent, np.array(grid.values).ravel() / 1e6)
     frame = frame_mesh_grid(grid)
     assert frame["ranks"].tolist() == ["0", "1", "2", "3"]
     assert frame["own work (ms)"].tolist() == [value / 1e6 for row in grid.values for value in row]

@@ -15,6 +15,7 @@ import pytest
 
 from fsdp_inspect.cli import main
 from tests.app.conftest import start_app
+from tests.app.test_pages import codes_of
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "samples"
@@ -43,7 +44,7 @@ def commands_of_pages(samples: Path, run: str) -> list[str]:
     for page in PAGES:
         app = start_app(samples, page, run=run)
         assert not app.exception
-        found += [block.value for block in app.code if block.language == "bash"]
+        found += codes_of(app, "bash")
         texts = [each.value for each in (*app.markdown, *app.caption, *app.info, *app.warning)]
         found += commands_in(re.sub(r"\\(.)", r"\1", "\n".join(texts)))
     return found

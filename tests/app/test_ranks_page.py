@@ -1,8 +1,8 @@
 """The Ranks page names late ranks and shows the library's numbers of every rank."""
 
+import base64
 import dataclasses
 
-import numpy as np
 import pytest
 from fsdp_inspect_app.charts.ranks import draw_grid, draw_rank_steps
 from fsdp_inspect_app.frames.ranks import frame_grid, frame_rank_steps, unit_of_grid
@@ -13,7 +13,7 @@ from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.report import ranks_wording
 from fsdp_inspect.store.reader import open_run
-from tests.app.test_pages import SAMPLES, errors_of, read
+from tests.app.test_pages import SAMPLES, charts_of, errors_of, read
 
 SAMPLE = "hsdp-4-ranks/run"
 
@@ -45,7 +45,7 @@ def test_a_link_opens_one_rank_with_the_map_that_it_names(open_app, sample):
     assert ranks_wording.describe_rank(row) in read(app)
     assert app.query_params["rank"] == "2"
     assert "Lateness by rank and step" in read(app)
-    assert len(app.get("plotly_chart")) == 3
+    assert len(charts_of(app)) == 3
 
 
 def test_what_the_address_names_wrongly_is_as_if_not_named(open_app):
@@ -92,25 +92,24 @@ def test_the_table_of_the_map_is_sent_only_once_it_is_opened(open_app):
 
 
 def test_the_map_is_drawn_in_cividis_with_small_numbers(grid):
-    heatmap = draw_grid(grid, rank=1).data[0]
-    assert heatmap.z.dtype == np.float32
-    assert heatmap.z.shape == (4, 25)
-    assert heatmap.colorscale[0][1] == "#00224e"
-    assert (heatmap.zmin, heatmap.zmax) == (grid.low / 1e6, grid.high / 1e6)
+    [data] = draw_grid(grid, rank=1).plots
+    assert len(base64.b64decode(data["values"])) == 4 * 25 * 4
+    assert data["colours"][0] == "#00224E"
+    assert (data["low"], data["high"]) == (grid.low / 1e6, grid.high / 1e6)
 
 
-def test_the_cell_that_is_shown_lies_between_two_pairs_of_lines(grid):
-    lines = draw_grid(grid, rank=1, step=7).layout.shapes[-4:]
-    assert [line.y0 for line in lines[:2]] == [0.5, 1.5]
-    assert [line.x0 for line in lines[2:]] == [6.5, 7.5]
+def test_the_row_and_the_column_of_the_shown_cell_are_marked(grid):
+    markup = draw_grid(grid, rank=1, step=7).markup
+    assert 'chart-marked" style="top:25%;height:25%"' in markup
+    assert 'chart-marked" style="left:28%;width:4%"' in markup
 
 
 def test_ranks_and_steps_with_gaps_keep_cells_of_one_size(sample):
     lateness = measure_rank_grid(sample, metric="lateness_ns")
     with_gap = dataclasses.replace(lateness, ranks=(0, 1, 2, 9))
-    figure = draw_grid(with_gap, rank=9)
-    assert figure.data[0].y == ("0", "1", "2", "9")
-    assert figure.layout.shapes[-1].y0 == 3.5
+    chart = draw_grid(with_gap, rank=9)
+    assert chart.plots[0]["rows"] == ["0", "1", "2", "9"]
+    assert 'chart-marked" style="top:75%;height:25%"' in chart.markup
 
 
 def test_the_table_of_the_map_holds_its_numbers(grid):
@@ -120,10 +119,11 @@ def test_the_table_of_the_map_holds_its_numbers(grid):
 
 
 def test_one_rank_is_drawn_beside_the_middle_of_all(grid):
-    middle, own = draw_rank_steps(grid, 3).data
-    assert own.y.tolist() == (grid.values[3] / 1e6).tolist()
-    assert middle.y.tolist() == (grid.middle / 1e6).tolist()
-    assert frame_rank_steps(grid, 3)["step time (ms)"].tolist() == own.y.tolist()
+    middle, own = draw_rank_steps(grid, 3).plots[0]["series"]
+    assert own["told"] == [format_ns(value) for value in grid.values[3]]
+    assert middle["told"] == [format_ns(value) for value in grid.middle]
+    table = frame_rank_steps(grid, 3)
+    assert table["step time (ms)"].tolist() == (grid.values[3] / 1e6).tolist()
 
 
 def test_every_measure_of_the_page_is_one_of_the_library():

@@ -1,6 +1,7 @@
 """What-if and the command give equal predictions for every setting; refusals are explained."""
 
 import json
+import re
 import shlex
 import shutil
 
@@ -30,7 +31,7 @@ from fsdp_inspect.simulation.changes import wrap
 from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.store.reader import open_run
 from tests.app.conftest import start_app
-from tests.app.test_pages import SAMPLES, read
+from tests.app.test_pages import SAMPLES, codes_of, read
 
 RUN = "tiny-2-ranks/run"
 
@@ -102,7 +103,7 @@ def test_the_page_shows_what_it_plays(open_app, run, bench, knobs):
     assert answer_simulation(shown) in read(app)
     assert app.metric[0].value == format_ns(shown.predicted.step_time_ns)
     assert app.metric[2].value == format_bytes(shown.predicted.peak_bytes)
-    assert app.code[0].value == command_of(str(SAMPLES / RUN), chosen, knobs)
+    assert codes_of(app)[0] == command_of(str(SAMPLES / RUN), chosen, knobs)
 
 
 def test_turning_a_knob_moves_the_number_and_the_address(open_app):
@@ -154,10 +155,10 @@ def test_a_plan_from_a_link_is_played_and_can_be_changed_further(open_app, bench
     app = open_app(SAMPLES, "what_if", run=RUN, plan=pack_plan(plan), bandwidth="1GB/s")
     assert not app.exception
     assert "Changes of the plan in the address" in read(app)
-    assert app.code[0].value.endswith("--bandwidth 1GB/s --plan plan.toml")
+    assert codes_of(app)[0].endswith("--bandwidth 1GB/s --plan plan.toml")
     file = tmp_path / "plan.toml"
     plan.dump(file)
-    printed = simulate_by_command(app.code[0].value.replace("plan.toml", str(file)))
+    printed = simulate_by_command(codes_of(app)[0].replace("plan.toml", str(file)))
     assert app.metric[0].value == format_ns(printed["predicted"]["step_time_ns"])
 
 
@@ -173,7 +174,7 @@ def test_a_run_that_cannot_be_played_says_why_and_what_to_do(shown, name):
     app = shown("what_if", name)
     assert not app.exception
     assert "This run cannot be simulated" in read(app)
-    assert any("fsdp_inspect.record" in block.value for block in app.code)
+    assert any("fsdp_inspect.record" in text for text in codes_of(app))
 
 
 def test_a_run_whose_plan_names_other_units_says_so(tmp_path):
@@ -221,10 +222,11 @@ def test_tables_and_charts_hold_the_numbers_and_add_up(run, bench, knobs):
     assert peaks["this plan, predicted (MiB)"].sum() == pytest.approx(peak)
     assert len(frame_played_units(simulation.predicted)) == len(simulation.predicted.units)
     steps = draw_steps([("this plan", simulation.predicted.parts_ns)])
-    assert sum(bar.x[0] for bar in steps.data) == pytest.approx(
-        simulation.predicted.step_time_ns / 1e6
-    )
-    assert len(draw_peaks([("this plan", simulation.predicted.peak_categories)]).data) > 3
+    widths = re.findall(r"width:([\d.]+)%", steps.markup)
+    assert sum(map(float, widths)) == pytest.approx(100, rel=1e-3)
+    assert format_ns(simulation.predicted.step_time_ns) in steps.markup
+    peaks = draw_peaks([("this plan", simulation.predicted.peak_categories)])
+    assert peaks.markup.count("chart-swatch") > 3
 
 
 def test_every_category_of_a_played_peak_has_a_look():

@@ -50,12 +50,6 @@ def test_a_name_in_code_has_a_fence_longer_than_its_backticks(name, expected):
     assert wording.code(name) == expected
 
 
-def test_a_chart_label_shows_markup_as_text():
-    assert (
-        wording.label("<b>x</b> & <a href='y'>") == "&lt;b&gt;x&lt;/b&gt; &amp; &lt;a href='y'&gt;"
-    )
-
-
 def test_a_plan_is_put_into_a_few_words():
     assert wording.describe_sharding(make_manifest()) == "10 units, reshard after forward, bfloat16"
 

@@ -37,8 +37,8 @@
   const isDrawn = () =>
     document.querySelector(".stApp")?.dataset.testScriptState === "notRunning" &&
     !document.querySelector('[data-testid="stSkeleton"]') &&
-    [...document.querySelectorAll(".stPlotlyChart")].every((chart) =>
-      chart.querySelector(".main-svg")
+    [...document.querySelectorAll("[class*=st-key-chart-]")].every((chart) =>
+      chart.querySelector(".chart")?.childElementCount
     ) &&
     shadows
       .filter((root) => root.host.isConnected)

@@ -51,8 +51,8 @@ _IS_SETTLED = f"""() => {{
     window.changedAt = performance.now();
   return performance.now() - window.changedAt > {_STILL_MS}
     && !document.querySelector('[data-testid="stSkeleton"]')
-    && [...document.querySelectorAll('.stPlotlyChart')].every((chart) =>
-      chart.querySelector('.main-svg'));
+    && [...document.querySelectorAll('[class*=st-key-chart-]')].every((chart) =>
+      chart.querySelector('.chart')?.childElementCount);
 }}"""
 _GO = """address => {
   if (window.scriptRan === undefined) {

@@ -58,14 +58,14 @@ def test_evidence_is_one_click_away(server, tab, entry, advice):
     dashboard.shown = None
 
 
-def test_a_plan_is_chosen_by_clicking_its_point(server, tab, entry, advice):
+def test_a_plan_is_chosen_at_its_point(server, tab, entry, advice):
     dashboard = tab(server)
     dashboard.open("advice", run=entry.id)
-    front = dashboard.page.locator(".st-key-chart-front .scatterlayer .trace").first
-    point = front.locator(".points path").last
-    point.scroll_into_view_if_needed()
-    box = point.bounding_box()
-    dashboard.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    front = dashboard.page.locator(".st-key-chart-front .chart")
+    front.focus()
+    for _ in advice.plan.front:
+        front.press("ArrowRight")
+    front.press("Enter")
     dashboard.page.wait_for_url(f"**front={len(advice.plan.front) - 1}**")
     last = advice.plan.front[-1]
     chosen = dashboard.page.locator(".st-key-card-front p", has_text=format_ns(last.step_ns))

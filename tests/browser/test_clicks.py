@@ -6,6 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 
@@ -13,17 +14,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 SAMPLE = "hsdp-4-ranks/run"
 NUM_RANKS, NUM_STEPS = 2, 8
-"""The ranks and steps of the run `recorded`."""
-_BRING_INTO_VIEW = """([marks, place]) => {
-  const mark = [...document.querySelectorAll(marks)].at(place);
-  if (!mark) return null;
-  mark.scrollIntoView({ block: "center" });
-  const box = mark.getBoundingClientRect();
-  return [box.x + box.width / 2, box.y + box.height / 2];
-}"""
-"""Do both immediately: a chart may be drawn again with other marks whenever its page runs again,
-and a removed mark has no position."""
-POINTS, BARS = ".scatterlayer .points path", ".barlayer .point path"
+"""Of the run `recorded`."""
 
 
 def address_of(dashboard):
@@ -33,19 +24,17 @@ def address_of(dashboard):
     return parse_qs(urlsplit(dashboard.page.url).query)
 
 
-def click_at(dashboard, key, across, down):
-    """Click a chart at fractions of its width and height."""
-    plot = dashboard.page.locator(f".st-key-chart-{key} .nsewdrag").first
+def click_at(dashboard, key, across, down=0.5):
+    """Click a chart at shares of its width and height."""
+    plot = dashboard.page.locator(f".st-key-chart-{key} .chart-plot").first
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     plot.click(position={"x": across * box["width"], "y": down * box["height"]})
 
 
-def click_mark(dashboard, key, marks, place):
-    """Click the middle of one of the marks of a chart, below the element with the handler."""
-    named = f".st-key-chart-{key} {marks}"
-    middle = dashboard.page.wait_for_function(_BRING_INTO_VIEW, arg=[named, place])
-    dashboard.page.mouse.click(*middle.json_value())
+def click_step(dashboard, key, step):
+    """Click a chart over the steps of the run `recorded` at one of them."""
+    click_at(dashboard, key, (step + 0.5) / NUM_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +92,7 @@ def test_a_cell_of_a_thousand_ranks_opens_its_rank(states_server, tab):
 def test_a_step_of_the_trend_opens_in_the_timeline(states_server, states_folder, tab):
     dashboard = tab(states_server)
     dashboard.open("overview", run="recorded")
-    click_mark(dashboard, "step-times", POINTS, 5)
+    click_step(dashboard, "step-times", 5)
     dashboard.page.wait_for_url("**/timeline?**")
     shown = address_of(dashboard)
     median_rank = measure_step_times(open_run(states_folder / "recorded")).median_rank
@@ -113,11 +102,11 @@ def test_a_step_of_the_trend_opens_in_the_timeline(states_server, states_folder,
 def test_a_bar_opens_its_unit(states_server, tab):
     dashboard = tab(states_server)
     dashboard.open("overview", run="recorded")
-    click_mark(dashboard, "owners", BARS, 0)
+    dashboard.page.locator(".st-key-chart-owners .chart-fill").first.click()
     dashboard.page.wait_for_url("**/units?**")
     assert address_of(dashboard)["unit"] == ["norm, lm_head"]
     dashboard.open("units", run="recorded", bars="compute")
-    click_mark(dashboard, "units", BARS, 3)
+    dashboard.page.locator(".st-key-chart-units .chart-row").nth(3).click()
     dashboard.page.wait_for_url("**unit=layers.2**")
     assert address_of(dashboard)["unit"] == ["layers.2"]
 
@@ -125,10 +114,66 @@ def test_a_bar_opens_its_unit(states_server, tab):
 def test_a_rank_and_a_step_of_memory_are_shown_when_they_are_clicked(states_server, tab):
     dashboard = tab(states_server)
     dashboard.open("memory", run="recorded", rank="0")
-    click_mark(dashboard, "memory-ranks", POINTS, -1)
+    click_at(dashboard, "memory-ranks", 1.5 / NUM_RANKS)
     dashboard.page.wait_for_url("**rank=1**")
     assert address_of(dashboard)["rank"] == ["1"]
-    click_mark(dashboard, "memory-growth", POINTS, 4)
+    click_step(dashboard, "memory-growth", 4)
     dashboard.page.wait_for_url("**step=4**")
     shown = address_of(dashboard)
     assert (shown["rank"], shown["step"]) == (["1"], ["4"])
+
+
+def tip_of(dashboard, key):
+    """What a chart says about the point under the pointer or the keyboard."""
+    tip = dashboard.page.locator(f".st-key-chart-{key} .chart-tip")
+    tip.wait_for()
+    return tip.inner_text()
+
+
+def test_the_value_under_the_pointer_is_that_of_the_table(states_server, states_folder, tab):
+    dashboard = tab(states_server)
+    dashboard.open("overview", run="recorded")
+    plot = dashboard.page.locator(".st-key-chart-step-times .chart-plot")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    plot.hover(position={"x": 5.5 / NUM_STEPS * box["width"], "y": 40})
+    point = measure_step_times(open_run(states_folder / "recorded")).over_steps[5]
+    assert tip_of(dashboard, "step-times").splitlines() == [
+        "step 5",
+        f"{format_ns(point.exposed_ns)} exposed part",
+        f"{format_ns(point.step_time_ns)} step time",
+    ]
+
+
+def test_the_keyboard_reads_the_bars_and_opens_one(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("units", run="recorded", bars="compute")
+    chart = dashboard.page.locator(".st-key-chart-units .chart")
+    chart.focus()
+    for _ in range(4):
+        chart.press("ArrowDown")
+    assert tip_of(dashboard, "units").startswith("layers.2: ")
+    chart.press("Enter")
+    dashboard.page.wait_for_url("**unit=layers.2**")
+    assert address_of(dashboard)["unit"] == ["layers.2"]
+
+
+def test_a_drag_zooms_the_axis_and_a_button_shows_all_again(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("overview", run="recorded")
+    plot = dashboard.page.locator(".st-key-chart-step-times .chart-plot")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    mouse, middle = dashboard.page.mouse, box["y"] + box["height"] / 2
+    ticks = plot.locator(".chart-x").all_inner_texts()
+    mouse.move(box["x"] + 0.5 * box["width"], middle)
+    mouse.down()
+    mouse.move(box["x"] + 0.99 * box["width"], middle, steps=5)
+    mouse.up()
+    view = plot.locator("svg").get_attribute("viewBox").split()
+    assert (float(view[0]), float(view[2])) == pytest.approx((50, 49), abs=1)
+    assert plot.locator(".chart-x").all_inner_texts() == ["step 4", "5", "6", "7"]
+    assert "/overview?" in dashboard.page.url
+    plot.get_by_role("button", name="Whole axis").click()
+    assert plot.locator("svg").get_attribute("viewBox") == "0 0 100 100"
+    assert plot.locator(".chart-x").all_inner_texts()[0] == ticks[0] == "step 0"

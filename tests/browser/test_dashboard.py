@@ -61,7 +61,7 @@ def test_overviews_bar_names_every_part_of_the_step(server, tab, entry, digest):
 def test_units_shows_a_bar_and_a_row_for_each_unit(server, tab, entry, digest):
     dashboard = tab(server)
     dashboard.open("units", run=entry.id)
-    names = dashboard.page.locator(".st-key-card-units-bars .ytick").all_text_contents()
+    names = dashboard.page.locator(".st-key-card-units-bars .chart-name").all_text_contents()
     assert names == [unit.fqn or "(root)" for unit in digest.units]
     top = max(unit.exposed_ns for unit in digest.units)
     assert format_ns(top) in dashboard.headline()

@@ -33,7 +33,7 @@ def test_memory_says_the_peak_first_and_names_it_in_the_chart(server, tab, recor
     assert dashboard.headline() == headline_memory(digest)
     card = dashboard.page.locator(".st-key-card-memory-step")
     assert "layers.5" in card.inner_text()
-    assert "peak 25.1 MiB" in " ".join(card.locator(".annotation").all_text_contents())
+    assert "peak 25.1 MiB" in " ".join(card.locator(".chart-mark").all_text_contents())
 
 
 def test_a_link_opens_rank_and_step_in_another_browser(odd_server, browser, tab):

@@ -25,7 +25,7 @@ def test_ranks_answers_first_and_draws_the_map(server, tab, ranks):
     dashboard = tab(server)
     dashboard.open("ranks", run=SAMPLE)
     assert dashboard.headline() == describe_answer(ranks)[0]
-    assert dashboard.page.locator(".st-key-card-rank-grid .heatmaplayer image").count() == 1
+    assert dashboard.page.locator(".st-key-card-rank-grid canvas").count() == 1
 
 
 def choose_row(dashboard, rank):

@@ -70,10 +70,10 @@ def test_a_report_fits_its_window_and_asks_for_nothing(
 def test_bars_are_as_long_as_their_shares(pages, open_page):
     page = open_page(pages["report"])
     widths = page.evaluate(
-        """[...document.querySelector('.stack').children].map(
+        """[...document.querySelectorAll('.chart-track .chart-fill')].map(
              part => part.getBoundingClientRect().width)"""
     )
-    whole = page.evaluate("document.querySelector('.stack').getBoundingClientRect().width")
+    whole = page.evaluate("document.querySelector('.chart-track').getBoundingClientRect().width")
     assert sum(widths) == pytest.approx(whole, rel=0.01)
 
 

@@ -30,7 +30,7 @@ def test_every_unit_has_a_bar_and_a_row(states_server, states_folder, tab, run):
     dashboard.open("units", run=run)
     [entry] = [entry for entry in list_runs(states_folder) if entry.id == run]
     names = sorted(unit.fqn or "(root)" for unit in entry.manifest.units)
-    bars = dashboard.page.locator(".st-key-card-units-bars .ytick").all_text_contents()
+    bars = dashboard.page.locator(".st-key-card-units-bars .chart-name").all_text_contents()
     rows = dashboard.page.locator(".st-key-card-units-table tbody tr")
     assert sorted(bars) == names
     rows.first.wait_for(state="attached")

@@ -1,10 +1,10 @@
 """Page Advice: findings, suggested changes with predictions, and measured outcomes."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import streamlit as st
 
@@ -23,7 +23,6 @@ from fsdp_inspect.report.advice import (
     describe_saving,
     describe_searched_plans,
 )
-from fsdp_inspect.report.figure_style import CONFIG
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.result_types import (
     Advice,
@@ -51,6 +50,8 @@ from fsdp_inspect_app.cards import (
     show_table_button,
 )
 from fsdp_inspect_app.charts.advice import draw_front
+from fsdp_inspect_app.code_block import show_code
+from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.frames.advice import frame_front, frame_outcomes
 from fsdp_inspect_app.knob_widgets import show_knob
 from fsdp_inspect_app.knobs import KNOBS_OF_LINK, network_of
@@ -63,7 +64,6 @@ _MOST_UNITS = 4
 _LIMIT_KEY, _TIME_LIMIT_KEY, _DTYPES_KEY = "limit", "longest", "dtypes"
 T = TypeVar("T")
 _FRONT_KEY = "front"
-_CLICKED_KEY = "clicked in the front"
 _FLOOR = (
     "Floor: the first all-gather of forward and the last reduction of backward expose {floor} per "
     "step under every plan."
@@ -188,7 +188,7 @@ def _show_refusal(advice: Advice) -> None:
             "and runs without a timed step, do not have them\\. Record the job with more steps "
             "than warm\\-up:"
         )
-        st.code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", language="bash")
+        show_code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", key="record")
 
 
 # --- findings
@@ -208,7 +208,7 @@ def _show_findings(findings: Sequence[Finding], manifest: RunManifest) -> None:
             lines += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []
             st.markdown("\n".join(lines))
             if finding.snippet:
-                st.code(finding.snippet, language="python")
+                show_code(finding.snippet, key=f"finding-{place}", language="python")
             _link_units(finding.units, manifest, key=f"finding-{place}")
 
 
@@ -296,23 +296,23 @@ def _show_suggestion(
         lines += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
         lines += [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
         st.markdown("\n".join(lines))
-        _show_code(suggestion.change, suggestion.snippet)
+        _show_change(suggestion.change, suggestion.snippet, key=f"change-{place}")
         _link_units(suggestion.units, manifest, key=f"change-{place}")
         _offer_plan(suggestion.plan, question, key=f"change-{place}", label="Download plan so far")
 
 
-def _show_code(change: CodeChange, snippet: str) -> None:
+def _show_change(change: CodeChange, snippet: str, *, key: str) -> None:
     """Show where the code of the run changes, and its diff, settings or lines."""
     st.caption(plain(change.where))
     if not change.text and snippet:
-        st.code(snippet, language="python")
+        show_code(snippet, key=key, language="python")
     for text, language in (
         (change.diff, "diff"),
         (change.settings, "yaml"),
         (change.lines, "python"),
     ):
         if text:
-            st.code(text, language=language)
+            show_code(text, key=f"{key}-{language}", language=language)
 
 
 def _badge(rule: str) -> str:
@@ -359,12 +359,12 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
             on_click="ignore",
             help="fsdp-inspect verify compares the prediction with the run of the plan.",
         )
-        st.code(question.command, language="bash", wrap_lines=True)
+        show_code(question.command, key="advise")
         st.markdown("**2\\. Change the code:**")
-        _show_code(plan.change, plan.snippet)
+        _show_change(plan.change, plan.snippet, key="all-changes")
         st.markdown("**3\\. Record the run and compare it with the prediction:**")
-        for line in plan.verify:
-            st.code(line, language="bash", wrap_lines=True)
+        for place, line in enumerate(plan.verify):
+            show_code(line, key=f"verify-{place}")
 
 
 # --- other plans
@@ -389,16 +389,13 @@ def _show_front(plan: PlanAdvice, question: Question) -> None:
         if plan.replayed_peak_bytes is None:
             st.caption("The peak memory of the plans is unknown\\.")
         else:
-            event = st.plotly_chart(
+            show_chart(
                 draw_front(plan),
-                key="chart-front",
-                config=CONFIG,
-                on_select="rerun",
-                selection_mode="points",
+                key="front",
                 alt=f"{len(plan.front)} plans that no other plan beats in both step time and peak "
                 "memory, and the recorded plan; the table has the numbers",
+                on_click=lambda click: _choose_point(click, plan.front),
             )
-            _follow_click(event["selection"]["points"])
         point = _pick_point(plan.front)
         st.markdown(
             plain(
@@ -409,12 +406,12 @@ def _show_front(plan: PlanAdvice, question: Question) -> None:
         _offer_plan(point.plan, question, key="front", label=PLAN_FILE)
 
 
-def _follow_click(points: Sequence[Mapping[str, Any]]) -> None:
+def _choose_point(click: Click, front: Sequence[ParetoPoint]) -> None:
     """Choose the plan of the clicked point."""
-    clicked = next((one["point_index"] for one in points if one["curve_number"] == 0), None)
-    if clicked is not None and clicked != st.session_state.get(_CLICKED_KEY):
-        st.session_state[_FRONT_KEY] = clicked
-    st.session_state[_CLICKED_KEY] = clicked
+    known = [place for place, point in enumerate(front) if point.peak_bytes is not None]
+    place = click.pick(known) if click.curve == 0 else None
+    if place is not None:
+        st.session_state[_FRONT_KEY] = place
 
 
 def _pick_point(front: Sequence[ParetoPoint]) -> ParetoPoint:

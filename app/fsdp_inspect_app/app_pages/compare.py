@@ -26,6 +26,7 @@ from fsdp_inspect_app.cards import (
 )
 from fsdp_inspect_app.charts.compare import draw_memory_changes, draw_time_changes
 from fsdp_inspect_app.charts.stacks import draw_steps
+from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.empty_states import show_no_runs, show_nothing
 from fsdp_inspect_app.frames.compare import (
     frame_categories,
@@ -497,7 +498,7 @@ def _show_export(contents: ComparisonContents, chosen: Sequence[RunEntry]) -> No
         )
         st.caption("The same in a terminal; `--json` prints JSON:")
         words = ["fsdp-inspect", "compare", *(str(entry.path) for entry in chosen)]
-        st.code(shlex.join(words), language="bash", wrap_lines=True)
+        show_code(shlex.join(words), key="compare")
 
 
 show_page()

@@ -9,10 +9,10 @@ import streamlit as st
 from fsdp_inspect import Run
 from fsdp_inspect.analysis.memory.step import measure_step_memory
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.formatting import MISSING, format_bytes
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
-from fsdp_inspect.report.figures import draw_alive
+from fsdp_inspect.report.charts.results import draw_alive
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.result_types import (
     MemoryGrowth,
@@ -41,7 +41,7 @@ from fsdp_inspect_app.charts.memory import (
     draw_rank_memory,
     draw_step_memory,
 )
-from fsdp_inspect_app.clicks import Click, open_on_click
+from fsdp_inspect_app.drawn_chart import Click
 from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.memory import (
     frame_allocator,
@@ -187,7 +187,7 @@ def _show_step(overview: MemoryOverview, memory: StepMemory | None) -> None:
     show_chart_card(
         f"Memory over step {memory.step}, rank {memory.rank}",
         draw_step_memory(memory),
-        frame_step_memory(memory),
+        partial(frame_step_memory, memory),
         key="memory-step",
         alt=f"Memory at {len(memory.readings)} readings of step {memory.step}; the peak is "
         f"{highest}, {place}",
@@ -231,9 +231,8 @@ def _show_peak(overview: MemoryOverview) -> None:
             note=f"Reached {place}. The owner of memory is the unit that allocated it. The largest "
             f"{len(owners)} of {len(peak.owners)} owners. Click a bar to open its unit. "
             f"{memory_wording.describe_counting(overview)}",
+            on_click=lambda click: open_unit(click.pick([owner.fqn for owner in owners])),
         )
-        fqns = [owner.fqn for owner in owners]
-        open_on_click("chart-memory-alive", lambda click: open_unit(click.pick(fqns)))
     with right:
         _show_places(overview)
     _show_owners(peak, frame)
@@ -251,6 +250,7 @@ def _show_owners(peak: PeakMoment, frame: pd.DataFrame) -> None:
                 **column_formats(frame),
                 "unit": st.column_config.TextColumn(pinned=True, help="Click to open"),
             },
+            placeholder=MISSING,
             key="memory-owners-table",
             on_select="rerun",
             selection_mode="single-cell",
@@ -308,8 +308,8 @@ def _show_growth(run: Run, overview: MemoryOverview, most_grown: MemoryGrowth | 
         key="memory-growth",
         alt=f"Peak memory of {len(steps)} steps, and the allocated memory at their ends. {verdict}",
         note=f"{verdict} Click a step to open it.",
+        on_click=partial(_open_step, {step.step for step in steps}),
     )
-    open_on_click("chart-memory-growth", partial(_open_step, {step.step for step in steps}))
 
 
 def _open_step(steps: Collection[int], click: Click) -> None:
@@ -330,8 +330,8 @@ def _show_ranks(overview: MemoryOverview) -> None:
         alt=f"Peak memory of {len(ranks)} ranks. {spread}",
         note=f"{spread} Peak over all steps. The larger mark is the shown rank. Click a rank to "
         "open it.",
+        on_click=partial(_open_rank, {rank.rank for rank in ranks}),
     )
-    open_on_click("chart-memory-ranks", partial(_open_rank, {rank.rank for rank in ranks}))
 
 
 def _open_rank(ranks: Collection[int], click: Click) -> None:

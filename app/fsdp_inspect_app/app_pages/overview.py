@@ -14,8 +14,7 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, forma
 from fsdp_inspect.metrics import define_metric, find_metric
 from fsdp_inspect.report.advice import describe_recommendation
 from fsdp_inspect.report.causes import format_cause
-from fsdp_inspect.report.figure_style import CONFIG
-from fsdp_inspect.report.figures import (
+from fsdp_inspect.report.charts.results import (
     draw_breakdown,
     draw_dimensions,
     draw_memory,
@@ -50,7 +49,8 @@ from fsdp_inspect_app.cards import (
     show_headline,
     show_table_button,
 )
-from fsdp_inspect_app.clicks import Click, open_on_click
+from fsdp_inspect_app.code_block import show_code
+from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.exports import show_export_button, show_share_button
 from fsdp_inspect_app.finding_list import find_waits, page_of_limit, show_findings
 from fsdp_inspect_app.frames.overview import (
@@ -259,10 +259,9 @@ def _show_step(summary: Summary) -> None:
                 key="breakdown",
                 alt="Parts of the step",
             )
-        st.plotly_chart(
+        show_chart(
             draw_breakdown(breakdown),
-            key="chart-breakdown",
-            config=CONFIG,
+            key="breakdown",
             alt=f"One bar of {format_ns(breakdown.step_time_ns)} with the parts {parts}",
         )
         if summary.exposed is not None and summary.exposed.causes_ns:
@@ -294,10 +293,9 @@ def _show_dimensions(summary: Summary) -> None:
     with show_card(title, key="dimensions") as header:
         with header:
             show_table_button(frame, key="dimensions", alt="Communication by mesh dimension")
-        st.plotly_chart(
+        show_chart(
             draw_dimensions(step),
-            key="chart-dimensions",
-            config=CONFIG,
+            key="dimensions",
             alt=f"One bar of {format_ns(step.exposed_ns)} with the dimensions {exposed}",
         )
         inferred = [row.dimension for row in step.dimensions if row.is_inferred]
@@ -330,15 +328,14 @@ def _show_owners(waits: RankWaits | None, summary: Summary) -> None:
             show_table_button(
                 frame_of(RankWaits.TABLE, exposed.owners), key="owners", alt="Waits by unit"
             )
-        st.plotly_chart(
-            draw_owners(exposed.owners, most=_MOST_OWNERS),
-            key="chart-owners",
-            config=CONFIG,
+        shown = [owner for owner in exposed.owners if owner.exposed_ns][:_MOST_OWNERS]
+        show_chart(
+            draw_owners(shown),
+            key="owners",
             alt=f"Bars of exposed time by unit; longest is {name_owner(top)} in {top.phase} "
             f"with {format_ns(top.exposed_ns)}",
+            on_click=lambda click: open_unit(click.pick([owner.fqn for owner in shown])),
         )
-        fqns = [owner.fqn for owner in exposed.owners]
-        open_on_click("chart-owners", lambda click: open_unit(click.pick(fqns)))
         for owner in exposed.owners[:_TOP_UNITS]:
             _show_owner(owner)
         st.caption(
@@ -381,8 +378,8 @@ def _show_step_times(summary: Summary, times: StepTimes) -> None:
             else ""
         )
         + wording.describe_provenance(summary.provenance, "step"),
+        on_click=partial(_open_step, times),
     )
-    open_on_click("chart-step-times", partial(_open_step, times))
 
 
 def _open_step(times: StepTimes, click: Click) -> None:
@@ -474,11 +471,14 @@ def _show_peak(peak: PeakMoment) -> None:
     )
 
 
+@st.fragment
 def _show_about(manifest: RunManifest, summary: Summary) -> None:
-    with st.expander("About this run"):
-        st.code(
-            " ".join(manifest.command) or "(no command recorded)", language=None, wrap_lines=True
-        )
+    """Show facts about the run, which are made when they are opened."""
+    panel = st.expander("About this run", key="about", on_change="rerun")
+    if not panel.open:
+        return
+    with panel:
+        show_code(" ".join(manifest.command) or "(no command recorded)", key="launch")
         st.dataframe(frame_about(manifest, summary), hide_index=True, alt="Facts about this run")
 
 

@@ -15,8 +15,7 @@ from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import ranks_wording
-from fsdp_inspect.report.figure_style import CONFIG
-from fsdp_inspect.report.figures import draw_breakdown
+from fsdp_inspect.report.charts.results import draw_breakdown
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.result_types import (
     CollectiveSkew,
@@ -41,7 +40,7 @@ from fsdp_inspect_app.cards import (
     show_table,
 )
 from fsdp_inspect_app.charts.ranks import draw_grid, draw_mesh_grid, draw_rank_steps
-from fsdp_inspect_app.clicks import Click, open_on_click
+from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.frames.overview import frame_breakdown
 from fsdp_inspect_app.frames.ranks import (
     frame_grid,
@@ -170,14 +169,13 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
         else f"a sample of {len(grid.ranks)} of {grid.num_all_ranks} ranks"
     )
     with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
-        st.plotly_chart(
+        show_chart(
             draw_grid(grid, rank=rank, step=step),
-            key="chart-rank-grid",
-            config=CONFIG,
+            key="rank-grid",
             alt=f"A map of {metric.label}: {of_all} by {len(grid.steps)} steps. Highest: {amount} "
             f"on rank {highest.rank} in step {highest.step}",
+            on_click=partial(_open_cell, grid),
         )
-        open_on_click("chart-rank-grid", partial(_open_cell, grid))
         page_link(
             "ranks",
             f"Open the highest: rank {highest.rank}, step {highest.step}",
@@ -212,10 +210,9 @@ def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
         columns = _pick_axis(right, "Columns", "mesh columns", others, usual)
         grid = loading.result_of(entry, _measure_mesh, metric=measure, rows=rows, columns=columns)
         st.markdown(plain(ranks_wording.describe_location(grid)))
-        st.plotly_chart(
+        show_chart(
             draw_mesh_grid(grid),
-            key="chart-mesh-grid",
-            config=CONFIG,
+            key="mesh-grid",
             alt=f"A map of {label}: {rows} by {columns}. {ranks_wording.describe_location(grid)}",
         )
         st.caption(
@@ -381,8 +378,8 @@ def _show_rank_steps(grid: RankGrid, rank: int) -> None:
         alt=f"{metric.label} of rank {rank} over {len(grid.steps)} steps and the median of all "
         "ranks",
         note=f"{metric.label.capitalize()}: {metric.definition}. Click a step to open it.",
+        on_click=partial(_open_step, grid, rank),
     )
-    open_on_click("chart-rank-steps", partial(_open_step, grid, rank))
 
 
 def _open_step(grid: RankGrid, rank: int, click: Click) -> None:

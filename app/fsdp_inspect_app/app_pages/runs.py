@@ -25,7 +25,7 @@ from fsdp_inspect_app.selection import (
 from fsdp_inspect_app.summaries import LOOK_AGAIN_S, KnownRuns, summaries_of
 from fsdp_inspect_app.wording import code, plain
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 0.5
 _LOOK_AGAIN_S = 1.0
 _MOST_COMPARED = 8
 _MOST_REASONS = 50

@@ -7,8 +7,7 @@ import streamlit as st
 from fsdp_inspect import Run
 from fsdp_inspect.formatting import MISSING, format_unit
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.figure_style import CONFIG
-from fsdp_inspect.report.figures import UNIT_MEASURES, draw_units
+from fsdp_inspect.report.charts.results import UNIT_MEASURES, draw_units
 from fsdp_inspect.result_types import RunEntry, Summary, UnitCost, UnitCosts
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
@@ -18,7 +17,7 @@ from fsdp_inspect_app.cards import (
     show_csv_button,
     show_headline,
 )
-from fsdp_inspect_app.clicks import open_on_click
+from fsdp_inspect_app.drawn_chart import show_chart
 from fsdp_inspect_app.finding_list import find_waits
 from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, open_unit
@@ -71,15 +70,14 @@ def _show_bars(summary: Summary) -> None:
         # Many bars scroll inside their card, so that the table stays near.
         scrolls = len(summary.units) > _MOST_BARS
         with st.container(height=_BARS_HEIGHT if scrolls else "content", border=False):
-            st.plotly_chart(
+            fqns = [unit.fqn for unit in summary.units]
+            show_chart(
                 draw_units(summary.units, measure=measure),
-                key="chart-units",
-                config=CONFIG,
+                key="units",
                 alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(summary.units)} units, "
                 "in order of execution; the table below has the numbers",
+                on_click=lambda click: open_unit(click.pick(fqns)),
             )
-            fqns = [unit.fqn for unit in summary.units]
-            open_on_click("chart-units", lambda click: open_unit(click.pick(fqns)))
         st.caption(plain(f"{_describe_numbers(summary)} Click a bar to open its unit."))
 
 

@@ -37,6 +37,7 @@ from fsdp_inspect_app.cards import (
     show_table,
 )
 from fsdp_inspect_app.charts.stacks import draw_peaks, draw_steps
+from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.frames.what_if import (
     frame_parts,
     frame_peaks,
@@ -85,7 +86,7 @@ def _show_refusal(reason: str) -> None:
         "The simulation requires recorded units, collectives and compute\\. Imported traces, and "
         "runs without a timed step, do not have them\\. Record the job:"
     )
-    st.code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", language="bash")
+    show_code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", key="record")
 
 
 @st.fragment
@@ -331,15 +332,12 @@ def _show_keep(
                 help="fsdp-inspect verify compares the prediction with the run of the plan.",
             )
         st.caption("The same numbers in a terminal. The address of this page has all settings:")
-        st.code(
-            _command(entry, chosen, knobs, is_linked=is_linked), language="bash", wrap_lines=True
-        )
+        show_code(_command(entry, chosen, knobs, is_linked=is_linked), key="simulate")
         st.caption("After the run of the plan:")
-        st.code(
+        show_code(
             f"fsdp-inspect verify {_PREDICTION_FILE} NEW_RUN --baseline "
             f"{shlex.quote(str(entry.path))}",
-            language="bash",
-            wrap_lines=True,
+            key="verify",
         )
 
 

@@ -1,1 +1,1 @@
-"""Figures of results, one file per topic. Each figure has its table in `frames`."""
+"""Charts of results that only pages show; `fsdp_inspect.report.charts` draws them."""

@@ -1,7 +1,7 @@
 """Render a run or a comparison as one HTML file: the verdict, the numbers, then their methods.
 
-The file has no script and loads nothing. Its content security policy forbids requests. Bars are
-styled boxes and lines are inline SVG, so a report has about 60 KB and prints well (plotly would add
+The file has no script and loads nothing. Its content security policy forbids requests. Its charts
+are the dashboard's (`report.charts`), so a report has about 60 KB and prints well (plotly would add
 4.8 MB to each file). The templates escape all text from the run.
 """
 
@@ -15,8 +15,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
+from markupsafe import Markup
 
 from fsdp_inspect import formatting
+from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import CAUSES, list_causes
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.prefetch import GATHERS
@@ -27,8 +29,14 @@ from fsdp_inspect.columns import Column
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST, Judgement, Telling
 from fsdp_inspect.metrics import Better, define_metric, find_metric
 from fsdp_inspect.report import palette, wording
+from fsdp_inspect.report.charts.chart import Chart, read_style
+from fsdp_inspect.report.charts.results import (
+    draw_breakdown,
+    draw_memory,
+    draw_scalar,
+    draw_step_times,
+)
 from fsdp_inspect.report.html.contents import ComparisonContents, RunContents
-from fsdp_inspect.report.html.lines import ChartLine, LineChart, draw_lines
 from fsdp_inspect.report.values import format_kind, format_method, format_metric
 from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.version import __version__
@@ -37,9 +45,6 @@ MOST_OWNERS = 40
 """The most owners of exposed communication to list."""
 MOST_RANKS = 256
 """The most ranks to list."""
-_ROOM_FOR_WARMUP = 1.25
-_LABELLED_RATIO = 0.11
-"""The smallest fraction of a bar's width with room for a label."""
 _PARTS = {part.label: part for part in StepPart}
 
 
@@ -144,7 +149,8 @@ def _environment() -> Environment:
         "tables": _TABLES,
         "methods": _methods,
         "largest": _largest,
-        "has_room": lambda part, whole: part > _LABELLED_RATIO * whole,
+        "draw_stack": _draw_stack,
+        "chart_style": Markup(read_style()),
         "part_names": frozenset(_PARTS),
         "telling_words": _TELLINGS,
         "tendency": _tendency,
@@ -232,63 +238,40 @@ def _methods(methods: Mapping[str, str]) -> list[tuple[str, str]]:
     ]
 
 
-def _charts(contents: RunContents) -> dict[str, LineChart | None]:
+@dataclass(frozen=True, slots=True)
+class _DescribedChart:
+    """A chart, and the same in one sentence for screen readers."""
+
+    markup: Markup
+    alt: str
+
+
+def _charts(contents: RunContents) -> dict[str, _DescribedChart | None]:
+    times, over_steps = contents.times, contents.digest.memory.over_steps
+    loss = next((one for one in contents.scalars if one.name == "loss"), None)
+    warmup = times.selection.warmup
     return {
-        "step_time": _draw_step_times(contents.times),
-        "memory": _draw_memory(contents),
-        "loss": _draw_loss(contents),
+        "step_time": _described(
+            draw_step_times(times),
+            f"Step time of each of {len(times.over_steps)} steps, and the part of it that is "
+            "exposed communication.",
+        ),
+        "memory": _described(
+            draw_memory(over_steps, warmup),
+            f"Highest memory of each of {len(over_steps)} sampled steps.",
+        ),
+        "loss": None
+        if loss is None
+        else _described(
+            draw_scalar(loss, warmup),
+            f"Loss of {len(loss.steps)} steps, as the training loop logged it.",
+        ),
     }
 
 
-def _bands(times: StepTimes) -> Sequence[tuple[Sequence[int], str]]:
-    return (
-        (times.selection.warmup, "warm-up"),
-        (times.selection.memory, "memory step"),
-    )
+def _described(chart: Chart | None, alt: str) -> _DescribedChart | None:
+    return None if chart is None else _DescribedChart(Markup(chart.markup), alt)
 
 
-def _draw_step_times(times: StepTimes) -> LineChart | None:
-    points = times.over_steps
-    steps = [point.step for point in points]
-    timed = [point.step_time_ns for point in points if point.is_timed]
-    spread = times.step_time_ns
-    return draw_lines(
-        [
-            ChartLine("step time", steps, [point.step_time_ns for point in points]),
-            ChartLine("of it exposed", steps, [point.exposed_ns for point in points], "area"),
-        ],
-        alt=f"Step time of each of {len(points)} steps, and the part of it that is exposed "
-        "communication.",
-        format_value=formatting.format_ns,
-        # Cut off warm-up steps: their height would flatten the timed steps.
-        top=_ROOM_FOR_WARMUP * max(timed) if timed else None,
-        bands=_bands(times),
-        level=spread.typical if spread else None,
-    )
-
-
-def _draw_memory(contents: RunContents) -> LineChart | None:
-    over_steps = contents.digest.memory.over_steps
-    steps = [step.step for step in over_steps]
-    reserved = [step.highest_reserved_bytes for step in over_steps]
-    lines = [ChartLine("allocated", steps, [step.highest_allocated_bytes for step in over_steps])]
-    if any(value is not None for value in reserved):
-        lines.append(ChartLine("reserved", steps, reserved, "second"))
-    return draw_lines(
-        lines,
-        alt=f"Highest memory of each of {len(steps)} sampled steps.",
-        format_value=formatting.format_bytes,
-        bands=_bands(contents.times)[:1],
-    )
-
-
-def _draw_loss(contents: RunContents) -> LineChart | None:
-    series = next((one for one in contents.scalars if one.name == "loss"), None)
-    if series is None:
-        return None
-    return draw_lines(
-        [ChartLine("loss", series.steps, series.values)],
-        alt=f"Loss of {len(series.steps)} steps, as the training loop logged it.",
-        format_value=lambda value: f"{value:.4g}",
-        from_zero=False,
-    )
+def _draw_stack(breakdown: StepBreakdown, whole_ns: int | None) -> Markup:
+    return Markup(draw_breakdown(breakdown, high_ns=whole_ns).markup)

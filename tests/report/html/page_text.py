@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 ASKING = {"src", "href", "srcset", "action", "data", "poster", "background", "ping"}
 VOID = {"meta", "link", "br", "img", "input", "hr"}
-SELF_CLOSING = {"line", "polyline", "path"}
+SELF_CLOSING = {"line", "path", "rect"}
 
 
 class Page(HTMLParser):

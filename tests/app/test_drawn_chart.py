@@ -1,7 +1,7 @@
 """Clicks from the browser are checked before they are used."""
 
 import pytest
-from fsdp_inspect_app.clicks import Click, read_click
+from fsdp_inspect_app.drawn_chart import Click, read_click
 
 
 @pytest.mark.parametrize(
@@ -11,8 +11,8 @@ def test_a_click_picks_what_its_row_stands_for(row, expected):
     assert Click(0, row, 0).pick(["a", "b"]) == expected
 
 
-def test_a_click_names_the_point_and_its_trace():
-    assert read_click({"x": 7, "y": 2, "curve": 0}) == Click(7, 2, 0)
+def test_a_click_names_the_point_and_its_line():
+    assert read_click({"column": 7, "row": 2, "curve": 1}) == Click(7, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,7 @@ def test_a_click_names_the_point_and_its_trace():
     [
         pytest.param(None, id="nothing was clicked"),
         pytest.param("rank 2", id="a text"),
-        pytest.param({"x": 7, "y": 2}, id="no trace"),
-        pytest.param({"x": 7, "y": 2, "curve": "0"}, id="a text as trace"),
+        pytest.param({"column": 7, "row": 2, "curve": "0"}, id="a text as line"),
     ],
 )
 def test_what_is_no_click_is_as_if_nothing_was_clicked(told):

@@ -1,0 +1,28 @@
+"""Show a command or code with a button that copies it.
+
+Streamlit's own code block loads a highlighter of 1.5 MB on each page that has a block, which takes
+up to half a second of the browser's time.
+"""
+
+from pathlib import Path
+
+import streamlit as st
+
+COMPONENT = "fsdp_inspect_code"
+
+_mount = st.components.v2.component(
+    COMPONENT,
+    js=Path(__file__).with_name("code_block.js").read_text(encoding="utf-8"),
+    isolate_styles=False,  # the style sheet is on the page once
+)
+
+
+def show_code(text: str, *, key: str, language: str = "bash") -> None:
+    """Show text as it is, with a button that copies it.
+
+    Args:
+        text: The command or code.
+        key: Unique on the page.
+        language: Of the text; `bash` for what a shell runs.
+    """
+    _mount(data={"text": text, "language": language}, key=f"code-{key}")

@@ -1,0 +1,273 @@
+"""Draw the main results of a run. Nothing is computed here."""
+
+from collections.abc import Sequence
+
+from fsdp_inspect.analysis.breakdown import StepBreakdown
+from fsdp_inspect.analysis.exposed import ExposedOwner
+from fsdp_inspect.analysis.memory.peak import MemoryOfStep, PeakMoment
+from fsdp_inspect.analysis.scalars import ScalarSeries
+from fsdp_inspect.analysis.step_times import StepTimes
+from fsdp_inspect.analysis.units import UnitCost
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_category,
+    format_count,
+    format_ns,
+    format_owner,
+    format_ratio,
+    format_unit,
+)
+from fsdp_inspect.metrics import MetricUnit
+from fsdp_inspect.report import palette
+from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, stack
+from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
+from fsdp_inspect.report.charts.lines import Line, Lines, draw_lines, shade
+from fsdp_inspect.report.palette import Look
+from fsdp_inspect.trace.codes import StepPart
+
+_LABELLED_RATIO = 0.05
+_ROOM_FOR_WARMUP = 1.25
+_PARTS = {part.label: part for part in StepPart}
+
+
+def draw_breakdown(breakdown: StepBreakdown, *, high_ns: int | None = None) -> Chart:
+    """One step as one bar whose parts add up to it.
+
+    Args:
+        breakdown: The step.
+        high_ns: The right end of the axis; default the step.
+    """
+    parts = [
+        (palette.PART_LOOKS[_PARTS[part.name]], part)
+        for part in breakdown.parts
+        if part.duration_ns
+    ]
+    bars = stack(
+        (
+            look,
+            part.duration_ns,
+            f"{look.label}: {format_ns(part.duration_ns)}, {format_ratio(part.ratio)} of the step",
+            f"{look.label}\n{format_ns(part.duration_ns)}" if part.ratio > _LABELLED_RATIO else "",
+        )
+        for look, part in parts
+    )
+    return draw_bars(
+        [Row("", bars)],
+        MetricUnit.NS,
+        high=high_ns or breakdown.step_time_ns,
+        legend=[(look, f"{look.label} {format_ns(part.duration_ns)}") for look, part in parts],
+        style="chart-tall",
+    )
+
+
+_DIMENSION_COLOURS = {
+    "replicate": "#D55E00",
+    "shard": "#0072B2",
+    "cp": "#56B4E9",
+    "tp": "#009E73",
+    "ep": "#CC79A7",
+    "pp": "#E69F00",
+    "world": "#999999",
+    "other": "#666666",
+}
+_OWN_NAME_COLOUR = "#F0E442"
+
+
+def draw_dimensions(breakdown: StepBreakdown) -> Chart:
+    """The exposed waits of a step as one bar, split by mesh dimension."""
+    parts = [
+        (
+            Look(
+                row.dimension,
+                _DIMENSION_COLOURS.get(row.dimension, _OWN_NAME_COLOUR),
+                "#FFFFFF",
+                hatched=True,
+            ),
+            row,
+        )
+        for row in breakdown.dimensions
+    ]
+    bars = stack(
+        (
+            look,
+            row.exposed_ns,
+            f"{row.dimension}: {format_ns(row.exposed_ns)}, "
+            f"{format_ratio(row.step_ratio)} of the step",
+            "",
+        )
+        for look, row in parts
+    )
+    return draw_bars(
+        [Row("", bars)],
+        MetricUnit.NS,
+        high=max(breakdown.exposed_ns, 1),
+        legend=[(look, f"{row.dimension} {format_ns(row.exposed_ns)}") for look, row in parts],
+    )
+
+
+def draw_owners(owners: Sequence[ExposedOwner]) -> Chart:
+    """The units that are waited for, longest on top; one bar an owner."""
+    looks = [palette.look_of_wait(owner.kind, owner.fqn) for owner in owners]
+    rows = []
+    for owner, look in zip(owners, looks, strict=True):
+        name = format_owner(owner.fqn, owner.is_fsdp, owner.dimension)
+        time = format_ns(owner.exposed_ns)
+        bar = Bar(0, owner.exposed_ns, look, f"{name}: {time} exposed per step in {owner.phase}")
+        rows.append(Row(f"{name} · {owner.phase}", (bar,), time))
+    legend = [(look, look.label) for look in looks]
+    return draw_bars(rows, MetricUnit.NS, legend=legend)
+
+
+def draw_step_times(times: StepTimes) -> Chart | None:
+    """Step time and its exposed part over the steps, with the steps that do not count shaded."""
+    points = times.over_steps
+    steps = [point.step for point in points]
+    timed = [point.step_time_ns for point in points if point.is_timed]
+    spread = times.step_time_ns
+    return draw_lines(
+        Lines(
+            [
+                Line("exposed part", steps, [point.exposed_ns for point in points], "area"),
+                Line("step time", steps, [point.step_time_ns for point in points]),
+            ],
+            MetricUnit.NS,
+            format_value=format_ns,
+            # Cut off warm-up steps: their height would flatten the timed steps.
+            top=_ROOM_FOR_WARMUP * max(timed) if timed else None,
+            boxes=[
+                *shade(times.selection.warmup, "warm-up"),
+                *shade(times.selection.memory, "memory step"),
+            ],
+            level=(spread.typical, f"typical {format_ns(spread.typical)}") if spread else None,
+            band=(spread.p10, spread.p90) if spread else None,
+        )
+    )
+
+
+def draw_scalar(series: ScalarSeries, warmup: Sequence[int]) -> Chart | None:
+    """One logged number over the steps."""
+    return draw_lines(
+        Lines(
+            [Line(series.name, series.steps, series.values)],
+            boxes=shade(warmup, "warm-up"),
+            from_zero=False,
+        )
+    )
+
+
+def draw_memory(steps: Sequence[MemoryOfStep], warmup: Sequence[int]) -> Chart | None:
+    """The highest memory of each step."""
+    numbers = [step.step for step in steps]
+    reserved = [step.highest_reserved_bytes for step in steps]
+    lines = [Line("allocated", numbers, [step.highest_allocated_bytes for step in steps])]
+    if any(value is not None for value in reserved):
+        lines.append(Line("reserved", numbers, reserved, "second"))
+    return draw_lines(
+        Lines(
+            lines,
+            MetricUnit.BYTES,
+            format_value=format_bytes,
+            boxes=shade(warmup, "warm-up"),
+        )
+    )
+
+
+def draw_peak(peak: PeakMoment) -> Chart:
+    """What fills memory at the highest moment, largest category on top."""
+    return draw_bars(
+        [
+            Row(
+                format_category(one.category),
+                (Bar(0, one.bytes, NEUTRAL, format_bytes(one.bytes)),),
+                format_bytes(one.bytes),
+            )
+            for one in peak.categories
+        ],
+        MetricUnit.BYTES,
+    )
+
+
+UNIT_MEASURES = {
+    "exposed": "Exposed communication of each unit, per step",
+    "compute": "Forward and backward of each unit, per step",
+    "collective duration": "Duration of one collective of each unit",
+    "parameters": "Parameters of each unit",
+}
+"""What the bars of units can show, and the title of each."""
+
+
+def draw_units(units: Sequence[UnitCost], *, measure: str) -> Chart:
+    """Every unit as a bar, in order of execution from the top.
+
+    Args:
+        units: What to draw.
+        measure: One of `UNIT_MEASURES`.
+    """
+    parts = [_unit_parts(unit, measure) for unit in units]
+    looks = list(dict.fromkeys(look for own in parts for look, value in own if value))
+    is_grouped, is_count = measure == "collective duration", measure == "parameters"
+    format_value = format_count if is_count else format_ns
+    rows = []
+    for unit, own in zip(units, parts, strict=True):
+        name = format_unit(unit.fqn)
+        told = [
+            (look, value, f"{name}: {format_value(value)} {look.label}", "")
+            for look, value in own
+            if value
+        ]
+        bars = stack(told)
+        if is_grouped:
+            bars = tuple(
+                Bar(0, value, look, tip, lane=looks.index(look)) for look, value, tip, _ in told
+            )
+        rows.append(Row(name, bars))
+    return draw_bars(
+        rows,
+        MetricUnit.COUNT if is_count else MetricUnit.NS,
+        legend=[(look, look.label) for look in looks] if len(looks) > 1 else (),
+        lanes=max(len(looks), 1) if is_grouped else 1,
+    )
+
+
+def _unit_parts(unit: UnitCost, measure: str) -> Sequence[tuple[Look, float | None]]:
+    match measure:
+        case "exposed":
+            return (
+                (palette.EXPOSED_ALL_GATHER, unit.all_gather.exposed_ns),
+                (palette.EXPOSED_REDUCE_SCATTER, unit.reduce_scatter.exposed_ns),
+                (palette.EXPOSED_ALL_REDUCE, unit.all_reduce.exposed_ns),
+            )
+        case "compute":
+            return (palette.FORWARD, unit.forward_ns), (palette.BACKWARD, unit.backward_ns)
+        case "collective duration":
+            return (
+                (palette.ALL_GATHER, unit.all_gather.duration_ns),
+                (palette.REDUCE_SCATTER, unit.reduce_scatter.duration_ns),
+                (palette.ALL_REDUCE, unit.all_reduce.duration_ns),
+            )
+        case "parameters":
+            return ((palette.OTHER, unit.num_parameters),)
+    raise ValueError(
+        f"Bars of units cannot show {measure!r}. They show {', '.join(UNIT_MEASURES)}."
+    )
+
+
+def draw_alive(peak: PeakMoment, *, most: int) -> Chart:
+    """What is alive at the peak: a bar for each owning unit, its parts by category."""
+    rows, legend = [], []
+    looks = [(one.category, palette.MEMORY_LOOKS[one.category]) for one in peak.categories]
+    for owner in peak.owners[:most]:
+        name = "(no unit)" if owner.fqn is None else format_unit(owner.fqn)
+        amounts = {one.category: one.bytes for one in owner.categories}
+        parts = [
+            (look, amounts[category], f"{name}: {format_bytes(amounts[category])} {look.label}", "")
+            for category, look in looks
+            if amounts.get(category)
+        ]
+        legend += [look for look, *_ in parts]
+        rows.append(Row(name, stack(parts), format_bytes(owner.bytes)))
+    return draw_bars(
+        rows,
+        MetricUnit.BYTES,
+        legend=[(look, look.label) for _, look in looks if look in legend],
+    )
