@@ -55,9 +55,9 @@ _MOST_NAMED = 6
 _DETAILS_PX = 82
 _CANVAS = "timeline"
 _KEYS = (
-    "Click a span to see its details. Hatching marks exposed waits. Wheel or W S zooms, drag or A D "
-    "pans, Shift+drag measures, double-click fits, / finds a unit, a click on the name of a rank "
-    "pins it, ? lists all keys."
+    "Click a span to see its details. Hatching marks exposed waits. Wheel or W S zooms, drag or "
+    "A D pans, Shift+drag measures, double-click fits, / finds a unit, a click on the name of a "
+    "rank pins it, ? lists all keys."
 )
 _PERCENTILES = (("p10", 0.1), ("p90", 0.9), ("slowest", 1.0))
 _MARKS = ("typical", "p10", "p90", "slowest")
