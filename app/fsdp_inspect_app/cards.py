@@ -15,6 +15,9 @@ from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.frames.values import to_csv
 from fsdp_inspect_app.wording import plain
 
+_SCALED = ("(ms)", "(GB/s)", "(MiB)")
+"""The ends of the names of columns whose values share a unit."""
+
 
 def show_headline(markdown: str) -> None:
     """Show the headline of the page."""
@@ -132,7 +135,8 @@ def column_formats(frame: pd.DataFrame) -> dict[str, ColumnConfig]:
     definitions, units = frame.attrs.get("definitions", {}), frame.attrs.get("units", {})
     formats: dict[str, ColumnConfig] = {}
     for column in frame.columns:
-        digits, definition = _digits(column, units.get(column)), definitions.get(column)
+        digits = _digits(column, units.get(column), frame[column])
+        definition = definitions.get(column)
         if digits is not None:
             formats[column] = st.column_config.NumberColumn(format=digits, help=definition)
         elif definition is not None:
@@ -140,10 +144,11 @@ def column_formats(frame: pd.DataFrame) -> dict[str, ColumnConfig]:
     return formats
 
 
-def _digits(column: str, unit: str | None) -> str | None:
-    if column.endswith(("(ms)", "(GB/s)")):
-        return "%.3f"
-    if column.endswith("(MiB)"):
-        return "%.1f"
+def _digits(column: str, unit: str | None, values: pd.Series) -> str | None:
+    """The format of a column: one unit scale, and three digits for its largest value."""
+    if column.endswith(_SCALED):
+        largest = pd.to_numeric(values, errors="coerce").abs().max()
+        num_whole = len(f"{largest:.0f}") if largest >= 1 else 0
+        return f"%.{max(0, 3 - num_whole)}f"
     is_ratio = unit == MetricUnit.RATIO or column in ("share of the step", "overlap")
     return "percent" if is_ratio else None

@@ -68,6 +68,7 @@ _GO = """address => {
 """Like the browser's back button: the page's script runs in the existing session."""
 _GO_MS = 10_000
 """The time limit for a script to start; after it, the page is loaded."""
+_RESIZED_MS = 5_000
 _MOVES_BY_ITSELF = "live"
 """A page whose script runs periodically. Such a run looks like that of the next page."""
 
@@ -137,9 +138,16 @@ def _wait_until_healthy(address: str, server: subprocess.Popen[bytes], log: Path
 
 
 def fits_the_window(page: Page) -> bool:
-    """Whether no visible part of the page requires horizontal scrolling."""
-    main = page.get_by_test_id("stMain")
-    return bool(main.evaluate("main => main.scrollWidth <= main.clientWidth"))
+    """Whether no visible part of the page requires scrolling sideways, once tables have resized."""
+    fits = """() => {
+        const main = document.querySelector("[data-testid=stMain]");
+        return main.scrollWidth <= main.clientWidth;
+    }"""
+    try:
+        page.wait_for_function(fits, timeout=_RESIZED_MS)
+    except PlaywrightTimeout:
+        return False
+    return True
 
 
 class Dashboard:

@@ -87,13 +87,16 @@ def diagnose_run(runs: Path) -> dict[str, Any]:
     """The JSON of `fsdp-inspect diagnose` for the only run in a folder."""
     run = next(runs.iterdir())
     command = [sys.executable, "-m", "fsdp_inspect", "diagnose", str(run), "--json"]
-    outputs = (runs.parent / "diagnosis", runs.parent / "diagnosis-stderr")
-    with outputs[0].open("ab") as stdout, outputs[1].open("ab") as stderr, _STARTING:
-        process = ForkedProcess(command, stdout=stdout, stderr=stderr)
-    code = process.wait(300)
-    text = outputs[0].read_text()
-    if code not in (0, 1, 2) or not text:
-        raise RuntimeError(f"diagnose failed: {outputs[1].read_text()}")
+    for attempt in range(2):  # a busy fork server loses an exit code now and then
+        outputs = tuple(runs.parent / f"{name}-{attempt}" for name in ("diagnosis", "stderr"))
+        with outputs[0].open("ab") as stdout, outputs[1].open("ab") as stderr, _STARTING:
+            process = ForkedProcess(command, stdout=stdout, stderr=stderr)
+        code = process.wait(300)
+        text = outputs[0].read_text()
+        if code in (0, 1, 2) and text:
+            break
+    else:
+        raise RuntimeError(f"diagnose failed with {code}: {outputs[1].read_text()}")
     found: dict[str, Any] = json.loads(text)
     return found | {"exit_code": code}
 

@@ -21,7 +21,7 @@ _PHASE_LOOKS = {
 _NAMED_RATIO = 0.06
 _MOST, _END = NEUTRAL.colour, palette.OPTIMIZER.colour
 _RESERVED, _SHOWN = "#B9C0C7", "#D55E00"
-_STRIP_COLOURS = ("#5B6975", "#6B7C8D")
+_STRIP_COLOURS = ("#5B6975", "#647587")
 _MOST_BOXES = 400
 """Of the strip of units: more would be a few pixels wide."""
 
