@@ -27,7 +27,8 @@ ON_REAL_CLOCK = ("garbage-of-one", "rank", "neighbours")
 ON_A_FREE_CORE = "neighbours"
 """Other processes only cause a change on a core that was free before."""
 NUM_TRIES = 2
-QUICK = ("data", "garbage", "checkpoint", "garbage-of-one")
+QUICK = ("data", "garbage", "checkpoint")
+"""On the virtual clock, so that a busy machine changes nothing."""
 
 pytestmark = pytest.mark.distributed
 
@@ -43,8 +44,10 @@ def record(
         folder = tmp_path_factory.mktemp("drift")
         real = [cause for cause in causes if cause in ON_REAL_CLOCK]
         virtual = [cause for cause in causes if cause not in ON_REAL_CLOCK]
-        torchrun(SCRIPT, folder, *virtual, num_ranks=3, environment=environment)
-        run_ranks(SCRIPT, folder, *real, num_ranks=3, environment=environment)
+        if virtual:
+            torchrun(SCRIPT, folder, *virtual, num_ranks=3, environment=environment)
+        if real:
+            run_ranks(SCRIPT, folder, *real, num_ranks=3, environment=environment)
         return folder
 
     return run
