@@ -74,8 +74,12 @@ def format_ratio(value: float | None) -> str:
 
 def format_times(factor: float) -> str:
     """Format a factor: `75.5x`, `2,000x`."""
-    digits = max(0, 3 - len(f"{factor:.0f}"))
-    return f"{factor:,.{digits}f}x"
+    return f"{factor:,.{num_decimals(factor)}f}x"
+
+
+def num_decimals(value: float) -> int:
+    """The decimals that give a value of at least 1 three digits: 0 from 100 on."""
+    return max(0, 3 - len(f"{value:.0f}"))
 
 
 def format_signed(ratio: float) -> str:

@@ -8,7 +8,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 from streamlit.elements.lib.column_types import ColumnConfig
 
-from fsdp_inspect.formatting import MISSING
+from fsdp_inspect.formatting import MISSING, num_decimals
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect_app.drawn_chart import Click, show_chart
@@ -148,7 +148,6 @@ def _digits(column: str, unit: str | None, values: pd.Series) -> str | None:
     """The format of a column: one unit scale, and three digits for its largest value."""
     if column.endswith(_SCALED):
         largest = pd.to_numeric(values, errors="coerce").abs().max()
-        num_whole = len(f"{largest:.0f}") if largest >= 1 else 0
-        return f"%.{max(0, 3 - num_whole)}f"
+        return f"%.{num_decimals(largest) if largest >= 1 else 3}f"
     is_ratio = unit == MetricUnit.RATIO or column in ("share of the step", "overlap")
     return "percent" if is_ratio else None

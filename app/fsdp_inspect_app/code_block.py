@@ -23,6 +23,6 @@ def show_code(text: str, *, key: str, language: str = "bash") -> None:
     Args:
         text: The command or code.
         key: Unique on the page.
-        language: Of the text; `bash` for what a shell runs.
+        language: The language of the text; `bash` for commands.
     """
     _mount(data={"text": text, "language": language}, key=f"code-{key}")

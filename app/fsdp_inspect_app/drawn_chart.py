@@ -26,21 +26,21 @@ _mount = st.components.v2.component(
 
 @dataclass(frozen=True, slots=True)
 class Click:
-    """A point of a chart, as the browser names it: not yet known to be one."""
+    """A clicked point as the browser reports it, which may not exist in the chart."""
 
     at_column: object
-    """Where it is on the x axis: a number, or the name of a column."""
+    """The position on the x axis: a number, or the name of a column."""
     at_row: object
     """The number of a bar, of a point in its line, or the name of a row."""
     curve: int = 0
     """Which line of the chart."""
 
     def column(self) -> int | None:
-        """The whole number at which it is on the x axis; None if that is none."""
+        """The position on the x axis; None if it is not a whole number."""
         return _whole(self.at_column)
 
     def row(self) -> int | None:
-        """The number of its row; None if that is none."""
+        """The number of the row; None if it is not a whole number."""
         return _whole(self.at_row)
 
     def pick(self, rows: Sequence[T]) -> T | None:
@@ -55,10 +55,10 @@ def show_chart(
     """Show a chart.
 
     Args:
-        chart: The drawn chart; None: there is no value to draw.
+        chart: The drawn chart; None if there is no value to draw.
         key: Unique on the page, of letters, digits and hyphens.
-        alt: The chart in one sentence, for those who cannot see it.
-        on_click: Called with the point that was just clicked, which need not be one.
+        alt: The chart in one sentence, for screen readers.
+        on_click: Called with the clicked point, which may not exist in the chart.
     """
     if chart is None:
         st.caption("No value to draw\\.")
@@ -79,7 +79,7 @@ def show_chart(
 
 
 def read_click(told: Any) -> Click | None:
-    """What the browser tells of a click; None where it makes no sense."""
+    """The click that the browser reports; None if it is invalid."""
     if not isinstance(told, dict) or not isinstance(told.get("curve", 0), int):
         return None
     return Click(told.get("column"), told.get("row"), told.get("curve", 0))

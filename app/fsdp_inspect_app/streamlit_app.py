@@ -31,7 +31,7 @@ _SIDEBAR_PX = 264
 _MOST_LETTERS = 200
 
 
-def pick_run(*, is_live: bool) -> None:
+def pick_run(pages: list[PageFile]) -> None:
     """Show the run picker, starting with the run in the address."""
     ids = [entry.id for entry in loading.list_entries()]
     if not ids:
@@ -41,7 +41,7 @@ def pick_run(*, is_live: bool) -> None:
         chosen = st.selectbox("Run", ids, key=RUN_KEY, on_change=forget_lost_run)
     link(RUN_KEY, chosen)
     with st.sidebar:
-        show_command_palette(visible_pages(is_live=is_live), ids, chosen)
+        show_command_palette(pages, ids, chosen)
     lost = lost_run()
     if lost is not None:
         st.warning(
@@ -51,20 +51,20 @@ def pick_run(*, is_live: bool) -> None:
         )
 
 
-def make_page(file: PageFile, *, is_live: bool) -> st.Page:
-    """One page of the navigation, which lists Live only for a run that is being recorded."""
+def make_page(file: PageFile, *, is_listed: bool) -> st.Page:
+    """One page, which the navigation lists or hides."""
     return st.Page(
         file.path,
         title=file.title,
         icon=file.icon,
         url_path=file.address,
         default=file.name == FIRST,
-        visibility="visible" if is_live or file.name != LIVE else "hidden",
+        visibility="visible" if is_listed else "hidden",
     )
 
 
 def visible_pages(*, is_live: bool) -> list[PageFile]:
-    """The pages that the navigation lists."""
+    """The pages that the navigation lists: Live only for a run that is being recorded."""
     files = [file for section in SECTIONS.values() for file in section if file.exists]
     return [file for file in files if is_live or file.name != LIVE]
 
@@ -91,9 +91,9 @@ def open_first() -> None:
 st.set_page_config(layout="wide", page_icon=_ICON, initial_sidebar_state=_SIDEBAR_PX)
 st.logo(str(_HERE / "logo.svg"), size="large", icon_image=_ICON)
 st.html(f"<style>{(_HERE / 'page.css').read_text(encoding='utf-8')}{read_style()}</style>")
-is_live = is_chosen_live()
+listed = visible_pages(is_live=is_chosen_live())
 menu = {
-    section: [make_page(file, is_live=is_live) for file in files if file.exists]
+    section: [make_page(file, is_listed=file in listed) for file in files if file.exists]
     for section, files in SECTIONS.items()
 }
 menu[""].append(st.Page(open_first, title=FIRST, url_path=FIRST, visibility="hidden"))
@@ -101,7 +101,7 @@ page = st.navigation(menu)
 show_title(page.title)
 st.set_page_config(page_title=f"{page.title} - FSDP Inspect")
 require_login()
-pick_run(is_live=is_live)
+pick_run(listed)
 try:
     page.run()
 except Exception as error:  # the page shows the error, and the log has the traceback
