@@ -31,8 +31,13 @@ def test_every_run_is_listed_with_its_status(states_server, tab):
     dashboard = tab(states_server)
     dashboard.open("")
     dashboard.page.wait_for_function(
-        "() => !document.querySelector('[data-testid=stProgress]')", timeout=60_000
+        """() => {
+            const rows = document.querySelector("[data-testid=stDataFrame] tbody");
+            return rows?.querySelector("td") && !rows.textContent.includes("being read");
+        }""",
+        timeout=60_000,
     )
+    dashboard.settle()
     assert dashboard.headline().startswith(f"{len(RUNS)} runs. Fastest: ")
     statuses = {cells[0]: cells[1] for cells in listed(dashboard)}
     assert statuses == {
