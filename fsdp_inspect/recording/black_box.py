@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -53,37 +53,61 @@ class Pending(Protocol):
     """The number that connects the rows of one collective."""
 
 
+class Digests(list[int]):
+    """The digests of a communicator's newest beginnings, the oldest first.
+
+    The training thread appends and a background thread reads. The number of the first digest is
+    part of the list, so that one read gives both: the training thread replaces the list as a whole
+    when it drops old digests.
+    """
+
+    __slots__ = ("first",)
+
+    def __init__(self, first: int = 1, digests: Iterable[int] = ()) -> None:
+        super().__init__(digests)
+        self.first = first
+        """The number of collectives that the first digest covers."""
+
+
 class Order:
     """The order of one communicator's collectives on this rank, as digests of its beginnings."""
 
-    __slots__ = ("digests", "first", "group", "index", "last")
+    __slots__ = ("digests", "group", "index", "last")
 
     def __init__(self, index: int, group: Communicator) -> None:
         self.index = index
         self.group = group
         self.last = 0
         """The digest of all collectives so far."""
-        self.first = 1
-        """The number of collectives that the first kept digest covers."""
-        self.digests: list[int] = []
-        """The digests after the first `first`, `first + 1`, ... collectives."""
+        self.digests = Digests()
 
     @property
     def count(self) -> int:
         """The number of collectives so far."""
-        return self.first + len(self.digests) - 1
+        digests = self.digests
+        return digests.first + len(digests) - 1
 
     def digest_at(self, count: int) -> int | None:
         """The digest of the first `count` collectives; None: not yet issued, or dropped."""
-        place = count - self.first
         digests = self.digests
+        place = count - digests.first
         return digests[place] if 0 <= place < len(digests) else None
+
+    def newest(self, limit: int) -> tuple[int, list[int]]:
+        """The number of collectives, and their last digests, at most `limit`.
+
+        The training thread may append meanwhile: the digests end at the returned number.
+        """
+        digests = self.digests
+        length = len(digests)
+        return digests.first + length - 1, digests[max(length - limit, 0) : length]
 
     def forget_old(self) -> None:
         """Keep the digests of the newest collectives only."""
-        surplus = len(self.digests) - CAPACITY
+        digests = self.digests
+        surplus = len(digests) - CAPACITY
         if surplus > CAPACITY:  # seldom, because it moves the whole list
-            self.first, self.digests = self.first + surplus, self.digests[surplus:]
+            self.digests = Digests(digests.first + surplus, digests[surplus:])
 
 
 class BlackBoxWriter:
@@ -128,7 +152,7 @@ class BlackBoxWriter:
                 order = self._add_group(group)
             sequence, digest = _RANK_LOCAL, order.last
             if kind != _POINT_TO_POINT:
-                sequence = order.first + len(order.digests) - 1
+                sequence = order.digests.first + len(order.digests) - 1
                 size = 0 if kind in _UNEVEN else message_bytes
                 # When the recorder attaches, another thread may be in the middle of its
                 # collectives. These are not compared, but they still take positions.
@@ -195,8 +219,9 @@ class BlackBoxWriter:
     def end_step(self, step: int) -> None:
         """Note the step that begins, and drop old collectives."""
         _STEP.pack_into(self._buffer, STEP_OFFSET, step)
-        for order in self.orders:
-            order.forget_old()
+        with self._issuing:  # an append to a list that is replaced would be lost
+            for order in self.orders:
+                order.forget_old()
         oldest = self.num_issued - CAPACITY
         for identity, (number, _) in list(self._pending.items()):
             if number > oldest:
@@ -210,11 +235,14 @@ class BlackBoxWriter:
             self._add_text(layout.encode_place(number, place))
 
     def _add_group(self, group: dist.ProcessGroup) -> Order:
-        ranks = tuple(dist.get_process_group_ranks(group))
-        known = Communicator(group.group_name, ranks)
-        order = Order(len(self.orders), known)
-        self._add_text(layout.encode_group(order.index, known))
-        self.orders.append(order)
+        known = Communicator(group.group_name, tuple(dist.get_process_group_ranks(group)))
+        # A program may destroy its process groups and create equal ones: torch names them again
+        # from "0". All ranks do that, so the order goes on.
+        order = next((each for each in self.orders if each.group == known), None)
+        if order is None:
+            order = Order(len(self.orders), known)
+            self._add_text(layout.encode_group(order.index, known))
+            self.orders.append(order)
         self._order_of[group] = order
         return order
 

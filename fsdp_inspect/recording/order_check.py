@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_inspect.recording.black_box import BlackBoxWriter, Order
-from fsdp_inspect.reduction.collective_order import find_difference
+from fsdp_inspect.reduction.collective_order import are_equal, find_difference
 from fsdp_inspect.reduction.order_wording import describe_difference
-from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError, decode
+from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError, Communicator, decode
 
 WINDOW = 256
 """Digests that a leader publishes: a rank may be this many collectives behind it."""
@@ -73,8 +73,8 @@ class OrderCheck:
         self._box = box
         self._contents = contents
         self._unit_names = unit_names
-        self._published: dict[str, tuple[int, bool]] = {}
-        self._found: set[str] = set()
+        self._published: dict[Communicator, tuple[int, bool]] = {}
+        self._found: set[Communicator] = set()
         self._agreements = 0
         self.is_stopped = False
         """Whether this rank no longer records all of its collectives."""
@@ -87,11 +87,11 @@ class OrderCheck:
         """
         sentences = []
         for order in list(self._box.orders):
-            if len(order.group.ranks) > 1 and order.group.name not in self._found:
+            if len(order.group.ranks) > 1 and order.group not in self._found:
                 is_leader = order.group.ranks[0] == self._rank
                 differs = self._lead(order) if is_leader else self._follow(order)
-                if differs:
-                    sentences.append(self._report(order))
+                if differs and (sentence := self._report(order)):
+                    sentences.append(sentence)
         return sentences
 
     def agree(self) -> str | None:
@@ -106,22 +106,24 @@ class OrderCheck:
         # `compare` handles a communicator that this rank has not used yet.
         for order in list(self._box.orders):
             if len(order.group.ranks) > 1 and not self._agrees(order):
-                return self._report(order)
+                return self._report(order) or None
         return None
 
     # --- in the background
 
     def _key(self, order: Order, what: str) -> str:
-        return f"{self._prefix}/{order.group.name}/{what}"
+        # Groups of other ranks can have the same name after a new `init_process_group`.
+        members = zlib.crc32(str(order.group.ranks).encode())
+        return f"{self._prefix}/{order.group.name}/{members:x}/{what}"
 
     def _lead(self, order: Order) -> bool:
         """Publish this rank's digests; returns whether a rank has found a difference."""
         differs = bool(self._store.check([self._key(order, "differs")]))
-        state = order.count, differs or self.is_stopped
-        if self._published.get(order.group.name) != state:
-            self._published[order.group.name] = state
-            digests = order.digests[-WINDOW:]
-            head = _HEAD.pack(_PYTHON_MARK, state[0], len(digests), differs + 2 * self.is_stopped)
+        count, digests = order.newest(WINDOW)
+        state = count, differs or self.is_stopped
+        if self._published.get(order.group) != state:
+            self._published[order.group] = state
+            head = _HEAD.pack(_PYTHON_MARK, count, len(digests), differs + 2 * self.is_stopped)
             body = struct.pack(f"<{len(digests)}Q", *digests)
             self._store.set(self._key(order, "leader"), head + body)
         return differs
@@ -167,8 +169,11 @@ class OrderCheck:
     # --- after a difference
 
     def _report(self, order: Order) -> str:
-        """Exchange the black boxes; the leader compares them and describes the difference."""
-        self._found.add(order.group.name)
+        """Exchange the black boxes; the leader compares them and describes the difference.
+
+        Empty: the black boxes of all ranks show that there is no difference.
+        """
+        self._found.add(order.group)
         self._store.set(self._key(order, f"box/{self._rank}"), zlib.compress(self._contents(), 1))
         key = self._key(order, "sentence")
         if order.group.ranks[0] == self._rank:
@@ -183,6 +188,8 @@ class OrderCheck:
 
     def _word(self, order: Order) -> str:
         boxes = self._collect(order)
+        if boxes.keys() == set(order.group.ranks) and are_equal(boxes, order.group.name):
+            return ""
         found = find_difference(boxes, order.group.name)
         return _unnamed(order) if found is None else describe_difference(found, self._unit_names())
 

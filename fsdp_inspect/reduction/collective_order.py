@@ -170,6 +170,23 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
     )
 
 
+def are_equal(boxes: Mapping[int, BlackBox], name: str) -> bool:
+    """Whether all ranks issued the same collectives up to the newest position that all recorded.
+
+    The digest of a position covers all positions before it. False also means: cannot tell.
+
+    Args:
+        boxes: Black boxes by rank.
+        name: The communicator.
+    """
+    rows = [box.of_group(name) for box in boxes.values()]
+    if not rows or not all(map(len, rows)):
+        return False
+    newest = min(int(each["sequence"][-1]) for each in rows)
+    digests = [each["digest"][each["sequence"] == newest] for each in rows]
+    return all(len(each) == 1 and each[0] == digests[0][0] for each in digests)
+
+
 def _is_race(rows: NDArray[np.void], position: int) -> bool:
     """Whether the training thread and another thread issued collectives around a position."""
     steps = rows["step"][rows["sequence"] == position]
