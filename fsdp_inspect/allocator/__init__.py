@@ -1,0 +1,1 @@
+"""A model of CUDA's caching allocator, which predicts reserved memory without a GPU."""
