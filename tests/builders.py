@@ -23,6 +23,7 @@ import numpy as np
 from fsdp_inspect.reduction.rank_rows import summarise_rank
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
@@ -83,6 +84,7 @@ class InMemoryRun:
     numerics_steps: dict[int, Sequence[NumericsStep]] = field(default_factory=dict)
     moments: Mapping[int, Sequence[LiveMoment]] = field(default_factory=dict)
     failed_allocations: Mapping[int, OutOfMemoryRecord] = field(default_factory=dict)
+    allocation_histories: Mapping[int, AllocationHistory] = field(default_factory=dict)
 
     def black_box(self, rank: int) -> BlackBox | None:
         return self.black_boxes.get(rank)
@@ -95,6 +97,9 @@ class InMemoryRun:
 
     def live_moments(self, rank: int) -> Sequence[LiveMoment]:
         return self.moments.get(rank, ())
+
+    def allocations(self, rank: int) -> AllocationHistory | None:
+        return self.allocation_histories.get(rank)
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         return self.failed_allocations.get(rank)

@@ -130,3 +130,31 @@ class BlockPool:
     def free_blocks(self) -> list[Block]:
         """All free blocks, by stream, size and address."""
         return [block for stream in sorted(self._free) for *_, block in self._free[stream]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of a segment, to restore its block."""
+
+    address: int
+    size: int
+    is_used: bool = False
+    is_mapped: bool = True
+
+
+def restore_blocks(
+    parts: list[Part], stream: int, pool: BlockPool, segment: ExpandableSegment | None
+) -> list[Block]:
+    """Make the blocks of a segment, in the order of addresses; free ones go into the pool."""
+    blocks: list[Block] = []
+    for part in parts:
+        block = Block(part.address, part.size, stream, pool, segment)
+        block.is_used, block.is_mapped = part.is_used, part.is_mapped
+        if blocks:
+            block.insert_after(blocks[-1])
+        if not block.is_mapped:
+            pool.add_unmapped(block)
+        elif not block.is_used:
+            pool.add(block)
+        blocks.append(block)
+    return blocks

@@ -7,18 +7,27 @@ The rules are those of `DeviceCachingAllocator` in c10/cuda/CUDACachingAllocator
 - Without such a block, the allocator reserves a segment (`sizes.size_segment`). With expandable
   segments, it maps pages of 2 MiB (small requests) or 20 MiB behind the existing ones.
 - A freed block is merged with the free blocks beside it. Segments stay reserved.
-- If the device is full, the allocator releases blocks of `max_split_size` or more, then all segments
-  without a used block, and tries again.
+- If the device is full, the allocator releases blocks of `max_split_size` or more, then all
+  segments without a used block, and tries again.
 - With a threshold for garbage collection and a limit of memory, it releases the idle segments that
   were not reused for the longest time.
 
 `tests/allocator/test_real_allocator.py` compares the model with torch's own code.
 """
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_inspect.allocator.blocks import DEFAULT_POOL, Block, BlockPool, ExpandableSegment
+from fsdp_inspect.allocator.blocks import (
+    DEFAULT_POOL,
+    Block,
+    BlockPool,
+    ExpandableSegment,
+    Part,
+    restore_blocks,
+)
 from fsdp_inspect.allocator.settings import DEFAULT_SETTINGS, MIB, AllocatorSettings
 from fsdp_inspect.allocator.sizes import (
     MIN_BLOCK_BYTES,
@@ -134,6 +143,63 @@ class CachingAllocator:
                     self._unmap(block)
                 elif not block.is_split:
                     self._release(block)
+
+    # --- a state to begin with
+
+    def restore(self, segments: Sequence[Segment], used: Mapping[int, int]) -> dict[int, Block]:
+        """Begin with reserved segments instead of an empty device.
+
+        Args:
+            segments: The segments, by address. Mapped ranges of one expandable segment are separate
+                segments; those with equal stream, pool and size class are one range of addresses.
+            used: Sizes of the used blocks by address; each lies in a segment.
+
+        Returns:
+            The used blocks by address.
+        """
+        assert not self._heads, "only an empty allocator can be restored"
+        found: dict[int, Block] = {}
+        expandable: defaultdict[tuple[int, int, bool], list[Segment]] = defaultdict(list)
+        addresses = sorted(used)
+        for one in segments:
+            self._count_reserved(one.size)
+            if one.is_expandable:
+                expandable[one.stream, one.pool, one.is_small].append(one)
+            else:
+                parts = list(_parts(one, addresses, used))
+                found |= self._restore_parts(parts, one, None)
+        for ranges in expandable.values():
+            found |= self._restore_expandable(ranges, addresses, used)
+        ends = [one.address + one.size for one in segments]
+        self._next_address = max([FIRST_ADDRESS, *(end + 2 * ADDRESS_RANGE_BYTES for end in ends)])
+        self.allocated_bytes = self.active_bytes = sum(used.values())
+        self.peak_allocated_bytes = self.allocated_bytes
+        return found
+
+    def _restore_expandable(
+        self, ranges: Sequence[Segment], addresses: Sequence[int], used: Mapping[int, int]
+    ) -> dict[int, Block]:
+        first = ranges[0]
+        page = SMALL_SEGMENT_BYTES if first.is_small else self._settings.large_segment_bytes
+        end = first.address
+        parts: list[Part] = []
+        for one in ranges:
+            if one.address > end:
+                parts.append(Part(end, one.address - end, is_mapped=False))
+            parts += _parts(one, addresses, used)
+            end = one.address + one.size
+        parts.append(Part(end, round_up(ADDRESS_RANGE_BYTES, page), is_mapped=False))
+        whole = end + parts[-1].size - first.address
+        segment = ExpandableSegment(first.address, whole, page)
+        return self._restore_parts(parts, first, segment)
+
+    def _restore_parts(
+        self, parts: list[Part], kind: Segment, segment: ExpandableSegment | None
+    ) -> dict[int, Block]:
+        pool = self._pool(kind.is_small, kind.pool)
+        blocks = restore_blocks(parts, kind.stream, pool, segment)
+        self._heads[blocks[0].address] = blocks[0]
+        return {block.address: block for block in blocks if block.is_used}
 
     # --- results
 
@@ -412,6 +478,18 @@ def _expandable_bytes(block: Block) -> int:
     """The size that a free block can reach, with the pages that can be mapped behind it."""
     after = block.after
     return block.size + (after.size if after is not None and not after.is_mapped else 0)
+
+
+def _parts(segment: Segment, addresses: Sequence[int], used: Mapping[int, int]) -> Iterator[Part]:
+    """The used and free ranges of a segment; `addresses` are those of `used`, ascending."""
+    at, end = segment.address, segment.address + segment.size
+    for address in addresses[bisect_left(addresses, at) : bisect_left(addresses, end)]:
+        if address > at:
+            yield Part(at, address - at)
+        yield Part(address, used[address], is_used=True)
+        at = address + used[address]
+    if at < end:
+        yield Part(at, end - at)
 
 
 def _describe(members: list[Block], pool_id: int) -> Segment:

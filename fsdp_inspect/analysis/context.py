@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, TypeVar
 
+from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.live_memory import LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe
@@ -94,6 +95,10 @@ class RunContext:
     def live_moments(self, rank: int) -> Sequence[LiveMoment]:
         """See `RunSource`."""
         return self.source.live_moments(rank)
+
+    def allocations(self, rank: int) -> AllocationHistory | None:
+        """See `RunSource`."""
+        return self.source.allocations(rank)
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         """See `RunSource`."""

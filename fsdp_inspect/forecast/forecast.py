@@ -33,8 +33,9 @@ from fsdp_inspect.forecast.transformers_masks import mask_as_in_training
 from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import create_run
-from fsdp_inspect.store.schema import LIVE_MEMORY_FILE
+from fsdp_inspect.store.schema import ALLOCATIONS_FILE, LIVE_MEMORY_FILE
 from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.allocations import to_record
 from fsdp_inspect.trace.live_memory import LiveMemoryRecord
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 
@@ -203,5 +204,10 @@ def _write(path: Path, manifest: RunManifest, tracked: TrackedStep) -> None:
         run_id=manifest.run_id, rank=0, attempt=attempt, moments=list(tracked.moments)
     )
     writer.write_record(LIVE_MEMORY_FILE, live)
+    if tracked.history is not None:
+        record_of_history = to_record(
+            tracked.history, run_id=manifest.run_id, rank=0, attempt=attempt
+        )
+        writer.write_record(ALLOCATIONS_FILE, record_of_history)
     writer.close(RunStatus.COMPLETE)
     compact_run(path)

@@ -15,6 +15,7 @@ import torch
 
 from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.errors import ForecastError, RecordingError
+from fsdp_inspect.forecast.allocation_history import build_history
 from fsdp_inspect.forecast.target import ForecastTarget
 from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.instruments import Instruments
@@ -24,9 +25,11 @@ from fsdp_inspect.recording.observed_settings import observe_settings
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
+from fsdp_inspect.recording.storage_log import StorageLog
 from fsdp_inspect.recording.units import ProcessGroups, describe_model
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.observe import observe_plan
+from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.codes import MemoryPoint, Source
 from fsdp_inspect.trace.live_memory import LiveMoment
 from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, Unit
@@ -60,6 +63,8 @@ class TrackedStep:
     """Rows in the column order of `MemoryTable`."""
     moments: Sequence[LiveMoment]
     """The live storages at the moments of highest memory."""
+    history: AllocationHistory | None
+    """The allocations of a training run; None: too many."""
 
 
 def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
@@ -86,6 +91,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
     session.explicit_steps = True
     rows: list[tuple[int, ...]] = []
     moments: list[LiveMoment] = []
+    logs: list[StorageLog] = []
     probe = MemoryProbe(session, rows.append, None)
     offloaded = [
         index
@@ -101,6 +107,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         device_type=sharder.device.type,
         host_units=offloaded if has_host else (),
         keep=moments.extend,
+        keep_log=logs.append,
     )
     memory_steps.plan(0)
 
@@ -157,6 +164,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         ),
         rows=rows,
         moments=moments,
+        history=build_history(logs[0]),
     )
 
 

@@ -18,6 +18,7 @@ from fsdp_inspect.errors import CorruptFileError, NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.importing.snapshot_contents import SnapshotContents, parse_snapshot
 from fsdp_inspect.importing.snapshot_failure import read_failed_request
+from fsdp_inspect.importing.snapshot_history import read_history
 from fsdp_inspect.importing.snapshot_pickle import (
     MAX_MEMORY_BYTES,
     read_plain_pickle,
@@ -27,8 +28,9 @@ from fsdp_inspect.importing.snapshot_positions import FsdpActivity, follow_annot
 from fsdp_inspect.importing.snapshot_rows import RankSnapshot, find_failed_request, memory_rows
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.records import encode_record, replace_file
-from fsdp_inspect.store.schema import OUT_OF_MEMORY_FILE
+from fsdp_inspect.store.schema import ALLOCATIONS_FILE, OUT_OF_MEMORY_FILE
 from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.allocations import to_record
 from fsdp_inspect.trace.run import (
     UNPLACED_CLOCK,
     ClockPair,
@@ -159,9 +161,7 @@ def _read(path: Path, max_memory_bytes: int) -> SnapshotContents:
 
 def _place(contents: SnapshotContents, name: str) -> RankSnapshot:
     """Select the device that the process used most, with the program's positions."""
-    devices = [
-        device for device in contents.devices if len(device.trace) or len(device.segment_sizes)
-    ]
+    devices = [device for device in contents.devices if len(device.trace) or len(device.segments)]
     if not devices:
         raise CorruptFileError(
             f"{name} is an empty memory snapshot: it has no segments and no trace entries. "
@@ -350,9 +350,13 @@ def _write(
             writer = RankWriter(out, record.model_copy(update={"attempt": attempt}))
             writer.memory.extend(rows)
             writer.close(RunStatus.IMPORTED)
+            identity = {"run_id": manifest.run_id, "rank": number, "attempt": attempt}
+            history = read_history(rank.device)
+            if history is not None:
+                encoded = encode_record(to_record(history, **identity))
+                replace_file(writer.folder / ALLOCATIONS_FILE, encoded)
             failure = read_failed_request(rank, index)
             if failure is not None:
-                identity = {"run_id": manifest.run_id, "rank": number, "attempt": attempt}
                 failure = failure.model_copy(update=identity)
                 replace_file(writer.folder / OUT_OF_MEMORY_FILE, encode_record(failure))
             if writer.record.problems:

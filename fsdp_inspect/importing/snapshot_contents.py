@@ -102,9 +102,29 @@ class Trace:
     label: NDArray[np.int8]
     place: NDArray[np.int32]
     """The line of an allocation or a failed request; 0 for other actions."""
+    stream: Int64Array
+    """The stream of the block or segment, an address."""
+    pool: NDArray[np.int32]
+    """The number of the memory pool; 0: the default pool."""
 
     def __len__(self) -> int:
         return len(self.action)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The segments of one device when the snapshot was taken; arrays of shape (segments,)."""
+
+    address: Int64Array
+    size: Int64Array
+    stream: Int64Array
+    pool: Int64Array
+    """The number of the memory pool; 0: the default pool."""
+    is_small: NDArray[np.bool_]
+    is_expandable: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +141,7 @@ class DeviceMemory:
     """One device of a snapshot."""
 
     device: int
-    segment_sizes: Int64Array
-    """Shape (segments,)."""
+    segments: Segments
     blocks: Blocks
     trace: Trace
     is_profile: bool
@@ -132,7 +151,7 @@ class DeviceMemory:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of all segments."""
-        return int(self.segment_sizes.sum())
+        return int(self.segments.size.sum())
 
     @property
     def allocated_bytes(self) -> int:
@@ -200,7 +219,10 @@ def _as_snapshot(value: Any) -> Mapping[str, Any]:
 
 def _parse(snapshot: Mapping[str, Any]) -> SnapshotContents:
     labels, places = Labels(), Places()
-    builders: defaultdict[int, _DeviceBuilder] = defaultdict(lambda: _DeviceBuilder(labels, places))
+    pools: dict[object, int] = {}
+    builders: defaultdict[int, _DeviceBuilder] = defaultdict(
+        lambda: _DeviceBuilder(labels, places, pools)
+    )
     budget = _RowBudget()
     budget.spend(len(_list(snapshot, "external_annotations")))
     annotations = [
@@ -249,16 +271,26 @@ class _DeviceBuilder:
 
     labels: Labels
     places: Places
-    segments: list[int] = field(default_factory=list)
+    pools: dict[object, int]
+    segments: list[tuple[int, int, int, int, bool, bool]] = field(default_factory=list)
     blocks: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
-    entries: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    entries: list[tuple[int, int, int, int, int, int, int, int]] = field(default_factory=list)
     is_profile: bool = False
 
     def add_segment(self, segment: Mapping[str, Any]) -> None:
         number = len(self.segments)
         total = _integer(segment, "total_size")
-        self.segments.append(total)
         address = _integer(segment, "address", 0, is_address=True)
+        self.segments.append(
+            (
+                address,
+                total,
+                _integer(segment, "stream", 0, is_address=True),
+                self._pool(segment, "segment_pool_id"),
+                segment.get("segment_type") == "small",
+                segment.get("is_expandable") is True,
+            )
+        )
         for block in _list(segment, "blocks"):
             size = _integer(block, "size")
             state = _text(block, "state")
@@ -290,23 +322,37 @@ class _DeviceBuilder:
                 _time(entry),
                 self.labels.of(entry, _frames(entry)) if action is Action.ALLOC else UNLABELLED,
                 self.places.of(_frames(entry)) if has_place else NO_PLACE,
+                _integer(entry, "stream", 0, is_address=True),
+                self._pool(entry, "pool_id"),
             )
         )
 
+    def _pool(self, holder: Mapping[str, Any], key: str) -> int:
+        """The number of a memory pool; older versions do not write one."""
+        value = holder.get(key, (0, 0))
+        ids = tuple(value) if isinstance(value, list | tuple) else ()
+        if not all(type(one) is int for one in ids) or not any(ids):
+            return 0
+        return self.pools.setdefault(ids, len(self.pools) + 1)
+
     def build(self, device: int) -> DeviceMemory:
         """The columns of one device."""
-        if sum(self.segments) > _MAX_BYTES:
+        segments = np.array(self.segments, dtype=np.int64).reshape(-1, 6)
+        total = sum(size for _, size, *_ in self.segments)
+        if total > _MAX_BYTES:
             raise _Complaint(
-                f"device {device} has segments of {sum(self.segments)} bytes. Expected the memory "
-                "of one device."
+                f"device {device} has segments of {total} bytes. Expected the memory of one device."
             )
         blocks = np.array(self.blocks, dtype=np.int64).reshape(-1, 7)
         address, size, requested, state, segment, label, place = blocks.T.copy()
-        entries = np.array(self.entries, dtype=np.int64).reshape(-1, 6)
-        action, where, amount, time_us, entry_label, entry_place = entries.T.copy()
+        entries = np.array(self.entries, dtype=np.int64).reshape(-1, 8)
+        action, where, amount, time_us, entry_label, entry_place, entry_stream, pool = (
+            entries.T.copy()
+        )
+        *where_held, is_small, is_expandable = segments.T.copy()
         return DeviceMemory(
             device=device,
-            segment_sizes=np.array(self.segments, dtype=np.int64),
+            segments=Segments(*where_held, is_small > 0, is_expandable > 0),
             blocks=Blocks(
                 address,
                 size,
@@ -323,6 +369,8 @@ class _DeviceBuilder:
                 time_us,
                 entry_label.astype(np.int8),
                 entry_place.astype(np.int32),
+                entry_stream,
+                pool.astype(np.int32),
             ),
             is_profile=self.is_profile,
         )

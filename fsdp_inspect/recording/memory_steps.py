@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from fsdp_inspect.recording.code_places import CodePlaces
 from fsdp_inspect.recording.out_of_memory import FollowedStep, LimitFailure, make_limit_error
 from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.storage_log import StorageLog
 from fsdp_inspect.recording.storage_tracker import FailedAllocation, MemoryLimit, StorageTracker
 from fsdp_inspect.recording.unit_handle import UnitHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
@@ -40,13 +41,15 @@ class MemorySteps:
         host_units: Collection[int] = (),
         limit_bytes: int | None = None,
         keep: Callable[[list[LiveMoment]], None] | None = None,
+        keep_log: Callable[[StorageLog], None] | None = None,
         shared_buffers: Callable[[], Sequence[tuple[MemoryCategory, torch.Tensor]]] = tuple,
     ) -> None:
         """`device_type`: the device of compute; offloaded parameters are on the host.
 
-        `keep` is called after a memory step with its highest moments. `shared_buffers` returns
-        storages that belong to no unit.
+        `keep` is called after a memory step with its highest moments, `keep_log` with the storages
+        on the device. `shared_buffers` returns storages that belong to no unit.
         """
+        self._keep_log = keep_log
         self._keep = keep
         self._shared_buffers = shared_buffers
         self._device_type = device_type
@@ -145,6 +148,8 @@ class MemorySteps:
             self._write(followed)
             if self._keep is not None:
                 self._keep(followed.highest_moments(self.name_place, self._host_units))
+            if self._keep_log is not None:
+                self._keep_log(log.on_device(self._host_units))
         if self._limit_bytes is None:
             self.peak = followed.highest(NO_UNIT, _NO_PHASE, self.name_place)
             return

@@ -36,6 +36,7 @@ from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.records import decode_record
 from fsdp_inspect.store.schema import (
+    ALLOCATIONS_FILE,
     BLACK_BOX_FILE,
     CRASH_FILE,
     DEVICE,
@@ -60,6 +61,7 @@ from fsdp_inspect.store.schema import (
 from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.store.summary_reader import SummaryReader
 from fsdp_inspect.store.table_values import check_values
+from fsdp_inspect.trace.allocations import AllocationHistory, AllocationsRecord
 from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError
 from fsdp_inspect.trace.black_box import decode as decode_black_box
 from fsdp_inspect.trace.live_memory import LiveMemoryRecord, LiveMoment
@@ -77,7 +79,7 @@ from fsdp_inspect.trace.tables import (
     is_any_of,
 )
 
-_RecordT = TypeVar("_RecordT", LiveMemoryRecord, OutOfMemoryRecord)
+_RecordT = TypeVar("_RecordT", LiveMemoryRecord, OutOfMemoryRecord, AllocationsRecord)
 _MAX_NEARBY = 5
 _MAX_STACK_BYTES = 4 << 20
 _MAX_NUMERICS_BYTES = 64 << 20
@@ -248,6 +250,11 @@ class StoredRun:
         """The highest moments of the last memory step; empty without, or damaged (see `notes`)."""
         record = self._record_of(rank, LIVE_MEMORY_FILE, LiveMemoryRecord)
         return () if record is None else record.moments
+
+    def allocations(self, rank: int) -> AllocationHistory | None:
+        """The allocation history of a rank; None without one, or if damaged (see `notes`)."""
+        record = self._record_of(rank, ALLOCATIONS_FILE, AllocationsRecord)
+        return None if record is None else record.history()
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         """The report of a failed allocation; None without one, or if damaged (see `notes`)."""

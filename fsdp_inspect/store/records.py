@@ -17,25 +17,31 @@ from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
 from fsdp_inspect.reading import InvalidTextError, parse_json
 from fsdp_inspect.store.checksums import checksum_text
+from fsdp_inspect.trace.allocations import AllocationsRecord
 from fsdp_inspect.trace.live_memory import LiveMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 
-RecordT = TypeVar(
-    "RecordT", RunManifest, RankRecord, NetworkProbe, LiveMemoryRecord, OutOfMemoryRecord
+AnyRecord = (
+    RunManifest
+    | RankRecord
+    | NetworkProbe
+    | LiveMemoryRecord
+    | OutOfMemoryRecord
+    | AllocationsRecord
 )
+RecordT = TypeVar("RecordT", bound=AnyRecord)
 
 _CHECKSUM_FIELD = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 
 
-def encode_record(
-    record: RunManifest | RankRecord | NetworkProbe | LiveMemoryRecord | OutOfMemoryRecord,
-) -> bytes:
+def encode_record(record: AnyRecord) -> bytes:
     """Encode a record as JSON, with a checksum as the last field."""
-    text = record.model_dump_json(indent=1, fallback=str)
-    body = text.removesuffix("\n}") + ",\n "
+    indent = None if isinstance(record, AllocationsRecord) else 1
+    text = record.model_dump_json(indent=indent, fallback=str)
+    body = text.removesuffix("}").removesuffix("\n") + ",\n "
     return f'{body}"crc32": "{checksum_text(body)}"\n}}\n'.encode()
 
 

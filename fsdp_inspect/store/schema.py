@@ -25,6 +25,7 @@ file of an earlier attempt::
                                       Python's faulthandler; see `trace.stack_dumps`
           numerics.jsonl              the numerics steps; see `trace.numerics`
           live_memory.json            live memory at the peaks of the last memory step
+          allocations.json            the allocation history of a forecast or a memory snapshot
           out_of_memory.json          the allocation that failed, and the live memory
 
 A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes,
@@ -34,7 +35,8 @@ nodes of one run into one folder gives the complete run (`fsdp-inspect merge` al
 
 **JSON files** are UTF-8 objects: the fields of `trace.run.RunManifest` (`run.json`),
 `trace.run.RankRecord` (`rank.json`), `trace.network_probe.NetworkProbe` (`network.json`),
-`trace.live_memory.LiveMemoryRecord` (`live_memory.json`) and
+`trace.live_memory.LiveMemoryRecord` (`live_memory.json`),
+`trace.allocations.AllocationsRecord` (`allocations.json`) and
 `trace.out_of_memory.OutOfMemoryRecord` (`out_of_memory.json`), whose docstrings give meaning and
 units. Unknown fields are ignored. The last field may be `crc32`: eight
 lower-case hexadecimal digits, the CRC-32 (IEEE 802.3, as in zlib and gzip) of all bytes of the file
@@ -143,6 +145,8 @@ CRASH_FILE = "crash.txt"
 SIGTERM_FILE = "sigterm.txt"
 """In a rank's folder: the stacks when SIGTERM ended the process; missing without one."""
 LIVE_MEMORY_FILE = "live_memory.json"
+ALLOCATIONS_FILE = "allocations.json"
+"""In a rank's folder: its allocation history; missing without one."""
 OUT_OF_MEMORY_FILE = "out_of_memory.json"
 """In a rank's folder: the allocation that failed; missing without one."""
 LIVE_SUFFIX = ".arrows"

@@ -40,6 +40,7 @@ from fsdp_inspect.store.schema import (
     SCALARS,
 )
 from fsdp_inspect.store.streams import LiveStream, Row
+from fsdp_inspect.trace.allocations import AllocationsRecord
 from fsdp_inspect.trace.live_memory import LiveMemoryRecord
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.run import RankRecord, RunStatus
@@ -165,7 +166,9 @@ class RankWriter:
         if self._is_owner():
             self._unfinished_files[name] = write
 
-    def write_record(self, name: str, record: LiveMemoryRecord | OutOfMemoryRecord) -> None:
+    def write_record(
+        self, name: str, record: LiveMemoryRecord | OutOfMemoryRecord | AllocationsRecord
+    ) -> None:
         """Write a record into the rank's folder; see `write_file`."""
         path = self.folder / name
         self.write_file(name, lambda: replace_file(path, encode_record(record)))

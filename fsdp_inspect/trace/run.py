@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
+from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
 from fsdp_inspect.trace.live_memory import LiveMoment
@@ -381,6 +382,10 @@ class RunSource(Protocol):
 
         The moments are the highest one of each phase, and the end of the step. Empty: not recorded.
         """
+        ...
+
+    def allocations(self, rank: int) -> AllocationHistory | None:
+        """The allocation history of a rank: of a forecast or a memory snapshot; None without."""
         ...
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
