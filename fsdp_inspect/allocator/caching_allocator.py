@@ -80,6 +80,8 @@ class CachingAllocator:
         self._pools: dict[tuple[int, bool], BlockPool] = {}
         self._heads: dict[int, Block] = {}
         """The first block of each segment, by address."""
+        self._pending: dict[int, Block] = {}
+        """The blocks that wait for another stream, by id."""
         self.reserved_bytes = 0
         self.allocated_bytes = 0
         """Bytes of blocks in use."""
@@ -124,17 +126,28 @@ class CachingAllocator:
         assert block.is_used, "a block is freed twice"
         block.is_used, block.is_pending = False, is_pending
         self.allocated_bytes -= block.size
-        if not is_pending:
+        if is_pending:
+            self._pending[id(block)] = block
+        else:
             self._make_free(block)
 
     def complete_free(self, block: Block) -> None:
-        """Free a block that waited for another stream."""
-        assert block.is_pending, "the block does not wait"
-        block.is_pending = False
-        self._make_free(block)
+        """Free a block that waited for another stream; does nothing if that is done."""
+        if self._pending.pop(id(block), None) is not None:
+            block.is_pending = False
+            self._make_free(block)
+
+    def complete_frees(self) -> None:
+        """Free all blocks that wait for another stream, as after a synchronisation."""
+        for block in list(self._pending.values()):
+            self.complete_free(block)
 
     def empty_cache(self) -> None:
-        """Release all segments and pages without a used block, like `torch.cuda.empty_cache`."""
+        """Release all segments and pages without a used block, like `torch.cuda.empty_cache`.
+
+        As in torch, this waits for all streams.
+        """
+        self.complete_frees()
         for (pool_id, _), pool in self._pools.items():
             if pool_id != DEFAULT_POOL:
                 continue  # a private pool keeps its memory while its graph exists

@@ -9,9 +9,13 @@
 //   s                   snapshot        -> one line of JSON, in the form of torch.cuda.memory._snapshot
 // A failed allocation is answered with "full".
 #include <c10/core/AllocatorConfig.h>
+#include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/cuda/PeerToPeerAccess.h>
 
+#include <cstdlib>
 #include <iostream>
 #include <map>
 #include <sstream>
@@ -20,9 +24,12 @@ using namespace c10::cuda;
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
 extern "C" void fake_cuda_set_busy(int busy);
+namespace c10::cuda::_internal {
+void setHasPrimaryContext(bool (*function)(c10::DeviceIndex));
+}
 
 static CUDAStream stream_of(long number) {
-  auto handle = reinterpret_cast<cudaStream_t>(number ? 0x1000 + number : 0);
+  auto handle = reinterpret_cast<cudaStream_t>(number ? 0x1000 + 16 * number : 0);
   return getStreamFromExternal(handle, 0);
 }
 
@@ -97,7 +104,11 @@ static void write_snapshot(std::ostream& out) {
 
 int main() {
   std::ios::sync_with_stdio(false);
+  c10::cuda::_internal::setHasPrimaryContext([](c10::DeviceIndex) { return true; });
+  c10::cuda::detail::init_p2p_access_cache(1);
   allocator::init(1);
+  allocator::CUDAAllocatorConfig::set_expandable_segments_handle_type(
+      allocator::Expandable_Segments_Handle_Type::POSIX_FD);
   allocator::recordHistory(
       true, nullptr, 1 << 22, allocator::RecordContext::NEVER, /*clearHistory=*/false, {});
   std::map<long, c10::DataPtr> live;
@@ -111,7 +122,8 @@ int main() {
       setCurrentCUDAStream(stream_of(stream));
       try {
         live[id] = allocator::get()->allocate(bytes);
-      } catch (const c10::OutOfMemoryError&) {
+      } catch (const c10::OutOfMemoryError& error) {
+        if (std::getenv("FAKE_CUDA_VERBOSE")) std::cerr << error.what() << std::endl;
         std::cout << "full" << std::endl;
         continue;
       }

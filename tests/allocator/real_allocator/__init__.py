@@ -1,0 +1,1 @@
+"""Torch's own caching allocator on a device that does not exist."""
