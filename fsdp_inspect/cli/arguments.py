@@ -14,6 +14,7 @@ from fsdp_inspect.error_text import shorten
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from fsdp_inspect.allocator.settings import AllocatorSettings
     from fsdp_inspect.run import Run
     from fsdp_inspect.simulation.network import NodeLink
     from fsdp_inspect.store.reader import StoredRun
@@ -176,6 +177,30 @@ def _parse(
             param_hint=option,
         )
     return value
+
+
+AllocatorOption = Annotated[
+    str,
+    typer.Option(
+        "--allocator",
+        help="Settings of CUDA's caching allocator, as in PYTORCH_ALLOC_CONF. Default: torch's.",
+        metavar="TEXT",
+    ),
+]
+
+
+def parse_allocator(text: str) -> "AllocatorSettings":
+    """Parse `--allocator`.
+
+    Raises:
+        typer.BadParameter: The text is invalid.
+    """
+    from fsdp_inspect.allocator.settings import InvalidSettingsError, parse_settings
+
+    try:
+        return parse_settings(text)
+    except InvalidSettingsError as error:
+        raise typer.BadParameter(str(error), param_hint="--allocator") from error
 
 
 def parse_memory(text: str) -> int:

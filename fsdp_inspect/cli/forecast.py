@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, parse_memory, print_renderable, whole_number
+from fsdp_inspect.cli.arguments import (
+    AllocatorOption,
+    JsonOption,
+    parse_allocator,
+    parse_memory,
+    print_renderable,
+    whole_number,
+)
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.reading import InvalidTextError, parse_json
 from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
@@ -82,6 +89,7 @@ def forecast(  # noqa: PLR0913 - one argument an option
     device: Annotated[
         str, typer.Option(help="Save the tensors that the kernels of this device save: cuda, cpu.")
     ] = "cuda",
+    allocator: AllocatorOption = "",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -101,29 +109,28 @@ def forecast(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect forecast --preset llama-8b --world-size 8,64,512 --fit 80GiB`
     """
-    from fsdp_inspect.analysis.capacity.allowance import default_allowance
     from fsdp_inspect.analysis.capacity.fit import find_fit
-    from fsdp_inspect.analysis.capacity.forecasts import collect_forecasts, peak_of
+    from fsdp_inspect.analysis.capacity.forecasts import allowance_of, collect_forecasts, peak_of
 
     sizes = _parse_sizes(world_size)
     measured: DeviceOverhead | Allowance | None
     measured, extra = _find_allowance(allowance, allowance_from)
-    builder, settings = _find_model(model, preset, hf, config, set_ or [])
+    builder, of_model = _find_model(model, preset, hf, config, set_ or [])
+    settings = parse_allocator(allocator)
     if force and out is None:
         raise typer.BadParameter("--force requires --out DIR. Add --out, or omit --force.")
-    with _forecasting(builder, settings, gpus_per_node, device, out, replaces=force) as maker:
+    with _forecasting(builder, of_model, gpus_per_node, device, out, replaces=force) as maker:
         runs = [maker.keep(size) for size in sizes]
         found: Fit | None = None
         if fit is not None:
             if is_estimated := extra is None and device == "cuda":
-                measured = default_allowance(peak_of(runs[0]), world_size=sizes[0])
+                measured = allowance_of(runs[0], settings)
                 extra = measured.bytes
 
             def needed(size: int, changed: Mapping[str, Any]) -> int:
-                peak = peak_of(maker.try_out(size, changed))
-                if is_estimated:
-                    return peak + default_allowance(peak, world_size=size).bytes
-                return peak + (extra or 0)
+                run = maker.try_out(size, changed)
+                added = allowance_of(run, settings).bytes if is_estimated else extra
+                return peak_of(run) + (added or 0)
 
             found = find_fit(
                 needed,
@@ -131,7 +138,9 @@ def forecast(  # noqa: PLR0913 - one argument an option
                 world_size=sizes[0],
                 accepted=maker.accepted,
             )
-        digest = collect_forecasts(runs, allowance_bytes=extra, allowance=measured, fit=found)
+        digest = collect_forecasts(
+            runs, settings=settings, allowance_bytes=extra, allowance=measured, fit=found
+        )
     if as_json:
         from fsdp_inspect.report.json import render_json
 

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+from fsdp_inspect.analysis.memory.reserved import ReservedPrediction, predict_reserved
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
 from fsdp_inspect.trace.live_memory import LiveBytes
 from fsdp_inspect.trace.out_of_memory import MEMORY_SNAPSHOT, STORAGE_TRACKER, OutOfMemoryRecord
@@ -85,6 +86,8 @@ class OutOfMemory:
     activation_bytes: int
     resting_bytes: int
     """Sharded parameters, optimizer state and buffers, which every step needs."""
+    reserved: ReservedPrediction | None = None
+    """The reserved memory with expandable segments, predicted; None without a trace."""
 
 
 def read_out_of_memory(run: RunSource, ranks: Sequence[int]) -> OutOfMemory | None:
@@ -158,6 +161,7 @@ def _read(run: RunSource, record: OutOfMemoryRecord) -> OutOfMemory:
             row.bytes for row in live if row.category == MemoryCategory.ACTIVATION.label
         ),
         resting_bytes=sum(row.bytes for row in live if row.category in _RESTING),
+        reserved=predict_reserved(run, rank=record.rank),
     )
 
 

@@ -2,7 +2,9 @@
 
 The allocator's state in a step depends on the steps before it. The history therefore begins with
 the parameters and repeats the tracked step. As in training, the optimizer creates its state in the
-optimizer phase of the first step, inside the segments that forward and backward left.
+optimizer phase of the first step, inside the segments that forward and backward left. What the step
+leaves takes the place of what it found, if the sizes are equal. Anything else that it leaves counts
+once.
 
 Streams are those of FSDP2 (`_fsdp_collectives.py`, torch 2.13): all-gather buffers on the copy-in
 stream, the outputs of reduce-scatters and the gradients made from them on the reduce-scatter
@@ -34,13 +36,12 @@ def build_history(log: StorageLog) -> AllocationHistory | None:
     Args:
         log: The log of one complete step, without storages on the host.
     """
-    writer = _HistoryWriter(log)
-    steps = NUM_STEPS if writer.repeats else 1
-    if len(log.events) * steps > MAX_EVENTS:
+    if len(log.events) * (NUM_STEPS + 1) > MAX_EVENTS:
         return None
-    for step in range(steps):
-        writer.write_step(step)
-    return writer.history(steps)
+    writer = _HistoryWriter(log)
+    for _ in range(NUM_STEPS):
+        writer.write_step()
+    return writer.history()
 
 
 class _HistoryWriter:
@@ -59,20 +60,14 @@ class _HistoryWriter:
         """Bytes of the storages that exist before the step."""
         self._final = _sizes(self._events)
         self._successors = self._match_successors()
-        self._num_resting = 0
+        self._kept = self._final.keys() - self._resting.keys() - set(self._successors.values())
+        """What the log first sees in the step, and what no earlier storage made room for."""
         for storage, num_bytes in self._resting.items():
             if not self._is_made_in_first_step(storage):
                 self._allocate(storage, num_bytes)
         self._num_resting = len(self._rows)
 
-    @property
-    def repeats(self) -> bool:
-        """Whether the step leaves the memory that it found, so that it can be repeated."""
-        kept = sum(self._final.get(storage, 0) == size for storage, size in self._resting.items())
-        replaced = len(self._successors)
-        return kept + replaced == len(self._resting) and len(self._final) == len(self._resting)
-
-    def write_step(self, step: int) -> None:
+    def write_step(self) -> None:
         """Append one step."""
         waiting = [s for s in self._resting if self._is_state(s) and s not in self._alive]
         for event in self._events[self._begin :]:
@@ -85,11 +80,11 @@ class _HistoryWriter:
             self._allocate(storage, self._resting[storage])
         self._hand_over()
 
-    def history(self, steps: int) -> AllocationHistory:
+    def history(self) -> AllocationHistory:
         """The history so far."""
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, 3)
         storage, num_bytes, stream = rows.T.copy()
-        return AllocationHistory(storage, num_bytes, stream, self._num_resting, steps)
+        return AllocationHistory(storage, num_bytes, stream, self._num_resting, NUM_STEPS)
 
     def _is_state(self, storage: int) -> bool:
         return self._categories[storage] is MemoryCategory.OPTIMIZER_STATE
@@ -99,6 +94,8 @@ class _HistoryWriter:
         return self._is_state(storage) or storage in self._successors
 
     def _write(self, event: StorageEvent) -> None:
+        if event.storage in self._kept and event.storage in self._alive:
+            return  # it existed before the step, which is the first to use it
         held = self._alive.pop(event.storage, None)
         if event.num_bytes:
             self._allocate(event.storage, event.num_bytes)

@@ -5,7 +5,8 @@ The run folder has `source` predicted and contains only memory. `fsdp-inspect me
 
 The forecast counts every storage of the step, byte by byte, on fake tensors. The run's notes list
 what it does not count: the caching allocator's rounding and fragmentation, the CUDA context, the
-workspaces of cuBLAS and NCCL, and kernels that save other tensors on CUDA than on CPU.
+workspaces of cuBLAS and NCCL, and kernels that save other tensors on CUDA than on CPU. It also
+stores the allocation history, from which `analysis.memory.reserved` predicts reserved memory.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ DEFAULT_GPUS_PER_NODE = 8
 NOTES = (
     "Predicted on fake tensors. The forecast counts every storage of one step of rank 0, to the "
     "byte. It predicts no times.",
-    "Not counted: rounding and fragmentation of CUDA's caching allocator, the CUDA context, "
+    "Not in the peak: rounding and fragmentation of CUDA's caching allocator, the CUDA context, "
     "workspaces of cuBLAS and NCCL, and tensors that only CUDA kernels save, except those of "
     "attention, RMSNorm and dropout.",
 )

@@ -11,6 +11,7 @@ from fsdp_inspect.analysis.capacity.allowance import RESERVED_RATIO, Allowance
 from fsdp_inspect.analysis.capacity.fit import Fit
 from fsdp_inspect.analysis.capacity.forecasts import ForecastRow, ForecastTable
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
+from fsdp_inspect.analysis.memory.reserved import ReservedPrediction
 from fsdp_inspect.formatting import format_bytes, format_category, format_count, format_unit
 from fsdp_inspect.report.layout import dim, new_table, render_table, section
 
@@ -105,7 +106,20 @@ def _sizes_table(digest: ForecastTable) -> Table:
         highest = (format_bytes(row.phases.get(phase)) for row in digest.rows)
         table.add_row(f"highest {_in_phase(phase)}", *highest)
     table.add_row("resting after the step", *(format_bytes(r.resting_bytes) for r in digest.rows))
+    reserved = [row.reserved for row in digest.rows]
+    if any(reserved):
+        table.add_row("reserved (predicted)", *map(_reserved, reserved))
+    if any(one and one.expandable_peak_reserved_bytes is not None for one in reserved):
+        table.add_row("reserved with expandable segments", *map(_expandable, reserved))
     return table
+
+
+def _reserved(one: ReservedPrediction | None) -> str:
+    return format_bytes(None if one is None else one.peak_reserved_bytes)
+
+
+def _expandable(one: ReservedPrediction | None) -> str:
+    return format_bytes(None if one is None else one.expandable_peak_reserved_bytes)
 
 
 def _in_phase(phase: str) -> str:
@@ -143,15 +157,26 @@ def _provenance(digest: ForecastTable) -> str:
         )
     else:
         added = ""
-    lines = [f"Predicted with torch {digest.torch_version}.", *digest.notes, added]
+    reserved = next((row.reserved for row in digest.rows if row.reserved), None)
+    modelled = "" if reserved is None else _describe_model(reserved)
+    lines = [f"Predicted with torch {digest.torch_version}.", *digest.notes, modelled, added]
     return "\n".join(filter(None, lines))
 
 
+def _describe_model(reserved: ReservedPrediction) -> str:
+    settings = reserved.allocator_settings or "torch's defaults"
+    return (
+        "Reserved memory: a model of CUDA's caching allocator replays the allocations of "
+        f"{reserved.num_steps} steps. Allocator settings: {settings}."
+    )
+
+
 def _describe_estimate(allowance: Allowance) -> str:
+    basis = "predicted" if allowance.is_predicted else f"{RESERVED_RATIO:.0%} of the peak"
     return (
         f"Allowance (estimated): {format_bytes(allowance.bytes)} = "
         f"{format_bytes(allowance.reserved_bytes)} reserved and not allocated "
-        f"({RESERVED_RATIO:.0%} of the peak) + {format_bytes(allowance.context_bytes)} for the "
+        f"({basis}) + {format_bytes(allowance.context_bytes)} for the "
         f"CUDA context + {format_bytes(allowance.library_bytes)} for cuBLAS and NCCL. It counts "
         "for the fit, not for the peaks. Measure it on a recorded GPU run with --allowance-from "
         "RUN, or set it with --allowance."

@@ -18,6 +18,7 @@ from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import new_table, render_table, section
 from fsdp_inspect.report.memory_wording import (
     describe_counting,
+    describe_expandable,
     describe_failed_request,
     describe_filling,
     describe_growth,
@@ -68,6 +69,7 @@ def _answer(digest: MemoryOverview) -> Iterable[RenderableType]:
     for line in (
         describe_filling(digest.memory.peak),
         describe_limit(digest, digest.rank),
+        describe_expandable(digest.reserved),
         None if digest.source == "predicted" else describe_growth(digest.growth),
         describe_spread(digest.memory),
         None if digest.whole is None else digest.whole.sentence,

@@ -6,6 +6,7 @@ The text is plain: each report escapes it for its format.
 from fsdp_inspect.analysis.memory.growth import MIN_STEPS, MemoryGrowth
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.peak import Memory, PeakMoment, RankMemory
+from fsdp_inspect.analysis.memory.reserved import ReservedPrediction
 from fsdp_inspect.formatting import format_bytes, format_category, format_ratio, format_unit
 from fsdp_inspect.report.values import format_method, format_metric
 from fsdp_inspect.trace.run import FailedRequest
@@ -113,8 +114,11 @@ def describe_filling(peak: PeakMoment | None) -> str:
 
 def describe_limit(digest: MemoryOverview, rank: RankMemory) -> str:
     """Describe how close reserved memory comes to the memory of the device."""
-    if digest.source == "predicted":
+    if digest.source == "predicted" and digest.reserved is None:
         return "Memory that the CUDA allocator reserves beyond that is not predicted."
+    if digest.source == "predicted" and digest.reserved is not None:
+        reserved = format_bytes(digest.reserved.peak_reserved_bytes)
+        return f"Peak reserved: {reserved} (predicted), with {_settings(digest.reserved)}."
     if rank.peak_reserved_bytes is None and rank.device_bytes is not None:
         return f"The limit of memory (--device-memory) is {format_bytes(rank.device_bytes)}."
     if rank.peak_reserved_bytes is None:
@@ -126,6 +130,29 @@ def describe_limit(digest: MemoryOverview, rank: RankMemory) -> str:
         f"{reserved}, {format_ratio(rank.device_ratio)} of {format_bytes(rank.device_bytes)}. "
         f"Headroom: {format_bytes(rank.headroom_bytes)}."
     )
+
+
+def describe_expandable(reserved: ReservedPrediction | None) -> str:
+    """Describe what expandable segments would reserve; empty without a prediction."""
+    if reserved is None or "expandable_segments:True" in reserved.allocator_settings:
+        return ""
+    other = reserved.expandable_peak_reserved_bytes
+    if other is None:
+        return f"Cannot tell what expandable segments would reserve. {reserved.unknown}"
+    sentence = (
+        f"Expandable segments would reserve {format_bytes(other)} instead of "
+        f"{format_bytes(reserved.peak_reserved_bytes)} (predicted)."
+    )
+    if reserved.num_resting:
+        sentence += (
+            f" {reserved.num_resting:,} blocks are older than the trace. The prediction assumes "
+            "that they leave no gaps."
+        )
+    return sentence
+
+
+def _settings(reserved: ReservedPrediction) -> str:
+    return f"the allocator settings {reserved.allocator_settings or 'of torch by default'}"
 
 
 def describe_growth(growth: MemoryGrowth | None) -> str:

@@ -19,6 +19,7 @@ from fsdp_inspect.formatting import (
     format_unit,
 )
 from fsdp_inspect.reduction.order_wording import shorten_place
+from fsdp_inspect.report.memory_wording import describe_expandable
 from fsdp_inspect.results import to_plain
 from fsdp_inspect.trace.live_memory import LiveBytes
 from fsdp_inspect.trace.out_of_memory import TENSORS
@@ -43,6 +44,9 @@ def describe_memory_at_failure(found: OutOfMemory) -> Iterator[str]:
     yield from _leak(found)
     if found.fragmented_bytes is not None:
         yield _fragmentation(found)
+    expandable = describe_expandable(found.reserved)
+    if expandable:
+        yield expandable
 
 
 def _live(found: OutOfMemory) -> str:

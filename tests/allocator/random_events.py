@@ -12,7 +12,7 @@ Event = tuple[str, int, int, int]
 
 
 def random_events(seed: int, count: int) -> Iterator[Event]:
-    """Yield allocations, frees, uses on other streams and emptied caches, as training mixes them."""
+    """Yield allocations, frees, uses on other streams and emptied caches, mixed."""
     chance = random.Random(seed)
     live: list[int] = []
     busy = False

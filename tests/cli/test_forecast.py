@@ -81,7 +81,7 @@ def test_the_fit_includes_an_estimated_allowance_that_is_shown_by_part(builder, 
     words = " ".join(ended.out.split())
     assert "Required with the allowance: 1.6" in words
     assert "It does not fit into 1.00 GiB on 8 ranks." in words
-    assert "reserved and not allocated (20% of the peak) + 1.30 GiB for the CUDA context" in words
+    assert "reserved and not allocated (predicted) + 1.30 GiB for the CUDA context" in words
 
 
 def test_json_from_a_new_process_holds_what_the_table_shows(command):

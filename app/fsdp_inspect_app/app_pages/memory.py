@@ -166,6 +166,7 @@ def _show_tiles(overview: MemoryOverview) -> None:
     sentences = [memory_wording.describe_filling(overview.memory.peak)]
     if rank is not None:
         sentences.append(memory_wording.describe_limit(overview, rank))
+        sentences.append(memory_wording.describe_expandable(overview.reserved))
     st.caption(plain(" ".join(sentences)))
 
 

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_inspect.analysis.capacity.allowance import Allowance
+from fsdp_inspect.allocator.settings import DEFAULT_SETTINGS, AllocatorSettings
+from fsdp_inspect.analysis.capacity.allowance import Allowance, default_allowance
 from fsdp_inspect.analysis.capacity.device_overhead import DeviceOverhead
 from fsdp_inspect.analysis.capacity.fit import Fit
 from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory_overview
 from fsdp_inspect.analysis.memory.peak import CategoryBytes, measure_memory
+from fsdp_inspect.analysis.memory.reserved import ReservedPrediction, predict_reserved
 from fsdp_inspect.errors import ForecastError
 from fsdp_inspect.trace.run import RunSource
 
@@ -29,6 +31,8 @@ class ForecastRow:
     """Innermost unit at the peak; None: outside all units."""
     categories: tuple[CategoryBytes, ...]
     """Categories at the peak, largest first."""
+    reserved: ReservedPrediction | None = None
+    """What CUDA's caching allocator reserves, predicted; None: on CPU, or without a history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class ForecastTable:
 def collect_forecasts(
     runs: Sequence[RunSource],
     *,
+    settings: AllocatorSettings = DEFAULT_SETTINGS,
     allowance_bytes: int | None = None,
     allowance: DeviceOverhead | Allowance | None = None,
     fit: Fit | None = None,
@@ -66,6 +71,7 @@ def collect_forecasts(
 
     Args:
         runs: One forecast for each world size, at least one.
+        settings: The settings of the caching allocator.
         allowance_bytes: Device memory to add, because forecasts leave it out.
         allowance: The measurement or the estimate of `allowance_bytes`, for the first run.
         fit: The configurations that fit into a device's memory.
@@ -76,7 +82,7 @@ def collect_forecasts(
         source=first.source,
         num_parameters=first.model.num_parameters,
         torch_version=first.versions.get("torch", ""),
-        rows=tuple(_row(run) for run in runs),
+        rows=tuple(_row(run, settings) for run in runs),
         allowance_bytes=allowance_bytes,
         allowance=allowance,
         fit=fit,
@@ -91,10 +97,19 @@ def peak_of(run: RunSource) -> int:
     Raises:
         ForecastError: The run is not a forecast.
     """
-    return _row(run).peak_bytes
+    return _row(run, None).peak_bytes
 
 
-def _row(run: RunSource) -> ForecastRow:
+def allowance_of(run: RunSource, settings: AllocatorSettings = DEFAULT_SETTINGS) -> Allowance:
+    """The estimate of the device memory that a forecast leaves out."""
+    row = _row(run, settings)
+    reserved = None if row.reserved is None else row.reserved.peak_reserved_bytes
+    return default_allowance(
+        row.peak_bytes, world_size=row.world_size, peak_reserved_bytes=reserved
+    )
+
+
+def _row(run: RunSource, settings: AllocatorSettings | None) -> ForecastRow:
     memory = measure_memory(run)
     peak = memory.peak
     if peak is None or memory.peak_allocated_bytes is None:
@@ -110,4 +125,7 @@ def _row(run: RunSource) -> ForecastRow:
         phases={moment.phase: moment.bytes for moment in memory.phases},
         fqn=peak.fqn,
         categories=peak.categories,
+        reserved=None
+        if settings is None or run.manifest.device_type == "cpu"
+        else predict_reserved(run, rank=0, settings=settings),
     )

@@ -12,6 +12,7 @@ from typing import ClassVar
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth, measure_memory_growth
 from fsdp_inspect.analysis.memory.peak import Memory, OwnerBytes, RankMemory, measure_memory
+from fsdp_inspect.analysis.memory.reserved import ReservedPrediction, predict_reserved
 from fsdp_inspect.analysis.memory.sharding_worth import WholeMemory, measure_whole_memory
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
 from fsdp_inspect.formatting import format_category, format_owner, format_unit
@@ -45,6 +46,8 @@ class MemoryOverview(TableResult):
     """The growth of the given rank, or else of the rank with the largest rise."""
     failed_unit: str | None
     """The unit of the failed allocation; None: outside all units, or no failure."""
+    reserved: ReservedPrediction | None = None
+    """The reserved memory of a forecast or snapshot, predicted; None without its allocations."""
     whole: WholeMemory | None = None
     """The memory of a rank without sharding; None for runs without FSDP or DDP."""
 
@@ -150,6 +153,9 @@ def measure_memory_overview(run: RunSource, *, rank: int | None = None) -> Memor
         allocator=None if shown is None else measure_allocator(run, rank=shown),
         growth=measure_memory_growth(run, rank=rank),
         failed_unit=_failed_unit(run, memory),
+        reserved=None
+        if shown is None or run.manifest.device_type == "cpu"
+        else predict_reserved(run, rank=shown),
         whole=measure_whole_memory(run.manifest, memory.peak, memory.device_bytes),
     )
 

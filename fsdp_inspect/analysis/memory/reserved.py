@@ -70,7 +70,7 @@ def predict_reserved(
         settings, unknown = _settings_of(run)
     own = predict_reserved_bytes(history, settings)
     recorded = _recorded_peak(run, rank) if history.num_steps == 0 else None
-    unknown = unknown or _doubt(own, recorded)
+    unknown = unknown or _doubt(own, recorded, history.num_resting)
     expandable = None
     if not unknown and not settings.expandable_segments:
         other = replace(settings, expandable_segments=True)
@@ -108,13 +108,15 @@ def _recorded_peak(run: RunSource, rank: int) -> int | None:
     return peak if peak > 0 else None
 
 
-def _doubt(own: ReservedMemory, recorded: int | None) -> str:
+def _doubt(own: ReservedMemory, recorded: int | None, num_resting: int) -> str:
     if recorded is None:
         return ""
     error = own.peak_reserved_bytes / recorded - 1
     if abs(error) <= MAX_MODEL_ERROR_RATIO:
         return ""
-    return (
-        f"The model of the allocator reserves {error:+.0%} compared with the snapshot, because the "
-        "trace does not contain the whole history."
+    reason = (
+        f"The trace does not show how the {num_resting:,} blocks before it were allocated."
+        if num_resting
+        else "The reason is unknown."
     )
+    return f"The model of the allocator differs from the snapshot by {error:+.0%}. {reason}"
