@@ -197,7 +197,7 @@ class _StartState:
         used = self._used()
         starts = [one.address for one in segments]
         ordered = sorted(used)
-        for address, following in zip(ordered, [*ordered[1:], 1 << 63], strict=True):
+        for address, following in zip(ordered, [*ordered[1:], 1 << 63], strict=False):
             inside = segments[max(bisect_left(starts, address + 1) - 1, 0)] if segments else None
             if inside is None or not inside.address <= address < inside.address + inside.size:
                 del used[address]  # its segment contradicts the trace

@@ -93,6 +93,12 @@ def _order(options: argparse.Namespace, folder: Path) -> list[Figure]:
     return measure_order_check((8, 64, options.ranks), (2, 8, 64), rounds=20)
 
 
+def _allocator(_: argparse.Namespace, __: Path) -> list[Figure]:
+    from tests.benchmarks.allocator import measure_allocator_model
+
+    return measure_allocator_model()
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "overhead": _overhead,
     "accuracy": _accuracy,
@@ -103,6 +109,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "dashboard": _dashboard,
     "gate": _gate,
     "order": _order,
+    "allocator": _allocator,
 }
 
 

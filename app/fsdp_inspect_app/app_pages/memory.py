@@ -167,7 +167,7 @@ def _show_tiles(overview: MemoryOverview) -> None:
     if rank is not None:
         sentences.append(memory_wording.describe_limit(overview, rank))
         sentences.append(memory_wording.describe_expandable(overview.reserved))
-    st.caption(plain(" ".join(sentences)))
+    st.caption(plain(" ".join(filter(None, sentences))))
 
 
 def _show_step(overview: MemoryOverview, memory: StepMemory | None) -> None:
