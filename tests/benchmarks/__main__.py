@@ -93,10 +93,10 @@ def _order(options: argparse.Namespace, folder: Path) -> list[Figure]:
     return measure_order_check((8, 64, options.ranks), (2, 8, 64), rounds=20)
 
 
-def _allocator(_: argparse.Namespace, __: Path) -> list[Figure]:
+def _allocator(options: argparse.Namespace, _: Path) -> list[Figure]:
     from tests.benchmarks.allocator import measure_allocator_model
 
-    return measure_allocator_model()
+    return measure_allocator_model(options.snapshots)
 
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
@@ -138,6 +138,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_count(parser, "--gate-checks", 50, "checks of each kind of an unchanged program")
     parser.add_argument(
         "--sample", type=Path, metavar="RUN", help="run to summarise; default: the first sample"
+    )
+    parser.add_argument(
+        "--snapshots",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="memory snapshots for the allocator benchmark, next to the recorded ones",
     )
     return parser.parse_args(arguments)
 

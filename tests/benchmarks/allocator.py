@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.allocator.settings import parse_settings
 from fsdp_inspect.formatting import format_bytes, format_ratio
 from fsdp_inspect.importing.snapshot_allocator import AllocatorReplay, find_settings, replay_trace
 from fsdp_inspect.importing.snapshot_contents import parse_snapshot
+from fsdp_inspect.importing.snapshot_pickle import read_plain_pickle
 from fsdp_inspect.importing.snapshot_timeline import follow_trace
 from tests.allocator.random_events import ModelDriver
 from tests.allocator.real_allocator.record import ANSWERS, SNAPSHOTS, checksum, possible_events
@@ -31,9 +34,17 @@ _HOW_SNAPSHOTS = (
 )
 
 
-def measure_allocator_model() -> list[Figure]:
-    """Compare the model with all recorded answers and snapshots."""
-    return [_answers(), *(_snapshot(name, kept) for name in snapshot_names() for kept in KEPT)]
+def measure_allocator_model(others: Sequence[Path] = ()) -> list[Figure]:
+    """Compare the model with all recorded answers and snapshots, and with other snapshots."""
+    recorded = [
+        _snapshot(f"{name}, last {kept:.0%} of the trace", read_snapshot(name, kept=kept))
+        for name in snapshot_names()
+        for kept in KEPT
+    ]
+    given = [
+        _snapshot(path.name, read_plain_pickle(path.read_bytes(), path.name)) for path in others
+    ]
+    return [_answers(), *recorded, *given]
 
 
 def snapshot_names() -> list[str]:
@@ -50,10 +61,10 @@ def read_snapshot(name: str, *, kept: float = 1.0) -> dict[str, Any]:
     return snapshot
 
 
-def replay_snapshot(snapshot: dict[str, Any]) -> AllocatorReplay:
+def replay_snapshot(snapshot: Any) -> AllocatorReplay:
     """The trace of a snapshot on the model."""
     contents = parse_snapshot(snapshot, "snapshot")
-    [device] = contents.devices
+    device = max(contents.devices, key=lambda one: (one.reserved_bytes, len(one.trace)))
     timeline, settings = follow_trace(device), find_settings(contents, device)
     assert timeline is not None, "the trace contradicts the segments"
     assert settings is not None, "the settings are unknown"
@@ -78,11 +89,11 @@ def _answers() -> Figure:
     )
 
 
-def _snapshot(name: str, kept: float) -> Figure:
-    found = replay_snapshot(read_snapshot(name, kept=kept))
+def _snapshot(name: str, snapshot: Any) -> Figure:
+    found = replay_snapshot(snapshot)
     peak = int(found.measured.max())
     return Figure(
-        name=f"snapshot {name}, last {kept:.0%} of the trace ({len(found.measured):,} events)",
+        name=f"snapshot {name} ({len(found.measured):,} events)",
         value=(
             f"peak {format_bytes(peak)}; error: largest "
             f"{format_ratio(found.largest_error_bytes / peak)}, mean "

@@ -6,6 +6,7 @@ import pytest
 
 from fsdp_inspect import forecast_memory
 from fsdp_inspect.analysis.memory.peak import measure_memory
+from fsdp_inspect.analysis.memory.reserved import predict_reserved
 from fsdp_inspect.store.reader import open_run
 from instrumented_trainer.model import PRESETS
 from tests.forecast import torchtitan_like
@@ -33,6 +34,9 @@ def test_llama_8b_on_8_gpus_lies_below_the_reserved_memory_that_torchtitan_read(
 
     assert peak / GIB == pytest.approx(68.4, abs=0.1)
     assert 0.8 < peak / (82.4 * GIB) < 1
+    reserved = predict_reserved(open_run(tmp_path / "whole"), rank=0)
+    assert reserved is not None
+    assert reserved.peak_reserved_bytes / GIB == pytest.approx(82.4, rel=0.02)
 
 
 def test_keeping_every_matrix_product_adds_those_that_torchtitan_computes_again(
