@@ -54,8 +54,8 @@ class _HistoryWriter:
         self._streams = _find_streams(log.events, self._categories)
         self._rows: list[tuple[int, int, int]] = []
         self._next = 0
-        self._alive: dict[int, int] = {}
-        """The number of each live storage of the log."""
+        self._alive: dict[int, tuple[int, int]] = {}
+        """The number and the size of each live storage of the log."""
         self._resting = _sizes(self._events[: self._begin])
         """Bytes of the storages that exist before the step."""
         self._final = _sizes(self._events)
@@ -96,15 +96,18 @@ class _HistoryWriter:
     def _write(self, event: StorageEvent) -> None:
         if event.storage in self._kept and event.storage in self._alive:
             return  # it existed before the step, which is the first to use it
-        held = self._alive.pop(event.storage, None)
+        number, size = self._alive.get(event.storage, (0, 0))
+        if size == event.num_bytes:
+            return
+        self._alive.pop(event.storage, None)
         if event.num_bytes:
             self._allocate(event.storage, event.num_bytes)
-        if held is not None:
-            self._rows.append((held, -1, COMPUTE_STREAM))
+        if size:
+            self._rows.append((number, -1, COMPUTE_STREAM))
 
     def _allocate(self, storage: int, num_bytes: int) -> None:
         self._rows.append((self._next, num_bytes, self._streams[storage]))
-        self._alive[storage] = self._next
+        self._alive[storage] = (self._next, num_bytes)
         self._next += 1
 
     def _hand_over(self) -> None:

@@ -83,6 +83,11 @@ def _memory(simulation: Simulation) -> Iterable[str]:
         f"Peak allocated: {format_bytes(before)} -> {format_bytes(after)}{place}. The simulated "
         f"peak of the recorded plan has an error of {format_error(simulation.memory_error)}."
     )
+    if simulation.execution == "stream":
+        yield (
+            "Peak reserved: cannot tell, because the simulation has sums of memory and no single "
+            "allocations. `fsdp-inspect forecast` predicts it for a model and its settings."
+        )
 
 
 def why_no_memory(simulation: Simulation) -> str:

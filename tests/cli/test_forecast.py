@@ -85,7 +85,8 @@ def test_the_fit_includes_an_estimated_allowance_that_is_shown_by_part(builder, 
 
 
 def test_json_from_a_new_process_holds_what_the_table_shows(command):
-    ended = command("forecast", *SMALL, "--world-size", "4", "--json")
+    settings = ("--allocator", "max_split_size_mb:64")
+    ended = command("forecast", *SMALL, "--world-size", "4", "--json", *settings)
 
     printed = json.loads(ended.out)
     row = printed["rows"][0]
@@ -94,6 +95,11 @@ def test_json_from_a_new_process_holds_what_the_table_shows(command):
     assert printed["memory"]["memory"]["peak"]["bytes"] == row["peak_bytes"]
     assert printed["source"] == "predicted"
     assert printed["fit"] is None
+    reserved = row["reserved"]
+    assert reserved["origin"] == "predicted"
+    assert reserved["allocator_settings"] == "max_split_size_mb:64"
+    assert row["peak_bytes"] < reserved["peak_reserved_bytes"]
+    assert reserved["expandable_peak_reserved_bytes"] % (2 << 20) == 0
 
 
 def test_a_builder_of_ones_own_is_found_from_the_current_folder(builder, invoke):
