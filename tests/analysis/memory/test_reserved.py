@@ -31,6 +31,8 @@ def predict(
             created="",
             created_unix_ns=0,
             world_size=1,
+            backend="unknown",
+            device_type="cuda",
             environment={"PYTORCH_CUDA_ALLOC_CONF": text},
         ),
         ranks=[],
@@ -41,9 +43,8 @@ def predict(
     return predict_reserved(run, rank=0)
 
 
-def _sample(reserved: int) -> tuple[int, ...]:
-    columns = {**dict.fromkeys(MemoryTable.DTYPES, -1), "reserved": reserved}
-    return tuple(columns.values())
+def _sample(reserved: int) -> dict[str, int]:
+    return {**dict.fromkeys(MemoryTable.DTYPES, -1), "reserved": reserved}
 
 
 def test_growing_requests_reserve_their_sum_and_with_expandable_segments_the_largest() -> None:
