@@ -413,7 +413,8 @@ class CachingAllocator:
             return None
         while block.size < size:
             following = block.after
-            assert following is not None, "the address range ends"
+            if following is None:
+                return None  # the request exceeds the address range, and so any device
             if not self._map(following, min(size - block.size, following.size)):
                 return None
             block = following  # it was merged with the free block before it

@@ -7,6 +7,7 @@ Names and defaults are those of c10/core/AllocatorConfig.h and c10/cuda/CUDAAllo
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 MIB = 1 << 20
 LARGE_SEGMENT_BYTES = 20 * MIB
@@ -198,7 +199,7 @@ def _parse_backend(name: str, value: str) -> Mapping[str, bool]:
     return {}
 
 
-_PARSERS: Mapping[str, Callable[[str, str], Mapping[str, object]]] = {
+_PARSERS: Mapping[str, Callable[[str, str], Mapping[str, Any]]] = {
     "backend": _parse_backend,
     "expandable_segments": partial(_parse_bool, "expandable_segments"),
     "max_split_size_mb": _parse_max_split,

@@ -350,15 +350,7 @@ def _write(
             writer = RankWriter(out, record.model_copy(update={"attempt": attempt}))
             writer.memory.extend(rows)
             writer.close(RunStatus.IMPORTED)
-            identity = {"run_id": manifest.run_id, "rank": number, "attempt": attempt}
-            history = read_history(rank.device)
-            if history is not None:
-                encoded = encode_record(to_record(history, **identity))
-                replace_file(writer.folder / ALLOCATIONS_FILE, encoded)
-            failure = read_failed_request(rank, index)
-            if failure is not None:
-                failure = failure.model_copy(update=identity)
-                replace_file(writer.folder / OUT_OF_MEMORY_FILE, encode_record(failure))
+            _write_records(writer, rank, index)
             if writer.record.problems:
                 raise OSError("; ".join(writer.record.problems))
     except BaseException as error:
@@ -395,6 +387,22 @@ def _record(
         memory_from=MEMORY_SNAPSHOT,
         failed_request=failed,
     )
+
+
+def _write_records(writer: RankWriter, rank: RankSnapshot, index: Sequence[int]) -> None:
+    """Write the allocation history and the failed request of a rank, if the snapshot has them."""
+    record = writer.record
+    history = read_history(rank.device)
+    if history is not None:
+        allocations = to_record(
+            history, run_id=record.run_id, rank=record.rank, attempt=record.attempt
+        )
+        replace_file(writer.folder / ALLOCATIONS_FILE, encode_record(allocations))
+    failure = read_failed_request(rank, index)
+    if failure is not None:
+        identity = {"run_id": record.run_id, "rank": record.rank, "attempt": record.attempt}
+        failure = failure.model_copy(update=identity)
+        replace_file(writer.folder / OUT_OF_MEMORY_FILE, encode_record(failure))
 
 
 def _remove(out: Path, existed: bool) -> None:

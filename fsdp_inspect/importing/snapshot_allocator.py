@@ -281,16 +281,18 @@ class _StartState:
 
 def _segments_of(device: DeviceMemory) -> list[Segment]:
     segments = device.segments
-    columns = (
-        segments.address,
-        segments.size,
-        segments.stream,
-        segments.pool,
-        segments.is_small,
-        segments.is_expandable,
-    )
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [Segment(*row, used_bytes=0) for row in rows]
+    return [
+        Segment(
+            address=int(segments.address[number]),
+            size=int(segments.size[number]),
+            stream=int(segments.stream[number]),
+            pool=int(segments.pool[number]),
+            is_small=bool(segments.is_small[number]),
+            is_expandable=bool(segments.is_expandable[number]),
+            used_bytes=0,
+        )
+        for number in range(len(segments))
+    ]
 
 
 def _pages(segment: Segment) -> range:

@@ -349,10 +349,10 @@ class _DeviceBuilder:
         action, where, amount, time_us, entry_label, entry_place, entry_stream, pool = (
             entries.T.copy()
         )
-        *where_held, is_small, is_expandable = segments.T.copy()
+        start, held, on_stream, in_pool, is_small, is_expandable = segments.T.copy()
         return DeviceMemory(
             device=device,
-            segments=Segments(*where_held, is_small > 0, is_expandable > 0),
+            segments=Segments(start, held, on_stream, in_pool, is_small > 0, is_expandable > 0),
             blocks=Blocks(
                 address,
                 size,

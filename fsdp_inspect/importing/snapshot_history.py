@@ -26,8 +26,8 @@ def read_history(device: DeviceMemory) -> AllocationHistory | None:
     rows = [*resting, *_events(device, streams)]
     if len(streams.numbers) > MAX_STREAM:
         return None
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
-    return AllocationHistory(*columns, num_resting=len(resting))
+    storage, num_bytes, on_stream = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+    return AllocationHistory(storage, num_bytes, on_stream, num_resting=len(resting))
 
 
 class _Streams:

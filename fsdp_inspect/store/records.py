@@ -32,7 +32,15 @@ AnyRecord = (
     | OutOfMemoryRecord
     | AllocationsRecord
 )
-RecordT = TypeVar("RecordT", bound=AnyRecord)
+RecordT = TypeVar(
+    "RecordT",
+    RunManifest,
+    RankRecord,
+    NetworkProbe,
+    LiveMemoryRecord,
+    OutOfMemoryRecord,
+    AllocationsRecord,
+)
 
 _CHECKSUM_FIELD = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 

@@ -24,6 +24,7 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import EVENTS
 from fsdp_inspect.store.streams import RowEncoder
+from fsdp_inspect.trace.allocations import AllocationsRecord
 from fsdp_inspect.trace.black_box import encode as encode_black_box
 from fsdp_inspect.trace.live_memory import LiveBytes, LiveMemoryRecord, LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
@@ -142,6 +143,9 @@ def make_corpus(folder: Path) -> Corpus:
     (corpus.sample / RANK / "out_of_memory.json").write_bytes(encode_record(failed))
     alive = _live_memory(sample)
     (corpus.sample / RANK / "live_memory.json").write_bytes(encode_record(alive))
+    (corpus.sample / RANK / "allocations.json").write_bytes(
+        encode_record(_allocations(sample.manifest.run_id))
+    )
     trace = TraceWriter()
     fsdp2_step(trace)
     trace.write(folder / "trace.json")
@@ -174,6 +178,12 @@ def _failed_allocation(run_id: str) -> OutOfMemoryRecord:
         live=live,
         reference=LiveMoment(step=4, phase="forward", unit=1, bytes=1000, live=live),
     )
+
+
+def _allocations(run_id: str) -> AllocationsRecord:
+    """Three allocations on two streams, two of them freed."""
+    events = [512, 30 << 20, 0, 9 << 20, -1]
+    return AllocationsRecord(run_id=run_id, rank=0, events=events, streams=[0, 1])
 
 
 def _live_memory(sample: RunSource) -> LiveMemoryRecord:

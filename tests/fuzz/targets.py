@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_inspect.analysis.memory.reserved import predict_reserved
 from fsdp_inspect.checks.baseline import make_baseline, read_baseline
 from fsdp_inspect.checks.check import check_run
 from fsdp_inspect.checks.limits import read_budget
@@ -170,6 +171,11 @@ def _read_failure(corpus: Corpus, content: bytes) -> None:
 def _read_live_memory(corpus: Corpus, content: bytes) -> None:
     with corpus.replaced(f"sample/{RANK}/live_memory.json", content):
         make_baseline(read_runs([open_run(corpus.file("sample"))]))
+
+
+def _read_allocations(corpus: Corpus, content: bytes) -> None:
+    with corpus.replaced(f"sample/{RANK}/allocations.json", content):
+        predict_reserved(open_run(corpus.file("sample")), rank=0)
 
 
 def _reader_of(run: str, name: str) -> Callable[[Corpus, bytes], None]:
@@ -469,6 +475,7 @@ TARGETS = (
     ),
     Target("out_of_memory.json", 6, _json_of(f"sample/{RANK}/out_of_memory.json"), _read_failure),
     Target("live_memory.json", 3, _json_of(f"sample/{RANK}/live_memory.json"), _read_live_memory),
+    Target("allocations.json", 3, _json_of(f"sample/{RANK}/allocations.json"), _read_allocations),
     Target("stacks.txt", 2, _bytes_of(f"sample/{RANK}/stacks.txt"), _diagnose_with("stacks.txt")),
     Target(
         "events.parquet",
