@@ -350,7 +350,7 @@ def _write(
             writer = RankWriter(out, record.model_copy(update={"attempt": attempt}))
             writer.memory.extend(rows)
             writer.close(RunStatus.IMPORTED)
-            _write_records(writer, rank, index)
+            _write_records(writer, manifest.run_id, rank, index)
             if writer.record.problems:
                 raise OSError("; ".join(writer.record.problems))
     except BaseException as error:
@@ -389,18 +389,18 @@ def _record(
     )
 
 
-def _write_records(writer: RankWriter, rank: RankSnapshot, index: Sequence[int]) -> None:
+def _write_records(
+    writer: RankWriter, run_id: str, rank: RankSnapshot, index: Sequence[int]
+) -> None:
     """Write the allocation history and the failed request of a rank, if the snapshot has them."""
-    record = writer.record
+    number, attempt = writer.record.rank, writer.record.attempt
     history = read_history(rank.device)
     if history is not None:
-        allocations = to_record(
-            history, run_id=record.run_id, rank=record.rank, attempt=record.attempt
-        )
+        allocations = to_record(history, run_id=run_id, rank=number, attempt=attempt)
         replace_file(writer.folder / ALLOCATIONS_FILE, encode_record(allocations))
     failure = read_failed_request(rank, index)
     if failure is not None:
-        identity = {"run_id": record.run_id, "rank": record.rank, "attempt": record.attempt}
+        identity = {"run_id": run_id, "rank": number, "attempt": attempt}
         failure = failure.model_copy(update=identity)
         replace_file(writer.folder / OUT_OF_MEMORY_FILE, encode_record(failure))
 
