@@ -139,10 +139,9 @@ def describe_expandable(reserved: ReservedPrediction | None) -> str:
     other = reserved.expandable_peak_reserved_bytes
     if other is None:
         return f"Cannot tell what expandable segments would reserve. {reserved.unknown}"
-    sentence = (
-        f"Expandable segments would reserve {format_bytes(other)} instead of "
-        f"{format_bytes(reserved.peak_reserved_bytes)} (predicted)."
-    )
+    own = reserved.peak_reserved_bytes
+    amount = "the same" if other == own else f"{format_bytes(other)} instead of {format_bytes(own)}"
+    sentence = f"Expandable segments would reserve {amount} (predicted)."
     if reserved.num_resting:
         sentence += (
             f" {reserved.num_resting:,} blocks are older than the trace. The prediction assumes "
@@ -152,7 +151,10 @@ def describe_expandable(reserved: ReservedPrediction | None) -> str:
 
 
 def _settings(reserved: ReservedPrediction) -> str:
-    return f"the allocator settings {reserved.allocator_settings or 'of torch by default'}"
+    settings = reserved.allocator_settings
+    return (
+        f"the allocator settings {settings}" if settings else "torch's default allocator settings"
+    )
 
 
 def describe_growth(growth: MemoryGrowth | None) -> str:
