@@ -9,6 +9,9 @@ once.
 Streams are those of FSDP2 (`_fsdp_collectives.py`, torch 2.13): all-gather buffers on the copy-in
 stream, the outputs of reduce-scatters and the gradients made from them on the reduce-scatter
 stream, all other memory on the compute stream.
+
+Two small parts are on another stream than in training: the cast of a shard before its all-gather
+(copy-in stream), and with HSDP the cast of a reduced gradient (all-reduce stream).
 """
 
 from collections import defaultdict

@@ -34,9 +34,18 @@ def test_llama_8b_on_8_gpus_lies_below_the_reserved_memory_that_torchtitan_read(
 
     assert peak / GIB == pytest.approx(68.4, abs=0.1)
     assert 0.8 < peak / (82.4 * GIB) < 1
-    reserved = predict_reserved(open_run(tmp_path / "whole"), rank=0)
+
+
+@pytest.mark.study
+@pytest.mark.parametrize(("world_size", "published_gib"), [(8, 82.4), (128, 67.0)])
+def test_predicted_reserved_memory_is_within_2_percent_of_torchtitans(
+    world_size: int, published_gib: float, tmp_path: Path
+) -> None:
+    forecast_memory(torchtitan_like.build, tmp_path / "run", world_size=world_size)
+    reserved = predict_reserved(open_run(tmp_path / "run"), rank=0)
+
     assert reserved is not None
-    assert reserved.peak_reserved_bytes / GIB == pytest.approx(82.4, rel=0.02)
+    assert reserved.peak_reserved_bytes / GIB == pytest.approx(published_gib, rel=0.02)
 
 
 def test_keeping_every_matrix_product_adds_those_that_torchtitan_computes_again(
