@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from fsdp_inspect.analysis.stragglers.expert_load import LoadFinding
+from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.report.ranks import render_ranks
 from fsdp_inspect.run import Run, open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
@@ -151,7 +152,8 @@ COORDINATES = {
 @pytest.fixture(scope="module")
 def four(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dimensions")
-    run_ranks(DRIVER, folder, *ON_FOUR_RANKS, "late_in_tp", num_ranks=4, timeout_s=240)
+    late = ("late_in_tp", "slow_tp_group", "slow_stage")
+    run_ranks(DRIVER, folder, *ON_FOUR_RANKS, *late, num_ranks=4, timeout_s=240)
     return folder
 
 
@@ -290,6 +292,34 @@ def test_a_late_rank_delays_its_tp_group_which_delays_the_others(four: Path) -> 
     assert waits["tp"] == 2
     assert waits["shard"] in (0, 1)
     check_straggler(run, 3, "tp", "shard")
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "slept_s", "is_upper_bound"),
+    [
+        ("slow_tp_group", ("tp group of rank 2", "shard 1"), NUM_LAYERS * LATE_S, False),
+        ("slow_stage", ("pp 1",), NUM_MICROBATCHES * LATE_S, True),
+    ],
+)
+def test_a_slow_group_is_named_with_its_cost(
+    four: Path, layout: str, names: tuple[str, ...], slept_s: float, is_upper_bound: bool
+) -> None:
+    run = open_run(four / layout)
+    ranks = run.ranks()
+    group = ranks.slow_group
+    assert group is not None, ranks.straggler_refusal
+    assert ranks.straggler is None
+    assert (group.names, group.ranks) == (names, (2, 3))
+    assert (group.meanwhile, bool(group.bound_because)) == ("forward", is_upper_bound)
+    assert group.cost_ns > 0.5 * slept_s * 1e9
+    grid = run.mesh_grid()
+    assert grid.located is not None
+    assert grid.located.names == names
+    verdict = run.summary().verdict
+    assert verdict.limit is Limit.SLOW_GROUP
+    assert names[0] in verdict.sentence.lower()
+    assert "ranks 2-3" in verdict.because
+    assert run.advise().findings[0].sentence == verdict.sentence
 
 
 @pytest.mark.slow
