@@ -10,11 +10,13 @@ own fit of latency and bandwidth.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_inspect.analysis.bandwidth import KindBandwidth, measure_bandwidth
 from fsdp_inspect.analysis.link_fit import LinkFit
 from fsdp_inspect.analysis.memory.peak import PeakMoment
+from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind, MemoryCategory
@@ -132,7 +134,8 @@ class ReplicationSaving:
     high_ns: int | None
     """Saved time if all buckets but the last one are hidden."""
     exposed_ns: int
-    """Current exposed time of FSDP's all-gathers, reduce-scatters and all-reduces."""
+    """Current exposed time of FSDP's all-gathers, reduce-scatters and all-reduces, without waits
+    for late ranks."""
     all_reduce_ns: int | None
     """Time of the all-reduces of all gradient buckets."""
     reason: str
@@ -176,7 +179,10 @@ def measure_whole_memory(
 
 
 def measure_replication_saving(
-    run: RunSource, memory: WholeMemory, exposed_by_kind_ns: dict[str, int]
+    run: RunSource,
+    memory: WholeMemory,
+    exposed_by_kind_ns: Mapping[str, int],
+    causes_ns: Mapping[str, int] | None = None,
 ) -> ReplicationSaving:
     """Compute the time that DDP would save in each step of a sharded run.
 
@@ -184,9 +190,11 @@ def measure_replication_saving(
         run: The run.
         memory: The memory of the run without sharding.
         exposed_by_kind_ns: The exposed time of the typical step, by kind of collective.
+        causes_ns: The exposed time by cause. DDP waits for late ranks too.
     """
     kinds = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
-    exposed = sum(exposed_by_kind_ns.get(kind.label, 0) for kind in kinds)
+    late = (causes_ns or {}).get(Cause.STRAGGLER.label, 0)
+    exposed = max(sum(exposed_by_kind_ns.get(kind.label, 0) for kind in kinds) - late, 0)
     reason = _why_unknown(run.manifest, memory)
     link = None if reason else _find_link(run, memory.num_ranks)
     if link is None:
@@ -231,5 +239,9 @@ def describe_replication_saving(saving: ReplicationSaving) -> str:
         return f"What DDP would save per step: cannot tell, because {saving.reason}."
     if saving.high_ns <= 0:
         return "DDP would save no time: its all-reduce takes longer than what is exposed now."
-    low = max(saving.low_ns, 0)
-    return f"DDP would save {format_ns(low)} to {format_ns(saving.high_ns)} a step."
+    if saving.low_ns < 0:
+        return (
+            f"DDP would save at most {format_ns(saving.high_ns)} a step. If backward hides no "
+            f"all-reduce, it is {format_ns(-saving.low_ns)} slower."
+        )
+    return f"DDP would save {format_ns(saving.low_ns)} to {format_ns(saving.high_ns)} a step."
