@@ -27,6 +27,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect import Recorder
 from fsdp_inspect.sharding.torch_fsdp import release_process_groups
@@ -266,6 +268,18 @@ def hsdp_tp(make_layer: Callable[[], nn.Module] = Feedforward) -> Training:
     return Training(model, _plain_step(model))
 
 
+def ddp_tp() -> Training:
+    """Replicas of a model whose layers are split, with several buckets."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Model()
+    _tensor_parallel(model, mesh["tp"])
+    _pre_dp_module_transform(model)
+    trained = DistributedDataParallel(
+        model, process_group=mesh.get_group("dp"), bucket_cap_mb=0.001
+    )
+    return Training(trained, _plain_step(trained))
+
+
 def late_in_tp() -> Training:
     """As `fsdp_tp`; rank 3 is late in each forward."""
     Late.late_ranks = (3,)
@@ -293,7 +307,7 @@ def late_in_hsdp_tp() -> Training:
 LAYOUTS: dict[str, Callable[[], Training]] = {
     each.__name__: each
     for each in (
-        *(fsdp_tp, hsdp, unnamed, fsdp_ep, uneven_batches, fsdp_cp, pipeline),
+        *(fsdp_tp, hsdp, unnamed, fsdp_ep, uneven_batches, fsdp_cp, pipeline, ddp_tp),
         *(hsdp_tp, pipeline_tp),
     )
 }

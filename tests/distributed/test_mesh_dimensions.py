@@ -82,6 +82,7 @@ def batched(rank: int) -> Volume:
     return Volume(4 * NUM_LAYERS, 2 * NUM_LAYERS * (own + of_expert) * WIDTH * FLOAT)
 
 
+EXPERTS = {"fsdp_ep": routed, "uneven_batches": batched}
 GATHERED = Volume(2 * NUM_LAYERS, 2 * NUM_LAYERS * 2 * ROWS)
 """An all-gather of the rows of both ranks in forward, and its reduce-scatter in backward."""
 MESSAGES = Volume(2 * NUM_MICROBATCHES, 2 * ROWS)
@@ -103,14 +104,16 @@ def expected(name: str, rank: int) -> dict[str, Volume]:
             shard = sharded(LAYER)
             with_metric = Volume(shard.count + 1, shard.bytes + FLOAT)
             return {"shard": with_metric, "other": Volume(1, 3 * FLOAT)}
-        case "fsdp_ep":
-            return {"shard": sharded(LAYER), "ep": routed(rank), "world": METRIC}
-        case "uneven_batches":
-            return {"shard": sharded(LAYER), "ep": batched(rank), "world": METRIC}
+        case "fsdp_ep" | "uneven_batches":
+            return {"shard": sharded(LAYER), "ep": EXPERTS[name](rank), "world": METRIC}
         case "fsdp_cp":
             return {"shard": sharded(LAYER), "cp": GATHERED, "world": METRIC}
         case "pipeline":
             return {"shard": Volume(2, 2 * LAYER), "pp": MESSAGES}
+        case "ddp_tp":
+            # A bucket is full with five of the six matrices.
+            buckets = Volume(2, NUM_LAYERS * LAYER // 2 + ROOT)
+            return {"replicate": buckets, "tp": TENSOR_PARALLEL, "world": METRIC}
         case "pipeline_tp":
             # The rows of the first stage need no gradient, so nothing is reduced in its backward.
             passes = [1, 2][rank // 4]
@@ -134,6 +137,7 @@ NAMES = {
     "uneven_batches": {"shard": ("fsdp", "efsdp"), "ep": ("ep",), "world": ()},
     "fsdp_cp": {"shard": ("dp_shard",), "cp": ("cp",), "world": ()},
     "pipeline": {"shard": ("dp",), "pp": ("pp",)},
+    "ddp_tp": {"replicate": ("dp",), "tp": ("tp",), "world": ()},
 }
 COORDINATES = {
     "fsdp_tp": {"shard": 1, "tp": 0},
@@ -143,6 +147,7 @@ COORDINATES = {
     "uneven_batches": {"shard": 2, "ep": 0},
     "fsdp_cp": {"shard": 1, "cp": 0},
     "pipeline": {"shard": 0, "pp": 1},
+    "ddp_tp": {"replicate": 1, "tp": 0},
     "hsdp_tp": {"replicate": 1, "shard": 1, "tp": 0},
     "pipeline_tp": {"shard": 1, "tp": 0, "pp": 1},
 }
