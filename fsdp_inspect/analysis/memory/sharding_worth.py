@@ -28,6 +28,8 @@ FITS_RATIO = 0.9
 rest."""
 BUCKET_BYTES = 25 << 20
 """DDP's default `bucket_cap_mb`."""
+FIRST_BUCKET_BYTES = 1 << 20
+"""DDP's first bucket is smaller, so that its reduction begins early."""
 _SHARDED = (FSDP2, FSDP1, ZERO3)
 _KEPT = (
     MemoryCategory.ACTIVATION,
@@ -200,14 +202,18 @@ def measure_replication_saving(
     if link is None:
         reason = reason or "no reduce-scatter or all-gather of these ranks has a measured duration"
         return ReplicationSaving(None, None, exposed, None, reason)
-    factor = bus_factor(EventKind.ALL_REDUCE, memory.num_ranks)
+    is_gloo = "gloo" in run.manifest.backend and "nccl" not in run.manifest.backend
+    kind = EventKind.REDUCE_SCATTER if is_gloo else EventKind.ALL_REDUCE
+    factor = bus_factor(kind, memory.num_ranks)  # gloo runs a reduce-scatter as an all-reduce
 
     def duration_ns(message_bytes: int) -> int:
         return round(link.latency_ns + message_bytes * factor / link.bus_bytes_per_s * 1e9)
 
-    full, rest = divmod(memory.gradient_bytes, BUCKET_BYTES)
-    all_reduce = full * duration_ns(BUCKET_BYTES) + (duration_ns(rest) if rest else 0)
-    last = duration_ns(min(memory.gradient_bytes, BUCKET_BYTES))
+    first = min(memory.gradient_bytes, FIRST_BUCKET_BYTES)
+    full, rest = divmod(memory.gradient_bytes - first, BUCKET_BYTES)
+    buckets = [first, *full * [BUCKET_BYTES], *([rest] if rest else [])]
+    all_reduce = sum(map(duration_ns, buckets))
+    last = duration_ns(buckets[-1])
     return ReplicationSaving(exposed - all_reduce, exposed - last, exposed, all_reduce, "")
 
 
@@ -238,10 +244,16 @@ def describe_replication_saving(saving: ReplicationSaving) -> str:
     if saving.low_ns is None or saving.high_ns is None:
         return f"What DDP would save per step: cannot tell, because {saving.reason}."
     if saving.high_ns <= 0:
-        return "DDP would save no time: its all-reduce takes longer than what is exposed now."
+        return (
+            "Whether DDP would save time: cannot tell, because its all-reduce is inferred to take "
+            f"{format_ns(saving.all_reduce_ns or 0)}, and FSDP's collectives are exposed for "
+            f"{format_ns(saving.exposed_ns)}."
+        )
     if saving.low_ns < 0:
         return (
             f"DDP would save at most {format_ns(saving.high_ns)} a step. If backward hides no "
             f"all-reduce, it is {format_ns(-saving.low_ns)} slower."
         )
+    if saving.low_ns == saving.high_ns:
+        return f"DDP would save about {format_ns(saving.low_ns)} a step."
     return f"DDP would save {format_ns(saving.low_ns)} to {format_ns(saving.high_ns)} a step."
