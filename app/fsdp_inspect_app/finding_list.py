@@ -22,6 +22,7 @@ _PAGE_OF_LIMIT = {
     Limit.MEMORY: "memory",
     Limit.MEMORY_CREEP: "memory",
     Limit.STRAGGLER: "ranks",
+    Limit.SLOW_GROUP: "ranks",
 }
 
 

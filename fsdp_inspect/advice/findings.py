@@ -20,17 +20,20 @@ from fsdp_inspect.analysis.verdict.limits import HOST_RATIO, INPUT_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_ns, format_ratio
 
-_RULES = {Limit.STRAGGLER: "R32", Limit.HOST: "R19", Limit.MEMORY: "R21"}
+_RULES = {Limit.STRAGGLER: "R32", Limit.SLOW_GROUP: "R32", Limit.HOST: "R19", Limit.MEMORY: "R21"}
 _BEFORE_COMMUNICATION = (
     Limit.MEMORY,
     Limit.MEMORY_CREEP,
     Limit.STRAGGLER,
+    Limit.SLOW_GROUP,
     Limit.HOST,
     Limit.INPUT,
     Limit.OTHER,
 )
+_LATE = (Limit.STRAGGLER, Limit.SLOW_GROUP)
 _COSTS = {
     Limit.STRAGGLER: "straggler_cost_ns",
+    Limit.SLOW_GROUP: "slow_group_cost_ns",
     Limit.HOST: "host_bound_ns",
     Limit.INPUT: "data_ns",
     Limit.COMMUNICATION: "exposed_other_ns",
@@ -100,8 +103,8 @@ def _late_ranks(evidence: Evidence) -> Iterator[Finding]:
         (),
         f"Waiting for late ranks takes {format_ratio(late / step)} of the step.",
         f"{format_ns(late)} of {format_ns(exposed)} of exposed time is waiting for ranks that "
-        f"arrive late at a collective. No single rank costs {format_ratio(STRAGGLER_RATIO)} of the "
-        "step.",
+        f"arrive late at a collective. No single rank or group costs "
+        f"{format_ratio(STRAGGLER_RATIO)} of the step.",
         ("Find out when ranks arrive late: fsdp-inspect ranks RUN.",),
         {"exposed_ns": exposed},
         limits=True,
@@ -119,13 +122,14 @@ def _late_ranks(evidence: Evidence) -> Iterator[Finding]:
 
 _VERIFY = {
     Limit.STRAGGLER: "Record again, then: fsdp-inspect ranks NEW_RUN",
+    Limit.SLOW_GROUP: "Record again, then: fsdp-inspect ranks NEW_RUN",
     Limit.MEMORY: "Record again, then: fsdp-inspect memory NEW_RUN",
     Limit.MEMORY_CREEP: "Record again, then: fsdp-inspect memory NEW_RUN",
 }
 
 
 def _rows(evidence: Evidence, limit: Limit) -> tuple[TraceRow, ...]:
-    if limit is not Limit.STRAGGLER:
+    if limit not in _LATE:
         return ()
     return evidence.rows(lambda wait: bool(wait.causes_ns.get(Cause.STRAGGLER.label)))
 
@@ -140,7 +144,7 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
         sentence=f"Saves at most {format_ns(cost)} a step, the whole cost.",
         saved_low_ns=0,
         saved_high_ns=round(cost),
-        is_exposed=limit is Limit.STRAGGLER,  # other communication is no gain of a plan
+        is_exposed=limit in _LATE,  # other communication is no gain of a plan
     )
 
 
@@ -151,6 +155,8 @@ def _also(evidence: Evidence) -> Iterator[Finding]:
     known = (
         (Limit.STRAGGLER, STRAGGLER_RATIO, "Waiting for the straggler takes",
          "Find the straggler: fsdp-inspect ranks RUN."),
+        (Limit.SLOW_GROUP, STRAGGLER_RATIO, "Waiting for a slow group of ranks takes",
+         "Find the group: fsdp-inspect ranks RUN."),
         (Limit.HOST, HOST_RATIO, "The device is host-bound for",
          "Reduce the host's work: torch.compile, a larger microbatch, or fewer units."),
         (Limit.INPUT, INPUT_RATIO, "Waiting for the next batch takes",

@@ -106,8 +106,8 @@ def plan_migration(run: RunSource) -> Migration:
         else None,
         gather_buffer_bytes=0
         if strategy == _NO_SHARD
-        else max((unit.unsharded_bytes for unit in units), default=0),
-        reduce_buffer_bytes=max((unit.reduce_bytes for unit in units), default=0),
+        else max((_gather_bytes(unit, manifest) for unit in units), default=0),
+        reduce_buffer_bytes=max((_reduce_bytes(unit, manifest) for unit in units), default=0),
     )
 
 
@@ -143,13 +143,31 @@ def _itemsize(unit: Unit, manifest: RunManifest) -> int:
 
 
 def _new_shard_bytes(unit: Unit, manifest: RunManifest) -> int:
-    """The parts of rank 0 under FSDP2: each parameter is chunked in dimension 0."""
+    """The parts of rank 0 under FSDP2."""
+    return _new_shard_numel(unit, manifest) * _itemsize(unit, manifest)
+
+
+def _new_shard_numel(unit: Unit, manifest: RunManifest) -> int:
+    """The elements of rank 0 under FSDP2: each parameter is chunked in dimension 0."""
     shards = _shards(manifest)
-    parts = (
+    return sum(
         math.ceil(shape[0] / shards) * math.prod(shape[1:]) if shape else 1
         for shape in unit.parameters.values()
     )
-    return sum(parts) * _itemsize(unit, manifest)
+
+
+def _gather_bytes(unit: Unit, manifest: RunManifest) -> int:
+    """The padded output of FSDP2's all-gather; without shapes, that of FSDP1."""
+    padded = _new_shard_numel(unit, manifest) * _shards(manifest)
+    return padded * ITEMSIZE[unit.param_dtype] if padded else unit.unsharded_bytes
+
+
+def _reduce_bytes(unit: Unit, manifest: RunManifest) -> int:
+    """The padded input of FSDP2's reduce-scatter; if parts of it are unknown, that of FSDP1."""
+    padded = _new_shard_numel(unit, manifest) * _shards(manifest)
+    if not padded or unit.num_trainable_parameters != unit.num_parameters:
+        return unit.reduce_bytes
+    return padded * ITEMSIZE[unit.reduce_dtype]
 
 
 _STRATEGIES: Mapping[str, str] = {

@@ -205,7 +205,7 @@ RULES: Mapping[str, Rule] = {
     "R32": Rule(
         "fix the straggler first",
         ("finding",),
-        "Waiting for the straggler costs 5% of the step.",
+        "Waiting for a straggler or a slow group costs 5% of the step.",
     ),
     "R33": Rule(
         "record an event after the optimizer (set_post_optim_event)",

@@ -204,7 +204,9 @@ def _evidence(run: RunSource, digest: Summary, *, for_plans: bool = True) -> Evi
         replication=None
         if whole is None or not whole.is_sharded or exposed is None
         else try_measure(
-            lambda source: measure_replication_saving(source, whole, exposed.by_kind_ns),
+            lambda source: measure_replication_saving(
+                source, whole, exposed.by_kind_ns, exposed.causes_ns
+            ),
             run,
             damage,
         ),

@@ -66,6 +66,7 @@ def _replicate(
         ),
         assumptions=(
             "DDP uses gradient_as_bucket_view=True and the dtype of the weights.",
+            "Waits for late ranks do not count, because DDP has them too.",
             "At best backward hides all buckets of the gradients but the last one, at worst none.",
             f"At most {format_ratio(FITS_RATIO)} of the device is used.",
         ),

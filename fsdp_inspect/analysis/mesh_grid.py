@@ -12,20 +12,17 @@ its median exceeds their median by at least `LEAST_EXCESS_RATIO`. The grid descr
 is high. It does not prove the cause.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
-from fsdp_inspect.analysis.mesh_dimensions import dimension_members, rank_coordinates
+from fsdp_inspect.analysis.rank_sets import list_axes, name_rank_sets, rank_places
 from fsdp_inspect.analysis.stragglers.ranks import RankRow
 from fsdp_inspect.results import Result
-from fsdp_inspect.trace.mesh_dimensions import DIMENSIONS, order_labels
 from fsdp_inspect.trace.run import RunSource
 
-NODE, LOCAL_RANK = "node", "local rank"
-"""Dimensions of the machines, in addition to those of the mesh."""
 MESH_METRICS = (
     "own_work_ns",
     "exposed_ns",
@@ -71,45 +68,17 @@ class MeshGrid(Result):
     """The ranks with the highest values; None if no set of ranks stands out."""
 
 
-def list_axes(run: RunSource) -> list[str]:
-    """Return the dimensions along which ranks can be laid out, outermost first.
-
-    A dimension with one place is left out. The local rank remains if no dimension is left.
-    """
-    places = _places(run)
-    known = {axis for found in places.values() for axis in found}
-    ordered = ["pp", *(one for one in order_labels(known) if one != "pp"), NODE, LOCAL_RANK]
-    spread = [
-        axis
-        for axis in dict.fromkeys(ordered)
-        if len({found[axis] for found in places.values() if axis in found}) > 1
-    ]
-    return spread or [LOCAL_RANK]
-
-
 def default_axes(run: RunSource) -> tuple[str, str]:
     """Return the first two dimensions whose grid has ranks in every cell, or else the first two.
 
     Two meshes over the same ranks, as for experts and for all other units, leave cells empty.
     """
-    axes, places = list_axes(run), _places(run)
+    axes, places = list_axes(run), rank_places(run)
     for rows, columns in combinations(axes, 2):
         cells = {(found.get(rows), found.get(columns)) for found in places.values()}
         if len(cells) == len({row for row, _ in cells}) * len({column for _, column in cells}):
             return rows, columns
     return axes[0], axes[min(1, len(axes) - 1)]
-
-
-def _places(run: RunSource) -> dict[int, dict[str, str]]:
-    """The place of each recorded rank along every dimension."""
-    return {
-        record.rank: {
-            **{axis: str(place) for axis, place in rank_coordinates(run, record.rank).items()},
-            NODE: record.host,
-            LOCAL_RANK: str(record.local_rank),
-        }
-        for record in run.ranks
-    }
 
 
 def measure_mesh_grid(
@@ -144,7 +113,7 @@ def measure_mesh_grid(
     for axis in (rows, columns):
         if axis not in axes:
             raise ValueError(f"Unknown mesh dimension {axis!r}. Expected one of {', '.join(axes)}.")
-    places = _places(run)
+    places = rank_places(run)
     known = {row.rank: getattr(row, metric) for row in ranks if row.rank in places}
     values = {rank: float(value) for rank, value in known.items() if value is not None}
     cells: dict[tuple[str, str], list[int]] = {}
@@ -165,7 +134,7 @@ def measure_mesh_grid(
         column_places=tuple(column_places),
         values=tuple(tuple(_median(values, cell) for cell in line) for line in members),
         ranks=tuple(tuple(line) for line in members),
-        located=_locate(run, values, places),
+        located=_locate(run, values),
     )
 
 
@@ -179,16 +148,15 @@ def _median(values: Mapping[int, float], ranks: Sequence[int]) -> float:
     return float(np.median(known)) if known else float("nan")
 
 
-def _locate(
-    run: RunSource, values: Mapping[int, float], places: Mapping[int, Mapping[str, str]]
-) -> MeshLocation | None:
+def _locate(run: RunSource, values: Mapping[int, float]) -> MeshLocation | None:
     """Find the set of ranks whose values exceed all others; see [Note: located ranks]."""
     if len(values) < 2:
         return None
     ordered = sorted(values, key=lambda rank: -values[rank])
-    names: dict[frozenset[int], list[str]] = {}
-    for name, members in _candidates(run, values, places):
-        names.setdefault(members, []).append(name)
+    names = name_rank_sets(run, values.keys())
+    for rank in values:
+        alone = frozenset([rank])
+        names[alone] = (*names.get(alone, ()), f"rank {rank}")
     found = []
     for members, known in names.items():
         size = len(members)
@@ -197,7 +165,7 @@ def _locate(
         if values[ordered[size - 1]] <= values[ordered[size]]:
             continue
         location = MeshLocation(
-            tuple(known),
+            known,
             tuple(sorted(members)),
             _median(values, ordered[:size]),
             _median(values, ordered[size:]),
@@ -206,21 +174,3 @@ def _locate(
             gap = values[ordered[size - 1]] - values[ordered[size]]
             found.append((gap, location))
     return max(found, key=lambda each: each[0])[1] if found else None
-
-
-def _candidates(
-    run: RunSource, values: Mapping[int, float], places: Mapping[int, Mapping[str, str]]
-) -> Iterator[tuple[str, frozenset[int]]]:
-    for axis in list_axes(run):
-        if axis == LOCAL_RANK:
-            continue
-        for place in sorted({found[axis] for found in places.values() if axis in found}):
-            ranks = frozenset(rank for rank in values if places[rank].get(axis) == place)
-            yield f"{axis} {place}", ranks
-    for label in (*DIMENSIONS[2:],):
-        for rank in sorted(values):
-            members = dimension_members(run, label, rank)
-            if len(members) > 1 and members[0] == rank:
-                yield f"{label} group of rank {rank}", frozenset(values).intersection(members)
-    for rank in values:
-        yield f"rank {rank}", frozenset([rank])

@@ -26,7 +26,7 @@ from fsdp_inspect.analysis.run_identity import RunIdentity, identify
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.analysis.step_times import measure_step_times
-from fsdp_inspect.analysis.stragglers.straggler_search import find_straggler
+from fsdp_inspect.analysis.stragglers.straggler_search import find_late_ranks
 from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.analysis.verdict.run_facts import Answers, judge
@@ -140,9 +140,7 @@ def measure_summary(run: RunSource) -> Summary:
             growth=try_measure(measure_memory_growth, run, damage),
             plan_check=plan_check,
             provenance=provenance,
-            straggler=try_measure(
-                lambda source: find_straggler(source, overlap.ranks), run, damage
-            ),
+            late=try_measure(lambda source: find_late_ranks(source, overlap.ranks), run, damage),
         )
     )
     manifest, steps, typical = run.manifest, times.selection, overlap.run

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.gather_distances import GatherDistances, measure_gather_distances
 from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.columns import (
     Column,
@@ -158,6 +159,8 @@ class UnitCosts(TableResult):
     num_steps: int
     units: tuple[UnitCost, ...]
     """The units in order of execution. Units that never run come last."""
+    distances: GatherDistances | None
+    """The prefetch and reuse distances of ZeRO-3, in the order of `units`; None for others."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Units in the typical step",
@@ -207,6 +210,8 @@ class UnitCosts(TableResult):
             ),
         ),
     )
+    DISTANCES: ClassVar[TableSpec] = GatherDistances.TABLE
+    """The columns of `distances.units`."""
     COLLECTIVES: ClassVar[TableSpec] = TableSpec(
         "Collectives of each unit",
         (
@@ -294,6 +299,7 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
         rank=None if member is None else member.rank,
         num_steps=0 if member is None else len(member.steps),
         units=tuple(sorted(units, key=_execution_order)),
+        distances=measure_gather_distances(run, member),
     )
 
 

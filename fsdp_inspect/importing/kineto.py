@@ -316,6 +316,8 @@ class _Merged:
         text = "\n".join([*(file.name for file in self._files), str(created_ns)])
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", self._out.name) or "import"
         num_parameters = sum(unit.num_parameters for unit in self._units)
+        gaps = [trace.gaps for trace in traces]
+        paused = max(gaps, key=lambda each: each.longest_pause_ns / max(each.duration_ns, 1))
         has_names = traces[0].unit_origin == UNITS_FROM_RANGES
         return RunManifest(
             run_id=f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}",
@@ -336,6 +338,12 @@ class _Merged:
             recorder={"imported_from": [file.name for file in self._files]},
             num_device_events=sum(trace.num_device_events for trace in traces),
             num_unread_events=sum(trace.num_unread_events for trace in traces),
+            lacks_kernels=any(each.lacks_kernels for each in gaps),
+            num_launches=sum(each.num_launches for each in gaps),
+            num_lost_launches=sum(each.num_lost_launches for each in gaps),
+            num_devices_per_trace=max(each.num_devices for each in gaps),
+            longest_pause_ns=paused.longest_pause_ns,
+            paused_trace_ns=paused.duration_ns,
             num_unsized_collectives=self._counts["unsized"],
             notes=list(notes),
         )

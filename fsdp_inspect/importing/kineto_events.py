@@ -177,6 +177,9 @@ class KinetoTrace:
     messages: dict[Category, dict[int, CollectiveMessage]]
     """Messages in the arguments of events, by index in the category's events."""
     names: tuple[str, ...]
+    processes: tuple[int, ...]
+    """The process of each thread or stream, numbered by first occurrence. The process of a stream
+    is its device."""
     other_values: dict[str, Any]
     """The other values of the file: `distributedInfo`, `baseTimeNanoseconds`, ..."""
     num_events: int
@@ -243,6 +246,7 @@ def read_trace(
         events=events,
         messages=columns.messages,
         names=tuple(columns.names),
+        processes=columns.processes(),
         other_values=reader.other_values,
         num_events=columns.num_events + columns.num_unreadable,
         num_odd=columns.num_odd + columns.num_unreadable,
@@ -345,6 +349,11 @@ class _Columns:
             parts[place] = part.where(kept)
         self.messages[Category.OPERATOR] = new
 
+    def processes(self) -> tuple[int, ...]:
+        """The process of each thread, numbered by first occurrence."""
+        numbers = _Numbers[str]()
+        return tuple(numbers.of([_process_of(key) for key in self._threads]).tolist())
+
     def of(self, category: Category) -> EventColumns:
         """All events of a category."""
         parts = self._parts.pop(category) or [_NO_EVENTS]
@@ -423,6 +432,11 @@ def _number_threads(events: list[Any], known: _Numbers[Any]) -> Int32Array:
         return known.of(keys)
     except TypeError:  # lists and objects are not valid threads
         return known.of(list(map(repr, keys)))
+
+
+def _process_of(thread: Any) -> str:
+    """The process of a key of `_number_threads`."""
+    return repr(thread[0]) if isinstance(thread, tuple) else ""
 
 
 def _times_ns(events: list[Any]) -> tuple[Int64Array, Int64Array, NDArray[np.bool_]]:

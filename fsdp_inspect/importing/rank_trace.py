@@ -13,6 +13,7 @@ from fsdp_inspect.importing.device_rows import DeviceRows, DeviceWork
 from fsdp_inspect.importing.host_rows import HostRows
 from fsdp_inspect.importing.implied_units import imply_by_order, imply_by_size
 from fsdp_inspect.importing.kineto_events import Category, KinetoTrace
+from fsdp_inspect.importing.lost_work import TraceGaps, find_gaps
 from fsdp_inspect.importing.message_fields import NOTHING
 from fsdp_inspect.importing.messages import GroupNames
 from fsdp_inspect.importing.names import RunNames
@@ -55,6 +56,8 @@ class RankTrace:
     """Kernels and copies."""
     num_unread_events: int
     """Complete events of unknown categories."""
+    gaps: TraceGaps
+    """Work of the device that the trace may lack."""
 
 
 def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrace:
@@ -78,6 +81,8 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
     marks = StepMarks.of(trace) if by_step else StepMarks.whole()
     ranges = UnitRanges.of(trace)
     phases = PhaseRanges.of(trace, ranges)
+    backend = str(distributed.get("backend", ""))
+    gaps = find_gaps(trace, backend, is_whole_trace=marks.is_whole_trace)
     maker: DeviceRows | HostRows
     if has_kernels:
         work = DeviceWork.of(trace, groups)
@@ -96,7 +101,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
     return RankTrace(
         rank=_whole(distributed.get("rank")),
         world_size=groups.world_size or None,
-        backend=str(distributed.get("backend", "")) or ("nccl" if has_kernels else "gloo"),
+        backend=backend or ("nccl" if has_kernels else "gloo"),
         device_type="cuda" if has_kernels else "cpu",
         device_name=str(device.get("name", "")),
         device_memory_bytes=_whole(device.get("totalGlobalMem")),
@@ -112,6 +117,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
         num_events=trace.num_events,
         num_device_events=num_kernels + len(trace.events[Category.MEMORY_COPY]),
         num_unread_events=sum(trace.unread.values()),
+        gaps=gaps,
     )
 
 

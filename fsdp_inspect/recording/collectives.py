@@ -223,7 +223,7 @@ class TimedWork(dist.Work):
             clock = session.clock
 
             def done(_: object) -> None:
-                completion.ns = clock.host_now()
+                completion.ended_by(clock.host_now())
 
             inner.get_future().add_done_callback(done)
 
@@ -234,6 +234,8 @@ class TimedWork(dist.Work):
         result = self._inner.wait(*args, **kwargs)
         after = clock.mark()
         communication.need_from(before, after)
+        if isinstance(communication.end, Completion):
+            communication.end.ended_by(after)
         if communication.end is None:
             communication.end = after
             communication.method = _INFERRED

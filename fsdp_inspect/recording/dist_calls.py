@@ -350,7 +350,7 @@ class DistCalls:
         communication.end = completion = Completion()
 
         def done(_: object) -> None:
-            completion.ns = session.clock.host_now()
+            completion.ended_by(session.clock.host_now())
 
         work.get_future().add_done_callback(done)
         communication.write(session)

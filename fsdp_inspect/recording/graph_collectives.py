@@ -187,6 +187,8 @@ class GraphCollectives:
         session = self._session
         after = session.clock.mark()
         communication.need_from(before, after)
+        if isinstance(communication.end, Completion):
+            communication.end.ended_by(after)
         if communication.end is None:
             communication.end = after
             communication.method = Method.INFERRED
@@ -205,7 +207,7 @@ def _completion_of(work: dist.Work, session: Session) -> Completion | None:
     completion, clock = Completion(), session.clock
 
     def done(_: object) -> None:
-        completion.ns = clock.host_now()
+        completion.ended_by(clock.host_now())
 
     future.add_done_callback(done)
     return completion

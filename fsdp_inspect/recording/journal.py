@@ -17,12 +17,20 @@ NOT_NEEDED = -1
 
 
 class Completion:
-    """The end of an asynchronous collective, set later from another thread."""
+    """The end of an asynchronous collective, set later from another thread.
+
+    That thread needs the GIL to note the time. If the training thread has it, the note comes too
+    late. The end of a wait for the collective is then the earlier one, and counts.
+    """
 
     __slots__ = ("ns",)
 
     def __init__(self) -> None:
         self.ns: int | None = None
+
+    def ended_by(self, ns: int) -> None:
+        """Note that the collective had ended at this time; the earliest time counts."""
+        self.ns = ns if self.ns is None else min(self.ns, ns)
 
 
 class LaterOf:

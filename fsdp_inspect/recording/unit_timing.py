@@ -99,6 +99,7 @@ class UnitTimer:
         self._forwards: list[tuple[Any, Phase, int]] = []
         """Open forwards of this unit: start, phase, flags."""
         self._backward_start: Any = None
+        self._backward_flags = 0
         self._outer_hooks: list[int] = []
 
     # --- a hook of this unit on the host's stack
@@ -234,10 +235,10 @@ class UnitTimer:
         if session.watches_memory:
             self._memory.inputs(args, kwargs)
 
-    def _open_forward(self) -> None:
+    def _open_forward(self, flags: int = 0) -> None:
         """Begin the unit's own forward: its parameters are ready."""
         session = self._session
-        flags = 0 if _keeps_graph(session) else _NO_GRAD
+        flags |= 0 if _keeps_graph(session) else _NO_GRAD
         if session.phase == _BACKWARD_PHASE:
             flags |= _RECOMPUTE
         self._forwards.append((self._clock.mark(), session.phase, flags))
@@ -260,9 +261,10 @@ class UnitTimer:
         session.leave_forward(end)
         session.add(_FORWARD, start, end, unit=self.index, phase=phase, flags=flags)
 
-    def _open_backward(self) -> None:
+    def _open_backward(self, flags: int = 0) -> None:
         """Begin the unit's own backward: its parameters are ready."""
         session = self._session
+        self._backward_flags = flags
         self._backward_start = self._clock.mark()
         session.open_units.append(self.index)
         if session.watches_memory:
@@ -279,6 +281,7 @@ class UnitTimer:
                 end,
                 unit=self.index,
                 phase=_BACKWARD_PHASE,
+                flags=self._backward_flags,
             )
             self._backward_start = None
             if session.watches_memory:

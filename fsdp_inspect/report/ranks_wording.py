@@ -7,16 +7,12 @@ from collections.abc import Sequence
 
 from fsdp_inspect.analysis.mesh_grid import MeshGrid
 from fsdp_inspect.analysis.stragglers.dimension_waits import DimensionWait
+from fsdp_inspect.analysis.stragglers.evidence import LEAST_BUSIEST_RATIO, LEAST_COST_RATIO
 from fsdp_inspect.analysis.stragglers.expert_load import ExpertGroup, ExpertLoad, LoadFinding
 from fsdp_inspect.analysis.stragglers.rank_pricing import StepReplay
-from fsdp_inspect.analysis.stragglers.ranks import (
-    LEAST_BUSIEST_RATIO,
-    LEAST_COST_RATIO,
-    RankRow,
-    Ranks,
-    Straggler,
-)
-from fsdp_inspect.analysis.verdict.words import describe_waits_along
+from fsdp_inspect.analysis.stragglers.ranks import RankRow, Ranks, Straggler
+from fsdp_inspect.analysis.verdict import SlowGroup
+from fsdp_inspect.analysis.verdict.words import describe_slow_group, describe_waits_along
 from fsdp_inspect.formatting import capitalize, format_ns, format_ranks, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.values import format_metric
@@ -29,8 +25,10 @@ _DEFINITION = (
 
 
 def describe_answer(ranks: Ranks) -> tuple[str, ...]:
-    """Describe the straggler and its cost, or that there is none; the headline first."""
-    if ranks.straggler is not None and ranks.replay is not None:
+    """Describe the straggler or slow group and its cost, or that there is none; headline first."""
+    if ranks.slow_group is not None:
+        lines = [_slow_group(ranks.slow_group), *describe_slow_group(ranks.slow_group)]
+    elif ranks.straggler is not None and ranks.replay is not None:
         lines = [
             _straggler(ranks.straggler),
             _meanwhile(ranks.straggler),
@@ -152,6 +150,14 @@ def _straggler(straggler: Straggler) -> str:
     return (
         f"Rank {straggler.rank}{where} is a straggler and costs "
         f"{format_metric('cost_ns', straggler.cost_ns)} a step."
+    )
+
+
+def _slow_group(group: SlowGroup) -> str:
+    """State the ranks of a slow group and their cost."""
+    return (
+        f"{capitalize(format_ranks(group.ranks))} ({group.names[0]}) are a slow group and cost "
+        f"{group.at_most}{format_metric('cost_ns', group.cost_ns)} a step."
     )
 
 

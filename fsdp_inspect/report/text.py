@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.dtype_uses import DtypeUse
+from fsdp_inspect.analysis.gather_distances import GatherDistances
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.numerics import Numerics
@@ -136,9 +137,17 @@ def render_units(costs: UnitCosts) -> RenderableType:
         "",
         Text("Compute and copies of each unit", style="bold"),
         render_table(UnitCosts.TABLE, costs.units, *_COMPUTE_COLUMNS),
+        *(_distances(costs.distances) if costs.distances is not None else ()),
         "",
         dim(_units_footer(costs)),
     )
+
+
+def _distances(distances: GatherDistances) -> Iterable[RenderableType]:
+    yield ""
+    yield Text(UnitCosts.DISTANCES.title, style="bold")
+    yield render_table(UnitCosts.DISTANCES, distances.units)
+    yield from map(Text, describe_distances(distances))
 
 
 def _headline(digest: Summary) -> RenderableType:
@@ -299,6 +308,33 @@ def _provenance(digest: Summary) -> Text:
     if obtained.memory:
         lines.append(f"Memory counted by the {format_method(obtained.memory)}.")
     return dim("\n".join(lines))
+
+
+def describe_distances(distances: GatherDistances) -> list[str]:
+    """Describe the measured distances of ZeRO-3 and the settings that limit them."""
+    lines = []
+    if distances.longest_prefetch is not None:
+        lines.append(
+            f"Gathers are issued up to {distances.longest_prefetch:,} parameters ahead"
+            f"{_setting(distances, 'prefetch_bucket_size')}."
+        )
+    if distances.longest_kept is not None:
+        lines.append(
+            f"Parameters stay gathered over at most {distances.longest_kept:,} other parameters"
+            f"{_setting(distances, 'max_reuse_distance')}."
+        )
+    if distances.shortest_released is not None:
+        lines.append(
+            "Parameters are gathered again after at least "
+            f"{distances.shortest_released:,} other parameters"
+            f"{_setting(distances, 'max_reuse_distance')}."
+        )
+    return lines
+
+
+def _setting(distances: GatherDistances, name: str) -> str:
+    value = distances.settings.get(name)
+    return f" ({name}: {int(value):,})" if value and value.isdecimal() else ""
 
 
 def _units_footer(costs: UnitCosts) -> str:

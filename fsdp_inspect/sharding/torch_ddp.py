@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -113,8 +114,8 @@ def find_buckets(prefix: str, wrapper: DistributedDataParallel) -> list[BucketHa
     zeros, so that this call allocates nothing.
     """
     names = {
-        id(parameter): f"{prefix}.{strip_wrappers(name)}".removeprefix(".")
-        for name, parameter in wrapper.module.named_parameters()
+        key: f"{prefix}.{strip_wrappers(name)}".removeprefix(".")
+        for key, name in _names_of_parameters(wrapper).items()
     }
     with FakeTensorMode(allow_non_fake_inputs=True):
         buckets: list[Any] = wrapper.reducer._get_zeros_like_grad_buckets()
@@ -131,6 +132,23 @@ def find_buckets(prefix: str, wrapper: DistributedDataParallel) -> list[BucketHa
         )
         for place, (parameters, dtype) in enumerate(contents)
     ]
+
+
+_NAMES: WeakKeyDictionary[DistributedDataParallel, dict[int, str]] = WeakKeyDictionary()
+"""The names of the parameters of each wrapper, by `id`. The wrapper keeps its parameters."""
+
+
+def _names_of_parameters(wrapper: DistributedDataParallel) -> dict[int, str]:
+    """The names of the reducer's parameters, by `id`.
+
+    Tensor parallelism under DDP takes the parameters out of the module in the first forward. Their
+    names come from an earlier call. Without one, a parameter has its number as its name.
+    """
+    known = _NAMES.setdefault(wrapper, {})
+    known.update((id(each), name) for name, each in wrapper.module.named_parameters())
+    for place, parameter in enumerate(wrapper._module_parameters):
+        known.setdefault(id(parameter), f"parameter {place}")
+    return known
 
 
 def has_rebuilt_buckets(wrapper: DistributedDataParallel) -> bool:

@@ -156,6 +156,9 @@ class EventFlag(IntFlag):
     """GARBAGE_COLLECTION: a collection of all generations."""
     UNIT_INFERRED = 512
     """A collective whose unit is inferred from the size and the order of its message."""
+    STILL_GATHERED = 1024
+    """ZeRO-3: a forward or backward of a unit whose parameters had stayed gathered since another
+    use."""
 
 
 class MemoryPoint(NamedCode):

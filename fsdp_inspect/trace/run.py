@@ -207,10 +207,23 @@ class RunManifest(Record):
     tags: list[str] = Field(default_factory=list)
     recorder: dict[str, Any] = Field(default_factory=dict)
     """Settings of the recording: clock, flush interval, parts that could not be recorded."""
-    num_device_events: Index = 0
+    num_device_events: Amount = 0
     """Imports: the number of kernels and copies that were read."""
-    num_unread_events: Index = 0
+    num_unread_events: Amount = 0
     """Imports: the number of events of unknown categories, which may be work of a device."""
+    lacks_kernels: bool = False
+    """Imports: a trace has launches of kernels or a backend of devices, but no kernels."""
+    num_launches: Amount = 0
+    """Imports: the number of kernel launches whose kernel should be in a trace."""
+    num_lost_launches: Amount = 0
+    """Imports: the number of these launches whose kernel is not in the trace."""
+    num_devices_per_trace: Index = 0
+    """Imports: the largest number of devices whose kernels one trace joins; 0: unknown."""
+    longest_pause_ns: Amount = 0
+    """Imports: the longest time in which a device does nothing, if the trace is one step. It is the
+    longest part of its trace over all traces."""
+    paused_trace_ns: Amount = 0
+    """Imports: the duration of that trace."""
     num_unsized_collectives: int = 0
     """Imports: the number of collectives with unknown message size; sums of bytes lack them."""
     notes: list[str] = Field(default_factory=list)

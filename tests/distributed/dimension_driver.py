@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 4 dimension_driver.py FOLDER LAYOUT ...
 
-Each layout trains twice, without and with the recorder, and a layout with a late rank once. Each
+Each layout trains twice, without and with the recorder, and a layout with late ranks once. Each
 rank writes the losses of both trainings to `FOLDER/LAYOUT-RANK.json`. The closed forms of counts
 and bytes are in `test_mesh_dimensions.py`.
 """
@@ -27,6 +27,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect import Recorder
 from fsdp_inspect.sharding.torch_fsdp import release_process_groups
@@ -52,12 +54,12 @@ class Feedforward(nn.Module):
 
 
 class Late(Feedforward):
-    """A layer that one rank enters late."""
+    """A layer that some ranks enter late."""
 
-    late_rank = -1
+    late_ranks: tuple[int, ...] = ()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if dist.get_rank() == self.late_rank:
+        if dist.get_rank() in self.late_ranks:
             time.sleep(LATE_S)
         return super().forward(hidden)
 
@@ -235,9 +237,9 @@ def pipeline_tp() -> Training:
     return _stages(init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp")))
 
 
-def _stages(mesh: DeviceMesh) -> Training:
+def _stages(mesh: DeviceMesh, make_stage: Callable[[], nn.Module] = Feedforward) -> Training:
     place = mesh.get_local_rank("pp")
-    model = Feedforward()
+    model = make_stage()
     if "tp" in (mesh.mesh_dim_names or ()):
         parallelize_module(model, mesh["tp"], SPLIT)
     fully_shard(model, mesh=mesh["dp"])
@@ -266,29 +268,53 @@ def hsdp_tp(make_layer: Callable[[], nn.Module] = Feedforward) -> Training:
     return Training(model, _plain_step(model))
 
 
+def ddp_tp() -> Training:
+    """Replicas of a model whose layers are split, with several buckets."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Model()
+    _tensor_parallel(model, mesh["tp"])
+    _pre_dp_module_transform(model)
+    trained = DistributedDataParallel(
+        model, process_group=mesh.get_group("dp"), bucket_cap_mb=0.001
+    )
+    return Training(trained, _plain_step(trained))
+
+
 def late_in_tp() -> Training:
     """As `fsdp_tp`; rank 3 is late in each forward."""
-    Late.late_rank = 3
+    Late.late_ranks = (3,)
     return fsdp_tp(Late)
+
+
+def slow_tp_group() -> Training:
+    """As `fsdp_tp`; ranks 2 and 3, which share a TP group, are late in each forward."""
+    Late.late_ranks = (2, 3)
+    return fsdp_tp(Late)
+
+
+def slow_stage() -> Training:
+    """As `pipeline`; both ranks of the second stage are late for each microbatch."""
+    Late.late_ranks = (2, 3)
+    return _stages(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), Late)
 
 
 def late_in_hsdp_tp() -> Training:
     """As `hsdp_tp`; rank 5 is late in each forward."""
-    Late.late_rank = 5
+    Late.late_ranks = (5,)
     return hsdp_tp(Late)
 
 
 LAYOUTS: dict[str, Callable[[], Training]] = {
     each.__name__: each
     for each in (
-        *(fsdp_tp, hsdp, unnamed, fsdp_ep, uneven_batches, fsdp_cp, pipeline),
+        *(fsdp_tp, hsdp, unnamed, fsdp_ep, uneven_batches, fsdp_cp, pipeline, ddp_tp),
         *(hsdp_tp, pipeline_tp),
     )
 }
 LATE: dict[str, Callable[[], Training]] = {
-    each.__name__: each for each in (late_in_tp, late_in_hsdp_tp)
+    each.__name__: each for each in (late_in_tp, late_in_hsdp_tp, slow_tp_group, slow_stage)
 }
-"""Layouts with a late rank, which train `LATE_STEPS` steps."""
+"""Layouts with late ranks, which train `LATE_STEPS` steps."""
 
 
 def train(name: str, path: Path | None) -> list[float]:

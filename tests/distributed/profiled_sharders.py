@@ -8,6 +8,7 @@ For each case the recording goes to FOLDER/<case>/run and the traces to FOLDER/<
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from fsdp_inspect.sharding.torch_fsdp import release_process_groups
 from instrumented_trainer.simple_fsdp import shard_by_parametrization
 from tests.distributed import dimension_driver
 from tests.distributed.dimension_driver import BATCH, LAYOUTS, WIDTH, Feedforward, Model, Training
+from tests.distributed.marked_waits import mark_final_wait, mark_waits
 
 WARMUP_STEPS = 3
 PROFILED_STEPS = 4
@@ -66,7 +68,18 @@ def fsdp1() -> Training:
 
 def ddp() -> Training:
     """Several buckets."""
-    return _training(DistributedDataParallel(Model(), bucket_cap_mb=0.001))
+    model = Model()
+    trained = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    mark = mark_final_wait(model.stem.weight)
+
+    def step(rows: torch.Tensor) -> float:
+        output = trained(rows)
+        mark(output)
+        loss = output.square().mean()
+        loss.backward()
+        return float(loss)
+
+    return Training(trained, step)
 
 
 def simple_fsdp() -> Training:
@@ -89,6 +102,10 @@ SHARDERS: dict[str, Callable[[], Training]] = {
     for each in (fsdp2, compiled_fsdp2, fsdp1, ddp, simple_fsdp, compiled_simple_fsdp)
 }
 
+MARKED = ("ddp", "simple_fsdp", "compiled_simple_fsdp", "pipeline")
+"""Cases whose waits only marks of the test show; see `marked_waits`. Rank 0 is late in a step."""
+LATE_S = 0.03
+
 
 def main(folder: Path, *cases: str) -> None:
     """Run this rank's part of every case."""
@@ -99,17 +116,21 @@ def main(folder: Path, *cases: str) -> None:
         (folder / case / "traces").mkdir(parents=True, exist_ok=True)
         torch.manual_seed(0)
         make = SHARDERS[case] if case in SHARDERS else LAYOUTS[case]
-        _watch(make(), folder / case)
+        end_marks = mark_waits() if case in MARKED else None
+        _watch(make(), folder / case, late_s=LATE_S if end_marks and dist.get_rank() == 0 else 0.0)
+        if end_marks:
+            end_marks()
         dist.barrier()
     dist.destroy_process_group()
 
 
-def _watch(training: Training, folder: Path) -> None:
+def _watch(training: Training, folder: Path, *, late_s: float) -> None:
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def step(recorder: Recorder) -> None:
         with recorder.step():
+            time.sleep(late_s)
             training.step(torch.randn(BATCH, WIDTH, generator=generator))
             optimizer.step()
             optimizer.zero_grad()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from fsdp_inspect.analysis.stragglers.expert_load import LoadFinding
+from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.report.ranks import render_ranks
 from fsdp_inspect.run import Run, open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
@@ -81,6 +82,7 @@ def batched(rank: int) -> Volume:
     return Volume(4 * NUM_LAYERS, 2 * NUM_LAYERS * (own + of_expert) * WIDTH * FLOAT)
 
 
+EXPERTS = {"fsdp_ep": routed, "uneven_batches": batched}
 GATHERED = Volume(2 * NUM_LAYERS, 2 * NUM_LAYERS * 2 * ROWS)
 """An all-gather of the rows of both ranks in forward, and its reduce-scatter in backward."""
 MESSAGES = Volume(2 * NUM_MICROBATCHES, 2 * ROWS)
@@ -102,14 +104,16 @@ def expected(name: str, rank: int) -> dict[str, Volume]:
             shard = sharded(LAYER)
             with_metric = Volume(shard.count + 1, shard.bytes + FLOAT)
             return {"shard": with_metric, "other": Volume(1, 3 * FLOAT)}
-        case "fsdp_ep":
-            return {"shard": sharded(LAYER), "ep": routed(rank), "world": METRIC}
-        case "uneven_batches":
-            return {"shard": sharded(LAYER), "ep": batched(rank), "world": METRIC}
+        case "fsdp_ep" | "uneven_batches":
+            return {"shard": sharded(LAYER), "ep": EXPERTS[name](rank), "world": METRIC}
         case "fsdp_cp":
             return {"shard": sharded(LAYER), "cp": GATHERED, "world": METRIC}
         case "pipeline":
             return {"shard": Volume(2, 2 * LAYER), "pp": MESSAGES}
+        case "ddp_tp":
+            # A bucket is full with five of the six matrices.
+            buckets = Volume(2, NUM_LAYERS * LAYER // 2 + ROOT)
+            return {"replicate": buckets, "tp": TENSOR_PARALLEL, "world": METRIC}
         case "pipeline_tp":
             # The rows of the first stage need no gradient, so nothing is reduced in its backward.
             passes = [1, 2][rank // 4]
@@ -133,6 +137,7 @@ NAMES = {
     "uneven_batches": {"shard": ("fsdp", "efsdp"), "ep": ("ep",), "world": ()},
     "fsdp_cp": {"shard": ("dp_shard",), "cp": ("cp",), "world": ()},
     "pipeline": {"shard": ("dp",), "pp": ("pp",)},
+    "ddp_tp": {"replicate": ("dp",), "tp": ("tp",), "world": ()},
 }
 COORDINATES = {
     "fsdp_tp": {"shard": 1, "tp": 0},
@@ -142,6 +147,7 @@ COORDINATES = {
     "uneven_batches": {"shard": 2, "ep": 0},
     "fsdp_cp": {"shard": 1, "cp": 0},
     "pipeline": {"shard": 0, "pp": 1},
+    "ddp_tp": {"replicate": 1, "tp": 0},
     "hsdp_tp": {"replicate": 1, "shard": 1, "tp": 0},
     "pipeline_tp": {"shard": 1, "tp": 0, "pp": 1},
 }
@@ -151,7 +157,8 @@ COORDINATES = {
 @pytest.fixture(scope="module")
 def four(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dimensions")
-    run_ranks(DRIVER, folder, *ON_FOUR_RANKS, "late_in_tp", num_ranks=4, timeout_s=240)
+    late = ("late_in_tp", "slow_tp_group", "slow_stage")
+    run_ranks(DRIVER, folder, *ON_FOUR_RANKS, *late, num_ranks=4, timeout_s=240)
     return folder
 
 
@@ -290,6 +297,34 @@ def test_a_late_rank_delays_its_tp_group_which_delays_the_others(four: Path) -> 
     assert waits["tp"] == 2
     assert waits["shard"] in (0, 1)
     check_straggler(run, 3, "tp", "shard")
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "slept_s", "is_upper_bound"),
+    [
+        ("slow_tp_group", ("tp group of rank 2", "shard 1"), NUM_LAYERS * LATE_S, False),
+        ("slow_stage", ("pp 1",), NUM_MICROBATCHES * LATE_S, True),
+    ],
+)
+def test_a_slow_group_is_named_with_its_cost(
+    four: Path, layout: str, names: tuple[str, ...], slept_s: float, is_upper_bound: bool
+) -> None:
+    run = open_run(four / layout)
+    ranks = run.ranks()
+    group = ranks.slow_group
+    assert group is not None, ranks.straggler_refusal
+    assert ranks.straggler is None
+    assert (group.names, group.ranks) == (names, (2, 3))
+    assert (group.meanwhile, bool(group.bound_because)) == ("forward", is_upper_bound)
+    assert group.cost_ns > 0.5 * slept_s * 1e9
+    grid = run.mesh_grid()
+    assert grid.located is not None
+    assert grid.located.names == names
+    verdict = run.summary().verdict
+    assert verdict.limit is Limit.SLOW_GROUP
+    assert names[0] in verdict.sentence.lower()
+    assert "ranks 2-3" in verdict.because
+    assert run.advise().findings[0].sentence == verdict.sentence
 
 
 @pytest.mark.slow

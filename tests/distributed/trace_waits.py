@@ -98,34 +98,6 @@ def read_wait_bounds(path: Path) -> list[WaitBounds]:
     return [bounds for _, bounds in sorted(found, key=lambda each: each[0]) if bounds.step >= 0]
 
 
-def read_most_waits(path: Path) -> list[float]:
-    """Read the highest possible wait of each step, ns, without matching waits and calls.
-
-    All waits of a graph lie around `_c10d_functional::wait_tensor`. DDP, whose trace has no such
-    operator, waits between the call of its first all-reduce and the optimizer.
-    """
-    events = [
-        event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"
-    ]
-    marks, operators = _spans(events, "user_annotation"), _spans(events, "cpu_op")
-    waits = [each for each in operators if each.name == WAIT]
-    most = []
-    for step in (each for each in marks if "ProfilerStep#" in each.name):
-        if waits:
-            thread = _Thread([each for each in operators if each.thread == step.thread])
-            gaps = [thread.gap_around(each.start, each.end) for each in waits if _is_in(each, step)]
-            most.append(1000 * sum(end - begin for begin, end in gaps))
-        else:
-            begin = min(e.start for e in operators if e.name in KINDS and _is_in(e, step))
-            end = next(e.start for e in marks if "Optimizer.step" in e.name and _is_in(e, step))
-            most.append(1000 * (end - begin))
-    return most
-
-
-def _is_in(span: _Span, step: _Span) -> bool:
-    return step.start <= span.start < step.end
-
-
 def _bounds(
     call: _Span, threads: dict[Any, _Thread], works: dict[str, deque[_Span]], steps: list[_Span]
 ) -> WaitBounds:

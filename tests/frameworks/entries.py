@@ -96,6 +96,18 @@ ENTRIES = (
         scalars=frozenset({"loss"}),
     ),
     Entry(
+        "lightning_fsdp1",
+        "Lightning `FSDPStrategy`, FSDP1",
+        ("lightning",),
+        "`integrations.lightning.FsdpInspectCallback`",
+        "Lightning rejects `FSDPStrategy` on CPU. The test uses a class derived from it, which "
+        "passes the CPU as `device_id`.",
+        scalars=frozenset({"loss"}),
+        script="lightning",
+        arguments=("fsdp1",),
+        is_simulated=False,
+    ),
+    Entry(
         "torchtitan",
         "torchtitan, `llama3_debugmodel`",
         ("torchtitan",),

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.analysis.units import measure_units
+from fsdp_inspect.report.text import describe_distances
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind
+from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventFlag, EventKind
 from fsdp_inspect.trace.run import RunSource
-from tests.distributed.test_imported_gloo import CALL_NS
-from tests.distributed.test_profiled_sharders import EXPOSED
+from tests.distributed.marked_waits import read_marked_waits
+from tests.distributed.test_profiled_sharders import ACROSS_NS, CLOCK_NS, EXPOSED
 from tests.frameworks import measured
 
 LAST_STEP = 4
@@ -64,18 +65,44 @@ def test_each_collective_of_a_step_has_the_bytes_that_the_profiler_saw(
     assert found == expected
 
 
-def test_exposed_time_is_that_of_the_trace_but_for_what_it_lacks(
-    folder: Path, stage: int, tmp_path: Path
-) -> None:
+def test_exposed_time_lies_between_the_bounds_of_the_marks(folder: Path, stage: int) -> None:
+    """Rank 0 is late, so rank 1 waits at least until rank 0 issues the same collectives."""
     recorded = opened(folder, stage)
-    import_traces(folder / f"zero{stage}-traces", tmp_path / "imported")
-    imported = open_run(tmp_path / "imported")
-    for rank in (0, 1):
-        ours = exposed_of(recorded, rank, LAST_STEP)
-        theirs = exposed_of(imported, rank, imported.summary(ranks=[rank]).step.max())
-        calls = len(recorded.events(rank, steps=[LAST_STEP], kinds=sorted(COLLECTIVES)))
-        assert theirs > 0
-        assert theirs <= 1.2 * ours + calls * CALL_NS
+    traces = {rank: folder / f"zero{stage}-traces" / f"rank{rank}.json" for rank in (0, 1)}
+    found = read_marked_waits(traces)
+    for rank, waits in found.items():
+        exposed = exposed_of(recorded, rank, LAST_STEP)
+        clock = (1 + len(waits)) * CLOCK_NS
+        assert exposed <= sum(each.most_ns for each in waits) + clock
+        assert sum(each.least_ns for each in waits) <= exposed + clock + ACROSS_NS
+    assert sum(each.least_ns for each in found[1]) > 0
+
+
+@pytest.mark.parametrize(("name", "seen"), [("zero3", "stage 3"), ("zero3-kept", "kept")])
+def test_the_gathers_of_the_profiler_are_the_uses_that_were_not_kept(
+    folder: Path, results: dict[str, Any], name: str, seen: str
+) -> None:
+    run = open_run(folder / name)
+    sizes = {unit.index: unit.unsharded_bytes for unit in run.manifest.units}
+    uses = run.events(0, steps=[LAST_STEP], kinds=[EventKind.FORWARD, EventKind.BACKWARD])
+    uses = uses.where(uses.unit != NO_UNIT)
+    fresh = uses.unit[(uses.flags & EventFlag.STILL_GATHERED) == 0]
+    gathered = sum(size * count for (kind, size), count in results[seen] if kind == "all_gather")
+    assert sum(sizes[unit] for unit in fresh.tolist()) == gathered
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3-kept"])
+def test_distances_are_those_of_the_gathers_that_ran(folder: Path, name: str) -> None:
+    distances = measure_units(open_run(folder / name)).distances
+    assert distances is not None
+    by_name = {row.fqn: row for row in distances.units}
+    size = sum(row.num_parameters for row in distances.units)
+    first, last = by_name["model.embed_tokens"], by_name["lm_head"]
+    assert first.reuse_distance == 2 * (size - first.num_parameters)  # forward, then backward
+    assert (last.reuse_distance, last.kept_ratio) == (0, 1.0)
+    assert distances.longest_prefetch is not None
+    assert distances.longest_prefetch > 0
+    assert describe_distances(distances)[0].endswith("(prefetch_bucket_size: 60,000).")
 
 
 def exposed_of(run: RunSource, rank: int, step: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_inspect import Recorder
 from instrumented_trainer.command_line import check_settings
@@ -31,11 +32,14 @@ from instrumented_trainer.parallelize import build_parallel_model
 from instrumented_trainer.progress import make_reporter
 from instrumented_trainer.runtime import process_group, read_runtime
 from instrumented_trainer.trainer import NoRecorder, TrainingLoop, prepare
+from tests.distributed.marked_waits import mark_waits
+from tests.distributed.profiled_sharders import LATE_S
 from tests.distributed.sharder_driver import SMALL, gradients_of
 from tests.frameworks.deepspeed_driver import config
 from tests.frameworks.small_models import llama, token_rows
 
 NUM_STEPS = 5
+KEPT_DISTANCE = 200_000
 OF_ZERO_3 = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
@@ -75,22 +79,32 @@ def sizes_of(profiler: Any, stage: int) -> list[tuple[str, int]]:
     return sorted(found)
 
 
-def train_stage(stage: int, folder: Path) -> list[tuple[str, int]]:
+def train_stage(stage: int, folder: Path, name: str = "", **settings: Any) -> list[tuple[str, int]]:
+    """Train with marks around all waits; rank 0 is late in each step."""
+    name = name or f"zero{stage}"
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage))
+    given = config(stage)
+    given["zero_optimization"].update(settings)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=given)
     rows = torch.tensor(token_rows(2 * 2 * 2 * NUM_STEPS)).chunk(2)[dist.get_rank()]
     batches = rows.split(2)
     seen: list[tuple[str, int]] = []
-    with Recorder(engine, path=folder / f"zero{stage}", print_verdict=False):
+    end_marks = mark_waits()
+    with Recorder(engine, path=folder / name, print_verdict=False):
         for number in range(NUM_STEPS):
-            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            with (
+                profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
+                record_function("ProfilerStep#0"),
+            ):
+                time.sleep(LATE_S if dist.get_rank() == 0 else 0.0)
                 for batch in batches[2 * number : 2 * number + 2]:
                     loss = engine(input_ids=batch, labels=batch).loss
                     engine.backward(loss)
                     engine.step()
             seen = sizes_of(profiler, stage)
-    traces = folder / f"zero{stage}-traces"
+    end_marks()
+    traces = folder / f"{name}-traces"
     traces.mkdir(exist_ok=True)
     profiler.export_chrome_trace(str(traces / f"rank{dist.get_rank()}.json"))
     return seen
@@ -104,6 +118,8 @@ def main(folder: Path) -> None:
             results[sharding] = first_gradients(sharding, runtime)
         for stage in (1, 2, 3):
             results[f"stage {stage}"] = sorted(Counter(train_stage(stage, folder)).items())
+        kept = train_stage(3, folder, "zero3-kept", stage3_max_reuse_distance=KEPT_DISTANCE)
+        results["kept"] = sorted(Counter(kept).items())
     if runtime.is_first:
         (folder / "results.json").write_text(json.dumps(results))
 

@@ -76,12 +76,13 @@ class TraceWriter:
         thread: int = MAIN,
         stream: int = COMPUTE_STREAM,
         category: str = "kernel",
+        pid: int = 0,
         **arguments: Any,
     ) -> None:
         """Add a device event; with `issued` also its launch at that time."""
         self._correlation += 1
         arguments = {"correlation": self._correlation, "stream": stream, "device": 0, **arguments}
-        self.add(category, name, start, end, pid=0, tid=stream, args=arguments)
+        self.add(category, name, start, end, pid=pid, tid=stream, args=arguments)
         if issued is not None:
             launched = {"correlation": self._correlation, "cbid": 211}
             name = "hipLaunchKernel" if "rccl" in name else "cudaLaunchKernel"

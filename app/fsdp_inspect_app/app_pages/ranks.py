@@ -9,8 +9,9 @@ from streamlit.delta_generator import DeltaGenerator
 
 from fsdp_inspect import Run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
-from fsdp_inspect.analysis.mesh_grid import default_axes, list_axes, measure_mesh_grid
+from fsdp_inspect.analysis.mesh_grid import default_axes, measure_mesh_grid
 from fsdp_inspect.analysis.rank_grid import measure_rank_grid
+from fsdp_inspect.analysis.rank_sets import list_axes
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric

@@ -10,11 +10,13 @@ own fit of latency and bandwidth.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_inspect.analysis.bandwidth import KindBandwidth, measure_bandwidth
 from fsdp_inspect.analysis.link_fit import LinkFit
 from fsdp_inspect.analysis.memory.peak import PeakMoment
+from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind, MemoryCategory
@@ -26,6 +28,8 @@ FITS_RATIO = 0.9
 rest."""
 BUCKET_BYTES = 25 << 20
 """DDP's default `bucket_cap_mb`."""
+FIRST_BUCKET_BYTES = 1 << 20
+"""DDP's first bucket is smaller, so that its reduction begins early."""
 _SHARDED = (FSDP2, FSDP1, ZERO3)
 _KEPT = (
     MemoryCategory.ACTIVATION,
@@ -132,7 +136,8 @@ class ReplicationSaving:
     high_ns: int | None
     """Saved time if all buckets but the last one are hidden."""
     exposed_ns: int
-    """Current exposed time of FSDP's all-gathers, reduce-scatters and all-reduces."""
+    """Current exposed time of FSDP's all-gathers, reduce-scatters and all-reduces, without waits
+    for late ranks."""
     all_reduce_ns: int | None
     """Time of the all-reduces of all gradient buckets."""
     reason: str
@@ -176,7 +181,10 @@ def measure_whole_memory(
 
 
 def measure_replication_saving(
-    run: RunSource, memory: WholeMemory, exposed_by_kind_ns: dict[str, int]
+    run: RunSource,
+    memory: WholeMemory,
+    exposed_by_kind_ns: Mapping[str, int],
+    causes_ns: Mapping[str, int] | None = None,
 ) -> ReplicationSaving:
     """Compute the time that DDP would save in each step of a sharded run.
 
@@ -184,22 +192,28 @@ def measure_replication_saving(
         run: The run.
         memory: The memory of the run without sharding.
         exposed_by_kind_ns: The exposed time of the typical step, by kind of collective.
+        causes_ns: The exposed time by cause. DDP waits for late ranks too.
     """
     kinds = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
-    exposed = sum(exposed_by_kind_ns.get(kind.label, 0) for kind in kinds)
+    late = (causes_ns or {}).get(Cause.STRAGGLER.label, 0)
+    exposed = max(sum(exposed_by_kind_ns.get(kind.label, 0) for kind in kinds) - late, 0)
     reason = _why_unknown(run.manifest, memory)
     link = None if reason else _find_link(run, memory.num_ranks)
     if link is None:
         reason = reason or "no reduce-scatter or all-gather of these ranks has a measured duration"
         return ReplicationSaving(None, None, exposed, None, reason)
-    factor = bus_factor(EventKind.ALL_REDUCE, memory.num_ranks)
+    is_gloo = "gloo" in run.manifest.backend and "nccl" not in run.manifest.backend
+    kind = EventKind.REDUCE_SCATTER if is_gloo else EventKind.ALL_REDUCE
+    factor = bus_factor(kind, memory.num_ranks)  # gloo runs a reduce-scatter as an all-reduce
 
     def duration_ns(message_bytes: int) -> int:
         return round(link.latency_ns + message_bytes * factor / link.bus_bytes_per_s * 1e9)
 
-    full, rest = divmod(memory.gradient_bytes, BUCKET_BYTES)
-    all_reduce = full * duration_ns(BUCKET_BYTES) + (duration_ns(rest) if rest else 0)
-    last = duration_ns(min(memory.gradient_bytes, BUCKET_BYTES))
+    first = min(memory.gradient_bytes, FIRST_BUCKET_BYTES)
+    full, rest = divmod(memory.gradient_bytes - first, BUCKET_BYTES)
+    buckets = [first, *full * [BUCKET_BYTES], *([rest] if rest else [])]
+    all_reduce = sum(map(duration_ns, buckets))
+    last = duration_ns(buckets[-1])
     return ReplicationSaving(exposed - all_reduce, exposed - last, exposed, all_reduce, "")
 
 
@@ -230,6 +244,16 @@ def describe_replication_saving(saving: ReplicationSaving) -> str:
     if saving.low_ns is None or saving.high_ns is None:
         return f"What DDP would save per step: cannot tell, because {saving.reason}."
     if saving.high_ns <= 0:
-        return "DDP would save no time: its all-reduce takes longer than what is exposed now."
-    low = max(saving.low_ns, 0)
-    return f"DDP would save {format_ns(low)} to {format_ns(saving.high_ns)} a step."
+        return (
+            "Whether DDP would save time: cannot tell, because its all-reduce is inferred to take "
+            f"{format_ns(saving.all_reduce_ns or 0)}, and FSDP's collectives are exposed for "
+            f"{format_ns(saving.exposed_ns)}."
+        )
+    if saving.low_ns < 0:
+        return (
+            f"DDP would save at most {format_ns(saving.high_ns)} a step. If backward hides no "
+            f"all-reduce, it is {format_ns(-saving.low_ns)} slower."
+        )
+    if saving.low_ns == saving.high_ns:
+        return f"DDP would save about {format_ns(saving.low_ns)} a step."
+    return f"DDP would save {format_ns(saving.low_ns)} to {format_ns(saving.high_ns)} a step."

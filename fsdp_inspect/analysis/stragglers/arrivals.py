@@ -42,6 +42,8 @@ class Arrivals:
     """Position of the rank with the shortest duration, which waits least, shape (C,)."""
     spread_ns: _Int64
     """Longest - shortest duration, which is the skew measured without clocks, shape (C,)."""
+    took_part: NDArray[np.bool_]
+    """Whether each rank recorded the collective, with or without an aligned clock, shape (C, R)."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,6 +61,7 @@ class Arrivals:
             self.transfer_ns[mask],
             self.shortest[mask],
             self.spread_ns[mask],
+            self.took_part[mask],
         )
 
     def first_ns(self) -> _Int64:
@@ -153,6 +156,7 @@ def find_arrivals(
         transfer_ns=shortest,
         shortest=duration.argmin(axis=1) if len(ranks) else np.empty(0, dtype=np.int64),
         spread_ns=longest - shortest,
+        took_part=duration != _UNKNOWN_DURATION,
     )
 
 

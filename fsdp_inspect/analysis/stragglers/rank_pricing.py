@@ -1,9 +1,9 @@
-"""Compute the cost per step of one rank's extra work.
+"""Compute the cost per step of the extra work of one rank, or of several.
 
 The recorded steps are replayed on all ranks, once as recorded and then with exchanged programs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fsdp_inspect.analysis.clocks.alignment import Alignment
@@ -27,7 +27,7 @@ class StepReplay:
 
 
 class RankPricing:
-    """Replays the recorded steps, once as recorded and then without a rank's extra work."""
+    """Replays the recorded steps, once as recorded and then without the extra work of ranks."""
 
     def __init__(
         self, run: RunSource, ranks: Sequence[int], steps: Sequence[int], alignment: Alignment
@@ -40,26 +40,28 @@ class RankPricing:
         if len(programs) > 1:
             self._price_all(tuple(steps))
 
-    def without(self, rank: int) -> tuple[int, int] | None:
-        """Compute the cost of a rank's extra work per step, and the rank that it is compared with.
+    def without(self, ranks: Collection[int]) -> tuple[int, int] | None:
+        """Compute the cost of extra work of ranks per step, and the rank they are compared with.
 
         The comparison uses the median rank, by work, of the other ranks. The cost is the smaller of
         two differences:
 
-        - The replayed step - the replayed step in which the rank has the work of the median rank.
-          It is small if a third rank is equally late.
-        - The replayed step in which all ranks have the work of the rank - the replayed step in
-          which all have the work of the median rank. It is small if the two ranks are late in
-          turns, because then neither step contains the waits.
+        - The replayed step - the replayed step in which the ranks have the work of the median rank.
+          It is small if other ranks are equally late.
+        - The replayed step in which all ranks have the work of the median one of these ranks - the
+          replayed step in which all have the work of the median rank. It is small if the ranks and
+          the others are late in turns, because then neither step contains the waits.
 
         Returns:
             None if the steps cannot be replayed.
         """
-        if self.result is None or rank not in self._ranks:
+        own = [rank for rank in self._ranks if rank in ranks]
+        others = [rank for rank in self._ranks if rank not in ranks]
+        if self.result is None or not own or not others:
             return None
-        like = self._replay.typical_of([other for other in self._ranks if other != rank])
-        replaced = self._replay.step_time_ns({rank: like})
-        slow = self._replay.step_time_ns(dict.fromkeys(self._ranks, rank))
+        like, typical = self._replay.typical_of(others), self._replay.typical_of(own)
+        replaced = self._replay.step_time_ns(dict.fromkeys(own, like))
+        slow = self._replay.step_time_ns(dict.fromkeys(self._ranks, typical))
         fast = self._replay.step_time_ns(dict.fromkeys(self._ranks, like))
         if replaced is None or slow is None or fast is None:
             return None

@@ -1,50 +1,61 @@
-"""Test whether one rank works longer than the others in more steps than by chance, and how much.
+"""Test whether some ranks work longer than the others in more steps than by chance, and how much.
 
 [Note: chance] If all N ranks are alike, each of them works longest in a step with probability 1/N,
 for any distribution of their work. A given rank works longest in at least k of n steps with
 probability P = sum over i = k..n of C(n, i) (1/N)^i (1 - 1/N)^(n - i). The rank is chosen after
 the measurement, as the one with most such steps, so the probability that some rank reaches k is at
 most N P (Bonferroni). Below `MAX_CHANCE` the result is not chance. One step is never enough:
-N P = 1. Two ranks need six of six steps, four ranks four of four, eight ranks three of three.
+N P = 1. Two ranks need six of six steps, four ranks four of four, eight ranks three of three. A set
+of g ranks has the g longest times in a step with probability 1 / C(N, g), and the number of tested
+sets takes the place of N.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.step_selection import RankSteps
 from fsdp_inspect.analysis.stragglers.sampling import common_steps
+from fsdp_inspect.statistics import median
 
 MAX_CHANCE = 0.05
 """The highest accepted probability of a false straggler among equal ranks."""
 
 
-def chance_of_most(num_longest: int, num_steps: int, num_ranks: int) -> float:
-    """Bound the probability that one of N equal ranks works longest in k of n steps.
+def chance_of_most(
+    num_longest: int, num_steps: int, num_ranks: int, *, size: int = 1, num_sets: int | None = None
+) -> float:
+    """Bound the probability that some of N equal ranks work longest in k of n steps.
 
     See [Note: chance].
 
     Args:
-        num_longest: The number of steps in which the rank works longest, k.
+        num_longest: The number of steps in which these ranks work longest, k.
         num_steps: The number of all steps, n.
         num_ranks: The number of all ranks, N.
+        size: The number of ranks that work longest together, g.
+        num_sets: The number of tested sets; default: all N ranks.
 
     Returns:
-        The bound N P, at most 1.
+        The bound on the probability that any tested set reaches k, at most 1.
     """
-    share = 1 / num_ranks
+    share = 1 / math.comb(num_ranks, size)
     tail = sum(
         math.comb(num_steps, wins) * share**wins * (1 - share) ** (num_steps - wins)
         for wins in range(num_longest, num_steps + 1)
     )
-    return min(1.0, num_ranks * tail)
+    return min(1.0, (num_ranks if num_sets is None else num_sets) * tail)
 
 
-def steps_to_tell(num_ranks: int) -> int:
-    """Return the number of steps from which a rank that always works longest is a straggler."""
-    return next(n for n in range(1, 64) if chance_of_most(n, n, num_ranks) <= MAX_CHANCE)
+def steps_to_tell(num_ranks: int, *, size: int = 1, num_sets: int | None = None) -> int:
+    """Return the number of steps from which ranks that always work longest are not chance."""
+    return next(
+        n
+        for n in range(1, 64)
+        if chance_of_most(n, n, num_ranks, size=size, num_sets=num_sets) <= MAX_CHANCE
+    )
 
 
 class RankWork:
@@ -71,29 +82,49 @@ class RankWork:
         """Number of steps that all ranks have."""
         return int(self._work_ns.shape[1])
 
-    def num_longest(self, rank: int) -> int:
-        """Return the number of steps in which every other rank works less. A tie does not count."""
-        own, others = self._split(rank)
-        return int(np.count_nonzero(own > others.max(axis=0, initial=-1)))
+    def num_longest(self, *ranks: int) -> int:
+        """Return the number of steps in which each of these ranks works longer than all others."""
+        own, others = self._split(ranks)
+        return int(np.count_nonzero(own.min(axis=0) > others.max(axis=0, initial=-1)))
 
-    def chance(self, rank: int) -> float:
+    def chance(self, *ranks: int, num_sets: int | None = None) -> float:
         """Return the probability of as many such steps among equal ranks; see [Note: chance]."""
-        return chance_of_most(self.num_longest(rank), self.num_steps, self.num_ranks)
+        return chance_of_most(
+            self.num_longest(*ranks),
+            self.num_steps,
+            self.num_ranks,
+            size=len(ranks),
+            num_sets=num_sets,
+        )
 
-    def excess_ns(self, rank: int) -> int:
-        """Return the rank's work - the median work of the other ranks, as the median over steps.
+    def gap_ns(self, *ranks: int) -> int:
+        """Return their least work - the most work of the others, as the median over steps."""
+        own, others = self._split(ranks)
+        return _middle(own.min(axis=0) - others.max(axis=0, initial=0))
 
-        This is an upper bound of the rank's cost in the typical step, because a step cannot become
-        shorter by more than the work that is removed from it. Single stalls and symmetric jitter do
-        not affect it.
+    def spread_ns(self, *ranks: int) -> int:
+        """Return their most work - their least work, as the median over steps."""
+        own, _ = self._split(ranks)
+        return _middle(own.max(axis=0) - own.min(axis=0))
+
+    def excess_ns(self, *ranks: int) -> int:
+        """Return their least work - the median work of the other ranks, as the median over steps.
+
+        This bounds the cost in the typical step: a step cannot become shorter by more than the
+        work that is removed from each rank. Single stalls and symmetric jitter do not affect it.
         """
-        own, others = self._split(rank)
+        own, others = self._split(ranks)
         if others.size == 0:
             return 0
         middle = np.sort(others, axis=0)[(len(others) - 1) // 2]
-        return int(np.sort(own - middle)[(self.num_steps - 1) // 2])
+        return _middle(own.min(axis=0) - middle)
 
-    def _split(self, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the work of a rank, shape (steps,), and of the others, (ranks - 1, steps)."""
-        place = self._ranks.index(rank)
-        return self._work_ns[place], np.delete(self._work_ns, place, axis=0)
+    def _split(self, ranks: Collection[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the work of some ranks, shape (ranks, steps), and of the others."""
+        is_own = np.isin(self._ranks, list(ranks))
+        return self._work_ns[is_own], self._work_ns[~is_own]
+
+
+def _middle(values: NDArray[np.int64]) -> int:
+    """The lower median; 0 without values."""
+    return median(values) or 0

@@ -40,6 +40,7 @@ from fsdp_inspect.analysis.breakdown import DimensionTime, measure_breakdown
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.collectives.matching import Matching
 from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, rank_coordinates
+from fsdp_inspect.analysis.rank_sets import name_rank_sets
 from fsdp_inspect.analysis.step_selection import (
     RankSteps,
     split_by_rank,
@@ -47,12 +48,13 @@ from fsdp_inspect.analysis.step_selection import (
     timed_ranks,
     timed_summary,
 )
-from fsdp_inspect.analysis.stragglers.arrivals import NEVER, Arrivals, Lateness, find_arrivals
+from fsdp_inspect.analysis.stragglers.arrivals import Arrivals, Lateness, find_arrivals
 from fsdp_inspect.analysis.stragglers.dimension_waits import (
     DimensionWait,
     measure_dimension_waits,
     waits_for,
 )
+from fsdp_inspect.analysis.stragglers.evidence import MAX_ERROR_RATIO, OWN_PARTS, Evidence
 from fsdp_inspect.analysis.stragglers.expert_load import ExpertLoad, measure_expert_load
 from fsdp_inspect.analysis.stragglers.rank_pricing import RankPricing, StepReplay
 from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE, RankWork, steps_to_tell
@@ -62,6 +64,8 @@ from fsdp_inspect.analysis.stragglers.sampling import (
     sample_ranks,
     spread,
 )
+from fsdp_inspect.analysis.stragglers.slow_groups import find_slow_group
+from fsdp_inspect.analysis.verdict import SlowGroup
 from fsdp_inspect.columns import (
     Column,
     TableSpec,
@@ -70,12 +74,12 @@ from fsdp_inspect.columns import (
     text_column,
     value_column,
 )
-from fsdp_inspect.formatting import format_ratio
+from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median, percentile
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
-from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
+from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.mesh_dimensions import DIMENSIONS, OTHER, WORLD
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import SummaryTable, rows_of
@@ -85,13 +89,6 @@ _Int64 = NDArray[np.int64]
 MAX_SAMPLED_RANKS = 48
 MAX_SAMPLED_STEPS = 8
 MAX_REPLAYED_STEPS = 4
-LEAST_COST_RATIO = 0.02
-LEAST_BUSIEST_RATIO = 0.75
-MAX_ERROR_RATIO = 0.05
-"""The largest accepted error of a replay in its own steps. With a larger error, there is no
-cost."""
-_OWN_PARTS = tuple(part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES)
-"""The parts of a step in which a rank does not wait for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +257,10 @@ class Ranks(TableResult):
     """Fraction of all sampled collectives whose skew is longer than their transfer. Above one half,
     RULES R32 puts the straggler before communication."""
     straggler: Straggler | None
+    slow_group: SlowGroup | None
+    """The place whose ranks the other ranks wait for. There is then no straggler."""
     straggler_refusal: str | None
-    """The reason why it is unknown whether a rank is a straggler, as a clause without a capital
+    """The reason why it is unknown whether a rank or a group is slow, as a clause without a capital
     letter. None: it is known, or no clocks are aligned (`refusals`)."""
     replay: StepReplay | None
     """The replay; None if clocks are not aligned, or the recorded order cannot be replayed."""
@@ -344,25 +343,30 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
     alignment = align_clocks(run, sample)
     arrivals = find_arrivals(run, sample, sampled_steps, alignment)
     replayed = consecutive(steps, MAX_REPLAYED_STEPS)
-    parts = _own_parts(run, members)
     rows = _rank_rows(run, members, arrivals)
     pricing = RankPricing(run, sample, replayed, alignment)
     step_time = timed.median.typical(timed.median.step_time_ns) if timed.median else None
-    evidence = _Evidence(
-        rows,
+    evidence = Evidence(
+        tuple(row.rank for row in rows),
         RankWork(members),
+        arrivals,
         arrivals.aligned(),
+        set(sample) <= alignment.clocks.keys(),
         pricing,
         alignment.uncertainty_ns,
         step_time or 0,
+        _own_parts(run, members),
+        _message_waits(run, members),
     )
-    priced, refusal = _find_straggler(evidence)
+    slow_group, group_refusal = find_slow_group(evidence, name_rank_sets(run, evidence.ranks))
+    priced, refusal = (None, None) if slow_group else _find_straggler(rows, evidence)
     return Ranks(
         ranks=rows,
         skews=_measure_skews(run, arrivals),
         skewed_ratio=_skewed_ratio(evidence.aligned),
-        straggler=_describe_straggler(run, evidence, priced, parts) if priced else None,
-        straggler_refusal=refusal,
+        straggler=_describe_straggler(run, evidence, priced) if priced else None,
+        slow_group=slow_group,
+        straggler_refusal=None if priced else refusal or group_refusal,
         replay=pricing.result,
         dimension_waits=measure_dimension_waits(run, arrivals, alignment.uncertainty_ns),
         expert_load=measure_expert_load(run),
@@ -374,11 +378,11 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
 
 
 def _own_parts(run: RunSource, members: Sequence[RankSteps]) -> NDArray[np.float64]:
-    """Return each of `_OWN_PARTS` in the typical step of each rank, shape (ranks, parts)."""
-    rows = timed_summary(run, kinds=_OWN_PARTS)
+    """Return each of `OWN_PARTS` in the typical step of each rank, shape (ranks, parts)."""
+    rows = timed_summary(run, kinds=OWN_PARTS)
     ranks = [member.rank for member in members]
-    typical = np.zeros((len(members), len(_OWN_PARTS)))
-    for column, part in enumerate(_OWN_PARTS):
+    typical = np.zeros((len(members), len(OWN_PARTS)))
+    for column, part in enumerate(OWN_PARTS):
         own = rows_of(rows, kinds=[part])
         lows, highs = (np.searchsorted(own.rank, ranks, side=side) for side in ("left", "right"))
         for place, (member, low, high) in enumerate(
@@ -387,6 +391,16 @@ def _own_parts(run: RunSource, members: Sequence[RankSteps]) -> NDArray[np.float
             durations = sum_per_step(own.step[low:high], own.duration_ns[low:high], member.steps)
             typical[place, column] = member.typical_mean(durations)
     return typical
+
+
+def _message_waits(run: RunSource, members: Sequence[RankSteps]) -> dict[int, int]:
+    """Return the exposed sends and receives in the typical step of each rank; empty without any."""
+    sends = split_by_rank(timed_summary(run, kinds=[EventKind.POINT_TO_POINT]))
+    return {
+        member.rank: member.typical(sum_per_step(rows.step, rows.exposed_ns, member.steps))
+        for member in members
+        if (rows := sends.get(member.rank)) is not None
+    }
 
 
 def _rank_rows(
@@ -506,28 +520,17 @@ def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Evidence:
-    """The measurements behind the search for a straggler."""
-
-    rows: Sequence[RankRow]
-    work: RankWork
-    aligned: Arrivals
-    pricing: RankPricing
-    uncertainty_ns: int
-    step_time_ns: int
-    """The typical step of the median rank."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Priced:
     row: RankRow
     like_rank: int
     cost_ns: int
 
 
-def _find_straggler(evidence: _Evidence) -> tuple[_Priced | None, str | None]:
+def _find_straggler(
+    rows: Sequence[RankRow], evidence: Evidence
+) -> tuple[_Priced | None, str | None]:
     """Return the straggler, or the reason why it is unknown; see [Note: straggler conditions]."""
-    row = _find_suspect(evidence)
+    row = _find_suspect(rows, evidence)
     if row is None:
         return None, None
     work = evidence.work
@@ -539,17 +542,15 @@ def _find_straggler(evidence: _Evidence) -> tuple[_Priced | None, str | None]:
             f"{format_ratio(chance)} of runs. Record at least "
             f"{steps_to_tell(work.num_ranks)} timed steps."
         )
-    priced, replay = evidence.pricing.without(row.rank), evidence.pricing.result
+    priced, replay = evidence.pricing.without([row.rank]), evidence.pricing.result
     if priced is None or replay is None:
         return None, (
             f"rank {row.rank} works longest in most steps, but its cost is unknown: its clock is "
             "not aligned, or its steps cannot be replayed."
         )
-    if not _is_waited_for(evidence, row.rank):
-        return None, None
-    cost = min(priced[0], work.excess_ns(row.rank))
-    if cost < LEAST_COST_RATIO * evidence.step_time_ns:
-        return None, None
+    cost = min(priced[0], work.excess_ns(row.rank)) if evidence.are_waited_for([row.rank]) else 0
+    if cost < evidence.least_cost_ns:
+        return None, _judge_messages(evidence, row.rank)
     if replay.error_ratio > MAX_ERROR_RATIO or cost < replay.error_ratio * evidence.step_time_ns:
         return None, (
             f"the cost of rank {row.rank} is unknown, because the replay misses the recorded step "
@@ -558,77 +559,46 @@ def _find_straggler(evidence: _Evidence) -> tuple[_Priced | None, str | None]:
     return _Priced(row, priced[1], cost), None
 
 
-def _find_suspect(evidence: _Evidence) -> RankRow | None:
+def _judge_messages(evidence: Evidence, rank: int) -> str | None:
+    """Return why a rank may delay others that only exchange messages with it; None: it does not."""
+    if not evidence.message_waits_ns:
+        return None
+    return (
+        f"rank {rank} works longest in most steps, but its cost is unknown, because sends and "
+        "receives cannot be replayed. It is at most "
+        f"{format_ns(evidence.work.excess_ns(rank))} a step."
+    )
+
+
+def _find_suspect(rows: Sequence[RankRow], evidence: Evidence) -> RankRow | None:
     """Return the rank that works longest in most steps, if its extra work matters; else None."""
-    work, least = evidence.work, LEAST_COST_RATIO * evidence.step_time_ns
-    if evidence.pricing.result is None or len(evidence.aligned) == 0 or work.num_steps == 0:
+    if evidence.pricing.result is None or not len(evidence.aligned) or not evidence.work.num_steps:
         return None
     return next(
         (
             row
-            for row in evidence.rows
-            if work.num_longest(row.rank) >= LEAST_BUSIEST_RATIO * work.num_steps
-            and work.excess_ns(row.rank) >= least
+            for row in rows
+            if evidence.works_longest([row.rank])
+            and evidence.work.excess_ns(row.rank) >= evidence.least_cost_ns
         ),
         None,
     )
 
 
-def _is_waited_for(evidence: _Evidence, rank: int) -> bool:
-    """Return whether this rank causes most of the skew, by more than the uncertainty of clocks."""
-    place = evidence.aligned.ranks.index(rank)
-    own = evidence.aligned.where(evidence.aligned.arrival_ns[:, place] != NEVER)
-    is_last, skew = own.last() == place, own.skew_ns()
-    even = skew / (own.arrival_ns != NEVER).sum(axis=1)
-    if skew[is_last].sum() < (even.sum() + skew.sum()) / 2 or not is_last.any():
-        return False
-    return _how_late(own, rank)[0] > evidence.uncertainty_ns
-
-
-def _describe_straggler(
-    run: RunSource, evidence: _Evidence, priced: _Priced, parts: NDArray[np.float64]
-) -> Straggler:
+def _describe_straggler(run: RunSource, evidence: Evidence, priced: _Priced) -> Straggler:
     row = priced.row
-    late_ns, phase = _how_late(evidence.aligned, row.rank)
-    extra = _extra_work(evidence.rows, parts, row.rank)
-    longest = int(np.argmax(extra))
+    late_ns, phase = evidence.how_late([row.rank])
+    meanwhile, meanwhile_ns = evidence.longest_part([row.rank])
     return Straggler(
         rank=row.rank,
         host=row.host,
         last_ratio=row.last_ratio or 0.0,
         late_ns=late_ns,
         phase=phase,
-        meanwhile=_OWN_PARTS[longest].label,
-        meanwhile_ns=round(float(extra[longest])),
+        meanwhile=meanwhile,
+        meanwhile_ns=meanwhile_ns,
         like_rank=priced.like_rank,
         cost_ns=priced.cost_ns,
         cost_ratio=priced.cost_ns / evidence.step_time_ns,
         waits_ns=waits_for(run, evidence.aligned, row.rank, evidence.uncertainty_ns),
     )
-
-
-def _how_late(aligned: Arrivals, rank: int) -> tuple[int, str]:
-    """Return the rank's median delay when it is last, and the phase with the largest delay.
-
-    The delay is the rank's arrival - the median arrival of the other ranks.
-    """
-    place = aligned.ranks.index(rank)
-    own = aligned.where(aligned.last() == place)
-    others = np.delete(own.arrival_ns, place, axis=1)
-    ordered = np.sort(others, axis=1)
-    unknown = (others == NEVER).sum(axis=1)
-    middle = unknown + (others.shape[1] - unknown - 1) // 2
-    late = own.arrival_ns[:, place] - ordered[np.arange(len(own)), middle]
-    phases = np.unique(own.rows.phase).tolist()
-    total = {phase: int(late[own.rows.phase == phase].sum()) for phase in phases}
-    worst = max(total, key=lambda phase: total[phase])
-    return median(late) or 0, Phase(worst).label
-
-
-def _extra_work(
-    rows: Sequence[RankRow], parts: NDArray[np.float64], rank: int
-) -> NDArray[np.float64]:
-    """Return each part of a rank's work - its median over the other ranks, shape (parts,)."""
-    place = next(position for position, row in enumerate(rows) if row.rank == rank)
-    extra: NDArray[np.float64] = parts[place] - np.median(np.delete(parts, place, axis=0), axis=0)
-    return extra

@@ -10,15 +10,16 @@ step of that rank. Each limit has a threshold:
 | input         | waiting for the next batch takes 10% of the step                     |        |
 | host          | the step is host-bound for 10% of its time                           | R19    |
 | straggler     | one straggler costs 5% of the step                                   | R32    |
+| slow group    | one node, stage or group of ranks costs 5% of the step               | R32    |
 | communication | exposed communication, without the floor, takes 5% of the step       | R1-R17 |
 | other         | 30% of the step lies in no recorded part                             |        |
 | compute       | none of these: the plan is fine, and the advice is "change nothing"  |        |
 
-Memory comes first, then the largest ratio. A host-bound step and a straggler come before
-communication, because a late or a long all-gather is then a symptom. The floor (the first gather
-of a forward and the last reduction of a backward) is never counted as a gain, because no compute
-runs next to it. The exception is a model in one unit: all of its exposed time is floor, and the
-advice is to wrap the blocks (R1).
+Memory comes first, then the largest ratio. A host-bound step, a straggler and a slow group come
+before communication, because a late or a long all-gather is then a symptom. The floor (the first
+gather of a forward and the last reduction of a backward) is never counted as a gain, because no
+compute runs next to it. The exception is a model in one unit: all of its exposed time is floor, and
+the advice is to wrap the blocks (R1).
 """
 
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from fsdp_inspect.analysis.verdict.facts import (
     HighestMoment,
     MemoryGrowthFacts,
     OtherPart,
+    SlowGroup,
     StepFacts,
     StragglerFacts,
     Waiting,
@@ -43,6 +45,7 @@ __all__ = [
     "MemoryGrowthFacts",
     "OtherPart",
     "RankVerdict",
+    "SlowGroup",
     "StepFacts",
     "StragglerFacts",
     "Verdict",
@@ -109,12 +112,13 @@ def give_verdict(facts: StepFacts) -> Verdict:
 def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> RankVerdict:
     """Return the limit of one rank's typical step.
 
-    If a straggler limits the run, the other ranks have no own limit, because they wait for it.
+    If a straggler or a slow group limits the run, the other ranks have no own limit, because they
+    wait for it.
 
     Args:
         rank: The rank.
         host: The machine of the rank.
-        facts: The typical step of the rank, with the `straggler` of the run.
+        facts: The typical step of the rank, with the `straggler` and the `slow_group` of the run.
         run: The verdict on the run.
     """
     if run.limit is Limit.STRAGGLER and facts.straggler is not None:
@@ -124,13 +128,20 @@ def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> R
             return RankVerdict(rank, host, Limit.STRAGGLER, sentence, True)
         sentence = f"This rank waits for rank {facts.straggler.rank}."
         return RankVerdict(rank, host, Limit.STRAGGLER, sentence, False)
+    if run.limit is Limit.SLOW_GROUP and facts.slow_group is not None:
+        name = facts.slow_group.names[0]
+        is_inside = rank in facts.slow_group.ranks
+        sentence = (
+            f"The other ranks wait for {name}." if is_inside else f"This rank waits for {name}."
+        )
+        return RankVerdict(rank, host, Limit.SLOW_GROUP, sentence, is_inside)
     limit = find_limit(facts)
     sentence, *_ = phrase_limit(limit, facts)
     return RankVerdict(rank, host, limit, sentence, limit is not run.limit)
 
 
 def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
-    growth, straggler = facts.growth, facts.straggler
+    growth, straggler, group = facts.growth, facts.straggler, facts.slow_group
     return {
         "step_time_ns": facts.step_time_ns,
         "compute_ns": facts.compute_ns,
@@ -143,6 +154,7 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "backward_gathers_ns": facts.backward_gathers_ns,
         "straggler_rank": straggler.rank if straggler else None,
         "straggler_cost_ns": straggler.cost_ns if straggler else None,
+        "slow_group_cost_ns": group.cost_ns if group else None,
         "peak_allocated_bytes": facts.peak_allocated_bytes,
         "peak_reserved_bytes": facts.peak_reserved_bytes,
         "device_ratio": facts.device_ratio,

@@ -71,6 +71,41 @@ class StragglerFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlowGroup:
+    """The ranks of one place that the others wait for; see `analysis.stragglers.slow_groups`."""
+
+    names: tuple[str, ...]
+    """Names of the place, the plainest first: `pp 1`, `node b`, `tp group of rank 4`. With several
+    names, the run cannot show which of the places is the reason."""
+    ranks: tuple[int, ...]
+    """The ranks, ascending."""
+    busiest_ratio: float
+    """Fraction of the steps in which each of the ranks works longer than every other rank."""
+    last_ratio: float
+    """Fraction of the sampled collectives with other ranks at which one of the ranks is last; 0
+    without such collectives."""
+    late_ns: int
+    """Median delay of the last of the ranks behind the median of the other ranks."""
+    phase: str
+    """The phase with the largest delay; empty without collectives with other ranks."""
+    meanwhile: str
+    """The part of the step that exceeds the same part of the other ranks most."""
+    meanwhile_ns: int
+    """The excess of that part, per step."""
+    cost_ns: int
+    """Decrease of the typical step without the systematic extra work of these ranks."""
+    bound_because: str
+    """The reason why the cost is an upper bound, as a clause; empty: it is replayed."""
+    cost_ratio: float
+    """Cost / typical step of the median rank."""
+
+    @property
+    def at_most(self) -> str:
+        """`at most ` before a cost that is an upper bound; else empty."""
+        return "at most " if self.bound_because else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryGrowthFacts:
     """Growth of the memory that is allocated at the end of a step."""
 
@@ -136,6 +171,7 @@ class StepFacts:
     rank: int | None = None
     """The rank of the step; None: unknown."""
     straggler: StragglerFacts | None = None
+    slow_group: SlowGroup | None = None
     growth: MemoryGrowthFacts | None = None
     contradiction: str | None = None
     """The contradiction between the run and its plan, as a sentence; None: there is none."""

@@ -8,6 +8,7 @@ MEMORY_RATIO = 0.95
 INPUT_RATIO = 0.10
 HOST_RATIO = 0.10
 STRAGGLER_RATIO = 0.05
+"""Also for a slow group."""
 COMMUNICATION_RATIO = 0.05
 OTHER_RATIO = 0.30
 CREEP_STEPS = 10_000
@@ -25,11 +26,17 @@ class Limit(StrEnum):
     INPUT = "input"
     HOST = "host"
     STRAGGLER = "straggler"
+    SLOW_GROUP = "slow_group"
+    """All ranks of a node, a TP group or a pipeline stage work longer than the other ranks."""
     COMMUNICATION = "communication"
     OTHER = "other"
     COMPUTE = "compute"
     UNKNOWN = "unknown"
     """There is no timed step, or the trace lacks data."""
+
+
+_BEFORE_COMMUNICATION = frozenset({Limit.HOST, Limit.STRAGGLER, Limit.SLOW_GROUP})
+"""Limits of which a long wait for communication is a symptom."""
 
 
 def find_limit(facts: StepFacts) -> Limit:
@@ -39,15 +46,17 @@ def find_limit(facts: StepFacts) -> Limit:
     if _creeps(facts):
         return Limit.MEMORY_CREEP
     late = facts.straggler.cost_ns if facts.straggler else 0
+    group = facts.slow_group.cost_ns if facts.slow_group else 0
     shares = {
         Limit.INPUT: (facts.ratio(facts.data_ns), INPUT_RATIO),
         Limit.HOST: (facts.ratio(facts.host_bound_ns), HOST_RATIO),
         Limit.STRAGGLER: (facts.ratio(late), STRAGGLER_RATIO),
+        Limit.SLOW_GROUP: (facts.ratio(group), STRAGGLER_RATIO),
         Limit.COMMUNICATION: (facts.ratio(facts.avoidable_ns), COMMUNICATION_RATIO),
         Limit.OTHER: (facts.ratio(facts.other_ns), OTHER_RATIO),
     }
     named = {limit: share for limit, (share, least) in shares.items() if share >= least}
-    if Limit.HOST in named or Limit.STRAGGLER in named:
+    if not named.keys().isdisjoint(_BEFORE_COMMUNICATION):
         named.pop(Limit.COMMUNICATION, None)
     return max(named, key=lambda limit: named[limit], default=Limit.COMPUTE)
 

@@ -20,14 +20,15 @@ from fsdp_inspect.analysis.verdict import (
     MemoryGrowthFacts,
     OtherPart,
     RankVerdict,
+    SlowGroup,
     StepFacts,
     StragglerFacts,
     Verdict,
     Waiting,
-    give_no_verdict,
     give_rank_verdict,
     give_verdict,
 )
+from fsdp_inspect.analysis.verdict.trace_doubts import find_doubt
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, EventKind, Phase, StepPart
 from fsdp_inspect.trace.run import RunManifest
@@ -51,7 +52,8 @@ class Answers:
     growth: MemoryGrowth | None
     plan_check: PlanCheck | None
     provenance: Provenance | None
-    straggler: StragglerFacts | None
+    late: StragglerFacts | SlowGroup | None
+    """The straggler or the slow group."""
 
 
 def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
@@ -59,7 +61,7 @@ def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
     headline = answers.breakdown.headline
     if headline is None:
         return UNKNOWN, ()
-    doubt = _find_doubt(answers, headline)
+    doubt = find_doubt(answers.manifest, headline)
     if doubt is not None:
         return doubt, ()
     verdict = give_verdict(_facts_of_run(answers, headline))
@@ -74,30 +76,6 @@ def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
         for step in answers.breakdown.ranks
     )
     return verdict, ranks
-
-
-def _find_doubt(answers: Answers, step: StepBreakdown) -> Verdict | None:
-    """The reason why an imported trace allows no verdict, as a verdict; None: it allows one."""
-    manifest = answers.manifest
-    if manifest.source != "imported":
-        return None
-    unread, read = manifest.num_unread_events, manifest.num_device_events
-    if unread > read:
-        return give_no_verdict(
-            f"No conclusion: {unread:,} events of the trace were not understood.",
-            f"Only {read:,} kernels and copies were read. The other events have categories that "
-            "this version does not know, so the parts of the step are not known.",
-            "Report the device and the categories, which the notes of the run list.",
-        )
-    if manifest.world_size > 1 and not step.communication_ns:
-        return give_no_verdict(
-            f"No conclusion: this trace of {manifest.world_size:,} ranks shows no communication.",
-            "The step of several ranks communicates. The trace lacks these events, or they have "
-            "names that this version does not know, so what limits the step is not known.",
-            "Profile a whole step on a rank that trains. If the trace contains the communication, "
-            "report the names of its kernels.",
-        )
-    return None
 
 
 def _facts_of_run(answers: Answers, step: StepBreakdown) -> StepFacts:
@@ -167,7 +145,8 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         has_gathers=_has_gathers(answers),
         num_units=len(parameters),
         largest_unit_ratio=max(parameters, default=0) / max(sum(parameters), 1),
-        straggler=answers.straggler,
+        straggler=answers.late if isinstance(answers.late, StragglerFacts) else None,
+        slow_group=answers.late if isinstance(answers.late, SlowGroup) else None,
     )
 
 

@@ -3,15 +3,17 @@
 A headline has at most 12 words. The details are in the reason.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from fsdp_inspect.analysis.verdict.facts import OtherPart, StepFacts, StragglerFacts
+from fsdp_inspect.analysis.verdict.facts import OtherPart, SlowGroup, StepFacts, StragglerFacts
 from fsdp_inspect.analysis.verdict.limits import STRAGGLER_RATIO, Limit
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import (
+    capitalize,
     format_bytes,
     format_category,
     format_ns,
+    format_ranks,
     format_ratio,
     format_unit,
 )
@@ -207,10 +209,73 @@ def _phrase_straggler(facts: StepFacts) -> Words:
 
 def describe_extra_work(straggler: StragglerFacts) -> str:
     """Describe the extra work of a straggler: `backward takes 3.86 s longer`; empty without any."""
-    if straggler.meanwhile_ns <= 0:
+    return _extra_work(straggler.meanwhile, straggler.meanwhile_ns)
+
+
+def _extra_work(part: str, excess_ns: int) -> str:
+    if excess_ns <= 0:
         return ""
-    part = find_metric(f"{straggler.meanwhile}_ns").label
-    return f"{part} takes {format_ns(straggler.meanwhile_ns)} longer"
+    return f"{find_metric(f'{part}_ns').label} takes {format_ns(excess_ns)} longer"
+
+
+def _phrase_slow_group(facts: StepFacts) -> Words:
+    group = facts.slow_group
+    assert group is not None
+    cost = (
+        f"Without the extra work of {format_ranks(group.ranks)}, the typical step of "
+        f"{format_ns(facts.step_time_ns)} is {group.at_most}{format_ns(group.cost_ns)} shorter."
+    )
+    return (
+        f"{capitalize(group.names[0])} is slow: it costs {group.at_most}"
+        f"{_ratio(facts, group.cost_ns)} of the step.",
+        describe_slow_ranks(group.ranks, group.busiest_ratio),
+        " ".join([cost, *describe_slow_group(group)]),
+        (
+            _advise_slow_group(group),
+            "Leave communication as it is until then: these waits are not transfers.",
+        ),
+    )
+
+
+def describe_slow_ranks(ranks: Sequence[int], busiest_ratio: float) -> str:
+    """Describe that each rank of a slow group works longer than all other ranks."""
+    return (
+        f"Each of {format_ranks(ranks)} works longer than every other rank in "
+        f"{format_ratio(busiest_ratio)} of the steps."
+    )
+
+
+def describe_slow_group(group: SlowGroup) -> list[str]:
+    """Describe the ranks, the delay and the extra work of a slow group, one sentence each."""
+    lines = [describe_slow_ranks(group.ranks, group.busiest_ratio)]
+    if group.last_ratio:
+        lines.append(
+            f"The last rank is one of them at {format_ratio(group.last_ratio)} of the collectives "
+            f"with other ranks, by {format_ns(group.late_ns)}."
+        )
+    extra = _extra_work(group.meanwhile, group.meanwhile_ns)
+    if extra:
+        lines.append(f"On these ranks {extra} per step than on the other ranks.")
+    if group.bound_because:
+        lines.append(f"The cost is an upper bound, because {group.bound_because}.")
+    _, *others = group.names
+    if others:
+        lines.append(
+            f"The same ranks are {' and '.join(others)}: the run cannot show which of these places "
+            "is the reason."
+        )
+    return lines
+
+
+def _advise_slow_group(group: SlowGroup) -> str:
+    shows = "`fsdp-inspect ranks RUN` shows the numbers."
+    name = group.names[0]
+    if name.startswith("pp "):
+        return f"Move layers from {name} to other stages, or check its machine. {shows}"
+    return (
+        f"Find out how {name} differs: clocks, heat, another job, a slower link, larger batches, "
+        f"more work for the same batch. {shows}"
+    )
 
 
 def describe_waits_along(waits_ns: Mapping[str, int]) -> str:
@@ -463,6 +528,7 @@ _WORDS: dict[Limit, Callable[[StepFacts], Words]] = {
     Limit.INPUT: _phrase_input,
     Limit.HOST: _phrase_host,
     Limit.STRAGGLER: _phrase_straggler,
+    Limit.SLOW_GROUP: _phrase_slow_group,
     Limit.COMMUNICATION: _phrase_communication,
     Limit.OTHER: _phrase_other,
     Limit.COMPUTE: _phrase_compute,

@@ -6,9 +6,10 @@ order of the buckets, as soon as its gradients are ready. The recorder observes 
 dispatcher (see `all_reduce_kernel`). The future of a call shows its end.
 
 The reducer waits for all buckets in a callback of autograd, after the last gradient. The recorder
-queues its own callback when it sees the first bucket, so that it runs right before. After that, the
-compute stream (CPU: the main thread) waits for the buckets one by one. These waits are inferred:
-the copies of reduced gradients between two of them count as waiting.
+queues its own callback when it sees the first bucket, so that it runs right before, and then one
+that runs right after. In between, the compute stream (CPU: the main thread) waits for the buckets
+one by one. These waits are inferred: the copies of reduced gradients between two of them count as
+waiting.
 
 A bucket is not a module, so it has neither a forward nor a backward.
 """
@@ -167,6 +168,8 @@ class BucketHooks:
         self._last_ends: dict[int, Any] = {}
         """The end of the last all-reduce of a process group, on a device."""
         self._side_stream: Any = None
+        self._waiting: list[Completion] = []
+        """The ends of the buckets that the reducer waits for now, on CPU."""
 
     def attach(self, patches: Patches) -> None:
         """Install the hooks; see `ShardingHooks.attach`."""
@@ -299,7 +302,7 @@ class BucketHooks:
             clock = session.clock
 
             def done(_: object) -> None:
-                completion.ns = clock.host_now()
+                completion.ended_by(clock.host_now())
 
             future.add_done_callback(done)
         else:
@@ -330,9 +333,13 @@ class BucketHooks:
         if not session.active:
             return
         try:
+            self._waiting = [
+                each.end
+                for each in self._reductions.all_reduces
+                if isinstance(each.end, Completion)
+            ]
             self._reductions.wait_for_all(session, self._clock.mark())
-            if session.watches_memory:
-                torch.autograd.Variable._execution_engine.queue_callback(self._after_finalize)
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_finalize)
         except Exception as error:
             session.fail(error)
 
@@ -342,6 +349,13 @@ class BucketHooks:
         if not session.active:
             return
         try:
+            if self._waiting:
+                now = self._clock.host_now()
+                for end in self._waiting:
+                    end.ended_by(now)
+                self._waiting.clear()
+            if not session.watches_memory:
+                return
             for unit, handle in enumerate(self._sharder.units):
                 self._memory.sharded_gradients(handle, unit)
         except Exception as error:

@@ -63,11 +63,12 @@ def sharder_class_of(module: nn.Module) -> type[Sharder[Any]] | None:
 
 
 def wrapper_around(model: nn.Module) -> nn.Module:
-    """The FSDP1, DDP or DeepSpeed wrapper of a model without own units; else the model itself.
+    """The FSDP1, DDP or DeepSpeed wrapper of a model; else the model itself.
 
     Training libraries pass the model that the user gave them, and keep the wrapper to themselves.
+    With FSDP1 that model contains wrapped blocks, but the wrapper has the root's parameters.
     """
-    if is_sharded(model):
+    if sharder_class_of(model) is not None:
         return model
     alive = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     return next(

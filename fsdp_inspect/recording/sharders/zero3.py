@@ -156,6 +156,8 @@ class SubmoduleHooks(ZeroHooks):
         """The unit of each parameter, by DeepSpeed's number of the parameter."""
         self._fetching: list[Any] = []
         """The parameters that the coordinator gathers now, by number."""
+        self._unused: set[int] = set()
+        """The numbers of parameters that were gathered and not yet used."""
 
     def attach_to(self, engine: Any, patches: Patches) -> None:
         """Wrap the coordinator's gather, the hooks of sub-modules and the reduction."""
@@ -244,6 +246,7 @@ class SubmoduleHooks(ZeroHooks):
         self, members: Sequence[Any], output: torch.Tensor, group: Any
     ) -> tuple[Communication, int]:
         session = self._session
+        self._unused.update(int(each.ds_id) for each in members)
         units = [self._unit_of.get(int(each.ds_id), NO_UNIT) for each in members]
         unit = max(units) if session.phase == Phase.BACKWARD else min(units)
         if session.hook_unit in units:
@@ -295,7 +298,7 @@ class SubmoduleHooks(ZeroHooks):
         if timer is not None:
             self._gathered(timer)
             timer._leave_hook()
-            timer._open_forward()
+            timer._open_forward(self._note_use(timer))
 
     def _before_post_forward(self, module: Any) -> None:
         timer = self._timer_of.get(module)
@@ -313,12 +316,19 @@ class SubmoduleHooks(ZeroHooks):
         if timer is not None:
             self._gathered(timer)
             timer._leave_hook()
-            timer._open_backward()
+            timer._open_backward(self._note_use(timer))
 
     def _before_post_backward(self, module: Any) -> None:
         timer = self._timer_of.get(module)
         if timer is not None:
             timer._close_backward()
+
+    def _note_use(self, timer: UnitTimer) -> int:
+        """Note that a unit uses its parameters. Returns the flags of its forward or backward."""
+        used = {int(each.ds_id) for each in self._sharder.units[timer.index].parameters}
+        was_gathered = not self._unused.isdisjoint(used)
+        self._unused -= used
+        return 0 if was_gathered else EventFlag.STILL_GATHERED
 
     def _gathered(self, timer: UnitTimer) -> None:
         """Note that the parameters of a unit are ready."""

@@ -37,6 +37,7 @@ from fsdp_inspect.report.charts.results import (
     draw_step_times,
 )
 from fsdp_inspect.report.html.contents import ComparisonContents, RunContents
+from fsdp_inspect.report.ranks_wording import describe_answer
 from fsdp_inspect.report.values import format_kind, format_method, format_metric
 from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.version import __version__
@@ -143,6 +144,7 @@ def _environment() -> Environment:
     environment.globals |= {
         "version": __version__,
         "wording": wording,
+        "describe_ranks": describe_answer,
         "part_look": lambda name: palette.PART_LOOKS[_PARTS[name]],
         "look_of_owner": lambda owner: palette.look_of_wait(owner.kind, owner.fqn),
         "list_causes": list_causes,

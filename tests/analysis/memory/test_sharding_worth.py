@@ -7,6 +7,7 @@ import pytest
 
 from fsdp_inspect.analysis.memory.peak import CategoryBytes, PeakMoment
 from fsdp_inspect.analysis.memory.sharding_worth import (
+    ReplicationSaving,
     WholeMemory,
     describe_replication_saving,
     measure_replication_saving,
@@ -94,14 +95,31 @@ def test_an_import_and_a_run_of_one_rank_have_no_answer(run):
 
 def test_the_saving_lies_between_no_bucket_hidden_and_all_but_the_last(run):
     memory = whole(run)
-    memory = replace(memory, gradient_bytes=3 * (25 << 20))
+    memory = replace(memory, gradient_bytes=(1 << 20) + 3 * (25 << 20))
     found = measure_replication_saving(run, memory, {"all_gather": 10**12, "reduce_scatter": 5})
     assert found.reason == ""
     assert found.exposed_ns == 10**12 + 5
     assert found.low_ns == found.exposed_ns - found.all_reduce_ns
     hidden = found.high_ns - found.low_ns
-    assert np.isclose(hidden, found.all_reduce_ns * 2 / 3, rtol=1e-3)
+    assert np.isclose(hidden, found.all_reduce_ns * 51 / 76, rtol=1e-3)
     assert describe_replication_saving(found).startswith("DDP would save ")
+
+
+def test_waits_for_late_ranks_are_no_saving(run):
+    exposed, memory = {"all_gather": 10**12}, whole(run)
+    found = measure_replication_saving(run, memory, exposed, {"straggler": 10**11})
+    assert found.exposed_ns == 10**12 - 10**11
+    all_late = measure_replication_saving(run, memory, exposed, {"straggler": 10**12})
+    assert describe_replication_saving(all_late).startswith(
+        "Whether DDP would save time: cannot tell, because its all-reduce is inferred to take "
+    )
+
+
+def test_a_saving_that_may_be_a_loss_is_said_as_one():
+    saving = ReplicationSaving(-30, 40, 60, 90, "")
+    assert describe_replication_saving(saving) == (
+        "DDP would save at most 40 ns a step. If backward hides no all-reduce, it is 30 ns slower."
+    )
 
 
 def test_a_run_that_gathers_in_another_dtype_has_no_saving(run):

@@ -9,6 +9,7 @@ from fsdp_inspect.report.ranks import render_ranks
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import ProcessGroup
 from tests.builders import RunBuilder
+from tests.cube_run import cube_run
 from tests.report.terminal_text import text_of
 
 GROUPS = [
@@ -113,44 +114,8 @@ def test_the_report_names_the_late_ranks_of_each_dimension():
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
-CUBE = [
-    ProcessGroup(index=0, name="0", ranks=[0, 2], role="shard"),
-    ProcessGroup(index=1, name="1", ranks=[0, 1], dimension="tp"),
-    ProcessGroup(index=2, name="2", ranks=[0, 4], role="replicate"),
-]
-STRIDES = {1: 1, 0: 2, 2: 4}
-
-
-def cube_run(late_rank, steps=6):
-    """Eight ranks on a mesh of 2 x 2 x 2. A step is 100 ns of work, 500 ns on the late rank, and a
-    collective in the TP group, one in the shard group and one across the replicas, 10 ns each."""
-    builder = RunBuilder(("",), world_size=8, process_groups=CUBE)
-    for rank in range(8):
-        builder.rank(rank).record = {"host": "a"}
-    now = [0] * 8
-    for step in range(steps):
-        begins = list(now)
-        calls = []
-        now = [at + (500 if rank == late_rank else 100) for rank, at in enumerate(now)]
-        for group, stride in STRIDES.items():
-            arrivals = list(now)
-            now = [max(at, arrivals[rank ^ stride]) + 10 for rank, at in enumerate(arrivals)]
-            calls += [(rank, group, arrivals[rank], now[rank]) for rank in range(8)]
-        for rank in range(8):
-            own = builder.rank(rank)
-            own.step(step, begins[rank], now[rank])
-            first = next(start for one, _, start, _ in calls if one == rank)
-            own.forward("", begins[rank], first)
-            for place, (_, group, start, end) in enumerate(c for c in calls if c[0] == rank):
-                own.add(
-                    EventKind.ALL_REDUCE, start, end, need_ns=start, group=group, bytes=4,
-                    sequence=3 * step + place,
-                )  # fmt: skip
-    return builder.build()
-
-
 def test_a_straggler_of_a_mesh_is_named_with_the_waits_for_it_by_dimension():
-    ranks = measure_ranks(cube_run(5))
+    ranks = measure_ranks(cube_run({5: 500}))
     assert ranks.straggler is not None, ranks.straggler_refusal
     assert (ranks.straggler.rank, ranks.straggler.cost_ns) == (5, 400)
     assert ranks.straggler.waits_ns == {"replicate": 400, "shard": 400, "tp": 400}
@@ -162,7 +127,7 @@ def test_a_straggler_of_a_mesh_is_named_with_the_waits_for_it_by_dimension():
 
 
 def test_the_grid_names_the_same_rank():
-    run = cube_run(5)
+    run = cube_run({5: 500})
     grid = measure_mesh_grid(run, measure_ranks(run).ranks)
     assert grid.located is not None
     assert grid.located.ranks == (5,)

@@ -2,7 +2,7 @@ import pytest
 
 from fsdp_inspect.analysis.overlap import RankOverlap
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
-from fsdp_inspect.analysis.stragglers.straggler_search import find_straggler, may_have_straggler
+from fsdp_inspect.analysis.stragglers.straggler_search import find_late_ranks, may_have_late_ranks
 from tests.llama70b import STRAGGLER, llama_70b_run
 
 
@@ -33,7 +33,7 @@ def rank_of(rank, exposed, step_time=1000):
 )
 def test_a_rank_that_waits_less_than_the_others_is_suspected(exposed, suspected):
     ranks = [rank_of(rank, value) for rank, value in enumerate(exposed)]
-    assert may_have_straggler(ranks) is suspected
+    assert may_have_late_ranks(ranks) is suspected
 
 
 class Reading:
@@ -52,13 +52,13 @@ class Reading:
 
 def test_without_suspicion_no_events_are_read():
     run = Reading(llama_70b_run())
-    assert find_straggler(run, [rank_of(rank, 100) for rank in range(8)]) is None
+    assert find_late_ranks(run, [rank_of(rank, 100) for rank in range(8)]) is None
     assert run.read == set()
 
 
 def test_a_suspicion_is_confirmed_with_what_the_ranks_command_says():
     run = llama_70b_run(4)
     ranks = [rank_of(rank, 0 if rank == STRAGGLER else 500) for rank in range(8)]
-    found, told = find_straggler(run, ranks), measure_ranks(run).straggler
+    found, told = find_late_ranks(run, ranks), measure_ranks(run).straggler
     assert (found.rank, found.host) == (STRAGGLER, "mi300-node")
     assert (found.cost_ns, found.last_ratio) == (told.cost_ns, told.last_ratio)
