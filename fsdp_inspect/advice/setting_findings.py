@@ -282,10 +282,9 @@ def _fragmentation(evidence: Evidence) -> Iterator[Finding]:
         ("Set PYTORCH_ALLOC_CONF=expandable_segments:True.",),
         {"fragmentation_ratio": ratio},
         effect=Effect(
-            sentence=f"Reserved memory falls by at most {format_bytes(unused)}; allocated memory "
-            "stays the same. No time is predicted.",
-            added_low_bytes=-unused,
-            added_high_bytes=0,
+            # The allocator model replays a small Llama that reserves 6% more with the setting.
+            sentence=f"Reserved memory falls by at most {format_bytes(unused)}, and can also rise. "
+            "Allocated memory stays the same. No time is predicted.",
         ),
         snippet=_EXPANDABLE,
         verify="Record again, then: fsdp-inspect memory NEW_RUN",
