@@ -6,11 +6,16 @@ from typing import Literal
 
 import streamlit as st
 
-from fsdp_inspect.formatting import format_run
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.result_types import Heading, RunManifest, RunStatus
 from fsdp_inspect_app import loading, wording
-from fsdp_inspect_app.selection import chosen_entry, page_link, shown_page
+from fsdp_inspect_app.run_notes import (
+    read_notes,
+    show_failed_note,
+    show_note_button,
+    show_star_button,
+)
+from fsdp_inspect_app.selection import chosen_entry, page_link, run_name
 from fsdp_inspect_app.wording import plain
 
 _COLOURS: dict[RunStatus, Literal["green", "blue"]] = {
@@ -91,12 +96,18 @@ def show_run_header(
 
 def _show_name(manifest: RunManifest, heading: Heading, status: RunStatus) -> None:
     with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
-        name = format_run(heading.run_id, manifest.name)
-        st.set_page_config(page_title=f"{shown_page()} - {name} - FSDP Inspect")
+        entry = chosen_entry()
+        name = heading.run_id if entry is None else run_name(entry.id)
         st.markdown(f"**{plain(name)}**", width="content", help=plain(heading.run_id))
         st.badge(status.value, color=_COLOURS.get(status, "orange"))
         facts = [wording.describe_run(heading), wording.describe_sharding(manifest)]
         st.caption(plain(" · ".join(fact for fact in facts if fact)), width="content")
+        notes = read_notes()
+        show_star_button([heading.run_id], notes, key="header")
+        show_note_button(heading.run_id, notes, key="header")
+    show_failed_note()
+    if heading.run_id in notes and notes[heading.run_id].text:
+        st.caption(plain(f"Note: {notes[heading.run_id].text}"))
 
 
 def _problem() -> str:

@@ -24,7 +24,8 @@ def test_before_the_login_no_page_shows_anything_of_a_run(runs_folder, monkeypat
     app.switch_page(f"app_pages/{page}.py").run()
     assert not app.exception
     assert [button.label for button in app.button] == ["Log in"]
-    assert len(app.markdown) == 1
+    assert len(app.title) == 1
+    assert len(app.markdown) == 0
     assert len(app.dataframe) == len(app.selectbox) == len(app.metric) == 0
 
 

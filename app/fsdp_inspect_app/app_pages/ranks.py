@@ -33,12 +33,16 @@ from fsdp_inspect.result_types import (
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
+    Tile,
     column_formats,
     show_card,
     show_chart_card,
     show_csv_button,
     show_headline,
+    show_note,
     show_table,
+    show_text,
+    show_tiles,
 )
 from fsdp_inspect_app.charts.ranks import draw_grid, draw_mesh_grid, draw_rank_steps
 from fsdp_inspect_app.drawn_chart import Click, show_chart
@@ -104,15 +108,15 @@ def _show_answer(ranks: Ranks, rank: int | None, row: RankRow | None) -> None:
     answer, *details = ranks_wording.describe_answer(ranks)
     if row is not None:
         show_headline(plain(ranks_wording.describe_rank(row)))
-        st.markdown(plain(answer))
+        show_text(plain(answer))
         return
     if rank is not None:
         show_headline(plain(f"Rank {rank} has no timed step yet."))
-        st.markdown(plain(answer))
+        show_text(plain(answer))
         return
     show_headline(plain(answer))
     if details:
-        st.markdown("\n".join(f"- {plain(line)}" for line in details))
+        show_text("\n".join(f"- {plain(line)}" for line in details))
     if ranks.straggler is not None:
         straggler = ranks.straggler.rank
         page_link(
@@ -160,7 +164,7 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
     metric = find_metric(grid.metric)
     if grid.highest is None:
         with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
-            st.caption(plain(_why_empty(grid)))
+            show_note(plain(_why_empty(grid)))
         return
     highest = grid.highest
     amount = format_metric(grid.metric, highest.value)
@@ -184,7 +188,7 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
             rank=highest.rank,
             step=highest.step,
         )
-        st.caption(
+        show_note(
             plain(
                 f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
                 f"{len(grid.steps)} steps. Highest in a timed step: {amount}, rank {highest.rank}, "
@@ -210,13 +214,13 @@ def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
         usual = second if second in others else others[0]
         columns = _pick_axis(right, "Columns", "mesh columns", others, usual)
         grid = loading.result_of(entry, _measure_mesh, metric=measure, rows=rows, columns=columns)
-        st.markdown(plain(ranks_wording.describe_location(grid)))
+        show_text(plain(ranks_wording.describe_location(grid)))
         show_chart(
             draw_mesh_grid(grid),
             key="mesh-grid",
             alt=f"A map of {label}: {rows} by {columns}. {ranks_wording.describe_location(grid)}",
         )
-        st.caption(
+        show_note(
             plain(
                 "Each cell is the median over its ranks, in their typical steps. A stage, group "
                 "or node is named only if each of its ranks is above all other ranks."
@@ -238,7 +242,7 @@ def _show_dimension_waits(ranks: Ranks) -> None:
         with header:
             show_csv_button(frame, key="dimension-waits")
         show_table(frame, key="dimension-waits-rows", alt="Late ranks, one row a dimension")
-        st.caption(
+        show_note(
             plain(
                 "A late rank makes its group wait along one dimension. Then the whole group is "
                 "late along the next one. No rank is named where the ranks are late in turns."
@@ -343,13 +347,17 @@ def _pick_step(entry: RunEntry, rank: int, closest: int | None) -> int | None:
 
 def _show_tiles(row: RankRow) -> None:
     names = [name for name in _TILES if getattr(row, name) is not None]
-    for column, name in zip(st.columns(len(names)), names, strict=True):
-        metric = find_metric(name)
-        column.metric(
-            metric.label.capitalize(),
-            format_metric(name, getattr(row, name)),
-            help=plain(metric.definition),
-        )
+    show_tiles(
+        [
+            Tile(
+                find_metric(name).label.capitalize(),
+                format_metric(name, getattr(row, name)),
+                definition=find_metric(name).definition,
+            )
+            for name in names
+        ],
+        border=False,
+    )
 
 
 def _show_links(rank: int, step: int | None) -> None:
@@ -369,7 +377,7 @@ def _show_rank_steps(grid: RankGrid, rank: int) -> None:
     metric = find_metric(grid.metric)
     if grid.of_rank(rank) is None:
         with show_card(f"{metric.label.capitalize()} over steps", key="rank-steps"):
-            st.caption(plain(f"Unknown for rank {rank}: {_why_empty(grid)}"))
+            show_note(plain(f"Unknown for rank {rank}: {_why_empty(grid)}"))
         return
     show_chart_card(
         f"{metric.label.capitalize()} over steps",
@@ -434,7 +442,7 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
             key=_TABLE_KEY,
             alt="The ranks, one row each",
         )
-        st.caption(
+        show_note(
             plain(f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank.")
         )
     if ranks.skews:
@@ -457,7 +465,7 @@ def _show_skews(ranks: Ranks) -> None:
         show_table(
             skews, key="skews-table", alt="Skew and transfer, one row for each kind of collective"
         )
-        st.caption(
+        show_note(
             plain(
                 f"Skew: {find_metric('skew_ns').definition}. Medians over the sampled collectives."
             )
