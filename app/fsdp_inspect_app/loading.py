@@ -6,6 +6,7 @@ that is killed changes no file. All caches are limited and hold immutable result
 sessions share. If a run grew, only the new part is read (`LiveTables`).
 """
 
+import os
 import sys
 import threading
 import time
@@ -37,6 +38,7 @@ _LISTING_LIFE_S = 3
 _LIVE_LIFE_S = 10
 _STATE_LIFE_S = 1
 _LIVE_SUFFIX = ".arrows"
+_TABLE_SUFFIX, _TABLE_END = ".parquet", b"PAR1"
 _MOST_OPEN_RUNS = 32
 _MOST_TABLE_BYTES = 512 << 20
 """The memory limit of decoded tables, over all runs."""
@@ -285,6 +287,31 @@ def _comparison(
 def _timeline(path: str, state: _State, step: int, ranks: tuple[int, ...]) -> TrackSet:
     run = _open(path, state).run.source
     return TrackSet(build_timeline(run, step=step, ranks=ranks), run.manifest)
+
+
+def torn_files(entry: RunEntry) -> tuple[str, ...]:
+    """The tables of a run that end in the middle, by their paths in the run."""
+    return _find_torn(str(entry.path), str(runs_folder()), _state_of(entry.path))
+
+
+@st.cache_resource(max_entries=512, show_spinner=False)
+def _find_torn(path: str, folder: str, state: _State) -> tuple[str, ...]:
+    tables = [
+        file.path
+        for file in files_of_run(Path(path), Path(folder))
+        if file.name.endswith(_TABLE_SUFFIX)
+    ]
+    return tuple(sorted(os.path.relpath(table, path) for table in tables if _is_torn(table)))
+
+
+def _is_torn(table: str) -> bool:
+    """Whether a Parquet file does not end as such files do."""
+    try:
+        with Path(table).open("rb") as file:
+            file.seek(-len(_TABLE_END), os.SEEK_END)
+            return file.read() != _TABLE_END
+    except OSError:
+        return True
 
 
 def contents_of(entry: RunEntry) -> tuple[int, int]:

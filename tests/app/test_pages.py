@@ -347,6 +347,17 @@ def test_a_link_to_a_run_that_is_not_here_says_so_until_another_is_chosen(open_a
     assert "last-weeks" not in read(app)
 
 
+def test_the_palette_sends_the_list_of_runs_once(open_app, runs_folder):
+    """The same list on another page of another run is the same message, which Streamlit caches."""
+    pages = [open_app(runs_folder, "units", run="whole"), open_app(runs_folder, run="partial")]
+    lists = [given_to(page, "fsdp_inspect_palette_runs") for page in pages]
+    assert lists[0] == lists[1]
+    assert "synthetic · whole" in lists[0][0]["runs"]
+    for page in pages:
+        [palette] = given_to(page, "fsdp_inspect_command_palette")
+        assert {entry["kind"] for entry in palette["entries"]} == {"Page", "Unit"}
+
+
 def test_findings_lead_to_the_page_that_shows_them(shown):
     text = read(shown("overview", "whole"))
     assert "The run follows its plan" in text

@@ -14,7 +14,6 @@ UNKNOWN = {
     "timeline": ("step", "rank", "unit"),
     "units": ("unit",),
     "memory": ("rank",),
-    "ranks": ("rank",),
 }
 """The parameters of a link that each page reads."""
 PAGES = [file.name for file in SECTIONS["This run"]]
@@ -58,7 +57,7 @@ def test_every_page_states_what_is_torn_and_unknown_and_shows_the_rest(torn, pag
     assert not app.exception
     assert "cannot be shown" not in shown
     assert len(app.title) == 1
-    assert all(badge.value != "complete" for badge in app.get("badge"))
+    assert "badge[complete]" not in shown
     problems = " ".join(one.value for one in (*app.error, *app.warning, *app.info))
     if page in PAGES and page != "live":
         assert "parquet" in f"{problems} {shown}", shown

@@ -206,12 +206,13 @@ def _show_findings(findings: Sequence[Finding], manifest: RunManifest) -> None:
             show_title(finding.sentence, markdown=rule)
             if finding.evidence:
                 show_note(plain(finding.evidence))
-            lines = [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
-            lines += [f"- {plain(step)}" for step in finding.do]
+            lines = [f"- {plain(step)}" for step in finding.do]
             lines.append(f"- **Effect**: {plain(finding.effect.sentence)}")
-            lines += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
-            lines += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []
             show_text("\n".join(lines))
+            more = [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
+            more += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
+            more += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []
+            _show_more(more)
             if finding.snippet:
                 show_code(finding.snippet, key=f"finding-{place}", language="python")
             _link_units(finding.units, manifest, key=f"finding-{place}")
@@ -295,14 +296,21 @@ def _show_suggestion(
                 f"peak {describe_plan_peak(suggestion)}."
             )
         )
-        lines = [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
-        lines += [f"- **Evidence**: {plain(describe_row(row))}" for row in suggestion.rows]
-        lines += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
-        lines += [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
-        show_text("\n".join(lines))
+        show_text("\n".join(f"- **Risk**: {plain(line)}" for line in suggestion.risks))
+        more = [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
+        more += [f"- **Evidence**: {plain(describe_row(row))}" for row in suggestion.rows]
+        more += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
+        _show_more(more)
         _show_change(suggestion.change, suggestion.snippet, key=f"change-{place}")
         _link_units(suggestion.units, manifest, key=f"change-{place}")
         _offer_plan(suggestion.plan, question, key=f"change-{place}", label="Download plan so far")
+
+
+def _show_more(lines: Sequence[str]) -> None:
+    """Show the reasons and assumptions once they are opened."""
+    if lines:
+        with st.expander("Evidence and assumptions"):
+            show_text("\n".join(lines))
 
 
 def _show_change(change: CodeChange, snippet: str, *, key: str) -> None:

@@ -25,6 +25,7 @@ from fsdp_inspect.result_types import (
     RunStatus,
 )
 from fsdp_inspect_app import loading
+from fsdp_inspect_app.banner import show_status
 from fsdp_inspect_app.cards import (
     Tile,
     show_card,
@@ -86,8 +87,7 @@ def _show_header(run: Run) -> None:
         entry = chosen_entry()
         name = run.id if entry is None else run_name(entry.id)
         st.markdown(f"**{plain(name)}**", width="content", help=plain(run.id))
-        is_recording = run.status is RunStatus.RUNNING
-        st.badge(run.status.value, color="blue" if is_recording else "gray")
+        show_status(entry, run.status)
         st.caption(plain(describe_sharding(run.manifest)), width="content")
 
 

@@ -13,6 +13,7 @@ from fsdp_inspect.analysis.mesh_grid import default_axes, measure_mesh_grid
 from fsdp_inspect.analysis.rank_grid import measure_rank_grid
 from fsdp_inspect.analysis.rank_sets import list_axes
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import ranks_wording
@@ -56,7 +57,6 @@ from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
-    answer_or_stop,
     entry_or_stop,
     follow,
     link,
@@ -83,7 +83,11 @@ def show_page(entry: RunEntry, run: Run) -> None:
     """Show the headline, the map of ranks and steps, one rank, all ranks, and skews."""
     summary = run.summary()
     show_run_header(run.manifest, summary)
-    ranks = answer_or_stop(entry, loading.read_ranks)
+    try:
+        ranks = loading.read_ranks(entry)
+    except FsdpInspectError as error:
+        _show_without_comparison(entry, summary, error)
+        return
     answer = st.container()
     left, right = st.columns([3, 2], vertical_alignment="bottom")
     with left:
@@ -104,6 +108,17 @@ def show_page(entry: RunEntry, run: Run) -> None:
     _show_all(ranks, run.id, rank)
 
 
+def _show_without_comparison(entry: RunEntry, summary: Summary, error: FsdpInspectError) -> None:
+    """Show why the ranks cannot be compared, and their step times."""
+    show_headline("The ranks cannot be compared\\.")
+    st.error(plain(str(error)), icon=":material/error:")
+    try:
+        grid = loading.result_of(entry, measure_rank_grid, metric="step_time_ns")
+    except FsdpInspectError:
+        return
+    _show_grid(grid, summary, None, None)
+
+
 def _show_answer(ranks: Ranks, rank: int | None, row: RankRow | None) -> None:
     answer, *details = ranks_wording.describe_answer(ranks)
     if row is not None:
@@ -116,7 +131,8 @@ def _show_answer(ranks: Ranks, rank: int | None, row: RankRow | None) -> None:
         return
     show_headline(plain(answer))
     if details:
-        show_text("\n".join(f"- {plain(line)}" for line in details))
+        with st.expander("Details"):
+            show_text("\n".join(f"- {plain(line)}" for line in details))
     if ranks.straggler is not None:
         straggler = ranks.straggler.rank
         page_link(
@@ -173,7 +189,13 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
         if len(grid.ranks) == grid.num_all_ranks
         else f"a sample of {len(grid.ranks)} of {grid.num_all_ranks} ranks"
     )
-    with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
+    note = (
+        f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
+        f"{len(grid.steps)} steps. Highest in a timed step: {amount}, rank {highest.rank}, step "
+        f"{highest.step}. Colors span the 1st to the 99th percentile of timed steps. Click a cell "
+        "to open its rank and step. " + wording.describe_provenance(summary.provenance, "step")
+    )
+    with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid", note=note):
         show_chart(
             draw_grid(grid, rank=rank, step=step),
             key="rank-grid",
@@ -187,15 +209,6 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
             icon=":material/search:",
             rank=highest.rank,
             step=highest.step,
-        )
-        show_note(
-            plain(
-                f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
-                f"{len(grid.steps)} steps. Highest in a timed step: {amount}, rank {highest.rank}, "
-                f"step {highest.step}. Colors span the 1st to the 99th percentile of timed steps. "
-                "Click a cell to open its rank and step. "
-                + wording.describe_provenance(summary.provenance, "step")
-            )
         )
         _show_grid_table(grid)
 
