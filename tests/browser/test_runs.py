@@ -10,7 +10,16 @@ from fsdp_inspect.store.folder import list_runs
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-RUNS = ("recorded", "imported", "crashed", "partial", "hostile", "newer", "many-ranks")
+RUNS = (
+    "recorded",
+    "imported",
+    "crashed",
+    "partial",
+    "hostile",
+    "newer",
+    "many-ranks",
+    "long-names",
+)
 NAME_X, BOX_X, FIRST_ROW_Y, ROW_HEIGHT = 70, 16, 52, 35
 
 
@@ -58,6 +67,7 @@ def test_every_run_is_listed_with_its_status(states_server, tab, names):
         names["hostile"]: "complete",
         names["newer"]: "unreadable",
         names["many-ranks"]: "complete",
+        names["long-names"]: "complete",
     }
 
 
