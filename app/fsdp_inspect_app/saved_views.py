@@ -64,7 +64,7 @@ def _show_view(view: SavedView) -> None:
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         st.page_link(path, label=plain(view.name), query_params=parse_qs(view.query))
         st.button(
-            "",
+            "Delete",
             icon=":material/delete:",
             help=plain(f"Delete the view {view.name}"),
             type="tertiary",

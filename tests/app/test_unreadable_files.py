@@ -11,7 +11,7 @@ from tests.app.test_pages import SAMPLES, read
 
 RANK = "attempt-000/rank-00001"
 UNKNOWN = {
-    "timeline": ("step", "rank", "unit"),
+    "timeline": ("step", "rank"),
     "units": ("unit",),
     "memory": ("rank",),
 }

@@ -46,6 +46,6 @@ def test_a_view_is_saved_opened_and_deleted(server, tab, browser, page, paramete
     assert other.headline() == headline
 
     other.page.get_by_role("button", name="Views: 1").click()
-    other.page.get_by_role("button", name="Delete the view mine").click()
+    other.page.get_by_role("button", name="Delete").click()
     other.page.get_by_role("button", name="Views", exact=True).wait_for()
     other.page.context.close()

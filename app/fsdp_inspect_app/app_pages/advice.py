@@ -204,12 +204,12 @@ def _show_findings(findings: Sequence[Finding], manifest: RunManifest) -> None:
         for place, finding in enumerate(findings):
             rule = f" {_badge(finding.rule)}" if finding.rule else ""
             show_title(finding.sentence, markdown=rule)
-            if finding.evidence:
-                show_note(plain(finding.evidence))
             lines = [f"- {plain(step)}" for step in finding.do]
             lines.append(f"- **Effect**: {plain(finding.effect.sentence)}")
             show_text("\n".join(lines))
-            more = [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
+            more = _name_rules([finding.rule] if finding.rule else [])
+            more += [f"- {plain(finding.evidence)}"] if finding.evidence else []
+            more += [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
             more += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
             more += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []
             _show_more(more)
@@ -297,7 +297,8 @@ def _show_suggestion(
             )
         )
         show_text("\n".join(f"- **Risk**: {plain(line)}" for line in suggestion.risks))
-        more = [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
+        more = _name_rules([rule for rule in suggestion.rules if rule])
+        more += [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
         more += [f"- **Evidence**: {plain(describe_row(row))}" for row in suggestion.rows]
         more += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
         _show_more(more)
@@ -328,8 +329,12 @@ def _show_change(change: CodeChange, snippet: str, *, key: str) -> None:
 
 
 def _badge(rule: str) -> str:
-    title = title_of(rule)
-    return f":gray-badge[{rule}: {plain(title)}]" if title else f":gray-badge[{rule}]"
+    return f":gray-badge[{rule}]"
+
+
+def _name_rules(rules: Sequence[str]) -> list[str]:
+    """One line for each rule that has a title."""
+    return [f"- **Rule {rule}**: {plain(title)}" for rule in rules if (title := title_of(rule))]
 
 
 def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None:

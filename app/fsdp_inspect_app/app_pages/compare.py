@@ -110,9 +110,6 @@ def show_page() -> None:
         return
     with answer:
         show_headline(plain(contents.comparison.headline))
-        details = contents.comparison.answer.removeprefix(contents.comparison.headline).strip()
-        if details:
-            show_text(plain(details))
     _show_comparison(contents, manifests, chosen)
 
 
@@ -338,8 +335,7 @@ def _show_reasons(comparison: Comparison, other: int) -> None:
     lines = "\n".join(f"- {plain(reason)}" for reason in conclusion.reasons)
     first = comparison.sides[0].label
     with show_card(f"What changed from {first} to {conclusion.label}", key="reasons"):
-        if len(comparison.conclusions) > 1:
-            show_text(plain(conclusion.sentence))
+        show_text(plain(conclusion.sentence))
         show_text(lines or "No known reason\\.")
 
 

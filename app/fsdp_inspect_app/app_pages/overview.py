@@ -312,7 +312,7 @@ def _describe_causes(exposed: Exposed) -> str:
         f"{format_cause(cause)} **{plain(format_ns(duration))}**"
         for cause, duration in exposed.causes_ns.items()
     )
-    return f"Exposed waits by cause, total {plain(format_ns(exposed.exposed_ns))}: {causes}"
+    return f"By cause: {causes}"
 
 
 def _show_owners(waits: RankWaits | None, summary: Summary) -> None:
