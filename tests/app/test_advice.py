@@ -56,7 +56,7 @@ def test_every_change_says_what_why_and_by_how_much(advised, advice):
     assert advice.plan.suggestions
     for suggestion in advice.plan.suggestions:
         assert suggestion.what in text
-        assert f"Predicted: {describe_saving(suggestion, advice.plan)}, " in text
+        assert f"Predicted: {describe_saving(suggestion, advice.plan)}." in text
         assert f"peak {describe_plan_peak(suggestion)}." in text
         for line in (*suggestion.evidence, *suggestion.risks):
             assert line in text

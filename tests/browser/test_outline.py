@@ -50,4 +50,4 @@ def test_a_page_has_an_outline_few_words_and_a_title(server, tab, recorded_runs,
             title = f"{page.title} - {names[run.id]} - FSDP Inspect"
             if dashboard.page.title() != title:
                 found.append(f"{run.id}: the tab is {dashboard.page.title()!r}")
-    assert found == []
+    assert not found, "\n".join(found)

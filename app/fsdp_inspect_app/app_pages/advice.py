@@ -290,14 +290,10 @@ def _show_suggestion(
     with show_card(f"{place}. {suggestion.what}", key=f"change-{place}") as header:
         with header:
             show_text(" ".join(_badge(rule) for rule in suggestion.rules if rule))
-        show_text(
-            plain(
-                f"Predicted: {describe_saving(suggestion, plan)}, {step}; "
-                f"peak {describe_plan_peak(suggestion)}."
-            )
-        )
+        show_text(plain(f"Predicted: {describe_saving(suggestion, plan)}."))
         show_text("\n".join(f"- **Risk**: {plain(line)}" for line in suggestion.risks))
-        more = _name_rules([rule for rule in suggestion.rules if rule])
+        more = [f"- **Predicted**: {plain(f'{step}; peak {describe_plan_peak(suggestion)}.')}"]
+        more += _name_rules([rule for rule in suggestion.rules if rule])
         more += [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
         more += [f"- **Evidence**: {plain(describe_row(row))}" for row in suggestion.rows]
         more += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
