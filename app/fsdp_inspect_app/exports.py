@@ -30,7 +30,7 @@ def show_download(sheet: PageSheet) -> None:
     name = f"{sheet.page}-{sheet.run}" if sheet.run else sheet.page
     st.download_button(
         "Download page",
-        lambda: sheet.render().encode(),
+        lambda: _render(sheet),
         file_name=f"{_file_name(name)}.html",
         mime="text/html",
         icon=":material/download:",
@@ -39,6 +39,12 @@ def show_download(sheet: PageSheet) -> None:
         on_click="ignore",
         help="Headline, texts, tables and charts as one HTML file, which loads nothing\\.",
     )
+
+
+def _render(sheet: PageSheet) -> bytes:
+    from fsdp_inspect_app.page_file import render_sheet  # loads all reports, when it is needed
+
+    return render_sheet(sheet).encode()
 
 
 def _file_name(name: str) -> str:

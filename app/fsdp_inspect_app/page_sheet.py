@@ -82,12 +82,6 @@ class PageSheet:
         """Begin the last part of a page, which may rerun alone and then replaces its contents."""
         del self.parts[self._starts.setdefault(name, len(self.parts)) :]
 
-    def render(self) -> str:
-        """The page as one HTML document that loads nothing."""
-        from fsdp_inspect_app.page_file import render_sheet  # loads the reports, when it is needed
-
-        return render_sheet(self)
-
 
 def start_sheet(page: str) -> PageSheet:
     """Begin to collect a page."""

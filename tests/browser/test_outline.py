@@ -19,7 +19,7 @@ PROSE = """() => {
   const places = '[data-testid=stMain] :is(h1, [data-testid=stMarkdownContainer] :is(p, li))';
   for (const place of document.querySelectorAll(places)) {
     const box = place.getBoundingClientRect();
-    const named = 'button, label, a, [data-testid=stMetric], [data-testid=stHeading] :is(h2, h3), '
+    const named = 'button, label, a, [data-testid=stSlider], [data-testid=stMetric], [data-testid=stHeading] :is(h2, h3), '
       + '[data-testid=stExpander] summary, [data-baseweb=tab-list]';
     if (box.height && box.top < innerHeight && !place.closest(named))
       words.push(...place.innerText.split(/\\s+/).filter((word) => /\\w/.test(word)));

@@ -291,8 +291,10 @@ def _show_suggestion(
         with header:
             show_text(" ".join(_badge(rule) for rule in suggestion.rules if rule))
         show_text(plain(f"Predicted: {describe_saving(suggestion, plan)}."))
-        show_text("\n".join(f"- **Risk**: {plain(line)}" for line in suggestion.risks))
-        more = [f"- **Predicted**: {plain(f'{step}; peak {describe_plan_peak(suggestion)}.')}"]
+        risks = [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
+        show_text("\n".join(risks[:1]))
+        more = risks[1:]
+        more += [f"- **Predicted**: {plain(f'{step}; peak {describe_plan_peak(suggestion)}.')}"]
         more += _name_rules([rule for rule in suggestion.rules if rule])
         more += [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
         more += [f"- **Evidence**: {plain(describe_row(row))}" for row in suggestion.rows]
@@ -306,7 +308,7 @@ def _show_suggestion(
 def _show_more(lines: Sequence[str]) -> None:
     """Show the reasons and assumptions once they are opened."""
     if lines:
-        with st.expander("Evidence and assumptions"):
+        with st.expander("Evidence, risks and assumptions"):
             show_text("\n".join(lines))
 
 
