@@ -19,8 +19,8 @@ PROSE = """() => {
   const places = '[data-testid=stMain] :is(h1, [data-testid=stMarkdownContainer] :is(p, li))';
   for (const place of document.querySelectorAll(places)) {
     const box = place.getBoundingClientRect();
-    const named = 'button, label, a, [data-testid=stSlider], [data-testid=stMetric], [data-testid=stHeading] :is(h2, h3), '
-      + '[data-testid=stExpander] summary, [data-baseweb=tab-list]';
+    const named = 'button, label, a, [data-testid=stSlider], [data-testid=stMetric], '
+      + '[data-testid=stExpander] summary';
     if (box.height && box.top < innerHeight && !place.closest(named))
       words.push(...place.innerText.split(/\\s+/).filter((word) => /\\w/.test(word)));
   }
