@@ -91,7 +91,9 @@ def show_run_header(
         if problem:
             _show_problem(problem, notes)
         else:
-            _show_state(status, notes)
+            entry = chosen_entry()
+            is_damaged = entry is not None and bool(loading.torn_files(entry))
+            _show_state(status, notes, is_damaged=is_damaged)
     else:
         for line in _damage(heading.notes):
             st.warning(plain(line), icon=":material/warning:")
@@ -156,13 +158,13 @@ def _show_problem(problem: str, notes: Sequence[str]) -> None:
             st.markdown("\n".join(f"- {plain(note)}" for note in notes))
 
 
-def _show_state(status: RunStatus, notes: Sequence[str]) -> None:
+def _show_state(status: RunStatus, notes: Sequence[str], *, is_damaged: bool) -> None:
     advice = _ADVICE.get(status)
     lines = [*notes, *([advice.sentence] if advice else [])]
     if not lines:
         return
     text = "\n".join(f"- {plain(line)}" for line in lines) if len(lines) > 1 else plain(lines[0])
-    if status in _COLOURS:
+    if status in _COLOURS and not is_damaged:
         st.info(text, icon=":material/info:")
     else:
         st.warning(text, icon=":material/warning:")

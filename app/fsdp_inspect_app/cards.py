@@ -159,7 +159,7 @@ def show_table_button(
     frame: pd.DataFrame | Callable[[], pd.DataFrame], *, key: str, alt: str
 ) -> None:
     """A button that opens the table behind a chart, with its CSV; as `show_table`."""
-    page_sheet().add(SheetTable(frame))
+    page_sheet().add(SheetTable(frame, is_of_chart=True))
     if callable(frame):
         with st.container(width="content"):
             _show_large_table_button(frame, key=key, alt=alt)

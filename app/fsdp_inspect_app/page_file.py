@@ -1,7 +1,7 @@
 """Write the contents of a page as one HTML file, with the templates of the reports."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,23 @@ _STYLE = Path(__file__).with_name("diagnosis.css")
 def render_sheet(sheet: PageSheet) -> str:
     """The page as one HTML document that loads nothing."""
     return render_shared_page(
-        [_share(part) for part in sheet.parts],
+        [_share(part) for part in _charts_first(sheet.parts)],
         page=sheet.page,
         run=sheet.run,
         headline=str(_markdown().renderInline(_BADGE.sub(r"\1", sheet.headline))),
         style=_STYLE.read_text(encoding="utf-8"),
     )
+
+
+def _charts_first(parts: Sequence[SheetPart]) -> list[SheetPart]:
+    """The parts, with each chart before the table of its numbers."""
+    ordered = list(parts)
+    for place in range(len(ordered) - 1):
+        part, following = ordered[place : place + 2]
+        is_table = isinstance(part, SheetTable) and part.is_of_chart
+        if is_table and isinstance(following, SheetMarkup):
+            ordered[place : place + 2] = [following, part]
+    return ordered
 
 
 def _share(part: SheetPart) -> SharedPart:

@@ -57,6 +57,8 @@ class SheetTable:
     """A table, or a function that makes it when the page is saved."""
 
     frame: pd.DataFrame | Callable[[], pd.DataFrame]
+    is_of_chart: bool = False
+    """Whether the next part is a chart of the same numbers."""
 
 
 SheetPart = SheetTitle | SheetText | SheetCode | SheetMarkup | SheetTiles | SheetTable
