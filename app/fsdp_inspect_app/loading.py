@@ -181,7 +181,7 @@ def comparison_of(entries: Sequence[RunEntry]) -> ComparisonContents:
     names = run_names()
     return _comparison(
         tuple((str(entry.path), _state_of(entry.path)) for entry in entries),
-        tuple(names[entry.id] for entry in entries),
+        tuple(names.get(entry.id, entry.id) for entry in entries),
     )
 
 
