@@ -35,6 +35,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # Tests do not use the cache of the user's dashboards.
 os.environ.setdefault("FSDP_INSPECT_CACHE", "")
+os.environ.setdefault("FSDP_INSPECT_DATA", "")
 
 # A job that a script starts with `&` ignores Ctrl-C, and its child processes would too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -28,21 +28,28 @@ from fsdp_inspect_app.wording import plain
 _AUTH, _ACCESS = "auth", "access"
 
 
-def require_login() -> None:
-    """Continue for users with access; all other users are asked to log in."""
+def has_access() -> bool:
+    """Whether the user may see the runs. Nothing of a run may be read before."""
     secrets = _read_secrets()
     if _AUTH not in secrets:
+        return True
+    user = st.user.to_dict()
+    return bool(user.get("is_logged_in", False)) and may_enter(user, secrets.get(_ACCESS, {}))
+
+
+def require_login() -> None:
+    """Continue for users with access; all other users are asked to log in."""
+    if has_access():
         return
     user = st.user.to_dict()
     if not user.get("is_logged_in", False):
         show_headline("These runs are shown after a login\\.")
         st.button("Log in", on_click=st.login, type="primary", key="log-in")
-        st.stop()
-    if not may_enter(user, secrets.get(_ACCESS, {})):
+    else:
         show_headline("This account may not see these runs\\.")
         st.markdown(plain(f"You are logged in as {user.get('email', 'an account without email')}."))
         st.button("Log out", on_click=st.logout, key="log-out")
-        st.stop()
+    st.stop()
 
 
 def may_enter(user: Mapping[str, Any], access: Mapping[str, Any]) -> bool:

@@ -6,11 +6,16 @@ from typing import Literal
 
 import streamlit as st
 
-from fsdp_inspect.formatting import format_run
 from fsdp_inspect.report.diagnosis import describe_diagnosis
-from fsdp_inspect.result_types import Heading, RunManifest, RunStatus
+from fsdp_inspect.result_types import Heading, RunEntry, RunManifest, RunStatus
 from fsdp_inspect_app import loading, wording
-from fsdp_inspect_app.selection import chosen_entry, page_link, shown_page
+from fsdp_inspect_app.run_notes import (
+    read_notes,
+    show_failed_note,
+    show_note_button,
+    show_star_button,
+)
+from fsdp_inspect_app.selection import chosen_entry, page_link, run_name
 from fsdp_inspect_app.wording import plain
 
 _COLOURS: dict[RunStatus, Literal["green", "blue"]] = {
@@ -19,6 +24,7 @@ _COLOURS: dict[RunStatus, Literal["green", "blue"]] = {
     RunStatus.RUNNING: "blue",
 }
 _REFRESH_EVERY_S = 5
+_MOST_NAMED = 3
 _SEEN_KEY = "contents that are shown"
 
 
@@ -81,22 +87,57 @@ def show_run_header(
             beside()
     if not is_diagnosis:
         problem = _problem()
+        notes = [*_damage(heading.notes), *heading.notes]
         if problem:
-            _show_problem(problem, heading.notes)
+            _show_problem(problem, notes)
         else:
-            _show_state(status, heading.notes)
+            entry = chosen_entry()
+            is_damaged = entry is not None and bool(loading.torn_files(entry))
+            _show_state(status, notes, is_damaged=is_damaged)
+    else:
+        for line in _damage(heading.notes):
+            st.warning(plain(line), icon=":material/warning:")
     if refreshes and status is RunStatus.RUNNING:
         _refresh_as_it_grows()
 
 
 def _show_name(manifest: RunManifest, heading: Heading, status: RunStatus) -> None:
     with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
-        name = format_run(heading.run_id, manifest.name)
-        st.set_page_config(page_title=f"{shown_page()} - {name} - FSDP Inspect")
+        entry = chosen_entry()
+        name = heading.run_id if entry is None else run_name(entry.id)
         st.markdown(f"**{plain(name)}**", width="content", help=plain(heading.run_id))
-        st.badge(status.value, color=_COLOURS.get(status, "orange"))
+        show_status(entry, status)
+        notes = read_notes()
+        show_star_button([heading.run_id], notes, key="header")
+        show_note_button(heading.run_id, notes, key="header")
         facts = [wording.describe_run(heading), wording.describe_sharding(manifest)]
         st.caption(plain(" · ".join(fact for fact in facts if fact)), width="content")
+    show_failed_note()
+    if heading.run_id in notes and notes[heading.run_id].text:
+        st.caption(plain(f"Note: {notes[heading.run_id].text}"))
+
+
+def show_status(entry: RunEntry | None, status: RunStatus) -> None:
+    """Show the state of a run, or that its files are damaged."""
+    if entry is not None and loading.torn_files(entry):
+        st.badge("damaged", color="orange")
+    else:
+        st.badge(status.value, color=_COLOURS.get(status, "orange"))
+
+
+def _damage(notes: Sequence[str]) -> list[str]:
+    """State which tables of the chosen run are torn, unless a note names them."""
+    entry = chosen_entry()
+    torn = () if entry is None else loading.torn_files(entry)
+    unnamed = [file for file in torn if not any(file in note for note in notes)]
+    if not unnamed:
+        return []
+    named = ", ".join(unnamed[:_MOST_NAMED])
+    more = f" and {len(unnamed) - _MOST_NAMED} more" if len(unnamed) > _MOST_NAMED else ""
+    return [
+        f"Torn files: {named}{more}. Each ends in the middle, so the numbers that need it are "
+        "missing. Copy it again from the machine that recorded the run."
+    ]
 
 
 def _problem() -> str:
@@ -117,13 +158,13 @@ def _show_problem(problem: str, notes: Sequence[str]) -> None:
             st.markdown("\n".join(f"- {plain(note)}" for note in notes))
 
 
-def _show_state(status: RunStatus, notes: Sequence[str]) -> None:
+def _show_state(status: RunStatus, notes: Sequence[str], *, is_damaged: bool) -> None:
     advice = _ADVICE.get(status)
     lines = [*notes, *([advice.sentence] if advice else [])]
     if not lines:
         return
     text = "\n".join(f"- {plain(line)}" for line in lines) if len(lines) > 1 else plain(lines[0])
-    if status in _COLOURS:
+    if status in _COLOURS and not is_damaged:
         st.info(text, icon=":material/info:")
     else:
         st.warning(text, icon=":material/warning:")

@@ -1,7 +1,13 @@
-"""Show results in cards: a title, a chart, a note, and the table with its CSV."""
+"""Show results in cards: a title, a chart, a note, and the table with its CSV.
 
-from collections.abc import Callable, Iterator
+The headline is a heading of level 1, the title of a card one of level 2, and a title inside a card
+one of level 3. Everything is also added to the page's sheet, which can be saved as a file.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -13,6 +19,14 @@ from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.frames.values import to_csv
+from fsdp_inspect_app.page_sheet import (
+    SheetMarkup,
+    SheetTable,
+    SheetText,
+    SheetTiles,
+    SheetTitle,
+    page_sheet,
+)
 from fsdp_inspect_app.wording import plain
 
 _SCALED = ("(ms)", "(GB/s)", "(MiB)")
@@ -21,8 +35,68 @@ _SCALED = ("(ms)", "(GB/s)", "(MiB)")
 
 def show_headline(markdown: str) -> None:
     """Show the headline of the page."""
+    page_sheet().headline = markdown
     with st.container(key="headline"):
-        st.markdown(markdown)
+        st.title(markdown, anchor=False)
+
+
+def show_section(title: str) -> None:
+    """Show the title of a part of the page that has no frame."""
+    page_sheet().add(SheetTitle(title, 2))
+    st.header(plain(title), anchor=False)
+
+
+def show_markup(markup: str) -> None:
+    """Show HTML in which text from the run is escaped."""
+    page_sheet().add(SheetMarkup(markup))
+    st.html(markup)
+
+
+def show_title(title: str, *, markdown: str = "") -> None:
+    """Show a title inside a card, with Markdown after it."""
+    page_sheet().add(SheetTitle(title, 3))
+    st.subheader(f"{plain(title)}{markdown}", anchor=False)
+
+
+def show_text(markdown: str, **options: Any) -> None:
+    """Show text; options as for `st.markdown`."""
+    page_sheet().add(SheetText(markdown))
+    st.markdown(markdown, **options)
+
+
+def show_note(markdown: str, **options: Any) -> None:
+    """Show a note below a result; options as for `st.caption`."""
+    page_sheet().add(SheetText(markdown, is_note=True))
+    st.caption(markdown, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A key number."""
+
+    label: str
+    value: str
+    detail: str | None = None
+    """A smaller text below the value."""
+    definition: str | None = None
+    """The tooltip, as plain text."""
+
+
+def show_tiles(tiles: Sequence[Tile], *, border: bool = True) -> None:
+    """Show key numbers in a row."""
+    shown = tuple((tile.label, tile.value, tile.detail or "") for tile in tiles)
+    page_sheet().add(SheetTiles(shown))
+    for column, tile in zip(st.columns(len(tiles)), tiles, strict=True):
+        column.metric(
+            plain(tile.label),
+            tile.value,
+            tile.detail,
+            delta_color="off",
+            delta_arrow="off",
+            border=border,
+            height="stretch",
+            help=None if tile.definition is None else plain(tile.definition),
+        )
 
 
 def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, most by name)
@@ -43,45 +117,55 @@ def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, mos
         frame: The same numbers, or a function that makes the table when it is opened.
         key: Unique on the page; also the name of the CSV file.
         alt: The chart in one sentence, for screen readers.
-        note: How the numbers were obtained.
+        note: How the numbers were obtained; the tooltip of the title.
         on_click: As for `show_chart`.
     """
-    with show_card(title, key=key) as header:
+    with show_card(title, key=key, note=note) as header:
         with header:
             show_table_button(frame, key=key, alt=title)
         show_chart(chart, key=key, alt=alt, on_click=on_click)
-        st.caption(plain(note))
 
 
 def show_empty_card(title: str, reason: str, *, key: str) -> None:
     """A card that states why it is empty."""
     with show_card(title, key=key):
-        st.caption(plain(reason))
+        show_note(plain(reason))
 
 
 @contextmanager
-def show_card(title: str, *, key: str) -> Iterator[DeltaGenerator]:
+def show_card(title: str, *, key: str, note: str = "") -> Iterator[DeltaGenerator]:
     """A frame with a title, which contains everything that the block shows.
+
+    Args:
+        title: The title, as plain text.
+        key: Unique on the page.
+        note: The tooltip of the title, as plain text.
 
     Yields:
         The title's row, for buttons.
     """
     with st.container(border=True, key=f"card-{key}", gap="xsmall", height="stretch"):
         header = st.container(horizontal=True, vertical_alignment="center")
-        header.markdown(f"**{plain(title)}**", width="stretch")
+        header.header(
+            plain(title), anchor=False, width="stretch", help=plain(note) if note else None
+        )
+        page_sheet().add(SheetTitle(title, 2))
         yield header
+        if note:
+            page_sheet().add(SheetText(plain(note), is_note=True))
 
 
 def show_table_button(
     frame: pd.DataFrame | Callable[[], pd.DataFrame], *, key: str, alt: str
 ) -> None:
     """A button that opens the table behind a chart, with its CSV; as `show_table`."""
+    page_sheet().add(SheetTable(frame, is_of_chart=True))
     if callable(frame):
         with st.container(width="content"):
             _show_large_table_button(frame, key=key, alt=alt)
         return
     with st.popover("Table", type="tertiary", icon=":material/table:", key=f"table-{key}"):
-        show_table(frame, key=f"rows-{key}", alt=alt)
+        _show_rows(frame, key=f"rows-{key}", alt=alt)
         show_csv_button(frame, key=key)
 
 
@@ -95,7 +179,7 @@ def _show_large_table_button(make: Callable[[], pd.DataFrame], *, key: str, alt:
     if panel.open:
         with panel:
             frame = make()
-            show_table(frame, key=f"rows-{key}", alt=alt)
+            _show_rows(frame, key=f"rows-{key}", alt=alt)
             show_csv_button(frame, key=key)
 
 
@@ -107,6 +191,11 @@ def show_table(frame: pd.DataFrame, *, key: str, alt: str) -> None:
         key: Unique on the page.
         alt: The content of the table, for screen readers; also in the names of its buttons.
     """
+    page_sheet().add(SheetTable(frame))
+    _show_rows(frame, key=key, alt=alt)
+
+
+def _show_rows(frame: pd.DataFrame, *, key: str, alt: str) -> None:
     st.dataframe(
         frame,
         hide_index=True,

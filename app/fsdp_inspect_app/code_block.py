@@ -8,6 +8,8 @@ from pathlib import Path
 
 import streamlit as st
 
+from fsdp_inspect_app.page_sheet import SheetCode, page_sheet
+
 COMPONENT = "fsdp_inspect_code"
 
 _mount = st.components.v2.component(
@@ -17,12 +19,15 @@ _mount = st.components.v2.component(
 )
 
 
-def show_code(text: str, *, key: str, language: str = "bash") -> None:
+def show_code(text: str, *, key: str, language: str = "bash", is_shared: bool = True) -> None:
     """Show text as it is, with a button that copies it.
 
     Args:
         text: The command or code.
         key: Unique on the page.
         language: The language of the text; `bash` for commands.
+        is_shared: Whether the text is in the file of a page that is saved.
     """
+    if is_shared:
+        page_sheet().add(SheetCode(text))
     _mount(data={"text": text, "language": language}, key=f"code-{key}")

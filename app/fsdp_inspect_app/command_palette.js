@@ -19,7 +19,7 @@ function find(entries, steps, text) {
 function makeDialog(choose) {
   const dialog = document.createElement("dialog");
   dialog.className = "fsdp-palette";
-  dialog.setAttribute("aria-label", "Open a page, run, unit or step");
+  dialog.setAttribute("aria-label", "Open a page, view, run, unit or step");
   const input = document.createElement("input");
   Object.assign(input, { type: "text", placeholder: "Page, run, unit or step", autocomplete: "off" });
   for (const [name, value] of Object.entries({
@@ -49,7 +49,8 @@ function makeDialog(choose) {
     choose(shown[place]);
   };
   const show = () => {
-    shown = find(dialog.entries, dialog.steps, input.value);
+    const runs = (document.fsdpRuns || []).map((label) => ({ kind: "Run", label }));
+    shown = find([...dialog.entries, ...runs], dialog.steps, input.value);
     at = 0;
     list.replaceChildren(...shown.map(({ kind, label }, place) => {
       const item = document.createElement("li");

@@ -1,6 +1,10 @@
-"""The command palette: search pages, runs, units and steps with Ctrl+K, and open one."""
+"""The command palette: search pages, views, runs, units and steps with Ctrl+K, and open one.
 
-from collections.abc import Collection, Sequence
+The list of runs is an element of its own. It is the same on every page, so the browser has it
+already after the first page, and Streamlit sends a reference to it.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,16 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.pages import PageFile
-from fsdp_inspect_app.selection import RANK_KEY, RUN_KEY, STEP_KEY, UNIT_KEY, switch_page
+from fsdp_inspect_app.saved_views import open_view
+from fsdp_inspect_app.selection import (
+    RANK_KEY,
+    RUN_KEY,
+    STEP_KEY,
+    UNIT_KEY,
+    run_name,
+    switch_page,
+)
+from fsdp_inspect_app.user_store import SavedView
 
 _MOST_ENTRIES = 2_000
 """The most entries of one kind that are sent to the browser."""
@@ -21,6 +34,11 @@ _mount = st.components.v2.component(
     js=Path(__file__).with_name("command_palette.js").read_text(encoding="utf-8"),
     isolate_styles=False,  # the style sheet of the page has its styles
 )
+_mount_runs = st.components.v2.component(
+    "fsdp_inspect_palette_runs",
+    js="export default ({ data }) => { document.fsdpRuns = data.runs; };",
+    isolate_styles=False,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,44 +46,52 @@ class Places:
     """Everything that the palette can open."""
 
     pages: Sequence[PageFile]
-    runs: Sequence[str]
-    """Ids of the runs, newest first."""
+    views: Sequence[SavedView]
+    runs: Mapping[str, str]
+    """Ids of the runs by their names, newest first."""
     units: Sequence[str]
     """Units of the chosen run, as pages show them."""
     steps: tuple[int, int] | None
     """The first and last step of the chosen run; None without a finished step."""
 
 
-def show_command_palette(pages: Sequence[PageFile], runs: Sequence[str], chosen: str) -> None:
+def show_command_palette(
+    pages: Sequence[PageFile], runs: Sequence[str], chosen: str, views: Sequence[SavedView]
+) -> None:
     """Show the button of the palette, and open the place that was just chosen.
 
     Args:
         pages: The pages of the navigation.
         runs: Ids of all runs.
         chosen: The id of the chosen run.
+        views: The saved views.
     """
-    places = _places(pages, runs, chosen)
-    state = _mount(
-        data={"entries": list_entries(places), "steps": places.steps and list(places.steps)},
-        key="command-palette",
-        on_chosen_change=lambda: None,
-    )
+    places = _places(pages, runs, chosen, views)
+    with st.container(gap=None):
+        _mount_runs(data={"runs": list(places.runs)[:_MOST_ENTRIES]}, key="palette-runs")
+        state = _mount(
+            data={"entries": list_entries(places), "steps": places.steps and list(places.steps)},
+            key="command-palette",
+            on_chosen_change=lambda: None,
+        )
     _open(state.get("chosen"), places)
 
 
 def list_entries(places: Places) -> list[dict[str, str]]:
-    """The entries of the palette, as the browser gets them."""
+    """The entries of the palette but the runs, as the browser gets them."""
     named = (
         ("Page", [page.title for page in places.pages]),
+        ("View", [view.name for view in places.views]),
         ("Unit", places.units),
-        ("Run", places.runs),
     )
     return [
         {"kind": kind, "label": label} for kind, labels in named for label in labels[:_MOST_ENTRIES]
     ]
 
 
-def _places(pages: Sequence[PageFile], runs: Sequence[str], chosen: str) -> Places:
+def _places(
+    pages: Sequence[PageFile], runs: Sequence[str], chosen: str, views: Sequence[SavedView]
+) -> Places:
     entry = next(entry for entry in loading.list_entries() if entry.id == chosen)
     try:
         run = loading.open_entry(entry)
@@ -73,7 +99,8 @@ def _places(pages: Sequence[PageFile], runs: Sequence[str], chosen: str) -> Plac
         steps = sorted(run.steps.finished)
     except FsdpInspectError:
         units, steps = [], list[int]()
-    return Places(pages, runs, units, (steps[0], steps[-1]) if steps else None)
+    named = {run_name(run): run for run in runs}
+    return Places(pages, views, named, units, (steps[0], steps[-1]) if steps else None)
 
 
 def _open(answer: Any, places: Places) -> None:
@@ -85,8 +112,11 @@ def _open(answer: Any, places: Places) -> None:
         switch_page(next(page.name for page in places.pages if page.title == label))
     elif kind == "Unit" and _is_one_of(label, places.units):
         switch_page("units", **{UNIT_KEY: label})
+    elif kind == "View" and _is_one_of(label, [view.name for view in places.views]):
+        open_view(next(view for view in places.views if view.name == label))
     elif kind == "Run" and _is_one_of(label, places.runs):
-        switch_page("overview", **{RUN_KEY: label, STEP_KEY: None, RANK_KEY: None, UNIT_KEY: None})
+        run = places.runs[str(label)]
+        switch_page("overview", **{RUN_KEY: run, STEP_KEY: None, RANK_KEY: None, UNIT_KEY: None})
     elif kind == "Step" and places.steps is not None and str(label).isdecimal():
         first, last = places.steps
         if len(str(label)) < 10 and first <= int(str(label)) <= last:

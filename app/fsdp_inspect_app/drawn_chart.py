@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import streamlit as st
 
 from fsdp_inspect.report.charts.chart import Chart
+from fsdp_inspect_app.page_sheet import SheetMarkup, page_sheet
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ def show_chart(
     if chart is None:
         st.caption("No value to draw\\.")
         return
+    page_sheet().add(SheetMarkup(chart.markup, alt))
     told = _mount(
         data={
             "markup": chart.markup,

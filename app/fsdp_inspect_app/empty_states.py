@@ -36,7 +36,8 @@ def show_no_runs() -> None:
 
 def show_unreadable(entry: RunEntry, error: FsdpInspectError) -> None:
     """Show why the run cannot be read, and the remedy."""
-    show_headline(f"{code(entry.id)} {_SENTENCES.get(type(error), 'cannot be read')}\\.")
+    name = loading.run_names().get(entry.id, entry.id)
+    show_headline(f"{code(name)} {_SENTENCES.get(type(error), 'cannot be read')}\\.")
     st.error(plain(str(error)), icon=":material/error:")
     remedy = _REMEDIES.get(type(error))
     if remedy:

@@ -1,5 +1,7 @@
 """Export a run as files, and share the address of a page."""
 
+import re
+
 import pandas as pd
 import streamlit as st
 
@@ -8,6 +10,7 @@ from fsdp_inspect.report.json import render_run_json
 from fsdp_inspect.results import TableResult
 from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.frames.values import frame_of, to_csv
+from fsdp_inspect_app.page_sheet import PageSheet
 from fsdp_inspect_app.selection import page_address
 
 
@@ -18,12 +21,39 @@ def show_share_button(page: str) -> None:
             "This address opens the page with this selection. It needs access to this dashboard."
         )
         base = (st.context.url or "").rpartition("/")[0]
-        show_code(f"{base}/{page_address(page)}", key="address", language="text")
+        address = f"{base}/{page_address(page)}"
+        show_code(address, key="address", language="text", is_shared=False)
+
+
+def show_download(sheet: PageSheet) -> None:
+    """Show a button that saves the page as one HTML file, made when the button is clicked."""
+    name = f"{sheet.page}-{sheet.run}" if sheet.run else sheet.page
+    st.download_button(
+        "Download page",
+        lambda: _render(sheet),
+        file_name=f"{_file_name(name)}.html",
+        mime="text/html",
+        icon=":material/download:",
+        type="tertiary",
+        key="download-page",
+        on_click="ignore",
+        help="Headline, texts, tables and charts as one HTML file, which loads nothing\\.",
+    )
+
+
+def _render(sheet: PageSheet) -> bytes:
+    from fsdp_inspect_app.page_file import render_sheet  # loads all reports, when it is needed
+
+    return render_sheet(sheet).encode()
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:120]
 
 
 def show_export_button(run: Run) -> None:
     """Show a button for each file; a click on the button makes the file."""
-    name = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in run.id)
+    name = _file_name(run.id)
     files = (
         ("Report (HTML, one file)", f"{name}.html", "text/html",
          lambda: run.report().encode()),

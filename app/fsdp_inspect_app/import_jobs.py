@@ -1,7 +1,6 @@
 """Run the imports that the dashboard starts, one at a time, each in its own process."""
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from typing import Any
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect_app import import_worker
 from fsdp_inspect_app.boundary import is_in_folder
-from fsdp_inspect_app.import_sources import ImportSource
+from fsdp_inspect_app.import_sources import ImportSource, keep_safe_letters
 
 IMPORTED = "imported"
 """The folder below the folder of runs for imported runs."""
@@ -117,7 +116,7 @@ class ImportJobs:
     def _choose_folder(self, wanted: str) -> Path:
         """A new folder for the run. Its name has the valid characters of the requested name."""
         stem = wanted.removesuffix(".gz").removesuffix(".json").removesuffix(".pickle")
-        plain_name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:_MAX_NAME] or "import"
+        plain_name = keep_safe_letters(stem).strip("-.")[:_MAX_NAME] or "import"
         parent = self._folder / IMPORTED
         numbers = ["", *(f"-{number}" for number in range(2, 10_000))]
         return next(

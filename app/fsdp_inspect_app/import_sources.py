@@ -6,6 +6,7 @@ the files of runs.
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +21,7 @@ MAX_DEPTH = 4
 """The number of levels below the folder of runs that are searched."""
 MAX_LISTED = 500
 _MAX_FOLDERS = 2000
+_UNUSUAL = re.compile(r"[^A-Za-z0-9._-]+")
 _TRACE_SUFFIXES = (".json", ".json.gz")
 _SNAPSHOT_SUFFIXES = (".pickle", ".pkl")
 
@@ -48,6 +50,11 @@ class ImportSource:
     kind: SourceKind
     num_files: int
     num_bytes: int
+
+
+def keep_safe_letters(name: str) -> str:
+    """The name for a file or folder: letters, digits and `._-`, with `-` in place of the rest."""
+    return _UNUSUAL.sub("-", name)
 
 
 def list_sources(folder: Path) -> list[ImportSource]:

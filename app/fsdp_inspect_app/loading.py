@@ -6,10 +6,11 @@ that is killed changes no file. All caches are limited and hold immutable result
 sessions share. If a run grew, only the new part is read (`LiveTables`).
 """
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,12 +21,14 @@ from fsdp_inspect import Run
 from fsdp_inspect.report.html import ComparisonContents, read_comparison
 from fsdp_inspect.result_types import Diagnosis, Ranks, RunEntry, RunSource, Summary
 from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.folder import list_without_manifest as list_without_manifest_in
 from fsdp_inspect.store.live_tables import LiveTables
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.table_cache import TableCache
 from fsdp_inspect_app.boundary import files_of_run, is_in_folder
 from fsdp_inspect_app.dated import Dated, is_younger_than
+from fsdp_inspect_app.run_names import name_runs
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
@@ -35,6 +38,7 @@ _LISTING_LIFE_S = 3
 _LIVE_LIFE_S = 10
 _STATE_LIFE_S = 1
 _LIVE_SUFFIX = ".arrows"
+_TABLE_SUFFIX, _TABLE_END = ".parquet", b"PAR1"
 _MOST_OPEN_RUNS = 32
 _MOST_TABLE_BYTES = 512 << 20
 """The memory limit of decoded tables, over all runs."""
@@ -54,6 +58,16 @@ class _State:
     """0, or for a run with live streams a number that changes every few seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """The contents of the folder of runs."""
+
+    entries: list[RunEntry]
+    foreign: list[str]
+    names: dict[str, str]
+    without_manifest: list[str]
+
+
 def runs_folder() -> Path:
     """The folder from the command line, after `--`, or else the samples."""
     return Path(sys.argv[1]) if len(sys.argv) > 1 else _SAMPLES
@@ -61,7 +75,12 @@ def runs_folder() -> Path:
 
 def list_entries() -> list[RunEntry]:
     """The runs of the folder, newest first; runs that cannot be read are last."""
-    return _list_entries(str(runs_folder())).value[0]
+    return _list_entries(str(runs_folder())).value.entries
+
+
+def run_names() -> Mapping[str, str]:
+    """The names of all runs for people, by their ids; see `name_runs`."""
+    return _list_entries(str(runs_folder())).value.names
 
 
 def look_again() -> None:
@@ -71,17 +90,28 @@ def look_again() -> None:
 
 def list_foreign() -> list[str]:
     """The ids of runs that are links to places outside the folder; they are never opened."""
-    return _list_entries(str(runs_folder())).value[1]
+    return _list_entries(str(runs_folder())).value.foreign
+
+
+def list_without_manifest() -> list[str]:
+    """The ids of folders that hold attempts of a run but no `run.json`."""
+    return _list_entries(str(runs_folder())).value.without_manifest
 
 
 @st.cache_resource(
     validate=is_younger_than(_LISTING_LIFE_S), max_entries=4, show_spinner="Looking for runs"
 )
-def _list_entries(folder: str) -> Dated[tuple[list[RunEntry], list[str]]]:
+def _list_entries(folder: str) -> Dated[_Listing]:
     entries = list_runs(Path(folder))
     inside = [entry for entry in entries if is_in_folder(entry.path, Path(folder))]
     known = {entry.id for entry in inside}
-    return Dated((inside, [entry.id for entry in entries if entry.id not in known]))
+    foreign = [entry.id for entry in entries if entry.id not in known]
+    damaged = [
+        name
+        for name in list_without_manifest_in(Path(folder))
+        if is_in_folder(Path(folder, name), Path(folder))
+    ]
+    return Dated(_Listing(inside, foreign, name_runs(inside), damaged))
 
 
 def open_entry(entry: RunEntry) -> Run:
@@ -148,7 +178,11 @@ def comparison_of(entries: Sequence[RunEntry]) -> ComparisonContents:
     Raises:
         FsdpInspectError: A run cannot be read, or the runs cannot be compared.
     """
-    return _comparison(tuple((str(entry.path), _state_of(entry.path)) for entry in entries))
+    names = run_names()
+    return _comparison(
+        tuple((str(entry.path), _state_of(entry.path)) for entry in entries),
+        tuple(names.get(entry.id, entry.id) for entry in entries),
+    )
 
 
 def timeline_of(entry: RunEntry, *, step: int, ranks: tuple[int, ...]) -> TrackSet:
@@ -240,17 +274,44 @@ def _result(
 
 
 @st.cache_resource(max_entries=32, show_spinner="Comparing the runs")
-def _comparison(places: tuple[tuple[str, _State], ...]) -> ComparisonContents:
-    runs: dict[RunSource, Run] = {
-        run.source: run for run in (_open(*place).run for place in places)
-    }
-    return read_comparison(list(runs), digest=lambda source: runs[source].summary())
+def _comparison(
+    places: tuple[tuple[str, _State], ...], names: tuple[str, ...]
+) -> ComparisonContents:
+    opened = [_open(*place).run for place in places]
+    runs: dict[RunSource, Run] = {run.source: run for run in opened}
+    labels = {run.id: name for run, name in zip(opened, names, strict=True)}
+    return read_comparison(list(runs), digest=lambda source: runs[source].summary(), names=labels)
 
 
 @st.cache_resource(max_entries=1, show_spinner="Laying out the step")
 def _timeline(path: str, state: _State, step: int, ranks: tuple[int, ...]) -> TrackSet:
     run = _open(path, state).run.source
     return TrackSet(build_timeline(run, step=step, ranks=ranks), run.manifest)
+
+
+def torn_files(entry: RunEntry) -> tuple[str, ...]:
+    """The tables of a run that end in the middle, by their paths in the run."""
+    return _find_torn(str(entry.path), str(runs_folder()), _state_of(entry.path))
+
+
+@st.cache_resource(max_entries=512, show_spinner=False)
+def _find_torn(path: str, folder: str, state: _State) -> tuple[str, ...]:
+    tables = [
+        file.path
+        for file in files_of_run(Path(path), Path(folder))
+        if file.name.endswith(_TABLE_SUFFIX)
+    ]
+    return tuple(sorted(os.path.relpath(table, path) for table in tables if _is_torn(table)))
+
+
+def _is_torn(table: str) -> bool:
+    """Whether a Parquet file does not end as such files do."""
+    try:
+        with Path(table).open("rb") as file:
+            file.seek(-len(_TABLE_END), os.SEEK_END)
+            return file.read() != _TABLE_END
+    except OSError:
+        return True
 
 
 def contents_of(entry: RunEntry) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 FIRST = "runs"
 LIVE = "live"
 
+_ONE_RUN = "This run"
 _FOLDER = Path(__file__).parent / "app_pages"
 
 
@@ -39,7 +40,7 @@ SECTIONS: dict[str, tuple[PageFile, ...]] = {
         PageFile("compare", "Compare", ":material/compare_arrows:"),
         PageFile("imports", "Import", ":material/input:"),
     ),
-    "This run": (
+    _ONE_RUN: (
         PageFile("overview", "Overview", ":material/insights:"),
         PageFile("diagnosis", "Diagnosis", ":material/troubleshoot:"),
         PageFile("timeline", "Timeline", ":material/view_timeline:"),
@@ -52,6 +53,11 @@ SECTIONS: dict[str, tuple[PageFile, ...]] = {
     ),
 }
 """The sections of the navigation with their pages."""
+
+
+def is_about_one_run(page: PageFile) -> bool:
+    """Whether the page shows the chosen run, not all runs."""
+    return page in SECTIONS[_ONE_RUN]
 
 
 def find_page(name: str) -> PageFile:

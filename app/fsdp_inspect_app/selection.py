@@ -27,6 +27,7 @@ from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.empty_states import show_no_runs, show_unreadable
 from fsdp_inspect_app.pages import find_page
+from fsdp_inspect_app.wording import code
 
 T = TypeVar("T")
 
@@ -38,7 +39,8 @@ WITH_KEY, BASELINE_KEY, PIN_KEY = "with", "baseline", "pin"
 _KEPT = (RUN_KEY, STEP_KEY, RANK_KEY, UNIT_KEY)
 """The parameters that a link to another page keeps."""
 _LOST = "run that is not here"
-_TITLE = "title of the page"
+_NOTICES = "place for values of a link that do not exist"
+_MOST_LETTERS, _MOST_NAMED = 200, 3
 _WRITTEN = "written to the address"
 """Session state: the values that the pages wrote, by parameter. Another value in the address is
 from a link."""
@@ -50,7 +52,11 @@ Value = str | int | Sequence[str | int] | None
 def linked(name: str, legal: Collection[str]) -> str | None:
     """The value of a parameter in the address, if it is legal."""
     value = st.query_params.get(name)
-    return value if value in legal else None
+    if value in legal:
+        return value
+    if name != RUN_KEY:
+        _report_unknown(name, legal)
+    return None
 
 
 def linked_all(name: str, legal: Collection[str]) -> list[str]:
@@ -83,6 +89,7 @@ def follow(name: str, key: str, legal: Mapping[str, T], default: T) -> None:
     """
     if key not in st.session_state or _is_new(name):
         st.session_state[key] = legal.get(st.query_params.get(name, ""), default)
+        _report_unknown(name, legal)
 
 
 def follow_all(name: str, key: str, legal: Mapping[str, T], default: Sequence[T]) -> None:
@@ -90,6 +97,7 @@ def follow_all(name: str, key: str, legal: Mapping[str, T], default: Sequence[T]
     if key not in st.session_state or _is_new(name):
         asked = dict.fromkeys(legal[value] for value in linked_all(name, legal))
         st.session_state[key] = list(asked) or list(default)
+        _report_unknown(name, legal)
 
 
 def remembered(name: str, legal: Collection[str]) -> list[str]:
@@ -105,6 +113,25 @@ def remember(name: str, values: Sequence[str]) -> None:
     """Put values into the address, and store them while the user is on other pages."""
     st.session_state[_memory_of(name)] = list(values)
     link(name, values or None)
+
+
+def make_room_for_notices() -> None:
+    """Make the place at the top of the page for values of a link that do not exist."""
+    st.session_state[_NOTICES] = st.container(key="notices")
+
+
+def _report_unknown(name: str, legal: Collection[str]) -> None:
+    """State which values of a followed link do not exist; once, because the page writes others."""
+    if not _is_new(name) or _NOTICES not in st.session_state:
+        return
+    unknown = [value for value in st.query_params.get_all(name) if value and value not in legal]
+    if unknown:
+        listed = ", ".join(code(value[:_MOST_LETTERS]) for value in unknown[:_MOST_NAMED])
+        st.session_state[_NOTICES].warning(
+            f"{name.replace('_', ' ').capitalize()} {listed} of the link was not found\\. The page "
+            "shows its default instead\\.",
+            icon=":material/link_off:",
+        )
 
 
 def _memory_of(name: str) -> str:
@@ -172,16 +199,6 @@ def open_unit(fqn: str | None) -> None:
         switch_page("units", **{UNIT_KEY: format_unit(fqn)})
 
 
-def show_title(title: str) -> None:
-    """Set the title of the current page for the browser's tab."""
-    st.session_state[_TITLE] = title
-
-
-def shown_page() -> str:
-    """The title of the current page."""
-    return str(st.session_state.get(_TITLE, ""))
-
-
 def page_address(page: str, **selection: Value) -> str:
     """The relative address of a page, for tables of links and for sharing; see `page_link`."""
     address = find_page(page).address
@@ -201,6 +218,11 @@ def _texts(value: Value) -> list[str]:
     if value is None:
         return []
     return [str(value)] if isinstance(value, str | int) else [str(one) for one in value]
+
+
+def run_name(run: str) -> str:
+    """The name of a run for people: its name, then its short unique id."""
+    return loading.run_names().get(run, run)
 
 
 def chosen_entry() -> RunEntry | None:

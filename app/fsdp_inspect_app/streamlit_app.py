@@ -11,17 +11,21 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.report.charts.chart import read_style
 from fsdp_inspect.result_types import RunStatus
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.access import require_login
+from fsdp_inspect_app.access import has_access, require_login
 from fsdp_inspect_app.command_palette import show_command_palette
 from fsdp_inspect_app.empty_states import show_failure
-from fsdp_inspect_app.pages import FIRST, LIVE, SECTIONS, PageFile, find_page
+from fsdp_inspect_app.exports import show_download
+from fsdp_inspect_app.page_sheet import start_sheet
+from fsdp_inspect_app.pages import FIRST, LIVE, SECTIONS, PageFile, find_page, is_about_one_run
+from fsdp_inspect_app.saved_views import list_views, show_views
 from fsdp_inspect_app.selection import (
     RUN_KEY,
     follow_run,
     forget_lost_run,
     link,
     lost_run,
-    show_title,
+    make_room_for_notices,
+    run_name,
 )
 from fsdp_inspect_app.wording import code
 
@@ -29,24 +33,43 @@ _HERE = Path(__file__).parent
 _ICON = str(_HERE / "icon.svg")
 _SIDEBAR_PX = 264
 _MOST_LETTERS = 200
+_NO_MANIFEST = (
+    "Its folder has no run\\.json\\. Copy the file from the machine that recorded the run\\."
+)
 
 
-def pick_run(pages: list[PageFile]) -> None:
-    """Show the run picker, starting with the run in the address."""
+def show_sidebar(pages: list[PageFile], shown: PageFile) -> None:
+    """Show the run picker, the palette, the saved views, and the button that saves the page."""
+    sheet = start_sheet(shown.title)
     ids = [entry.id for entry in loading.list_entries()]
     if not ids:
         return
     follow_run(ids)
     with st.sidebar:
-        chosen = st.selectbox("Run", ids, key=RUN_KEY, on_change=forget_lost_run)
+        chosen = st.selectbox(
+            "Run", ids, key=RUN_KEY, on_change=forget_lost_run, format_func=run_name
+        )
     link(RUN_KEY, chosen)
+    if is_about_one_run(shown):
+        sheet.run = run_name(chosen)
+        st.set_page_config(page_title=f"{shown.title} - {sheet.run} - FSDP Inspect")
+    views = list_views()
     with st.sidebar:
-        show_command_palette(pages, ids, chosen)
+        show_command_palette(pages, ids, chosen, views)
+        with st.container(horizontal=True, gap="small", key="page-actions"):
+            show_views(shown.name, views)
+            show_download(sheet)
+    _show_lost(chosen)
+    make_room_for_notices()
+
+
+def _show_lost(chosen: str) -> None:
     lost = lost_run()
     if lost is not None:
         st.warning(
             f"Run {code(lost[:_MOST_LETTERS])} of the link was not found\\. Shown instead: "
-            f"{code(chosen)}\\.",
+            f"{code(run_name(chosen))}\\."
+            + (f" {_NO_MANIFEST}" if lost in loading.list_without_manifest() else ""),
             icon=":material/link_off:",
         )
 
@@ -82,6 +105,12 @@ def is_chosen_live() -> bool:
     return run.source.status is RunStatus.RUNNING
 
 
+def shown_page(page: st.Page) -> PageFile:
+    """The file of a page of the navigation."""
+    files = [file for section in SECTIONS.values() for file in section]
+    return next((file for file in files if file.address == page.url_path), find_page(FIRST))
+
+
 def open_first() -> None:
     """Show the first page under its name. Streamlit serves it only at the server's address."""
     asked = {name: st.query_params.get_all(name) for name in st.query_params}
@@ -91,17 +120,16 @@ def open_first() -> None:
 st.set_page_config(layout="wide", page_icon=_ICON, initial_sidebar_state=_SIDEBAR_PX)
 st.logo(str(_HERE / "logo.svg"), size="large", icon_image=_ICON)
 st.html(f"<style>{(_HERE / 'page.css').read_text(encoding='utf-8')}{read_style()}</style>")
-listed = visible_pages(is_live=is_chosen_live())
+listed = visible_pages(is_live=has_access() and is_chosen_live())
 menu = {
     section: [make_page(file, is_listed=file in listed) for file in files if file.exists]
     for section, files in SECTIONS.items()
 }
 menu[""].append(st.Page(open_first, title=FIRST, url_path=FIRST, visibility="hidden"))
 page = st.navigation(menu)
-show_title(page.title)
 st.set_page_config(page_title=f"{page.title} - FSDP Inspect")
 require_login()
-pick_run(listed)
+show_sidebar(listed, shown_page(page))
 try:
     page.run()
 except Exception as error:  # the page shows the error, and the log has the traceback

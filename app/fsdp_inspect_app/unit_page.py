@@ -34,7 +34,9 @@ from fsdp_inspect_app.cards import (
     show_csv_button,
     show_empty_card,
     show_headline,
+    show_note,
     show_table,
+    show_text,
 )
 from fsdp_inspect_app.charts.units import draw_collectives, draw_holds, draw_spreads
 from fsdp_inspect_app.frames.units import (
@@ -82,7 +84,7 @@ def show_unit(
         st.warning(plain(str(error)), icon=":material/warning:")
     with answer:
         show_headline(_describe_waits(unit, waits, summary))
-    st.markdown(plain(_describe_unit(unit)))
+    show_text(plain(_describe_unit(unit)))
     _show_waits(unit, waits, summary)
     if history is not None and history.histories:
         _show_collectives(history, _fits_of(history, waits.bandwidth if waits else None), summary)
@@ -155,7 +157,7 @@ def _show_waits(unit: UnitCost, waits: RankWaits | None, summary: Summary) -> No
         provenance = wording.describe_provenance(
             summary.provenance, "all_gather", "reduce_scatter", "all_reduce"
         )
-        st.caption(plain(f"Typical step of rank {exposed.rank}. {provenance} {arrivals}"))
+        show_note(plain(f"Typical step of rank {exposed.rank}. {provenance} {arrivals}"))
 
 
 def _show_longest_wait(exposed: Exposed, unit: UnitCost) -> None:
@@ -168,7 +170,7 @@ def _show_longest_wait(exposed: Exposed, unit: UnitCost) -> None:
         causes = ", ".join(
             f"{format_cause(cause)} {format_ns(part)}" for cause, part in longest.causes_ns.items()
         )
-        st.markdown(
+        show_text(
             plain(
                 f"Longest wait: {format_ns(longest.exposed_ns)} in step {longest.step}, "
                 f"{format_kind(longest.kind)} in {longest.phase} ({causes})."
@@ -241,7 +243,7 @@ def _show_prefetch(waits: RankWaits | None) -> None:
         show_table(
             frame, key="unit-prefetches", alt="All-gathers of the unit, one row for each phase"
         )
-        st.caption(
+        show_note(
             plain(
                 "Lead: time from the issue of the all-gather to its need. A lead as long as the "
                 "time in flight hides it. Explicit: the hook of another unit issued it. Implicit: "
@@ -290,7 +292,7 @@ def _show_owned(unit: UnitCost, summary: Summary) -> None:
         return
     with show_card("Memory at the peak", key="unit-owned"):
         show_table(frame, key="unit-owned-rows", alt="Memory at the peak")
-        st.caption(
+        show_note(
             plain(f"Peak of step {peak.step} on rank {peak.rank}, measured by the storage tracker.")
         )
 

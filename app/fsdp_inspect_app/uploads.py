@@ -1,6 +1,5 @@
 """Keep uploaded traces and snapshots in the folder of runs, where the page Import lists them."""
 
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from typing import BinaryIO, Protocol
 
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect_app.boundary import is_in_folder
-from fsdp_inspect_app.import_sources import list_sources
+from fsdp_inspect_app.import_sources import keep_safe_letters, list_sources
 
 UPLOADS = "uploads"
 """Folder for uploads, in the folder of runs."""
@@ -73,7 +72,7 @@ def keep_uploads(folder: Path, files: Sequence[Upload]) -> str:
 
 def _safe_name(name: str, number: int) -> str:
     """The name without folders and unusual characters, unique by its number."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).name).lstrip("-.")[-_MAX_NAME:]
+    plain = keep_safe_letters(Path(name).name).lstrip("-.")[-_MAX_NAME:]
     return plain if number == 0 else f"{number}-{plain}"
 
 

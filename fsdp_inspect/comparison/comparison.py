@@ -8,7 +8,13 @@ times, because the steps of one process are not independent. Warm-up and memory 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdp_inspect.comparison.conclusions import Conclusion, ConclusionEvidence, conclude, summarise
+from fsdp_inspect.comparison.conclusions import (
+    Conclusion,
+    ConclusionEvidence,
+    conclude,
+    head_comparison,
+    summarise,
+)
 from fsdp_inspect.comparison.differences import (
     CategoryComparison,
     MetricComparison,
@@ -53,7 +59,7 @@ class Side:
     """A run, or several repeats of it."""
 
     label: str
-    """`A` for the reference, then `B`, `C`, ..."""
+    """`A` for the reference, then `B`, `C`, ...; or the name of the median run."""
     median_run: str
     """Id of the run with the side's median step time: its breakdown, units and memory represent
     the side."""
@@ -64,8 +70,10 @@ class Side:
 class Comparison(Result):
     """The comparison of sides; rows have one value for each side, in the order of `sides`."""
 
+    headline: str
+    """The comparison of the step times in a few words."""
     answer: str
-    """The headline: the comparison of the step times, with its details."""
+    """The headline with its details, or of several sides the group that each belongs to."""
     sides: tuple[Side, ...]
     """The sides; the first is the reference."""
     caveats: tuple[str, ...]
@@ -118,7 +126,8 @@ def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
     conclusions = conclude(evidence)
     step_time = next(metric for metric in evidence.metrics if metric.name == "step_time_ns")
     return Comparison(
-        answer=summarise(conclusions, step_time),
+        headline=head_comparison(conclusions, step_time, labels[0]),
+        answer=summarise(conclusions, step_time, labels[0]),
         sides=tuple(_describe(side) for side in sides),
         caveats=(*find_comparison_caveats(manifests, labels), *_find_run_caveats(sides)),
         settings=evidence.settings,

@@ -53,8 +53,10 @@ class Conclusion:
     label: str
     telling: Telling
     """The judgement on the step time."""
+    headline: str
+    """Whether the side is faster, slower or not significantly different."""
     sentence: str
-    """A headline (faster, slower or not significant), followed by a sentence with the details."""
+    """The headline, followed by a sentence with the details."""
     reasons: tuple[str, ...]
     """The parts of the change and the settings that differ, strongest evidence first."""
 
@@ -78,12 +80,30 @@ def conclude(evidence: ConclusionEvidence) -> tuple[Conclusion, ...]:
     return tuple(_conclude(evidence, other) for other in range(1, len(evidence.labels)))
 
 
-def summarise(conclusions: Sequence[Conclusion], step_time: MetricComparison) -> str:
+def head_comparison(
+    conclusions: Sequence[Conclusion], step_time: MetricComparison, reference: str
+) -> str:
+    """The result of the comparison in a few words; arguments as for `summarise`."""
+    if len(conclusions) == 1:
+        return conclusions[0].headline
+    standings = [_standing(judged) for judged in step_time.judgements]
+    for standing in _STANDINGS[:2]:
+        if standing in standings:
+            count, word = standings.count(standing), standing.lower()
+            verb = "is" if count == 1 else "are"
+            return f"{count} of {len(standings)} {verb} {word} than {reference}."
+    return f"No step time differs significantly from {reference}."
+
+
+def summarise(
+    conclusions: Sequence[Conclusion], step_time: MetricComparison, reference: str
+) -> str:
     """Summarise the comparison of all sides with the reference: faster, slower, not significant.
 
     Args:
         conclusions: One for each side but the first.
         step_time: The step times behind the conclusions.
+        reference: The label of the first side.
     """
     if len(conclusions) == 1:
         return conclusions[0].sentence
@@ -96,8 +116,8 @@ def summarise(conclusions: Sequence[Conclusion], step_time: MetricComparison) ->
         for standing in _STANDINGS
         if standing in labels
     ]
-    reference = format_ns(step_time.values[0])
-    return " ".join([f"Step time compared with A ({reference}).", *groups])
+    before = format_ns(step_time.values[0])
+    return " ".join([f"Step time compared with {reference} ({before}).", *groups])
 
 
 _STANDINGS = ("Faster", "Slower", "No difference", "Not significant", "Not comparable")
@@ -127,41 +147,42 @@ def _conclude(evidence: ConclusionEvidence, other: int) -> Conclusion:
         for metric in evidence.metrics
     )
     is_different = is_certain or judged.telling is Telling.DIFFERENT
+    headline, details = _phrase_step_time(evidence, step, judged, other)
     return Conclusion(
         label=evidence.labels[other],
         telling=judged.telling,
-        sentence=_phrase_step_time(evidence, step, judged, other),
+        headline=headline,
+        sentence=f"{headline} {details}",
         reasons=(*reasons, *_phrase_settings(evidence.settings, other, is_different, is_certain)),
     )
 
 
 def _phrase_step_time(
     evidence: ConclusionEvidence, step: MetricComparison, judged: Judgement, other: int
-) -> str:
+) -> tuple[str, str]:
+    """The headline and the details."""
     first, label = evidence.labels[0], evidence.labels[other]
     before, after = step.values[0], step.values[other]
     if before is None or after is None or judged.change is None:
         without = " and ".join(
             evidence.labels[side] for side in (0, other) if step.values[side] is None
         )
-        return f"{label} cannot be compared with {first}: no timed step in {without}."
+        return f"{label} cannot be compared with {first}.", f"No timed step in {without}."
     times = f"The step takes {format_ns(after)} instead of {format_ns(before)}"
     if judged.telling is Telling.SAME:
-        return (
-            f"{label} is as fast as {first}. {times}: {format_signed(judged.change)} "
-            f"({_interval(judged)})."
-        )
+        change = f"{format_signed(judged.change)} ({_interval(judged)})"
+        return f"{label} is as fast as {first}.", f"{times}: {change}."
     if judged.telling is Telling.UNKNOWN:
         return (
-            f"{label} and {first} do not differ significantly in step time: "
-            f"{format_signed(judged.change)}. {times}. "
-            f"{_phrase_why_unknown(evidence, judged, other)}"
+            f"{label} and {first} do not differ significantly in step time.",
+            f"{times}: {format_signed(judged.change)}. "
+            f"{_phrase_why_unknown(evidence, judged, other)}",
         )
     headline = f"{label} is {_phrase_speed(judged.change)} than {first}."
     if judged.p_value is None:
         missing = _phrase_missing_runs(evidence, judged, other)
-        return f"{headline} {times}. To test the difference, {missing}."
-    return f"{headline} {times} ({_interval(judged)}, p = {judged.p_value:.2g})."
+        return headline, f"{times}. To test the difference, {missing}."
+    return headline, f"{times} ({_interval(judged)}, p = {judged.p_value:.2g})."
 
 
 def _phrase_speed(change: float) -> str:

@@ -1,7 +1,7 @@
 """Group runs into the sides of a comparison, and select the median run of each side."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from string import ascii_uppercase
 
 from fsdp_inspect.analysis.summary import Summary, measure_summary
@@ -28,7 +28,7 @@ class MeasuredSide:
     """One side: a run, or several repeats of it."""
 
     label: str
-    """`A` for the reference, then `B`, `C`, ..."""
+    """`A` for the reference, then `B`, `C`, ...; or the name of the median run."""
     runs: tuple[MeasuredRun, ...]
     median_run: MeasuredRun
     """The run with the side's median step time (the lower one of two). Its breakdown and units
@@ -39,6 +39,7 @@ def form_sides(
     given: Sequence[RunSource | Sequence[RunSource]],
     *,
     digest: Callable[[RunSource], Summary] = measure_summary,
+    names: Mapping[str, str] | None = None,
 ) -> tuple[MeasuredSide, ...]:
     """Group runs into sides, in their order.
 
@@ -48,6 +49,7 @@ def form_sides(
             runs of one configuration shows the noise.
         digest: Returns the summary of a run, so that a caller can pass a cached one; called once
             per run.
+        names: Different names by run id. Each side has the name of its median run as its label.
 
     Raises:
         ValueError: There are fewer than two sides, or one of them is empty.
@@ -62,7 +64,8 @@ def form_sides(
     if all(len(members) == 1 for members in listed):
         joined = _join_repeats([members[0] for members in listed])
         groups = joined if len(joined) > 1 else listed
-    return tuple(_side(label_of(place), members, digest) for place, members in enumerate(groups))
+    sides = (_side(label_of(place), members, digest) for place, members in enumerate(groups))
+    return tuple(_named(side, names or {}) for side in sides)
 
 
 def label_of(place: int) -> str:
@@ -91,6 +94,10 @@ def _side(
     timed = [run for run in ordered if run.step_time_ns is not None]
     candidates = timed or ordered
     return MeasuredSide(label, digested, candidates[(len(candidates) - 1) // 2])
+
+
+def _named(side: MeasuredSide, names: Mapping[str, str]) -> MeasuredSide:
+    return replace(side, label=names.get(side.median_run.manifest.run_id, side.label))
 
 
 def _standing(run: MeasuredRun) -> tuple[bool, int]:

@@ -41,18 +41,20 @@ def render_simulation(simulation: Simulation) -> RenderableType:
 
 
 def answer_simulation(simulation: Simulation) -> str:
-    """State the predicted step time and its change from the recorded plan."""
-    predicted, change = simulation.predicted, simulation.change
-    step = f"Predicted: {format_ns(predicted.step_time_ns)} a step"
+    """State the change of the predicted step time from the recorded plan."""
+    change = simulation.change
     if abs(change) < _NO_CHANGE:
-        return f"{step}, as with the recorded plan."
-    word = "less" if change < 0 else "more"
-    return f"{step}, {format_ratio(abs(change))} {word} than with the recorded plan."
+        return "Predicted step time: as with the recorded plan."
+    word = "shorter" if change < 0 else "longer"
+    return f"Predicted: steps {format_ratio(abs(change))} {word} than with the recorded plan."
 
 
 def _reasons(simulation: Simulation) -> Iterable[str]:
     before, after = simulation.replayed, simulation.predicted
-    yield f"Interval: {format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}."
+    yield (
+        f"Predicted step time: {format_ns(after.step_time_ns)}, interval "
+        f"{format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}."
+    )
     yield (
         "From the recorded plan to this plan, both simulated: "
         f"exposed communication {format_ns(before.exposed_ns)} -> {format_ns(after.exposed_ns)}, "

@@ -1,6 +1,7 @@
 """Create, find and list run folders."""
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,14 @@ from fsdp_inspect.store.schema import (
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 
 _CREATED = re.compile(rb'"created_unix_ns"\s*:\s*(\d{1,19})\b')
+_TEXT = rb'("(?:[^"\\]|\\.)*")'
+_HEAD = re.compile(
+    rb'\s*\{\s*"schema_version"\s*:\s*\d+\s*,\s*"run_id"\s*:\s*'
+    + _TEXT
+    + rb'\s*,\s*"name"\s*:\s*'
+    + _TEXT
+)
+"""The first fields of `run.json`, in the order in which the recorder writes them."""
 _LISTING_DEPTH = 2
 """Levels below the listed folder that are searched (`samples/<name>/run` has two)."""
 
@@ -34,6 +43,10 @@ class RunEntry:
     path: Path
     created_unix_ns: int
     """Wall time of the start of the run; 0 if it cannot be read."""
+    run_id: str = ""
+    """The id that the recorder gave the run; empty if it cannot be read."""
+    name: str = ""
+    """The name of the run; empty if it has none, or it cannot be read."""
 
     @property
     def manifest(self) -> RunManifest | None:
@@ -173,10 +186,29 @@ def list_runs(directory: Path) -> list[RunEntry]:
     has no runs. Listing thousands of runs takes tenths of a second.
     """
     entries = [
-        RunEntry(path.relative_to(directory).as_posix(), path, _read_created(path))
+        _read_entry(path.relative_to(directory).as_posix(), path)
         for path in _find_runs(directory, _LISTING_DEPTH)
     ]
     return sorted(entries, key=lambda entry: (-entry.created_unix_ns, entry.id))
+
+
+def list_without_manifest(directory: Path) -> list[str]:
+    """The folders that hold attempts of a run but no `run.json`, as ids; see `list_runs`."""
+    found = _find_without_manifest(directory, _LISTING_DEPTH)
+    return sorted(path.relative_to(directory).as_posix() for path in found)
+
+
+def _find_without_manifest(directory: Path, depth: int) -> Iterator[Path]:
+    with contextlib.suppress(StoreError):
+        if LocalFiles(directory).exists(MANIFEST_FILE):
+            return
+        names = LocalFiles(directory).folders("")
+        if attempt_numbers(names):
+            yield directory
+        elif depth:
+            for name in names:
+                if not name.startswith("."):
+                    yield from _find_without_manifest(directory / name, depth - 1)
 
 
 def _find_runs(directory: Path, depth: int) -> Iterator[Path]:
@@ -191,12 +223,17 @@ def _find_runs(directory: Path, depth: int) -> Iterator[Path]:
                 yield from _find_runs(directory / name, depth - 1)
 
 
-def _read_created(path: Path) -> int:
-    """The start time of a run, without decoding its whole manifest."""
+def _read_entry(name: str, path: Path) -> RunEntry:
+    """The start time and the names of a run, without decoding its whole manifest."""
+    encoded = b""
     with contextlib.suppress(StoreError):
-        found = _CREATED.search(LocalFiles(path).read(MANIFEST_FILE) or b"")
-        return int(found[1]) if found else 0
-    return 0
+        encoded = LocalFiles(path).read(MANIFEST_FILE) or b""
+    created, head = _CREATED.search(encoded), _HEAD.match(encoded)
+    texts = ("", "")
+    if head is not None:
+        with contextlib.suppress(ValueError):
+            texts = (json.loads(head[1]), json.loads(head[2]))
+    return RunEntry(name, path, int(created[1]) if created else 0, *texts)
 
 
 def describe_job_differences(there: RunManifest, new: RunManifest) -> list[str]:

@@ -15,16 +15,22 @@ AUTH = {
 }
 
 
+def _refuse_to_read():
+    raise AssertionError("the list of runs was read")
+
+
 @pytest.mark.parametrize("page", ["runs", "overview", "units"])
 def test_before_the_login_no_page_shows_anything_of_a_run(runs_folder, monkeypatch, page):
     monkeypatch.setattr("sys.argv", [str(SCRIPT), str(runs_folder)])
+    monkeypatch.setattr("fsdp_inspect_app.loading.list_entries", _refuse_to_read)
     app = AppTest.from_file(str(SCRIPT), default_timeout=60)
     app.secrets["auth"] = AUTH
     app.query_params["run"] = "whole"
     app.switch_page(f"app_pages/{page}.py").run()
     assert not app.exception
     assert [button.label for button in app.button] == ["Log in"]
-    assert len(app.markdown) == 1
+    assert len(app.title) == 1
+    assert len(app.markdown) == 0
     assert len(app.dataframe) == len(app.selectbox) == len(app.metric) == 0
 
 

@@ -65,7 +65,8 @@ def test_a_run_that_was_killed_shows_its_last_steps(open_app, recorded):
         writer.flush()
     app = open_app(folder, "live", run="now")
     assert not app.exception
-    assert "Ranks 0-1 stopped without reporting an error.\nThe last step was 2." in read(app)
+    assert "Ranks 0-1 stopped without reporting an error." in read(app)
+    assert "The last step was 2." in read(app)
     assert "The other ranks wait" not in read(app)
     assert "Last 3 steps" in read(app)
 
@@ -90,7 +91,7 @@ def test_steps_are_drawn_with_their_exposed_part_hatched(recorded):
 
 def test_every_number_of_the_machine_has_a_small_chart_with_its_newest_value():
     chart = draw_devices([POWER])
-    assert "<h4>GPU power <b>300 W</b></h4>" in chart.markup
+    assert "<h3>GPU power <b>300 W</b></h3>" in chart.markup
     assert chart.plots[0]["series"][0]["told"] == ["250 W", "300 W"]
     assert frame_devices([POWER])["value"].tolist() == [250.0, 300.0]
     assert frame_devices([]).empty

@@ -75,7 +75,8 @@ def test_a_run_is_summarized_once_for_all_pages(tmp_path, monkeypatch):
     assert loading.open_entry(entries[0]).summary() is loading.read_summary(entries[0])
     contents = loading.comparison_of(entries)
     assert sorted(summarized) == ["one", "two"]
-    assert contents == read_comparison([open_run(entry.path) for entry in entries])
+    runs = [open_run(entry.path) for entry in entries]
+    assert contents == read_comparison(runs, names={"one": "one", "two": "two"})
 
 
 def test_sessions_that_ask_at_once_share_one_answer(tmp_path, monkeypatch):

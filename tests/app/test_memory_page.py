@@ -57,7 +57,7 @@ def test_an_allocators_run_shows_headroom_growth_ranks_and_the_device(shown):
     app = shown("memory", "whole")
     assert not app.exception
     assert "Headroom: " in read(app)
-    titles = [element.value for element in app.markdown]
+    titles = [element.value for element in (*app.header, *app.markdown)]
     for title in ("Growth", "Memory by rank", "Allocator and device"):
         assert any(title in shown.replace("\\", "") for shown in titles), title
 
@@ -86,7 +86,7 @@ def test_a_run_without_memory_says_how_to_record_it(shown):
 def test_a_snapshot_says_first_what_did_not_fit(open_app, snapshots):
     app = open_app(snapshots, "memory", run="oom")
     assert not app.exception
-    headline = next(one.value for one in app.markdown if "Out of memory" in one.value)
+    headline = next(one.value for one in app.title if "Out of memory" in one.value)
     assert "Out of memory: allocating 2.00 GiB failed" in headline.replace("\\", "")
     assert "in forward of layers.1." in read(app)
     assert "Step 2. Free on the device" in read(app)

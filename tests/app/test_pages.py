@@ -24,12 +24,18 @@ SAMPLE_IDS = sorted(
 PAGES = ("runs", "overview", "timeline", "units")
 RUN_PAGES = PAGES[1:]
 DAMAGED = ("failed", "partial", "no-steps")
-NUM_EXPORTS = 4
+NUM_EXPORTS = 5
+"""Four files of the run, and the page itself."""
 
 
 def read(app):
     """All Markdown of a page as shown to a reader."""
-    texts = [element.value for element in (*app.markdown, *app.caption, *app.warning, *app.info)]
+    headings = (*app.title, *app.header, *app.subheader)
+    texts = [
+        element.value
+        for element in (*headings, *app.markdown, *app.caption, *app.warning, *app.info)
+    ]
+    texts += [one.proto.help for one in (*headings, *app.metric)]
     return re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", "\n".join(texts)).replace("\N{WORD JOINER}", "")
 
 
@@ -76,7 +82,7 @@ def test_runs_lists_every_run_with_its_status(open_app, runs_folder):
     app = open_app(runs_folder)
     assert not app.exception
     frame = app.dataframe[0].value
-    assert dict(zip(frame["run"], frame["status"], strict=True)) == {
+    assert dict(zip(frame["folder"], frame["status"], strict=True)) == {
         "whole": "complete",
         "failed": "failed",
         "partial": "partial",
@@ -84,14 +90,14 @@ def test_runs_lists_every_run_with_its_status(open_app, runs_folder):
         "broken": "unreadable",
         "newer": "unreadable",
     }
-    assert "6 runs. Fastest: `" in read(app)
+    assert "Fastest run: `" in read(app)
     assert app.expander[0].label == "2 runs cannot be read"
     assert "invalid JSON" in read(app)
 
 
 def test_runs_shows_the_numbers_of_the_digest(shown, runs_folder):
     digest = measure_summary(open_run(runs_folder / "whole"))
-    frame = shown("runs", "whole").dataframe[0].value.set_index("run")
+    frame = shown("runs", "whole").dataframe[0].value.set_index("folder")
     assert frame.loc["whole", "step time (ms)"] == digest.step_time_ns.typical / 1e6
     assert frame.loc["whole", "exposed (ms)"] == digest.exposed_ns / 1e6
     assert frame.loc["whole", "overlap"] == digest.overlap_ratio
@@ -108,7 +114,7 @@ def test_runs_shows_the_numbers_of_the_digest(shown, runs_folder):
 def test_search_keeps_the_runs_that_have_every_word(open_app, runs_folder, wanted, expected):
     app = open_app(runs_folder)
     app.text_input(key="search").set_value(wanted).run()
-    assert set(app.dataframe[0].value["run"]) == expected
+    assert set(app.dataframe[0].value["folder"]) == expected
 
 
 def test_search_without_a_match_says_so(open_app, runs_folder):
@@ -341,6 +347,17 @@ def test_a_link_to_a_run_that_is_not_here_says_so_until_another_is_chosen(open_a
     assert "last-weeks" not in read(app)
 
 
+def test_the_palette_sends_the_list_of_runs_once(open_app, runs_folder):
+    """The same list on another page of another run is the same message, which Streamlit caches."""
+    pages = [open_app(runs_folder, "units", run="whole"), open_app(runs_folder, run="partial")]
+    lists = [given_to(page, "fsdp_inspect_palette_runs") for page in pages]
+    assert lists[0] == lists[1]
+    assert "synthetic · whole" in lists[0][0]["runs"]
+    for page in pages:
+        [palette] = given_to(page, "fsdp_inspect_command_palette")
+        assert {entry["kind"] for entry in palette["entries"]} == {"Page", "Unit"}
+
+
 def test_findings_lead_to_the_page_that_shows_them(shown):
     text = read(shown("overview", "whole"))
     assert "The run follows its plan" in text
@@ -372,7 +389,7 @@ def test_a_units_page_names_its_neighbours_and_why_it_is_waited_for(open_app, ru
     app = open_app(runs_folder, "units", run="whole", unit="layers.3")
     labels = [link.proto.label for link in app.get("page_link")]
     assert {"Previous: `layers.2`", "Next: `layers.4`", "All units"} <= set(labels)
-    titles = " ".join(element.value for element in app.markdown)
+    titles = " ".join(element.value for element in app.header)
     for title in (
         "Exposed waits by cause",
         "Collectives over steps",
@@ -400,7 +417,7 @@ def test_a_unit_with_recorded_parameters_lists_them_with_their_shapes(open_app, 
 def test_pins_and_a_baseline_come_from_the_address_and_lead_the_list(open_app, runs_folder):
     app = open_app(runs_folder, pin="failed", baseline="whole")
     frame = app.dataframe[0].value
-    assert frame["run"].tolist()[:2] == ["whole", "failed"]
+    assert frame["folder"].tolist()[:2] == ["whole", "failed"]
     assert frame["mark"].tolist()[:2] == ["baseline", "pinned"]
     assert frame["step time vs baseline"][0] == 0
     assert app.query_params["baseline"] == "whole"
@@ -440,7 +457,7 @@ def linked_folder(tmp_path_factory):
 
 def test_a_run_that_is_a_link_out_of_the_folder_is_named_and_not_read(open_app, linked_folder):
     app = open_app(linked_folder[0])
-    assert app.dataframe[0].value["run"].tolist() == ["whole"]
+    assert app.dataframe[0].value["folder"].tolist() == ["whole"]
     assert "Links to places outside this folder are not shown: `linked`" in read(app)
 
 

@@ -45,7 +45,10 @@ def commands_of_pages(samples: Path, run: str) -> list[str]:
         app = start_app(samples, page, run=run)
         assert not app.exception
         found += codes_of(app, "bash")
-        texts = [each.value for each in (*app.markdown, *app.caption, *app.info, *app.warning)]
+        texts = [
+            each.value
+            for each in (*app.title, *app.markdown, *app.caption, *app.info, *app.warning)
+        ]
         found += commands_in(re.sub(r"\\(.)", r"\1", "\n".join(texts)))
     return found
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from fsdp_inspect_app.run_names import name_runs
 from streamlit.testing.v1 import AppTest
 
 import fsdp_inspect
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
+from fsdp_inspect.store.folder import list_runs
 from tests.app.conftest import start_app
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -28,6 +30,8 @@ class Pages:
 
     def __init__(self, run: str) -> None:
         self.name = run
+        self.label = name_runs(list_runs(SAMPLES))[run]
+        """The name of the run as Compare shows it."""
         self.run = fsdp_inspect.open_run(SAMPLES / run)
         self._opened = {name: self._open(name, run) for name in PAGES}
 
@@ -72,7 +76,7 @@ def close(value_ns: float) -> object:
 def test_the_step_time_is_one_number(pages: Pages) -> None:
     summary = pages.run.summary()
     step_ns = summary.step_time_ns.typical
-    run = pages.row("runs", "run", pages.name, "step time (ms)")
+    run = pages.row("runs", "folder", pages.name, "step time (ms)")
     assert run["step time (ms)"] == close(step_ns)
     assert pages.metrics("overview")["Step time"][0] == format_ns(step_ns)
     *parts, total = pages.frames("overview", "part", "time (ms)")[0]["time (ms)"]
@@ -80,27 +84,29 @@ def test_the_step_time_is_one_number(pages: Pages) -> None:
     rank = pages.row("ranks", "rank", summary.median_rank, "own work (ms)")
     assert rank["step time (ms)"] == close(step_ns)
     assert rank["own work (ms)"] + rank["exposed (ms)"] == close(step_ns)
-    side = pages.row("compare", "side", "A", "step time (ms)")
+    side = pages.row("compare", "side", pages.label, "step time (ms)")
     assert side["step time (ms)"] == close(step_ns)
-    assert pages.row("compare", "", "step time")["A"] == format_ns(step_ns)
-    assert pages.frames("compare", "part", "A (ms)")[0]["A (ms)"].sum() == close(step_ns)
+    assert pages.row("compare", "", "step time")[pages.label] == format_ns(step_ns)
+    assert pages.frames("compare", "part", f"{pages.label} (ms)")[0][
+        f"{pages.label} (ms)"
+    ].sum() == close(step_ns)
     assert pages.metrics("advice")["Recorded step"][0] == format_ns(step_ns)
 
 
 def test_exposed_communication_is_one_number(pages: Pages) -> None:
     summary = pages.run.summary()
     exposed_ns = summary.exposed_ns
-    run = pages.row("runs", "run", pages.name, "exposed (ms)")
+    run = pages.row("runs", "folder", pages.name, "exposed (ms)")
     assert run["exposed (ms)"] == close(exposed_ns)
     card, floor = pages.metrics("overview")["Exposed communication"]
     assert (card, floor) == (format_ns(exposed_ns), f"floor {format_ns(summary.floor_ns)}")
     assert summary.floor_ns == summary.exposed.causes_ns.get("floor", 0)
     rank = pages.row("ranks", "rank", summary.median_rank, "own work (ms)")
     assert rank["exposed (ms)"] == close(exposed_ns)
-    assert pages.row("compare", "", "exposed communication")["A"] == format_ns(exposed_ns)
+    assert pages.row("compare", "", "exposed communication")[pages.label] == format_ns(exposed_ns)
     for column in ("cause", "dimension"):
-        split = pages.frames("compare", column, "A (ms)")[0]
-        assert split["A (ms)"].sum() == close(exposed_ns)
+        split = pages.frames("compare", column, f"{pages.label} (ms)")[0]
+        assert split[f"{pages.label} (ms)"].sum() == close(exposed_ns)
 
 
 def exposed_of_units(pages: Pages) -> Iterator[tuple[str, float]]:
@@ -113,15 +119,15 @@ def test_the_exposed_time_of_a_unit_is_one_number(pages: Pages) -> None:
     for unit, exposed_ns in exposed_of_units(pages):
         assert pages.row("units", "unit", unit, "exposed (ms)")["exposed (ms)"] == close(exposed_ns)
         assert owners[owners["unit"] == unit]["exposed (ms)"].sum() == close(exposed_ns)
-        compared = pages.row("compare", "unit", unit, "A: exposed (ms)")
-        assert compared["A: exposed (ms)"] == close(exposed_ns)
+        compared = pages.row("compare", "unit", unit, f"{pages.label}: exposed (ms)")
+        assert compared[f"{pages.label}: exposed (ms)"] == close(exposed_ns)
 
 
 def test_the_peak_is_one_number(pages: Pages) -> None:
     memory = pages.run.summary().memory
     peak = format_bytes(memory.peak_allocated_bytes)
     mib = pytest.approx(memory.peak_allocated_bytes / 2**20)
-    run = pages.row("runs", "run", pages.name, "peak allocated (MiB)")
+    run = pages.row("runs", "folder", pages.name, "peak allocated (MiB)")
     assert run["peak allocated (MiB)"] == mib
     for page in ("overview", "memory"):
         assert pages.metrics(page)["Peak allocated"][0] == peak
@@ -132,7 +138,10 @@ def test_the_peak_is_one_number(pages: Pages) -> None:
     assert pages.frames("memory", "unit", "at the peak (MiB)")[0]["at the peak (MiB)"].sum() == mib
     ranks = pages.row("memory", "rank", memory.peak_rank, "peak allocated (MiB)")
     assert ranks["peak allocated (MiB)"] == mib
-    assert pages.frames("compare", "category", "A (MiB)")[0]["A (MiB)"].sum() == mib
+    assert (
+        pages.frames("compare", "category", f"{pages.label} (MiB)")[0][f"{pages.label} (MiB)"].sum()
+        == mib
+    )
 
 
 def test_a_simulated_number_is_named_so(pages: Pages) -> None:

@@ -121,7 +121,7 @@ def test_turning_a_knob_moves_the_number_and_the_address(open_app):
 
 def test_the_replays_error_stands_beside_the_prediction(open_app, bench):
     app = open_app(SAMPLES, "what_if", run=RUN)
-    assert app.metric[3].label == "Self-check"
+    assert app.metric[3].label == "Self\\-check"
     assert "recorded step" in app.metric[3].help
     assert "%" in app.metric[3].value
 

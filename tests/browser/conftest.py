@@ -108,7 +108,8 @@ def serve(folder: Path, port: int, log: Path, *options: str) -> Iterator[str]:
     command = [sys.executable, "-m", "fsdp_inspect_app", str(folder), "--port", str(port)]
     command += options or ["--no-token"]
     with log.open("w") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        variables = {**os.environ, "FSDP_INSPECT_DATA": str(log.with_name("data"))}
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)
         try:
             address = f"http://127.0.0.1:{port}"
             _wait_until_healthy(address, server, log)

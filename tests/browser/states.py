@@ -25,12 +25,13 @@ from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 HOSTILE = (
     "<img src=x onerror=alert(1)><script>alert(2)</script>**b**:smile: [x](javascript:alert(3))"
 )
+LONG = "long" * 100
 NUM_RANKS = 1024
 _WRITTEN_RANKS = 2
 
 
 def write_states(folder: Path) -> Path:
-    """Write a recorded, imported, crashed, partial, hostile, newer and 1,024-rank run."""
+    """Write a recorded, imported, crashed, partial, hostile, newer, 1,024-rank, long-named run."""
     runs = folder / "runs"
     write_run(runs / "recorded", make_run(num_steps=8))
     write_imported(runs / "imported", folder / "traces")
@@ -39,6 +40,7 @@ def write_states(folder: Path) -> Path:
     write_run(runs / "partial", dataclasses.replace(partial, ranks=partial.ranks[:1]))
     write_hostile(runs / "hostile")
     write_newer(runs / "newer")
+    write_long_names(runs / "long-names")
     write_many_ranks(runs / "many-ranks", folder / "few-ranks")
     return runs
 
@@ -88,6 +90,19 @@ def write_hang(folder: Path, rank: int, *, late: int) -> None:
         '  File "/home/ann/train.py", line 120 in main\n'
         '  File "/home/ann/train.py", line 130 in <module>\n'
     )
+
+
+def write_long_names(path: Path) -> None:
+    """Write a run whose name, model and units have 400 letters."""
+    fqns = [UNIT_FQNS[0], f"layers.{LONG}", *UNIT_FQNS[2:]]
+    manifest = make_manifest(run_id=f"20250601-120000-{LONG}-3e9c", fqns=fqns)
+    named = manifest.model_copy(
+        update={
+            "name": LONG,
+            "model": manifest.model.model_copy(update={"class_name": LONG}),
+        }
+    )
+    write_run(path, dataclasses.replace(make_run(), manifest=named))
 
 
 def write_newer(path: Path) -> None:

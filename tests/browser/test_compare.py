@@ -1,8 +1,10 @@
 """A new user chooses two runs, reads their differences and shares the page."""
 
 import pytest
+from fsdp_inspect_app.run_names import name_runs
 
-from fsdp_inspect.comparison.comparison import compare_runs
+from fsdp_inspect.comparison.comparison import compare_sides
+from fsdp_inspect.comparison.sides import form_sides
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 
@@ -19,7 +21,12 @@ def entries(recorded_runs):
 
 @pytest.fixture(scope="module")
 def comparison(entries):
-    return compare_runs(*(open_run(entry.path) for entry in entries))
+    """The comparison, whose sides have the names of the runs."""
+    runs = [open_run(entry.path) for entry in entries]
+    names = dict(
+        zip([run.manifest.run_id for run in runs], name_runs(entries).values(), strict=True)
+    )
+    return compare_sides(form_sides(runs, names=names))
 
 
 def said(text):
@@ -35,13 +42,13 @@ def open_comparison(dashboard, entries, **more):
 def test_the_answer_the_settings_and_both_steps_are_there(server, tab, entries, comparison):
     dashboard = tab(server)
     open_comparison(dashboard, entries)
-    assert dashboard.headline() == said(comparison.answer)
+    assert dashboard.headline() == said(comparison.headline)
     main = dashboard.page.get_by_test_id("stMain").inner_text()
     assert main.index("Different settings") < main.index("Metrics")
     canvas = dashboard.page.locator(".st-key-card-timelines canvas[data-draws]")
     canvas.wait_for()
-    for entry in entries:
-        assert entry.id in canvas.get_attribute("aria-label")
+    for name in name_runs(entries).values():
+        assert name in canvas.get_attribute("aria-label")
 
 
 def test_the_measure_of_units_is_in_the_address(server, tab, entries):
@@ -67,7 +74,7 @@ def test_the_address_opens_the_same_comparison_in_a_second_browser(
         page.set_default_timeout(60_000)
         page.goto(address)
         page.locator(".st-key-card-units", has_text="forward of each unit").wait_for()
-        assert page.locator(".st-key-headline").inner_text() == said(comparison.answer)
+        assert page.locator(".st-key-headline").inner_text() == said(comparison.headline)
     finally:
         context.close()
 

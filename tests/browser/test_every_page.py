@@ -7,6 +7,10 @@ from tests.browser.conftest import fits_the_window
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
+NARROWEST = 150
+WIDTHS = """() => [...document.querySelectorAll('[data-testid=stMain] .chart-track')]
+  .map((track) => track.getBoundingClientRect().width)"""
+"""The widths of the bars' places, in pixels."""
 PAGES = [page.name for page in SECTIONS["This run"]]
 
 
@@ -22,3 +26,12 @@ def check_every_page(dashboard, run):
 @pytest.mark.parametrize("run", ["recorded", "imported", "crashed", "many-ranks"])
 def test_every_page_opens_it(states_server, tab, run):
     check_every_page(tab(states_server), run)
+
+
+def test_names_of_400_letters_squeeze_no_chart(states_server, tab):
+    dashboard = tab(states_server, width=1024)
+    for name in ("runs", *PAGES, "compare"):
+        dashboard.go("" if name == "runs" else name, run="long-names")
+        assert fits_the_window(dashboard.page), name
+        widths = dashboard.page.evaluate(WIDTHS)
+        assert min(widths, default=NARROWEST) >= NARROWEST, (name, widths)

@@ -4,11 +4,29 @@ import re
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from fsdp_inspect_app.run_names import name_runs
+
+from fsdp_inspect.store.folder import list_runs
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-RUNS = ("recorded", "imported", "crashed", "partial", "hostile", "newer", "many-ranks")
+RUNS = (
+    "recorded",
+    "imported",
+    "crashed",
+    "partial",
+    "hostile",
+    "newer",
+    "many-ranks",
+    "long-names",
+)
 NAME_X, BOX_X, FIRST_ROW_Y, ROW_HEIGHT = 70, 16, 52, 35
+
+
+@pytest.fixture(scope="module")
+def names(states_folder):
+    """The shown names of the runs by their ids."""
+    return name_runs(list_runs(states_folder))
 
 
 def click_row(dashboard, row, x):
@@ -27,7 +45,7 @@ def address_of(dashboard):
     return parse_qs(urlsplit(dashboard.page.url).query)
 
 
-def test_every_run_is_listed_with_its_status(states_server, tab):
+def test_every_run_is_listed_with_its_status(states_server, tab, names):
     dashboard = tab(states_server)
     dashboard.open("")
     dashboard.page.wait_for_function(
@@ -38,27 +56,29 @@ def test_every_run_is_listed_with_its_status(states_server, tab):
         timeout=60_000,
     )
     dashboard.settle()
-    assert dashboard.headline().startswith(f"{len(RUNS)} runs. Fastest: ")
+    assert dashboard.headline().startswith("Fastest run: ")
+    assert dashboard.page.get_by_label(f"Search {len(RUNS)} runs").count() == 1
     statuses = {cells[0]: cells[1] for cells in listed(dashboard)}
     assert statuses == {
-        "recorded": "complete",
-        "imported": "imported",
-        "crashed": "crashed",
-        "partial": "partial",
-        "hostile": "complete",
-        "newer": "unreadable",
-        "many-ranks": "complete",
+        names["recorded"]: "complete",
+        names["imported"]: "imported",
+        names["crashed"]: "crashed",
+        names["partial"]: "partial",
+        names["hostile"]: "complete",
+        names["newer"]: "unreadable",
+        names["many-ranks"]: "complete",
+        names["long-names"]: "complete",
     }
 
 
-def test_the_list_of_runs_is_found_by_its_name_with_all_that_was_asked(states_server, tab):
+def test_the_list_of_runs_is_found_by_its_name_with_all_that_was_asked(states_server, tab, names):
     dashboard = tab(states_server)
     dashboard.load("runs", search="imported", pin="imported")
     assert "Page not found" not in dashboard.page.locator("body").inner_text()
     assert urlsplit(dashboard.page.url).path == "/"
     asked = address_of(dashboard)
     assert (asked["search"], asked["pin"]) == (["imported"], ["imported"])
-    assert [cells[0] for cells in listed(dashboard)] == ["imported"]
+    assert [cells[0] for cells in listed(dashboard)] == [names["imported"]]
     assert dashboard.page.get_by_test_id("stSidebarNav").get_by_text("runs").count() == 1
 
 
@@ -88,10 +108,10 @@ def test_a_click_on_a_name_opens_the_run(states_server, tab):
     assert "1024 ranks" in dashboard.page.get_by_test_id("stMain").inner_text()
 
 
-def test_ticked_runs_lead_to_their_comparison(states_server, tab):
+def test_ticked_runs_lead_to_their_comparison(states_server, tab, names):
     dashboard = tab(states_server)
     dashboard.open("", baseline="recorded", search="bfloat16")
-    assert listed(dashboard)[0][:2] == ["recorded", "baseline"]
+    assert listed(dashboard)[0][:2] == [names["recorded"], "baseline"]
     click_row(dashboard, 1, BOX_X)
     link = dashboard.page.get_by_role("link", name=re.compile("Compare 2 runs"))
     link.wait_for()
@@ -103,10 +123,10 @@ def test_ticked_runs_lead_to_their_comparison(states_server, tab):
     assert (shown["baseline"], shown["with"]) == (["recorded"], other)
 
 
-def test_pinned_runs_come_first_also_after_another_page(states_server, tab):
+def test_pinned_runs_come_first_also_after_another_page(states_server, tab, names):
     dashboard = tab(states_server)
     dashboard.open("", pin="partial")
-    assert listed(dashboard)[0][:2] == ["partial", "pinned"]
+    assert listed(dashboard)[0][:2] == [names["partial"], "pinned"]
     navigation = dashboard.page.get_by_test_id("stSidebarNav")
     navigation.get_by_role("link", name="Units").click()
     dashboard.page.wait_for_url("**/units**")
@@ -114,4 +134,4 @@ def test_pinned_runs_come_first_also_after_another_page(states_server, tab):
     navigation.get_by_role("link", name="Runs").click()
     dashboard.page.get_by_test_id("stDataFrame").first.wait_for()
     dashboard.page.wait_for_url("**pin=partial**")
-    assert listed(dashboard)[0][:2] == ["partial", "pinned"]
+    assert listed(dashboard)[0][:2] == [names["partial"], "pinned"]

@@ -84,8 +84,9 @@ def test_one_run_a_side_below_ten_percent_cannot_be_told_and_says_what_is_missin
     [conclusion] = compare_runs(run_of_step(100), run_of_step(107)).conclusions
     assert conclusion.telling is Telling.UNKNOWN
     assert conclusion.sentence == (
-        "B and A do not differ significantly in step time: +7%. The step takes 107 ns instead "
-        "of 100 ns. Identical processes differ by up to 10%, or by as much as the repeats here. "
+        "B and A do not differ significantly in step time. The step takes 107 ns instead "
+        "of 100 ns: +7%. Identical processes differ by up to 10%, or by as much as the repeats "
+        "here. "
         "To test the difference, record 4 more runs of A and 4 more of B."
     )
 
@@ -206,7 +207,7 @@ def test_a_run_without_a_timed_step_is_compared_in_settings_only():
     comparison = compare_runs(run_of_step(100), RunBuilder(config={"a": 1}).build())
     [conclusion] = comparison.conclusions
     assert conclusion.telling is Telling.MISSING
-    assert conclusion.sentence == "B cannot be compared with A: no timed step in B."
+    assert conclusion.sentence == "B cannot be compared with A. No timed step in B."
     assert comparison.settings
 
 

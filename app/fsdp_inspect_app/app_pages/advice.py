@@ -43,11 +43,16 @@ from fsdp_inspect_app.advice_search import PLAN_FILE, advice_of, default_wishes
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.boundary import is_in_folder
 from fsdp_inspect_app.cards import (
+    Tile,
     show_card,
     show_csv_button,
     show_headline,
+    show_note,
     show_table,
     show_table_button,
+    show_text,
+    show_tiles,
+    show_title,
 )
 from fsdp_inspect_app.charts.advice import draw_front
 from fsdp_inspect_app.code_block import show_code
@@ -182,8 +187,8 @@ def _read(text: str, parse: Callable[[str], T | None], what: str, example: str) 
 
 def _show_refusal(advice: Advice) -> None:
     with show_card("This run cannot be simulated", key="refusal"):
-        st.markdown(plain(advice.refusal or ""))
-        st.caption(
+        show_text(plain(advice.refusal or ""))
+        show_note(
             "The simulation requires recorded units, collectives and compute\\. Imported traces, "
             "and runs without a timed step, do not have them\\. Record the job with more steps "
             "than warm\\-up:"
@@ -198,15 +203,16 @@ def _show_findings(findings: Sequence[Finding], manifest: RunManifest) -> None:
     with show_card("Findings", key="findings"):
         for place, finding in enumerate(findings):
             rule = f" {_badge(finding.rule)}" if finding.rule else ""
-            st.markdown(f"**{plain(finding.sentence)}**{rule}")
-            if finding.evidence:
-                st.caption(plain(finding.evidence))
-            lines = [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
-            lines += [f"- {plain(step)}" for step in finding.do]
+            show_title(finding.sentence, markdown=rule)
+            lines = [f"- {plain(step)}" for step in finding.do]
             lines.append(f"- **Effect**: {plain(finding.effect.sentence)}")
-            lines += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
-            lines += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []
-            st.markdown("\n".join(lines))
+            show_text("\n".join(lines))
+            more = _name_rules([finding.rule] if finding.rule else [])
+            more += [f"- {plain(finding.evidence)}"] if finding.evidence else []
+            more += [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
+            more += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
+            more += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []
+            _show_more(more)
             if finding.snippet:
                 show_code(finding.snippet, key=f"finding-{place}", language="python")
             _link_units(finding.units, manifest, key=f"finding-{place}")
@@ -245,7 +251,7 @@ def _show_plan(entry: RunEntry, run: Run, advice: Advice, question: Question) ->
         if plan.smallest is not None:
             _show_alternative(plan.smallest, plan, question)
         _show_rest(plan, run.summary())
-    st.caption(plain(describe_searched_plans(plan)))
+    show_note(plain(describe_searched_plans(plan)))
 
 
 def _show_numbers(plan: PlanAdvice) -> None:
@@ -269,8 +275,7 @@ def _show_numbers(plan: PlanAdvice) -> None:
             f"{plan.num_plans} plans simulated",
         ),
     )
-    for column, (name, value, detail) in zip(st.columns(len(numbers)), numbers, strict=True):
-        column.metric(name, value, detail, delta_color="off", delta_arrow="off", border=True)
+    show_tiles([Tile(*number) for number in numbers])
 
 
 def _show_suggestion(
@@ -284,26 +289,32 @@ def _show_suggestion(
     step = f"step {format_ns(suggestion.step_ns)} instead of {format_ns(before)}, both simulated"
     with show_card(f"{place}. {suggestion.what}", key=f"change-{place}") as header:
         with header:
-            st.markdown(" ".join(_badge(rule) for rule in suggestion.rules if rule))
-        st.markdown(
-            plain(
-                f"Predicted: {describe_saving(suggestion, plan)}, {step}; "
-                f"peak {describe_plan_peak(suggestion)}."
-            )
-        )
-        lines = [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
-        lines += [f"- **Evidence**: {plain(describe_row(row))}" for row in suggestion.rows]
-        lines += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
-        lines += [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
-        st.markdown("\n".join(lines))
+            show_text(" ".join(_badge(rule) for rule in suggestion.rules if rule))
+        show_text(plain(f"Predicted: {describe_saving(suggestion, plan)}."))
+        risks = [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
+        show_text("\n".join(risks[:1]))
+        more = risks[1:]
+        more += [f"- **Predicted**: {plain(f'{step}; peak {describe_plan_peak(suggestion)}.')}"]
+        more += _name_rules([rule for rule in suggestion.rules if rule])
+        more += [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
+        more += [f"- **Evidence**: {plain(describe_row(row))}" for row in suggestion.rows]
+        more += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
+        _show_more(more)
         _show_change(suggestion.change, suggestion.snippet, key=f"change-{place}")
         _link_units(suggestion.units, manifest, key=f"change-{place}")
         _offer_plan(suggestion.plan, question, key=f"change-{place}", label="Download plan so far")
 
 
+def _show_more(lines: Sequence[str]) -> None:
+    """Show the reasons and assumptions once they are opened."""
+    if lines:
+        with st.expander("Evidence, risks and assumptions"):
+            show_text("\n".join(lines))
+
+
 def _show_change(change: CodeChange, snippet: str, *, key: str) -> None:
     """Show where the code of the run changes, and its diff, settings or lines."""
-    st.caption(plain(change.where))
+    show_note(plain(change.where))
     if not change.text and snippet:
         show_code(snippet, key=key, language="python")
     for text, language in (
@@ -316,8 +327,12 @@ def _show_change(change: CodeChange, snippet: str, *, key: str) -> None:
 
 
 def _badge(rule: str) -> str:
-    title = title_of(rule)
-    return f":gray-badge[{rule}: {plain(title)}]" if title else f":gray-badge[{rule}]"
+    return f":gray-badge[{rule}]"
+
+
+def _name_rules(rules: Sequence[str]) -> list[str]:
+    """One line for each rule that has a title."""
+    return [f"- **Rule {rule}**: {plain(title)}" for rule in rules if (title := title_of(rule))]
 
 
 def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None:
@@ -345,7 +360,7 @@ def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None
 
 def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> None:
     with show_card("Run and verify", key="run"):
-        st.markdown("**1\\. Save the plan** with all changes above, and its prediction:")
+        show_title("1. Save the plan and its prediction")
         _offer_plan(plan.fastest.plan, question, key="fastest", label=PLAN_FILE)
         st.download_button(
             _PREDICTION_FILE,
@@ -360,9 +375,9 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
             help="fsdp-inspect verify compares the prediction with the run of the plan.",
         )
         show_code(question.command, key="advise")
-        st.markdown("**2\\. Change the code:**")
+        show_title("2. Change the code")
         _show_change(plan.change, plan.snippet, key="all-changes")
-        st.markdown("**3\\. Record the run and compare it with the prediction:**")
+        show_title("3. Record the run and compare it with the prediction")
         for place, line in enumerate(plan.verify):
             show_code(line, key=f"verify-{place}")
 
@@ -372,13 +387,13 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
 
 def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) -> None:
     with show_card("Alternative with less memory", key="smallest"):
-        st.markdown(f"**{plain(proposal.what)}**")
-        st.markdown(
+        show_title(proposal.what)
+        show_text(
             plain(f"Predicted: {describe_alternative(proposal, plan)}. Replaces the plan above.")
         )
         lines = [f"- **Assumed**: {plain(line)}" for line in proposal.assumptions]
         lines += [f"- **Risk**: {plain(line)}" for line in proposal.risks]
-        st.markdown("\n".join(lines))
+        show_text("\n".join(lines))
         _offer_plan(proposal.plan, question, key="smallest", label=PLAN_FILE)
 
 
@@ -387,7 +402,7 @@ def _show_front(plan: PlanAdvice, question: Question) -> None:
         with header:
             show_table_button(frame_front(plan), key="front", alt="Plans of the front")
         if plan.replayed_peak_bytes is None:
-            st.caption("The peak memory of the plans is unknown\\.")
+            show_note("The peak memory of the plans is unknown\\.")
         else:
             show_chart(
                 draw_front(plan),
@@ -397,7 +412,7 @@ def _show_front(plan: PlanAdvice, question: Question) -> None:
                 on_click=lambda click: _choose_point(click, plan.front),
             )
         point = _pick_point(plan.front)
-        st.markdown(
+        show_text(
             plain(
                 f"Predicted: step {format_ns(point.step_ns)}, "
                 f"peak {format_bytes(point.peak_bytes)}."
@@ -448,10 +463,10 @@ def _show_outcomes(entry: RunEntry, run_id: str) -> None:
     with show_card("Predicted and measured", key="outcomes") as header:
         with header:
             show_csv_button(frame, key="outcomes")
-        st.markdown(plain(record.sentence))
+        show_text(plain(record.sentence))
         show_table(frame, key="outcomes", alt="Predictions and outcomes, one row for each plan")
         for note in record.notes:
-            st.caption(plain(note))
+            show_note(plain(note))
 
 
 def _show_rest(plan: PlanAdvice, summary: Summary) -> None:
@@ -459,7 +474,7 @@ def _show_rest(plan: PlanAdvice, summary: Summary) -> None:
         lines = [_FLOOR.format(floor=format_ns(summary.floor_ns))] if summary.floor_ns else []
         lines += plan.notes
         lines += [f"Assumed: {line}" for line in plan.fastest.assumptions]
-        st.markdown("\n".join(f"- {plain(line)}" for line in lines))
+        show_text("\n".join(f"- {plain(line)}" for line in lines))
 
 
 entry = entry_or_stop()

@@ -9,6 +9,7 @@ import streamlit as st
 from fsdp_inspect.comparison.differences import find_unit_changes
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import find_shared_settings
+from fsdp_inspect.comparison.sides import label_of
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
@@ -21,8 +22,10 @@ from fsdp_inspect_app.cards import (
     show_csv_button,
     show_empty_card,
     show_headline,
+    show_note,
     show_table,
     show_table_button,
+    show_text,
 )
 from fsdp_inspect_app.charts.compare import draw_memory_changes, draw_time_changes
 from fsdp_inspect_app.charts.stacks import draw_steps
@@ -49,6 +52,7 @@ from fsdp_inspect_app.selection import (
     link,
     page_link,
     remembered,
+    run_name,
 )
 from fsdp_inspect_app.timeline.component import show_timeline
 from fsdp_inspect_app.wording import code, plain
@@ -92,7 +96,7 @@ def show_page() -> None:
     baseline, others = _pick_runs(entries)
     if not others:
         with answer:
-            show_headline(f"Choose runs to compare with {code(baseline)}\\.")
+            show_headline(f"Choose runs to compare with {code(run_name(baseline))}\\.")
         return
     chosen = [entries[name] for name in (baseline, *others)]
     try:
@@ -105,7 +109,7 @@ def show_page() -> None:
             st.error(plain(str(error)), icon=":material/error:")
         return
     with answer:
-        show_headline(plain(contents.comparison.answer))
+        show_headline(plain(contents.comparison.headline))
     _show_comparison(contents, manifests, chosen)
 
 
@@ -133,9 +137,14 @@ def _pick_runs(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
     with left:
         follow(BASELINE_KEY, BASELINE_KEY, names, baseline)
         baseline = st.selectbox(
-            "Baseline", list(entries), key=BASELINE_KEY, help="The reference of the comparison."
+            "Baseline",
+            list(entries),
+            key=BASELINE_KEY,
+            format_func=run_name,
+            help="The reference of the comparison.",
         )
         link(BASELINE_KEY, baseline)
+        st.set_page_config(page_title=f"Compare - {run_name(baseline)} - FSDP Inspect")
     options = [name for name in entries if name != baseline]
     with right:
         follow_all(WITH_KEY, WITH_KEY, {name: name for name in options}, others)
@@ -146,6 +155,7 @@ def _pick_runs(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
             options,
             key=WITH_KEY,
             max_selections=_MOST_OTHERS,
+            format_func=run_name,
             placeholder="one to seven runs",
             help="Runs with the same settings are repeats, and count as one side.",
         )
@@ -208,19 +218,23 @@ def _show_sides(comparison: Comparison, by_run: Mapping[str, RunEntry]) -> None:
     columns = st.columns(min(len(comparison.sides), _SIDES_IN_A_ROW))
     for place, side in enumerate(comparison.sides):
         with columns[place % len(columns)]:
-            _show_side(side, by_run[side.median_run], is_baseline=place == 0)
+            _show_side(side, by_run, place)
 
 
-def _show_side(side: Side, entry: RunEntry, *, is_baseline: bool) -> None:
-    role = "baseline" if is_baseline else "compared"
+def _show_side(side: Side, by_run: Mapping[str, RunEntry], place: int) -> None:
+    """Show the numbers of a side, and every run of it."""
     standing = next(run for run in side.runs if run.run_id == side.median_run)
-    with st.container(border=True, key=f"card-side-{side.label}", gap="xsmall"):
-        st.markdown(f"**{side.label}** · {role} · {plain(format_ns(standing.step_time_ns))} a step")
-        facts = f"{standing.num_timed_steps} timed steps · {standing.status}"
-        if len(side.runs) > 1:
-            facts += f" · median of {len(side.runs)} runs"
-        st.caption(plain(facts))
-        page_link("overview", plain(entry.id), icon=":material/insights:", run=entry.id)
+    role = "baseline" if place == 0 else "compared"
+    facts = [role, f"{standing.num_timed_steps} timed steps", standing.status]
+    if len(side.runs) > 1:
+        facts.append(f"median of {len(side.runs)} repeats")
+    with show_card(side.label, key=f"side-{label_of(place)}"):
+        show_text(plain(f"{format_ns(standing.step_time_ns)} a step"))
+        show_note(plain(" · ".join(facts)))
+        for run in side.runs:
+            entry = by_run[run.run_id]
+            label = plain(f"Open {run_name(entry.id)}")
+            page_link("overview", label, icon=":material/insights:", run=entry.id)
 
 
 # --- settings
@@ -235,7 +249,7 @@ def _show_settings(comparison: Comparison, manifests: Sequence[RunManifest]) -> 
                 show_csv_button(frame, key="settings")
             show_table(frame, key="settings", alt="Settings that differ, one row each")
         else:
-            st.markdown("The recorded settings are the same\\.")
+            show_text("The recorded settings are the same\\.")
         shared = find_shared_settings(manifests)
         with st.popover(
             f"Same on all sides: {len(shared)} settings", type="tertiary", key="shared"
@@ -251,11 +265,10 @@ def _show_settings(comparison: Comparison, manifests: Sequence[RunManifest]) -> 
 def _show_metrics(comparison: Comparison) -> None:
     labels = [side.label for side in comparison.sides]
     frame = frame_metrics(comparison.metrics, labels)
-    with show_card("Metrics", key="metrics") as header:
+    with show_card("Metrics", key="metrics", note=_describe_noise()) as header:
         with header:
             show_csv_button(frame, key="metrics")
         show_table(frame, key="metrics", alt="Metrics, one row each")
-        st.caption(plain(_describe_noise()))
         with st.popover("Runs of each side", type="tertiary", key="repeats"):
             show_table(frame_sides(comparison), key="sides", alt="The runs of each side")
 
@@ -307,29 +320,29 @@ def _describe_origins(contents: ComparisonContents) -> str:
 
 def _pick_side(comparison: Comparison) -> int:
     """The side shown in detail, from 1."""
-    labels = [side.label for side in comparison.sides[1:]]
-    if len(labels) == 1:
+    named = {label_of(place): side.label for place, side in enumerate(comparison.sides)}
+    letters = list(named)[1:]
+    if len(letters) == 1:
         return 1
-    legal = {label: label for label in labels}
-    follow("side", "side", legal, labels[0])
-    chosen = st.segmented_control("Side", labels, key="side", required=True)
+    follow("side", "side", {letter: letter for letter in letters}, letters[0])
+    chosen = st.selectbox("Compared run", letters, key="side", format_func=lambda one: named[one])
     link("side", chosen)
-    return 1 + labels.index(str(chosen))
+    return 1 + letters.index(chosen)
 
 
 def _show_reasons(comparison: Comparison, other: int) -> None:
     conclusion = comparison.conclusions[other - 1]
     lines = "\n".join(f"- {plain(reason)}" for reason in conclusion.reasons)
-    with show_card(f"What changed from A to {conclusion.label}", key="reasons"):
-        if len(comparison.conclusions) > 1:
-            st.markdown(plain(conclusion.sentence))
-        st.markdown(lines or "No known reason\\.")
+    first = comparison.sides[0].label
+    with show_card(f"What changed from {first} to {conclusion.label}", key="reasons"):
+        show_text(plain(conclusion.sentence))
+        show_text(lines or "No known reason\\.")
 
 
 def _show_part_changes(comparison: Comparison, other: int) -> None:
     label = comparison.sides[other].label
     labels = [side.label for side in comparison.sides]
-    title = f"Parts of the step, {label} - A"
+    title = f"Parts of the step, change to {label}"
     if not comparison.parts:
         show_empty_card(title, "No side has a timed step.", key="parts")
         return
@@ -342,7 +355,7 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
         draw_time_changes(changes),
         frame_compared_parts(comparison.parts, labels),
         key="parts",
-        alt=f"Diverging bars: the change of each part of the step from A to {label}",
+        alt=f"Diverging bars: the change of each part of the step to {label}",
         note="The changes add up to the change of the typical step. Blue, left: less. Orange, "
         "right: more.",
     )
@@ -350,7 +363,7 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
         _show_dimension_changes(comparison, other)
     if comparison.causes:
         with st.container(horizontal=True, vertical_alignment="center"):
-            st.caption("Exposed waits by cause", width="content")
+            show_note("Exposed waits by cause", width="content")
             show_table_button(
                 frame_compared_causes(comparison.causes, labels),
                 key="causes",
@@ -362,18 +375,18 @@ def _show_dimension_changes(comparison: Comparison, other: int) -> None:
     label = comparison.sides[other].label
     labels = [side.label for side in comparison.sides]
     show_chart_card(
-        f"Exposed waits by mesh dimension, {label} - A",
+        f"Exposed waits by mesh dimension, change to {label}",
         draw_time_changes([(row.name, row.changes_ns[other - 1]) for row in comparison.dimensions]),
         frame_compared_dimensions(comparison.dimensions, labels),
         key="dimensions",
-        alt=f"Diverging bars: the change of each mesh dimension's exposed wait from A to {label}",
+        alt=f"Diverging bars: the change of each mesh dimension's exposed wait to {label}",
         note="The changes add up to the change of exposed communication.",
     )
 
 
 def _show_memory(comparison: Comparison, other: int) -> None:
     label = comparison.sides[other].label
-    title = f"Memory at the peak, {label} - A"
+    title = f"Memory at the peak, change to {label}"
     if all(row.changes[other - 1] is None for row in comparison.memory):
         show_empty_card(
             title,
@@ -395,7 +408,7 @@ def _show_memory(comparison: Comparison, other: int) -> None:
         draw_memory_changes(changes),
         frame_categories(comparison.memory, [side.label for side in comparison.sides]),
         key="memory",
-        alt=f"Diverging bars: the change of each memory category from A to {label}",
+        alt=f"Diverging bars: the change of each memory category to {label}",
         note="Peak of the memory steps, measured by the storage tracker. Blue, left: less. "
         "Orange, right: more.",
     )
@@ -413,7 +426,7 @@ def _show_units(comparison: Comparison, other: int) -> None:
     labels = (comparison.sides[0].label, comparison.sides[other].label)
     changes = find_unit_changes(comparison.units, measure, other, largest_first=is_sorted)
     known = [change for change in changes if change.change is not None]
-    title = f"{labels[1]} - {labels[0]}: {_MEASURE_TITLES[measure]}"
+    title = f"Change to {labels[1]}: {_MEASURE_TITLES[measure]}"
     if not known:
         show_empty_card(title, "Unknown for all units that both sides have.", key="units")
         return
@@ -468,21 +481,21 @@ def _show_timelines(
         except FsdpInspectError as error:
             show_empty_card(title, str(error), key="timelines")
             return
-        name = f"{side.label}: {by_run[side.median_run].id}, step {step.closest_step}"
+        name = f"{side.label}, step {step.closest_step}"
         tracks.append(replace(drawn, title=name))
-    with show_card(title, key="timelines") as header:
+    note = "Both start at 0 and zoom together. Hatching marks exposed waits."
+    with show_card(title, key="timelines", note=note) as header:
         with header:
             for side, step in places:
                 page_link(
                     "timeline",
-                    f"Open {side.label}",
+                    plain(f"Open {side.label}"),
                     icon=":material/view_timeline:",
                     run=by_run[side.median_run].id,
                     step=step.closest_step if step else None,
                     unit=None,
                 )
         show_timeline(tracks, key="timelines")
-        st.caption("Both start at 0 and zoom together\\. Hatching marks exposed waits\\.")
 
 
 def _show_export(contents: ComparisonContents, chosen: Sequence[RunEntry]) -> None:
@@ -496,7 +509,7 @@ def _show_export(contents: ComparisonContents, chosen: Sequence[RunEntry]) -> No
             key="html",
             on_click="ignore",
         )
-        st.caption("The same in a terminal; `--json` prints JSON:")
+        show_note("The same in a terminal; `--json` prints JSON:")
         words = ["fsdp-inspect", "compare", *(str(entry.path) for entry in chosen)]
         show_code(shlex.join(words), key="compare")
 

@@ -20,7 +20,16 @@ from fsdp_inspect.report.out_of_memory import describe_fitting_plans
 from fsdp_inspect.result_types import Diagnosis, RunEntry, RunHeading, StackGroup
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.banner import show_run_header
-from fsdp_inspect_app.cards import show_card, show_csv_button, show_headline
+from fsdp_inspect_app.cards import (
+    show_card,
+    show_csv_button,
+    show_headline,
+    show_markup,
+    show_note,
+    show_section,
+    show_table,
+    show_text,
+)
 from fsdp_inspect_app.charts.diagnosis import draw_grid, draw_stack
 from fsdp_inspect_app.frames.diagnosis import frame_rank_states
 from fsdp_inspect_app.selection import STEP_KEY, entry_or_stop, page_link
@@ -37,7 +46,7 @@ def show_page(entry: RunEntry, run: Run, heading: RunHeading, found: Diagnosis) 
     show_run_header(run.manifest, heading, is_diagnosis=True)
     text = describe_diagnosis(found, run=str(entry.path))
     show_headline(plain(headline_diagnosis(found)))
-    st.markdown(plain(text.sentence))
+    show_text(plain(text.sentence))
     _show_next(text.next, found, run.steps.finished)
     _show_plans(found)
     _show_grid(found)
@@ -46,12 +55,13 @@ def show_page(entry: RunEntry, run: Run, heading: RunHeading, found: Diagnosis) 
     _show_ranks(found)
     if heading.notes:
         with st.expander("Notes of the run"):
-            st.markdown("\n".join(f"- {plain(note)}" for note in heading.notes))
+            show_text("\n".join(f"- {plain(note)}" for note in heading.notes))
 
 
 def _show_next(steps: Sequence[str], found: Diagnosis, finished: Sequence[int]) -> None:
     if steps:
-        st.markdown("\n".join(["**Next**", "", *(f"- {plain(step)}" for step in steps)]))
+        show_section("Next")
+        show_text("\n".join(f"- {plain(step)}" for step in steps))
     before = [step for step in finished if found.step is None or step <= found.step]
     if before and found.is_problem:
         last = before[-1]
@@ -66,15 +76,15 @@ def _show_plans(found: Diagnosis) -> None:
         return
     with show_card("Plans that fit", key="diagnosis-plans"):
         lines = describe_fitting_plans(found.out_of_memory, found.plans)
-        st.markdown("\n".join(f"- {plain(line)}" for line in lines))
+        show_text("\n".join(f"- {plain(line)}" for line in lines))
 
 
 def _show_grid(found: Diagnosis) -> None:
     if found.grid is None:
         return
-    with show_card("Ranks against collectives", key="diagnosis-grid"):
-        st.html(draw_grid(found.grid, found))
-        st.caption(plain(" ".join(filter(None, [_CELLS, describe_columns(found.grid, found)]))))
+    note = " ".join(filter(None, [_CELLS, describe_columns(found.grid, found)]))
+    with show_card("Ranks against collectives", key="diagnosis-grid", note=note):
+        show_markup(draw_grid(found.grid, found))
 
 
 def _show_stacks(stacks: Sequence[StackGroup]) -> None:
@@ -84,16 +94,16 @@ def _show_stacks(stacks: Sequence[StackGroup]) -> None:
             column,
             show_card(stack_title(group), key=f"diagnosis-stack-{group.ranks[0]}"),
         ):
-            st.html(draw_stack(fold_stack(group)))
+            show_markup(draw_stack(fold_stack(group)))
     if len(stacks) > len(shown):
         rest = len(stacks) - len(shown)
-        st.caption(f"{rest} more stacks are in stacks\\.txt of the ranks\\.")
+        show_note(f"{rest} more stacks are in stacks\\.txt of the ranks\\.")
 
 
 def _show_evidence(evidence: Sequence[str]) -> None:
     if evidence:
         with show_card("Evidence", key="diagnosis-evidence"):
-            st.markdown("\n".join(f"- {plain(line)}" for line in evidence))
+            show_text("\n".join(f"- {plain(line)}" for line in evidence))
 
 
 def _show_ranks(found: Diagnosis) -> None:
@@ -103,9 +113,7 @@ def _show_ranks(found: Diagnosis) -> None:
     with show_card(f"Ranks: {len(found.states)}", key="diagnosis-ranks") as header:
         with header:
             show_csv_button(frame, key="diagnosis-ranks")
-        st.dataframe(
-            frame, hide_index=True, key="diagnosis-ranks-table", alt="The ranks, one row each"
-        )
+        show_table(frame, key="diagnosis-ranks-table", alt="The ranks, one row each")
 
 
 def _heading(entry: RunEntry) -> RunHeading:

@@ -8,7 +8,7 @@ import streamlit as st
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.cards import show_card, show_headline
+from fsdp_inspect_app.cards import show_card, show_headline, show_note
 from fsdp_inspect_app.dated import Dated, is_younger_than
 from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.imports import frame_sources
@@ -49,7 +49,7 @@ def show_page() -> None:
     _show_upload()
     with st.expander(f"All {len(sources)} sources to import"):
         st.dataframe(frame_sources(sources), hide_index=True, alt="Sources to import, one row each")
-    st.caption(
+    show_note(
         f"This page imports files of {code(str(loading.runs_folder()))} into its folder "
         f"{code('imported/')}\\. For other folders, use {code('fsdp-inspect import')}\\."
     )
@@ -117,7 +117,7 @@ def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:
         files = (
             "1 file" if source.num_files == 1 else f"{source.num_files} files, one for each rank"
         )
-        st.caption(plain(f"A {source.kind.value}: {files}, {format_bytes(source.num_bytes)}."))
+        show_note(plain(f"A {source.kind.value}: {files}, {format_bytes(source.num_bytes)}."))
         by_step = not source.kind.is_snapshot and st.toggle(
             "One step per ProfilerStep",
             key="import by step",

@@ -25,13 +25,18 @@ from fsdp_inspect.result_types import (
     RunStatus,
 )
 from fsdp_inspect_app import loading
+from fsdp_inspect_app.banner import show_status
 from fsdp_inspect_app.cards import (
+    Tile,
     show_card,
     show_chart_card,
     show_csv_button,
     show_empty_card,
     show_headline,
+    show_note,
     show_table,
+    show_text,
+    show_tiles,
 )
 from fsdp_inspect_app.charts.live import draw_devices, draw_live_memory, draw_live_steps
 from fsdp_inspect_app.empty_states import show_no_runs, show_nothing
@@ -42,6 +47,7 @@ from fsdp_inspect_app.frames.live import (
 )
 from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.live_feed import look_at
+from fsdp_inspect_app.page_sheet import page_sheet
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     answer_or_stop,
@@ -49,6 +55,7 @@ from fsdp_inspect_app.selection import (
     follow,
     link,
     page_link,
+    run_name,
 )
 from fsdp_inspect_app.wording import describe_sharding, plain
 
@@ -77,9 +84,10 @@ def show_page(entry: RunEntry, run: Run) -> None:
 
 def _show_header(run: Run) -> None:
     with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
-        st.markdown(f"**{plain(run.id)}**", width="content")
-        is_recording = run.status is RunStatus.RUNNING
-        st.badge(run.status.value, color="blue" if is_recording else "gray")
+        entry = chosen_entry()
+        name = run.id if entry is None else run_name(entry.id)
+        st.markdown(f"**{plain(name)}**", width="content", help=plain(run.id))
+        show_status(entry, run.status)
         st.caption(plain(describe_sharding(run.manifest)), width="content")
 
 
@@ -128,6 +136,7 @@ def _wants_refresh() -> bool:
 
 def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
     """Show the headline, numbers, the last steps, memory, the machine and the ranks."""
+    page_sheet().start_last_part("live")
     answer = st.container()
     rank = _pick_rank(run, recorded)
     with answer:
@@ -135,7 +144,7 @@ def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
     if live is None:
         return
     if live.state not in _GOING_ON and not live.view.steps:
-        st.caption("The live streams no longer exist\\. The other pages show the recorded data\\.")
+        show_note("The live streams no longer exist\\. The other pages show the recorded data\\.")
         _show_ranks(live)
         return
     _show_tiles(live)
@@ -158,7 +167,7 @@ def _show_answer(entry: RunEntry, rank: int) -> LiveStatus | None:
         return None
     _rerun_on_news(entry, live)
     show_headline(plain(headline_live(live)))
-    st.markdown(plain(describe_live(live)))
+    show_text(plain(describe_live(live)))
     _show_problem(entry, live)
     if live.state not in _GOING_ON:
         _show_links()
@@ -196,8 +205,7 @@ def _show_tiles(live: LiveStatus) -> None:
         ("Allocated", format_bytes(memory[-1].allocated_bytes if memory else None)),
         *((one.name.capitalize(), f"{one.value:.4g}") for one in live.view.scalars[:1]),
     ]
-    for column, (name, value) in zip(st.columns(len(numbers)), numbers, strict=True):
-        column.metric(plain(name), value, border=True)
+    show_tiles([Tile(name, value) for name, value in numbers])
 
 
 def _show_steps(live: LiveStatus) -> None:

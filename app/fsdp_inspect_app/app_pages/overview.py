@@ -43,11 +43,14 @@ from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.advice_search import advice_of, default_wishes, known_advice
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
+    Tile,
     show_card,
     show_chart_card,
     show_empty_card,
     show_headline,
     show_table_button,
+    show_text,
+    show_tiles,
 )
 from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.drawn_chart import Click, show_chart
@@ -116,7 +119,7 @@ def _show_answer(entry: RunEntry, summary: Summary) -> None:
         with _line("Limited by" if verdict.because else "Verdict"):
             show_headline(plain(verdict.sentence))
         with _line("Because"):
-            st.markdown(plain(verdict.because or verdict.why), width="stretch")
+            show_text(plain(verdict.because or verdict.why), width="stretch")
             if summary.breakdown is not None:
                 page = page_of_limit(verdict)
                 shown = _evidence_of(page, summary.breakdown, summary)
@@ -137,14 +140,14 @@ def _show_what_to_do(entry: RunEntry, verdict: Verdict) -> None:
     """Show the first step to take; the page Advice and this line have one source."""
     first = next(iter(verdict.next_steps), "")
     if first != COMPARE_PLANS:
-        st.markdown(plain(name_run(first, str(entry.path))), width="stretch")
+        show_text(plain(name_run(first, str(entry.path))), width="stretch")
         return
     advice = known_advice(entry)
     if advice is not None:
-        st.markdown(plain(describe_recommendation(advice)), width="stretch")
+        show_text(plain(describe_recommendation(advice)), width="stretch")
         page_link("advice", "Open Advice", icon=":material/lightbulb:")
         return
-    st.markdown("Compare other sharding plans by simulation\\.", width="stretch")
+    show_text("Compare other sharding plans by simulation\\.", width="stretch")
     if st.button("Find the best change", icon=":material/lightbulb:", key="find-change"):
         advice_of(entry, default_wishes(entry))
         st.rerun()
@@ -168,10 +171,10 @@ def _show_next_steps(summary: Summary, run: str) -> None:
     steps = summary.verdict.next_steps
     with show_card("Details", key="verdict"):
         if summary.verdict.because:
-            st.markdown(plain(summary.verdict.why))
+            show_text(plain(summary.verdict.why))
         named = [step for step in steps if step != COMPARE_PLANS]
         if named:
-            st.markdown("\n".join(f"- {plain(name_run(step, run))}" for step in named))
+            show_text("\n".join(f"- {plain(name_run(step, run))}" for step in named))
         if COMPARE_PLANS in steps:
             page_link(
                 "advice", "Compare other sharding plans by simulation", icon=":material/lightbulb:"
@@ -214,24 +217,27 @@ def _show_key_numbers(summary: Summary) -> None:
     if tightest is not None:
         device = f"of {format_bytes(tightest.device_bytes)} on rank {tightest.rank}"
         numbers.append(("headroom_bytes", format_bytes(tightest.headroom_bytes), device))
-    for column, (name, value, detail) in zip(st.columns(len(numbers)), numbers, strict=True):
-        metric = find_metric(name)
-        column.metric(
-            metric.label.capitalize(),
-            value,
-            detail,
-            delta_color="off",
-            delta_arrow="off",
-            border=True,
-            height="stretch",
-            help=plain(define_metric(name, in_kernel_trace=summary.is_kernel_trace)),
-        )
-    origin = (
-        f"Typical step of rank {summary.median_rank}. Below the step time: p10 to p90. "
-        if times
-        else ""
+    origin = f"Typical step of rank {summary.median_rank}. " if times else ""
+    origins = {"step_time_ns": f"{origin}{summary.left_out.sentence} Below: p10 to p90."}
+    show_tiles(
+        [
+            Tile(
+                find_metric(name).label.capitalize(),
+                value,
+                detail,
+                ". ".join(
+                    filter(
+                        None,
+                        [
+                            define_metric(name, in_kernel_trace=summary.is_kernel_trace),
+                            origins.get(name),
+                        ],
+                    )
+                ),
+            )
+            for name, value, detail in numbers
+        ]
     )
-    st.caption(plain(origin + summary.left_out.sentence))
 
 
 def _memory_detail(summary: Summary) -> str | None:
@@ -252,7 +258,15 @@ def _show_step(summary: Summary) -> None:
         for part in breakdown.parts
         if part.duration_ns
     )
-    with show_card(f"Typical step: {format_ns(breakdown.step_time_ns)}", key="breakdown") as header:
+    note = (
+        f"Typical step of rank {breakdown.rank}: the mean over {len(breakdown.steps)} steps. The "
+        "parts add up. Hatching marks exposed waits. "
+        + wording.describe_provenance(
+            summary.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
+        )
+    )
+    title = f"Typical step: {format_ns(breakdown.step_time_ns)}"
+    with show_card(title, key="breakdown", note=note) as header:
         with header:
             show_table_button(
                 frame_breakdown(breakdown, in_kernel_trace=summary.is_kernel_trace),
@@ -265,21 +279,7 @@ def _show_step(summary: Summary) -> None:
             alt=f"One bar of {format_ns(breakdown.step_time_ns)} with the parts {parts}",
         )
         if summary.exposed is not None and summary.exposed.causes_ns:
-            st.markdown(_describe_causes(summary.exposed))
-        st.caption(
-            plain(
-                f"Typical step of rank {breakdown.rank}: the mean over "
-                f"{len(breakdown.steps)} steps. The parts add up. Hatching marks exposed waits. "
-                + wording.describe_provenance(
-                    summary.provenance,
-                    "step",
-                    "forward",
-                    "backward",
-                    "all_gather",
-                    "reduce_scatter",
-                )
-            )
-        )
+            show_text(_describe_causes(summary.exposed))
 
 
 def _show_dimensions(summary: Summary) -> None:
@@ -290,21 +290,19 @@ def _show_dimensions(summary: Summary) -> None:
     exposed = ", ".join(f"{row.dimension} {format_ns(row.exposed_ns)}" for row in step.dimensions)
     frame = frame_of(BreakdownCauses.DIMENSIONS, step.dimensions)
     title = f"Exposed waits by mesh dimension: {format_ns(step.exposed_ns)}"
-    with show_card(title, key="dimensions") as header:
+    inferred = [row.dimension for row in step.dimensions if row.is_inferred]
+    note = f" Inferred from ranks or names: {', '.join(inferred)}." if inferred else ""
+    note = (
+        f"Typical step of rank {step.rank}. The dimensions add up to the exposed communication of "
+        f"the step.{note}"
+    )
+    with show_card(title, key="dimensions", note=note) as header:
         with header:
             show_table_button(frame, key="dimensions", alt="Communication by mesh dimension")
         show_chart(
             draw_dimensions(step),
             key="dimensions",
             alt=f"One bar of {format_ns(step.exposed_ns)} with the dimensions {exposed}",
-        )
-        inferred = [row.dimension for row in step.dimensions if row.is_inferred]
-        note = f" Inferred from ranks or names: {', '.join(inferred)}." if inferred else ""
-        st.caption(
-            plain(
-                f"Typical step of rank {step.rank}. The dimensions add up to the exposed "
-                f"communication of the step.{note}"
-            )
         )
 
 
@@ -314,7 +312,7 @@ def _describe_causes(exposed: Exposed) -> str:
         f"{format_cause(cause)} **{plain(format_ns(duration))}**"
         for cause, duration in exposed.causes_ns.items()
     )
-    return f"Exposed waits by cause, total {plain(format_ns(exposed.exposed_ns))}: {causes}"
+    return f"By cause: {causes}"
 
 
 def _show_owners(waits: RankWaits | None, summary: Summary) -> None:
@@ -323,7 +321,12 @@ def _show_owners(waits: RankWaits | None, summary: Summary) -> None:
         show_empty_card("Exposed waits by unit", "No exposed wait.", key="owners")
         return
     top = exposed.owners[0]
-    with show_card("Exposed waits by unit", key="owners") as header:
+    note = (
+        f"Typical step of rank {exposed.rank}. Waits that overlap count for each unit, so the bars "
+        "may add up to more than the exposed communication of the step. Click a bar to open its "
+        "unit. " + wording.describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
+    )
+    with show_card("Exposed waits by unit", key="owners", note=note) as header:
         with header:
             show_table_button(
                 frame_of(RankWaits.TABLE, exposed.owners), key="owners", alt="Waits by unit"
@@ -338,14 +341,6 @@ def _show_owners(waits: RankWaits | None, summary: Summary) -> None:
         )
         for owner in exposed.owners[:_TOP_UNITS]:
             _show_owner(owner)
-        st.caption(
-            plain(
-                f"Typical step of rank {exposed.rank}. Waits that overlap count for each unit, so "
-                "the bars may add up to more than the exposed communication of the step. "
-                "Click a bar to open its unit. "
-                + wording.describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
-            )
-        )
 
 
 def _show_owner(owner: ExposedOwner) -> None:
@@ -356,7 +351,7 @@ def _show_owner(owner: ExposedOwner) -> None:
     facts += [f"mostly {format_cause(cause)}" for cause in list(owner.causes_ns)[:1]]
     sentence = plain(" " + " · ".join(facts))
     if owner.fqn is None:
-        st.markdown(plain(name_owner(owner)) + sentence)
+        show_text(plain(name_owner(owner)) + sentence)
         return
     name = format_unit(owner.fqn)
     page_link("units", f"{code(name)}{sentence}", icon=":material/stacks:", **{UNIT_KEY: name})

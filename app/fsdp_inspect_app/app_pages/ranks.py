@@ -13,6 +13,7 @@ from fsdp_inspect.analysis.mesh_grid import default_axes, measure_mesh_grid
 from fsdp_inspect.analysis.rank_grid import measure_rank_grid
 from fsdp_inspect.analysis.rank_sets import list_axes
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import ranks_wording
@@ -33,12 +34,16 @@ from fsdp_inspect.result_types import (
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
+    Tile,
     column_formats,
     show_card,
     show_chart_card,
     show_csv_button,
     show_headline,
+    show_note,
     show_table,
+    show_text,
+    show_tiles,
 )
 from fsdp_inspect_app.charts.ranks import draw_grid, draw_mesh_grid, draw_rank_steps
 from fsdp_inspect_app.drawn_chart import Click, show_chart
@@ -52,7 +57,6 @@ from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
-    answer_or_stop,
     entry_or_stop,
     follow,
     link,
@@ -79,7 +83,11 @@ def show_page(entry: RunEntry, run: Run) -> None:
     """Show the headline, the map of ranks and steps, one rank, all ranks, and skews."""
     summary = run.summary()
     show_run_header(run.manifest, summary)
-    ranks = answer_or_stop(entry, loading.read_ranks)
+    try:
+        ranks = loading.read_ranks(entry)
+    except FsdpInspectError as error:
+        _show_without_comparison(entry, summary, error)
+        return
     answer = st.container()
     left, right = st.columns([3, 2], vertical_alignment="bottom")
     with left:
@@ -100,19 +108,31 @@ def show_page(entry: RunEntry, run: Run) -> None:
     _show_all(ranks, run.id, rank)
 
 
+def _show_without_comparison(entry: RunEntry, summary: Summary, error: FsdpInspectError) -> None:
+    """Show why the ranks cannot be compared, and their step times."""
+    show_headline("The ranks cannot be compared\\.")
+    st.error(plain(str(error)), icon=":material/error:")
+    try:
+        grid = loading.result_of(entry, measure_rank_grid, metric="step_time_ns")
+    except FsdpInspectError:
+        return
+    _show_grid(grid, summary, None, None)
+
+
 def _show_answer(ranks: Ranks, rank: int | None, row: RankRow | None) -> None:
     answer, *details = ranks_wording.describe_answer(ranks)
     if row is not None:
         show_headline(plain(ranks_wording.describe_rank(row)))
-        st.markdown(plain(answer))
+        show_text(plain(answer))
         return
     if rank is not None:
         show_headline(plain(f"Rank {rank} has no timed step yet."))
-        st.markdown(plain(answer))
+        show_text(plain(answer))
         return
     show_headline(plain(answer))
     if details:
-        st.markdown("\n".join(f"- {plain(line)}" for line in details))
+        with st.expander("Details"):
+            show_text("\n".join(f"- {plain(line)}" for line in details))
     if ranks.straggler is not None:
         straggler = ranks.straggler.rank
         page_link(
@@ -160,7 +180,7 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
     metric = find_metric(grid.metric)
     if grid.highest is None:
         with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
-            st.caption(plain(_why_empty(grid)))
+            show_note(plain(_why_empty(grid)))
         return
     highest = grid.highest
     amount = format_metric(grid.metric, highest.value)
@@ -169,7 +189,13 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
         if len(grid.ranks) == grid.num_all_ranks
         else f"a sample of {len(grid.ranks)} of {grid.num_all_ranks} ranks"
     )
-    with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
+    note = (
+        f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
+        f"{len(grid.steps)} steps. Highest in a timed step: {amount}, rank {highest.rank}, step "
+        f"{highest.step}. Colors span the 1st to the 99th percentile of timed steps. Click a cell "
+        "to open its rank and step. " + wording.describe_provenance(summary.provenance, "step")
+    )
+    with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid", note=note):
         show_chart(
             draw_grid(grid, rank=rank, step=step),
             key="rank-grid",
@@ -183,15 +209,6 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
             icon=":material/search:",
             rank=highest.rank,
             step=highest.step,
-        )
-        st.caption(
-            plain(
-                f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
-                f"{len(grid.steps)} steps. Highest in a timed step: {amount}, rank {highest.rank}, "
-                f"step {highest.step}. Colors span the 1st to the 99th percentile of timed steps. "
-                "Click a cell to open its rank and step. "
-                + wording.describe_provenance(summary.provenance, "step")
-            )
         )
         _show_grid_table(grid)
 
@@ -210,13 +227,13 @@ def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
         usual = second if second in others else others[0]
         columns = _pick_axis(right, "Columns", "mesh columns", others, usual)
         grid = loading.result_of(entry, _measure_mesh, metric=measure, rows=rows, columns=columns)
-        st.markdown(plain(ranks_wording.describe_location(grid)))
+        show_text(plain(ranks_wording.describe_location(grid)))
         show_chart(
             draw_mesh_grid(grid),
             key="mesh-grid",
             alt=f"A map of {label}: {rows} by {columns}. {ranks_wording.describe_location(grid)}",
         )
-        st.caption(
+        show_note(
             plain(
                 "Each cell is the median over its ranks, in their typical steps. A stage, group "
                 "or node is named only if each of its ranks is above all other ranks."
@@ -238,7 +255,7 @@ def _show_dimension_waits(ranks: Ranks) -> None:
         with header:
             show_csv_button(frame, key="dimension-waits")
         show_table(frame, key="dimension-waits-rows", alt="Late ranks, one row a dimension")
-        st.caption(
+        show_note(
             plain(
                 "A late rank makes its group wait along one dimension. Then the whole group is "
                 "late along the next one. No rank is named where the ranks are late in turns."
@@ -343,13 +360,17 @@ def _pick_step(entry: RunEntry, rank: int, closest: int | None) -> int | None:
 
 def _show_tiles(row: RankRow) -> None:
     names = [name for name in _TILES if getattr(row, name) is not None]
-    for column, name in zip(st.columns(len(names)), names, strict=True):
-        metric = find_metric(name)
-        column.metric(
-            metric.label.capitalize(),
-            format_metric(name, getattr(row, name)),
-            help=plain(metric.definition),
-        )
+    show_tiles(
+        [
+            Tile(
+                find_metric(name).label.capitalize(),
+                format_metric(name, getattr(row, name)),
+                definition=find_metric(name).definition,
+            )
+            for name in names
+        ],
+        border=False,
+    )
 
 
 def _show_links(rank: int, step: int | None) -> None:
@@ -369,7 +390,7 @@ def _show_rank_steps(grid: RankGrid, rank: int) -> None:
     metric = find_metric(grid.metric)
     if grid.of_rank(rank) is None:
         with show_card(f"{metric.label.capitalize()} over steps", key="rank-steps"):
-            st.caption(plain(f"Unknown for rank {rank}: {_why_empty(grid)}"))
+            show_note(plain(f"Unknown for rank {rank}: {_why_empty(grid)}"))
         return
     show_chart_card(
         f"{metric.label.capitalize()} over steps",
@@ -434,7 +455,7 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
             key=_TABLE_KEY,
             alt="The ranks, one row each",
         )
-        st.caption(
+        show_note(
             plain(f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank.")
         )
     if ranks.skews:
@@ -457,7 +478,7 @@ def _show_skews(ranks: Ranks) -> None:
         show_table(
             skews, key="skews-table", alt="Skew and transfer, one row for each kind of collective"
         )
-        st.caption(
+        show_note(
             plain(
                 f"Skew: {find_metric('skew_ns').definition}. Medians over the sampled collectives."
             )

@@ -1,6 +1,6 @@
 """Page Runs: all runs of the folder with their key numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 import streamlit as st
@@ -11,8 +11,21 @@ from fsdp_inspect.result_types import RunEntry, RunStatus
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headline
 from fsdp_inspect_app.empty_states import show_no_runs
-from fsdp_inspect_app.frames.runs import BASELINE_SUFFIX, frame_runs, matching_runs
+from fsdp_inspect_app.frames.runs import (
+    BASELINE_SUFFIX,
+    NAME_COLUMN,
+    frame_runs,
+    matching_runs,
+    notes_of,
+)
+from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
 from fsdp_inspect_app.pages import find_page
+from fsdp_inspect_app.run_notes import (
+    read_notes,
+    show_failed_note,
+    show_note_button,
+    show_star_button,
+)
 from fsdp_inspect_app.selection import (
     BASELINE_KEY,
     PIN_KEY,
@@ -20,9 +33,11 @@ from fsdp_inspect_app.selection import (
     page_link,
     remember,
     remembered,
+    run_name,
     switch_page,
 )
 from fsdp_inspect_app.summaries import LOOK_AGAIN_S, KnownRuns, summaries_of
+from fsdp_inspect_app.user_store import RunNote
 from fsdp_inspect_app.wording import code, plain
 
 _PATIENCE_S = 0.5
@@ -30,7 +45,7 @@ _LOOK_AGAIN_S = 1.0
 _MOST_COMPARED = 8
 _MOST_REASONS = 50
 _MOST_NAMED = 5
-_NAME_COLUMN = "run"
+_NAME_PX = 240
 
 
 def show_page() -> None:
@@ -42,43 +57,42 @@ def show_page() -> None:
         _show_foreign(foreign)
         return
     found = summaries_of(str(loading.runs_folder())).find(entries, patience_s=_PATIENCE_S)
-    show_headline(_answer(entries, found))
+    show_headline(_answer(found))
     _show_foreign(foreign)
-    _show_problems(found)
+    _show_problems({**found.problems, **_without_manifest()})
     wanted = st.text_input(
-        "Search",
-        placeholder="name, model, plan, tag, status",
+        f"Search {len(entries)} {'run' if len(entries) == 1 else 'runs'}",
+        placeholder="name, model, plan, tag, status, note, starred",
         key="search",
         icon=":material/search:",
         bind="query-params",
     )
-    matching = matching_runs(entries, found, wanted)
+    notes = notes_of(entries, read_notes())
+    matching = matching_runs(entries, found, wanted, notes)
     if not matching:
-        st.info("No run matches. The search looks at names, models, plans, tags and status.")
+        st.info("No run matches. The search looks at names, models, plans, tags, status and notes.")
         return
-    _show_list(matching, found)
+    show_failed_note()
+    _show_list(matching, found, notes)
     if not found.is_complete:
         _show_progress(entries)
     elif running := [entry for entry in matching if _is_running(entry, found)]:
         _refresh_running(running, found)
 
 
-def _answer(entries: Sequence[RunEntry], found: KnownRuns) -> str:
-    count = f"{len(entries)} {'run' if len(entries) == 1 else 'runs'}"
+def _answer(found: KnownRuns) -> str:
     timed = {
         run: row.summary.step_time_ns
         for run, row in found.rows.items()
         if row.summary.step_time_ns is not None
     }
     if not timed:
-        return plain(f"{count}, none with a timed step yet.")
+        return "No run has a timed step yet\\."
     fastest = min(timed, key=lambda run: timed[run])
-    if len(timed) == 1:
-        return (
-            f"{plain(count)}: {code(fastest)} takes {plain(format_ns(timed[fastest]))} per step\\."
-        )
     step = plain(format_ns(timed[fastest]))
-    return f"{plain(count)}\\. Fastest: {code(fastest)}, {step} per step\\."
+    if len(timed) == 1:
+        return f"{code(run_name(fastest))} takes {step} per step\\."
+    return f"Fastest run: {code(run_name(fastest))}, {step} per step\\."
 
 
 def _show_foreign(foreign: Sequence[str]) -> None:
@@ -94,13 +108,22 @@ def _show_foreign(foreign: Sequence[str]) -> None:
         )
 
 
-def _show_problems(found: KnownRuns) -> None:
+def _without_manifest() -> dict[str, str]:
+    """The problem of each folder with attempts of a run, but without `run.json`."""
+    return dict.fromkeys(
+        loading.list_without_manifest(),
+        "run.json is missing. Expected it next to the folders of the attempts. Copy it from the "
+        "machine that recorded the run.",
+    )
+
+
+def _show_problems(problems: Mapping[str, str]) -> None:
     """Show the number of unreadable runs; opening the line shows the reasons."""
-    count = len(found.problems)
+    count = len(problems)
     if count:
         words = f"{count} {'run' if count == 1 else 'runs'} cannot be read"
         with st.expander(words, icon=":material/warning:", key="unreadable-runs"):
-            for run, problem in list(found.problems.items())[:_MOST_REASONS]:
+            for run, problem in list(problems.items())[:_MOST_REASONS]:
                 st.markdown(f"{code(run)}: {plain(problem)}")
 
 
@@ -108,27 +131,28 @@ def _and_more(count: int) -> str:
     return f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
 
 
-def _show_list(matching: Sequence[RunEntry], found: KnownRuns) -> None:
+def _show_list(
+    matching: Sequence[RunEntry], found: KnownRuns, notes: Mapping[str, RunNote]
+) -> None:
     ids = {entry.id for entry in loading.list_entries()}
     pinned = remembered(PIN_KEY, ids)
     baseline = next(iter(remembered(BASELINE_KEY, ids)), None)
-    ordered = sorted(matching, key=lambda entry: (entry.id != baseline, entry.id not in pinned))
-    frame = frame_runs(ordered, found, baseline=baseline, pinned=pinned)
+    starred = {run for run, note in notes.items() if note.is_starred}
+    ordered = sorted(
+        matching,
+        key=lambda entry: (entry.id != baseline, entry.id not in pinned, entry.id not in starred),
+    )
+    frame = frame_runs(ordered, found, notes, loading.run_names(), baseline, pinned)
     actions = st.container(horizontal=True, vertical_alignment="center", key="run-actions")
-    chosen = _show_table(frame)
+    page_sheet().add(SheetTable(frame))
+    chosen = _show_table(frame, [entry.id for entry in ordered])
     with actions:
         _show_actions(chosen, pinned, baseline)
-    st.caption(
-        "Step time and exposed communication: typical step of the median rank; measured, unless "
-        "the source says otherwise. Peak: the rank with the highest peak. Changes below 10% may "
-        "be process noise; Compare tests them."
-    )
     show_csv_button(frame, key="runs")
 
 
-def _show_table(frame: pd.DataFrame) -> list[str]:
+def _show_table(frame: pd.DataFrame, ids: Sequence[str]) -> list[str]:
     """Show the list and return the ids of the chosen rows. A click on a name opens the run."""
-    ids = [str(run) for run in frame[_NAME_COLUMN]]
     asked = set(remembered(WITH_KEY, ids))
     # Rows are known by their positions, so a listing in another order is another table.
     key = f"listing-{hash(tuple(ids))}"
@@ -156,7 +180,9 @@ def _show_table(frame: pd.DataFrame) -> list[str]:
                 "last. Each line has its own scale.",
             ),
             "recorded (UTC)": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm"),
-            _NAME_COLUMN: st.column_config.TextColumn(pinned=True, help="Click to open"),
+            NAME_COLUMN: st.column_config.TextColumn(
+                pinned=True, width=_NAME_PX, help="Click to open"
+            ),
         },
         placeholder=MISSING,
         alt="The runs, one row each",
@@ -165,7 +191,7 @@ def _show_table(frame: pd.DataFrame) -> list[str]:
     chosen = [ids[row] for row in selection["rows"] if row < len(ids)]
     remember(WITH_KEY, chosen)
     for row, column in selection["cells"]:
-        if column == _NAME_COLUMN and row < len(ids):
+        if column == NAME_COLUMN and row < len(ids):
             switch_page(_first_page(ids[row]), run=ids[row])
     return chosen
 
@@ -195,7 +221,8 @@ def _show_actions(chosen: Sequence[str], pinned: Sequence[str], baseline: str | 
         )
     if len(chosen) == 1:
         first = find_page(_first_page(chosen[0]))
-        page_link(first.name, f"Open {code(chosen[0])}", icon=first.icon, run=chosen[0])
+        name = code(run_name(chosen[0]))
+        page_link(first.name, f"Open {name}", icon=first.icon, run=chosen[0])
     compared = _compared(chosen, baseline)
     if len(compared) > _MOST_COMPARED:
         st.caption(f"{len(compared)} runs chosen. Compare at most {_MOST_COMPARED}.")
@@ -219,6 +246,17 @@ def _show_actions(chosen: Sequence[str], pinned: Sequence[str], baseline: str | 
     elif chosen:
         rest = [run for run in pinned if run not in chosen]
         st.button("Unpin", on_click=remember, args=(PIN_KEY, rest), key="unpin")
+    _show_note_actions(chosen)
+
+
+def _show_note_actions(chosen: Sequence[str]) -> None:
+    """Show the buttons that star the chosen runs, and change the note of a single one."""
+    known = {entry.id: entry.run_id for entry in loading.list_entries()}
+    run_ids = [known[run] for run in chosen if known.get(run)]
+    notes = read_notes()
+    show_star_button(run_ids, notes, key="list")
+    if len(run_ids) == 1:
+        show_note_button(run_ids[0], notes, key="list")
 
 
 def _compared(chosen: Sequence[str], baseline: str | None) -> list[str]:

@@ -83,7 +83,9 @@ def show_page(entry: RunEntry, run: Run, outline: RunHeading) -> None:
     try:
         tracks = loading.timeline_of(entry, step=step, ranks=ranks)
     except FsdpInspectError as error:
-        answer.error(plain(str(error)))
+        with answer:
+            show_headline("This step cannot be drawn\\.")
+            st.error(plain(str(error)), icon=":material/error:")
         return
     tracks = replace(tracks, title=_HEADINGS.get(run.manifest.source, ""))
     drawn = tuple(one.rank for one in tracks.timeline.ranks)

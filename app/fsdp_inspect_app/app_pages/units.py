@@ -11,18 +11,13 @@ from fsdp_inspect.report.charts.results import UNIT_MEASURES, draw_units
 from fsdp_inspect.result_types import RunEntry, Summary, UnitCost, UnitCosts
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
-from fsdp_inspect_app.cards import (
-    column_formats,
-    show_card,
-    show_csv_button,
-    show_headline,
-)
+from fsdp_inspect_app.cards import column_formats, show_card, show_csv_button, show_headline
 from fsdp_inspect_app.drawn_chart import show_chart
 from fsdp_inspect_app.finding_list import find_waits
 from fsdp_inspect_app.frames.values import frame_of
+from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
 from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, open_unit
 from fsdp_inspect_app.unit_page import show_unit
-from fsdp_inspect_app.wording import plain
 
 _MEASURE_KEY = "bars"
 _MOST_BARS = 28
@@ -66,7 +61,8 @@ def _show_bars(summary: Summary) -> None:
     chosen = st.segmented_control("Measure", list(names), required=True, key=_MEASURE_KEY)
     measure = chosen or "exposed"
     link(_MEASURE_KEY, measure)
-    with show_card(UNIT_MEASURES[measure], key="units-bars"):
+    note = f"{_describe_numbers(summary)} Click a bar to open its unit."
+    with show_card(UNIT_MEASURES[measure], key="units-bars", note=note):
         # Many bars scroll inside their card, so that the table stays near.
         scrolls = len(summary.units) > _MOST_BARS
         with st.container(height=_BARS_HEIGHT if scrolls else "content", border=False):
@@ -78,7 +74,6 @@ def _show_bars(summary: Summary) -> None:
                 "in order of execution; the table below has the numbers",
                 on_click=lambda click: open_unit(click.pick(fqns)),
             )
-        st.caption(plain(f"{_describe_numbers(summary)} Click a bar to open its unit."))
 
 
 def _describe_numbers(summary: Summary) -> str:
@@ -93,9 +88,11 @@ def _describe_numbers(summary: Summary) -> str:
 
 def _show_table(summary: Summary) -> None:
     frame = frame_of(UnitCosts.TABLE, summary.units)
-    with show_card("All units", key="units-table") as header:
+    note = f"Click a unit to open it. Bus bandwidth: {find_metric('bus_bytes_per_s').definition}."
+    with show_card("All units", key="units-table", note=note) as header:
         with header:
             show_csv_button(frame, key="units")
+        page_sheet().add(SheetTable(frame))
         state = st.dataframe(
             frame,
             hide_index=True,
@@ -108,12 +105,6 @@ def _show_table(summary: Summary) -> None:
             selection_mode="single-cell",
             placeholder=MISSING,
             alt="Units, one row each",
-        )
-        st.caption(
-            plain(
-                "Click a unit to open it. Bus bandwidth: "
-                f"{find_metric('bus_bytes_per_s').definition}."
-            )
         )
     for row, column in state["selection"]["cells"]:
         if column == _UNIT_COLUMN and row < len(summary.units):

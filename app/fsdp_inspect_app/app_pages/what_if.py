@@ -29,12 +29,15 @@ from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
+    Tile,
     show_card,
     show_chart_card,
     show_csv_button,
     show_empty_card,
     show_headline,
+    show_note,
     show_table,
+    show_tiles,
 )
 from fsdp_inspect_app.charts.stacks import draw_peaks, draw_steps
 from fsdp_inspect_app.code_block import show_code
@@ -56,6 +59,7 @@ from fsdp_inspect_app.knobs import (
     node_link_of,
     recorded_values,
 )
+from fsdp_inspect_app.page_sheet import page_sheet
 from fsdp_inspect_app.plan_links import unpack_plan
 from fsdp_inspect_app.selection import entry_or_stop, page_link
 from fsdp_inspect_app.timeline.component import show_timeline
@@ -82,7 +86,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
 def _show_refusal(reason: str) -> None:
     show_headline("This run cannot be simulated\\.")
     st.info(plain(reason), icon=":material/info:")
-    st.caption(
+    show_note(
         "The simulation requires recorded units, collectives and compute\\. Imported traces, and "
         "runs without a timed step, do not have them\\. Record the job:"
     )
@@ -92,6 +96,7 @@ def _show_refusal(reason: str) -> None:
 @st.fragment
 def _show_bench(entry: RunEntry, run: Run, bench: PreparedRun) -> None:
     """Show the settings and all results; a changed setting reruns only this part of the page."""
+    page_sheet().start_last_part("bench")
     answer = st.container()
     start, problem = _linked_plan(run.manifest)
     left, right = st.columns([2, 5], gap="medium")
@@ -115,7 +120,7 @@ def _show_bench(entry: RunEntry, run: Run, bench: PreparedRun) -> None:
         _show_keep(entry, simulation, chosen, knobs, is_linked=start is not None)
     _show_timelines(entry, run, simulation)
     _show_units(simulation)
-    st.caption(plain(describe_simulation(simulation)))
+    show_note(plain(describe_simulation(simulation)))
 
 
 def _linked_plan(manifest: RunManifest) -> tuple[Plan | None, PlanError | None]:
@@ -146,7 +151,7 @@ def _show_knobs(
     chosen: dict[str, str] = {}
     with show_card("Plan and network", key="knobs"):
         if is_linked:
-            st.caption("Changes of the plan in the address\\.")
+            show_note("Changes of the plan in the address\\.")
             page_link("what_if", "Use the recorded plan", icon=":material/undo:")
         for name, knobs, is_open in groups:
             turned = any(knob.name in st.query_params for knob in knobs)
@@ -156,7 +161,7 @@ def _show_knobs(
                     if text is not None:
                         chosen[knob.name] = text
                 if knobs is KNOBS_OF_NETWORK:
-                    st.caption(plain(_describe_network(bench.work)))
+                    show_note(plain(_describe_network(bench.work)))
         all_knobs = [knob for _, knobs, _ in groups for knob in knobs]
         st.button(
             "Reset",
@@ -218,18 +223,7 @@ def _show_numbers(simulation: Simulation) -> None:
             f"recorded step {format_ns(simulation.recorded_step_ns)}.",
         ),
     )
-    columns = st.columns([5, 4, 4, 4])
-    for column, (name, value, detail, words) in zip(columns, numbers, strict=True):
-        column.metric(
-            name,
-            value,
-            detail,
-            delta_color="off",
-            delta_arrow="off",
-            border=True,
-            height="stretch",
-            help=plain(words),
-        )
+    show_tiles([Tile(*number) for number in numbers])
 
 
 def _show_steps(simulation: Simulation) -> None:
@@ -280,9 +274,9 @@ def _show_timelines(entry: RunEntry, run: Run, simulation: Simulation) -> None:
         drawn = draw_events(after.events, rank=simulation.rank)
         named = run.manifest.model_copy(update={"units": list(after.event_units)})
         tracks.append(TrackSet(drawn, named, title="This plan, predicted"))
-    with show_card("Recorded and predicted timeline", key="timelines"):
+    note = "Both start at 0 and zoom together. Hatching marks exposed waits."
+    with show_card("Recorded and predicted timeline", key="timelines", note=note):
         show_timeline(tracks, key="timelines")
-        st.caption("Both start at 0 and zoom together\\. Hatching marks exposed waits\\.")
 
 
 def _show_units(simulation: Simulation) -> None:
@@ -331,9 +325,9 @@ def _show_keep(
                 on_click="ignore",
                 help="fsdp-inspect verify compares the prediction with the run of the plan.",
             )
-        st.caption("The same numbers in a terminal. The address of this page has all settings:")
+        show_note("The same numbers in a terminal. The address of this page has all settings:")
         show_code(_command(entry, chosen, knobs, is_linked=is_linked), key="simulate")
-        st.caption("After the run of the plan:")
+        show_note("After the run of the plan:")
         show_code(
             f"fsdp-inspect verify {_PREDICTION_FILE} NEW_RUN --baseline "
             f"{shlex.quote(str(entry.path))}",

@@ -91,7 +91,7 @@ def _metric_row(metric: MetricComparison, labels: Sequence[str]) -> dict[str, An
     for label, value, judgement in others:
         is_same = value is not None and value == metric.values[0]
         row[label] = format_metric(metric.name, value)
-        row[f"{label} vs {labels[0]}"] = format_change(0 if is_same else judgement.change)
+        row[f"change to {label}"] = format_change(0 if is_same else judgement.change)
         row[f"verdict on {label}"] = describe_judgement(judgement)
     return row
 
@@ -154,7 +154,7 @@ def _frame_changes(
                     for label, value in zip(labels, values, strict=True)
                 },
                 **{
-                    f"{label} - {labels[0]} ({unit})": convert(change)
+                    f"change to {label} ({unit})": convert(change)
                     for label, change in zip(labels[1:], changes, strict=True)
                 },
             }

@@ -1,6 +1,6 @@
 """Build tables of all runs, and of the facts about one run."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -10,16 +10,26 @@ from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunManifest, Summ
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.frames.values import mib, ms
 from fsdp_inspect_app.summaries import KnownRuns, RunRow
+from fsdp_inspect_app.user_store import RunNote
 
-BASELINE_MARK, PIN_MARK = "baseline", "pinned"
+NAME_COLUMN, FOLDER_COLUMN = "run", "folder"
+BASELINE_MARK, PIN_MARK, STAR_MARK = "baseline", "pinned", "starred"
 BASELINE_SUFFIX = "vs baseline"
 READING, UNREADABLE = "being read", "unreadable"
+_DEFINITIONS = {
+    "step time (ms)": "Typical step of the median rank; measured, unless the source says otherwise",
+    "exposed (ms)": "Exposed communication of the typical step of the median rank",
+    "peak allocated (MiB)": "Of the rank with the highest peak",
+    "step time vs baseline": "Changes below 10% may be process noise; Compare tests them",
+    FOLDER_COLUMN: "Path of the run below the folder of runs",
+}
 
 
 def frame_runs(
     entries: Sequence[RunEntry],
     found: KnownRuns,
-    *,
+    notes: Mapping[str, RunNote],
+    names: Mapping[str, str],
     baseline: str | None = None,
     pinned: Collection[str] = (),
 ) -> pd.DataFrame:
@@ -28,31 +38,44 @@ def frame_runs(
     Args:
         entries: The runs, in the order of the rows.
         found: The known facts about the runs.
+        notes: The notes and stars by id; see `notes_of`.
+        names: The names of the runs by id.
         baseline: The id of the baseline. With it, the changes of the other runs are columns.
         pinned: The ids of marked runs.
     """
-    marks = {**dict.fromkeys(pinned, PIN_MARK), **({baseline: BASELINE_MARK} if baseline else {})}
+    starred = [run for run, note in notes.items() if note.is_starred]
+    marks = {**dict.fromkeys(starred, STAR_MARK), **dict.fromkeys(pinned, PIN_MARK)}
+    marks |= {baseline: BASELINE_MARK} if baseline else {}
     reference = found.rows[baseline].summary if baseline in found.rows else None
-    rows = [_run_row(entry, found, reference, marks) for entry in entries]
+    rows = [
+        {
+            NAME_COLUMN: names.get(entry.id, entry.id),
+            "mark": marks.get(entry.id, ""),
+            "note": notes[entry.id].text if entry.id in notes else "",
+            **_run_row(entry, found, reference),
+        }
+        for entry in entries
+    ]
     # Use the columns of a known run, also if the first rows are unknown runs.
     columns: list[str] = max((list(row) for row in rows), key=len, default=[])
     frame = pd.DataFrame(rows, columns=columns)
-    return frame if marks else frame.drop(columns="mark", errors="ignore")
+    unused = [name for name in ("mark", "note") if not frame.get(name, pd.Series()).any()]
+    frame = frame.drop(columns=unused, errors="ignore")
+    frame.attrs["definitions"] = {
+        name: words for name, words in _DEFINITIONS.items() if name in frame
+    }
+    return frame
 
 
-def _run_row(
-    entry: RunEntry, found: KnownRuns, reference: RunKeyNumbers | None, marks: dict[str, str]
-) -> dict[str, Any]:
+def _run_row(entry: RunEntry, found: KnownRuns, reference: RunKeyNumbers | None) -> dict[str, Any]:
     row = found.rows.get(entry.id)
     recorded = pd.Timestamp(entry.created_unix_ns) if entry.created_unix_ns else pd.NaT
-    known = {"run": entry.id, "mark": marks.get(entry.id, "")}
     if row is None:
         status = UNREADABLE if entry.id in found.problems else READING
-        return {**known, "status": status, "recorded (UTC)": recorded}
+        return {"status": status, "recorded (UTC)": recorded, FOLDER_COLUMN: entry.id}
     summary = row.summary
     changes = {} if reference is None else _change_columns(summary, reference)
     return {
-        **known,
         "status": summary.status,
         "step time (ms)": ms(summary.step_time_ns),
         "step times": [ms(value) for value in summary.step_times_ns] or None,
@@ -68,7 +91,7 @@ def _run_row(
         "parameters": row.num_parameters or None,
         "source": summary.source,
         "tags": ", ".join(row.tags),
-        "name": row.name,
+        FOLDER_COLUMN: entry.id,
     }
 
 
@@ -82,23 +105,43 @@ def _change_columns(summary: RunKeyNumbers, reference: RunKeyNumbers) -> dict[st
     }
 
 
-def matching_runs(entries: Sequence[RunEntry], found: KnownRuns, wanted: str) -> list[RunEntry]:
-    """The runs that have every wanted word: in id, name, model, plan, tags, status or source."""
+def notes_of(entries: Sequence[RunEntry], notes: Mapping[str, RunNote]) -> dict[str, RunNote]:
+    """The notes and stars of the listed runs by their ids in the listing.
+
+    Args:
+        entries: The listed runs.
+        notes: All notes and stars by the id that the recorder gave the run.
+    """
+    return {entry.id: notes[entry.run_id] for entry in entries if entry.run_id in notes}
+
+
+def matching_runs(
+    entries: Sequence[RunEntry],
+    found: KnownRuns,
+    wanted: str,
+    notes: Mapping[str, RunNote],
+) -> list[RunEntry]:
+    """The runs that have every wanted word: in id, name, model, plan, tags, status or note."""
     words = wanted.lower().split()
     if not words:
         return list(entries)
     return [
         entry
         for entry in entries
-        if all(word in _searched(entry, found.rows.get(entry.id)) for word in words)
+        if all(
+            word in _searched(entry, found.rows.get(entry.id), notes.get(entry.id))
+            for word in words
+        )
     ]
 
 
-def _searched(entry: RunEntry, row: RunRow | None) -> str:
-    if row is None:
-        return entry.id.lower()
-    facts = (row.name, row.model, row.plan, *row.tags, row.summary.status, row.summary.source)
-    return " ".join((entry.id, *facts)).lower()
+def _searched(entry: RunEntry, row: RunRow | None, note: RunNote | None) -> str:
+    facts = [entry.id, entry.name, entry.run_id]
+    if note is not None:
+        facts += [note.text, STAR_MARK if note.is_starred else ""]
+    if row is not None:
+        facts += [row.model, row.plan, *row.tags, row.summary.status, row.summary.source]
+    return " ".join(facts).lower()
 
 
 def frame_about(manifest: RunManifest, summary: Summary) -> pd.DataFrame:

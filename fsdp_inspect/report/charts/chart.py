@@ -27,7 +27,7 @@ def draw_several(charts: Iterable[tuple[str, str, Chart | None]]) -> Chart:
     """Small charts beside each other: a title, the text in bold after it, and the chart of each."""
     shown = [(title, bold, chart) for title, bold, chart in charts if chart is not None]
     markup = "".join(
-        f"<div><h4>{text(title)} <b>{text(bold)}</b></h4>{chart.markup}</div>"
+        f"<div><h3>{text(title)} <b>{text(bold)}</b></h3>{chart.markup}</div>"
         for title, bold, chart in shown
     )
     plots = tuple(plot for _, _, chart in shown for plot in chart.plots)

@@ -1,6 +1,6 @@
 """Collect the results that an HTML report shows for one run or for several."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.analysis.damage import try_measure
@@ -69,17 +69,19 @@ def read_comparison(
     given: Sequence[RunSource | Sequence[RunSource]],
     *,
     digest: Callable[[RunSource], Summary] = measure_summary,
+    names: Mapping[str, str] | None = None,
 ) -> ComparisonContents:
     """Compare runs, or sides of repeated runs; the first is the reference.
 
     Args:
         given: As for `comparison.comparison.compare_runs`.
         digest: Returns the summary of a run; a caller can return a cached one.
+        names: Names of the runs by run id, which label the sides; default `A`, `B`, ...
 
     Raises:
         ValueError: Fewer than two runs are given.
     """
-    sides = form_sides(given, digest=digest)
+    sides = form_sides(given, digest=digest, names=names)
     return ComparisonContents(
         comparison=compare_sides(sides),
         digests=tuple(side.median_run.digest for side in sides),

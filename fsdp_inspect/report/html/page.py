@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template, pass_context
 from jinja2.runtime import Context
 from markupsafe import Markup
 
@@ -109,6 +109,11 @@ def describe_page(page: str, path: Path, runs: Sequence[str]) -> WrittenReport:
     return WrittenReport(str(path), len(page.encode()), tuple(runs), tuple(sections))
 
 
+def find_template(name: str) -> Template:
+    """One of the templates of the reports."""
+    return _environment().get_template(name)
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -129,6 +134,7 @@ def _environment() -> Environment:
             formatting.format_owner(owned.fqn, owned.is_fsdp, owned.dimension)
         ),
         "name": _one_line,
+        "markup": Markup,
         "kind": format_kind,
         "words": lambda name: name.replace("_", " "),
         "method": format_method,

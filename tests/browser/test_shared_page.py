@@ -1,0 +1,75 @@
+"""A page is saved as one file that opens without a network, with its tables and charts."""
+
+import pytest
+from fsdp_inspect_app.run_names import name_runs
+
+from fsdp_inspect.store.folder import list_runs
+
+pytestmark = pytest.mark.browser
+
+DRAWN = "document.querySelectorAll('.chart svg, .chart .chart-fill').length"
+
+
+def save(dashboard, path):
+    with dashboard.page.expect_download() as download:
+        dashboard.page.get_by_role("button", name="Download page").click()
+    download.value.save_as(path)
+
+
+@pytest.fixture
+def open_file(browser):
+    contexts = []
+
+    def open_it(path):
+        contexts.append(browser.new_context(offline=True, viewport={"width": 1024, "height": 900}))
+        page = contexts[-1].new_page()
+        page.asked = []
+        page.on("console", lambda message: page.asked.append(message.text))
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_it
+    for context in contexts:
+        context.close()
+
+
+def test_a_saved_page_shows_what_the_page_shows(server, tab, recorded_runs, open_file, tmp_path):
+    dashboard = tab(server)
+    run = list_runs(recorded_runs)[0]
+    name = name_runs([run])[run.id]
+    dashboard.open("overview", run=run.id)
+    headline, charts = dashboard.headline(), dashboard.page.locator(".chart").count()
+    titles = dashboard.page.locator("[data-testid=stMain] h2").all_inner_texts()
+    save(dashboard, tmp_path / "page.html")
+    page = open_file(tmp_path / "page.html")
+    assert page.title() == f"Overview - {name} - FSDP Inspect"
+    assert page.locator("h1").inner_text() == headline
+    shown = page.locator("h2").all_inner_texts()
+    assert [title for title in titles if title not in shown] == []
+    assert page.locator(".chart").count() == charts > 0
+    assert page.evaluate(DRAWN) > charts
+    assert page.locator("table").count() >= charts
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1024
+    assert page.asked == [(tmp_path / "page.html").as_uri()]
+
+
+@pytest.mark.slow
+def test_a_saved_page_holds_the_current_settings_and_hostile_names(
+    states_server, tab, open_file, tmp_path
+):
+    dashboard = tab(states_server)
+    dashboard.open("what_if", run="hostile")
+    titles = dashboard.page.locator("[data-testid=stMain] h2").all_inner_texts()
+    box = dashboard.page.get_by_role("combobox", name="Bandwidth").first
+    if box.count():
+        box.click()
+        dashboard.page.get_by_role("option").last.click()
+        dashboard.settle()
+    headline = dashboard.headline()
+    save(dashboard, tmp_path / "page.html")
+    page = open_file(tmp_path / "page.html")
+    assert page.locator("h1").inner_text() == headline
+    assert sorted(page.locator("h2").all_inner_texts()) == sorted(titles)
+    assert page.locator("main img, main script").count() == 0
+    assert page.asked == [(tmp_path / "page.html").as_uri()]
