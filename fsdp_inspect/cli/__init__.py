@@ -1,7 +1,7 @@
 """The `fsdp-inspect` command, with one file per subcommand. Only this package prints and exits.
 
 Exit codes: 0 success, 1 an error with a message, 2 an invalid command line, 130 Ctrl-C. Commands
-that judge (`check`, `diagnose`, `equivalence`) exit with 1 for a finding only. All their errors
+that judge (`check`, `diagnose`, `equivalence`, `plan`) exit with 1 for a finding only. All their errors
 have the exit code 2. A subcommand imports its modules when it runs, so `--help` is fast.
 """
 
@@ -20,7 +20,7 @@ FAILED = 1
 """Exit code of an error."""
 UNJUDGED = 2
 """Exit code of an error in a command that judges, where 1 means a finding."""
-JUDGING = frozenset({"check", "diagnose", "equivalence"})
+JUDGING = frozenset({"check", "diagnose", "equivalence", "plan"})
 TRACEBACK = "--traceback"
 
 

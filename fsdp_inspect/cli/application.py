@@ -23,6 +23,7 @@ from fsdp_inspect.cli.merge import merge
 from fsdp_inspect.cli.metrics import metrics
 from fsdp_inspect.cli.migrate import migrate
 from fsdp_inspect.cli.numerics import numerics
+from fsdp_inspect.cli.plan import plan
 from fsdp_inspect.cli.ranks import ranks
 from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.runs import runs
@@ -54,6 +55,7 @@ _COMMANDS = (
     verify,
     tune,
     forecast,
+    plan,
     check,
     import_,
     compact,

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdp_inspect.emulation.presets import PRESETS, Preset
 from fsdp_inspect.error_text import quote_all, suggest
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.formatting import format_bytes_per_s, format_ns
 from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
+from fsdp_inspect.trace.link_presets import PRESETS, Preset
 
 DEFAULT_LATENCY_NS = 20_000
 DEFAULT_GPUS_PER_NODE = 8

@@ -25,6 +25,12 @@ class Preset:
     """The same between nodes, per network card of one rank; None: one machine."""
     source: str
 
+    def ring_latency_ns(self, num_ranks: int, num_nodes: int) -> int:
+        """Latency of a ring of ranks that spans a number of nodes."""
+        step_ns = (self.intra[1] - COLLECTIVE_NS) // max(self.gpus_per_node - 1, 1)
+        within, between = num_ranks - num_nodes, num_nodes - 1
+        return COLLECTIVE_NS + within * step_ns + between * NETWORK_STEP_NS
+
     def __str__(self) -> str:
         rate, latency_ns = self.intra
         inside = f"{format_bytes_per_s(rate)}, {format_ns(latency_ns)}"
@@ -37,9 +43,11 @@ class Preset:
         )
 
 
-_NVLINK_RING_NS = 8_400 + 7 * 3_400
-_PCIE_PAIR_NS = 8_400 + 5_700
-_TWO_NODE_RING_NS = 8_400 + 14 * 3_400 + 14_000
+COLLECTIVE_NS = 8_400
+NETWORK_STEP_NS = 14_000
+_NVLINK_RING_NS = COLLECTIVE_NS + 7 * 3_400
+_PCIE_PAIR_NS = COLLECTIVE_NS + 5_700
+_TWO_NODE_RING_NS = COLLECTIVE_NS + 14 * 3_400 + NETWORK_STEP_NS
 
 PRESETS = {
     preset.name: preset

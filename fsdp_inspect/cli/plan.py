@@ -1,0 +1,178 @@
+"""`fsdp-inspect plan`: from a budget of GPUs and memory to a plan."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdp_inspect.cli.arguments import (
+    JsonOption,
+    open_stored_argument,
+    parse_memory,
+    print_renderable,
+    whole_number,
+)
+from fsdp_inspect.error_text import shorten
+from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
+
+if TYPE_CHECKING:
+    from fsdp_inspect.planning.machines import Calibration, Machine
+
+DEFAULT_SEQ_LEN = 8192
+NONE_FITS = 1
+
+
+def _count(text: str) -> float:
+    """Parse a number of tokens: `15e9`, `2T`, `4M`."""
+    scales = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    word = str(text).strip().upper()
+    scale = scales.get(word[-1:], 1.0)
+    try:
+        value = float(word[:-1] if scale > 1 else word) * scale
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < 1e18:
+        raise typer.BadParameter(
+            f"{shorten(str(text))!r} is not a number of tokens. Expected a number from 1, such as "
+            "15e9 or 15B."
+        )
+    return value
+
+
+def plan(  # noqa: PLR0913 - one argument an option
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A preset (tiny, small, llama-1b, llama-8b, llama-70b), or the config.json of a "
+            "Hugging Face model or its folder.",
+            metavar="MODEL",
+        ),
+    ],
+    gpus: Annotated[
+        int, typer.Option(help="Number of GPUs.", parser=whole_number(1, MAX_WORLD_SIZE))
+    ],
+    preset: Annotated[
+        str, typer.Option(help="The machines: h100-nvlink, h200-ib400, a100-eth100, rtx4090-pcie.")
+    ] = "h200-ib400",
+    tokens: Annotated[
+        float, typer.Option(help="Tokens of the training: 15e9, 15B.", parser=_count)
+    ] = "15e9",  # type: ignore[assignment]
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            help="Memory of one device. [default: that of the preset's GPU]",
+            metavar="AMOUNT",
+            parser=parse_memory,
+        ),
+    ] = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            help="Memory of one host. [default: no limit]", metavar="AMOUNT", parser=parse_memory
+        ),
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a sequence. [default: 8192, or less if the model's config says so]",
+            parser=whole_number(1, 1 << 24),
+        ),
+    ] = None,
+    batch_tokens: Annotated[
+        float | None,
+        typer.Option(
+            help="Tokens of a step over all GPUs: 4M. [default: free, without accumulation]",
+            parser=_count,
+        ),
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(help="GPUs of one node. [default: as in the preset]", parser=whole_number(1)),
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(help="Take compute times from this recorded run.", metavar="RUN"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write plan.toml, trainer.toml, accelerate.yaml and torchtitan.toml here.",
+            metavar="DIR",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace files of the same name in --out.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the fastest plan that fits a budget, before any run: memory, time, cost, energy.
+
+    It compares wrap, reshard, prefetch, checkpointing, offload, dtypes, HSDP, tensor parallelism
+    and batch size. Each value has an interval and its assumption. Exit code 0: a plan fits. 1: no
+    plan is certain to fit; the output states what is missing. 2: invalid input.
+
+    Example: `fsdp-inspect plan --model llama-70b --gpus 64 --preset h200-ib400 --memory 80GiB`
+    """
+    from fsdp_inspect.planning.candidates import Job
+    from fsdp_inspect.planning.capacity_plan import make_capacity_plan
+    from fsdp_inspect.planning.models import load_model
+    from fsdp_inspect.report.planning import render_plan
+
+    shape, longest = load_model(model)
+    machine = _machine(preset, gpus_per_node, memory, host_memory, calibrate)
+    job = Job(
+        model=shape,
+        gpus=gpus,
+        gpus_per_node=machine.speed.links.gpus_per_node,
+        seq_len=seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN),
+        tokens=tokens,
+        batch_tokens=None if batch_tokens is None else round(batch_tokens),
+    )
+    found = make_capacity_plan(job, machine, preset)
+    if as_json:
+        from fsdp_inspect.report.json import render_json
+
+        print(render_json(found))
+    else:
+        print_renderable(render_plan(found))
+    if out is not None and found.best is not None:
+        from fsdp_inspect.report.planning_files import write_settings
+
+        written, notes = write_settings(found, out, replaces=force)
+        print(f"Wrote {', '.join(str(path) for path in written)}", file=sys.stderr)
+        for note in notes:
+            print(note, file=sys.stderr)
+    if found.best is None:
+        raise typer.Exit(NONE_FITS)
+
+
+def _machine(
+    preset: str,
+    gpus_per_node: int | None,
+    memory: int | None,
+    host_memory: int | None,
+    calibrate: str | None,
+) -> "Machine":
+    from fsdp_inspect.error_text import suggest
+    from fsdp_inspect.planning.hardware import GPUS
+    from fsdp_inspect.planning.machines import make_machine
+
+    if preset not in GPUS:
+        raise typer.BadParameter(
+            f"Unknown preset {shorten(preset)!r}. {suggest(preset, list(GPUS), what='presets')} "
+            f"Expected one of {', '.join(GPUS)}.",
+            param_hint="--preset",
+        )
+    measured: Calibration | None = None
+    if calibrate is not None:
+        from fsdp_inspect.planning.calibration import measure_calibration
+
+        measured = measure_calibration(open_stored_argument(calibrate))
+    return make_machine(
+        preset,
+        gpus_per_node=gpus_per_node,
+        memory_bytes=memory,
+        host_bytes=host_memory,
+        calibration=measured,
+    )

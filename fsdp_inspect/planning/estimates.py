@@ -1,0 +1,53 @@
+"""Define a predicted value with its interval, its origin and the assumption it depends on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class Origin(StrEnum):
+    """The source of a predicted value."""
+
+    FORMULA = "formula"
+    """Closed-form sizes of tensors, and FSDP2's rules for buffers."""
+    FORECAST = "forecast"
+    """A step on fake tensors, byte by byte."""
+    SIMULATION = "simulation"
+    """A simulated step, with compute times from a roofline."""
+    CALIBRATED = "calibrated simulation"
+    """A simulated step, with compute times from a recorded run."""
+    DATASHEET = "datasheet"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value with the interval in which it is expected."""
+
+    value: float
+    low: float
+    high: float
+    origin: Origin
+    assumption: str
+    """The assumption that the interval depends on, in one sentence."""
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.value <= self.high:
+            raise ValueError(
+                f"Invalid interval: {self.value} is not between {self.low} and {self.high}."
+            )
+
+    def map(self, function: Callable[[float], float], assumption: str | None = None) -> "Estimate":
+        """The estimate of a monotonic function of the value.
+
+        Args:
+            function: Increasing or decreasing over the interval.
+            assumption: The assumption of the result; None: as before.
+        """
+        ends = sorted((function(self.low), function(self.high)))
+        return replace(
+            self,
+            value=function(self.value),
+            low=ends[0],
+            high=ends[1],
+            assumption=self.assumption if assumption is None else assumption,
+        )

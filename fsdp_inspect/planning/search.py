@@ -1,0 +1,222 @@
+"""Search the fastest candidate that fits, with bounds instead of simulation where they suffice.
+
+Candidates are sorted by a lower bound of their time for a token. A candidate whose memory bound
+exceeds the budget is rejected without a simulation. The search ends when the next bound is above
+the time of the slowest plan to report: no later candidate can be faster. So the best plan is the
+same as that of an exhaustive search.
+
+[Note: the simplest] Plans within 0.5% of each other differ by less than any prediction can show. Of
+the plans within 0.5% of the fastest one, the search takes the one with the fewest changed settings,
+then the one with the lowest peak.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fsdp_inspect.planning.bounds import bound
+from fsdp_inspect.planning.candidates import Candidate, Job, list_candidates
+from fsdp_inspect.planning.machines import Machine
+from fsdp_inspect.planning.prediction import (
+    FORMULA_RATIO,
+    Memory,
+    Prediction,
+    Verdict,
+    predict,
+    predict_memory,
+    step_ns,
+)
+
+NUM_RUNNERS_UP = 2
+ALIKE_RATIO = 0.005
+SLOWER = "slower"
+"""The reason of candidates that are slower than the reported plans. Whether they fit is unknown
+unless their bound showed it."""
+_MOST_EXAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Candidates that were rejected for one reason."""
+
+    reason: str
+    checkpointing: str
+    offload: bool
+    count: int
+    example: Prediction
+    """The candidate with the least memory, or of slower candidates the fastest."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The outcome of a search."""
+
+    best: Prediction | None
+    """None: no candidate is certain to fit."""
+    runners_up: tuple[Prediction, ...]
+    undecided: Prediction | None
+    """The fastest candidate that may fit, if it is faster than `best` or nothing fits; else None.
+    """
+    rejected: tuple[Rejection, ...]
+    num_candidates: int
+    num_simulated: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounded:
+    candidate: Candidate
+    ns_per_token: float
+    """A lower bound."""
+    bytes: float
+    """A lower bound of the allocated peak."""
+
+
+def search(
+    job: Job,
+    machine: Machine,
+    candidates: Sequence[Candidate] | None = None,
+    on_simulated: Callable[[int], object] = lambda _: None,
+) -> SearchResult:
+    """Find the fastest plans that fit.
+
+    Args:
+        job: The training.
+        machine: The machines and their budgets.
+        candidates: The candidates; None: all.
+        on_simulated: Called with the number of simulated candidates.
+    """
+    return _Search(job, machine, candidates, on_simulated).run()
+
+
+class _Search:
+    def __init__(
+        self,
+        job: Job,
+        machine: Machine,
+        candidates: Sequence[Candidate] | None,
+        on_simulated: Callable[[int], object],
+    ) -> None:
+        self._job, self._machine, self._on_simulated = job, machine, on_simulated
+        listed = list_candidates(job) if candidates is None else candidates
+        self._bounded = sorted(map(self._bound, listed), key=lambda each: each.ns_per_token)
+        self._reasons: dict[Candidate, str] = {}
+        self._fitting: dict[Candidate, tuple[float, Memory]] = {}
+        self._undecided: tuple[float, Candidate] | None = None
+
+    def run(self) -> SearchResult:
+        for number, each in enumerate(self._bounded):
+            if each.bytes > self._machine.memory_bytes:
+                self._reasons[each.candidate] = Verdict.DEVICE
+            elif each.ns_per_token > self._worst_reported():
+                self._reasons[each.candidate] = SLOWER
+            else:
+                self._simulate(each.candidate)
+                self._on_simulated(number)
+        chosen = self._choose()
+        for candidate in self._fitting:
+            if candidate not in chosen:
+                self._reasons[candidate] = SLOWER
+        predictions = [predict(self._job, self._machine, each) for each in chosen]
+        return SearchResult(
+            best=predictions[0] if predictions else None,
+            runners_up=tuple(predictions[1:]),
+            undecided=self._fastest_undecided(chosen),
+            rejected=tuple(self._group()),
+            num_candidates=len(self._bounded),
+            num_simulated=self._num_simulated,
+        )
+
+    def _bound(self, candidate: Candidate) -> _Bounded:
+        least = bound(self._job, candidate, self._machine.speed)
+        size = least.allocated_bytes * (1 - FORMULA_RATIO)
+        return _Bounded(
+            candidate,
+            least.step_ns / self._tokens(candidate),
+            size,
+        )
+
+    def _tokens(self, candidate: Candidate) -> int:
+        """Tokens of a step."""
+        ranks = self._job.gpus // candidate.tensor_parallel
+        return ranks * candidate.batch_size * candidate.microbatches * self._job.seq_len
+
+    _num_simulated = 0
+
+    def _simulate(self, candidate: Candidate) -> None:
+        self._num_simulated += 1
+        memory = predict_memory(self._job, self._machine, candidate)
+        if memory.verdict in (Verdict.DEVICE, Verdict.HOST):
+            self._reasons[candidate] = memory.verdict
+            return
+        time = step_ns(self._job, candidate, self._machine.speed) / self._tokens(candidate)
+        if memory.verdict is Verdict.FITS:
+            self._fitting[candidate] = (time, memory)
+            return
+        self._reasons[candidate] = memory.verdict
+        if self._undecided is None or time < self._undecided[0]:
+            self._undecided = (time, candidate)
+
+    def _worst_reported(self) -> float:
+        """The time for a token that a further candidate must beat."""
+        times = sorted(
+            min(time for candidate, (time, _) in self._fitting.items() if _kind(candidate) == kind)
+            for kind in {_kind(candidate) for candidate in self._fitting}
+        )
+        count = NUM_RUNNERS_UP + 1
+        return times[count - 1] * (1 + ALIKE_RATIO) if len(times) >= count else float("inf")
+
+    def _choose(self) -> list[Candidate]:
+        """The best plan of each of the fastest kinds. See [Note: the simplest]."""
+        chosen: list[Candidate] = []
+        left = dict(self._fitting)
+        while left and len(chosen) <= NUM_RUNNERS_UP:
+            fastest = min(time for time, _ in left.values())
+            alike = [each for each in left if left[each][0] <= fastest * (1 + ALIKE_RATIO)]
+            pick = min(alike, key=lambda each: (each.effort, left[each][1].allocated.value))
+            chosen.append(pick)
+            left = {each: left[each] for each in left if _kind(each) != _kind(pick)}
+        return chosen
+
+    def _fastest_undecided(self, chosen: Sequence[Candidate]) -> Prediction | None:
+        if self._undecided is None:
+            return None
+        time, candidate = self._undecided
+        if chosen and time >= self._fitting[chosen[0]][0]:
+            return None
+        return predict(self._job, self._machine, candidate)
+
+    def _group(self) -> list[Rejection]:
+        """Rejections by reason, checkpointing and offload, the largest group first."""
+        groups: dict[tuple[str, str, bool], list[_Bounded]] = defaultdict(list)
+        for each in self._bounded:
+            candidate = each.candidate
+            if candidate in self._reasons:
+                reason = str(self._reasons[candidate])
+                groups[reason, candidate.checkpointing, candidate.offload].append(each)
+        return [
+            Rejection(*key, len(members), self._example(key[0], members))
+            for key, members in sorted(groups.items(), key=lambda item: -len(item[1]))
+        ]
+
+    def _example(self, reason: str, members: Sequence[_Bounded]) -> Prediction:
+        """The member with the least memory; of slower ones, the fastest, if possible a fitting one."""
+        if reason != SLOWER:
+            smallest = min(members, key=lambda each: each.bytes)
+            return predict(self._job, self._machine, smallest.candidate)
+        for each in members[:_MOST_EXAMPLES]:
+            memory = predict_memory(self._job, self._machine, each.candidate)
+            if memory.verdict is Verdict.FITS:
+                return predict(self._job, self._machine, each.candidate)
+        return predict(self._job, self._machine, members[0].candidate)
+
+
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    """The settings in which reported plans differ: not only in prefetch or grouping."""
+    return (
+        candidate.checkpointing,
+        candidate.offload,
+        candidate.param_dtype,
+        candidate.replicas,
+        candidate.tensor_parallel,
+        candidate.reshard_after_forward,
+    )
