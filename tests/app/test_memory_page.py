@@ -95,7 +95,7 @@ def test_a_snapshot_says_first_what_did_not_fit(open_app, snapshots):
 def test_areas_are_the_categories_and_the_peak_is_named(sample):
     chart = draw_step_memory(measure_step_memory(sample, rank=0))
     areas = {series["label"]: series for series in chart.plots[0]["series"]}
-    assert areas["activation"]["colour"] == "#009E73"
+    assert areas["activation"]["colour"] == palette.MEMORY_LOOKS["activation"].colour
     assert format_bytes(16_995_336) in areas["activation"]["told"]
     assert "<b>peak 25.1 MiB</b><br>layers.5 · backward" in chart.markup
 

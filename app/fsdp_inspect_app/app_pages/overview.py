@@ -296,7 +296,7 @@ def _show_dimensions(summary: Summary) -> None:
         show_chart(
             draw_dimensions(step),
             key="dimensions",
-            alt=f"One bar of {format_ns(step.exposed_ns)} with the dimensions {exposed}",
+            alt=f"{format_ns(step.exposed_ns)} by dimension: {exposed}",
         )
         inferred = [row.dimension for row in step.dimensions if row.is_inferred]
         note = f" Inferred from ranks or names: {', '.join(inferred)}." if inferred else ""

@@ -8,7 +8,6 @@ from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars
 from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_lines, shade
-from fsdp_inspect.report.palette import Look
 from fsdp_inspect.result_types import AllocatorUse, MemoryOfStep, PlaceSpan, RankMemory, StepMemory
 from fsdp_inspect_app.frames.memory import name_place
 
@@ -19,8 +18,7 @@ _PHASE_LOOKS = {
     "data": palette.DATA,
 }
 _NAMED_RATIO = 0.06
-_MOST, _END = NEUTRAL.colour, palette.OPTIMIZER.colour
-_RESERVED, _SHOWN = "#B9C0C7", "#D55E00"
+_MOST, _END = NEUTRAL.colour, palette.SHOWN
 _STRIP_COLOURS = ("#5B6975", "#647587")
 _MOST_BOXES = 400
 """Of the strip of units: more would be a few pixels wide."""
@@ -124,10 +122,10 @@ def draw_rank_memory(ranks: Sequence[RankMemory], shown: int | None) -> Chart | 
         Line("peak allocated", numbers, [rank.peak_allocated_bytes for rank in known], "points")
     ]
     if any(value is not None for value in reserved):
-        lines.append(Line("peak reserved", numbers, reserved, "squares", _RESERVED))
+        lines.append(Line("peak reserved", numbers, reserved, "squares", palette.OTHER.colour))
     marked = [rank for rank in known if rank.rank == shown]
     lines += [
-        Line("shown rank", [rank.rank], [rank.peak_allocated_bytes], "rings", _SHOWN)
+        Line("shown rank", [rank.rank], [rank.peak_allocated_bytes], "rings", palette.SHOWN)
         for rank in marked
     ]
     return draw_lines(
@@ -144,20 +142,20 @@ def draw_rank_memory(ranks: Sequence[RankMemory], shown: int | None) -> Chart | 
 def draw_allocator(use: AllocatorUse, device_bytes: int | None) -> Chart:
     """Allocated inside active inside reserved inside the memory of the device."""
     rows = [
-        ("allocated", use.allocated_bytes, palette.ALL_GATHER.colour),
-        ("active", use.active_bytes, "#56B4E9"),
-        ("reserved", use.reserved_bytes, NEUTRAL.colour),
-        ("in use on the device (NVML)", use.device_used_bytes, "#E69F00"),
-        ("the device", device_bytes, "#B9C0C7"),
+        ("allocated", use.allocated_bytes),
+        ("active", use.active_bytes),
+        ("reserved", use.reserved_bytes),
+        ("in use on the device (NVML)", use.device_used_bytes),
+        ("the device", device_bytes),
     ]
     return draw_bars(
         [
             Row(
                 name,
-                (Bar(0, amount, Look(name, colour, ""), f"{name}: {format_bytes(amount)}"),),
+                (Bar(0, amount, NEUTRAL, f"{name}: {format_bytes(amount)}"),),
                 format_bytes(amount),
             )
-            for name, amount, colour in rows
+            for name, amount in rows
             if amount is not None
         ],
         MetricUnit.BYTES,
