@@ -4,12 +4,12 @@ import math
 from itertools import combinations, product
 from pathlib import Path
 
-import pytest
-
 import fsdp_inspect_app
-from fsdp_inspect.report import palette
+import pytest
 from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
 from fsdp_inspect_app.timeline.rank_layout import LOOKS
+
+from fsdp_inspect.report import palette
 
 KINDS = (*LOOKS, palette.OTHER, palette.EXPOSED)
 MEMORY = (*palette.MEMORY_LOOKS.values(), *HELD_LOOKS.values())
