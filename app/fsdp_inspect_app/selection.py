@@ -14,6 +14,7 @@ are ignored. The parameters, on all pages:
     span       timeline: RANK-NUMBER of the selected event
     range      timeline: RANK-START-END of the summed range, ns
     top        timeline: a rank that stays at the top; repeats
+    at         memory: the chosen instant, ns since the first reading of the step
     b          timeline, memory: the run that is shown beside the run
 """
 

@@ -28,7 +28,7 @@ from fsdp_inspect.recording.units import ProcessGroups, describe_model
 from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.trace.codes import MemoryPoint, Source
-from fsdp_inspect.trace.live_memory import LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
 from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, Unit
 
 _COMPILED = (
@@ -60,6 +60,8 @@ class TrackedStep:
     """Rows in the column order of `MemoryTable`."""
     moments: Sequence[LiveMoment]
     """The live storages at the moments of highest memory."""
+    history: LiveHistory | None
+    """Every change of the live memory; None: too many."""
 
 
 def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
@@ -85,7 +87,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
     session = Session(HostClock(), _forget, groups, Source.PREDICTED, active_emulation())
     session.explicit_steps = True
     rows: list[tuple[int, ...]] = []
-    moments: list[LiveMoment] = []
+    kept: list[tuple[list[LiveMoment], LiveHistory | None]] = []
     probe = MemoryProbe(session, rows.append, None)
     offloaded = [
         index
@@ -100,7 +102,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         (TRACKED_STEP,),
         device_type=sharder.device.type,
         host_units=offloaded if has_host else (),
-        keep=moments.extend,
+        keep=lambda *known: kept.append(known),
     )
     memory_steps.plan(0)
 
@@ -156,7 +158,8 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
             if applies
         ),
         rows=rows,
-        moments=moments,
+        moments=[moment for moments, _ in kept for moment in moments],
+        history=kept[-1][1] if kept else None,
     )
 
 

@@ -62,7 +62,7 @@ from fsdp_inspect.store.summary_reader import SummaryReader
 from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError
 from fsdp_inspect.trace.black_box import decode as decode_black_box
-from fsdp_inspect.trace.live_memory import LiveMemoryRecord, LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMemoryRecord, LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep, decode_steps
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
@@ -248,6 +248,11 @@ class StoredRun:
         """The highest moments of the last memory step; empty without, or damaged (see `notes`)."""
         record = self._record_of(rank, LIVE_MEMORY_FILE, LiveMemoryRecord)
         return () if record is None else record.moments
+
+    def live_history(self, rank: int) -> LiveHistory | None:
+        """The changes of the last memory step; None without, or damaged (see `notes`)."""
+        record = self._record_of(rank, LIVE_MEMORY_FILE, LiveMemoryRecord)
+        return None if record is None else record.history
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         """The report of a failed allocation; None without one, or if damaged (see `notes`)."""

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
-from fsdp_inspect.trace.live_memory import LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
@@ -381,6 +381,10 @@ class RunSource(Protocol):
 
         The moments are the highest one of each phase, and the end of the step. Empty: not recorded.
         """
+        ...
+
+    def live_history(self, rank: int) -> LiveHistory | None:
+        """Every change of the live memory in a rank's last memory step; None: not recorded."""
         ...
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:

@@ -342,6 +342,9 @@ class SyntheticRun:
     def live_moments(self, rank: int) -> Sequence[LiveMoment]:
         return ()
 
+    def live_history(self, rank: int) -> None:
+        return None
+
     def out_of_memory(self, rank: int) -> None:
         return None
 

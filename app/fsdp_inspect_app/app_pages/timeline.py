@@ -27,6 +27,7 @@ from fsdp_inspect_app.cards import show_csv_button, show_headline, show_table, s
 from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.timeline import frame_spans
 from fsdp_inspect_app.frames.values import frame_of
+from fsdp_inspect_app.range_card import show_range
 from fsdp_inspect_app.second_run import pick_second_run
 from fsdp_inspect_app.selection import (
     RANK_KEY,
@@ -106,6 +107,7 @@ def show_page(entry: RunEntry, run: Run, outline: RunHeading) -> None:
         key=_CANVAS,
         opening=_opening(tracks),
         explain=partial(_explain, entry, tracks, rank),
+        sum_up=partial(show_range, key=_CANVAS),
         difference=difference,
         is_linked=True,
     )

@@ -26,7 +26,6 @@ import streamlit as st
 
 from fsdp_inspect_app.timeline.difference import Difference
 from fsdp_inspect_app.timeline.payload import encode_tracks
-from fsdp_inspect_app.timeline.range_table import show_range
 from fsdp_inspect_app.timeline.request import Jump, TimelineRequest, read_request
 from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
 
@@ -56,12 +55,13 @@ class _Jumps:
 
 
 @st.fragment
-def show_timeline(
+def show_timeline(  # noqa: PLR0913 (every argument is a part of the drawing, all by name)
     tracks: Sequence[TrackSet],
     *,
     key: str,
     opening: TimelineRequest | None = None,
     explain: Callable[[TimelineRequest], None] | None = None,
+    sum_up: Callable[[Tracks, TimelineRequest], None] | None = None,
     difference: Difference | None = None,
     is_linked: bool = False,
 ) -> None:
@@ -73,6 +73,7 @@ def show_timeline(
         opening: The initial state: window, selection, unit, pins.
         explain: Called above the canvas with the current state, at every change. Its widgets may
             call `jump_to`.
+        sum_up: Called below the canvas with the drawing and the state, for the selected range.
         difference: The difference to another run, for the strip below a rank.
         is_linked: Whether the page's address supports `window`, `span`, `range`, `top` and `unit`,
             so that a copied link contains them.
@@ -88,7 +89,8 @@ def show_timeline(
         if explain is not None:
             with above:  # after the canvas is sent
                 explain(asked)
-        show_range(drawn, asked, key=key)
+        if sum_up is not None:
+            sum_up(drawn, asked)
 
 
 def jump_to(key: str, place: Place) -> None:
