@@ -50,7 +50,9 @@ def draw_step_memory(
         whole_ns = max(whole_ns, second.readings[-1].offset_ns)
         lines.append(_line_of_second(second))
     if at_ns is not None:
-        boxes.append(Box(at_ns, at_ns + whole_ns * _INSTANT_RATIO, "chosen instant", is_edge=True))
+        width = whole_ns * _INSTANT_RATIO
+        start = min(at_ns, whole_ns - width)
+        boxes.append(Box(start, start + width, "chosen instant", is_chosen=True))
     return draw_lines(
         Lines(
             lines,

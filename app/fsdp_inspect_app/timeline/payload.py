@@ -212,7 +212,9 @@ def _describe_highlight(tracks: Tracks, query: str) -> dict[str, list[int] | Non
     sought = [(at, *one) for at, one in enumerate(parsed) if one[1] and not one[1].is_empty]
     if not sought:
         return None
-    units, looks, blocks = [], set(), []
+    units: list[int] = []
+    looks: set[int] = set()
+    blocks: list[int] = []
     shown = [(position, drawn.rank) for position, drawn in _shown_ranks(tracks)]
     for at, _, search in sought:
         assert search is not None
