@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.live.view import DeviceSeries, LiveMemory, LiveStep
     from fsdp_inspect.analysis.memory.allocator import AllocatorUse
     from fsdp_inspect.analysis.memory.growth import MemoryGrowth
+    from fsdp_inspect.analysis.memory.instant import LiveRow, MemoryInstant
     from fsdp_inspect.analysis.memory.overview import MemoryOverview
     from fsdp_inspect.analysis.memory.peak import (
         CategoryBytes,
@@ -123,11 +124,13 @@ __all__ = [
     "LinearClock",
     "LinkFit",
     "LiveMemory",
+    "LiveRow",
     "LiveState",
     "LiveStatus",
     "LiveStep",
     "Memory",
     "MemoryGrowth",
+    "MemoryInstant",
     "MemoryOfStep",
     "MemoryOverview",
     "MeshGrid",
@@ -228,9 +231,11 @@ _HOMES = {
     "LiveMemory": "fsdp_inspect.analysis.live.view",
     "LiveState": "fsdp_inspect.analysis.live.feed",
     "LiveStatus": "fsdp_inspect.analysis.live.feed",
+    "LiveRow": "fsdp_inspect.analysis.memory.instant",
     "LiveStep": "fsdp_inspect.analysis.live.view",
     "Memory": "fsdp_inspect.analysis.memory.peak",
     "MemoryGrowth": "fsdp_inspect.analysis.memory.growth",
+    "MemoryInstant": "fsdp_inspect.analysis.memory.instant",
     "MemoryOfStep": "fsdp_inspect.analysis.memory.peak",
     "MemoryOverview": "fsdp_inspect.analysis.memory.overview",
     "MeshGrid": "fsdp_inspect.analysis.mesh_grid",

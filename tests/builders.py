@@ -35,7 +35,7 @@ from fsdp_inspect.trace.codes import (
     Source,
     Stream,
 )
-from fsdp_inspect.trace.live_memory import LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
@@ -83,6 +83,7 @@ class InMemoryRun:
     dumps: Mapping[int, Sequence[StackDump]] = field(default_factory=dict)
     numerics_steps: dict[int, Sequence[NumericsStep]] = field(default_factory=dict)
     moments: Mapping[int, Sequence[LiveMoment]] = field(default_factory=dict)
+    histories: Mapping[int, LiveHistory] = field(default_factory=dict)
     failed_allocations: Mapping[int, OutOfMemoryRecord] = field(default_factory=dict)
     allocation_histories: Mapping[int, AllocationHistory] = field(default_factory=dict)
 
@@ -100,6 +101,9 @@ class InMemoryRun:
 
     def allocations(self, rank: int) -> AllocationHistory | None:
         return self.allocation_histories.get(rank)
+
+    def live_history(self, rank: int) -> LiveHistory | None:
+        return self.histories.get(rank)
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         return self.failed_allocations.get(rank)

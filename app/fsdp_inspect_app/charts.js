@@ -2,6 +2,7 @@
 
 const DRAG_PX = 6;
 const LEAST_VIEW = 0.5;
+const MOST_TIPS = 12; // of a row; its table has all
 
 export default function showChart({ data, parentElement, setTriggerValue }) {
   const chart = (parentElement.chart ??= new Chart(parentElement));
@@ -140,7 +141,7 @@ class Chart {
     const name = row.querySelector(".chart-name")?.textContent;
     const tips = tipsOf(row);
     return {
-      words: name && !tips.length ? [name] : tips,
+      words: name && !tips.length ? [name] : tips.slice(0, MOST_TIPS),
       point: { row: next },
       x: box.left + box.width / 2,
       y: box.top,

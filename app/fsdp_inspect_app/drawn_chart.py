@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import streamlit as st
 
+from fsdp_inspect.metrics import MetricUnit
+from fsdp_inspect.report.charts.axes import unit_of
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect_app.page_sheet import SheetMarkup, page_sheet
 
@@ -39,6 +41,14 @@ class Click:
     def column(self) -> int | None:
         """The position on the x axis; None if it is not a whole number."""
         return _whole(self.at_column)
+
+    def offset_ns(self, whole_ns: int) -> int | None:
+        """The place on an axis of time of that length, in ns; None if it is not a number on it."""
+        if isinstance(self.at_column, bool) or not isinstance(self.at_column, int | float):
+            return None
+        size, _ = unit_of(MetricUnit.NS, whole_ns)
+        place = self.at_column * size
+        return round(place) if 0 <= place <= whole_ns else None
 
     def row(self) -> int | None:
         """The number of the row; None if it is not a whole number."""

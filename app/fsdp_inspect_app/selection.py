@@ -12,7 +12,10 @@ are ignored. The parameters, on all pages:
     pin        a run that is listed first; repeats
     window     timeline: START-END, ns from the start of the step
     span       timeline: RANK-NUMBER of the selected event
+    range      timeline: RANK-START-END of the summed range, ns
     top        timeline: a rank that stays at the top; repeats
+    at         memory: the chosen instant, ns since the first reading of the step
+    b          timeline, memory: the run that is shown beside the run
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
-from fsdp_inspect.trace.live_memory import LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
@@ -99,6 +99,10 @@ class RunContext:
     def allocations(self, rank: int) -> AllocationHistory | None:
         """See `RunSource`."""
         return self.source.allocations(rank)
+
+    def live_history(self, rank: int) -> LiveHistory | None:
+        """See `RunSource`."""
+        return self.source.live_history(rank)
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         """See `RunSource`."""

@@ -202,7 +202,11 @@ def _write(path: Path, manifest: RunManifest, tracked: TrackedStep) -> None:
     writer = RankWriter(path, record)
     writer.memory.extend(tracked.rows)
     live = LiveMemoryRecord(
-        run_id=manifest.run_id, rank=0, attempt=attempt, moments=list(tracked.moments)
+        run_id=manifest.run_id,
+        rank=0,
+        attempt=attempt,
+        moments=list(tracked.moments),
+        history=tracked.live_history,
     )
     writer.write_record(LIVE_MEMORY_FILE, live)
     if tracked.history is not None:

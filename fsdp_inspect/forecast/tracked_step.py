@@ -31,7 +31,7 @@ from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.codes import MemoryPoint, Source
-from fsdp_inspect.trace.live_memory import LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
 from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, Unit
 
 _COMPILED = (
@@ -65,6 +65,8 @@ class TrackedStep:
     """The live storages at the moments of highest memory."""
     history: AllocationHistory | None
     """The allocations of a training run; None: too many."""
+    live_history: LiveHistory | None
+    """Every change of the live memory; None: too many."""
 
 
 def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
@@ -90,8 +92,8 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
     session = Session(HostClock(), _forget, groups, Source.PREDICTED, active_emulation())
     session.explicit_steps = True
     rows: list[tuple[int, ...]] = []
-    moments: list[LiveMoment] = []
     logs: list[StorageLog] = []
+    kept: list[tuple[list[LiveMoment], LiveHistory | None]] = []
     probe = MemoryProbe(session, rows.append, None)
     offloaded = [
         index
@@ -106,7 +108,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         (TRACKED_STEP,),
         device_type=sharder.device.type,
         host_units=offloaded if has_host else (),
-        keep=moments.extend,
+        keep=lambda *known: kept.append(known),
         keep_log=logs.append,
     )
     memory_steps.plan(0)
@@ -163,8 +165,9 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
             if applies
         ),
         rows=rows,
-        moments=moments,
+        moments=[moment for moments, _ in kept for moment in moments],
         history=build_history(logs[0]),
+        live_history=kept[-1][1] if kept else None,
     )
 
 

@@ -77,7 +77,7 @@ from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_run
 from fsdp_inspect.store.schema import LIVE_MEMORY_FILE, MANIFEST_FILE, OUT_OF_MEMORY_FILE
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
-from fsdp_inspect.trace.live_memory import LiveMemoryRecord, LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMemoryRecord, LiveMoment
 from fsdp_inspect.trace.mesh_dimensions import find_coordinates
 from fsdp_inspect.trace.run import GroupDimension, RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.training_code import TrainingCode
@@ -715,13 +715,14 @@ class Attachment:
             self._rank,
         )
 
-    def _keep_live_memory(self, moments: list[LiveMoment]) -> None:
+    def _keep_live_memory(self, moments: list[LiveMoment], history: LiveHistory | None) -> None:
         """Write the live memory of a memory step into the rank's folder."""
         record = LiveMemoryRecord(
             run_id=self.folder.path.name,
             rank=self._rank,
             attempt=self.folder.attempt,
             moments=moments,
+            history=history,
         )
         self._writer.write_record(LIVE_MEMORY_FILE, record)
 

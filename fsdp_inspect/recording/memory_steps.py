@@ -17,7 +17,7 @@ from fsdp_inspect.recording.storage_log import StorageLog
 from fsdp_inspect.recording.storage_tracker import FailedAllocation, MemoryLimit, StorageTracker
 from fsdp_inspect.recording.unit_handle import UnitHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
-from fsdp_inspect.trace.live_memory import LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
 
 _NO_PHASE = -1
 
@@ -40,14 +40,14 @@ class MemorySteps:
         device_type: str,
         host_units: Collection[int] = (),
         limit_bytes: int | None = None,
-        keep: Callable[[list[LiveMoment]], None] | None = None,
+        keep: Callable[[list[LiveMoment], LiveHistory | None], None] | None = None,
         keep_log: Callable[[StorageLog], None] | None = None,
         shared_buffers: Callable[[], Sequence[tuple[MemoryCategory, torch.Tensor]]] = tuple,
     ) -> None:
         """`device_type`: the device of compute; offloaded parameters are on the host.
 
-        `keep` is called after a memory step with its highest moments, `keep_log` with the storages
-        on the device. `shared_buffers` returns storages that belong to no unit.
+        `keep` is called after a memory step with its highest moments and its history, `keep_log`
+        with the storages on the device. `shared_buffers` returns storages that belong to no unit.
         """
         self._keep_log = keep_log
         self._keep = keep
@@ -147,7 +147,8 @@ class MemorySteps:
         if is_memory_step:
             self._write(followed)
             if self._keep is not None:
-                self._keep(followed.highest_moments(self.name_place, self._host_units))
+                where = self.name_place, self._host_units
+                self._keep(followed.highest_moments(*where), followed.history(*where))
             if self._keep_log is not None:
                 self._keep_log(log.on_device(self._host_units))
         if self._limit_bytes is None:

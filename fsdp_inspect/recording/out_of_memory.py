@@ -23,7 +23,15 @@ from fsdp_inspect.recording.storage_log import Moment, StorageLog
 from fsdp_inspect.recording.storage_tracker import FailedAllocation
 from fsdp_inspect.recording.unit_handle import UnitHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, Phase
-from fsdp_inspect.trace.live_memory import RESTING, LiveBytes, LiveMoment, keep_largest
+from fsdp_inspect.trace.live_memory import (
+    MOST_CHANGES,
+    RESTING,
+    LiveBytes,
+    LiveHistory,
+    LiveMoment,
+    LiveOwner,
+    keep_largest,
+)
 from fsdp_inspect.trace.out_of_memory import STORAGE_TRACKER, TENSORS, OutOfMemoryRecord
 from fsdp_inspect.trace.run import Unit
 
@@ -73,6 +81,25 @@ class FollowedStep:
             live = keep_largest(known.live, _MOST_ROWS_OF_A_MOMENT)
             moments.append(known.model_copy(update={"phase": phase, "live": live}))
         return moments
+
+    def history(
+        self, name_place: Callable[[int], str], host_units: Collection[int] = ()
+    ) -> LiveHistory | None:
+        """Every change of the step; None for more than `MOST_CHANGES`. Arguments as above."""
+        start, changes = self.log.on_device(host_units).changes()
+        if len(changes) > MOST_CHANGES:
+            return None
+        keys = list(dict.fromkeys([*start, *(key for _, key, _ in changes)]))
+        owners = [LiveOwner(unit=u, category=c.label, place=name_place(p)) for u, c, p in keys]
+        numbers = {key: number for number, key in enumerate(keys)}
+        return LiveHistory(
+            step=self.step,
+            owners=owners,
+            start_bytes=[start.get(key, 0) for key in keys],
+            time_ns=[time_ns for time_ns, _, _ in changes],
+            owner=[numbers[key] for _, key, _ in changes],
+            change_bytes=[change for _, _, change in changes],
+        )
 
     def highest(self, unit: int, phase: int, name_place: Callable[[int], str]) -> LiveMoment:
         """The highest moment in a unit and phase, or else the peak of the step."""

@@ -37,6 +37,10 @@ Ownership = Mapping[tuple[int, MemoryCategory], int]
 """Live bytes by owning unit (-1: none) and category; no entry with 0 bytes."""
 
 
+StorageKey = tuple[int, MemoryCategory, int]
+"""The owning unit (-1: none), the category and the number of the allocating line (0: unknown)."""
+
+
 class Moment(NamedTuple):
     """The position in the training, and the time, of an event."""
 
@@ -332,6 +336,30 @@ class StorageLog:
                 totals[key] += num_bytes
                 counts[key] += 1
         return [LiveStorages(*key, num_bytes, counts[key]) for key, num_bytes in totals.items()]
+
+    def changes(self) -> tuple[dict[StorageKey, int], list[tuple[int, StorageKey, int]]]:
+        """The live bytes at the start of the finished step, and every change until its end.
+
+        Returns:
+            Bytes by owner, category and line, and the changes as time, key and bytes.
+        """
+        assert self._start is not None, "begin() comes before changes()"
+        assert self._end is not None, "finish() comes before changes()"
+        keys = [
+            (storage.owner_unit, category, storage.place)
+            for storage, category in zip(self.storages, self.categories(), strict=True)
+        ]
+        sizes = [0] * len(self.storages)
+        start: Counter[StorageKey] = Counter()
+        changes = []
+        for position, event in enumerate(self.events[: self._end.position]):
+            key, change = keys[event.storage], event.num_bytes - sizes[event.storage]
+            sizes[event.storage] = event.num_bytes
+            if position < self._start.position:
+                start[key] += change
+            elif change:
+                changes.append((event.moment.time_ns, key, change))
+        return {key: size for key, size in start.items() if size}, changes
 
     @property
     def begin_position(self) -> int:

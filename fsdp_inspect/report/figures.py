@@ -122,7 +122,7 @@ def plot_ranks(ranks: Sequence[RankRow]) -> go.Figure:
     numbers = [row.rank for row in ranks]
     for name, values, look in (
         ("own work", [row.own_work_ns for row in ranks], palette.OTHER),
-        ("exposed", [row.exposed_ns for row in ranks], palette.EXPOSED_ALL_GATHER),
+        ("exposed", [row.exposed_ns for row in ranks], palette.EXPOSED),
     ):
         figure.add_bar(
             x=numbers,

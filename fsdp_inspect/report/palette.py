@@ -1,8 +1,13 @@
-"""Define one colour-blind-safe look for each kind of time and memory.
+"""Define one colour for each kind of time and each category of memory.
 
-Charts and the timeline use the eight colours of Okabe and Ito, in light and dark mode. An exposed
-wait has the colour of its collective and is hatched, so it is visible without colour. `ink` is the
-colour of text on the fill, with a contrast of at least 4.5 (WCAG AA).
+One colour has one meaning on all pages and in all reports. Kinds of time and categories of memory
+never share a hue: at least 20 degrees of OKLCH are between any two. Grey has no hue and marks what
+is not attributed. An exposed wait has the colour of its collective and is hatched, so it is visible
+without colour. Charts of anything else, such as differences or ranks, use grey and the colour of
+the text.
+
+All fills have a contrast of at least 3 (WCAG) with the light and the dark page, so one palette
+serves both. `ink` is the colour of text on the fill, with a contrast of at least 4.5.
 """
 
 from dataclasses import dataclass
@@ -22,24 +27,28 @@ class Look:
     hatched: bool = False
 
 
-FORWARD = Look("forward", "#009E73", _BLACK)
-BACKWARD = Look("backward", "#56B4E9", _BLACK)
-OPTIMIZER = Look("optimizer", "#CC79A7", _BLACK)
-DATA = Look("data", "#F0E442", _BLACK)
-ALL_GATHER = Look("all-gather", "#0072B2", _WHITE)
-REDUCE_SCATTER = Look("reduce-scatter", "#D55E00", _BLACK)
-ALL_REDUCE = Look("all-reduce", "#E69F00", _BLACK)
-OTHER_COLLECTIVE = Look("other collective", "#8064A9", _WHITE)
-COPIES = Look("FSDP copies", "#7A8691", _BLACK)
-OTHER = Look("other", "#B9C0C7", _BLACK)
-BETWEEN_STEPS = Look("between steps", "#DDE1E5", _BLACK)
+FORWARD = Look("forward", "#079A58", _BLACK)
+BACKWARD = Look("backward", "#069BA2", _BLACK)
+OPTIMIZER = Look("optimizer", "#D95D9E", _BLACK)
+DATA = Look("data", "#968D08", _BLACK)
+ALL_GATHER = Look("all-gather", "#136FD0", _WHITE)
+REDUCE_SCATTER = Look("reduce-scatter", "#D85A05", _BLACK)
+ALL_REDUCE = Look("all-reduce", "#BD8001", _BLACK)
+OTHER_COLLECTIVE = Look("other collective", "#805FB3", _WHITE)
+COPIES = Look("FSDP copies", "#7C6859", _WHITE)
+OTHER = Look("other", "#81878E", _BLACK)
+BETWEEN_STEPS = Look("between steps", "#8B8E91", _BLACK)
 EXPOSED_ALL_GATHER = Look("exposed all-gather", ALL_GATHER.colour, _WHITE, hatched=True)
 EXPOSED_REDUCE_SCATTER = Look("exposed reduce-scatter", REDUCE_SCATTER.colour, _BLACK, hatched=True)
 EXPOSED_ALL_REDUCE = Look("exposed all-reduce", ALL_REDUCE.colour, _BLACK, hatched=True)
 EXPOSED_OTHER = Look(
     "exposed other collective", OTHER_COLLECTIVE.colour, OTHER_COLLECTIVE.ink, hatched=True
 )
-HOST_BOUND = Look("host-bound", "#4A5560", _WHITE, hatched=True)
+HOST_BOUND = Look("host-bound", "#5F6E7D", _WHITE, hatched=True)
+EXPOSED = Look("exposed", "#76889A", _BLACK, hatched=True)
+"""Waits for collectives of several kinds together."""
+SHOWN = "var(--ink)"
+"""The colour that marks the shown item among others: that of the text."""
 
 PART_LOOKS = {
     StepPart.FORWARD: FORWARD,
@@ -70,19 +79,19 @@ def look_of_wait(kind: str, fqn: str | None) -> Look:
 
 
 MEMORY_LOOKS = {
-    "sharded_parameter": Look("sharded parameter", "#0072B2", _WHITE),
-    "unsharded_parameter": Look("unsharded parameter", "#56B4E9", _BLACK),
-    "sharded_gradient": Look("sharded gradient", "#D55E00", _BLACK),
-    "unsharded_gradient": Look("unsharded gradient", "#E69F00", _BLACK),
-    "optimizer_state": Look("optimizer state", "#CC79A7", _BLACK),
-    "activation": Look("activation", "#009E73", _BLACK),
-    "all_gather_buffer": Look("all-gather buffer", "#1F4E79", _WHITE),
-    "reduce_scatter_buffer": Look("reduce-scatter buffer", "#8C3A00", _WHITE),
-    "buffer": Look("buffer", "#7A8691", _BLACK),
-    "input": Look("input", "#F0E442", _BLACK),
-    "temporary": Look("temporary", "#8064A9", _WHITE),
-    "outside_allocator": Look("outside allocator", "#4A5560", _WHITE),
-    "unattributed": Look("unattributed", "#B9C0C7", _BLACK),
+    "sharded_parameter": Look("sharded parameter", "#6164D5", _WHITE),
+    "unsharded_parameter": Look("unsharded parameter", "#7C84EA", _BLACK),
+    "sharded_gradient": Look("sharded gradient", "#C74150", _WHITE),
+    "unsharded_gradient": Look("unsharded gradient", "#E75E6A", _BLACK),
+    "optimizer_state": Look("optimizer state", "#A153A6", _WHITE),
+    "activation": Look("activation", "#679405", _BLACK),
+    "all_gather_buffer": Look("all-gather buffer", "#62689B", _WHITE),
+    "reduce_scatter_buffer": Look("reduce-scatter buffer", "#975B5D", _WHITE),
+    "buffer": Look("buffer", "#76808A", _BLACK),
+    "input": Look("input", "#099A85", _BLACK),
+    "temporary": Look("temporary", "#0590BA", _BLACK),
+    "outside_allocator": Look("outside allocator", "#6B7075", _WHITE),
+    "unattributed": Look("unattributed", "#81878E", _BLACK),
 }
-"""The look of each memory category: parameters are blue and gradients orange. Unsharded ones are
-lighter, and buffers are darker."""
+"""The look of each memory category: parameters are indigo and gradients red. Unsharded ones are
+lighter, and communication buffers are paler."""

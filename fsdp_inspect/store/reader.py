@@ -64,7 +64,7 @@ from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.allocations import AllocationHistory, AllocationsRecord
 from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError
 from fsdp_inspect.trace.black_box import decode as decode_black_box
-from fsdp_inspect.trace.live_memory import LiveMemoryRecord, LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMemoryRecord, LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep, decode_steps
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
@@ -255,6 +255,11 @@ class StoredRun:
         """The allocation history of a rank; None without one, or if damaged (see `notes`)."""
         record = self._record_of(rank, ALLOCATIONS_FILE, AllocationsRecord)
         return None if record is None else record.history()
+
+    def live_history(self, rank: int) -> LiveHistory | None:
+        """The changes of the last memory step; None without, or damaged (see `notes`)."""
+        record = self._record_of(rank, LIVE_MEMORY_FILE, LiveMemoryRecord)
+        return None if record is None else record.history
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         """The report of a failed allocation; None without one, or if damaged (see `notes`)."""

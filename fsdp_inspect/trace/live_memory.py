@@ -6,7 +6,9 @@ allocated a storage.
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.limits import Amount, Index
@@ -15,6 +17,8 @@ from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
 MOST_ROWS = 1000
 """The number of largest rows of a moment that a report keeps. The rest is one row without unit and
 line."""
+MOST_CHANGES = 100_000
+"""The number of changes of a step that a history may have, about 2 MB."""
 OTHER = "other"
 """The category of that row."""
 RESTING = "resting"
@@ -48,8 +52,44 @@ class LiveMoment(Record):
     """The largest first; they add up to `bytes`."""
 
 
+class LiveOwner(Record):
+    """Storages of one unit and category that one line of code allocates."""
+
+    unit: int = NO_UNIT
+    category: str
+    place: str = ""
+    """As `LiveBytes.place`."""
+
+
+class LiveHistory(Record):
+    """Every change of the live memory in one step."""
+
+    step: Index
+    owners: list[LiveOwner]
+    start_bytes: list[Amount]
+    """The live bytes of each owner at the start of the step."""
+    time_ns: list[Amount] = Field(default_factory=list)
+    """Host monotonic time of each change, ascending."""
+    owner: list[Index] = Field(default_factory=list)
+    """The owner whose memory changes, as index into `owners`."""
+    change_bytes: list[int] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        num_changes, num_owners = len(self.time_ns), len(self.owners)
+        is_whole = num_changes == len(self.owner) == len(self.change_bytes)
+        if not is_whole or len(self.start_bytes) != num_owners:
+            raise ValueError(
+                f"The columns of a history of {num_changes} changes and {num_owners} owners have "
+                "different lengths."
+            )
+        if max(self.owner, default=-1) >= num_owners:
+            raise ValueError(f"A change names an owner beyond the {num_owners} owners.")
+        return self
+
+
 class LiveMemoryRecord(Record):
-    """`live_memory.json`: the live memory at the highest moments of a rank's last memory step."""
+    """`live_memory.json`: the live memory of a rank's last memory step."""
 
     schema_version: Index = SCHEMA_VERSION
     run_id: str
@@ -57,6 +97,8 @@ class LiveMemoryRecord(Record):
     attempt: Index = 0
     moments: list[LiveMoment] = Field(default_factory=list)
     """The highest moment of each phase in which memory changed, and the end of the step."""
+    history: LiveHistory | None = None
+    """None: not recorded, or more than `MOST_CHANGES`."""
 
 
 def keep_largest(rows: list[LiveBytes], most: int = MOST_ROWS) -> list[LiveBytes]:

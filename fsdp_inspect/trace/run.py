@@ -13,7 +13,7 @@ from pydantic import Field
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
-from fsdp_inspect.trace.live_memory import LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
@@ -399,6 +399,10 @@ class RunSource(Protocol):
 
     def allocations(self, rank: int) -> AllocationHistory | None:
         """The allocation history of a rank: of a forecast or a memory snapshot; None without."""
+        ...
+
+    def live_history(self, rank: int) -> LiveHistory | None:
+        """Every change of the live memory in a rank's last memory step; None: not recorded."""
         ...
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:

@@ -345,6 +345,9 @@ class SyntheticRun:
     def allocations(self, rank: int) -> None:
         return None
 
+    def live_history(self, rank: int) -> None:
+        return None
+
     def out_of_memory(self, rank: int) -> None:
         return None
 

@@ -47,7 +47,7 @@ def test_the_answer_comes_first_and_every_chart_has_a_table(open_app, sample):
     assert memory_wording.headline_memory(digest) in read(app)
     assert memory_wording.describe_memory(digest) in read(app)
     charts = charts_of(app)
-    assert len(charts) == 3
+    assert len(charts) == 4
     assert all(chart["alt"] for chart in charts)
     assert [metric.value for metric in app.metric] == ["25.1 MiB", "6.71 MiB", "18.4 MiB"]
     assert "On CPU memory is counted in memory steps." in read(app)
@@ -95,7 +95,7 @@ def test_a_snapshot_says_first_what_did_not_fit(open_app, snapshots):
 def test_areas_are_the_categories_and_the_peak_is_named(sample):
     chart = draw_step_memory(measure_step_memory(sample, rank=0))
     areas = {series["label"]: series for series in chart.plots[0]["series"]}
-    assert areas["activation"]["colour"] == "#009E73"
+    assert areas["activation"]["colour"] == palette.MEMORY_LOOKS["activation"].colour
     assert format_bytes(16_995_336) in areas["activation"]["told"]
     assert "<b>peak 25.1 MiB</b><br>layers.5 · backward" in chart.markup
 

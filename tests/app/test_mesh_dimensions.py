@@ -35,7 +35,7 @@ def test_the_overview_splits_the_exposed_wait(open_app, run):
     assert f"Exposed waits by mesh dimension: {format_ns(step.exposed_ns)}" in read(app)
 
 
-def test_the_bar_adds_up_to_the_exposed_wait(run):
+def test_the_bars_add_up_to_the_exposed_wait(run):
     step = run.summary().breakdown
     widths = re.findall(r"width:([\d.]+)%", draw_dimensions(step).markup)
     assert sum(map(float, widths)) == pytest.approx(100, rel=1e-3)

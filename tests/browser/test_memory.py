@@ -45,3 +45,47 @@ def test_a_link_opens_rank_and_step_in_another_browser(odd_server, browser, tab)
     page.goto(address)
     page.get_by_text("Memory over step 4, rank 1").wait_for()
     context.close()
+
+
+def test_a_click_on_the_curve_chooses_an_instant_that_a_link_keeps(server, tab):
+    dashboard = tab(server)
+    dashboard.open("memory", run=SAMPLE)
+    card = dashboard.page.locator(".st-key-card-memory-instant")
+    before = card.inner_text()
+    assert "25.1 MiB" in before
+    plot = dashboard.page.locator(".st-key-card-memory-step .chart-plot")
+    box = plot.bounding_box()
+    plot.click(position={"x": box["width"] - 4, "y": box["height"] / 2})
+    dashboard.page.wait_for_url("**at=*")
+    card.get_by_text("resting").wait_for()
+    after = card.inner_text()
+    dashboard.page.reload()
+    card.get_by_text("resting").wait_for()
+    assert card.inner_text() == after
+    assert card.locator(".chart-name").all_text_contents() == ["unit", "category", "line"]
+
+
+@pytest.mark.parametrize("page", ["overview", "memory"])
+def test_no_word_of_a_key_number_breaks_or_is_clipped_at_1024(odd_server, tab, page):
+    dashboard = tab(odd_server, width=1024)
+    dashboard.open(page, run="failed")
+    broken = dashboard.page.evaluate(
+        """() => [...document.querySelectorAll("[data-testid=stMetric]")].flatMap((metric) => {
+            const right = metric.getBoundingClientRect().right;
+            const texts = document.createTreeWalker(metric, NodeFilter.SHOW_TEXT);
+            const found = [];
+            while (texts.nextNode()) {
+              const node = texts.currentNode;
+              for (const word of node.data.matchAll(/[^\\s]+/g)) {
+                const range = document.createRange();
+                range.setStart(node, word.index);
+                range.setEnd(node, word.index + word[0].length);
+                const boxes = [...range.getClientRects()];
+                if (new Set(boxes.map((box) => Math.round(box.top))).size > 1
+                    || boxes.some((box) => box.right > right)) found.push(word[0]);
+              }
+            }
+            return found;
+          })"""
+    )
+    assert broken == []

@@ -5,6 +5,10 @@ import re
 from urllib.parse import parse_qs, urlparse
 
 import pytest
+from fsdp_inspect_app.range_card import describe_range
+from fsdp_inspect_app.timeline.range_sums import sum_range
+from fsdp_inspect_app.timeline.track_set import SummedRange, TrackSet
+from fsdp_inspect_app.timeline.tracks import build_timeline
 from playwright.sync_api import expect
 
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
@@ -220,7 +224,7 @@ def test_wheel_keys_and_drag_move_the_window(open_timeline):
     zoomed = timeline.view
     timeline.canvas.press("d")
     timeline.wait(f"view => view.startNs > {zoomed[0]}")
-    timeline.drag(500, CLOCK_Y, 200)
+    timeline.drag(500, CLOCK_Y, 200, key="Shift")
     timeline.wait(f"view => view.startNs < {zoomed[0]}")
     timeline.canvas.press("w")
     timeline.wait(f"view => view.endNs - view.startNs < {(zoomed[1] - zoomed[0]) * 0.9}")
@@ -231,19 +235,74 @@ def test_wheel_keys_and_drag_move_the_window(open_timeline):
     timeline.wait(f"view => view.startNs == {start} && view.endNs == {end}")
 
 
-def test_a_ruler_measures_with_shift_or_with_its_button(open_timeline):
-    timeline = open_timeline(step="3")
+def test_a_dragged_range_is_summed_and_a_link_keeps_it(open_timeline, runs):
+    timeline = open_timeline(step="3", rank="0")
     start, end = timeline.view
     width = timeline.canvas.evaluate("canvas => canvas.clientWidth") - GUTTER
-    expected = round(200 / width * (end - start))
-    timeline.drag(400, CLOCK_Y, 200, key="Shift")
-    assert int(timeline.state["ruler"]) == pytest.approx(expected, rel=0.02)
-    timeline.canvas.press("Escape")
-    timeline.wait("state => state.ruler === ''")
-    timeline.page.get_by_role("button", name="Ruler").click()
     timeline.drag(400, CLOCK_Y, 200)
-    assert int(timeline.state["ruler"]) == pytest.approx(expected, rel=0.02)
+    length = int(timeline.state["ruler"])
+    assert length == pytest.approx(200 / width * (end - start), rel=0.02)
     assert timeline.view == (start, end)
+    card = timeline.page.locator(".st-key-card-range-timeline")
+    card.wait_for()
+    rank, low, high = map(int, parse_qs(urlparse(timeline.page.url).query)["range"][0].split("-"))
+    assert high - low == pytest.approx(length, abs=2)
+    run = open_run(runs / "whole")
+    tracks = TrackSet(build_timeline(run, step=3, ranks=(0,)), run.manifest)
+    sums = sum_range(tracks, SummedRange(0, rank, low, high))
+    assert describe_range(sums) in card.inner_text()
+    other = open_timeline(step="3", rank="0", range=f"{rank}-{low}-{high}")
+    assert describe_range(sums) in other.page.locator(".st-key-card-range-timeline").inner_text()
+    other.canvas.press("Escape")
+    other.wait("state => state.ruler === ''")
+    expect(other.page.locator(".st-key-card-range-timeline")).to_have_count(0)
+
+
+def test_fullscreen_has_a_button_and_a_key_and_keeps_the_details(open_timeline):
+    timeline = open_timeline(step="3", rank="0")
+    timeline.canvas.press("Shift+F")
+    timeline.wait("state => state.fullscreen === 'true'")
+    timeline.canvas.press("ArrowRight")
+    timeline.canvas.press("Enter")
+    assert "rank 0" in timeline.details().lower()
+    timeline.page.get_by_role("button", name="Fullscreen").click()
+    timeline.wait("state => state.fullscreen === 'false'")
+
+
+def test_ranks_and_kinds_are_searched(open_timeline):
+    timeline = open_timeline(step="3")
+    box, matches = timeline.page.locator("input[type=search]"), timeline.page.locator(".matches")
+    for words, expected in (
+        ("rank 2 reduce-scatter", r"\d+ of \d+"),
+        ("all-gather", r"\d+ of \d+"),
+        ("rank 9", "rank 9 is not shown"),
+    ):
+        box.fill(words)
+        box.press("Enter")
+        expect(matches).to_have_text(re.compile(expected))
+    box.fill("rank 2 reduce-scatter layers.3")
+    box.press("Enter")
+    expect(matches).to_have_text(re.compile(r"\d+ of \d+"))
+    words = timeline.details()
+    assert "reduce-scatter layers.3" in words
+    assert "Rank 2" in words
+
+
+def test_a_strip_shows_the_difference_to_run_b(open_timeline):
+    timeline = open_timeline("whole", step="3", b="hostile")
+    words = timeline.page.locator(".st-key-frame-timeline, [data-testid=stMain]").first.inner_text()
+    assert "compared with B: hostile" in words
+    assert "Units only here: layers.0" in words
+    assert "slower than B" in timeline.page.locator(".legend").inner_text()
+
+
+def test_it_stays_inside_its_margin_on_a_phone(open_timeline, screenshots):
+    timeline = open_timeline(step="3", width=400)
+    assert fits_the_window(timeline.page)
+    page, canvas = timeline.page.viewport_size["width"], timeline.canvas.bounding_box()
+    assert canvas["x"] >= 8
+    assert canvas["x"] + canvas["width"] <= page - 8
+    timeline.page.screenshot(path=screenshots / "timeline-400.png")
 
 
 def test_a_unit_is_searched_forwards_and_backwards(open_timeline):
@@ -259,7 +318,7 @@ def test_a_unit_is_searched_forwards_and_backwards(open_timeline):
     assert "unit=layers.3" in timeline.page.url
     assert "layers.3" in timeline.details()
     timeline.page.locator("input[type=search]").fill("no such layer")
-    expect(matches).to_have_text("no such unit")
+    expect(matches).to_have_text("no such name")
 
 
 def test_tooltips_explain_spans_and_memory(open_timeline, longest):

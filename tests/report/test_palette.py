@@ -1,4 +1,54 @@
+"""The palette's contrasts and hues, computed as WCAG 2.2 and CSS Color 4 (OKLCH) define them."""
+
+import math
+from itertools import combinations, product
+from pathlib import Path
+
+import fsdp_inspect_app
+import pytest
+from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
+from fsdp_inspect_app.timeline.rank_layout import LOOKS
+
 from fsdp_inspect.report import palette
+
+KINDS = (*LOOKS, palette.OTHER, palette.EXPOSED)
+MEMORY = (*palette.MEMORY_LOOKS.values(), *HELD_LOOKS.values())
+PAGES = ("#ffffff", "#f7f8fa", "#f4f6f8", "#12161b", "#171c22", "#1c2229")
+"""Backgrounds of the dashboard and the report."""
+LEAST_HUES_APART = 20
+GREY = 0.035
+"""The highest chroma of a grey, which has no hue to tell apart."""
+
+
+def linear(colour):
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+
+
+def luminance(colour):
+    red, green, blue = linear(colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def chroma_and_hue(colour):
+    """Chroma, and hue in degrees."""
+    red, green, blue = linear(colour)
+    long = math.cbrt(0.4122214708 * red + 0.5363325363 * green + 0.0514459929 * blue)
+    middle = math.cbrt(0.2119034982 * red + 0.6806995451 * green + 0.1073969566 * blue)
+    short = math.cbrt(0.0883024619 * red + 0.2817188376 * green + 0.6299787005 * blue)
+    a = 1.9779984951 * long - 2.4285922050 * middle + 0.4505937099 * short
+    b = 0.0259040371 * long + 0.7827717662 * middle - 0.8086757660 * short
+    return math.hypot(a, b), math.degrees(math.atan2(b, a)) % 360
+
+
+def test_the_measures_give_the_published_values():
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert chroma_and_hue("#ff0000") == pytest.approx((0.2577, 29.23), abs=0.01)
 
 
 def test_a_wait_has_the_look_of_its_collective_and_without_a_unit_that_of_others():
@@ -12,3 +62,32 @@ def test_every_exposed_part_is_hatched():
     exposed = [look for look in palette.PART_LOOKS.values() if look.label.startswith("exposed")]
     assert len(exposed) == 4
     assert all(look.hatched for look in exposed)
+
+
+def test_no_kind_of_time_shares_a_hue_with_a_category_of_memory():
+    for kind, category in product(KINDS, MEMORY):
+        (chroma, hue), (other_chroma, other) = map(chroma_and_hue, (kind.colour, category.colour))
+        apart = abs((hue - other + 180) % 360 - 180)
+        is_grey = min(chroma, other_chroma) <= GREY
+        assert is_grey or apart >= LEAST_HUES_APART, (kind.label, category.label)
+
+
+@pytest.mark.parametrize(
+    "looks", [KINDS, (*palette.MEMORY_LOOKS.values(),)], ids=["time", "memory"]
+)
+def test_one_colour_has_one_meaning(looks):
+    plain = [look for look in dict.fromkeys(looks) if not look.hatched]
+    for one, other in combinations(plain, 2):
+        assert one.colour != other.colour, (one.label, other.label)
+
+
+@pytest.mark.parametrize("look", [*dict.fromkeys((*KINDS, *MEMORY))], ids=lambda look: look.label)
+def test_marks_and_their_text_have_enough_contrast(look):
+    assert min(contrast(look.colour, page) for page in PAGES) >= 3
+    assert contrast(look.colour, look.ink) >= 4.5
+
+
+def test_the_pages_are_those_of_the_theme():
+    theme = (Path(fsdp_inspect_app.__file__).parent / ".streamlit/config.toml").read_text()
+    written = [line.split('"')[1] for line in theme.splitlines() if "ackgroundColor =" in line]
+    assert set(written) <= {*PAGES}

@@ -7,15 +7,19 @@ import pandas as pd
 import streamlit as st
 
 from fsdp_inspect import Run
+from fsdp_inspect.analysis.memory.instant import measure_memory_instant
 from fsdp_inspect.analysis.memory.step import measure_step_memory
+from fsdp_inspect.analysis.run_heading import measure_run_heading
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import MISSING, format_bytes
+from fsdp_inspect.formatting import MISSING, format_bytes, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
 from fsdp_inspect.report.charts.results import draw_alive
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.result_types import (
+    LiveRow,
     MemoryGrowth,
+    MemoryInstant,
     MemoryOfStep,
     MemoryOverview,
     PeakMoment,
@@ -38,6 +42,7 @@ from fsdp_inspect_app.cards import (
 from fsdp_inspect_app.charts.memory import (
     draw_allocator,
     draw_growth,
+    draw_instant,
     draw_rank_memory,
     draw_step_memory,
 )
@@ -49,6 +54,7 @@ from fsdp_inspect_app.frames.memory import (
     name_place,
 )
 from fsdp_inspect_app.frames.values import frame_of
+from fsdp_inspect_app.second_run import pick_second_run
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
@@ -61,6 +67,10 @@ from fsdp_inspect_app.selection import (
 )
 from fsdp_inspect_app.wording import plain
 
+AT_KEY = "at"
+"""Address parameter: the chosen instant, ns since the first reading of the step."""
+_MOST_INSTANTS = 500
+_MOST_DIGITS = 16
 _MOST_OWNERS = 16
 _TILES = (
     "peak_allocated_bytes",
@@ -101,7 +111,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     with right:
         memory = _pick_step(entry, rank)
     _show_tiles(overview)
-    _show_step(overview, memory)
+    _show_step(entry, overview, memory)
     _show_peak(overview)
     _show_over_steps(run, overview, whole.growth)
 
@@ -170,7 +180,7 @@ def _show_tiles(overview: MemoryOverview) -> None:
     st.caption(plain(" ".join(filter(None, sentences))))
 
 
-def _show_step(overview: MemoryOverview, memory: StepMemory | None) -> None:
+def _show_step(entry: RunEntry, overview: MemoryOverview, memory: StepMemory | None) -> None:
     if memory is None:
         show_empty_card(
             "Memory over the step",
@@ -178,6 +188,10 @@ def _show_step(overview: MemoryOverview, memory: StepMemory | None) -> None:
             key="memory-step",
         )
         return
+    with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
+        at_ns = _pick_instant(memory)
+        second = pick_second_run(entry, page="memory")
+    other = None if second is None else _measure_second(second)
     place = memory_wording.describe_place(memory.peak.fqn, memory.peak.phase, memory.step)
     highest = format_bytes(memory.peak.highest_bytes)
     areas = (
@@ -187,21 +201,120 @@ def _show_step(overview: MemoryOverview, memory: StepMemory | None) -> None:
     )
     show_chart_card(
         f"Memory over step {memory.step}, rank {memory.rank}",
-        draw_step_memory(memory),
+        draw_step_memory(memory, at_ns=at_ns, second=other),
         partial(frame_step_memory, memory),
         key="memory-step",
         alt=f"Memory at {len(memory.readings)} readings of step {memory.step}; the peak is "
         f"{highest}, {place}",
         note=f"{areas}Strip below: the innermost unit on the host's stack. Lines between readings "
-        f"are straight; the peak includes values between readings. "
+        f"are straight; the peak includes values between readings. Click to choose an instant. "
         f"{memory_wording.describe_counting(overview)}",
+        on_click=partial(_open_instant, memory, other),
     )
+    if second is not None:
+        _describe_second(second, other)
+    _show_instant(entry, memory, at_ns)
     page_link(
         "timeline",
         f"Show step {memory.step} in timeline",
         icon=":material/view_timeline:",
         rank=memory.rank,
         step=memory.step,
+    )
+
+
+def _pick_instant(memory: StepMemory) -> int:
+    """The chosen instant, as time since the first reading: the peak, until another is chosen."""
+    offsets = sorted({reading.offset_ns for reading in memory.readings})
+    most = min(len(offsets), _MOST_INSTANTS)
+    spread = {offsets[at * (len(offsets) - 1) // max(most - 1, 1)] for at in range(most)}
+    asked = st.query_params.get(AT_KEY, "")
+    asked_ns = int(asked) if asked.isdecimal() and len(asked) < _MOST_DIGITS else -1
+    extra = {asked_ns} if 0 <= asked_ns <= offsets[-1] else set()
+    choices = sorted({*spread, memory.peak.offset_ns} | extra)
+    key = f"memory instant of {memory.rank} {memory.step}"
+    follow(AT_KEY, key, {str(offset): offset for offset in choices}, memory.peak.offset_ns)
+    if st.session_state[key] not in choices:
+        st.session_state[key] = memory.peak.offset_ns
+    chosen = choices[0]
+    if len(choices) > 1:
+        chosen = st.select_slider("Instant", choices, key=key, format_func=format_ns, width=420)
+    link(AT_KEY, None if chosen == memory.peak.offset_ns else str(chosen))
+    return chosen
+
+
+def _open_instant(memory: StepMemory, other: StepMemory | None, click: Click) -> None:
+    """Choose the clicked instant."""
+    ends = [shown.readings[-1].offset_ns for shown in (memory, other) if shown is not None]
+    offset_ns = click.offset_ns(max(*ends, 1))
+    if offset_ns is not None:
+        switch_page("memory", **{AT_KEY: min(offset_ns, ends[0])})
+
+
+def _show_instant(entry: RunEntry, memory: StepMemory, at_ns: int) -> None:
+    """Show what is alive at the chosen instant, by unit, category and line."""
+    instant = loading.result_of(
+        entry, measure_memory_instant, rank=memory.rank, step=memory.step, offset_ns=at_ns
+    )
+    if instant is None:
+        show_empty_card(
+            f"Live memory at {format_ns(at_ns)}",
+            "The owners and lines of memory were not recorded in this step. The recorder keeps "
+            "them in the last memory step.",
+            key="memory-instant",
+        )
+        return
+    frame = frame_of(LiveRow.TABLE, instant.rows)
+    show_chart_card(
+        f"Live memory at {format_ns(instant.offset_ns)}: {format_bytes(instant.bytes)}",
+        draw_instant(instant),
+        frame,
+        key="memory-instant",
+        alt=f"Live memory of {format_bytes(instant.bytes)} by unit, category and allocating line",
+        note=_describe_instant(instant),
+    )
+
+
+def _describe_instant(instant: MemoryInstant) -> str:
+    if not instant.known_offsets_ns:
+        return "All changes of the memory step are recorded, so every instant is exact."
+    known = ", ".join(format_ns(offset) for offset in instant.known_offsets_ns)
+    return (
+        f"Nearest kept moment: {instant.phase}. This recording has owners and lines at "
+        f"{known} only. Newer recordings have them at every instant."
+    )
+
+
+def _measure_second(second: RunEntry) -> StepMemory | None:
+    """The memory of run B on its peak rank: in its typical step, or else its highest step."""
+    try:
+        rank = loading.open_entry(second).memory().rank
+        if rank is None:
+            return None
+        highest = loading.result_of(second, measure_step_memory, rank=rank.rank)
+        typical = loading.result_of(second, measure_run_heading).breakdown
+        if highest is None or typical is None:
+            return highest
+        if typical.closest_step not in highest.sampled_steps:
+            return highest
+        return loading.result_of(
+            second, measure_step_memory, rank=rank.rank, step=typical.closest_step
+        )
+    except FsdpInspectError:
+        return None
+
+
+def _describe_second(second: RunEntry, other: StepMemory | None) -> None:
+    """State the step of run B and how its memory was counted."""
+    if other is None:
+        st.caption(plain(f"Run B {second.id} has no readings of memory over a step."))
+        return
+    counted = memory_wording.describe_counting(loading.open_entry(second).memory(rank=other.rank))
+    st.caption(
+        plain(
+            f"B: {second.id}, rank {other.rank}, step {other.step}. Both steps start at their "
+            f"first reading. B's peak: {format_bytes(other.peak.highest_bytes)}. {counted}"
+        )
     )
 
 

@@ -302,7 +302,7 @@ def _show_dimensions(summary: Summary) -> None:
         show_chart(
             draw_dimensions(step),
             key="dimensions",
-            alt=f"One bar of {format_ns(step.exposed_ns)} with the dimensions {exposed}",
+            alt=f"{format_ns(step.exposed_ns)} by dimension: {exposed}",
         )
 
 

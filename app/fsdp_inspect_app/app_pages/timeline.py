@@ -23,9 +23,12 @@ from fsdp_inspect.result_types import (
 )
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
-from fsdp_inspect_app.cards import show_csv_button, show_headline, show_table
+from fsdp_inspect_app.cards import show_csv_button, show_headline, show_table, show_table_button
 from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.timeline import frame_spans
+from fsdp_inspect_app.frames.values import frame_of
+from fsdp_inspect_app.range_card import show_range
+from fsdp_inspect_app.second_run import pick_second_run
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
@@ -40,13 +43,20 @@ from fsdp_inspect_app.selection import (
 )
 from fsdp_inspect_app.timeline.component import jump_to, show_timeline
 from fsdp_inspect_app.timeline.details import tell_event, tell_origin, tell_wait
-from fsdp_inspect_app.timeline.request import TimelineRequest, parse_view
+from fsdp_inspect_app.timeline.difference import Difference, UnitChange, compare_units
+from fsdp_inspect_app.timeline.request import (
+    TimelineRequest,
+    name_range,
+    parse_range,
+    parse_view,
+)
 from fsdp_inspect_app.timeline.steps import find_drawable_steps, find_sampled_steps
 from fsdp_inspect_app.timeline.track_set import Place, TrackSet
 from fsdp_inspect_app.wording import plain
 
-WINDOW_KEY, SPAN_KEY, TOP_KEY = "window", "span", "top"
-"""Address parameters: `START-END` in ns, `RANK-EVENT`, and pinned ranks, which may repeat."""
+WINDOW_KEY, SPAN_KEY, RANGE_KEY, TOP_KEY = "window", "span", "range", "top"
+"""Address parameters: `START-END` in ns, `RANK-EVENT`, `RANK-START-END` in ns, and pinned ranks,
+which may repeat."""
 
 _RANKS_AT_FIRST = 4
 _MOST_RANKS = 16
@@ -55,9 +65,9 @@ _MOST_NAMED = 6
 _DETAILS_PX = 82
 _CANVAS = "timeline"
 _KEYS = (
-    "Click a span to see its details. Hatching marks exposed waits. Wheel or W S zooms, drag or "
-    "A D pans, Shift+drag measures, double-click fits, / finds a unit, a click on the name of a "
-    "rank pins it, ? lists all keys."
+    "Click a span to see its details, drag to sum a range. Hatching marks exposed waits. Wheel or "
+    "W S zooms, Shift+drag or A D pans, double-click fits, / searches, Shift+F fills the screen, "
+    "? lists all keys."
 )
 _PERCENTILES = (("p10", 0.1), ("p90", 0.9), ("slowest", 1.0))
 _MARKS = ("typical", "p10", "p90", "slowest")
@@ -79,7 +89,7 @@ def show_page(entry: RunEntry, run: Run, outline: RunHeading) -> None:
         _show_no_steps(run.steps, run.memory().memory)
         return
     answer = st.container()
-    step, ranks = _show_controls(run, outline, drawable, recorded)
+    step, ranks, second = _show_controls(entry, run, outline, drawable, recorded)
     try:
         tracks = loading.timeline_of(entry, step=step, ranks=ranks)
     except FsdpInspectError as error:
@@ -93,11 +103,14 @@ def show_page(entry: RunEntry, run: Run, outline: RunHeading) -> None:
     with answer:
         breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
         show_headline(plain(wording.describe_step(breakdown)))
+    difference = None if second is None else _compare(second, tracks, rank)
     show_timeline(
         [tracks],
         key=_CANVAS,
         opening=_opening(tracks),
         explain=partial(_explain, entry, tracks, rank),
+        sum_up=partial(show_range, key=_CANVAS),
+        difference=difference,
         is_linked=True,
     )
     words = [*_describe_origin(tracks, outline), *_describe_memory(entry, tracks)]
@@ -145,21 +158,26 @@ def _show_no_steps(selection: StepSelection, memory: Memory) -> None:
 
 
 def _show_controls(
-    run: Run, outline: RunHeading, drawable: Sequence[int], recorded: Sequence[int]
-) -> tuple[int, tuple[int, ...]]:
-    """The step and the ranks."""
+    entry: RunEntry,
+    run: Run,
+    outline: RunHeading,
+    drawable: Sequence[int],
+    recorded: Sequence[int],
+) -> tuple[int, tuple[int, ...], RunEntry | None]:
+    """The step, the ranks, and the run to compare with."""
     selection = run.steps
     marked = _mark_steps(outline, run.step_times(), drawable)
     with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
         step = _pick_step(outline, selection, drawable, marked)
         ranks = _pick_ranks(outline, recorded)
+        second = pick_second_run(entry, page="timeline")
     left_out = len(selection.finished) - len(drawable)
     if left_out > 0:
         st.caption(
             f"{len(drawable)} of {len(selection.finished)} completed steps have events and can be "
             "drawn\\. The summary has the other steps\\."
         )
-    return step, ranks
+    return step, ranks, second
 
 
 def _mark_steps(outline: RunHeading, times: StepTimes, drawable: Sequence[int]) -> dict[str, int]:
@@ -280,8 +298,71 @@ def _opening(tracks: TrackSet) -> TimelineRequest:
         view=parse_view(st.query_params.get(WINDOW_KEY, ""), tracks.timeline.end_ns),
         selected=tracks.find_event(st.query_params.get(SPAN_KEY, "")),
         query=linked(UNIT_KEY, tracks.unit_names) or "",
+        summed=parse_range(st.query_params.get(RANGE_KEY, ""), tracks.timeline.end_ns, ranks),
         pinned=tuple((0, int(rank)) for rank in tops),
     )
+
+
+# ---- run B ----
+
+
+def _compare(second: RunEntry, tracks: TrackSet, rank: int) -> Difference | None:
+    """Compare the units of a rank with the typical step of run B; None if B has no such step."""
+    try:
+        other = _typical_step(second)
+    except FsdpInspectError as error:
+        st.warning(plain(f"Run B {second.id!r} cannot be read: {error}"), icon=":material/warning:")
+        return None
+    if other is None:
+        st.warning(
+            plain(f"Run B {second.id!r} has no step with events, so no unit can be compared."),
+            icon=":material/warning:",
+        )
+        return None
+    difference = compare_units(tracks, rank, other)
+    if difference is None:
+        return None
+    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+        st.caption(plain(_describe_difference(second, tracks, rank, other, difference)))
+        show_table_button(
+            frame_of(UnitChange.TABLE, difference.changes),
+            key="timeline-difference",
+            alt="Difference to run B by unit",
+        )
+    return difference
+
+
+def _typical_step(second: RunEntry) -> TrackSet | None:
+    """The typical step of run B, or the nearest step with events, on B's median rank."""
+    outline = _outline(second)
+    recorded = [record.rank for record in loading.open_entry(second).ranks_recorded]
+    drawable = _drawable_steps(second, recorded, outline)
+    if not drawable:
+        return None
+    typical = outline.breakdown.closest_step if outline.breakdown else drawable[-1]
+    rank = outline.median_rank if outline.median_rank in recorded else recorded[0]
+    nearest = min(drawable, key=lambda step: abs(step - typical))
+    return loading.timeline_of(second, step=nearest, ranks=(rank,))
+
+
+def _describe_difference(
+    second: RunEntry, tracks: TrackSet, rank: int, other: TrackSet, difference: Difference
+) -> str:
+    """What the strip compares, and what does not align."""
+    there = other.timeline
+    words = [
+        f"Rank {rank}, step {tracks.timeline.step}, compared with B: {second.id}, rank "
+        f"{there.ranks[0].rank}, step {there.step}. {len(difference.changes)} passes of units "
+        "align by name. Single steps vary; Compare tests the difference."
+    ]
+    for where, names in (("here", difference.only_here), ("in B", difference.only_there)):
+        if names:
+            listed = ", ".join(names[:_MOST_NAMED])
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            words.append(f"Units only {where}: {listed}{more}.")
+    if not difference.has_same_order:
+        words.append("The units run in another order in B.")
+    return " ".join(words)
 
 
 # ---- above the canvas ----
@@ -322,6 +403,7 @@ def _link_to(tracks: TrackSet, asked: TimelineRequest) -> None:
     is_part = view is not None and (view.start_ns > 0 or view.end_ns < tracks.timeline.end_ns)
     link(WINDOW_KEY, f"{view.start_ns}-{view.end_ns}" if view and is_part else None)
     link(SPAN_KEY, None if selected is None else tracks.name_of_event(selected.event))
+    link(RANGE_KEY, None if asked.summed is None else name_range(asked.summed))
     link(TOP_KEY, [str(rank) for _, rank in asked.pinned])
     link(UNIT_KEY, asked.query if asked.query in tracks.unit_names else None)
 

@@ -2,11 +2,12 @@
 
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.report.charts.chart import Chart
+from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
 from fsdp_inspect.report.charts.lines import Line, Lines, PlaceAxis, draw_lines
+from fsdp_inspect.report.palette import SHOWN
 from fsdp_inspect.result_types import PlanAdvice
 
-RECORDED, PLANS, ADVISED = "#56B4E9", "#009E73", "#D55E00"
+RECORDED, PLANS, ADVISED = SHOWN, NEUTRAL.colour, SHOWN
 _MARGIN = 0.05
 
 

@@ -1,7 +1,6 @@
 """Draw the changes of a comparison as diverging bars.
 
-Less is blue and more is orange, readable in both themes and with colour blindness. The texts have
-signs as well.
+Less is grey and to the left, more has the colour of the text. The texts have signs as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,11 +8,11 @@ from collections.abc import Callable, Sequence
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars
-from fsdp_inspect.report.charts.chart import Chart
-from fsdp_inspect.report.palette import Look
+from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
+from fsdp_inspect.report.palette import SHOWN, Look
 
-LESS = Look("less", "#0072B2", "#FFFFFF")
-MORE = Look("more", "#E69F00", "#111418")
+LESS = Look("less", NEUTRAL.colour, NEUTRAL.ink)
+MORE = Look("more", SHOWN, "")
 
 Change = tuple[str, int | None]
 """A name and its change; None: unknown on one side."""

@@ -2,14 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 
-from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.formatting import format_bytes, format_category
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report import palette
-from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars
+from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, stack
 from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_lines, shade
-from fsdp_inspect.report.palette import Look
-from fsdp_inspect.result_types import AllocatorUse, MemoryOfStep, PlaceSpan, RankMemory, StepMemory
+from fsdp_inspect.result_types import (
+    AllocatorUse,
+    MemoryInstant,
+    MemoryOfStep,
+    PlaceSpan,
+    RankMemory,
+    StepMemory,
+)
 from fsdp_inspect_app.frames.memory import name_place
 
 _PHASE_LOOKS = {
@@ -19,25 +25,41 @@ _PHASE_LOOKS = {
     "data": palette.DATA,
 }
 _NAMED_RATIO = 0.06
-_MOST, _END = NEUTRAL.colour, palette.OPTIMIZER.colour
-_RESERVED, _SHOWN = "#B9C0C7", "#D55E00"
+_INSTANT_RATIO = 0.002
+_MOST, _END = NEUTRAL.colour, palette.SHOWN
 _STRIP_COLOURS = ("#5B6975", "#647587")
 _MOST_BOXES = 400
 """Of the strip of units: more would be a few pixels wide."""
 
 
-def draw_step_memory(memory: StepMemory) -> Chart | None:
-    """Memory through one step: areas by category, lines, phases, units, and the peak by name."""
+def draw_step_memory(
+    memory: StepMemory, *, at_ns: int | None = None, second: StepMemory | None = None
+) -> Chart | None:
+    """Memory through one step: areas by category, lines, phases, units, and the peak by name.
+
+    Args:
+        memory: The step.
+        at_ns: The chosen instant, which is marked.
+        second: The step of run B, whose allocated memory is a line.
+    """
     peak = memory.peak
     whole_ns = max(memory.readings[-1].offset_ns, 1)
     lines = [*_areas(memory), *_lines(memory)]
+    boxes = [*_phases(memory.phases), *_units(memory.units, whole_ns)]
+    if second is not None:
+        whole_ns = max(whole_ns, second.readings[-1].offset_ns)
+        lines.append(_line_of_second(second))
+    if at_ns is not None:
+        width = whole_ns * _INSTANT_RATIO
+        start = min(at_ns, whole_ns - width)
+        boxes.append(Box(start, start + width, "chosen instant", is_chosen=True))
     return draw_lines(
         Lines(
             lines,
             MetricUnit.BYTES,
             axis=PlaceAxis(word="", unit=MetricUnit.NS, first=0, last=whole_ns),
             format_value=format_bytes,
-            boxes=[*_phases(memory.phases), *_units(memory.units, whole_ns)],
+            boxes=boxes,
             mark=(
                 peak.offset_ns,
                 peak.highest_bytes,
@@ -72,6 +94,44 @@ def _lines(memory: StepMemory) -> Iterator[Line]:
         yield Line(
             "reserved", offsets, [reading.reserved_bytes for reading in memory.readings], "second"
         )
+
+
+def _line_of_second(second: StepMemory) -> Line:
+    return Line(
+        "B, allocated",
+        [reading.offset_ns for reading in second.readings],
+        [reading.allocated_bytes for reading in second.readings],
+        "dotted",
+        palette.SHOWN,
+        [
+            f"{format_bytes(reading.allocated_bytes)} in {name_place(reading.fqn)} · "
+            f"{reading.phase},"
+            for reading in second.readings
+        ],
+    )
+
+
+def draw_instant(instant: MemoryInstant) -> Chart:
+    """The live memory as an icicle: units, below each its categories, below these their lines."""
+    units, categories, lines = [], [], []
+    for unit in instant.units:
+        units.append((NEUTRAL, unit.bytes, f"{unit.unit}: {format_bytes(unit.bytes)}", unit.unit))
+        for one in unit.categories:
+            look = palette.MEMORY_LOOKS.get(one.category, palette.MEMORY_LOOKS["unattributed"])
+            label = format_category(one.category)
+            where = f"{unit.unit}, {label}"
+            categories.append((look, one.bytes, f"{where}: {format_bytes(one.bytes)}", label))
+            for row in one.rows:
+                tip = f"{where}, {row.line or 'unknown line'}: {format_bytes(row.bytes)}"
+                lines.append((look, row.bytes, tip, row.line.rpartition("/")[2]))
+    return draw_bars(
+        [
+            Row(level, stack(parts))
+            for level, parts in (("unit", units), ("category", categories), ("line", lines))
+        ],
+        MetricUnit.BYTES,
+        legend=[(look, label) for look, _, _, label in categories],
+    )
 
 
 def _units(units: Sequence[PlaceSpan], whole_ns: int) -> Iterator[Box]:
@@ -124,10 +184,10 @@ def draw_rank_memory(ranks: Sequence[RankMemory], shown: int | None) -> Chart | 
         Line("peak allocated", numbers, [rank.peak_allocated_bytes for rank in known], "points")
     ]
     if any(value is not None for value in reserved):
-        lines.append(Line("peak reserved", numbers, reserved, "squares", _RESERVED))
+        lines.append(Line("peak reserved", numbers, reserved, "squares", palette.OTHER.colour))
     marked = [rank for rank in known if rank.rank == shown]
     lines += [
-        Line("shown rank", [rank.rank], [rank.peak_allocated_bytes], "rings", _SHOWN)
+        Line("shown rank", [rank.rank], [rank.peak_allocated_bytes], "rings", palette.SHOWN)
         for rank in marked
     ]
     return draw_lines(
@@ -144,20 +204,20 @@ def draw_rank_memory(ranks: Sequence[RankMemory], shown: int | None) -> Chart | 
 def draw_allocator(use: AllocatorUse, device_bytes: int | None) -> Chart:
     """Allocated inside active inside reserved inside the memory of the device."""
     rows = [
-        ("allocated", use.allocated_bytes, palette.ALL_GATHER.colour),
-        ("active", use.active_bytes, "#56B4E9"),
-        ("reserved", use.reserved_bytes, NEUTRAL.colour),
-        ("in use on the device (NVML)", use.device_used_bytes, "#E69F00"),
-        ("the device", device_bytes, "#B9C0C7"),
+        ("allocated", use.allocated_bytes),
+        ("active", use.active_bytes),
+        ("reserved", use.reserved_bytes),
+        ("in use on the device (NVML)", use.device_used_bytes),
+        ("the device", device_bytes),
     ]
     return draw_bars(
         [
             Row(
                 name,
-                (Bar(0, amount, Look(name, colour, ""), f"{name}: {format_bytes(amount)}"),),
+                (Bar(0, amount, NEUTRAL, f"{name}: {format_bytes(amount)}"),),
                 format_bytes(amount),
             )
-            for name, amount, colour in rows
+            for name, amount in rows
             if amount is not None
         ],
         MetricUnit.BYTES,

@@ -6,13 +6,12 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.mesh_grid import LEAST_EXCESS_RATIO
 from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
 from fsdp_inspect.report.charts.heat import HeatMap, draw_heat_map
 from fsdp_inspect.report.charts.lines import Line, Lines, draw_lines, shade
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.result_types import MeshGrid, RankGrid
-
-_SHOWN = "#D55E00"
 
 
 def draw_grid(grid: RankGrid, *, rank: int | None, step: int | None = None) -> Chart:
@@ -78,7 +77,7 @@ def draw_rank_steps(grid: RankGrid, rank: int) -> Chart | None:
         Line(name, grid.steps, values.tolist(), style, colour)
         for name, values, style, colour in (
             ("median of all ranks", grid.middle, "dotted", NEUTRAL.colour),
-            (f"rank {rank}", own, "main", _SHOWN),
+            (f"rank {rank}", own, "main", palette.SHOWN),
         )
         if values is not None
     ]

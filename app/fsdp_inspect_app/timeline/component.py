@@ -24,6 +24,7 @@ from pathlib import Path
 
 import streamlit as st
 
+from fsdp_inspect_app.timeline.difference import Difference
 from fsdp_inspect_app.timeline.payload import encode_tracks
 from fsdp_inspect_app.timeline.request import Jump, TimelineRequest, read_request
 from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
@@ -54,12 +55,14 @@ class _Jumps:
 
 
 @st.fragment
-def show_timeline(
+def show_timeline(  # noqa: PLR0913 (every argument is a part of the drawing, all by name)
     tracks: Sequence[TrackSet],
     *,
     key: str,
     opening: TimelineRequest | None = None,
     explain: Callable[[TimelineRequest], None] | None = None,
+    sum_up: Callable[[Tracks, TimelineRequest], None] | None = None,
+    difference: Difference | None = None,
     is_linked: bool = False,
 ) -> None:
     """Draw one or several steps on one axis that begins at their starts.
@@ -70,19 +73,24 @@ def show_timeline(
         opening: The initial state: window, selection, unit, pins.
         explain: Called above the canvas with the current state, at every change. Its widgets may
             call `jump_to`.
-        is_linked: Whether the page's address supports `window`, `span`, `top` and `unit`, so that a
-            copied link contains them.
+        sum_up: Called below the canvas with the drawing and the state, for the selected range.
+        difference: The difference to another run, for the strip below a rank.
+        is_linked: Whether the page's address supports `window`, `span`, `range`, `top` and `unit`,
+            so that a copied link contains them.
     """
     drawn = Tracks(tuple(tracks))
     state = st.session_state.get(key) or {}
     asked = read_request(state, drawn, opening=opening or TimelineRequest())
-    above = st.container()
     jump = _latest_jump(key, drawn.key)
-    payload = encode_tracks(drawn, asked, jump=jump, is_linked=is_linked)
-    _mount(data=payload, key=key, on_asked_change=lambda: None)
-    if explain is not None:
-        with above:  # after the canvas is sent
-            explain(asked)
+    payload = encode_tracks(drawn, asked, jump=jump, difference=difference, is_linked=is_linked)
+    with st.container(key=f"frame-{key}"):  # fullscreen shows this part of the page
+        above = st.container()
+        _mount(data=payload, key=key, on_asked_change=lambda: None)
+        if explain is not None:
+            with above:  # after the canvas is sent
+                explain(asked)
+        if sum_up is not None:
+            sum_up(drawn, asked)
 
 
 def jump_to(key: str, place: Place) -> None:

@@ -10,12 +10,13 @@ from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.result_types import RunManifest
 from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import NO_UNIT, Method, Phase, Source
+from fsdp_inspect_app.timeline.difference import Difference
 from fsdp_inspect_app.timeline.lod import MAX_RECTANGLES, MAX_SPANS, Drawing, OnAxis, View, draw
 from fsdp_inspect_app.timeline.memory import MemoryCurve
 from fsdp_inspect_app.timeline.packing import pack
 from fsdp_inspect_app.timeline.rank_layout import LOOKS, Lane, Track
 from fsdp_inspect_app.timeline.request import Jump, TimelineRequest
-from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
+from fsdp_inspect_app.timeline.track_set import Place, SummedRange, Tracks, TrackSet
 from fsdp_inspect_app.timeline.tracks import DrawnRank
 
 MAX_READINGS = 8_000
@@ -65,12 +66,17 @@ def describe_tracks(tracks: Tracks) -> str:
     ]
     return (
         f"{' '.join(pictures)} Hatched spans are exposed waits. Arrow keys step through the "
-        "spans, slash searches a unit, question mark lists all keys."
+        "spans, R sums a range, slash searches, question mark lists all keys."
     )
 
 
 def encode_tracks(
-    tracks: Tracks, asked: TimelineRequest, *, jump: Jump | None = None, is_linked: bool = False
+    tracks: Tracks,
+    asked: TimelineRequest,
+    *,
+    jump: Jump | None = None,
+    difference: Difference | None = None,
+    is_linked: bool = False,
 ) -> bytes:
     """Pack the data of a drawing.
 
@@ -78,6 +84,7 @@ def encode_tracks(
         tracks: One or several steps.
         asked: The state and the requests of the browser.
         jump: The jump of the page.
+        difference: The difference to another run, for the strip below a rank.
         is_linked: Whether a copied link contains the state.
     """
     end_ns = max(tracks.end_ns, 1)
@@ -99,6 +106,7 @@ def encode_tracks(
             for look in LOOKS
         ],
         "legend": _legend(tracks),
+        "names": _searchable(tracks),
         "units": [name for member in tracks.members for name in member.unit_names],
         "phases": [phase.label for phase in Phase],
         "provenances": _provenances(),
@@ -107,7 +115,9 @@ def encode_tracks(
             for lane, curve, thinned, position in curves
         ],
         "opening": _describe_opening(tracks, asked),
+        "highlight": _describe_highlight(tracks, asked.query),
         "found": _describe_found(tracks, asked),
+        "difference": None if difference is None else _describe_difference(difference),
         "jump": _describe_jump(tracks, jump),
         "is_linked": is_linked,
         "aria_label": describe_tracks(tracks),
@@ -175,6 +185,71 @@ def _describe_opening(tracks: Tracks, asked: TimelineRequest) -> dict[str, Any]:
         "selected": -1 if asked.selected is None else tracks.number(asked.selected),
         "query": asked.query,
         "pinned": [blocks.index(one) for one in asked.pinned if one in blocks],
+        "range": _describe_range(asked.summed, blocks),
+    }
+
+
+def _describe_range(
+    summed: SummedRange | None, blocks: Sequence[tuple[int, int]]
+) -> dict[str, int] | None:
+    if summed is None or (summed.member, summed.rank) not in blocks:
+        return None
+    block = blocks.index((summed.member, summed.rank))
+    return {"start": summed.start_ns, "end": summed.end_ns, "block": block}
+
+
+def _searchable(tracks: Tracks) -> list[str]:
+    """The names that a search completes."""
+    units = [name for member in tracks.members for name in member.unit_names]
+    kinds = [LOOKS[look].label for look in _legend(tracks)]
+    ranks = [f"rank {drawn.rank}" for _, drawn in _shown_ranks(tracks)]
+    return list(dict.fromkeys([*units, *kinds, *ranks]))
+
+
+def _describe_highlight(tracks: Tracks, query: str) -> dict[str, list[int] | None] | None:
+    """What a search covers, in the numbering of the drawing; None: nothing is sought."""
+    parsed = [(member, member.parse(query)) for member in tracks.members]
+    sought = [(at, *one) for at, one in enumerate(parsed) if one[1] and not one[1].is_empty]
+    if not sought:
+        return None
+    units: list[int] = []
+    looks: set[int] = set()
+    blocks: list[int] = []
+    shown = [(position, drawn.rank) for position, drawn in _shown_ranks(tracks)]
+    for at, _, search in sought:
+        assert search is not None
+        units += [tracks.first_unit[at] + unit for unit in search.units or ()]
+        looks |= search.looks or set()
+        blocks += [
+            place
+            for place, (position, rank) in enumerate(shown)
+            if position == at and rank == search.rank
+        ]
+    first = sought[0][2]
+    assert first is not None
+    return {
+        "units": None if first.units is None else units,
+        "looks": None if first.looks is None else sorted(looks),
+        "blocks": None if first.rank is None else blocks,
+    }
+
+
+def _describe_difference(difference: Difference) -> dict[str, Any]:
+    return {
+        "block": difference.block,
+        "label": "up: slower than B, down: faster",
+        "spans": [
+            {
+                "name": change.name,
+                "phase": change.phase,
+                "start_ns": change.start_ns,
+                "end_ns": change.end_ns,
+                "own_ns": change.own_ns,
+                "other_ns": change.other_ns,
+                "delta_ns": change.delta_ns,
+            }
+            for change in difference.changes
+        ],
     }
 
 
@@ -187,6 +262,7 @@ def _describe_found(tracks: Tracks, asked: TimelineRequest) -> dict[str, Any] | 
         "serial": asked.serial,
         "number": found.number,
         "total": found.total,
+        "reason": found.reason,
         "event": -1,
     }
     return answer if found.place is None else answer | _locate(tracks, found.place)

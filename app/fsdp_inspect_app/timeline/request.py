@@ -5,19 +5,21 @@ The browser sends one whole object at every change:
     key       identity of the drawing
     view      {start_ns, end_ns, width_px}: the window
     selected  number of an event; -1: none
-    find      {query, direction, serial}: the search for a unit
+    find      {query, direction, serial}: the search
     pinned    positions of the ranks that stay at the top
+    range     {start_ns, end_ns, block}: what is summed, and the position of its rank
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from fsdp_inspect_app.timeline.lod import View
-from fsdp_inspect_app.timeline.track_set import Place, Tracks
+from fsdp_inspect_app.timeline.track_set import Place, SummedRange, Tracks
 
 MAX_WIDTH_PX = 8192
 _MAX_QUERY = 400
+_MOST_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,14 @@ class TimelineRequest:
     """The window; None: the whole drawing."""
     selected: Place | None = None
     query: str = ""
-    """The name of a unit to search for."""
+    """The text of the search."""
     direction: int = 0
     serial: int = 0
     """The number of the search, so that it is answered once."""
     pinned: tuple[tuple[int, int], ...] = ()
     """The pinned ranks, as set and rank."""
+    summed: SummedRange | None = None
+    """The range whose times are summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ def read_request(
         direction=_whole(find.get("direction"), (-1, 0, 1)),
         serial=_whole(find.get("serial"), range(1 << 31)),
         pinned=_read_pinned(asked.get("pinned"), tracks),
+        summed=_read_range(asked.get("range"), tracks),
     )
 
 
@@ -78,6 +83,31 @@ def parse_view(text: str, end_ns: int, *, width_px: int = 1600) -> View | None:
         return None
     window = {"start_ns": int(start), "end_ns": int(end), "width_px": width_px}
     return _read_view(window, end_ns)
+
+
+def parse_range(text: str, end_ns: int, ranks: Collection[int]) -> SummedRange | None:
+    """Parse the range of a link, `RANK-START-END` in ns; None if it is invalid."""
+    rank, _, rest = text.partition("-")
+    view = parse_view(rest, end_ns)
+    if view is None or not rank.isdecimal() or len(rank) > _MOST_DIGITS or int(rank) not in ranks:
+        return None
+    return SummedRange(0, int(rank), view.start_ns, view.end_ns)
+
+
+def name_range(summed: SummedRange) -> str:
+    """The range as a link has it, see `parse_range`."""
+    return f"{summed.rank}-{summed.start_ns}-{summed.end_ns}"
+
+
+def _read_range(asked: object, tracks: Tracks) -> SummedRange | None:
+    if not isinstance(asked, Mapping):
+        return None
+    view = _read_view({**asked, "width_px": 1}, tracks.end_ns)
+    blocks = _blocks(tracks)
+    block = asked.get("block")
+    if view is None or not _is_whole(block) or not 0 <= block < len(blocks):
+        return None
+    return SummedRange(*blocks[block], view.start_ns, view.end_ns)
 
 
 def _read_view(asked: object, end_ns: int) -> View | None:
@@ -97,15 +127,20 @@ def _read_selected(asked: object, tracks: Tracks) -> Place | None:
 
 
 def _read_pinned(asked: object, tracks: Tracks) -> tuple[tuple[int, int], ...]:
-    blocks = [
-        (position, drawn.rank)
-        for position, member in enumerate(tracks.members)
-        for drawn in member.timeline.ranks
-    ]
+    blocks = _blocks(tracks)
     if not isinstance(asked, list):
         return ()
     legal = [one for one in asked if isinstance(one, int) and 0 <= one < len(blocks)]
     return tuple(blocks[position] for position in dict.fromkeys(legal))
+
+
+def _blocks(tracks: Tracks) -> list[tuple[int, int]]:
+    """All blocks of a drawing, as set and rank."""
+    return [
+        (position, drawn.rank)
+        for position, member in enumerate(tracks.members)
+        for drawn in member.timeline.ranks
+    ]
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

@@ -15,6 +15,8 @@ from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.result_types import RunManifest
 from fsdp_inspect.trace.codes import COPIES
 from fsdp_inspect.trace.tables import is_any_of
+from fsdp_inspect_app.timeline.rank_layout import LOOKS
+from fsdp_inspect_app.timeline.search import Search, parse_search
 from fsdp_inspect_app.timeline.tracks import DrawnRank, StepTimeline
 
 _EVENT_NAME = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
@@ -46,6 +48,10 @@ class TrackSet:
         """The names in the order of the manifest's units."""
         return [format_unit(unit.fqn) for unit in self.manifest.units]
 
+    def parse(self, query: str) -> Search | None:
+        """Parse a search; None for an empty text."""
+        return parse_search(query, [look.label for look in LOOKS], self.unit_names)
+
     def name_of_event(self, event: int) -> str:
         """The name of an event in an address: its rank, and its number among the rank's events."""
         drawn = self.timeline.rank_of(event)
@@ -73,14 +79,26 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitMatches:
+class SummedRange:
+    """A range of the axis whose times are summed, on one rank of a set."""
+
+    member: int
+    rank: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
     """The result of a search."""
 
     place: Place | None
-    """The place of the match; None: no unit with that name is drawn."""
+    """The place of the match; None: there is none."""
     number: int
     """The number of the match among those on its rank by time, from 1; 0: none."""
     total: int
+    reason: str = ""
+    """Without a match, the reason."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +145,17 @@ class Tracks:
         """The number of an event in the drawing."""
         return self.first_event[place.member] + place.event
 
-    def find(self, query: str, *, after: Place | None, direction: int) -> UnitMatches:
-        """Find the next event of the units that match a text, by time, on the rank of the start.
+    def find(self, query: str, *, after: Place | None, direction: int) -> Matches:
+        """Find the next event that matches a search, by time.
+
+        Without a rank in the search, only the rank of the start is searched.
 
         Args:
-            query: The name of a unit, or a part of names, in any case.
+            query: See `search`.
             after: The start; None: the beginning of the first rank.
             direction: 1 forwards, -1 backwards, 0: the first event from the start.
         """
+        reasons = []
         for offset in range(len(self.members)):
             place = after if offset == 0 else None
             start = after.member if after else 0
@@ -142,16 +163,23 @@ class Tracks:
             found = self._find_in(member, query, place, direction)
             if found.place is not None:
                 return found
-        return UnitMatches(None, 0, 0)
+            reasons.append(found.reason)
+        return Matches(None, 0, 0, reasons[0])
 
-    def _find_in(self, member: int, query: str, after: Place | None, direction: int) -> UnitMatches:
+    def _find_in(self, member: int, query: str, after: Place | None, direction: int) -> Matches:
         tracks = self.members[member]
-        drawn = tracks.timeline.rank_of(0 if after is None else after.event)
-        matches = _matching_events(tracks, query, drawn)
+        search = tracks.parse(query)
+        if search is None or search.is_empty:
+            return Matches(None, 0, 0, "no such name")
+        own_rank = tracks.timeline.rank_of(0 if after is None else after.event)
+        drawn = own_rank if search.rank is None else tracks.timeline.find_rank(search.rank)
+        if drawn is None:
+            return Matches(None, 0, 0, f"rank {search.rank} is not shown")
+        matches = _matching_events(tracks, search, drawn)
         if len(matches) == 0:
-            return UnitMatches(None, 0, 0)
+            return Matches(None, 0, 0, "nothing drawn")
         chosen = 0
-        if after is not None:
+        if after is not None and drawn is own_rank:
             own = after.event - drawn.first_event
             exact = np.flatnonzero(matches == own)
             if len(exact):
@@ -162,28 +190,19 @@ class Tracks:
                 chosen = later - 1 if direction < 0 else later
         chosen %= len(matches)
         place = Place(member, drawn.first_event + int(matches[chosen]))
-        return UnitMatches(place, chosen + 1, len(matches))
+        return Matches(place, chosen + 1, len(matches))
 
 
-def matching_units(names: Sequence[str], query: str) -> list[int]:
-    """The units with that name, or else those whose names contain it, in any case."""
-    wanted = query.strip().lower()
-    lowered = [name.lower() for name in names]
-    exact = [index for index, name in enumerate(lowered) if name == wanted]
-    if exact or not wanted:
-        return exact
-    return [index for index, name in enumerate(lowered) if wanted in name]
-
-
-def _matching_events(tracks: TrackSet, query: str, drawn: DrawnRank) -> NDArray[np.int64]:
-    """The drawn events of the matching units on a rank, by start, without copies."""
-    indices = [
-        tracks.manifest.units[position].index
-        for position in matching_units(tracks.unit_names, query)
-    ]
-    events = drawn.events
+def _matching_events(tracks: TrackSet, search: Search, drawn: DrawnRank) -> NDArray[np.int64]:
+    """The drawn events of a search on a rank, by start, without copies."""
+    events, spans = drawn.events, drawn.layout.index.spans
+    if search.looks is not None:
+        spans = spans.where(np.isin(spans.look, list(search.looks)))
     is_drawn = np.zeros(len(events), dtype=bool)
-    is_drawn[drawn.layout.index.spans.event] = True
-    wanted = is_drawn & np.isin(events.unit, indices) & ~is_any_of(events.kind, COPIES)
+    is_drawn[spans.event] = True
+    wanted = is_drawn & ~is_any_of(events.kind, COPIES)
+    if search.units is not None:
+        indices = [tracks.manifest.units[position].index for position in search.units]
+        wanted &= np.isin(events.unit, indices)
     matches = np.flatnonzero(wanted)
     return matches[np.argsort(events.start_ns[matches], kind="stable")]

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_inspect.report.palette import Look
 
-NEUTRAL = Look("", "#76889A", "#FFFFFF")
+NEUTRAL = Look("", "#76889A", "#111418")
 """The look of everything that is no kind of time or memory."""
 
 

@@ -78,6 +78,8 @@ class Box:
     colour: str = ""
     is_edge: bool = False
     """Whether it is a dotted line at its start, with the label, instead of a shade."""
+    is_chosen: bool = False
+    """Whether it is a solid line at its start: the place that the user chose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +310,7 @@ def _box(box: Box, scale: _Scale) -> str:
     if right <= left:
         return ""
     kind = "chart-unit" if box.colour else "chart-edge" if box.is_edge else "chart-band"
+    kind = "chart-chosen" if box.is_chosen else kind
     is_written = box.label and (box.colour or box.is_edge)
     label = f"<span>{text(box.label)}</span>" if is_written else ""
     colour = f';--c:{box.colour}" title="{text(box.label)}' if box.colour else ""
@@ -375,8 +378,15 @@ def _legend(plot: Lines) -> str:
     if plot.level is not None:
         keys.append(f'<i class="chart-key chart-dotted"></i>{text(plot.level[1])}')
     shades = dict.fromkeys(
-        box.label for box in plot.boxes if box.label and not box.colour and not box.is_edge
+        box.label
+        for box in plot.boxes
+        if box.label and not (box.colour or box.is_edge or box.is_chosen)
     )
+    keys += [
+        f'<i class="chart-key" style="--c:var(--ink)"></i>{text(box.label)}'
+        for box in plot.boxes
+        if box.is_chosen
+    ]
     keys += [f'<i class="chart-key chart-shade"></i>{text(label)}' for label in shades]
     return draw_list(keys) if len(keys) > 1 else ""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fsdp_inspect.analysis.breakdown import StepBreakdown
+from fsdp_inspect.analysis.breakdown import DimensionTime, StepBreakdown
 from fsdp_inspect.analysis.exposed import ExposedOwner
 from fsdp_inspect.analysis.memory.peak import MemoryOfStep, PeakMoment
 from fsdp_inspect.analysis.scalars import ScalarSeries
@@ -60,49 +60,25 @@ def draw_breakdown(breakdown: StepBreakdown, *, high_ns: int | None = None) -> C
     )
 
 
-_DIMENSION_COLOURS = {
-    "replicate": "#D55E00",
-    "shard": "#0072B2",
-    "cp": "#56B4E9",
-    "tp": "#009E73",
-    "ep": "#CC79A7",
-    "pp": "#E69F00",
-    "world": "#999999",
-    "other": "#666666",
-}
-_OWN_NAME_COLOUR = "#F0E442"
-
-
 def draw_dimensions(breakdown: StepBreakdown) -> Chart:
-    """The exposed waits of a step as one bar, split by mesh dimension."""
-    parts = [
-        (
-            Look(
-                row.dimension,
-                _DIMENSION_COLOURS.get(row.dimension, _OWN_NAME_COLOUR),
-                "#FFFFFF",
-                hatched=True,
-            ),
-            row,
-        )
-        for row in breakdown.dimensions
-    ]
-    bars = stack(
-        (
-            look,
-            row.exposed_ns,
-            f"{row.dimension}: {format_ns(row.exposed_ns)}, "
-            f"{format_ratio(row.step_ratio)} of the step",
-            "",
-        )
-        for look, row in parts
-    )
+    """The exposed waits of a step by mesh dimension, one row each."""
     return draw_bars(
-        [Row("", bars)],
+        [
+            Row(
+                row.dimension,
+                stack([(palette.EXPOSED, row.exposed_ns, _describe_dimension(row), "")]),
+                format_ns(row.exposed_ns),
+            )
+            for row in breakdown.dimensions
+        ],
         MetricUnit.NS,
         high=max(breakdown.exposed_ns, 1),
-        legend=[(look, f"{row.dimension} {format_ns(row.exposed_ns)}") for look, row in parts],
     )
+
+
+def _describe_dimension(row: DimensionTime) -> str:
+    share = format_ratio(row.step_ratio)
+    return f"{row.dimension}: {format_ns(row.exposed_ns)}, {share} of the step"
 
 
 def draw_owners(owners: Sequence[ExposedOwner]) -> Chart:
@@ -246,7 +222,7 @@ def _unit_parts(unit: UnitCost, measure: str) -> Sequence[tuple[Look, float | No
                 (palette.ALL_REDUCE, unit.all_reduce.duration_ns),
             )
         case "parameters":
-            return ((palette.OTHER, unit.num_parameters),)
+            return ((NEUTRAL, unit.num_parameters),)
     raise ValueError(
         f"Bars of units cannot show {measure!r}. They show {', '.join(UNIT_MEASURES)}."
     )

@@ -22,11 +22,11 @@ from fsdp_inspect.report.charts.results import (
 from tests.app.synthetic import make_run
 
 FIXED = {
-    palette.ALL_GATHER: "#0072B2",
-    palette.REDUCE_SCATTER: "#D55E00",
-    palette.FORWARD: "#009E73",
-    palette.BACKWARD: "#56B4E9",
-    palette.OPTIMIZER: "#CC79A7",
+    palette.ALL_GATHER: "#136FD0",
+    palette.REDUCE_SCATTER: "#D85A05",
+    palette.FORWARD: "#079A58",
+    palette.BACKWARD: "#069BA2",
+    palette.OPTIMIZER: "#D95D9E",
 }
 
 

@@ -14,7 +14,10 @@ class Drawing {
     this.ranges = indexLanes(columns.lane, header.lanes.length);
     this.curves = indexCurves(header.memory);
     this.pieces = columns.event ? indexEvents(columns.event) : new Map();
-    this.highlighted = new Set();
+    const { units, looks, blocks } = header.highlight || {};
+    this.highlight = header.highlight && {
+      units: units && new Set(units), looks: looks && new Set(looks), blocks: blocks && new Set(blocks),
+    };
     this.hatches = header.looks.map((look) => (look.hatched ? hatch() : null));
   }
 
@@ -50,6 +53,8 @@ class Drawing {
       .map(({ label, colour, hatched }) => ({ label, colour, kind: hatched ? "hatched" : "" }));
     if (memory.length) entries.push({ label: "memory allocated", kind: "area" });
     if (memory.some((curve) => curve.has_reserved)) entries.push({ label: "reserved", kind: "line" });
+    const { difference } = this.header;
+    if (difference) entries.push({ label: difference.label, kind: "difference" });
     return entries;
   }
 
@@ -84,9 +89,14 @@ class Drawing {
     return unit && unit[position] !== NONE ? this.header.units[unit[position]] : "";
   }
 
+  // Whether a search does not cover a rectangle. A pixel column has no unit.
   isFaded(position) {
-    const { unit } = this.columns;
-    return this.highlighted.size > 0 && Boolean(unit) && !this.highlighted.has(unit[position]);
+    if (!this.highlight) return false;
+    const { units, looks, blocks } = this.highlight;
+    const { unit, look, lane } = this.columns;
+    return Boolean((units && unit && !units.has(unit[position]))
+      || (looks && !looks.has(look[position]))
+      || (blocks && !blocks.has(this.blockOf(lane[position]))));
   }
 
   // The rectangle of an event that shows it best: its collective, else its longest piece.
@@ -171,6 +181,14 @@ class Drawing {
     if (columns.bytes[position] >= 0) rows.push(...this.describeTransfer(position));
     rows.push(["obtained", header.provenances[columns.provenance[position]]]);
     return rows;
+  }
+
+  describeChange({ name, phase, delta_ns: delta, own_ns: own, other_ns: other }) {
+    const word = delta > 0 ? "slower" : "faster";
+    return [
+      [`${name} · ${phase}`, ""], [`${word} by`, formatNs(Math.abs(delta))],
+      ["this run", formatNs(own)], ["B", formatNs(other)],
+    ];
   }
 
   nameOfBlock(block) {

@@ -4,6 +4,7 @@ const AXIS_HEIGHT = 26;
 const FOOT_HEIGHT = 14;
 const HEADING_HEIGHT = 22;
 const LANE_HEIGHTS = { marks: 13, clock: 28, collective: 20, memory: 46 };
+const DIFFERENCE_HEIGHT = 40;
 const RANK_GAP = 10;
 const LANE_GAP = 3;
 const MOST_PINNED = 0.6; // of the height; more than that scrolls with the rest
@@ -16,6 +17,7 @@ class Layout {
     this.blockOf = [];
     this.headings = [];
     this.blocks = header.blocks;
+    this.differenceTop = NONE; // the strip below the lanes of the compared rank
     const others = header.blocks.map((_, block) => block).filter((block) => !pinned.includes(block));
     let y = AXIS_HEIGHT;
     for (const block of pinned) y = this.place(header, block, y, true);
@@ -47,6 +49,10 @@ class Layout {
       this.blockOf[lane] = block;
       y += this.height[lane] + LANE_GAP;
     }
+    if (header.difference && header.difference.block === block) {
+      this.differenceTop = y;
+      y += DIFFERENCE_HEIGHT + LANE_GAP;
+    }
     return y + RANK_GAP;
   }
 
@@ -57,6 +63,12 @@ class Layout {
   // Where a height of the whole picture is on the canvas.
   shown(y, scroll) {
     return this.isFixed(y) ? y : y - scroll;
+  }
+
+  isDifferenceAt(y, scroll) {
+    if (this.differenceTop === NONE) return false;
+    const inPicture = y < this.fixedBottom ? y : y + scroll;
+    return inPicture >= this.differenceTop && inPicture < this.differenceTop + DIFFERENCE_HEIGHT;
   }
 
   laneAt(y, scroll) {

@@ -2,6 +2,7 @@
 
 const WIDE_GUTTER = 172;
 const NARROW_GUTTER = 142;
+const PHONE_GUTTER = 112;
 const MIN_LABEL_WIDTH = 16;
 const FADED = 0.2;
 const AREA_ALPHA = 0.34;
@@ -57,6 +58,9 @@ class Painter {
       pen.globalAlpha = 1;
       this.drawOutlines(lanes);
     });
+    if (layout.differenceTop !== NONE && layout.isFixed(layout.differenceTop) === isFixed) {
+      this.clip(0, top, this.width, bottom - top, () => this.drawDifference());
+    }
     this.clip(0, top, this.width, bottom - top, () => this.drawHeadings(isFixed));
   }
 
@@ -104,6 +108,45 @@ class Painter {
     pen.font = `12px ${this.font}`;
     const y = lane === block.first_lane ? top + 7 : top + height / 2;
     pen.fillText(label, this.gutter - 8, y + 0.5);
+  }
+
+  // Above the middle line this run is slower than the other one, below it faster.
+  drawDifference() {
+    const { pen, layout } = this;
+    const { spans } = this.drawing.header.difference;
+    const top = layout.shown(layout.differenceTop, this.scroll);
+    const middle = top + DIFFERENCE_HEIGHT / 2;
+    const half = DIFFERENCE_HEIGHT / 2 - 2;
+    pen.fillStyle = this.colours.band;
+    pen.fillRect(this.gutter, top, this.width - this.gutter, DIFFERENCE_HEIGHT);
+    pen.fillStyle = this.colours.faint;
+    pen.font = `12px ${this.font}`;
+    pen.textAlign = "right";
+    pen.textBaseline = "middle";
+    pen.fillText("slower than B", this.gutter - 8, top + 10);
+    pen.fillText("faster", this.gutter - 8, top + DIFFERENCE_HEIGHT - 10);
+    const most = Math.max(...spans.map((span) => Math.abs(span.delta_ns)), 1);
+    this.clip(this.gutter, top, this.width - this.gutter, DIFFERENCE_HEIGHT, () => {
+      for (const span of spans) this.drawChange(span, middle, half, most);
+    });
+    pen.fillStyle = this.colours.faint;
+    pen.fillRect(this.gutter, Math.round(middle), this.width - this.gutter, 1);
+  }
+
+  drawChange({ start_ns: start, end_ns: end, delta_ns: delta }, middle, half, most) {
+    const { pen } = this;
+    const left = this.xOf(start);
+    const width = Math.max(this.xOf(end) - left - 1, 1);
+    const height = Math.max((Math.abs(delta) / most) * half, 1);
+    pen.fillStyle = this.colours.memory;
+    pen.fillRect(left, delta > 0 ? middle - height : middle, width, height);
+    const from = Math.max(left, this.gutter) + 3;
+    const text = `${delta > 0 ? "+" : "−"}${formatNs(Math.abs(delta))}`;
+    pen.font = `11px ${this.font}`;
+    pen.textAlign = "left";
+    if (pen.measureText(text).width > Math.min(left + width, this.width) - from - 2) return;
+    pen.fillStyle = this.colours.text;
+    pen.fillText(text, from, delta > 0 ? middle + half / 2 + 1 : middle - half / 2);
   }
 
   drawRankName(block, position, top) {
@@ -429,14 +472,18 @@ class Painter {
   drawRuler() {
     if (!this.ruler) return;
     const { pen } = this;
-    const [left, right] = this.ruler.map((time) => this.xOf(time)).sort((a, b) => a - b);
+    const { block } = this.ruler;
+    const [left, right] = [this.ruler.start, this.ruler.end].map((time) => this.xOf(time))
+      .sort((a, b) => a - b);
     const bottom = this.height - FOOT_HEIGHT;
     this.clip(this.gutter, 0, this.width - this.gutter, bottom, () => {
       pen.globalAlpha = 0.14;
       pen.fillStyle = this.colours.text;
       pen.fillRect(left, AXIS_HEIGHT, right - left, bottom - AXIS_HEIGHT);
       pen.globalAlpha = 1;
-      const label = formatNs(Math.abs(this.ruler[1] - this.ruler[0]));
+      this.outlineRanks(block, left, right);
+      const length = formatNs(Math.abs(this.ruler.end - this.ruler.start));
+      const label = `${length}, rank ${this.drawing.header.blocks[block].rank}`;
       pen.font = `600 12px ${this.font}`;
       const width = pen.measureText(label).width + 10;
       const middle = (Math.max(left, this.gutter) + Math.min(right, this.width)) / 2;
@@ -446,6 +493,15 @@ class Painter {
       pen.textBaseline = "middle";
       pen.fillText(label, middle - width / 2 + 5, AXIS_HEIGHT + 11.5);
     });
+  }
+
+  // The lanes whose times are summed.
+  outlineRanks(block, left, right) {
+    const { first_lane: first, last_lane: last } = this.drawing.header.blocks[block];
+    const top = Math.max(this.yOf(first) - 2, AXIS_HEIGHT);
+    const bottom = this.yOf(last) + this.layout.height[last] + 2;
+    this.pen.strokeStyle = this.colours.text;
+    if (bottom > top) this.pen.strokeRect(left, top, right - left, bottom - top);
   }
 
   drawScrollBars() {
@@ -468,5 +524,6 @@ class Painter {
 }
 
 function gutterOf(width) {
+  if (width < 480) return PHONE_GUTTER;
   return width < 760 ? NARROW_GUTTER : WIDE_GUTTER;
 }

@@ -4,6 +4,7 @@
 
 const MIN_VIEW_NS = 50;
 const REQUEST_DELAY_MS = 120;
+const TYPING_DELAY_MS = 250;
 const PAN_STEP = 0.15;
 const ZOOM_STEP = 1.35;
 const SCROLL_STEP = 0.8;
@@ -11,6 +12,8 @@ const MOST_SUGGESTED = 2000;
 const PNG_RATIO = 2; // as sharp as a good screen
 const CAPTION_HEIGHT = 20;
 const SHARE_OF_HEIGHT = 0.72; // of the browser's window, at most
+const LEAST_WIDTH = 240;
+const DETAILS_HEIGHT = 300; // around the canvas in fullscreen
 
 const instances = new WeakMap();
 
@@ -55,7 +58,8 @@ class Timeline {
     this.cursor = NONE;
     this.isSought = false;
     this.ruler = null;
-    this.isMeasuring = false;
+    this.isPanning = false;
+    this.isGoing = false; // whether the answer to the search is shown, not only counted
     this.query = "";
     this.direction = 0;
     this.serial = 0;
@@ -67,7 +71,9 @@ class Timeline {
   stop() {
     this.resizing.disconnect();
     clearTimeout(this.request);
+    clearTimeout(this.typing);
     cancelAnimationFrame(this.frame);
+    this.pageEvents.abort();
   }
 
   // ---- data ----
@@ -79,7 +85,6 @@ class Timeline {
     this.tip.hidden = true;
     if (!before || before.key !== drawing.header.key) this.open(drawing.header);
     else if (before.axis_end_ns !== drawing.header.axis_end_ns) this.adjust(before.axis_end_ns);
-    this.highlight();
     this.canvas.setAttribute("aria-label", drawing.header.aria_label);
     this.fillLegend();
     this.resize();
@@ -95,13 +100,14 @@ class Timeline {
     this.view = { start, end };
     this.selected = opening.selected;
     this.pinned = opening.pinned;
+    this.ruler = opening.range;
     this.query = opening.query;
     this.input.value = opening.query;
     this.serial = header.found ? header.found.serial : 0;
     this.answered = this.serial;
     this.jumped = header.jump ? header.jump.serial : 0;
     this.say(".matches", "");
-    const options = [...new Set(header.units)].slice(0, MOST_SUGGESTED).map((name) => {
+    const options = [...new Set(header.names)].slice(0, MOST_SUGGESTED).map((name) => {
       const option = document.createElement("option");
       option.value = name;
       return option;
@@ -121,8 +127,10 @@ class Timeline {
 
   resize() {
     if (!this.drawing) return;
-    this.width = Math.max(this.root.clientWidth, 360);
-    const most = Math.max(SHARE_OF_HEIGHT * window.innerHeight, 420);
+    this.width = Math.max(this.root.clientWidth, LEAST_WIDTH);
+    const room = this.isFullscreen ? window.innerHeight - DETAILS_HEIGHT
+      : SHARE_OF_HEIGHT * window.innerHeight;
+    const most = Math.max(room, 420);
     this.layout = new Layout(this.drawing.header, this.pinned, most);
     this.height = this.layout.canvasHeight;
     this.scrollTo(this.scroll);
@@ -161,6 +169,7 @@ class Timeline {
       selected: this.selected,
       find: { query: this.query, direction: this.direction, serial: this.serial },
       pinned: this.pinned,
+      range: this.rangeToSum(),
     });
   }
 
@@ -180,6 +189,11 @@ class Timeline {
 
   timeAt(x) {
     return this.view.start + ((x - this.gutter) / this.plotWidth) * this.length;
+  }
+
+  // The time at a position, inside the axis.
+  timeWithin(x) {
+    return Math.min(Math.max(this.timeAt(x), 0), this.drawing.header.axis_end_ns);
   }
 
   spanAt(x, y) {
@@ -239,6 +253,27 @@ class Timeline {
   scrollBy(pixels) {
     this.scrollTo(this.scroll + pixels);
     this.scheduleDraw();
+  }
+
+  // ---- selecting a range ----
+
+  rangeToSum() {
+    if (!this.ruler) return null;
+    const [start, end] = [this.ruler.start, this.ruler.end].sort((a, b) => a - b);
+    return { start_ns: Math.round(start), end_ns: Math.round(end), block: this.ruler.block };
+  }
+
+  // The selected span, or else what is shown.
+  sumSelection() {
+    if (this.cursor === NONE) {
+      this.ruler = { ...this.view, block: this.pinned[0] ?? 0 };
+    } else {
+      const { start, lane } = this.drawing.columns;
+      const end = this.drawing.end(this.cursor);
+      this.ruler = { start: start[this.cursor], end, block: this.drawing.blockOf(lane[this.cursor]) };
+    }
+    this.scheduleDraw();
+    this.send();
   }
 
   // ---- selecting ----
@@ -332,29 +367,19 @@ class Timeline {
 
   // ---- searching ----
 
-  // The units of that name; without one those whose names contain it. As track_set.py does.
-  highlight() {
-    const wanted = this.query.trim().toLowerCase();
-    const names = this.drawing.header.units.map((name) => name.toLowerCase());
-    const all = names.map((_, unit) => unit);
-    const exact = all.filter((unit) => names[unit] === wanted);
-    const chosen = exact.length || !wanted ? exact
-      : all.filter((unit) => names[unit].includes(wanted));
-    this.drawing.highlighted = new Set(wanted ? chosen : []);
-    if (wanted && !chosen.length) this.say(".matches", "no such unit");
-  }
-
+  // A complete name goes to its first event; else the matches are only highlighted and counted.
   onInput() {
     this.query = this.input.value;
     this.say(".matches", "");
-    this.highlight();
-    this.scheduleDraw();
-    const isName = this.drawing.header.units.includes(this.query);
-    if (isName || !this.query) this.find(0);
+    clearTimeout(this.typing);
+    const isName = !this.query || this.drawing.header.names.includes(this.query);
+    this.typing = setTimeout(() => this.find(0, isName), isName ? 0 : TYPING_DELAY_MS);
   }
 
   // The next match after the selection; 0: the first one from it on.
-  find(direction) {
+  find(direction, isGoing = true) {
+    clearTimeout(this.typing);
+    this.isGoing = isGoing;
     this.direction = direction;
     if (this.query) this.serial += 1;
     this.send();
@@ -364,11 +389,13 @@ class Timeline {
     if (!found || found.serial <= this.answered) return;
     this.answered = found.serial;
     if (found.event === NONE) {
-      this.say(".matches", "nothing drawn");
-      return;
+      this.say(".matches", found.reason);
+    } else if (this.isGoing) {
+      this.say(".matches", `${found.number} of ${found.total}`);
+      this.goTo(found);
+    } else {
+      this.say(".matches", `${found.total} found`);
     }
-    this.say(".matches", `${found.number} of ${found.total}`);
-    this.goTo(found);
   }
 
   // Where a button of the page leads.
@@ -411,6 +438,9 @@ class Timeline {
     canvas.addEventListener("pointerleave", () => this.hover(NONE, NONE));
     canvas.addEventListener("dblclick", (event) => { if (event.offsetX > this.gutter) this.fit(); });
     canvas.addEventListener("keydown", (event) => this.onKey(event));
+    this.pageEvents = new AbortController();
+    document.addEventListener("fullscreenchange", () => this.onFullscreen(),
+      { signal: this.pageEvents.signal });
     input.addEventListener("input", () => this.onInput());
     input.addEventListener("keydown", (event) => this.onSearchKey(event));
     const commands = {
@@ -419,7 +449,9 @@ class Timeline {
       "zoom-in": () => this.zoom(1 / ZOOM_STEP),
       "zoom-out": () => this.zoom(ZOOM_STEP),
       fit: () => this.fit(),
-      ruler: () => this.toggleRuler(),
+      range: () => this.sumSelection(),
+      pan: () => this.togglePan(),
+      fullscreen: () => this.toggleFullscreen(),
       png: () => this.savePng(),
       link: () => this.copyLink(),
       help: () => this.toggleHelp(),
@@ -449,16 +481,17 @@ class Timeline {
 
   onDown(event) {
     this.canvas.setPointerCapture(event.pointerId);
-    const isRuler = (event.shiftKey || this.isMeasuring) && event.offsetX > this.gutter;
+    const block = this.blockAt(event.offsetY);
+    const isRuler = !(event.shiftKey || this.isPanning) && event.offsetX > this.gutter;
     this.drag = {
       x: event.offsetX,
       y: event.offsetY,
       start: this.view.start,
       scroll: this.scroll,
       isRuler,
+      block: block === NONE ? this.pinned[0] ?? 0 : block,
       moved: false,
     };
-    if (isRuler) this.ruler = [this.timeAt(event.offsetX), this.timeAt(event.offsetX)];
   }
 
   onMove(event) {
@@ -472,7 +505,8 @@ class Timeline {
     if (!this.drag.moved) return;
     this.hover(NONE, NONE);
     if (this.drag.isRuler) {
-      this.ruler[1] = this.timeAt(event.offsetX);
+      const { x, block } = this.drag;
+      this.ruler = { start: this.timeWithin(x), end: this.timeWithin(event.offsetX), block };
       this.scheduleDraw();
       return;
     }
@@ -483,10 +517,9 @@ class Timeline {
   onUp(event) {
     const { drag } = this;
     this.drag = null;
-    if (!drag || drag.moved) return;
-    if (drag.isRuler) {
-      this.ruler = null;
-      this.scheduleDraw();
+    if (!drag) return;
+    if (drag.moved) {
+      if (drag.isRuler) this.send(); // the page sums the range
     } else if (event.offsetX < this.gutter) {
       this.pin(this.blockAt(event.offsetY));
     } else if (!this.drawing.header.is_exact) {
@@ -509,7 +542,8 @@ class Timeline {
       d: () => this.pan(PAN_STEP),
       w: () => this.zoom(1 / ZOOM_STEP),
       s: () => this.zoom(ZOOM_STEP),
-      f: () => this.fitSelection(),
+      f: () => (event.shiftKey ? this.toggleFullscreen() : this.fitSelection()),
+      r: () => this.sumSelection(),
       0: () => this.fit(),
       n: () => this.find(event.shiftKey ? -1 : 1),
       p: () => this.pin(this.cursor === NONE ? this.pinned[0] ?? 0
@@ -536,7 +570,7 @@ class Timeline {
     event.stopPropagation();
     if (event.key === "Enter") {
       event.preventDefault();
-      this.find(event.shiftKey ? -1 : Number(this.answered > 0));
+      this.find(event.shiftKey ? -1 : Number(this.isGoing && this.answered > 0));
     } else if (event.key === "Escape") {
       event.preventDefault();
       this.canvas.focus();
@@ -549,7 +583,9 @@ class Timeline {
     const lane = this.layout.laneAt(y, this.scroll);
     const isOnName = x < this.gutter && lane !== NONE;
     this.hover(this.spanAt(x, y), isOnName ? this.layout.blockOf[lane] : NONE, x, y);
-    if (this.hovered === NONE && lane !== NONE && x >= this.gutter) this.pointAtMemory(lane, x, y);
+    if (this.hovered !== NONE || x < this.gutter) return;
+    if (lane !== NONE) this.pointAtMemory(lane, x, y);
+    if (this.layout.isDifferenceAt(y, this.scroll)) this.pointAtChange(x, y);
   }
 
   hover(position, block, x, y) {
@@ -570,6 +606,16 @@ class Timeline {
     const reading = this.drawing.readingAt(lane, this.timeAt(x));
     if (reading === NONE) return;
     this.fillTip(this.drawing.describeReading(lane, reading));
+    this.tip.hidden = false;
+    this.placeTip(x, y);
+  }
+
+  pointAtChange(x, y) {
+    const time = this.timeAt(x);
+    const found = this.drawing.header.difference.spans
+      .find(({ start_ns: start, end_ns: end }) => start <= time && time <= end);
+    if (!found) return;
+    this.fillTip(this.drawing.describeChange(found));
     this.tip.hidden = false;
     this.placeTip(x, y);
   }
@@ -607,11 +653,34 @@ class Timeline {
 
   // ---- buttons ----
 
-  toggleRuler() {
-    this.isMeasuring = !this.isMeasuring;
-    if (!this.isMeasuring) this.ruler = null;
-    this.root.querySelector('[data-command="ruler"]').setAttribute("aria-pressed", this.isMeasuring);
-    this.scheduleDraw();
+  togglePan() {
+    this.isPanning = !this.isPanning;
+    this.root.querySelector('[data-command="pan"]').setAttribute("aria-pressed", this.isPanning);
+  }
+
+  // The part of the page with the canvas and its details.
+  get surroundings() {
+    const { host } = this.root.getRootNode();
+    return (host || this.root).closest("[class*=st-key-frame-]") || this.root;
+  }
+
+  get isFullscreen() {
+    return document.fullscreenElement === this.surroundings;
+  }
+
+  async toggleFullscreen() {
+    try {
+      await (this.isFullscreen ? document.exitFullscreen() : this.surroundings.requestFullscreen());
+      this.canvas.focus({ preventScroll: true });
+    } catch {
+      this.say(".said", "this browser has no fullscreen mode");
+    }
+  }
+
+  onFullscreen() {
+    const button = this.root.querySelector('[data-command="fullscreen"]');
+    button.setAttribute("aria-pressed", this.isFullscreen);
+    this.resize();
   }
 
   toggleHelp() {
@@ -633,6 +702,8 @@ class Timeline {
     const window_ = `${Math.floor(this.view.start)}-${Math.ceil(this.view.end)}`;
     put("window", isWhole ? [] : [window_]);
     put("span", this.selected === NONE ? [] : [this.nameOfEvent(this.selected)]);
+    const range = this.rangeToSum();
+    put("range", range ? [`${header.blocks[range.block].rank}-${range.start_ns}-${range.end_ns}`] : []);
     put("top", this.pinned.map((block) => String(header.blocks[block].rank)));
     put("unit", header.units.includes(this.query) ? [this.query] : []);
     return address.href;
@@ -754,7 +825,9 @@ class Timeline {
       arrows: this.selected === NONE ? 0 : this.drawing.arrowsOf(this.selected).length,
       pinned: this.pinned.join(","),
       scroll: Math.round(this.scroll),
-      ruler: this.ruler ? Math.round(Math.abs(this.ruler[1] - this.ruler[0])) : "",
+      ruler: this.ruler ? Math.round(Math.abs(this.ruler.end - this.ruler.start)) : "",
+      ruledBlock: this.ruler ? this.ruler.block : "",
+      fullscreen: this.isFullscreen,
       draws: this.draws,
     });
   }
