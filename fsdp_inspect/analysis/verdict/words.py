@@ -226,7 +226,7 @@ def _phrase_slow_group(facts: StepFacts) -> Words:
         f"{format_ns(facts.step_time_ns)} is {group.at_most}{format_ns(group.cost_ns)} shorter."
     )
     return (
-        f"{capitalize(group.names[0])} is slow: it costs {group.at_most}"
+        f"{capitalize(describe_place(group.names[0]))} is slow: it costs {group.at_most}"
         f"{_ratio(facts, group.cost_ns)} of the step.",
         describe_slow_ranks(group.ranks, group.busiest_ratio),
         " ".join([cost, *describe_slow_group(group)]),
@@ -235,6 +235,13 @@ def _phrase_slow_group(facts: StepFacts) -> Words:
             "Leave communication as it is until then: these waits are not transfers.",
         ),
     )
+
+
+def describe_place(name: str) -> str:
+    """Describe a place of ranks in a sentence: `stage pp 1`, `the tp group of rank 2`, `node b`."""
+    if name.startswith("pp "):
+        return f"stage {name}" if " group " not in name else f"the {name}"
+    return name if name.startswith("node ") else f"the {name}"
 
 
 def describe_slow_ranks(ranks: Sequence[int], busiest_ratio: float) -> str:
@@ -269,8 +276,8 @@ def describe_slow_group(group: SlowGroup) -> list[str]:
 
 def _advise_slow_group(group: SlowGroup) -> str:
     shows = "`fsdp-inspect ranks RUN` shows the numbers."
-    name = group.names[0]
-    if name.startswith("pp "):
+    name = describe_place(group.names[0])
+    if name.startswith("stage "):
         return f"Move layers from {name} to other stages, or check its machine. {shows}"
     return (
         f"Find out how {name} differs: clocks, heat, another job, a slower link, larger batches, "
