@@ -237,6 +237,15 @@ def test_the_backward_of_a_functional_collective_is_recorded(four: Path) -> None
     assert (events.unit < 0).sum() == NUM_LAYERS
 
 
+@pytest.mark.parametrize("name", ["pipeline", "slow_stage"])
+def test_a_schedule_that_reduces_after_all_backwards_follows_its_plan(
+    four: Path, name: str
+) -> None:
+    check = open_run(four / name).summary().plan_check
+    assert check is not None
+    assert check.is_consistent, check.sentence
+
+
 def rows_of_layers(rows: int) -> int:
     """Bytes of this number of rows in each layer."""
     return NUM_LAYERS * rows * WIDTH * FLOAT

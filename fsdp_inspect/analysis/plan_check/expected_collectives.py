@@ -162,9 +162,21 @@ def count_needed_reductions(own: EventTable, reducing: set[tuple[int, int]]) -> 
 
 
 def passes_with(events: EventTable, kind: EventKind) -> set[tuple[int, int]]:
-    """Return step and microbatch of every pass with a collective of this kind, of any unit."""
+    """Return step and microbatch of every pass with a collective of this kind, of any unit.
+
+    A collective after all backwards of a step belongs to the last one: a pipeline schedule reduces
+    the gradients of all microbatches at once.
+    """
     own = events.where((events.kind == kind) & (events.unit != NO_UNIT))
-    return set(zip(own.step.tolist(), own.microbatch.tolist(), strict=True))
+    is_later = own.phase == Phase.OUTSIDE
+    inside = own.where(~is_later)
+    found = set(zip(inside.step.tolist(), inside.microbatch.tolist(), strict=True))
+    backwards = events.where(events.kind == EventKind.BACKWARD)
+    for step, start in zip(own.step[is_later].tolist(), own.start_ns[is_later], strict=True):
+        before = backwards.where((backwards.step == step) & (backwards.start_ns < start))
+        if len(before):
+            found.add((step, int(before.microbatch[np.argmax(before.start_ns)])))
+    return found
 
 
 def _rows(events: EventTable) -> list[tuple[int, int, int, int, int, int]]:
