@@ -13,7 +13,7 @@ from fsdp_inspect.trace.run import RunSource
 from tests.conftest import Torchrun
 from tests.distributed.migration_driver import CASES, NUM_STEPS
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 DRIVER = Path(__file__).with_name("migration_driver.py")
 
