@@ -1,8 +1,8 @@
 """The `fsdp-inspect` command, with one file per subcommand. Only this package prints and exits.
 
 Exit codes: 0 success, 1 an error with a message, 2 an invalid command line, 130 Ctrl-C. Commands
-that judge (`check`, `diagnose`, `equivalence`, `plan`) exit with 1 for a finding only. All their errors
-have the exit code 2. A subcommand imports its modules when it runs, so `--help` is fast.
+that judge (`check`, `diagnose`, `equivalence`, `plan`) exit with 1 for a finding only. All their
+errors have the exit code 2. A subcommand imports its modules when it runs, so `--help` is fast.
 """
 
 import os

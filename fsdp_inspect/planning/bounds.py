@@ -32,13 +32,16 @@ class _Sums:
     def extend(self, other: "_Sums", times: float) -> "_Sums":
         """The sums with the difference to another model added a number of times."""
 
-        def grow(name: str) -> float:
-            own: float = getattr(self, name)
-            more: float = getattr(other, name)
+        def grow(own: float, more: float) -> float:
             return own + times * (more - own)
 
-        grown = (grow(name) for name in ("compute_ns", "messages_ns", "optimizer_ns", "bytes"))
-        return _Sums(*grown, largest=self.largest)
+        return _Sums(
+            compute_ns=grow(self.compute_ns, other.compute_ns),
+            messages_ns=grow(self.messages_ns, other.messages_ns),
+            optimizer_ns=grow(self.optimizer_ns, other.optimizer_ns),
+            bytes=grow(self.bytes, other.bytes),
+            largest=self.largest,
+        )
 
 
 def bound(job: Job, candidate: Candidate, speed: Speed) -> Bounds:

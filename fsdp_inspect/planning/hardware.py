@@ -102,7 +102,7 @@ GPUS = {
 
 HOST_OPTIMIZER_S_PER_BILLION = (0.22, 1.39)
 """AdamW of a billion parameters on the processors of a host: DeepSpeed's CPU-Adam and torch's Adam.
-Source: ZeRO-Offload (arXiv 2101.06840), table 4. Hosts differ: treat it as an order of magnitude."""
+Source: ZeRO-Offload (arXiv 2101.06840), table 4. Hosts differ: it is an order of magnitude."""
 
 TENSOR_PARALLEL_RATIO = 0.82
 """Efficiency with tensor parallelism, as a fraction of that without, messages apart. KempnerForge

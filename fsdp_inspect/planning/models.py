@@ -12,7 +12,7 @@ from fsdp_inspect.reading import InvalidTextError, parse_json, read_regular
 
 _PRESETS = "instrumented_trainer.shapes"
 _MAX_CONFIG_BYTES = 1 << 20
-_UNFUSED_NORM = 6
+_UNFUSED_NORM = 4
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types of Transformers with RMSNorm, rotary positions, grouped queries and SwiGLU."""
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
@@ -101,6 +101,7 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         head_dim=_size(path, given, "head_dim"),
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
         norm_bytes=_UNFUSED_NORM,
+        copies_attention=False,
         module_names=HF_NAMES,
     )
     return model, longest if isinstance(longest, int) else None

@@ -199,7 +199,7 @@ class _Search:
         ]
 
     def _example(self, reason: str, members: Sequence[_Bounded]) -> Prediction:
-        """The member with the least memory; of slower ones, the fastest, if possible a fitting one."""
+        """The member with the least memory; of slower ones, the fastest that fits, if one does."""
         if reason != SLOWER:
             smallest = min(members, key=lambda each: each.bytes)
             return predict(self._job, self._machine, smallest.candidate)

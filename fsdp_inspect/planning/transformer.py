@@ -48,8 +48,10 @@ class Transformer:
     head_dim: int
     tie_embeddings: bool = False
     norm_bytes: int = 0
-    """Bytes for a channel that a norm saves in addition to its input: 0 for a fused kernel, 6 for
-    Transformers' own code (a float32 copy and a normalized copy)."""
+    """Bytes for a channel that a norm saves beyond its input: 0 for a fused kernel, 4 for
+    Transformers' own code (a float32 and a normalized copy, but not its input)."""
+    copies_attention: bool = True
+    """Whether the output projection needs a copy of the attention's output by tokens."""
     module_names: ModuleNames = ModuleNames()
 
     @property
@@ -143,7 +145,8 @@ class Transformer:
         Attention writes its output by heads, so the output projection needs a copy by tokens. The
         feed-forward saves w1's result, silu, w3's result and the product.
         """
-        saved = 4 * self.dim + 3 * self.query_dim + 2 * self.kv_dim + 4 * self.ffn_dim
+        queries = 3 if self.copies_attention else 2
+        saved = 4 * self.dim + queries * self.query_dim + 2 * self.kv_dim + 4 * self.ffn_dim
         norms = 2 * (_FLOAT32 + self.norm_bytes * self.dim)
         return width * saved + norms + _FLOAT32 * self.num_heads
 

@@ -1,0 +1,128 @@
+"""`fsdp-inspect plan`: its answer, its JSON, its files and its exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+
+from fsdp_inspect import Plan
+from instrumented_trainer.command_line import check_settings, read_file
+
+ISSUE_FIELDS = (
+    *("step_time_ns", "tokens_per_s", "mfu", "gpu_hours", "peak_allocated_bytes"),
+    *("peak_reserved_bytes", "host_bytes", "days", "energy_kwh"),
+)
+SMALL = ("--model", "tiny", "--gpus", "2", "--preset", "h100-nvlink", "--seq-len", "64")
+
+
+def run_plan(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fsdp_inspect", "plan", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[dict, Path]:
+    """The JSON of a plan and the folder of its files."""
+    folder = tmp_path_factory.mktemp("plan") / "out"
+    done = run_plan(*SMALL, "--json", "--out", str(folder))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), folder
+
+
+def test_json_has_each_value_of_each_plan_with_its_interval_and_assumption(written):
+    plan, _ = written
+    assert plan["best"]
+    assert len(plan["runners_up"]) == 2
+    assert plan["rejected"]
+    for each in (plan["best"], *plan["runners_up"], *plan["rejected"]):
+        for name in ISSUE_FIELDS:
+            estimate = each[name]
+            assert set(estimate) == {"value", "low", "high", "origin", "assumption"}
+            assert estimate["low"] <= estimate["value"] <= estimate["high"]
+    assert all(each["reason"] and each["count"] for each in plan["rejected"])
+
+
+def test_the_written_files_are_read_by_their_readers(written):
+    plan, folder = written
+    best = plan["best"]["candidate"]
+
+    loaded = Plan.load(folder / "plan.toml")
+    assert loaded.world_size == 2
+    assert bool(loaded.checkpointing.full) == (best["checkpointing"] == "full")
+
+    trainer = check_settings(read_file(folder / "trainer.toml"))
+    assert (trainer.preset, trainer.batch_size) == ("tiny", best["batch_size"])
+
+    accelerate = yaml.safe_load((folder / "accelerate.yaml").read_text())
+    assert set(accelerate) <= {
+        *(field.name for field in fields(ClusterConfig)),
+        *("compute_environment", "mixed_precision", "distributed_type"),
+    }
+    assert accelerate["fsdp_config"]["fsdp_version"] == 2
+
+
+def test_the_text_fits_80_columns_and_states_its_assumptions():
+    done = run_plan(*SMALL)
+    assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert done.stdout.startswith("Fits: ")
+    for words in ("Runners-up", "Rejected", "Roofline", "Nothing here is measured."):
+        assert words in done.stdout
+
+
+def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_stated():
+    done = run_plan("--model", "llama-70b", "--gpus", "4", "--memory", "2GiB",
+                    "--host-memory", "64GiB")  # fmt: skip
+    assert done.returncode == 1
+    assert done.stdout.startswith("No plan fits into 2.00 GiB.")
+    assert "a plan fits with" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(["--model", "lama-8b", "--gpus", "8"], "Unknown model", id="model"),
+        pytest.param(["--model", "a:b", "--gpus", "8"], "Unsupported model", id="builder"),
+        pytest.param(["--model", "tiny", "--gpus", "0"], "not a valid number", id="gpus"),
+        pytest.param(["--model", "tiny", "--gpus", "8", "--preset", "b2"], "preset", id="preset"),
+        pytest.param(["--model", "tiny", "--gpus", "16", "--preset", "h100-nvlink"], "one node",
+                     id="network"),
+        pytest.param(["--model", "tiny", "--gpus", "8", "--tokens", "x"], "tokens", id="tokens"),
+        pytest.param(["--model", "tiny", "--gpus", "8", "--batch-tokens", "7"], "batch-tokens",
+                     id="batch"),
+        pytest.param(["--model", "tiny", "--gpus", "8", "--calibrate", "none"], "No run",
+                     id="calibrate"),
+    ],
+)  # fmt: skip
+def test_invalid_input_has_exit_code_2_and_no_traceback(words, message, invoke):
+    done = invoke("plan", *words)
+    assert done.code == 2
+    assert message in " ".join(done.err.split())
+    assert "Traceback" not in done.err
+
+
+def test_a_calibrating_run_replaces_the_roofline():
+    run = "samples/tiny-2-ranks/run"
+    done = run_plan(*SMALL, "--json", "--calibrate", run)
+    assert done.returncode == 0, done.stderr
+    step = json.loads(done.stdout)["best"]["step_time_ns"]
+    assert step["origin"] == "calibrated simulation"
+    assert "as in run" in step["assumption"]
+
+
+def test_an_unsupported_architecture_is_refused(tmp_path, invoke):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    done = invoke("plan", "--model", tmp_path, "--gpus", "8")
+    assert done.code == 2
+    assert "Unsupported architecture 'gpt2'" in " ".join(done.err.split())

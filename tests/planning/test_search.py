@@ -1,0 +1,124 @@
+"""The search finds the best plan of exhaustive grids, and every plan that it reports fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect import forecast_memory
+from fsdp_inspect.analysis.capacity.allowance import default_allowance
+from fsdp_inspect.analysis.capacity.forecasts import peak_of
+from fsdp_inspect.planning.candidates import Candidate, list_candidates
+from fsdp_inspect.planning.capacity_plan import VALUES, make_capacity_plan
+from fsdp_inspect.planning.machines import make_machine
+from fsdp_inspect.planning.prediction import Verdict, predict, predict_memory, step_ns
+from fsdp_inspect.planning.reserved import RATIOS
+from fsdp_inspect.planning.search import search
+from fsdp_inspect.report.planning_files import trainer_settings
+from fsdp_inspect.store.reader import open_run
+from instrumented_trainer.forecasting import build
+from tests.planning.jobs import make_job
+
+GIB = 1 << 30
+SHAPES = [("small", 4, 1024, 2.25), ("llama-1b", 4, 2048, 14.0), ("llama-8b", 3, 2048, 10.0)]
+"""Preset, blocks, tokens of a sequence, and a budget in GiB that excludes a part of the grid."""
+LINKS = ["h100-nvlink", "a100-eth100"]
+
+
+def grid(job):
+    """Every candidate in bfloat16 with one or four sequences, on every mesh."""
+    return [
+        each for each in list_candidates(job, batch_sizes=(1, 4)) if each.param_dtype == "bfloat16"
+    ]
+
+
+@pytest.mark.parametrize("preset", LINKS)
+@pytest.mark.parametrize(("model", "layers", "seq_len", "budget"), SHAPES)
+def test_the_chosen_plan_is_within_one_percent_of_the_best_of_the_grid(
+    preset, model, layers, seq_len, budget
+):
+    job = make_job(model, num_layers=layers, seq_len=seq_len)
+    machine = make_machine(preset, memory_bytes=round(budget * GIB))
+    candidates = grid(job)
+
+    found = search(job, machine, candidates)
+
+    assert found.best is not None
+    rates = [rate_of(job, machine, each) for each in candidates]
+    fitting = [rate for rate in rates if rate is not None]
+    assert 0 < len(fitting) < len(candidates)
+    assert found.best.tokens_per_s.value >= 0.99 * max(fitting)
+
+
+def rate_of(job, machine, candidate):
+    """Tokens per second of a plan that fits; None: it is not certain to fit."""
+    if predict_memory(job, machine, candidate).verdict is not Verdict.FITS:
+        return None
+    ranks = job.gpus // candidate.tensor_parallel
+    tokens = ranks * candidate.batch_size * job.seq_len
+    return tokens / step_ns(job, candidate, machine.speed) * 1e9
+
+
+@pytest.mark.parametrize(("model", "layers", "seq_len", "budget"), SHAPES)
+def test_the_forecast_of_a_plan_that_fits_is_within_the_budget(
+    tmp_path, model, layers, seq_len, budget
+):
+    job = make_job(model, num_layers=layers, seq_len=seq_len)
+    machine = make_machine("h100-nvlink", memory_bytes=round(budget * GIB))
+    found = search(job, machine, [each for each in grid(job) if each.tensor_parallel == 1])
+    assert found.best is not None
+
+    settings = {**trainer_settings(job, found.best.candidate), "num_layers": layers}
+    forecast_memory(build, tmp_path / "run", world_size=8, settings=settings)
+
+    allocated = peak_of(open_run(tmp_path / "run"))
+    needed = allocated * RATIOS[-1] + default_allowance(0, world_size=8).bytes
+    assert needed <= machine.memory_bytes
+    assert found.best.peak_allocated_bytes.low <= allocated <= found.best.peak_allocated_bytes.high
+
+
+def test_a_budget_inside_the_interval_is_undecided():
+    job, candidate = make_job("llama-8b", num_layers=3), Candidate()
+    needed = predict(job, make_machine("h100-nvlink"), candidate).device_bytes
+    machine = make_machine("h100-nvlink", memory_bytes=round((needed.low + needed.high) / 2))
+
+    found = make_capacity_plan(job, machine, "h100-nvlink", [candidate])
+
+    assert found.best is None
+    assert found.undecided is not None
+    assert "inside this interval" in found.undecided.reason
+    assert found.shortfall is not None
+
+
+def test_a_plan_that_cannot_fit_states_the_smallest_memory_and_gpus():
+    job = replace(make_job("llama-8b", gpus=8, gpus_per_node=8), seq_len=8192)
+    machine = make_machine("h200-ib400", memory_bytes=2 * GIB)
+
+    found = make_capacity_plan(job, machine, "h200-ib400")
+
+    assert found.best is None
+    assert found.undecided is None
+    assert found.shortfall is not None
+    assert found.shortfall.memory_bytes is not None
+    roomier = make_machine("h200-ib400", memory_bytes=round(found.shortfall.memory_bytes) + 1)
+    assert make_capacity_plan(job, roomier, "h200-ib400").best is not None
+
+
+def test_every_value_is_inside_its_interval_and_has_an_assumption():
+    job = make_job("llama-8b", num_layers=3)
+    prediction = predict(job, make_machine("h100-nvlink"), Candidate(offload=True))
+
+    for name in VALUES:
+        estimate = getattr(prediction, name)
+        assert estimate.low <= estimate.value <= estimate.high, name
+        assert estimate.low < estimate.high, name
+        assert estimate.assumption.endswith("."), name
+
+
+def test_offload_moves_states_to_the_host_and_takes_longer():
+    job, machine = make_job("llama-8b", num_layers=3), make_machine("h100-nvlink")
+    on_device, on_host = (
+        predict(job, machine, Candidate(offload=offload)) for offload in (False, True)
+    )
+    assert on_host.peak_allocated_bytes.value < on_device.peak_allocated_bytes.value
+    assert on_host.host_bytes.value > on_device.host_bytes.value
+    assert on_host.step_time_ns.value > on_device.step_time_ns.value
