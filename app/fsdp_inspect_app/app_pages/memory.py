@@ -317,8 +317,8 @@ def _describe_second(second: RunEntry, other: StepMemory | None) -> None:
     counted = memory_wording.describe_counting(loading.open_entry(second).memory(rank=other.rank))
     st.caption(
         plain(
-            f"B: {run_name(second.id)}, rank {other.rank}, step {other.step}. Both steps start at their "
-            f"first reading. B's peak: {format_bytes(other.peak.highest_bytes)}. {counted}"
+            f"B: {run_name(second.id)}, rank {other.rank}, step {other.step}. Both steps start at "
+            f"their first reading. B's peak: {format_bytes(other.peak.highest_bytes)}. {counted}"
         )
     )
 
