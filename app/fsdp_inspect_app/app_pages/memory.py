@@ -31,6 +31,7 @@ from fsdp_inspect.result_types import (
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
+    Tile,
     column_formats,
     show_card,
     show_chart_card,
@@ -38,6 +39,8 @@ from fsdp_inspect_app.cards import (
     show_empty_card,
     show_headline,
     show_table,
+    show_text,
+    show_tiles,
 )
 from fsdp_inspect_app.charts.memory import (
     draw_allocator,
@@ -63,6 +66,7 @@ from fsdp_inspect_app.selection import (
     link,
     open_unit,
     page_link,
+    run_name,
     switch_page,
 )
 from fsdp_inspect_app.wording import plain
@@ -122,9 +126,9 @@ def _show_answer(overview: MemoryOverview) -> None:
         show_headline(plain(memory_wording.headline_memory(overview)))
     else:
         show_headline(plain(memory_wording.headline_failed_request(overview, failed)))
-        st.markdown(plain(memory_wording.describe_failed_request(failed)))
-        st.markdown(plain(memory_wording.headline_memory(overview)))
-    st.markdown(plain(memory_wording.describe_memory(overview)))
+        show_text(plain(memory_wording.describe_failed_request(failed)))
+        show_text(plain(memory_wording.headline_memory(overview)))
+    show_text(plain(memory_wording.describe_memory(overview)))
 
 
 def _pick_rank(overview: MemoryOverview) -> int:
@@ -164,15 +168,16 @@ def _show_tiles(overview: MemoryOverview) -> None:
     names = [name for name in _TILES if getattr(rank, name) is not None]
     if not names:
         return
-    for column, name in zip(st.columns(len(names)), names, strict=True):
-        metric = find_metric(name)
-        column.metric(
-            metric.label.capitalize(),
-            format_metric(name, getattr(rank, name)),
-            border=True,
-            height="stretch",
-            help=plain(metric.definition),
-        )
+    show_tiles(
+        [
+            Tile(
+                find_metric(name).label.capitalize(),
+                format_metric(name, getattr(rank, name)),
+                definition=find_metric(name).definition,
+            )
+            for name in names
+        ]
+    )
     sentences = [memory_wording.describe_filling(overview.memory.peak)]
     if rank is not None:
         sentences.append(memory_wording.describe_limit(overview, rank))
@@ -307,13 +312,13 @@ def _measure_second(second: RunEntry) -> StepMemory | None:
 def _describe_second(second: RunEntry, other: StepMemory | None) -> None:
     """State the step of run B and how its memory was counted."""
     if other is None:
-        st.caption(plain(f"Run B {second.id} has no readings of memory over a step."))
+        st.caption(plain(f"Run B {run_name(second.id)} has no readings of memory over a step."))
         return
     counted = memory_wording.describe_counting(loading.open_entry(second).memory(rank=other.rank))
     st.caption(
         plain(
-            f"B: {second.id}, rank {other.rank}, step {other.step}. Both steps start at their "
-            f"first reading. B's peak: {format_bytes(other.peak.highest_bytes)}. {counted}"
+            f"B: {run_name(second.id)}, rank {other.rank}, step {other.step}. Both steps start at "
+            f"their first reading. B's peak: {format_bytes(other.peak.highest_bytes)}. {counted}"
         )
     )
 

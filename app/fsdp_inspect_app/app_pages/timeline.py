@@ -40,6 +40,7 @@ from fsdp_inspect_app.selection import (
     linked,
     linked_all,
     page_link,
+    run_name,
 )
 from fsdp_inspect_app.timeline.component import jump_to, show_timeline
 from fsdp_inspect_app.timeline.details import tell_event, tell_origin, tell_wait
@@ -311,11 +312,15 @@ def _compare(second: RunEntry, tracks: TrackSet, rank: int) -> Difference | None
     try:
         other = _typical_step(second)
     except FsdpInspectError as error:
-        st.warning(plain(f"Run B {second.id!r} cannot be read: {error}"), icon=":material/warning:")
+        st.warning(
+            plain(f"Run B {run_name(second.id)} cannot be read: {error}"), icon=":material/warning:"
+        )
         return None
     if other is None:
         st.warning(
-            plain(f"Run B {second.id!r} has no step with events, so no unit can be compared."),
+            plain(
+                f"Run B {run_name(second.id)} has no step with events, so no unit can be compared."
+            ),
             icon=":material/warning:",
         )
         return None
@@ -351,7 +356,7 @@ def _describe_difference(
     """What the strip compares, and what does not align."""
     there = other.timeline
     words = [
-        f"Rank {rank}, step {tracks.timeline.step}, compared with B: {second.id}, rank "
+        f"Rank {rank}, step {tracks.timeline.step}, compared with B: {run_name(second.id)}, rank "
         f"{there.ranks[0].rank}, step {there.step}. {len(difference.changes)} passes of units "
         "align by name. Single steps vary; Compare tests the difference."
     ]
