@@ -286,6 +286,12 @@ class TrainerConfig(BaseModel):
         "as on a device of that size, and `fsdp-inspect diagnose` explains it.",
         legal="an amount above 0 with a unit (2GiB, 512MB)",
     )
+    upload: str | None = _setting(
+        Section.RECORDING,
+        None,
+        "Upload the recording below this URL while it grows: s3://bucket/runs.",
+        legal="a URL that fsspec can write",
+    )
     record_warmup: NonNegativeInt = _setting(
         Section.RECORDING, 3, "Number of warm-up steps, which are not timed."
     )
@@ -329,6 +335,13 @@ class TrainerConfig(BaseModel):
         if isinstance(value, list):
             return ",".join(str(part) for part in value)
         return str(value) if isinstance(value, int) else value
+
+    @field_validator("upload")
+    @classmethod
+    def _check_url(cls, value: str | None) -> str | None:
+        if value is not None and "://" not in value:
+            raise ValueError("it is not a URL")
+        return value
 
 
 def _lower(value: Any) -> Any:

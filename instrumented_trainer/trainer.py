@@ -537,6 +537,7 @@ def _recording(
         memory_steps=prepared.memory_steps,
         numerics_every=config.numerics_every,
         device_memory=prepared.device_memory,
+        upload=config.upload,
     ) as recorder:
         yield recorder
 

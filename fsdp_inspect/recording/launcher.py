@@ -81,6 +81,7 @@ class LauncherArguments(NamedTuple):
     hang_after_s: float | None
     device_memory: int | None
     on_desync: Literal["warn", "raise", "off"]
+    upload: str | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -170,6 +171,7 @@ class Launch:
             hang_after_s=given.hang_after_s,
             device_memory=given.device_memory,
             on_desync=given.on_desync,
+            upload=given.upload,
         )
 
 
@@ -239,6 +241,7 @@ def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -
         hang_after_s=given.hang_after_s,
         device_memory=given.device_memory,
         on_desync=given.on_desync,
+        upload=given.upload,
     )
 
 
@@ -317,6 +320,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "`off` compares nothing (default: %(default)s)",
     )
     parser.add_argument(
+        "--upload",
+        type=_url,
+        metavar="URL",
+        help="upload the recording below this URL while it grows, such as s3://bucket/runs; any "
+        "URL that fsspec can write. The recording stays in --out too, and training continues if "
+        "the object store fails: `fsdp-inspect upload` then sends the rest (default: no upload)",
+    )
+    parser.add_argument(
         "-m",
         dest="is_module",
         action="store_true",
@@ -347,6 +358,14 @@ def _device_memory(text: str) -> int:
             "2GiB or 512MB"
         )
     return amount
+
+
+def _url(text: str) -> str:
+    if "://" not in text:
+        raise argparse.ArgumentTypeError(
+            f"invalid URL: {text!r}. Expected a URL such as s3://bucket/runs"
+        )
+    return text
 
 
 def _seconds(text: str) -> float:
