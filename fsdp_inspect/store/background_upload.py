@@ -119,7 +119,7 @@ class BackgroundUpload:
     def _note_failure(self, error: BaseException) -> None:
         self._num_failures += 1
         is_explained = isinstance(error, FsdpInspectError)
-        self._reason = str(error) if is_explained else describe(self.url, error)
+        self._reason = str(error) if is_explained else describe(self.url, error, access="write")
         if not self._has_warned:
             self._has_warned = True
             self._log(

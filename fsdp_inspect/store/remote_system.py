@@ -114,8 +114,14 @@ def explain(url: str, error: BaseException) -> UnreadableFileError:
     return UnreadableFileError(f"Cannot read {url!r}: {describe(url, error)}")
 
 
-def describe(url: str, error: BaseException) -> str:
-    """What is wrong with a request to this URL, what is expected, and what to do."""
+def describe(url: str, error: BaseException, *, access: str = "list and read") -> str:
+    """What is wrong with a request to this URL, what is expected, and what to do.
+
+    Args:
+        url: The URL.
+        error: The error of the file system.
+        access: The needed permission, such as `write`.
+    """
     text = _text_of(error)
     place = url.partition("://")[2].partition("/")[0]
     if is_missing_bucket(error):
@@ -141,8 +147,8 @@ def describe(url: str, error: BaseException) -> str:
         )
     if isinstance(error, PermissionError) or _names(text, "AccessDenied", "Forbidden"):
         return (
-            "access denied. Expected credentials with permission to list and read it. Check the "
-            "policy of the bucket, and the account in use (AWS_PROFILE, AWS_ACCESS_KEY_ID)."
+            f"access denied. Expected credentials with permission to {access} it. Check the policy "
+            "of the bucket, and the account in use (AWS_PROFILE, AWS_ACCESS_KEY_ID)."
         )
     if _names(text, *_UNREACHABLE):
         return (
@@ -150,8 +156,8 @@ def describe(url: str, error: BaseException) -> str:
             "Check the network and the endpoint (AWS_ENDPOINT_URL)."
         )
     return (
-        f"{_first_line(error)}. Expected a readable file of a run. Check the URL, the network and "
-        "the credentials."
+        f"{_first_line(error)}. Expected a URL with permission and room to {access}. Check the "
+        "URL, the network and the credentials."
     )
 
 
