@@ -17,22 +17,21 @@ _EXTRAS = {"s3": "s3", "s3a": "s3"}
 """The extra of this package that brings the file system of a protocol."""
 _CONNECT_TIMEOUT_S = 5
 _READ_TIMEOUT_S = 30
+_CLIENT_ATTEMPTS = 2
 _RETRY_WAITS_S = (0.2, 1.0, 3.0)
 
 _NO_CREDENTIALS = ("NoCredentials", "PartialCredentials", "CredentialsError", "TokenRetrieval")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "SSOTokenLoad")
 _WRONG_CREDENTIALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
+_NO_SERVER = ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnector", "gaierror")
 _UNREACHABLE = (
-    "EndpointConnectionError",
-    "ConnectTimeoutError",
+    *_NO_SERVER,
     "ReadTimeoutError",
-    "ClientConnector",
     "ConnectionRefused",
     "ConnectionError",
     "ServerDisconnected",
     "FSTimeoutError",
     "TimeoutError",
-    "gaierror",
 )
 
 
@@ -61,6 +60,7 @@ def open_system(url: str, *, can_write: bool = False) -> tuple[Any, str]:
             options["config_kwargs"] = {
                 "connect_timeout": _CONNECT_TIMEOUT_S,
                 "read_timeout": _READ_TIMEOUT_S,
+                "retries": {"mode": "standard", "max_attempts": _CLIENT_ATTEMPTS},
             }
         if protocol in ("file", "local") and can_write:
             options["auto_mkdir"] = True
@@ -70,6 +70,8 @@ def open_system(url: str, *, can_write: bool = False) -> tuple[Any, str]:
             f"No run found at {url!r}: {str(error).rstrip('. ')}. Expected a local path or a URL "
             f"that fsspec can open. {_how_to_install(protocol, error)}"
         ) from error
+    if protocol in _EXTRAS:
+        system.retries = _CLIENT_ATTEMPTS  # with 5, an unreachable server takes 12 s
     return system, str(path)
 
 
@@ -96,11 +98,16 @@ def retry(action: Callable[[], T]) -> T:
 
 
 def can_pass(error: BaseException) -> bool:
-    """Whether a second request may succeed: the error is neither about names nor credentials."""
+    """Whether a second request may succeed: the error is neither about names nor credentials.
+
+    The client itself repeats requests to a server that it cannot reach.
+    """
     lasting = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
     text = _text_of(error)
     is_lasting = isinstance(error, (*lasting, NotImplementedError, ValueError, TypeError))
-    return not is_lasting and not _names(text, *_NO_CREDENTIALS, *_EXPIRED, *_WRONG_CREDENTIALS)
+    return not is_lasting and not _names(
+        text, *_NO_CREDENTIALS, *_EXPIRED, *_WRONG_CREDENTIALS, *_NO_SERVER
+    )
 
 
 def is_missing_bucket(error: BaseException) -> bool:

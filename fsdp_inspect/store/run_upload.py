@@ -150,8 +150,8 @@ def _upload_all(
         raise
     except Exception as error:  # each file system of fsspec has separate exceptions
         raise StoreError(
-            f"Cannot upload to {url!r}: {describe(url, error, access='write')} Run the command again "
-            "to continue."
+            f"Cannot upload to {url!r}: {describe(url, error, access='write')} Run the command "
+            "again to continue."
         ) from error
     if missing.num_files:
         raise StoreError(
