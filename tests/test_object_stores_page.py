@@ -37,7 +37,8 @@ def test_sequence_of_the_page_runs(tmp_path: Path, free_port: Callable[[], int])
 
 
 def _torchrun() -> str:
-    return f"{sys.executable} -m torch.distributed.run --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1 "
+    local = "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1"
+    return f"{sys.executable} -m torch.distributed.run {local} "
 
 
 def _joined(done: subprocess.CompletedProcess[str]) -> str:
