@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_bytes
-from fsdp_inspect.store.remote_system import describe
+from fsdp_inspect.store.remote_system import describe_remote_error
 from fsdp_inspect.store.upload import FolderUpload, sum_left, write_upload_url
 
 logger = logging.getLogger("fsdp_inspect.store")
@@ -119,7 +119,9 @@ class BackgroundUpload:
     def _note_failure(self, error: BaseException) -> None:
         self._num_failures += 1
         is_explained = isinstance(error, FsdpInspectError)
-        self._reason = str(error) if is_explained else describe(self.url, error, access="write")
+        self._reason = (
+            str(error) if is_explained else describe_remote_error(self.url, error, access="write")
+        )
         if not self._has_warned:
             self._has_warned = True
             self._log(

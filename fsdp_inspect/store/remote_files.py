@@ -18,7 +18,7 @@ from fsdp_inspect.store.object_cache import open_user_cache
 from fsdp_inspect.store.read_limits import max_memory_bytes
 from fsdp_inspect.store.remote_blocks import RemoteBlocks
 from fsdp_inspect.store.remote_listing import RemoteEntry, RemoteListing
-from fsdp_inspect.store.remote_system import explain, is_missing_bucket, open_system, retry
+from fsdp_inspect.store.remote_system import is_missing_bucket, open_system, remote_error, retry
 from fsdp_inspect.store.schema import LIVE_SUFFIX, attempt_name, attempt_numbers
 from fsdp_inspect.store.segments import (
     Segment,
@@ -243,9 +243,9 @@ class RemoteFiles:
             raise
         except (FileNotFoundError, NotADirectoryError) as error:
             if is_missing_bucket(error):
-                raise explain(self._url(name), error) from error
+                raise remote_error(self._url(name), error) from error
         except Exception as error:  # each file system of fsspec has separate exceptions
-            raise explain(self._url(name), error) from error
+            raise remote_error(self._url(name), error) from error
 
     def _read_or_error(self, name: str) -> bytes | UnreadableFileError | None:
         try:

@@ -116,12 +116,12 @@ def is_missing_bucket(error: BaseException) -> bool:
     return _names(text, "NoSuchBucket", "bucket does not exist", "BucketNotFound")
 
 
-def explain(url: str, error: BaseException) -> UnreadableFileError:
+def remote_error(url: str, error: BaseException) -> UnreadableFileError:
     """The error of a request as the problem, the expectation and the remedy."""
-    return UnreadableFileError(f"Cannot read {url!r}: {describe(url, error)}")
+    return UnreadableFileError(f"Cannot read {url!r}: {describe_remote_error(url, error)}")
 
 
-def describe(url: str, error: BaseException, *, access: str = "list and read") -> str:
+def describe_remote_error(url: str, error: BaseException, *, access: str = "list and read") -> str:
     """What is wrong with a request to this URL, what is expected, and what to do.
 
     Args:

@@ -12,7 +12,7 @@ from fsdp_inspect.store.files import LocalFiles, open_files
 from fsdp_inspect.store.folder import list_rank_places, rank_folder, read_rank_record
 from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.records import decode_record
-from fsdp_inspect.store.remote_system import describe
+from fsdp_inspect.store.remote_system import describe_remote_error
 from fsdp_inspect.store.schema import MANIFEST_FILE
 from fsdp_inspect.store.summary_files import Place, folder_of
 from fsdp_inspect.store.upload import (
@@ -149,9 +149,9 @@ def _upload_all(
     except FsdpInspectError:
         raise
     except Exception as error:  # each file system of fsspec has separate exceptions
+        reason = describe_remote_error(url, error, access="write")
         raise StoreError(
-            f"Cannot upload to {url!r}: {describe(url, error, access='write')} Run the command "
-            "again to continue."
+            f"Cannot upload to {url!r}: {reason} Run the command again to continue."
         ) from error
     if missing.num_files:
         raise StoreError(

@@ -1,5 +1,6 @@
 """The dashboard on a URL shows the runs there, and states why it cannot."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,9 @@ URL = "memory://dashboard/runs"
 def at_url(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("runs")
     for name, steps in (("one", 4), ("two", 6)):
-        write_run(folder / name, make_run(num_steps=steps))
+        run = make_run(num_steps=steps)
+        manifest = run.manifest.model_copy(update={"run_id": name})
+        write_run(folder / name, dataclasses.replace(run, manifest=manifest))
         upload_run(folder / name, URL)
     return URL
 
