@@ -198,22 +198,15 @@ def list_runs(directory: Path | str) -> list[RunEntry]:
         NotARunError: fsspec cannot open the URL.
         UnreadableFileError: The URL cannot be listed.
     """
-<<<<<<< HEAD
-    entries = [
-        _read_entry(path.relative_to(directory).as_posix(), path)
-        for path in _find_runs(directory, _LISTING_DEPTH)
-    ]
-=======
     if is_url(directory):
-        found = find_remote_runs(str(directory), depth=_LISTING_DEPTH)
-        entries = [RunEntry(run.id, run.url, run.created_unix_ns) for run in found]
+        runs = find_remote_runs(str(directory), depth=_LISTING_DEPTH)
+        entries = [_make_entry(run.id, run.url, run.encoded) for run in runs]
     else:
         folder = Path(str(directory).removeprefix("file://"))
         entries = [
-            RunEntry(path.relative_to(folder).as_posix(), path, _read_created(path))
+            _read_entry(path.relative_to(folder).as_posix(), path)
             for path in _find_runs(folder, _LISTING_DEPTH)
         ]
->>>>>>> a5e6b750 (A recording is uploaded to an object store while it grows, and runs are read by URL)
     return sorted(entries, key=lambda entry: (-entry.created_unix_ns, entry.id))
 
 
@@ -249,10 +242,14 @@ def _find_runs(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _read_entry(name: str, path: Path) -> RunEntry:
-    """The start time and the names of a run, without decoding its whole manifest."""
     encoded = b""
     with contextlib.suppress(StoreError):
         encoded = LocalFiles(path).read(MANIFEST_FILE) or b""
+    return _make_entry(name, path, encoded)
+
+
+def _make_entry(name: str, path: Path | str, encoded: bytes) -> RunEntry:
+    """The start time and the names of a run, without decoding its whole manifest."""
     created, head = _CREATED.search(encoded), _HEAD.match(encoded)
     texts = ("", "")
     if head is not None:

@@ -1,6 +1,5 @@
 """Find the runs below a URL, with concurrent requests."""
 
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,8 +7,6 @@ from dataclasses import dataclass
 from fsdp_inspect.errors import UnreadableFileError
 from fsdp_inspect.store.remote_files import REQUESTS_AT_ONCE, RemoteFiles
 from fsdp_inspect.store.schema import MANIFEST_FILE
-
-_CREATED = re.compile(rb'"created_unix_ns"\s*:\s*(\d{1,19})\b')
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +16,8 @@ class RemoteRun:
     id: str
     """Path below the URL, with slashes; `.` if the URL itself is the run."""
     url: str
-    created_unix_ns: int
-    """0 if `run.json` cannot be read."""
+    encoded: bytes
+    """The contents of `run.json`; empty if it cannot be read."""
 
 
 def find_remote_runs(url: str, *, depth: int) -> Iterator[RemoteRun]:
@@ -45,8 +42,8 @@ def find_remote_runs(url: str, *, depth: int) -> Iterator[RemoteRun]:
             if content is None:
                 others.append(place)
             else:
-                created = _created(content)
-                yield RemoteRun(place or ".", _join(url.rstrip("/"), place), created)
+                encoded = content if isinstance(content, bytes) else b""
+                yield RemoteRun(place or ".", _join(url.rstrip("/"), place), encoded)
         places = others
 
 
@@ -58,11 +55,6 @@ def _children(files: RemoteFiles, place: str) -> list[str]:
             raise
         return []
     return [_join(place, name) for name in names if name and not name.startswith(".")]
-
-
-def _created(content: bytes | UnreadableFileError) -> int:
-    found = _CREATED.search(content) if isinstance(content, bytes) else None
-    return int(found[1]) if found else 0
 
 
 def _join(folder: str, name: str) -> str:
