@@ -79,6 +79,12 @@ def runs_folder() -> Path | str:
     return sys.argv[1] if is_url(sys.argv[1]) else Path(sys.argv[1])
 
 
+def folder_key() -> Path:
+    """The folder or URL as a key of what is stored for it."""
+    folder = runs_folder()
+    return Path(folder) if isinstance(folder, str) else folder.resolve()
+
+
 def list_entries() -> list[RunEntry]:
     """The runs of the folder, newest first; runs that cannot be read are last."""
     return _listing().entries

@@ -142,7 +142,7 @@ class FolderUpload:
             except _LocalError:
                 continue  # it was removed meanwhile, or cannot be read
         for name in [*self._starts]:
-            if name not in files:
+            if name not in files and self._has_table_of(name):
                 self._forget_segments(name)
 
     def left(self) -> LeftOver:
@@ -216,8 +216,8 @@ class FolderUpload:
         self._sent[name] = state
 
     def _upload_growing(self, name: str, size: int) -> None:
-        if size < self._ends.get(name, 0):  # another file has replaced it
-            self._forget_segments(name)
+        if size < self._ends.get(name, 0):  # it was deleted: keep what the URL has of it
+            return
         starts = self._starts.setdefault(name, [])
         while (end := self._ends.get(name, 0)) < size:
             part = self._read_part(name, end, min(size, end + MAX_SEGMENT_BYTES))
@@ -257,8 +257,16 @@ class FolderUpload:
             raise _LocalError
         return part
 
+    def _has_table_of(self, name: str) -> bool:
+        """Whether the Parquet file that replaces a stream is uploaded.
+
+        A stream that disappears without it was deleted, or its disk has failed. Its segments are
+        then the only copy.
+        """
+        return name.removesuffix(LIVE_SUFFIX) + COMPACTED_SUFFIX in self._sent
+
     def _forget_segments(self, name: str) -> None:
-        """Remove the segments of a file that no longer exists, or that another file replaced."""
+        """Remove the segments of a stream that a Parquet file has replaced."""
         starts = self._starts.get(name, [])
         self._target.remove(self._full(segment_name(name, start)) for start in starts)
         for known in (self._starts, self._ends, self._compacted_from):
