@@ -294,6 +294,12 @@ class TrainerConfig(BaseModel):
         "Trackers to which rank 0 logs the numbers of each step, in the background.",
         legal="wandb, mlflow, tensorboard or otel, separated by commas",
     )
+    upload: str | None = _setting(
+        Section.RECORDING,
+        None,
+        "Upload the recording below this URL while it grows: s3://bucket/runs.",
+        legal="a URL that fsspec can write",
+    )
     record_warmup: NonNegativeInt = _setting(
         Section.RECORDING, 3, "Number of warm-up steps, which are not timed."
     )
@@ -337,6 +343,13 @@ class TrainerConfig(BaseModel):
         if isinstance(value, list):
             return ",".join(str(part) for part in value)
         return str(value) if isinstance(value, int) else value
+
+    @field_validator("upload")
+    @classmethod
+    def _check_url(cls, value: str | None) -> str | None:
+        if value is not None and "://" not in value:
+            raise ValueError("it is not a URL")
+        return value
 
 
 def _lower(value: Any) -> Any:

@@ -538,6 +538,7 @@ def _recording(
         numerics_every=config.numerics_every,
         device_memory=prepared.device_memory,
         log_to=config.log_to,
+        upload=config.upload,
     ) as recorder:
         yield recorder
 

@@ -15,14 +15,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
 from hypothesis import settings
 
 from tests import forked_ranks
+from tests.s3_server import ENVIRONMENT as S3_ENVIRONMENT
+from tests.s3_server import serve_s3
 from tests.scheduling import Scheduling
 
 # Set before anything imports torch, and inherited by every process that a test starts: two ranks on
@@ -133,6 +136,39 @@ def chromium() -> str:
     if os.environ.get(REQUIRE_BROWSER) == "1":
         pytest.fail(f"{message} ({REQUIRE_BROWSER}=1 forbids skipping)", pytrace=False)
     pytest.skip(message)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """The endpoint of a real S3 server on loopback, started once."""
+    pytest.importorskip("s3fs", reason="needs the extra [s3]")
+    with serve_s3() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def s3_environment(
+    s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Credentials and endpoint of the server, and a new cache."""
+    import s3fs
+
+    for name, value in {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL": s3_endpoint}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FSDP_INSPECT_CACHE", str(tmp_path / "cache"))
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def s3_bucket(s3_environment: None, s3_endpoint: str) -> str:
+    """The URL of a new bucket."""
+    import s3fs
+
+    name = f"bucket-{uuid4().hex[:12]}"
+    s3fs.S3FileSystem(endpoint_url=s3_endpoint, skip_instance_cache=True).mkdir(name)
+    return f"s3://{name}"
 
 
 @pytest.fixture(scope="session")

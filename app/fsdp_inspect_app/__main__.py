@@ -16,6 +16,7 @@ from fsdp_inspect.server_access import (
     parse_origin,
     server_url,
 )
+from fsdp_inspect.store.files import is_url
 from fsdp_inspect_app.launch import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Replace this process by the server, so that a signal to this process ends the server."""
     parser = _make_parser()
     chosen = parser.parse_args(arguments)
-    if chosen.runs_dir is not None and not chosen.runs_dir.is_dir():
+    if isinstance(chosen.runs_dir, Path) and not chosen.runs_dir.is_dir():
         parser.error(
             f"folder not found: {str(chosen.runs_dir)!r}. Expected a folder that holds recorded "
             "runs. Record one, or leave the folder out to see the samples."
@@ -59,7 +60,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_inspect_app", description="Serve the dashboard of recorded runs."
     )
-    parser.add_argument("runs_dir", nargs="?", type=Path, help="folder of runs; default: samples")
+    parser.add_argument("runs_dir", nargs="?", type=_place, help="folder of runs, or its URL")
     parser.add_argument("--host", help="address (default: this machine only)")
     parser.add_argument(
         "--port", default=DEFAULT_PORT, type=int, help="port (default: %(default)s)"
@@ -67,6 +68,10 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--proxy-name", metavar="NAME", help=PROXY_HELP)
     parser.add_argument("--token", action=argparse.BooleanOptionalAction, help=TOKEN_HELP)
     return parser
+
+
+def _place(text: str) -> Path | str:
+    return text if is_url(text) else Path(text)
 
 
 if __name__ == "__main__":

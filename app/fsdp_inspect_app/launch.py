@@ -25,7 +25,7 @@ _ACCESS_VARIABLE = "FSDP_INSPECT_SERVER_ACCESS"
 
 
 def server_command(
-    runs_folder: Path | None,
+    runs_folder: Path | str | None,
     *,
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
@@ -34,7 +34,7 @@ def server_command(
     """The command that serves the dashboard.
 
     Args:
-        runs_folder: The folder of runs; None: the samples.
+        runs_folder: The folder of runs, or its URL; None: the samples.
         host: The address to listen on.
         port: The TCP port.
         proxy: The origin of a proxy or tunnel in front of it.
@@ -42,8 +42,12 @@ def server_command(
     return [
         *(sys.executable, "-m", "fsdp_inspect_app.server", "run", str(_SCRIPT)),
         *server_flags(host=host, port=port, proxy=proxy),
-        *(() if runs_folder is None else ("--", str(runs_folder.absolute()))),
+        *(() if runs_folder is None else ("--", _absolute(runs_folder))),
     ]
+
+
+def _absolute(folder: Path | str) -> str:
+    return folder if isinstance(folder, str) else str(folder.absolute())
 
 
 def server_flags(
@@ -95,7 +99,9 @@ def receive_access() -> ServerAccess:
     return msgspec.json.decode(text, type=ServerAccess)
 
 
-def describe_exposure(runs_folder: Path | None, *, host: str, port: int, has_token: bool) -> str:
+def describe_exposure(
+    runs_folder: Path | str | None, *, host: str, port: int, has_token: bool
+) -> str:
     """Describe the exposure of a server on a reachable address, and how to protect it."""
     shown = "the samples" if runs_folder is None else f"{str(runs_folder)!r}"
     who = "everyone who has the token and" if has_token else "everyone who"

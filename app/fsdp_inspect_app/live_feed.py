@@ -1,7 +1,5 @@
 """Read the new data of a live run, with one feed for all sessions."""
 
-from pathlib import Path
-
 import streamlit as st
 
 from fsdp_inspect.analysis.live.feed import LiveFeed
@@ -19,9 +17,9 @@ def look_at(entry: RunEntry, *, rank: int) -> LiveStatus:
         OSError: A file of the run cannot be read.
     """
     run = loading.open_stored(entry)
-    return _feed(entry.path.as_posix(), run.attempt, rank).look(run)
+    return _feed(str(entry.path), run.attempt, rank).look(run)
 
 
 @st.cache_resource(max_entries=_MOST_FEEDS, show_spinner=False)
 def _feed(path: str, attempt: int, rank: int) -> LiveFeed:
-    return LiveFeed(Path(path), attempt, rank)
+    return LiveFeed(path, attempt, rank)

@@ -20,11 +20,13 @@ import streamlit as st
 from fsdp_inspect import Run
 from fsdp_inspect.report.html import ComparisonContents, read_comparison
 from fsdp_inspect.result_types import Diagnosis, Ranks, RunEntry, RunSource, Summary
+from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.folder import list_without_manifest as list_without_manifest_in
 from fsdp_inspect.store.live_tables import LiveTables
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.reader_cache import ReaderCache
+from fsdp_inspect.store.remote_files import RemoteFiles
 from fsdp_inspect.store.table_cache import TableCache
 from fsdp_inspect_app.boundary import files_of_run, is_in_folder
 from fsdp_inspect_app.dated import Dated, is_younger_than
@@ -37,6 +39,8 @@ T = TypeVar("T")
 _LISTING_LIFE_S = 3
 _LIVE_LIFE_S = 10
 _STATE_LIFE_S = 1
+_REMOTE_LIFE_S = 20
+"""The time after which a URL is listed again."""
 _LIVE_SUFFIX = ".arrows"
 _TABLE_SUFFIX, _TABLE_END = ".parquet", b"PAR1"
 _MOST_OPEN_RUNS = 32
@@ -68,34 +72,50 @@ class _Listing:
     without_manifest: list[str]
 
 
-def runs_folder() -> Path:
-    """The folder from the command line, after `--`, or else the samples."""
-    return Path(sys.argv[1]) if len(sys.argv) > 1 else _SAMPLES
+def runs_folder() -> Path | str:
+    """The folder or URL from the command line, after `--`, or else the samples."""
+    if len(sys.argv) <= 1:
+        return _SAMPLES
+    return sys.argv[1] if is_url(sys.argv[1]) else Path(sys.argv[1])
+
+
+def folder_key() -> Path:
+    """The folder or URL as a key of what is stored for it."""
+    folder = runs_folder()
+    return Path(folder) if isinstance(folder, str) else folder.resolve()
 
 
 def list_entries() -> list[RunEntry]:
     """The runs of the folder, newest first; runs that cannot be read are last."""
-    return _list_entries(str(runs_folder())).value.entries
+    return _listing().entries
 
 
 def run_names() -> Mapping[str, str]:
     """The names of all runs for people, by their ids; see `name_runs`."""
-    return _list_entries(str(runs_folder())).value.names
+    return _listing().names
 
 
 def look_again() -> None:
     """Read the listing again at its next use, because a run was just added."""
     _list_entries.clear()
+    _list_remote_entries.clear()
 
 
 def list_foreign() -> list[str]:
     """The ids of runs that are links to places outside the folder; they are never opened."""
-    return _list_entries(str(runs_folder())).value.foreign
+    return _listing().foreign
 
 
 def list_without_manifest() -> list[str]:
-    """The ids of folders that hold attempts of a run but no `run.json`."""
-    return _list_entries(str(runs_folder())).value.without_manifest
+    """The ids of folders that hold attempts of a run but no `run.json`; none at a URL."""
+    return _listing().without_manifest
+
+
+def _listing() -> _Listing:
+    folder = runs_folder()
+    if isinstance(folder, str):
+        return _list_remote_entries(folder).value
+    return _list_entries(str(folder)).value
 
 
 @st.cache_resource(
@@ -103,7 +123,7 @@ def list_without_manifest() -> list[str]:
 )
 def _list_entries(folder: str) -> Dated[_Listing]:
     entries = list_runs(Path(folder))
-    inside = [entry for entry in entries if is_in_folder(entry.path, Path(folder))]
+    inside = [entry for entry in entries if is_in_folder(Path(entry.path), Path(folder))]
     known = {entry.id for entry in inside}
     foreign = [entry.id for entry in entries if entry.id not in known]
     damaged = [
@@ -112,6 +132,14 @@ def _list_entries(folder: str) -> Dated[_Listing]:
         if is_in_folder(Path(folder, name), Path(folder))
     ]
     return Dated(_Listing(inside, foreign, name_runs(inside), damaged))
+
+
+@st.cache_resource(
+    validate=is_younger_than(_REMOTE_LIFE_S), max_entries=4, show_spinner="Looking for runs"
+)
+def _list_remote_entries(url: str) -> Dated[_Listing]:
+    entries = list_runs(url)
+    return Dated(_Listing(entries, [], name_runs(entries), []))
 
 
 def open_entry(entry: RunEntry) -> Run:
@@ -320,8 +348,22 @@ def contents_of(entry: RunEntry) -> tuple[int, int]:
     return state.newest_ns, state.num_bytes
 
 
-def _state_of(path: Path) -> _State:
+def _state_of(path: Path | str) -> _State:
+    if isinstance(path, str):
+        return _read_remote_state(path).value
     return _read_state(str(path), str(runs_folder())).value
+
+
+@st.cache_resource(validate=is_younger_than(_REMOTE_LIFE_S), max_entries=512, show_spinner=False)
+def _read_remote_state(url: str) -> Dated[_State]:
+    """The state of the files at a URL.
+
+    Raises:
+        StoreError: The URL cannot be listed.
+    """
+    extent = RemoteFiles(url).extent()
+    moment = int(time.time() / _LIVE_LIFE_S) if extent.has_streams else 0
+    return Dated(_State(extent.newest_ns, extent.num_bytes, moment))
 
 
 @st.cache_resource(validate=is_younger_than(_STATE_LIFE_S), max_entries=512, show_spinner=False)

@@ -21,7 +21,7 @@ def list_views() -> list[SavedView]:
     if store is None:
         return []
     try:
-        views = store.views(loading.runs_folder().resolve())
+        views = store.views(loading.folder_key())
     except StoreError:
         return []
     return [view for view in views if _path_of(view) is not None]
@@ -90,7 +90,7 @@ def _save(page: str) -> None:
     if store is None:
         return
     try:
-        store.keep_view(loading.runs_folder().resolve(), view)
+        store.keep_view(loading.folder_key(), view)
     except StoreError as error:
         st.session_state[_FAILED] = str(error)
 
@@ -100,6 +100,6 @@ def _remove(name: str) -> None:
     if store is None:
         return
     try:
-        store.remove_view(loading.runs_folder().resolve(), name)
+        store.remove_view(loading.folder_key(), name)
     except StoreError as error:
         st.session_state[_FAILED] = str(error)

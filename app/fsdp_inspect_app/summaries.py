@@ -20,7 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 from fsdp_inspect.analysis.run_list import measure_key_numbers
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunStatus
+from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.reader import StoredRun, open_run
+from fsdp_inspect.store.remote_files import RemoteFiles
 from fsdp_inspect.store.schema import (
     REDUCTION_VERSION,
     attempt_name,
@@ -36,6 +38,8 @@ from fsdp_inspect_app.wording import describe_sharding
 
 LOOK_AGAIN_S = 5.0
 """The time after which the files are checked again."""
+LOOK_AGAIN_AT_URL_S = 60.0
+"""The same at a URL, where the check of each run takes two requests."""
 _LIVE_LIFE_S = 10
 _LIVE_SUFFIX = ".arrows"
 _KEEP_EVERY = 100
@@ -94,11 +98,11 @@ class KnownRuns:
 class Summaries:
     """The summaries of one folder's runs, shared by all sessions."""
 
-    def __init__(self, folder: Path, kept: FindingsCache | None = None) -> None:
+    def __init__(self, folder: Path | str, kept: FindingsCache | None = None) -> None:
         """Prepare the reader; this reads nothing.
 
         Args:
-            folder: The folder of runs.
+            folder: The folder of runs, or its URL.
             kept: The findings of earlier dashboards; None: no cache.
         """
         self._folder = folder
@@ -133,7 +137,8 @@ class Summaries:
         """Start a thread that reads the runs, unless one runs or has just ended."""
         with self._lock:
             is_new = any(entry.id not in self._known for entry in entries)
-            is_old = time.monotonic() - self._looked_at > LOOK_AGAIN_S
+            life_s = LOOK_AGAIN_AT_URL_S if isinstance(self._folder, str) else LOOK_AGAIN_S
+            is_old = time.monotonic() - self._looked_at > life_s
             if self._idle.is_set() and (is_new or is_old):
                 self._idle.clear()
                 threading.Thread(target=self._read, args=(tuple(entries),), daemon=True).start()
@@ -163,7 +168,8 @@ class Summaries:
             if earlier is not None:
                 self._known[entry.id] = (state, earlier)
                 return {}
-            refuse_links_out(entry.path, self._folder)
+            if isinstance(entry.path, Path) and isinstance(self._folder, Path):
+                refuse_links_out(entry.path, self._folder)
             row = RunRow.of(open_run(entry.path))
             self._known[entry.id] = (state, row)
         except (FsdpInspectError, OSError) as error:
@@ -194,13 +200,15 @@ def _is_running(known: tuple[str, RunRow | str] | None) -> bool:
     return isinstance(row, RunRow) and row.summary.status == RunStatus.RUNNING
 
 
-def _state_of(path: Path, *, is_running: bool) -> tuple[str, bool]:
+def _state_of(path: Path | str, *, is_running: bool) -> tuple[str, bool]:
     """A text that changes whenever the run's numbers may change, and whether only its files matter.
 
     The first rank of the last attempt represents all ranks: its files change while it is recorded,
     and when it is compacted. For a run with live streams, or a run that was running at the last
     look, the time is part of the text, because a process that died changes no file.
     """
+    if isinstance(path, str):
+        return _state_of_url(path, is_running=is_running)
     files = _files_in(path)
     attempt = max(attempt_numbers(files), default=None)
     ranks, tables = {}, {}
@@ -213,6 +221,13 @@ def _state_of(path: Path, *, is_running: bool) -> tuple[str, bool]:
     moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
     state = (moment, sorted(ranks), *files.items(), *tables.items())
     return hashlib.sha256(repr(state).encode()).hexdigest(), not is_live
+
+
+def _state_of_url(url: str, *, is_running: bool) -> tuple[str, bool]:
+    extent = RemoteFiles(url).extent()
+    is_live = is_running or extent.has_streams
+    moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
+    return f"{extent.newest_ns} {extent.num_bytes} {moment}", not is_live
 
 
 def _files_in(folder: Path) -> dict[str, tuple[int, int]]:
@@ -228,7 +243,8 @@ def _files_in(folder: Path) -> dict[str, tuple[int, int]]:
 @st.cache_resource(max_entries=4, show_spinner=False)
 def summaries_of(folder: str) -> Summaries:
     """The summaries of a folder's runs."""
-    return Summaries(Path(folder), _kept_for(Path(folder)))
+    place = folder if is_url(folder) else Path(folder)
+    return Summaries(place, _kept_for(Path(folder)))
 
 
 def _kept_for(folder: Path) -> FindingsCache | None:

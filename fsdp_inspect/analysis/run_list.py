@@ -4,6 +4,7 @@ A listing reads only the small records (`run.json`, `rank.json`) and no table, s
 key numbers of a run (`measure_key_numbers`) come from its summary, in some milliseconds per run.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
 from fsdp_inspect.errors import StoreError
+from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.folder import RunEntry, list_runs
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunSource
 
+_RUNS_AT_ONCE = 16
+"""Runs at a URL whose records are read at the same time."""
 MOST_COURSE = 40
 """The most points of the course of the step time."""
 
@@ -35,7 +39,8 @@ class ListedRun:
     """Missing or unusual data, or the reason why the run cannot be read, one sentence each."""
     id: str
     """Path relative to the listed folder, with slashes."""
-    path: Path
+    path: Path | str
+    """The run folder, or its URL."""
     created: str | None
     """Time of creation, ISO 8601, UTC."""
     status: str | None
@@ -137,9 +142,19 @@ def change_ratio(value: int | None, reference: int | None) -> float | None:
     return value / reference - 1
 
 
-def list_recorded_runs(directory: Path) -> tuple[ListedRun, ...]:
-    """List all runs in a folder, newest first. Unreadable runs come last, with the reason."""
-    return tuple(_describe(entry) for entry in list_runs(directory))
+def list_recorded_runs(directory: Path | str) -> tuple[ListedRun, ...]:
+    """List all runs in a folder or at a URL, newest first.
+
+    Unreadable runs come last, with the reason.
+
+    Raises:
+        StoreError: The URL cannot be listed.
+    """
+    entries = list_runs(directory)
+    if not is_url(directory):
+        return tuple(_describe(entry) for entry in entries)
+    with ThreadPoolExecutor(_RUNS_AT_ONCE) as pool:
+        return tuple(pool.map(_describe, entries))
 
 
 def _describe(entry: RunEntry) -> ListedRun:

@@ -15,10 +15,10 @@ _NUM_PORTS_TRIED = 50
 
 def app(
     directory: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
             metavar="DIR",
-            help="A folder of runs. Default: the samples of this checkout, else ./runs.",
+            help="A folder of runs, or its URL. Default: the samples, else ./runs.",
             show_default=False,
         ),
     ] = None,
@@ -59,7 +59,7 @@ def app(
 
 
 def serve(
-    directory: Path | None,
+    directory: Path | str | None,
     *,
     host: str | None = None,
     port: int | None = None,
@@ -69,7 +69,7 @@ def serve(
     """Replace this process by the dashboard server, so that signals reach the server.
 
     Args:
-        directory: A folder of runs; None for the samples, or else `./runs`.
+        directory: A folder of runs, or its URL; None for the samples, or else `./runs`.
         host: Address to listen on; None for this machine only.
         port: None for the first free port.
         proxy_name: Host name of a proxy in front.
@@ -112,11 +112,15 @@ def _require_dashboard() -> None:
         )
 
 
-def _find_folder(directory: Path | None) -> Path:
+def _find_folder(directory: Path | str | None) -> Path | str:
     from fsdp_inspect.errors import NotARunError
+    from fsdp_inspect.store.files import is_url, open_files
 
     if directory is not None:
-        if directory.is_dir():
+        if is_url(directory):
+            open_files(directory).folders("")  # an unreachable URL is reported here
+            return directory
+        if Path(directory).is_dir():
             return directory
         raise NotARunError(
             f"Folder {str(directory)!r} not found. Expected a folder of runs. Record runs with "

@@ -33,6 +33,7 @@ from fsdp_inspect.cli.simulate import simulate
 from fsdp_inspect.cli.summary import summary
 from fsdp_inspect.cli.tune import tune
 from fsdp_inspect.cli.units import units
+from fsdp_inspect.cli.upload import upload
 from fsdp_inspect.cli.verify import verify
 from fsdp_inspect.version import __version__
 
@@ -61,6 +62,7 @@ _COMMANDS = (
     import_,
     compact,
     merge,
+    upload,
     export,
     metrics,
     mcp,

@@ -86,7 +86,7 @@ def open_stored_argument(run: str) -> "StoredRun":
     try:
         return open_run(run)
     except NotARunError:
-        inside = list_runs(Path(run)) if "://" not in run else []
+        inside = list_runs(run)
         if len(inside) != 1:
             raise
         return open_run(inside[0].path)

@@ -187,7 +187,7 @@ def _open_all(given: Sequence[str]) -> "list[StoredRun]":
 
     opened: list[StoredRun] = []
     for one in given:
-        inside = list_runs(Path(one)) if "://" not in one else []
+        inside = list_runs(one)
         if len(inside) > 1:
             opened += [open_run(entry.path) for entry in inside]
         else:

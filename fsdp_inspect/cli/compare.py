@@ -75,7 +75,7 @@ def open_side(given: str) -> "StoredRun | list[StoredRun]":
     try:
         return open_run(given)
     except NotARunError:
-        inside = list_runs(Path(given)) if "://" not in given else []
+        inside = list_runs(given)
         if not inside:
             raise
     runs = [open_run(entry.path) for entry in sorted(inside, key=lambda entry: entry.id)]

@@ -204,7 +204,6 @@ class _Source:
         return self._diagnosed[1]
 
     def _look(self, run: "StoredRun") -> "MonitoredRun":
-        from pathlib import Path
 
         from fsdp_inspect.analysis.live.monitor import Monitor, choose_ranks, monitor_run
         from fsdp_inspect.trace.run import RunStatus
@@ -214,7 +213,7 @@ class _Source:
             return monitor_run(run, ranks)
         attempt = max((record.attempt for record in run.ranks), default=0)
         if self._followed is None or self._followed[0] != (attempt, ranks):
-            self._followed = (attempt, ranks), Monitor(Path(run.path), attempt, ranks)
+            self._followed = (attempt, ranks), Monitor(run.path, attempt, ranks)
         return self._followed[1].look(run)
 
 

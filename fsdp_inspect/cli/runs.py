@@ -10,8 +10,9 @@ from fsdp_inspect.cli.arguments import JsonOption, print_renderable
 
 def runs(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder of runs.", show_default=True)
-    ] = Path("runs"),
+        str,
+        typer.Argument(metavar="DIR", help="A folder of runs, or its URL.", show_default=True),
+    ] = "runs",
     as_json: JsonOption = False,
 ) -> None:
     """List the runs in a folder, newest first.
@@ -22,10 +23,11 @@ def runs(
     from fsdp_inspect.errors import NotARunError
     from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.listing import render_listing
+    from fsdp_inspect.store.files import is_url
 
-    if not directory.is_dir():
+    if not is_url(directory) and not Path(directory).is_dir():
         raise NotARunError(
-            f"Folder {str(directory)!r} not found. Expected a folder of runs. Record runs with "
+            f"Folder {directory!r} not found. Expected a folder of runs. Record runs with "
             "`fsdp-inspect demo`, or give another folder."
         )
     listed = list_recorded_runs(directory)

@@ -75,8 +75,21 @@ from fsdp_inspect.recording.verdict import (
 from fsdp_inspect.recording.watchdog import WatchSettings, tell
 from fsdp_inspect.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.store import folder
+from fsdp_inspect.store.background_upload import (
+    FINISH_AFTER_ERROR_S,
+    FINISH_TIMEOUT_S,
+    BackgroundUpload,
+)
 from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_run
-from fsdp_inspect.store.schema import LIVE_MEMORY_FILE, MANIFEST_FILE, OUT_OF_MEMORY_FILE
+from fsdp_inspect.store.schema import (
+    LIVE_MEMORY_FILE,
+    MANIFEST_FILE,
+    OUT_OF_MEMORY_FILE,
+    attempt_name,
+    rank_name,
+)
+from fsdp_inspect.store.upload import upload_of_rank, upload_of_run
+from fsdp_inspect.store.upload_target import UploadTarget
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMemoryRecord, LiveMoment
@@ -110,6 +123,7 @@ class Options:
     device_interval_s: float
     flush_interval_s: float
     memory_snapshot: bool
+    upload: str | None
     record_source: bool
     print_verdict: bool
     hang_after_s: float | None
@@ -125,6 +139,8 @@ class Attachment:
     _trackers: TrackerFeed | None = None
     _noted = (0, 0)
     """The number of compilations and standstills in the record."""
+    _reported_problems = 0
+    _is_finished = False
 
     def __init__(
         self,
@@ -152,10 +168,9 @@ class Attachment:
         self._writer = RankWriter(
             self.folder.path, self._rank_record(), flush_interval_s=options.flush_interval_s
         )
+        self._upload = self._start_upload()
         self.session = self._make_session()
-        self._reported_problems = 0
         self._problem_lock = threading.Lock()
-        self._is_finished = False
         self._scalars = ScalarLog(
             self.session.clock, self._writer.scalars.append, self.session.problem
         )
@@ -399,6 +414,19 @@ class Attachment:
             self.session, self.session.black_box, self._writer, self.folder.key, settings
         )
 
+    def _start_upload(self) -> BackgroundUpload | None:
+        """Start the upload of this rank's folder, and on rank 0 of the run's own files."""
+        if self._options.upload is None:
+            return None
+        path = self.folder.path
+        url = f"{self._options.upload.rstrip('/')}/{self.folder.remote_name}"
+        target = UploadTarget(url)
+        name = f"{attempt_name(self.folder.attempt)}/{rank_name(self._rank)}"
+        uploads = [upload_of_rank(path, target, name, lambda: self._writer.stream_sizes)]
+        if self._rank == 0:
+            uploads.insert(0, upload_of_run(path, target))
+        return BackgroundUpload(path, url, uploads, rank=self._rank)
+
     def _start_history(self) -> MemoryHistory:
         history = MemoryHistory()
         if self._options.memory_snapshot and self._device.type == "cuda":
@@ -630,6 +658,15 @@ class Attachment:
             self._explain(error)
         if self._rank == 0 and status == RunStatus.COMPLETE and not self._writer.is_stalled:
             self._conclude(show=show and self._options.print_verdict)
+        self._finish_upload(has_failed=status == RunStatus.FAILED)
+
+    def _finish_upload(self, *, has_failed: bool) -> None:
+        if self._upload is None:
+            return
+        is_complete = self._upload.finish(FINISH_AFTER_ERROR_S if has_failed else FINISH_TIMEOUT_S)
+        if is_complete and self._rank == 0 and self._options.print_verdict:
+            url = self._upload.url
+            tell(f"uploaded to {url}. To read it: fsdp-inspect summary {shlex.quote(url)}", 0)
 
     def _explain(self, error: BaseException) -> None:
         """Print the reason of the failure, on the first rank that failed."""

@@ -9,6 +9,7 @@ therefore keeps its part on its own disk, with a copy of the manifest.
 import contextlib
 import itertools
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from fsdp_inspect.trace.run import RunManifest
 
 _recordings = itertools.count()
 _MAX_SUFFIX = 1000
+_UNIQUE = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{4}")
+"""The names of `default_path`."""
 
 
 class RecordingFolder(NamedTuple):
@@ -34,6 +37,20 @@ class RecordingFolder(NamedTuple):
     attempt: int
     key: str = ""
     """Prefix of this recording's keys in the process group's store."""
+    created_unix_ns: int = 0
+    """The time at which rank 0 created the run; 0: unknown."""
+
+    @property
+    def remote_name(self) -> str:
+        """The run's name in an object store, where the names of all nodes and jobs must differ.
+
+        A folder that the user named gets the time of its creation. Another node has no earlier
+        attempt on its disk, and would upload into those of the first node.
+        """
+        if _UNIQUE.fullmatch(self.path.name) or not self.created_unix_ns:
+            return self.path.name
+        created = datetime.fromtimestamp(self.created_unix_ns / 1e9, UTC)
+        return f"{self.path.name}-{created:%Y%m%d-%H%M%S}"
 
 
 def default_path(name: str, directory: Path = Path("runs")) -> Path:
@@ -58,12 +75,16 @@ def agree_on_folder(path: Path, manifest: RunManifest, rank: int) -> RecordingFo
     alone = manifest.world_size == 1 or manifest.source == "emulated"
     if rank != 0 and not alone:
         return _follow_rank_0(key, path, manifest)._replace(key=key)
-    chosen = RecordingFolder(path, 0)
+    chosen = RecordingFolder(path, 0, created_unix_ns=manifest.created_unix_ns)
     try:
         chosen = _create(path, manifest)
     finally:
         if not alone:
-            message = {"name": chosen.path.name, "attempt": chosen.attempt}
+            message = {
+                "name": chosen.path.name,
+                "attempt": chosen.attempt,
+                "created_unix_ns": chosen.created_unix_ns,
+            }
             c10d._get_default_store().set(key, json.dumps(message))
     return chosen._replace(key=key)
 
@@ -79,7 +100,8 @@ def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFold
         if not (chosen / MANIFEST_FILE).exists():  # rank 0 does not share this disk
             known = {"run_id": chosen.name, "git_commit": find_script_commit()}
             folder.write_manifest_if_absent(chosen, manifest.model_copy(update=known))
-    return RecordingFolder(chosen, answer["attempt"])
+    created_unix_ns = answer.get("created_unix_ns", 0)
+    return RecordingFolder(chosen, answer["attempt"], created_unix_ns=created_unix_ns)
 
 
 def _create(path: Path, manifest: RunManifest) -> RecordingFolder:
@@ -93,5 +115,9 @@ def _create(path: Path, manifest: RunManifest) -> RecordingFolder:
             if number == 1:
                 warn(f"{error} Recording into a new folder next to it.")
             continue
-        return RecordingFolder(candidate, attempt)
+        created_unix_ns = manifest.created_unix_ns
+        if attempt:
+            with contextlib.suppress(StoreError):
+                created_unix_ns = folder.read_manifest(candidate).created_unix_ns
+        return RecordingFolder(candidate, attempt, created_unix_ns=created_unix_ns)
     raise OSError(f"no free folder name next to {path}")

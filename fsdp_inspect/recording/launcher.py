@@ -81,8 +81,9 @@ class LauncherArguments(NamedTuple):
     hang_after_s: float | None
     device_memory: int | None
     on_desync: Literal["warn", "raise", "off"]
-    log_to: Sequence[str]
-    dashboard_url: str | None
+    log_to: Sequence[str] = ()
+    dashboard_url: str | None = None
+    upload: str | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -174,6 +175,7 @@ class Launch:
             on_desync=given.on_desync,
             log_to=given.log_to,
             dashboard_url=given.dashboard_url,
+            upload=given.upload,
         )
 
 
@@ -245,6 +247,7 @@ def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -
         on_desync=given.on_desync,
         log_to=given.log_to,
         dashboard_url=given.dashboard_url,
+        upload=given.upload,
     )
 
 
@@ -336,6 +339,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="address of a dashboard of these runs, to which the trackers link",
     )
     parser.add_argument(
+        "--upload",
+        type=_url,
+        metavar="URL",
+        help="upload the recording below this URL while it grows, such as s3://bucket/runs; any "
+        "URL that fsspec can write. The recording stays in --out too, and training continues if "
+        "the object store fails: `fsdp-inspect upload` then sends the rest (default: no upload)",
+    )
+    parser.add_argument(
         "-m",
         dest="is_module",
         action="store_true",
@@ -375,6 +386,14 @@ def _device_memory(text: str) -> int:
             "2GiB or 512MB"
         )
     return amount
+
+
+def _url(text: str) -> str:
+    if "://" not in text:
+        raise argparse.ArgumentTypeError(
+            f"invalid URL: {text!r}. Expected a URL such as s3://bucket/runs"
+        )
+    return text
 
 
 def _seconds(text: str) -> float:

@@ -88,6 +88,10 @@ class Recorder:
             compared.
         memory_snapshot: On CUDA, record allocation histories and write a snapshot into the rank's
             folder on an out-of-memory. It costs some time in every allocation.
+        upload: A URL of a folder of runs in an object store, such as "s3://bucket/runs"; any URL
+            that fsspec can write. A background thread of each rank uploads its new data every 30 s.
+            The training continues if the store fails, and `fsdp-inspect upload` sends the rest.
+            None: no upload.
         record_source: Store the lines of the script around its `fully_shard` calls, for which
             `advise` then writes a diff. Secrets in these lines are masked.
         print_verdict: At the end, rank 0 prints the limit of the step on stderr.
@@ -120,6 +124,7 @@ class Recorder:
         hang_after_s: float | None = None,
         on_desync: Literal["warn", "raise", "off"] = "warn",
         memory_snapshot: bool = False,
+        upload: str | None = None,
         record_source: bool = True,
         print_verdict: bool = True,
         log_to: Sequence[str] = (),
@@ -135,6 +140,7 @@ class Recorder:
         _check_arguments(warmup_steps, device_interval_s, flush_interval_s)
         _check_numerics(numerics_every)
         _check_watching(hang_after_s, on_desync)
+        _check_upload(upload)
         options = Options(
             path=None if path is None else Path(path),
             name=name or "",
@@ -149,6 +155,7 @@ class Recorder:
             hang_after_s=hang_after_s,
             on_desync=on_desync,
             memory_snapshot=memory_snapshot,
+            upload=upload,
             record_source=record_source,
             print_verdict=print_verdict,
             log_to=check_trackers(log_to),
@@ -300,6 +307,11 @@ def _check_watching(hang_after_s: float | None, on_desync: str) -> None:
         raise ValueError(f"hang_after_s must be above 0, got {hang_after_s}.")
     if on_desync not in ("warn", "raise", "off"):
         raise ValueError(f"on_desync must be 'warn', 'raise' or 'off', got {on_desync!r}.")
+
+
+def _check_upload(upload: str | None) -> None:
+    if upload is not None and "://" not in upload:
+        raise ValueError(f"upload must be a URL such as 's3://bucket/runs', got {upload!r}.")
 
 
 def _close_at_exit(recorder: Recorder) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from fsdp_inspect.analysis.run_list import LISTED, ListedRun
 from fsdp_inspect.report.layout import render_table
 
 
-def render_listing(runs: Sequence[ListedRun], directory: Path) -> RenderableType:
+def render_listing(runs: Sequence[ListedRun], directory: Path | str) -> RenderableType:
     """Render one line for each run, newest first, and the notes about runs below."""
     if not runs:
         return Text(

@@ -32,6 +32,7 @@ from fsdp_inspect.store.arrow_columns import (
 from fsdp_inspect.store.checksums import checksum_columns, checksum_text
 from fsdp_inspect.store.read_limits import check_decoded_size
 from fsdp_inspect.store.records import check_version, unfinished_path
+from fsdp_inspect.store.remote_blocks import RemoteBlocks
 from fsdp_inspect.store.schema import (
     FOOTER_CHECKSUM_KEY,
     FOOTER_KEY,
@@ -160,6 +161,7 @@ def read_compacted(
         size = source.seek(0, os.SEEK_END)
         parquet = pq.ParquetFile(
             source,
+            pre_buffer=isinstance(source, RemoteBlocks),  # one request for adjacent columns
             page_checksum_verification=True,
             thrift_string_size_limit=_MAX_FOOTER_BYTES,
             thrift_container_size_limit=_MAX_FOOTER_BYTES,

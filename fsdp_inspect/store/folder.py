@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_inspect.errors import NotARunError, StoreError
-from fsdp_inspect.store.files import LocalFiles
+from fsdp_inspect.store.files import LocalFiles, is_url, open_files
 from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.records import decode_record, encode_record, replace_file
+from fsdp_inspect.store.remote_runs import find_remote_runs
 from fsdp_inspect.store.schema import (
     MANIFEST_FILE,
     RANK_FILE,
@@ -40,7 +41,8 @@ class RunEntry:
 
     id: str
     """Path below the listed folder, with slashes; `.` if that folder itself is the run."""
-    path: Path
+    path: Path | str
+    """The run folder, or its URL."""
     created_unix_ns: int
     """Wall time of the start of the run; 0 if it cannot be read."""
     run_id: str = ""
@@ -123,20 +125,23 @@ def rewrite_manifest(path: Path, manifest: RunManifest) -> None:
     replace_file(path / MANIFEST_FILE, encode_record(manifest))
 
 
-def read_manifest(path: Path) -> RunManifest:
-    """Read the manifest of a run on a local or mounted disk.
+def read_manifest(path: Path | str) -> RunManifest:
+    """Read the manifest of a run.
+
+    Args:
+        path: The run folder, or its URL.
 
     Raises:
         NotARunError: `run.json` is missing.
         StoreError: `run.json` is damaged or from a newer version.
     """
-    encoded = LocalFiles(path).read(MANIFEST_FILE)
+    encoded = open_files(path).read(MANIFEST_FILE)
     if encoded is None:
         raise NotARunError(
             f"No run found at {str(path)!r}: {MANIFEST_FILE} is missing. Expected the folder of a "
             "run. Name another folder, or record a run with fsdp_inspect.Recorder."
         )
-    return decode_record(encoded, RunManifest, str(path / MANIFEST_FILE))
+    return decode_record(encoded, RunManifest, f"{path}/{MANIFEST_FILE}")
 
 
 def has_running_ranks(path: Path, attempt: int) -> bool:
@@ -179,16 +184,29 @@ def read_rank_record(folder: Path) -> RankRecord | None:
     return None
 
 
-def list_runs(directory: Path) -> list[RunEntry]:
+def list_runs(directory: Path | str) -> list[RunEntry]:
     """List all runs in a folder, newest first; runs with an unreadable start time come last.
 
+    Args:
+        directory: The folder, or its URL.
+
     It searches the folder itself and two levels below it, but not inside runs. A missing folder
-    has no runs. Listing thousands of runs takes tenths of a second.
+    has no runs. Listing thousands of runs takes tenths of a second; at a URL, each run takes two
+    requests.
+
+    Raises:
+        NotARunError: fsspec cannot open the URL.
+        UnreadableFileError: The URL cannot be listed.
     """
-    entries = [
-        _read_entry(path.relative_to(directory).as_posix(), path)
-        for path in _find_runs(directory, _LISTING_DEPTH)
-    ]
+    if is_url(directory):
+        runs = find_remote_runs(str(directory), depth=_LISTING_DEPTH)
+        entries = [_make_entry(run.id, run.url, run.encoded) for run in runs]
+    else:
+        folder = Path(str(directory).removeprefix("file://"))
+        entries = [
+            _read_entry(path.relative_to(folder).as_posix(), path)
+            for path in _find_runs(folder, _LISTING_DEPTH)
+        ]
     return sorted(entries, key=lambda entry: (-entry.created_unix_ns, entry.id))
 
 
@@ -224,10 +242,14 @@ def _find_runs(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _read_entry(name: str, path: Path) -> RunEntry:
-    """The start time and the names of a run, without decoding its whole manifest."""
     encoded = b""
     with contextlib.suppress(StoreError):
         encoded = LocalFiles(path).read(MANIFEST_FILE) or b""
+    return _make_entry(name, path, encoded)
+
+
+def _make_entry(name: str, path: Path | str, encoded: bytes) -> RunEntry:
+    """The start time and the names of a run, without decoding its whole manifest."""
     created, head = _CREATED.search(encoded), _HEAD.match(encoded)
     texts = ("", "")
     if head is not None:

@@ -22,7 +22,7 @@ def is_alive(record: RankRecord, files: RunFiles, folder: str) -> bool:
     """Whether the process that records this rank still runs, as far as this process can see.
 
     In the rank's PID namespace, the process table decides. From another host or container, a rank
-    counts as crashed when its files have not changed for a minute.
+    counts as crashed when its files have not changed for a minute, or at a URL for two minutes.
 
     Args:
         record: The record of a rank with the status `running`.
@@ -34,7 +34,8 @@ def is_alive(record: RankRecord, files: RunFiles, folder: str) -> bool:
     )
     if is_here:
         return _process_runs(record)
-    return time.time_ns() - last_sign_unix_ns(record, files, folder) < SILENCE_S * 1e9
+    silence_s = SILENCE_S + files.delay_s
+    return time.time_ns() - last_sign_unix_ns(record, files, folder) < silence_s * 1e9
 
 
 def pid_scope() -> str:

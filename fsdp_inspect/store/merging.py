@@ -146,7 +146,7 @@ def _find_part(path: Path) -> _Part:
     """Read a part: the folder itself, or the only run in it."""
     inside = [] if (path / MANIFEST_FILE).exists() or list_rank_places(path) else list_runs(path)
     if len(inside) == 1:
-        path = inside[0].path
+        path = Path(inside[0].path)
     places = list_rank_places(path)
     if not places:
         several = f" It contains {len(inside)} runs: name one." if len(inside) > 1 else ""
@@ -173,7 +173,7 @@ def _refuse_links_out(part: _Part) -> None:
     root = part.path.resolve()
     folders = [rank_folder(part.path, *place) for place in part.places]
     files = [file for folder in folders for file in _files_of(folder)]
-    for path in (part.path / MANIFEST_FILE, *folders, *files):
+    for path in (part.path / MANIFEST_FILE, part.path / PROBE_FILE, *folders, *files):
         if not path.resolve().is_relative_to(root):
             raise StoreError(
                 f"{str(path)!r} is a link to a place outside of the run. Expected files of the run "

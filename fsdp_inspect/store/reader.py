@@ -35,6 +35,7 @@ from fsdp_inspect.store.notes import (
 from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.records import decode_record
+from fsdp_inspect.store.remote_files import RemoteFiles
 from fsdp_inspect.store.schema import (
     ALLOCATIONS_FILE,
     BLACK_BOX_FILE,
@@ -111,6 +112,8 @@ def open_run(
         IncompleteRunError: The run does not have this attempt.
     """
     files = open_files(path)
+    if isinstance(files, RemoteFiles):
+        files.wait_for_listing(files.has_any)
     attempts = attempt_numbers(files.folders(""))
     encoded, note = _read_manifest(files, can_omit=bool(attempts))
     if encoded is None and not attempts:
@@ -353,7 +356,7 @@ class StoredRun:
         with noting(self._found):
             memory = self.memory(rank)
         events = self.events(rank)
-        stream = Path(self.path, self._folder(rank), EVENTS.live_name)
+        stream = Path(self.path, self._folder(rank), EVENTS.live_name)  # of a URL: only a key
         reduced = self._reuse.growing.reduce(stream, events, rank=rank, attempt=self.attempt)
         counted_by = record.memory_from if record else ""
         return join_memory(reduced, memory, memory_from=counted_by, rank=rank, attempt=self.attempt)

@@ -152,6 +152,11 @@ class RankWriter:
         return self._record.model_copy(update={"dropped": dropped})
 
     @property
+    def stream_sizes(self) -> dict[str, int]:
+        """The sizes of the streams up to their last complete batch, by file name."""
+        return {stream.path.name: stream.num_bytes for stream in self._streams.values()}
+
+    @property
     def is_stalled(self) -> bool:
         """Whether the recording ended while the disk did not respond."""
         return self._is_stalled

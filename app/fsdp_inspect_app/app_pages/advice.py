@@ -449,8 +449,11 @@ def _pick_point(front: Sequence[ParetoPoint]) -> ParetoPoint:
 
 def _show_outcomes(entry: RunEntry, run_id: str) -> None:
     """Show predictions and measured outcomes of earlier suggestions for this run."""
+    folder = loading.runs_folder()
+    if isinstance(entry.path, str) or isinstance(folder, str):
+        return  # a URL has no history of predictions
     place = find_ledger(entry.path)
-    if not is_in_folder(place, loading.runs_folder()):
+    if not is_in_folder(place, folder):
         return
     try:
         record = measure_track_record(read_ledger(place), run_id=run_id)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import streamlit as st
 
@@ -31,6 +32,13 @@ torch.cuda.memory._dump_snapshot(f"snapshots/rank{rank}.pickle")"""
 
 def show_page() -> None:
     """Show the sources, the choice, and the progress of the import."""
+    if isinstance(loading.runs_folder(), str):
+        show_nothing(
+            "A URL has nothing to import.",
+            "This page imports files of a folder on this machine. Start the dashboard with such a "
+            "folder, or use fsdp-inspect import and then fsdp-inspect upload.",
+        )
+        return
     sources = _list(str(loading.runs_folder())).value
     if not sources:
         show_nothing(
@@ -59,13 +67,13 @@ def show_page() -> None:
     validate=is_younger_than(_LISTING_LIFE_S), max_entries=4, show_spinner="Looking for traces"
 )
 def _list(folder: str) -> Dated[list[ImportSource]]:
-    return Dated(list_sources(loading.runs_folder()))
+    return Dated(list_sources(Path(loading.runs_folder())))
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)
 def _jobs(folder: str) -> ImportJobs:
     """One object for all sessions, so that a reloaded page shows the running import."""
-    return ImportJobs(loading.runs_folder())
+    return ImportJobs(Path(loading.runs_folder()))
 
 
 def _answer(sources: Sequence[ImportSource]) -> str:
@@ -91,7 +99,7 @@ def _show_upload() -> None:
         if not st.button("Save uploads", disabled=not files, icon=":material/upload:"):
             return
     try:
-        name = keep_uploads(loading.runs_folder(), files)
+        name = keep_uploads(Path(loading.runs_folder()), files)
     except StoreError as error:
         st.error(plain(str(error)), icon=":material/error:")
         return
@@ -130,7 +138,7 @@ def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:
 
 def _start(jobs: ImportJobs, chosen: str, name: str, by_step: bool) -> None:
     """Start the import if the source still exists: the name is looked up in the current list."""
-    source = find_source(loading.runs_folder(), chosen)
+    source = find_source(Path(loading.runs_folder()), chosen)
     if source is None:
         st.error(plain(f"{chosen!r} not found: the file was removed. Choose another source."))
         return

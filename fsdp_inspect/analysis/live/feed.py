@@ -12,9 +12,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from fsdp_inspect.analysis.live.view import LiveRank, LiveView
+from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.folder import rank_folder
 from fsdp_inspect.store.reader import StoredRun
-from fsdp_inspect.store.tail import RankTail
+from fsdp_inspect.store.tail import NewRows, RankTail
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 
 
@@ -56,15 +57,16 @@ class LiveStatus:
 class LiveFeed:
     """Follows one rank of a run. Several threads can share a feed."""
 
-    def __init__(self, path: Path, attempt: int, rank: int) -> None:
+    def __init__(self, path: Path | str, attempt: int, rank: int) -> None:
         """Create a feed; reading starts with `look`.
 
         Args:
-            path: The run folder.
+            path: The run folder, or its URL. At a URL, each look reads the whole tables, which
+                change only with each upload.
             attempt: The attempt of the job.
             rank: The rank.
         """
-        self._tail = RankTail(rank_folder(path, attempt, rank))
+        self._tail = None if is_url(path) else RankTail(rank_folder(Path(path), attempt, rank))
         self._gathered = LiveRank()
         self._rank = rank
         self._lock = threading.Lock()
@@ -82,10 +84,12 @@ class LiveFeed:
         records = tuple(run.ranks)
         own = next((record for record in records if record.rank == self._rank), None)
         with self._lock:
+            if self._tail is None:
+                self._gathered = LiveRank()
             if own is not None:
                 self._gathered.memory_from = own.memory_from
                 self._gathered.scalar_names = tuple(own.scalar_names)
-            new = self._tail.read_new()
+            new = self._read_new(run)
             self._gathered.add(new.events, new.memory, new.devices, new.scalars)
             view = self._gathered.view()
         now_ns = _now_on(own)
@@ -104,6 +108,12 @@ class LiveFeed:
             ),
             failure=next((record.failure for record in records if record.failure), None),
         )
+
+    def _read_new(self, run: StoredRun) -> NewRows:
+        if self._tail is not None:
+            return self._tail.read_new()
+        rank = self._rank
+        return NewRows(run.events(rank), run.memory(rank), run.devices(rank), run.scalars(rank))
 
 
 def _now_on(record: RankRecord | None) -> int:

@@ -126,7 +126,7 @@ def _name_methods(methods: Mapping[str, str]) -> dict[str, str]:
 class Monitor:
     """Follows some ranks of a live run. Each update reads only the new rows."""
 
-    def __init__(self, path: Path, attempt: int, ranks: Sequence[int]) -> None:
+    def __init__(self, path: Path | str, attempt: int, ranks: Sequence[int]) -> None:
         """Create a monitor; reading starts with `look`."""
         self._feeds = {rank: LiveFeed(path, attempt, rank) for rank in ranks}
 

@@ -21,6 +21,7 @@ class RecorderOptions(TypedDict, total=False):
     hang_after_s: float | None
     on_desync: Literal["warn", "raise", "off"]
     memory_snapshot: bool
+    upload: str | None
     record_source: bool
     print_verdict: bool
     enabled: bool
