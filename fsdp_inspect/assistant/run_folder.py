@@ -42,7 +42,7 @@ class RunFolder:
 
     def entries(self) -> list[RunEntry]:
         """The runs, newest first, without links to places outside the folder."""
-        return [entry for entry in list_runs(self.path) if is_in_folder(entry.path, self.path)]
+        return [entry for entry in list_runs(self.path) if is_in_folder(Path(entry.path), self.path)]
 
     def open(self, name: str) -> Run:
         """Open the run with a name of the listing, or with a run id that only one run has.
@@ -85,7 +85,7 @@ class RunFolder:
     def _state(self, entry: RunEntry) -> _State:
         """The state of the files; raises `StoreError` for a link out of the folder."""
         newest_ns = num_bytes = 0
-        for file in files_of_run(entry.path, self.path):
+        for file in files_of_run(Path(entry.path), self.path):
             try:
                 known = file.stat()
             except OSError:  # a file that the recorder just replaced
@@ -97,7 +97,7 @@ class RunFolder:
 def describe_entry(entry: RunEntry, folder: Path) -> dict[str, object]:
     """One row of the list of runs; an unreadable run has its problem."""
     try:
-        for _ in files_of_run(entry.path, folder):
+        for _ in files_of_run(Path(entry.path), folder):
             pass
         run = open_run(entry.path)
     except StoreError as error:
