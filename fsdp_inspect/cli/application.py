@@ -18,6 +18,7 @@ from fsdp_inspect.cli.exposed import exposed
 from fsdp_inspect.cli.forecast import forecast
 from fsdp_inspect.cli.import_ import import_
 from fsdp_inspect.cli.lifetime import lifetime
+from fsdp_inspect.cli.mcp import mcp
 from fsdp_inspect.cli.memory import memory
 from fsdp_inspect.cli.merge import merge
 from fsdp_inspect.cli.metrics import metrics
@@ -62,6 +63,7 @@ _COMMANDS = (
     merge,
     export,
     metrics,
+    mcp,
     report,
     app,
 )
