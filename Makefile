@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
+TRACKERS := .venv-trackers
 # Created last: an interrupted set-up lacks this file and starts again.
 READY := $(VENV)/.complete
 PYTEST := $(BIN)/python -m pytest
@@ -95,6 +96,10 @@ frameworks: $(FRAMEWORKS)/.complete ## Record other training frameworks and writ
 		$(if $(ARGS),,$(FRAMEWORKS)/bin/python -m tests.frameworks build/frameworks docs/frameworks.md &&) \
 		exit $$tests
 
+.PHONY: trackers
+trackers: $(TRACKERS)/.complete ## Log to wandb, MLflow, TensorBoard and OpenTelemetry, offline
+	$(TRACKERS)/bin/python -m pytest -m trackers tests/trackers $(ARGS)
+
 .PHONY: gpu
 gpu: $(READY) ## Test and measure on a CUDA device (OUT=DIR: keep the table and a sample)
 	$(PYTEST) -m gpu $(ARGS); tests=$$?; \
@@ -123,7 +128,7 @@ constraints: ## Pin the newest versions that pyproject.toml allows, except torch
 
 .PHONY: clean
 clean: ## Remove virtual environments, build products and caches, but not recorded runs
-	rm -rf $(VENV) $(FRAMEWORKS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS) $(TRACKERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A complete .venv is updated in place. An incomplete one is created again.
@@ -147,4 +152,10 @@ $(FRAMEWORKS)/.complete: constraints-frameworks.txt pyproject.toml
 	# The requirements of DeepSpeed bring a CUDA build of torch, and its build imports torch and ninja.
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(FRAMEWORKS)/bin/python -m pip install --no-build-isolation \
 		--no-deps -c constraints-frameworks.txt deepspeed
+	@touch $@
+
+# The trackers are heavy, and limit other versions.
+$(TRACKERS)/.complete: constraints-trackers.txt pyproject.toml
+	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear $(TRACKERS); fi
+	$(TRACKERS)/bin/python -m pip install -c constraints-trackers.txt -e '.[trackers]'
 	@touch $@

@@ -286,6 +286,14 @@ class TrainerConfig(BaseModel):
         "as on a device of that size, and `fsdp-inspect diagnose` explains it.",
         legal="an amount above 0 with a unit (2GiB, 512MB)",
     )
+    log_to: Annotated[
+        tuple[Literal["wandb", "mlflow", "tensorboard", "otel"], ...], BeforeValidator(_read_list)
+    ] = _setting(
+        Section.RECORDING,
+        (),
+        "Trackers to which rank 0 logs the numbers of each step, in the background.",
+        legal="wandb, mlflow, tensorboard or otel, separated by commas",
+    )
     record_warmup: NonNegativeInt = _setting(
         Section.RECORDING, 3, "Number of warm-up steps, which are not timed."
     )

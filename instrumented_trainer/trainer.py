@@ -537,6 +537,7 @@ def _recording(
         memory_steps=prepared.memory_steps,
         numerics_every=config.numerics_every,
         device_memory=prepared.device_memory,
+        log_to=config.log_to,
     ) as recorder:
         yield recorder
 

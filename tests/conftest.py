@@ -1,6 +1,7 @@
 """Set up what all tests share: one thread per process, loopback only, and `torchrun`.
 
-Benchmarks run only with `-m benchmark`, and tests of other frameworks with `-m frameworks`. Tests
+Benchmarks run only with `-m benchmark`, and tests of other frameworks with `-m frameworks` or
+`-m trackers`. Tests
 marked `slow` run only with `--exhaustive`, with `-m slow`, or when they are named
 (`tests/file.py::test`). Likewise, tests marked `study` run only with `--studies`. Tests marked
 `gpu` are skipped with a reason if there is no CUDA device. Tests that need Chromium use the
@@ -96,7 +97,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for marker in ("benchmark", "frameworks"):
+    for marker in ("benchmark", "frameworks", "trackers"):
         if marker not in config.option.markexpr:
             _deselect(config, items, marker)
     is_named = any("::" in argument for argument in config.args)

@@ -1,7 +1,9 @@
 """`fsdp-inspect metrics`: serve the numbers of a run to a monitoring system."""
 
 import contextlib
+import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +33,8 @@ MAX_CONNECTIONS = 16
 threads and files stay bounded."""
 DIAGNOSIS_LIFE_S = 10.0
 """The lifetime of a diagnosis, which reads the black boxes of all ranks (0.3 MB each)."""
+_FOLLOW_S = 1.0
+"""Time between two looks at a run that is followed."""
 _PATH = "/metrics"
 _EXPOSURE = (
     "Listening on {host}: everyone who {who} port {port} of this machine can read the names and "
@@ -59,6 +63,14 @@ def metrics(  # noqa: PLR0913 - one argument an option
         typer.Option(metavar="0,1", help="Ranks to serve; default the first 16."),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print the numbers and exit.")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            hidden=True,
+            help="For trackers: a JSON line for each step of a live run, until it or stdin ends.",
+        ),
+    ] = False,
     proxy_name: Annotated[
         str | None, typer.Option(metavar="NAME", help=PROXY_HELP, show_default=False)
     ] = None,
@@ -79,6 +91,9 @@ def metrics(  # noqa: PLR0913 - one argument an option
     from fsdp_inspect.report.selection import select
     from fsdp_inspect.server_access import choose_token, parse_origin
 
+    if follow:
+        _follow(run)
+        return
     asked = parse_numbers(ranks, option="--ranks")
     opened = open_stored_argument(run)
     if opened.ranks:
@@ -94,6 +109,62 @@ def metrics(  # noqa: PLR0913 - one argument an option
     token = choose_token(is_wanted=is_token_wanted, is_host_given=host is not None)
     with _listen(host or DEFAULT_HOST, port) as server:
         _serve(server, source.render, host or DEFAULT_HOST, proxy, token, run)
+
+
+def _follow(argument: str) -> None:
+    """Print the numbers of each new step as a JSON line; goodput and alarms every 10 s."""
+    from fsdp_inspect.analysis.live.step_rows import StepRows
+    from fsdp_inspect.errors import NotARunError
+    from fsdp_inspect.trace.run import RunStatus
+
+    is_over = threading.Event()
+    threading.Thread(target=_wait_for_end_of_input, args=(is_over,), daemon=True).start()
+    rows: StepRows | None = None
+    about: dict[str, float] = {}
+    looked_at = -DIAGNOSIS_LIFE_S
+    while True:
+        is_last = is_over.wait(_FOLLOW_S)
+        try:
+            run = open_stored_argument(argument)
+        except NotARunError:  # the recorder has not written run.json yet
+            if is_last:
+                raise
+            continue
+        is_last = is_last or (bool(run.ranks) and run.status is not RunStatus.RUNNING)
+        if rows is None and run.ranks:
+            rows = StepRows(run)
+        new = [] if rows is None else list(rows.read_new(run, is_last=is_last))
+        if is_last or time.monotonic() - looked_at > DIAGNOSIS_LIFE_S:
+            looked_at, about = time.monotonic(), _judge_run(run)
+        for row in new:
+            values = {f"fsdp/{name}": value for name, value in {**row.values, **about}.items()}
+            print(json.dumps({"step": row.step, "values": values}), flush=True)
+        if is_last:
+            return
+
+
+def _judge_run(run: "StoredRun") -> dict[str, float]:
+    """The goodput, and 1 for each problem that the diagnosis finds."""
+    from fsdp_inspect.analysis.lifetime import measure_lifetime
+    from fsdp_inspect.diagnosis.diagnose import diagnose
+    from fsdp_inspect.errors import FsdpInspectError
+
+    about: dict[str, float] = {}
+    with contextlib.suppress(FsdpInspectError):
+        about["goodput_ratio"] = measure_lifetime(run).goodput_ratio
+    with contextlib.suppress(FsdpInspectError):
+        found = diagnose(run)
+        about["alarm"] = float(found.problem is not None)
+        if found.problem is not None:
+            about[f"alarm/{found.problem.value.replace(' ', '_')}"] = 1.0
+    return about
+
+
+def _wait_for_end_of_input(is_over: threading.Event) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        while sys.stdin.readline():
+            pass
+    is_over.set()
 
 
 class _Source:

@@ -58,6 +58,8 @@ from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharding_calls import read_noted_calls
 from fsdp_inspect.recording.surveillance import Surveillance
+from fsdp_inspect.recording.trackers.feed import TrackerFeed, page_of
+from fsdp_inspect.recording.trackers.libraries import TrackedRun
 from fsdp_inspect.recording.units import (
     ProcessGroups,
     describe_model,
@@ -112,12 +114,15 @@ class Options:
     print_verdict: bool
     hang_after_s: float | None
     on_desync: Literal["warn", "raise", "off"]
+    log_to: Sequence[str]
+    dashboard_url: str | None
 
 
 class Attachment:
     """A recording in progress: hooks on a model, a writer, a sampler."""
 
     _cuda_limit: CudaLimit | None = None
+    _trackers: TrackerFeed | None = None
     _noted = (0, 0)
     """The number of compilations and standstills in the record."""
 
@@ -196,7 +201,7 @@ class Attachment:
         self._writer.flush()
         if self._surveillance is not None:
             self._surveillance.start()
-        self._guarded(self._limit_memory)
+        self._guarded(self._begin_options)
 
     # --- starting
 
@@ -338,6 +343,25 @@ class Attachment:
                 "Storages inside torch.compile's regions are not visible: the limit excludes them."
             )
         self._memory_steps.begin()
+
+    def _begin_options(self) -> None:
+        self._limit_memory()
+        self._start_trackers()
+
+    def _start_trackers(self) -> None:
+        """Log to trackers, on rank 0."""
+        if self._rank != 0 or not self._options.log_to:
+            return
+        run_id = self.folder.path.name
+        run = TrackedRun(run_id, self.folder.path, page_of(self._options.dashboard_url, run_id))
+        try:
+            self._trackers = TrackerFeed(self._options.log_to, run, self._report_tracker)
+        except OSError as error:
+            self._report_tracker(f"The trackers could not be started: {error}.")
+
+    def _report_tracker(self, sentence: str) -> None:
+        warn(sentence)
+        self.session.problem(sentence)
 
     def _make_clock(self) -> Clock:
         if self._device.type == "cuda":
@@ -594,9 +618,14 @@ class Attachment:
             self._write_manifest()
             self._report_problems()
             self._describe_rank()
+            if self._trackers is not None and error is None:
+                self._writer.flush()
+                self._trackers.read_last()  # the writer closes the live files
         finally:
             self._writer.close(status, failure if status == RunStatus.FAILED else None)
             self._release()
+            if self._trackers is not None:
+                self._trackers.close()
         if error is not None and status == RunStatus.FAILED:
             self._explain(error)
         if self._rank == 0 and status == RunStatus.COMPLETE and not self._writer.is_stalled:

@@ -81,6 +81,8 @@ class LauncherArguments(NamedTuple):
     hang_after_s: float | None
     device_memory: int | None
     on_desync: Literal["warn", "raise", "off"]
+    log_to: Sequence[str]
+    dashboard_url: str | None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -170,6 +172,8 @@ class Launch:
             hang_after_s=given.hang_after_s,
             device_memory=given.device_memory,
             on_desync=given.on_desync,
+            log_to=given.log_to,
+            dashboard_url=given.dashboard_url,
         )
 
 
@@ -239,6 +243,8 @@ def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -
         hang_after_s=given.hang_after_s,
         device_memory=given.device_memory,
         on_desync=given.on_desync,
+        log_to=given.log_to,
+        dashboard_url=given.dashboard_url,
     )
 
 
@@ -317,6 +323,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "`off` compares nothing (default: %(default)s)",
     )
     parser.add_argument(
+        "--log-to",
+        type=_trackers,
+        default=(),
+        metavar="TRACKERS",
+        help="trackers to which rank 0 logs the numbers of each step, in the background: a list of "
+        "wandb, mlflow, tensorboard and otel, such as wandb,otel (default: none)",
+    )
+    parser.add_argument(
+        "--dashboard-url",
+        metavar="URL",
+        help="address of a dashboard of these runs, to which the trackers link",
+    )
+    parser.add_argument(
         "-m",
         dest="is_module",
         action="store_true",
@@ -337,6 +356,15 @@ def _step_count(text: str) -> int:
             f"invalid number of steps: {text!r}. Expected a whole number, 0 or more"
         )
     return int(text)
+
+
+def _trackers(text: str) -> Sequence[str]:
+    from fsdp_inspect.recording.trackers.feed import check_trackers
+
+    try:
+        return check_trackers(text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _device_memory(text: str) -> int:

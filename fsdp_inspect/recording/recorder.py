@@ -22,6 +22,7 @@ from fsdp_inspect.recording.models import as_one_module
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.process_life import note_process
 from fsdp_inspect.recording.sharding_calls import note_sharding_calls
+from fsdp_inspect.recording.trackers.feed import check_trackers
 from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
 from fsdp_inspect.trace.limits import MAX_NS
@@ -90,6 +91,10 @@ class Recorder:
         record_source: Store the lines of the script around its `fully_shard` calls, for which
             `advise` then writes a diff. Secrets in these lines are masked.
         print_verdict: At the end, rank 0 prints the limit of the step on stderr.
+        log_to: Trackers to which rank 0 logs the numbers of each step, in the background:
+            `"wandb"`, `"mlflow"`, `"tensorboard"`, `"otel"`. An active run of wandb or MLflow is
+            used.
+        dashboard_url: The address of a dashboard of these runs, to which the trackers link.
         enabled: False makes every method do nothing.
 
     Raises:
@@ -117,6 +122,8 @@ class Recorder:
         memory_snapshot: bool = False,
         record_source: bool = True,
         print_verdict: bool = True,
+        log_to: Sequence[str] = (),
+        dashboard_url: str | None = None,
         enabled: bool = True,
     ) -> None:
         self._attachment: Attachment | None = None
@@ -144,6 +151,8 @@ class Recorder:
             memory_snapshot=memory_snapshot,
             record_source=record_source,
             print_verdict=print_verdict,
+            log_to=check_trackers(log_to),
+            dashboard_url=dashboard_url,
         )
         # The optimizer of a DeepSpeed engine is not a torch optimizer.
         is_single = optimizer is not None and not isinstance(optimizer, Iterable)
