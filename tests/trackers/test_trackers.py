@@ -1,6 +1,7 @@
 """Each tracker gets the steps, offline, in its real library: run by `make trackers`."""
 
 import sqlite3
+import struct
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -69,16 +70,32 @@ def tracked(tmp_path_factory, collector):
     return folder, ended
 
 
+def _wandb_records(content):
+    """The records of an offline file: a header of 7 bytes, then a LevelDB log in 32 KiB blocks."""
+    place, pieces = 7, b""
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, place + 4)
+        if kind == 0:
+            return
+        pieces += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            yield pieces
+            pieces = b""
+
+
 def _wandb_rows(folder):
-    """The records of the only offline run: the rows of the history, and the configuration."""
+    """The rows of the history and the configuration of the only offline run."""
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    store, rows, config = DataStore(), [], {}
-    store.open_for_scan(str(path))
-    while (data := store.scan_data()) is not None:
-        record = Record.FromString(data)
+    rows, config = [], {}
+    for encoded in _wandb_records(path.read_bytes()):
+        record = Record.FromString(encoded)
         if record.HasField("history"):
             items = record.history.item
             rows.append({"/".join(each.nested_key) or each.key: each.value_json for each in items})

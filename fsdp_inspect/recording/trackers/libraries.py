@@ -142,7 +142,7 @@ class TensorBoard:
         """See `Tracker`."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"))
         for name, value in run.links().items():
             self._writer.add_text(name, value)
 
