@@ -5,8 +5,6 @@ them, newest first, and stores the numbers with the state of the run's files. Wh
 unchanged, a run is not read again, also not by a later dashboard (`findings_cache`).
 """
 
-import hashlib
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -20,14 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from fsdp_inspect.analysis.run_list import measure_key_numbers
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunStatus
+from fsdp_inspect.store.fingerprints import fingerprint_run
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.store.schema import (
-    REDUCTION_VERSION,
-    attempt_name,
-    attempt_numbers,
-    rank_name,
-    rank_numbers,
-)
+from fsdp_inspect.store.schema import REDUCTION_VERSION
 from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.version import __version__
 from fsdp_inspect_app.boundary import refuse_links_out
@@ -36,8 +29,6 @@ from fsdp_inspect_app.wording import describe_sharding
 
 LOOK_AGAIN_S = 5.0
 """The time after which the files are checked again."""
-_LIVE_LIFE_S = 10
-_LIVE_SUFFIX = ".arrows"
 _KEEP_EVERY = 100
 """The number of new findings that are written together."""
 _ROW_VERSION = 2
@@ -156,7 +147,8 @@ class Summaries:
         """Read a run, unless its state is known; returns the new finding to store, by id."""
         state, before = "", self._known.get(entry.id)
         try:
-            state, is_final = _state_of(entry.path, is_running=_is_running(before))
+            found = fingerprint_run(entry.path, is_running=_is_running(before))
+            state = found.text
             if before is not None and before[0] == state:
                 return {}
             earlier = self._recall(entry.id, state)
@@ -169,7 +161,7 @@ class Summaries:
         except (FsdpInspectError, OSError) as error:
             self._known[entry.id] = (state, str(error))
             return {}
-        if not is_final or row.summary.status == RunStatus.RUNNING:
+        if not found.is_final or row.summary.status == RunStatus.RUNNING:
             return {}
         return {entry.id: CachedFinding(state, _row_adapter().dump_json(row).decode())}
 
@@ -192,37 +184,6 @@ class Summaries:
 def _is_running(known: tuple[str, RunRow | str] | None) -> bool:
     row = None if known is None else known[1]
     return isinstance(row, RunRow) and row.summary.status == RunStatus.RUNNING
-
-
-def _state_of(path: Path, *, is_running: bool) -> tuple[str, bool]:
-    """A text that changes whenever the run's numbers may change, and whether only its files matter.
-
-    The first rank of the last attempt represents all ranks: its files change while it is recorded,
-    and when it is compacted. For a run with live streams, or a run that was running at the last
-    look, the time is part of the text, because a process that died changes no file.
-    """
-    files = _files_in(path)
-    attempt = max(attempt_numbers(files), default=None)
-    ranks, tables = {}, {}
-    if attempt is not None:
-        folder = path / attempt_name(attempt)
-        ranks = _files_in(folder)
-        first = min(rank_numbers(ranks), default=None)
-        tables = {} if first is None else _files_in(folder / rank_name(first))
-    is_live = is_running or any(name.endswith(_LIVE_SUFFIX) for name in tables)
-    moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
-    state = (moment, sorted(ranks), *files.items(), *tables.items())
-    return hashlib.sha256(repr(state).encode()).hexdigest(), not is_live
-
-
-def _files_in(folder: Path) -> dict[str, tuple[int, int]]:
-    """Newest change and size of the files in a folder, by name; empty if it cannot be listed."""
-    try:
-        with os.scandir(folder) as listing:
-            found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in listing]
-    except OSError:
-        return {}
-    return {name: (status.st_mtime_ns, status.st_size) for name, status in sorted(found)}
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)
