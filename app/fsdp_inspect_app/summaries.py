@@ -7,11 +7,12 @@ unchanged, a run is not read again, also not by a later dashboard (`findings_cac
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pyarrow as pa
 import streamlit as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -24,6 +25,7 @@ from fsdp_inspect.store.schema import REDUCTION_VERSION
 from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.version import __version__
 from fsdp_inspect_app.boundary import refuse_links_out
+from fsdp_inspect_app.catalog_reading import find_catalog
 from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache, findings_file
 from fsdp_inspect_app.wording import describe_sharding
 
@@ -80,6 +82,8 @@ class KnownRuns:
     """The reasons why runs cannot be read, by id."""
     is_complete: bool
     """Whether every listed run is in `rows` or `problems`."""
+    is_checked: bool = True
+    """False: rows of the catalog are not yet compared with the files of their runs."""
 
 
 class Summaries:
@@ -103,6 +107,8 @@ class Summaries:
         self._idle = threading.Event()
         self._idle.set()
         self._looked_at = float("-inf")
+        self._generation: str | None = None
+        """The generation of the catalog whose rows are used."""
 
     def find(self, entries: Sequence[RunEntry], *, patience_s: float) -> KnownRuns:
         """The known facts about these runs; a thread reads the others meanwhile.
@@ -111,14 +117,27 @@ class Summaries:
             entries: The runs, the most important first.
             patience_s: The time to wait for all runs.
         """
+        self._use_catalog()
         self._look(entries)
-        self._idle.wait(patience_s)
+        is_of_catalog = self._generation is not None and self._looked_at == float("-inf")
+        if not is_of_catalog or any(entry.id not in self._known for entry in entries):
+            self._idle.wait(patience_s)
         known = {entry.id: self._known[entry.id][1] for entry in entries if entry.id in self._known}
         return KnownRuns(
             rows={run: found for run, found in known.items() if not isinstance(found, str)},
             problems={run: found for run, found in known.items() if isinstance(found, str)},
             is_complete=len(known) == len(entries),
+            is_checked=self._looked_at > float("-inf"),
         )
+
+    def _use_catalog(self) -> None:
+        """Take the rows of the catalog for runs that were not read yet."""
+        found = find_catalog(self._folder)
+        if found is None or found.generation == self._generation or not found.is_of_this_code:
+            return
+        self._generation = found.generation
+        for run, state, row in _rows_of(found.runs):
+            self._known.setdefault(run, (state, row))
 
     def _look(self, entries: Sequence[RunEntry]) -> None:
         """Start a thread that reads the runs, unless one runs or has just ended."""
@@ -179,6 +198,39 @@ class Summaries:
         if self._kept and new:
             self._kept.keep(new)
         new.clear()
+
+
+_COLUMNS = (
+    *("run", "fingerprint", "problem", "status", "source", "num_steps", "step_time_ns"),
+    *("exposed_ns", "overlap_ratio", "peak_allocated_bytes", "step_times_ns", "name", "model"),
+    *("num_parameters", "plan", "world_size", "tags"),
+)
+
+
+def _rows_of(runs: pa.Table) -> Iterator[tuple[str, str, RunRow | str]]:
+    """Run, fingerprint and row of each run of a catalog; a run without a row is not known."""
+    columns = [runs[name].to_pylist() for name in _COLUMNS]
+    for values in zip(*columns, strict=True):
+        row = dict(zip(_COLUMNS, values, strict=True))
+        if row["problem"] is None and row["status"] is not None and row["num_steps"] is not None:
+            summary = RunKeyNumbers(
+                status=row["status"],
+                source=row["source"],
+                num_steps=row["num_steps"],
+                step_time_ns=row["step_time_ns"],
+                exposed_ns=row["exposed_ns"],
+                overlap_ratio=row["overlap_ratio"],
+                peak_allocated_bytes=row["peak_allocated_bytes"],
+                step_times_ns=tuple(row["step_times_ns"] or ()),
+            )
+            about = {name: row[name] for name in ("name", "model", "plan", "world_size")}
+            tags = tuple(row["tags"] or ())
+            parameters = row["num_parameters"] or 0
+            yield (
+                row["run"],
+                row["fingerprint"],
+                RunRow(summary, num_parameters=parameters, tags=tags, **about),
+            )
 
 
 def _is_running(known: tuple[str, RunRow | str] | None) -> bool:

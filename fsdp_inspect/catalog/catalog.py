@@ -7,7 +7,7 @@ catalog.runs().to_pandas()
 catalog.query("SELECT model, min(step_time_ns) FROM runs GROUP BY model").to_pandas()
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any
 import pyarrow as pa
 
 from fsdp_inspect.catalog.folders import CatalogFolder
-from fsdp_inspect.catalog.generations import HEAD_FILE, CatalogHead, read_head, read_table
+from fsdp_inspect.catalog.generations import HEAD_FILE, CatalogHead, read_generation, read_head
 from fsdp_inspect.catalog.index import CATALOG_FOLDER, IN_RUNS
 from fsdp_inspect.catalog.query import DEFAULT_TIMEOUT_S, QueryResult, run_query
 from fsdp_inspect.catalog.tables import RANKS, RUNS, STEPS, UNITS, CatalogTable
+from fsdp_inspect.catalog.trends import MODEL_AND_RANKS, Trend, TrendAxis, measure_trend
 from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.errors import CatalogError
 from fsdp_inspect.results import TableResult
@@ -94,6 +95,17 @@ class Catalog:
         """
         return run_query(sql, self.read, timeout_s=timeout_s, memory_bytes=memory_bytes)
 
+    def trend(
+        self,
+        metric: str,
+        *,
+        axis: TrendAxis | str = TrendAxis.TIME,
+        split: Sequence[str] = MODEL_AND_RANKS,
+        where: Mapping[str, Sequence[str]] | None = None,
+    ) -> Trend:
+        """Follow one metric over the runs, with its change points; see `measure_trend`."""
+        return measure_trend(self._runs, metric, axis=axis, split=split, where=where)
+
     @cached_property
     def _runs(self) -> pa.Table:
         return self._read(RUNS)
@@ -107,7 +119,7 @@ class Catalog:
         return self._runs if table is RUNS else self._read(table)
 
     def _read(self, table: CatalogTable) -> pa.Table:
-        found = read_table(self._folder, self.head, table)
+        found = read_generation(self._folder, self.head, table)
         if found is None:
             raise CatalogError(
                 f"The catalog in {self._folder.label!r} was replaced while it was read. Expected "

@@ -103,7 +103,7 @@ def _is_name(generation: str) -> bool:
     return generation.replace("-", "").isalnum() and generation.isascii()
 
 
-def read_table(
+def read_generation(
     folder: CatalogFolder,
     head: CatalogHead,
     table: CatalogTable,

@@ -15,8 +15,8 @@ from fsdp_inspect.catalog.generations import (
     CatalogHead,
     code_version,
     publish,
+    read_generation,
     read_head,
-    read_table,
     remove_unused,
 )
 from fsdp_inspect.catalog.run_rows import read_rows
@@ -126,7 +126,6 @@ class _Indexing:
         is_changed = bool(unread or gone or tables is None or not (base and base.is_complete))
         if is_changed:
             self._publish(set(states), begun_ns, is_complete=True)
-            remove_unused(self.folder, self.published)
         return IndexResult(
             path=self.folder.label,
             num_runs=len(states),
@@ -150,7 +149,7 @@ class _Indexing:
         found: _Tables = {}
         for table in TABLES:
             with suppress(CatalogError):
-                rows = read_table(self.folder, head, table)
+                rows = read_generation(self.folder, head, table)
                 if rows is not None:
                     found[table.name] = rows
         return found if len(found) == len(TABLES) else None
@@ -198,6 +197,7 @@ class _Indexing:
             is_complete=is_complete and num_runs == len(listed),
         )
         self.published.append(new.generation)
+        remove_unused(self.folder, self.published)
         self.fresh.clear()
         self.rebuild = False
 
@@ -219,7 +219,9 @@ class _Indexing:
     def _problems(self) -> dict[str, str]:
         """The problems of all runs of the current generation."""
         head = self._base()
-        table = None if head is None else read_table(self.folder, head, RUNS, ("run", "problem"))
+        table = (
+            None if head is None else read_generation(self.folder, head, RUNS, ("run", "problem"))
+        )
         rows = [] if table is None else table.to_pylist()
         return {row["run"]: row["problem"] for row in rows if row["problem"]}
 
