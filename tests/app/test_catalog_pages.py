@@ -27,12 +27,17 @@ def folder(tmp_path_factory):
 
 
 def test_rows_of_the_catalog_are_shown_before_any_run_is_read(folder, monkeypatch):
-    may_read = threading.Event()
-    monkeypatch.setattr(
-        summaries, "fingerprint_run", lambda *a, **k: may_read.wait(PATIENT_S) and None
-    )
-    found = Summaries(folder).find(list_runs(folder), patience_s=PATIENT_S)
+    original, may_read = summaries.fingerprint_run, threading.Event()
+
+    def waiting(*arguments, **options):
+        assert may_read.wait(PATIENT_S)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(summaries, "fingerprint_run", waiting)
+    of_folder = Summaries(folder)
+    found = of_folder.find(list_runs(folder), patience_s=PATIENT_S)
     may_read.set()
+    assert of_folder._idle.wait(PATIENT_S)
     assert found.is_complete
     assert not found.is_checked
     assert found.rows["run-0"].summary.num_steps == 4
@@ -54,7 +59,7 @@ def test_runs_are_grouped_and_filtered_by_a_setting(folder):
     shown = start_app(folder, "runs", group="model", setting="world_size", value="2")
     groups = shown.dataframe[0].value
     assert list(groups["runs"]) == [4]
-    assert list(groups["model"]) == ["Transformer"]
+    assert list(groups["model"]) == ["Decoder"]
     unknown = start_app(folder, "runs", setting="no-such-setting", value="x")
     assert len(unknown.dataframe[0].value) == 4
 
@@ -69,7 +74,9 @@ def test_trends_of_the_catalog_state_that_there_is_no_change(folder):
 def test_trends_without_a_catalog_say_how_to_make_one(tmp_path):
     write_run(tmp_path / "run", make_run(num_steps=4))
     shown = start_app(tmp_path, "trends")
-    assert "fsdp-inspect index" in " ".join(block.value for block in shown.markdown)
+    assert "fsdp-inspect index" in " ".join(
+        block.value for block in [*shown.markdown, *shown.caption]
+    )
 
 
 def test_a_damaged_catalog_is_ignored_by_the_pages(tmp_path):
