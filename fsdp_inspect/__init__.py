@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fsdp_inspect.version import __version__
 
 if TYPE_CHECKING:
+    from fsdp_inspect.catalog.catalog import Catalog, open_catalog
+    from fsdp_inspect.catalog.index import index_runs
     from fsdp_inspect.forecast.forecast import forecast_memory
     from fsdp_inspect.forecast.target import ForecastTarget
     from fsdp_inspect.recording.recorder import Recorder
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.trace.plan import Plan
 
 __all__ = [
+    "Catalog",
     "ForecastTarget",
     "Plan",
     "Recorder",
@@ -32,18 +35,23 @@ __all__ = [
     "__version__",
     "apply_plan",
     "forecast_memory",
+    "index_runs",
     "observe_plan",
+    "open_catalog",
     "open_run",
 ]
 
 _HOMES = {
+    "Catalog": "fsdp_inspect.catalog.catalog",
     "ForecastTarget": "fsdp_inspect.forecast.target",
     "Plan": "fsdp_inspect.trace.plan",
     "Recorder": "fsdp_inspect.recording.recorder",
     "Run": "fsdp_inspect.run",
     "apply_plan": "fsdp_inspect.sharding.apply",
     "forecast_memory": "fsdp_inspect.forecast.forecast",
+    "index_runs": "fsdp_inspect.catalog.index",
     "observe_plan": "fsdp_inspect.sharding.observe",
+    "open_catalog": "fsdp_inspect.catalog.catalog",
     "open_run": "fsdp_inspect.run",
 }
 

@@ -16,6 +16,8 @@
     +-- MissingDataError      the run does not contain the data that the analysis needs
     +-- ImportingError        a trace of another tool cannot be read
     +-- ExportError           an export cannot be written, or not in the requested form
+    +-- CatalogError          a catalog of runs is missing, damaged, or cannot be written
+    +-- QueryError            a query of the catalog is invalid, forbidden or too large
     +-- PredictionError       a prediction or the prediction history cannot be read
 
 Every message has three parts, in this order: what is wrong (with the value), what is expected or
@@ -94,3 +96,11 @@ class ImportingError(FsdpInspectError):
 
 class PredictionError(FsdpInspectError):
     """A prediction or the prediction history cannot be read or written."""
+
+
+class CatalogError(FsdpInspectError):
+    """A catalog of runs is missing, damaged, or cannot be written."""
+
+
+class QueryError(FsdpInspectError):
+    """A query of the catalog is invalid, forbidden, or takes too much time or memory."""

@@ -11,6 +11,7 @@ import pytest
 import fsdp_inspect
 
 PUBLIC_NAMES = [
+    "Catalog",
     "ForecastTarget",
     "Plan",
     "Recorder",
@@ -18,7 +19,9 @@ PUBLIC_NAMES = [
     "__version__",
     "apply_plan",
     "forecast_memory",
+    "index_runs",
     "observe_plan",
+    "open_catalog",
     "open_run",
 ]
 

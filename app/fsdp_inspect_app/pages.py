@@ -37,6 +37,7 @@ class PageFile:
 SECTIONS: dict[str, tuple[PageFile, ...]] = {
     "": (
         PageFile("runs", "Runs", ":material/list:"),
+        PageFile("trends", "Trends", ":material/trending_up:"),
         PageFile("compare", "Compare", ":material/compare_arrows:"),
         PageFile("imports", "Import", ":material/input:"),
     ),

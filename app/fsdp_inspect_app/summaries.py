@@ -5,15 +5,14 @@ them, newest first, and stores the numbers with the state of the run's files. Wh
 unchanged, a run is not read again, also not by a later dashboard (`findings_cache`).
 """
 
-import hashlib
-import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pyarrow as pa
 import streamlit as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,18 +20,13 @@ from fsdp_inspect.analysis.run_list import measure_key_numbers
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunStatus
 from fsdp_inspect.store.files import is_url
+from fsdp_inspect.store.fingerprints import fingerprint_run
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.store.remote_files import RemoteFiles
-from fsdp_inspect.store.schema import (
-    REDUCTION_VERSION,
-    attempt_name,
-    attempt_numbers,
-    rank_name,
-    rank_numbers,
-)
+from fsdp_inspect.store.schema import REDUCTION_VERSION
 from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.version import __version__
 from fsdp_inspect_app.boundary import refuse_links_out
+from fsdp_inspect_app.catalog_reading import find_catalog
 from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache, findings_file
 from fsdp_inspect_app.wording import describe_sharding
 
@@ -40,8 +34,6 @@ LOOK_AGAIN_S = 5.0
 """The time after which the files are checked again."""
 LOOK_AGAIN_AT_URL_S = 60.0
 """The same at a URL, where the check of each run takes two requests."""
-_LIVE_LIFE_S = 10
-_LIVE_SUFFIX = ".arrows"
 _KEEP_EVERY = 100
 """The number of new findings that are written together."""
 _ROW_VERSION = 2
@@ -93,6 +85,8 @@ class KnownRuns:
     """The reasons why runs cannot be read, by id."""
     is_complete: bool
     """Whether every listed run is in `rows` or `problems`."""
+    is_checked: bool = True
+    """False: rows of the catalog are not yet compared with the files of their runs."""
 
 
 class Summaries:
@@ -116,6 +110,8 @@ class Summaries:
         self._idle = threading.Event()
         self._idle.set()
         self._looked_at = float("-inf")
+        self._generation: str | None = None
+        """The generation of the catalog whose rows are used."""
 
     def find(self, entries: Sequence[RunEntry], *, patience_s: float) -> KnownRuns:
         """The known facts about these runs; a thread reads the others meanwhile.
@@ -124,14 +120,27 @@ class Summaries:
             entries: The runs, the most important first.
             patience_s: The time to wait for all runs.
         """
+        self._use_catalog()
         self._look(entries)
-        self._idle.wait(patience_s)
+        is_of_catalog = self._generation is not None and self._looked_at == float("-inf")
+        if not is_of_catalog or any(entry.id not in self._known for entry in entries):
+            self._idle.wait(patience_s)
         known = {entry.id: self._known[entry.id][1] for entry in entries if entry.id in self._known}
         return KnownRuns(
             rows={run: found for run, found in known.items() if not isinstance(found, str)},
             problems={run: found for run, found in known.items() if isinstance(found, str)},
             is_complete=len(known) == len(entries),
+            is_checked=self._looked_at > float("-inf"),
         )
+
+    def _use_catalog(self) -> None:
+        """Take the rows of the catalog for runs that were not read yet."""
+        found = find_catalog(self._folder)
+        if found is None or found.generation == self._generation or not found.is_of_this_code:
+            return
+        self._generation = found.generation
+        for run, state, row in _rows_of(found.runs):
+            self._known.setdefault(run, (state, row))
 
     def _look(self, entries: Sequence[RunEntry]) -> None:
         """Start a thread that reads the runs, unless one runs or has just ended."""
@@ -161,7 +170,8 @@ class Summaries:
         """Read a run, unless its state is known; returns the new finding to store, by id."""
         state, before = "", self._known.get(entry.id)
         try:
-            state, is_final = _state_of(entry.path, is_running=_is_running(before))
+            found = fingerprint_run(entry.path, is_running=_is_running(before))
+            state = found.text
             if before is not None and before[0] == state:
                 return {}
             earlier = self._recall(entry.id, state)
@@ -175,7 +185,7 @@ class Summaries:
         except (FsdpInspectError, OSError) as error:
             self._known[entry.id] = (state, str(error))
             return {}
-        if not is_final or row.summary.status == RunStatus.RUNNING:
+        if not found.is_final or row.summary.status == RunStatus.RUNNING:
             return {}
         return {entry.id: CachedFinding(state, _row_adapter().dump_json(row).decode())}
 
@@ -195,49 +205,42 @@ class Summaries:
         new.clear()
 
 
+_COLUMNS = (
+    *("run", "fingerprint", "problem", "status", "source", "num_steps", "step_time_ns"),
+    *("exposed_ns", "overlap_ratio", "peak_allocated_bytes", "step_times_ns", "name", "model"),
+    *("num_parameters", "plan", "world_size", "tags"),
+)
+
+
+def _rows_of(runs: pa.Table) -> Iterator[tuple[str, str, RunRow | str]]:
+    """Run, fingerprint and row of each run of a catalog; a run without a row is not known."""
+    columns = [runs[name].to_pylist() for name in _COLUMNS]
+    for values in zip(*columns, strict=True):
+        row = dict(zip(_COLUMNS, values, strict=True))
+        if row["problem"] is None and row["status"] is not None and row["num_steps"] is not None:
+            summary = RunKeyNumbers(
+                status=row["status"],
+                source=row["source"],
+                num_steps=row["num_steps"],
+                step_time_ns=row["step_time_ns"],
+                exposed_ns=row["exposed_ns"],
+                overlap_ratio=row["overlap_ratio"],
+                peak_allocated_bytes=row["peak_allocated_bytes"],
+                step_times_ns=tuple(row["step_times_ns"] or ()),
+            )
+            about = {name: row[name] for name in ("name", "model", "plan", "world_size")}
+            tags = tuple(row["tags"] or ())
+            parameters = row["num_parameters"] or 0
+            yield (
+                row["run"],
+                row["fingerprint"],
+                RunRow(summary, num_parameters=parameters, tags=tags, **about),
+            )
+
+
 def _is_running(known: tuple[str, RunRow | str] | None) -> bool:
     row = None if known is None else known[1]
     return isinstance(row, RunRow) and row.summary.status == RunStatus.RUNNING
-
-
-def _state_of(path: Path | str, *, is_running: bool) -> tuple[str, bool]:
-    """A text that changes whenever the run's numbers may change, and whether only its files matter.
-
-    The first rank of the last attempt represents all ranks: its files change while it is recorded,
-    and when it is compacted. For a run with live streams, or a run that was running at the last
-    look, the time is part of the text, because a process that died changes no file.
-    """
-    if isinstance(path, str):
-        return _state_of_url(path, is_running=is_running)
-    files = _files_in(path)
-    attempt = max(attempt_numbers(files), default=None)
-    ranks, tables = {}, {}
-    if attempt is not None:
-        folder = path / attempt_name(attempt)
-        ranks = _files_in(folder)
-        first = min(rank_numbers(ranks), default=None)
-        tables = {} if first is None else _files_in(folder / rank_name(first))
-    is_live = is_running or any(name.endswith(_LIVE_SUFFIX) for name in tables)
-    moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
-    state = (moment, sorted(ranks), *files.items(), *tables.items())
-    return hashlib.sha256(repr(state).encode()).hexdigest(), not is_live
-
-
-def _state_of_url(url: str, *, is_running: bool) -> tuple[str, bool]:
-    extent = RemoteFiles(url).extent()
-    is_live = is_running or extent.has_streams
-    moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
-    return f"{extent.newest_ns} {extent.num_bytes} {moment}", not is_live
-
-
-def _files_in(folder: Path) -> dict[str, tuple[int, int]]:
-    """Newest change and size of the files in a folder, by name; empty if it cannot be listed."""
-    try:
-        with os.scandir(folder) as listing:
-            found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in listing]
-    except OSError:
-        return {}
-    return {name: (status.st_mtime_ns, status.st_size) for name, status in sorted(found)}
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)

@@ -35,6 +35,20 @@ _LEAST_SEPARATION = 0.97
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeRule:
+    """What counts as a change of the level of a series; the default is that of steps."""
+
+    block: int = _STEPS_PER_BLOCK
+    """The least values of a block."""
+    blocks_per_side: int = _BLOCKS_PER_SIDE
+    least_change: float = _LEAST_CHANGE
+    """The least relative difference of the medians."""
+
+
+STEPS_RULE = ChangeRule()
+
+
+@dataclass(frozen=True, slots=True)
 class ChangePoint:
     """A step at which the step time changes."""
 
@@ -112,24 +126,25 @@ def _measure_drift(run: RunSource) -> Drift:
     return Drift(member.rank, len(times), is_long_enough=is_long_enough, changes=changes)
 
 
-def find_change_points(values: NDArray[np.integer]) -> list[int]:
+def find_change_points(values: NDArray[np.integer], rule: ChangeRule = STEPS_RULE) -> list[int]:
     """Find the positions at which the level of a series changes. See [Note: Change points].
 
     Args:
         values: Shape (S,), positive.
+        rule: What counts as a change.
 
     Returns:
         The first position after each change, ascending; multiples of the block length.
     """
-    length = max(_STEPS_PER_BLOCK, -(-len(values) // _MOST_BLOCKS))
+    length = max(rule.block, -(-len(values) // _MOST_BLOCKS))
     num_blocks = len(values) // length
     blocks = np.median(values[: num_blocks * length].reshape(num_blocks, length), axis=1)
-    return [length * split for split in _prune(blocks, list(_candidates(blocks, 0)))]
+    return [length * split for split in _prune(blocks, list(_candidates(blocks, 0, rule)), rule)]
 
 
-def _candidates(blocks: NDArray[np.float64], start: int) -> Iterator[int]:
+def _candidates(blocks: NDArray[np.float64], start: int, rule: ChangeRule) -> Iterator[int]:
     """Yield the best split, and the best splits of both sides, down to the shortest sides."""
-    least = _BLOCKS_PER_SIDE
+    least = rule.blocks_per_side
     if len(blocks) < 2 * least:
         return
     costs = [
@@ -138,11 +153,11 @@ def _candidates(blocks: NDArray[np.float64], start: int) -> Iterator[int]:
     ]
     split = least + int(np.argmin(costs))
     yield start + split
-    yield from _candidates(blocks[:split], start)
-    yield from _candidates(blocks[split:], start + split)
+    yield from _candidates(blocks[:split], start, rule)
+    yield from _candidates(blocks[split:], start + split, rule)
 
 
-def _prune(blocks: NDArray[np.float64], splits: Sequence[int]) -> list[int]:
+def _prune(blocks: NDArray[np.float64], splits: Sequence[int], rule: ChangeRule) -> list[int]:
     """Remove the smallest split that is not a change, until all splits are changes."""
     kept = sorted(splits)
     while kept:
@@ -151,7 +166,7 @@ def _prune(blocks: NDArray[np.float64], splits: Sequence[int]) -> list[int]:
         rejected = [
             (_size(before, after), place)
             for place, (before, after) in enumerate(pairwise(sides))
-            if not _is_change(before, after)
+            if not _is_change(before, after, rule)
         ]
         if not rejected:
             break
@@ -169,9 +184,9 @@ def _deviation(blocks: NDArray[np.float64]) -> float:
     return float(np.abs(blocks - np.median(blocks)).sum())
 
 
-def _is_change(before: NDArray[np.float64], after: NDArray[np.float64]) -> bool:
+def _is_change(before: NDArray[np.float64], after: NDArray[np.float64], rule: ChangeRule) -> bool:
     was, now = float(np.median(before)), float(np.median(after))
-    if abs(now - was) < _LEAST_CHANGE * min(was, now):
+    if abs(now - was) < rule.least_change * min(was, now):
         return False
     higher = float((after[:, None] > before[None, :]).mean())
     return max(higher, 1 - higher) >= _LEAST_SEPARATION

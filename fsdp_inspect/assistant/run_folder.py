@@ -42,7 +42,9 @@ class RunFolder:
 
     def entries(self) -> list[RunEntry]:
         """The runs, newest first, without links to places outside the folder."""
-        return [entry for entry in list_runs(self.path) if is_in_folder(Path(entry.path), self.path)]
+        return [
+            entry for entry in list_runs(self.path) if is_in_folder(Path(entry.path), self.path)
+        ]
 
     def open(self, name: str) -> Run:
         """Open the run with a name of the listing, or with a run id that only one run has.

@@ -217,7 +217,7 @@ def make_baseline(reading: GateMeasurements, *, limits: dict[str, str] | None = 
 
 
 def _kept_ranges(reading: GateMeasurements) -> dict[str, int]:
-    if reading.num_memory_runs < RUNS_TO_LEARN:
+    if reading.num_memory_runs < RUNS_TO_LEARN or not reading.ranges:
         return {}
     return {name: value for name, value in reading.ranges.items() if "." not in name}
 

@@ -62,7 +62,7 @@ class GateMeasurements:
     """The measurements of one or more repeats of a program."""
 
     manifest: RunManifest
-    """The manifest of the run with the highest peak."""
+    """The manifest of the run with the highest peak (a history: the median peak)."""
     run_ids: tuple[str, ...]
     method: str
     """Memory counter: `cuda_allocator`, `storage_tracker`, `memory_snapshot`; or empty."""
@@ -94,15 +94,18 @@ class GateMeasurements:
         return self.memory.get(metric)
 
 
-def read_runs(runs: Sequence[RunSource]) -> GateMeasurements:
+def read_runs(runs: Sequence[RunSource], *, are_history: bool = False) -> GateMeasurements:
     """Measure repeats of one program.
 
     Args:
         runs: The repeats; at least one.
+        are_history: The runs are earlier versions of the program. Memory is then the median over
+            the runs, without a range, and their code and plan may differ.
     """
     timings = [_measure_times(run) for run in runs]
     memories = [measure_memory(run, with_warmup=False) for run in runs]
-    top = max(range(len(runs)), key=lambda place: memories[place].peak_allocated_bytes or 0)
+    order = sorted(range(len(runs)), key=lambda place: memories[place].peak_allocated_bytes or 0)
+    top = order[(len(order) - 1) // 2] if are_history else order[-1]
     memory = memories[top]
     found: dict[str, list[int]] = {}
     for one in memories:
@@ -112,11 +115,14 @@ def read_runs(runs: Sequence[RunSource]) -> GateMeasurements:
         manifest=runs[top].manifest,
         run_ids=tuple(run.manifest.run_id for run in runs),
         method=next((row.method for row in memory.ranks if row.method), ""),
-        memory={metric: max(amounts) for metric, amounts in found.items()},
+        memory={
+            metric: (median(amounts) or 0) if are_history else max(amounts)
+            for metric, amounts in found.items()
+        },
         ranges={
             metric: max(amounts) - min(amounts)
             for metric, amounts in found.items()
-            if len(amounts) > 1
+            if len(amounts) > 1 and not are_history
         },
         num_memory_runs=len(found.get("peak_allocated_bytes", ())),
         times={
@@ -127,7 +133,7 @@ def read_runs(runs: Sequence[RunSource]) -> GateMeasurements:
         parts=_parts_of(timings),
         waits=_waits_of(timings),
         run_delays=_run_delays_of(runs, timings),
-        problems=tuple(_problems(runs)),
+        problems=tuple(_problems(runs, are_history=are_history)),
     )
 
 
@@ -265,7 +271,7 @@ def _run_delays_of(runs: Sequence[RunSource], timings: Sequence[_Timing]) -> tup
 # --- problems that prevent a judgement
 
 
-def _problems(runs: Sequence[RunSource]) -> Iterator[str]:
+def _problems(runs: Sequence[RunSource], *, are_history: bool) -> Iterator[str]:
     for run in runs:
         if run.status not in _USABLE:
             yield (
@@ -273,7 +279,7 @@ def _problems(runs: Sequence[RunSource]) -> Iterator[str]:
                 "every rank, so its peak may be missing. Record the run again."
             )
     first = runs[0].manifest
-    for run in runs[1:]:
+    for run in () if are_history else runs[1:]:
         others = find_other_settings(first, run.manifest)
         if others:
             names = quote_all(dict.fromkeys(one.name for one in others[:_MOST_NAMED]))

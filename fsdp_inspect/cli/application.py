@@ -17,6 +17,7 @@ from fsdp_inspect.cli.export import export
 from fsdp_inspect.cli.exposed import exposed
 from fsdp_inspect.cli.forecast import forecast
 from fsdp_inspect.cli.import_ import import_
+from fsdp_inspect.cli.index import index
 from fsdp_inspect.cli.lifetime import lifetime
 from fsdp_inspect.cli.mcp import mcp
 from fsdp_inspect.cli.memory import memory
@@ -25,6 +26,7 @@ from fsdp_inspect.cli.metrics import metrics
 from fsdp_inspect.cli.migrate import migrate
 from fsdp_inspect.cli.numerics import numerics
 from fsdp_inspect.cli.plan import plan
+from fsdp_inspect.cli.query import query
 from fsdp_inspect.cli.ranks import ranks
 from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.runs import runs
@@ -40,6 +42,8 @@ from fsdp_inspect.version import __version__
 _COMMANDS = (
     demo,
     runs,
+    index,
+    query,
     summary,
     diagnose,
     lifetime,

@@ -20,6 +20,7 @@ from fsdp_inspect.cli.arguments import (
 from fsdp_inspect.formatting import show_controls
 
 if TYPE_CHECKING:
+    from fsdp_inspect.checks.baseline import Baseline
     from fsdp_inspect.checks.check import CheckResult
     from fsdp_inspect.checks.measurements import GateMeasurements
     from fsdp_inspect.store.reader import StoredRun
@@ -49,6 +50,23 @@ def check(  # noqa: PLR0913 - one argument an option
         Path | None,
         typer.Option(help="Baseline file. --update writes it.", metavar="FILE"),
     ] = None,
+    baseline_runs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of earlier runs with a catalog (`index`): their median is the baseline.",
+            metavar="RUNS",
+        ),
+    ] = None,
+    baseline_tag: Annotated[
+        str | None,
+        typer.Option(help="Only earlier runs with this tag, such as main.", metavar="TAG"),
+    ] = None,
+    baseline_last: Annotated[
+        int,
+        typer.Option(
+            help="Most earlier runs to use, the newest first.", metavar="N", parser=whole_number(1)
+        ),
+    ] = 10,
     budget: Annotated[
         Path | None,
         typer.Option(
@@ -100,14 +118,24 @@ def check(  # noqa: PLR0913 - one argument an option
     cannot be judged. A baseline belongs to one torch version, world size, mesh, device and declared
     plan. Warm-up steps never count.
 
+    `--baseline-runs` takes the median of the last runs that have the configuration, machine and
+    torch version of the run. With fewer than five such runs, the run cannot be judged.
+
     Example: `fsdp-inspect check forecasts/llama-8b-8-ranks --baseline baselines/llama-8b-8.json`
+
+    Example: `fsdp-inspect check runs/pr-17 --baseline-runs runs/ --baseline-tag main`
     """
     from fsdp_inspect.errors import FsdpInspectError
 
     wrong_use = {
         "Expected either runs or --record 'COMMAND'.": (runs is None) == (record is None),
-        "Nothing to compare with: --baseline or --budget is missing.": baseline is None
-        and (budget is None or update),
+        "Nothing to compare with: --baseline, --baseline-runs or --budget is missing.": baseline
+        is None
+        and (update or (budget is None and baseline_runs is None)),
+        "Expected either --baseline or --baseline-runs.": baseline is not None
+        and baseline_runs is not None,
+        "--baseline-tag requires --baseline-runs RUNS. Add it.": baseline_tag is not None
+        and baseline_runs is None,
         "--repeat and --out require --record 'COMMAND'. Add it, or omit them.": record is None
         and (repeat > 1 or out is not None),
         "Expected either --json or --format.": as_json and output is not Format.TEXT,
@@ -122,7 +150,11 @@ def check(  # noqa: PLR0913 - one argument an option
             assert baseline is not None
             _write_baseline(reading, baseline)
             return
-        result = _judge(reading, baseline, budget)
+        if baseline_runs is None:
+            before = None if baseline is None else _read_baseline(baseline)
+        else:
+            before = _take_baseline(baseline_runs, reading, baseline_last, baseline_tag)
+        result = _judge(reading, before, budget)
     except FsdpInspectError as error:
         typer.echo(show_controls(f"Error: {error}"), err=True)
         raise typer.Exit(UNJUDGED) from error
@@ -242,18 +274,35 @@ def _write_baseline(reading: "GateMeasurements", path: Path) -> None:
     )
 
 
-def _judge(
-    reading: "GateMeasurements", baseline: Path | None, budget: Path | None
-) -> "CheckResult":
+def _read_baseline(path: Path) -> "Baseline":
     from fsdp_inspect.checks.baseline import read_baseline
+
+    return read_baseline(path)
+
+
+def _take_baseline(
+    runs: Path, reading: "GateMeasurements", last: int, tag: str | None
+) -> "Baseline":
+    """The median of earlier runs, which a line on stderr names."""
+    from fsdp_inspect.catalog.catalog import open_catalog
+    from fsdp_inspect.checks.catalog_baseline import take_baseline
+
+    taken = take_baseline(open_catalog(runs), reading, last=last, tag=tag)
+    names = ", ".join(taken.runs)
+    times = "" if taken.has_times else " Times are not judged: they require 5 runs on each side."
+    typer.echo(
+        show_controls(f"Baseline: the median of {len(taken.runs)} runs: {names}.{times}"), err=True
+    )
+    return taken.baseline
+
+
+def _judge(
+    reading: "GateMeasurements", baseline: "Baseline | None", budget: Path | None
+) -> "CheckResult":
     from fsdp_inspect.checks.check import check_run as judge
     from fsdp_inspect.checks.limits import read_budget
 
-    return judge(
-        reading,
-        None if baseline is None else read_baseline(baseline),
-        None if budget is None else read_budget(budget),
-    )
+    return judge(reading, baseline, None if budget is None else read_budget(budget))
 
 
 def _print(result: "CheckResult", output: Format, *, as_json: bool) -> None:

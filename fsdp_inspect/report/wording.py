@@ -3,8 +3,6 @@
 The text is plain: each report escapes it for its format.
 """
 
-from collections import Counter
-
 from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.provenance import Provenance
@@ -12,29 +10,9 @@ from fsdp_inspect.analysis.run_heading import Heading
 from fsdp_inspect.comparison.noise import Judgement, Telling
 from fsdp_inspect.formatting import MISSING, format_count, format_ns, format_signed
 from fsdp_inspect.report.values import format_kind, format_method
-from fsdp_inspect.trace.run import RunManifest
 
 _NO_NETWORK = "fake"
 """The backend of torch that an emulated run uses; its collectives transfer no data."""
-
-
-def describe_sharding(manifest: RunManifest) -> str:
-    """Describe the sharding in short: `10 units, reshard after forward, bfloat16`."""
-    units = manifest.units
-    facts = [f"{len(units)} {'unit' if len(units) == 1 else 'units'}", _describe_reshard(manifest)]
-    mesh = " x ".join(f"{size} {name}" for name, size in manifest.mesh.items() if size > 1)
-    facts.append(f"mesh {mesh}" if len(manifest.mesh) > 1 and mesh else "")
-    facts.append(" and ".join(sorted({unit.param_dtype for unit in units})))
-    return ", ".join(fact for fact in facts if fact)
-
-
-def _describe_reshard(manifest: RunManifest) -> str:
-    settings = [repr(unit.reshard_after_forward) for unit in manifest.units if not unit.is_root]
-    counts = Counter(settings)
-    if len(counts) > 1:
-        return f"{counts['True']} of {len(settings)} reshard after forward"
-    words = {"True": "reshard after forward", "False": "kept after forward", "None": ""}
-    return "".join(words.get(one, f"reshard to groups of {one} ranks") for one in counts)
 
 
 def describe_run(heading: Heading) -> str:

@@ -229,6 +229,13 @@ def _find_without_manifest(directory: Path, depth: int) -> Iterator[Path]:
                     yield from _find_without_manifest(directory / name, depth - 1)
 
 
+def find_run_ids(directory: Path) -> list[str]:
+    """The ids of the runs that `list_runs` lists, sorted, without reading any file."""
+    return sorted(
+        path.relative_to(directory).as_posix() for path in _find_runs(directory, _LISTING_DEPTH)
+    )
+
+
 def _find_runs(directory: Path, depth: int) -> Iterator[Path]:
     if LocalFiles(directory).exists(MANIFEST_FILE):
         yield directory

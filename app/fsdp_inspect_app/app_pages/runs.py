@@ -1,4 +1,7 @@
-"""Page Runs: all runs of the folder with their key numbers."""
+"""Page Runs: all runs of the folder with their key numbers.
+
+With a catalog of the folder, the list can also be filtered and grouped by any setting.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,6 +13,7 @@ from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.result_types import RunEntry, RunStatus
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headline
+from fsdp_inspect_app.catalog_reading import find_catalog
 from fsdp_inspect_app.empty_states import show_no_runs
 from fsdp_inspect_app.frames.runs import (
     BASELINE_SUFFIX,
@@ -20,6 +24,7 @@ from fsdp_inspect_app.frames.runs import (
 )
 from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
 from fsdp_inspect_app.pages import find_page
+from fsdp_inspect_app.run_filters import choose_by_setting
 from fsdp_inspect_app.run_notes import (
     read_notes,
     show_failed_note,
@@ -69,6 +74,9 @@ def show_page() -> None:
     )
     notes = notes_of(entries, read_notes())
     matching = matching_runs(entries, found, wanted, notes)
+    catalog = find_catalog(loading.runs_folder())
+    if catalog is not None:
+        matching = choose_by_setting(catalog, matching)
     if not matching:
         st.info("No run matches. The search looks at names, models, plans, tags, status and notes.")
         return
@@ -76,6 +84,8 @@ def show_page() -> None:
     _show_list(matching, found, notes)
     if not found.is_complete:
         _show_progress(entries)
+    elif not found.is_checked:
+        _refresh_running(matching, found)
     elif running := [entry for entry in matching if _is_running(entry, found)]:
         _refresh_running(running, found)
 

@@ -23,6 +23,7 @@ from fsdp_inspect.analysis.exposed import CAUSES, list_causes
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.prefetch import GATHERS
 from fsdp_inspect.analysis.rank_waits import RankWaits
+from fsdp_inspect.analysis.sharding_description import describe_sharding
 from fsdp_inspect.analysis.step_times import StepTimes
 from fsdp_inspect.analysis.stragglers.ranks import Ranks
 from fsdp_inspect.columns import Column
@@ -151,6 +152,7 @@ def _environment() -> Environment:
         "version": __version__,
         "wording": wording,
         "describe_ranks": describe_answer,
+        "describe_sharding": describe_sharding,
         "part_look": lambda name: palette.PART_LOOKS[_PARTS[name]],
         "look_of_owner": lambda owner: palette.look_of_wait(owner.kind, owner.fqn),
         "list_causes": list_causes,

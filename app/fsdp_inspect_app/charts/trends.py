@@ -1,0 +1,72 @@
+"""Draw a trend: one metric over the runs of a catalog. Nothing is computed here."""
+
+from fsdp_inspect.catalog.trends import Trend, TrendAxis, TrendPoint
+from fsdp_inspect.columns import format_value
+from fsdp_inspect.metrics import MetricUnit
+from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
+from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_lines
+
+MOST_SERIES = 6
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_DAY_NS = 86_400 * 10**9
+
+
+def draw_trend(trend: Trend) -> Chart | None:
+    """The points of the largest series, with a dotted line at each change point."""
+    places = place_points(trend)
+    lines = []
+    shown = trend.series[:MOST_SERIES]
+    for number, name in enumerate(shown):
+        own = [point for point in trend.points if point.series == name]
+        told = [f"{format_value(trend.unit, point.value)}, {_name(point)}" for point in own]
+        colour = _COLOURS[number] if len(shown) > 1 else NEUTRAL.colour
+        style = "points" if len(own) > 1 else "squares"
+        lines.append(
+            Line(
+                name, [places[point] for point in own], [p.value for p in own], style, colour, told
+            )
+        )
+    by_run = {(point.series, point.runs[0]): places[point] for point in trend.points}
+    boxes = [
+        Box(at, at + 1e9, change.run, is_edge=True)
+        for change in trend.changes
+        if change.series in shown and (at := by_run[change.series, change.run]) is not None
+    ]
+    return draw_lines(
+        Lines(
+            lines,
+            trend.unit if trend.unit is not MetricUnit.RATIO else None,
+            _axis(trend, list(places.values())),
+            format_value=lambda value: format_value(trend.unit, value),
+            from_zero=False,
+            boxes=boxes,
+        )
+    )
+
+
+def place_points(trend: Trend) -> dict[TrendPoint, float]:
+    """The place of each point on the x axis: days before the newest run, ranks, or a number."""
+    if trend.axis is TrendAxis.TIME:
+        newest = max((point.created_unix_ns for point in trend.points), default=0)
+        return {point: (point.created_unix_ns - newest) / _DAY_NS for point in trend.points}
+    if trend.axis is TrendAxis.WORLD_SIZE:
+        return {point: float(point.label) for point in trend.points}
+    order = dict.fromkeys(
+        point.label
+        for point in sorted(trend.points, key=lambda point: (point.created_unix_ns, point.label))
+    )
+    numbers = {label: number for number, label in enumerate(order, start=1)}
+    return {point: float(numbers[point.label]) for point in trend.points}
+
+
+def _axis(trend: Trend, places: list[float]) -> PlaceAxis:
+    if trend.axis is TrendAxis.TIME:
+        first = min(places, default=-1.0)
+        return PlaceAxis(word="", suffix=" d", title="days before the newest run", first=first)
+    words = {TrendAxis.WORLD_SIZE: "ranks", TrendAxis.COMMIT: "commit", TrendAxis.TAG: "tag"}
+    return PlaceAxis(word=words[trend.axis])
+
+
+def _name(point: TrendPoint) -> str:
+    more = f" and {len(point.runs) - 1} more" if len(point.runs) > 1 else ""
+    return f"{point.label[:19]}: {point.runs[0]}{more}"

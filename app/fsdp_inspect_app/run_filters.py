@@ -1,0 +1,100 @@
+"""Filter and group runs by any fact or setting of the catalog."""
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+import streamlit as st
+
+from fsdp_inspect.catalog.run_settings import setting_names, values_of_setting
+from fsdp_inspect.result_types import RunEntry
+from fsdp_inspect_app.cards import show_csv_button, show_table
+from fsdp_inspect_app.catalog_reading import KnownCatalog
+from fsdp_inspect_app.frames.values import mib, ms
+from fsdp_inspect_app.selection import follow, follow_all, link
+
+NO_SETTING = "(none)"
+_MOST_VALUES = 1_000
+
+
+def pick_filter(catalog: KnownCatalog) -> dict[str, list[str]]:
+    """Show the pickers of a setting and its values; returns the chosen values by setting."""
+    names = [NO_SETTING, *setting_names(catalog.runs)]
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        follow("setting", "setting", {name: name for name in names}, NO_SETTING)
+        setting = st.selectbox("Filter by setting", names, key="setting", width=280)
+        link("setting", None if setting == NO_SETTING else setting)
+        if setting == NO_SETTING:
+            link("value", None)
+            return {}
+        values = _values(catalog, setting)
+        follow_all("value", f"value of {setting}", {value: value for value in values}, [])
+        chosen = st.multiselect(
+            "Values", values, key=f"value of {setting}", placeholder="all values", width="stretch"
+        )
+        link("value", chosen or None)
+    return {setting: chosen} if chosen else {}
+
+
+def _values(catalog: KnownCatalog, setting: str) -> list[str]:
+    found = values_of_setting(catalog.runs, setting)
+    return sorted({value for values in found for value in values})[:_MOST_VALUES]
+
+
+def choose_by_setting(catalog: KnownCatalog, entries: Sequence[RunEntry]) -> list[RunEntry]:
+    """Show the filter and the groups; returns the runs that match the filter."""
+    where = pick_filter(catalog)
+    matching = _matching(catalog, entries, where)
+    names = [NO_SETTING, *setting_names(catalog.runs)]
+    follow("group", "group", {name: name for name in names}, NO_SETTING)
+    group = st.selectbox("Group by", names, key="group", width=280)
+    link("group", None if group == NO_SETTING else group)
+    if group != NO_SETTING and matching:
+        frame = frame_groups(catalog, matching, group)
+        show_table(frame, key="groups", alt=f"The runs by {group}")
+        show_csv_button(frame, key="groups")
+    return matching
+
+
+def _matching(
+    catalog: KnownCatalog, entries: Sequence[RunEntry], where: Mapping[str, Sequence[str]]
+) -> list[RunEntry]:
+    for setting, wanted in where.items():
+        values = dict(
+            zip(
+                catalog.runs["run"].to_pylist(),
+                values_of_setting(catalog.runs, setting),
+                strict=True,
+            )
+        )
+        entries = [
+            entry for entry in entries if any(one in wanted for one in values.get(entry.id, ()))
+        ]
+    return list(entries)
+
+
+def frame_groups(catalog: KnownCatalog, entries: Sequence[RunEntry], setting: str) -> pd.DataFrame:
+    """One row for each value of a setting: the number of its runs, and medians of their numbers."""
+    shown = {entry.id for entry in entries}
+    names = ("run", "step_time_ns", "exposed_ns", "peak_allocated_bytes")
+    frame = pd.DataFrame(
+        {name: catalog.runs[name].to_pandas() for name in names}
+        | {setting: [", ".join(one) for one in values_of_setting(catalog.runs, setting)]}
+    )
+    groups = frame[frame["run"].isin(shown)].groupby(setting, sort=True)
+    medians = groups[list(names[1:])].median()
+    return pd.DataFrame(
+        {
+            setting: [value or "(unknown)" for value in medians.index],
+            "runs": groups.size().to_numpy(),
+            "fastest step time (ms)": [_ms(one) for one in groups["step_time_ns"].min()],
+            "median step time (ms)": [_ms(one) for one in medians["step_time_ns"]],
+            "median exposed (ms)": [_ms(one) for one in medians["exposed_ns"]],
+            "median peak (MiB)": [
+                None if pd.isna(one) else mib(round(one)) for one in medians["peak_allocated_bytes"]
+            ],
+        }
+    )
+
+
+def _ms(value: float) -> float | None:
+    return None if pd.isna(value) else ms(round(value))
