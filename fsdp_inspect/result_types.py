@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.live.view import DeviceSeries, LiveMemory, LiveStep
     from fsdp_inspect.analysis.memory.allocator import AllocatorUse
     from fsdp_inspect.analysis.memory.growth import MemoryGrowth
-    from fsdp_inspect.analysis.memory.instant import LiveRow, MemoryInstant
+    from fsdp_inspect.analysis.memory.instant import LiveInstant, LiveRow
     from fsdp_inspect.analysis.memory.overview import MemoryOverview
     from fsdp_inspect.analysis.memory.peak import (
         CategoryBytes,
@@ -123,6 +123,7 @@ __all__ = [
     "Limit",
     "LinearClock",
     "LinkFit",
+    "LiveInstant",
     "LiveMemory",
     "LiveRow",
     "LiveState",
@@ -130,7 +131,6 @@ __all__ = [
     "LiveStep",
     "Memory",
     "MemoryGrowth",
-    "MemoryInstant",
     "MemoryOfStep",
     "MemoryOverview",
     "MeshGrid",
@@ -235,7 +235,7 @@ _HOMES = {
     "LiveStep": "fsdp_inspect.analysis.live.view",
     "Memory": "fsdp_inspect.analysis.memory.peak",
     "MemoryGrowth": "fsdp_inspect.analysis.memory.growth",
-    "MemoryInstant": "fsdp_inspect.analysis.memory.instant",
+    "LiveInstant": "fsdp_inspect.analysis.memory.instant",
     "MemoryOfStep": "fsdp_inspect.analysis.memory.peak",
     "MemoryOverview": "fsdp_inspect.analysis.memory.overview",
     "MeshGrid": "fsdp_inspect.analysis.mesh_grid",

@@ -17,9 +17,9 @@ from fsdp_inspect.report import memory_wording
 from fsdp_inspect.report.charts.results import draw_alive
 from fsdp_inspect.report.values import format_metric
 from fsdp_inspect.result_types import (
+    LiveInstant,
     LiveRow,
     MemoryGrowth,
-    MemoryInstant,
     MemoryOfStep,
     MemoryOverview,
     PeakMoment,
@@ -280,7 +280,7 @@ def _show_instant(entry: RunEntry, memory: StepMemory, at_ns: int) -> None:
     )
 
 
-def _describe_instant(instant: MemoryInstant) -> str:
+def _describe_instant(instant: LiveInstant) -> str:
     if not instant.known_offsets_ns:
         return "All changes of the memory step are recorded, so every instant is exact."
     known = ", ".join(format_ns(offset) for offset in instant.known_offsets_ns)

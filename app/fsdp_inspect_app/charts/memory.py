@@ -10,7 +10,7 @@ from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_lines, shade
 from fsdp_inspect.result_types import (
     AllocatorUse,
-    MemoryInstant,
+    LiveInstant,
     MemoryOfStep,
     PlaceSpan,
     RankMemory,
@@ -111,7 +111,7 @@ def _line_of_second(second: StepMemory) -> Line:
     )
 
 
-def draw_instant(instant: MemoryInstant) -> Chart:
+def draw_instant(instant: LiveInstant) -> Chart:
     """The live memory as an icicle: units, below each its categories, below these their lines."""
     units, categories, lines = [], [], []
     for unit in instant.units:

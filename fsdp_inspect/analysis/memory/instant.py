@@ -74,7 +74,7 @@ class LiveUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryInstant:
+class LiveInstant:
     """The live memory at one instant of a step."""
 
     rank: int
@@ -119,7 +119,7 @@ class _Kept:
 
 def measure_memory_instant(
     run: RunSource, *, rank: int, step: int, offset_ns: int
-) -> MemoryInstant | None:
+) -> LiveInstant | None:
     """List the live memory at an instant.
 
     Args:
@@ -147,7 +147,7 @@ def measure_memory_instant(
     if not kept:
         return None
     nearest = min(kept, key=lambda one: abs(one.offset_ns - offset_ns))
-    return MemoryInstant(
+    return LiveInstant(
         rank=rank,
         step=step,
         offset_ns=nearest.offset_ns,
@@ -167,7 +167,7 @@ def _start_of(record: RankRecord, table: MemoryTable) -> int | None:
 
 def _at(
     history: LiveHistory, rank: int, offset_ns: int, start_ns: int, fqns: Mapping[int, str]
-) -> MemoryInstant:
+) -> LiveInstant:
     """The memory after all changes until the instant."""
     times = np.array(history.time_ns, dtype=np.int64)
     until = int(np.searchsorted(times, start_ns + offset_ns, side="right"))
@@ -181,7 +181,7 @@ def _at(
     ]
     rows = _rows(live, fqns)
     total = sum(row.bytes for row in rows)
-    return MemoryInstant(rank, history.step, offset_ns, "", total, rows, ())
+    return LiveInstant(rank, history.step, offset_ns, "", total, rows, ())
 
 
 def _kept_moments(
