@@ -39,7 +39,7 @@ def show_page() -> None:
     if catalog is None:
         show_nothing(
             "Trends need a catalog of this folder, and there is none.",
-            "Create it with: fsdp-inspect index RUNS. Refresh it after new runs with the same command.",
+            "Create it with: fsdp-inspect index RUNS. The same command refreshes it.",
         )
         return
     answer = st.container()
