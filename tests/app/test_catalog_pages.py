@@ -65,7 +65,7 @@ def test_runs_are_grouped_and_filtered_by_a_setting(folder):
 
 
 def test_trends_of_the_catalog_state_that_there_is_no_change(folder):
-    shown = start_app(folder, "trends", metric="exposed_ns", axis="commit")
+    shown = start_app(folder, "trends", metric="exposed_ns", axis="time")
     assert not shown.exception
     assert "at least 5 points on each side" in " ".join(each.value for each in shown.caption)
 
