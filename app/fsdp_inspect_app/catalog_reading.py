@@ -38,7 +38,7 @@ class KnownCatalog:
 
 
 def find_catalog(folder: Path | str) -> KnownCatalog | None:
-    """The catalog in a folder of runs; None: there is none, it cannot be read, or it is at a URL."""
+    """The catalog in a folder of runs; None: none, it cannot be read, or the folder is a URL."""
     if isinstance(folder, str):
         return None
     head = _read_head(str(folder)).value
