@@ -92,6 +92,7 @@ def code_blocks(*languages: str) -> list[str]:
 def command_lines(program: str) -> list[list[str]]:
     """The guides' commands that start with `program`, as words, with continued lines joined."""
     text = "\n".join(code_blocks("console", "bash")).replace("\\\n", " ")
+    text = re.sub(r'"[^"]*"', lambda quoted: quoted[0].replace("\n", " "), text)
     lines = [line.removeprefix("$ ").strip() for line in text.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith(program)]
 
