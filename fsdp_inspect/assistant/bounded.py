@@ -28,7 +28,7 @@ class BoundedResult:
     """The parts that are shortened, each with its path and the number of items."""
 
 
-def bound(value: Any, *, part: str = "", most: int = MAX_CHARACTERS) -> BoundedResult:
+def limit_result(value: Any, *, part: str = "", most: int = MAX_CHARACTERS) -> BoundedResult:
     """Shorten lists, texts and deep tables until the value fits; numbers stay exact.
 
     Args:

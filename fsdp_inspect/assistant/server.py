@@ -35,7 +35,7 @@ _INSTRUCTIONS = (
 )
 
 
-def serve(folder: RunFolder) -> None:
+def serve_tools(folder: RunFolder) -> None:
     """Answer requests on stdin until it closes."""
     anyio.run(_serve, build_server(folder))
 

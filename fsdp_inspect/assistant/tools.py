@@ -18,7 +18,7 @@ from fsdp_inspect.assistant.arguments import (
     StepArguments,
     UnitArguments,
 )
-from fsdp_inspect.assistant.bounded import bound, take_part
+from fsdp_inspect.assistant.bounded import limit_result, take_part
 from fsdp_inspect.assistant.run_folder import RunFolder, describe_entry
 from fsdp_inspect.error_text import suggest
 from fsdp_inspect.metrics import METRICS
@@ -44,7 +44,7 @@ class Tool:
     """Returns JSON values."""
 
 
-def list_runs(folder: RunFolder, given: ListArguments) -> dict[str, Any]:
+def answer_list_runs(folder: RunFolder, given: ListArguments) -> dict[str, Any]:
     """List the runs of the folder, newest first."""
     entries = folder.entries()
     if given.search:
@@ -65,7 +65,7 @@ def _matches(entry: Any, text: str) -> bool:
     return any(text in word.casefold() for word in words)
 
 
-def compare(folder: RunFolder, given: CompareArguments) -> dict[str, Any]:
+def answer_compare(folder: RunFolder, given: CompareArguments) -> dict[str, Any]:
     """Compare runs with the first one."""
     runs = [folder.open(name) for name in given.runs]
     plain = runs[0].compare(*runs[1:]).to_dict()
@@ -134,7 +134,7 @@ _COMMANDS = {"step_times": "summary", "drift": "diagnose", "logged_values": "met
 
 
 def _shown(plain: Any, part: str) -> dict[str, Any]:
-    bounded = bound(take_part(plain, part), part=part)
+    bounded = limit_result(take_part(plain, part), part=part)
     shown: dict[str, Any] = {"result": bounded.result}
     if bounded.left_out:
         shown["left_out"] = list(bounded.left_out)
@@ -175,7 +175,7 @@ TOOLS: Mapping[str, Tool] = {
             "List the recorded FSDP runs, newest first, with status, model and world size. The "
             "other tools take the name of a run from here.",
             ListArguments,
-            list_runs,
+            answer_list_runs,
         ),
         _of_run(
             "summary",
@@ -268,7 +268,7 @@ TOOLS: Mapping[str, Tool] = {
             "Compare runs with the first one: settings, then times judged against noise, then "
             "memory by unit.",
             CompareArguments,
-            compare,
+            answer_compare,
         ),
         Tool(
             "define_metrics",

@@ -24,10 +24,10 @@ def mcp(
 
     folder = RunFolder(directory.absolute())
     try:
-        from fsdp_inspect.assistant.server import serve
+        from fsdp_inspect.assistant.server import serve_tools
     except ModuleNotFoundError as error:
         raise FsdpInspectError(
             f"The package {error.name!r} is not installed. Expected the extra 'mcp'. Install it "
             "with: pip install 'fsdp-inspect[mcp]'"
         ) from error
-    serve(folder)
+    serve_tools(folder)

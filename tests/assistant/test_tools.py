@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fsdp_inspect.assistant.bounded import bound, take_part
+from fsdp_inspect.assistant.bounded import limit_result, take_part
 
 
 def test_runs_are_listed_without_links_that_lead_out(ask):
@@ -72,7 +72,7 @@ def test_runs_are_compared_with_origins(ask):
 def test_large_results_are_shortened_and_name_what_is_left_out():
     large = {"step_time_ns": 7, "units": [{"fqn": f"layers.{at}", "rows": [at] * 50}
                                           for at in range(1000)]}  # fmt: skip
-    bounded = bound(large)
+    bounded = limit_result(large)
     assert len(json.dumps(bounded.result)) <= 24_000
     assert bounded.result["step_time_ns"] == 7
     assert bounded.result["units"][0]["fqn"] == "layers.0"
@@ -81,4 +81,4 @@ def test_large_results_are_shortened_and_name_what_is_left_out():
 
 
 def test_small_results_are_not_shortened():
-    assert bound({"a": [1, 2]}).left_out == ()
+    assert limit_result({"a": [1, 2]}).left_out == ()
