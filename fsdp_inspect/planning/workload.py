@@ -315,6 +315,9 @@ class _Builder:
         kept = round(self._per_token(self._width * self._model.dim))
         numel = sum(math.prod(shape) for shape in self._split(self._model.embedding_shapes()))
         gradient = numel * self._width
+        if self._model.tie_embeddings:
+            # The head's gradient waits for the embedding's. Autograd allocates their sum.
+            return PieceMemory(kept, kept, 2 * gradient, 0)
         return PieceMemory(kept, kept, gradient, gradient)
 
     def _block_memory(self) -> PieceMemory:
@@ -360,7 +363,7 @@ class _Builder:
             backward_rise=round(
                 max(logits - loss + gradient + self._per_token(self._width * model.dim), 0)
             ),
-            gradients=0 if model.tie_embeddings else gradient,
+            gradients=gradient,
             left=-round(loss),
         )
 

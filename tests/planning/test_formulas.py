@@ -39,6 +39,7 @@ CASES = [
 ]  # fmt: skip
 MORE = [
     pytest.param("small", 4, 256, {}, {}, id="small"),
+    pytest.param("llama-1b", 4, 1024, {"batch_size": 2}, {"batch_size": 2}, id="tied-none"),
     pytest.param("llama-8b", 3, 2048, {"param_dtype": "float32"}, {"param_dtype": "float32"},
                  id="float32"),
     pytest.param("llama-8b", 4, 1024, {"mesh": "2x4"}, {"replicas": 2}, id="hsdp"),
