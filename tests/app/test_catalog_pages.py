@@ -73,7 +73,7 @@ def test_trends_of_the_catalog_state_that_there_is_no_change(folder):
 def test_trends_without_a_catalog_say_how_to_make_one(tmp_path):
     write_run(tmp_path / "run", make_run(num_steps=4))
     shown = start_app(tmp_path, "trends")
-    assert "fsdp-inspect index" in " ".join(
+    assert "inspect index RUNS" in " ".join(
         block.value for block in [*shown.markdown, *shown.info, *shown.caption]
     )
 
