@@ -49,7 +49,7 @@ class DeviceFullError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class DeviceSegment:
     """A contiguous range of reserved memory, as in a memory snapshot."""
 
     address: int
@@ -159,7 +159,9 @@ class CachingAllocator:
 
     # --- a state to begin with
 
-    def restore(self, segments: Sequence[Segment], used: Mapping[int, int]) -> dict[int, Block]:
+    def restore(
+        self, segments: Sequence[DeviceSegment], used: Mapping[int, int]
+    ) -> dict[int, Block]:
         """Begin with reserved segments instead of an empty device.
 
         Args:
@@ -172,7 +174,7 @@ class CachingAllocator:
         """
         assert not self._heads, "only an empty allocator can be restored"
         found: dict[int, Block] = {}
-        expandable: defaultdict[tuple[int, int, bool], list[Segment]] = defaultdict(list)
+        expandable: defaultdict[tuple[int, int, bool], list[DeviceSegment]] = defaultdict(list)
         addresses = sorted(used)
         for one in segments:
             self._count_reserved(one.size)
@@ -190,7 +192,7 @@ class CachingAllocator:
         return found
 
     def _restore_expandable(
-        self, ranges: Sequence[Segment], addresses: Sequence[int], used: Mapping[int, int]
+        self, ranges: Sequence[DeviceSegment], addresses: Sequence[int], used: Mapping[int, int]
     ) -> dict[int, Block]:
         first = ranges[0]
         page = SMALL_SEGMENT_BYTES if first.is_small else self._settings.large_segment_bytes
@@ -207,7 +209,7 @@ class CachingAllocator:
         return self._restore_parts(parts, first, segment)
 
     def _restore_parts(
-        self, parts: list[Part], kind: Segment, segment: ExpandableSegment | None
+        self, parts: list[Part], kind: DeviceSegment, segment: ExpandableSegment | None
     ) -> dict[int, Block]:
         pool = self._pool(kind.is_small, kind.pool)
         blocks = restore_blocks(parts, kind.stream, pool, segment)
@@ -216,7 +218,7 @@ class CachingAllocator:
 
     # --- results
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[DeviceSegment]:
         """The reserved ranges, by address; each run of mapped pages is one range."""
         found = []
         ids = {id(pool): pool_id for (pool_id, _), pool in self._pools.items()}
@@ -494,7 +496,9 @@ def _expandable_bytes(block: Block) -> int:
     return block.size + (after.size if after is not None and not after.is_mapped else 0)
 
 
-def _parts(segment: Segment, addresses: Sequence[int], used: Mapping[int, int]) -> Iterator[Part]:
+def _parts(
+    segment: DeviceSegment, addresses: Sequence[int], used: Mapping[int, int]
+) -> Iterator[Part]:
     """The used and free ranges of a segment; `addresses` are those of `used`, ascending."""
     at, end = segment.address, segment.address + segment.size
     for address in addresses[bisect_left(addresses, at) : bisect_left(addresses, end)]:
@@ -506,9 +510,9 @@ def _parts(segment: Segment, addresses: Sequence[int], used: Mapping[int, int]) 
         yield Part(at, end - at)
 
 
-def _describe(members: list[Block], pool_id: int) -> Segment:
+def _describe(members: list[Block], pool_id: int) -> DeviceSegment:
     first = members[0]
-    return Segment(
+    return DeviceSegment(
         address=first.address,
         size=sum(block.size for block in members),
         stream=first.stream,

@@ -17,7 +17,7 @@ from fsdp_inspect.error_text import shorten
 from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
-    from fsdp_inspect.planning.machines import Calibration, Machine
+    from fsdp_inspect.planning.machines import Calibration, PlannedMachine
 
 DEFAULT_SEQ_LEN = 8192
 NONE_FITS = 1
@@ -153,7 +153,7 @@ def _machine(
     memory: int | None,
     host_memory: int | None,
     calibrate: str | None,
-) -> "Machine":
+) -> "PlannedMachine":
     from fsdp_inspect.error_text import suggest
     from fsdp_inspect.planning.hardware import GPUS
     from fsdp_inspect.planning.machines import make_machine

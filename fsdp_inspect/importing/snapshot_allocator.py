@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.allocator.blocks import Block
-from fsdp_inspect.allocator.caching_allocator import CachingAllocator, Segment
+from fsdp_inspect.allocator.caching_allocator import CachingAllocator, DeviceSegment
 from fsdp_inspect.allocator.settings import (
     MIB,
     AllocatorSettings,
@@ -125,7 +125,7 @@ class _Replay:
         self,
         device: DeviceMemory,
         settings: AllocatorSettings,
-        segments: list[Segment],
+        segments: list[DeviceSegment],
         used: dict[int, int],
     ) -> None:
         self._trace = device.trace
@@ -191,7 +191,7 @@ class _StartState:
         self._device = device
         self._settings = settings
 
-    def find(self) -> tuple[list[Segment], dict[int, int]]:
+    def find(self) -> tuple[list[DeviceSegment], dict[int, int]]:
         """The segments by address, and the sizes of the used blocks by address."""
         segments = sorted([*self._whole(), *self._mapped()], key=lambda one: one.address)
         used = self._used()
@@ -206,7 +206,7 @@ class _StartState:
             used[address] = self._true_size(used[address], room, inside)
         return segments, used
 
-    def _true_size(self, size: int, room: int, inside: Segment) -> int:
+    def _true_size(self, size: int, room: int, inside: DeviceSegment) -> int:
         """Add the rest that the allocator does not split from a large block."""
         if size >= room:
             return room
@@ -235,7 +235,7 @@ class _StartState:
                 used[address] = size
         return used
 
-    def _whole(self) -> list[Segment]:
+    def _whole(self) -> list[DeviceSegment]:
         """The segments of an allocation of their own."""
         trace = self._device.trace
         found = {one.address: one for one in _segments_of(self._device) if not one.is_expandable}
@@ -247,10 +247,10 @@ class _StartState:
                 found[address] = self._at_entry(entry, is_expandable=False)
         return list(found.values())
 
-    def _mapped(self) -> list[Segment]:
+    def _mapped(self) -> list[DeviceSegment]:
         """The mapped ranges of expandable segments, in pages of 2 MiB."""
         trace = self._device.trace
-        pages: dict[int, Segment] = {}
+        pages: dict[int, DeviceSegment] = {}
         for one in _segments_of(self._device):
             if one.is_expandable:
                 pages |= dict.fromkeys(_pages(one), one)
@@ -264,11 +264,11 @@ class _StartState:
                     pages |= dict.fromkeys(_pages(one), one)
         return _join(pages)
 
-    def _at_entry(self, entry: int, *, is_expandable: bool) -> Segment:
+    def _at_entry(self, entry: int, *, is_expandable: bool) -> DeviceSegment:
         trace = self._device.trace
         size = int(trace.size[entry])
         is_small = size == SMALL_SEGMENT_BYTES if not is_expandable else size % (20 * MIB) != 0
-        return Segment(
+        return DeviceSegment(
             address=int(trace.address[entry]),
             size=size,
             stream=int(trace.stream[entry]),
@@ -279,10 +279,10 @@ class _StartState:
         )
 
 
-def _segments_of(device: DeviceMemory) -> list[Segment]:
+def _segments_of(device: DeviceMemory) -> list[DeviceSegment]:
     segments = device.segments
     return [
-        Segment(
+        DeviceSegment(
             address=int(segments.address[number]),
             size=int(segments.size[number]),
             stream=int(segments.stream[number]),
@@ -295,13 +295,13 @@ def _segments_of(device: DeviceMemory) -> list[Segment]:
     ]
 
 
-def _pages(segment: Segment) -> range:
+def _pages(segment: DeviceSegment) -> range:
     return range(segment.address, segment.address + segment.size, SMALL_SEGMENT_BYTES)
 
 
-def _join(pages: dict[int, Segment]) -> list[Segment]:
+def _join(pages: dict[int, DeviceSegment]) -> list[DeviceSegment]:
     """Join neighbouring pages of one kind to ranges."""
-    found: list[Segment] = []
+    found: list[DeviceSegment] = []
     for address in sorted(pages):
         one = pages[address]
         last = found[-1] if found else None

@@ -6,8 +6,13 @@ from typing import Any
 
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.planning.candidates import BATCH_SIZES, Candidate, Job, list_candidates
-from fsdp_inspect.planning.machines import Machine
-from fsdp_inspect.planning.prediction import Memory, Prediction, Verdict, predict_memory
+from fsdp_inspect.planning.machines import PlannedMachine
+from fsdp_inspect.planning.prediction import (
+    FitVerdict,
+    PlannedMemory,
+    PlanPrediction,
+    predict_memory,
+)
 from fsdp_inspect.planning.search import Rejection, search
 from fsdp_inspect.planning.workload import plan_of
 from fsdp_inspect.results import Result, to_plain
@@ -56,10 +61,10 @@ class CapacityPlan(Result):
     """The budget of a device."""
     host_memory_bytes: int | None
     """The budget of a host; None: not limited."""
-    best: Prediction | None
+    best: PlanPrediction | None
     """The fastest plan that is certain to fit; None: there is none."""
-    runners_up: tuple[Prediction, ...]
-    undecided: Prediction | None
+    runners_up: tuple[PlanPrediction, ...]
+    undecided: PlanPrediction | None
     """A faster plan for which the budget is inside the interval of its memory."""
     rejected: tuple[Rejection, ...]
     num_candidates: int
@@ -87,7 +92,7 @@ class CapacityPlan(Result):
 
 def make_capacity_plan(
     job: Job,
-    machine: Machine,
+    machine: PlannedMachine,
     preset: str,
     candidates: Sequence[Candidate] | None = None,
     on_simulated: Callable[[int], object] = lambda _: None,
@@ -135,23 +140,23 @@ def make_capacity_plan(
     )
 
 
-def _find_shortfall(job: Job, machine: Machine) -> Shortfall:
+def _find_shortfall(job: Job, machine: PlannedMachine) -> Shortfall:
     gpus: int | None = None
     size = job.gpus * 2
     while size <= MOST_GPUS and gpus is None and machine.speed.links.preset.inter is not None:
-        if any(memory.verdict is Verdict.FITS for memory in _smallest(job, machine, size)):
+        if any(memory.verdict is FitVerdict.FITS for memory in _smallest(job, machine, size)):
             gpus = size
         size *= 2
     unlimited = replace(machine, memory_bytes=1 << 62)
     needs = [
         memory.device.high
         for memory in _smallest(job, unlimited, job.gpus)
-        if memory.verdict is Verdict.FITS
+        if memory.verdict is FitVerdict.FITS
     ]
     return Shortfall(min(needs, default=None), gpus)
 
 
-def _smallest(job: Job, machine: Machine, gpus: int) -> Iterator[Memory]:
+def _smallest(job: Job, machine: PlannedMachine, gpus: int) -> Iterator[PlannedMemory]:
     """The memory of the candidates with the least of it."""
     larger = replace(job, gpus=gpus, batch_tokens=None)
     for candidate in list_candidates(larger, batch_sizes=BATCH_SIZES[:1]):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
-class Origin(StrEnum):
+class ValueOrigin(StrEnum):
     """The source of a predicted value."""
 
     FORMULA = "formula"
@@ -20,13 +20,13 @@ class Origin(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class PlannedValue:
     """A value with the interval in which it is expected."""
 
     value: float
     low: float
     high: float
-    origin: Origin
+    origin: ValueOrigin
     assumption: str
     """The assumption that the interval depends on, in one sentence."""
 
@@ -36,7 +36,9 @@ class Estimate:
                 f"Invalid interval: {self.value} is not between {self.low} and {self.high}."
             )
 
-    def map(self, function: Callable[[float], float], assumption: str | None = None) -> "Estimate":
+    def map(
+        self, function: Callable[[float], float], assumption: str | None = None
+    ) -> "PlannedValue":
         """The estimate of a monotonic function of the value.
 
         Args:

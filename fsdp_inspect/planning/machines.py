@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.planning.estimates import Origin
+from fsdp_inspect.planning.estimates import ValueOrigin
 from fsdp_inspect.planning.hardware import (
     GPUS,
     HOST_OPTIMIZER_S_PER_BILLION,
@@ -14,7 +14,7 @@ from fsdp_inspect.trace.link_presets import PRESETS
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class PlannedMachine:
     """The rates and the budgets of the machines."""
 
     speed: Speed
@@ -25,7 +25,7 @@ class Machine:
     """Memory of a device."""
     host_bytes: int | None
     """Memory of a host; None: not limited."""
-    origin: Origin
+    origin: ValueOrigin
     assumption: str
     """The source of the compute times and of the network, in one or two sentences."""
 
@@ -54,7 +54,7 @@ def make_machine(
     memory_bytes: int | None = None,
     host_bytes: int | None = None,
     calibration: Calibration | None = None,
-) -> Machine:
+) -> PlannedMachine:
     """The machine of a preset.
 
     Args:
@@ -68,7 +68,7 @@ def make_machine(
     network = Links(links, gpus_per_node or links.gpus_per_node)
     low, high = gpu.efficiency
     efficiency = gpu.typical_efficiency
-    origin = Origin.SIMULATION
+    origin = ValueOrigin.SIMULATION
     compute = (
         f"Roofline: compute reaches {efficiency:.0%} of the {gpu.name}'s peak rate, published "
         f"{low:.0%} to {high:.0%}."
@@ -77,7 +77,7 @@ def make_machine(
         efficiency = calibration.flops / gpu.bf16_flops
         spread = min(calibration.spread_ratio, 0.9)
         low, high = efficiency * (1 - spread), efficiency * (1 + spread)
-        origin = Origin.CALIBRATED
+        origin = ValueOrigin.CALIBRATED
         compute = (
             f"Compute runs at {calibration.flops / 1e12:.3g} TFLOP/s, as in run "
             f"{calibration.run_id} on {calibration.device_name}."
@@ -85,7 +85,7 @@ def make_machine(
     fast_host, slow_host = HOST_OPTIMIZER_S_PER_BILLION
     speed = Speed(gpu, network, efficiency, (fast_host * slow_host) ** 0.5)
     slower, faster = NETWORK_RATIO
-    return Machine(
+    return PlannedMachine(
         speed=speed,
         fast=Speed(gpu, replace(network, bandwidth_ratio=faster), high, fast_host, 0.5),
         slow=Speed(gpu, replace(network, bandwidth_ratio=slower), low, slow_host, 2.0),

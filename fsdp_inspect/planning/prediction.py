@@ -6,8 +6,8 @@ from enum import StrEnum
 
 from fsdp_inspect.analysis.capacity.allowance import default_allowance
 from fsdp_inspect.planning.candidates import Candidate, Job
-from fsdp_inspect.planning.estimates import Estimate, Origin
-from fsdp_inspect.planning.machines import Machine
+from fsdp_inspect.planning.estimates import PlannedValue, ValueOrigin
+from fsdp_inspect.planning.machines import PlannedMachine
 from fsdp_inspect.planning.reserved import reserved_of
 from fsdp_inspect.planning.workload import Speed, build_workload, host_bytes
 from fsdp_inspect.simulation.recorded import Execution, play
@@ -24,7 +24,7 @@ _NS = 1e9
 _DAY_S = 86_400
 
 
-class Verdict(StrEnum):
+class FitVerdict(StrEnum):
     """Whether a plan fits the memory of its devices and hosts."""
 
     FITS = "fits"
@@ -37,40 +37,40 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class PlanPrediction:
     """The predicted values of one candidate."""
 
     candidate: Candidate
-    step_time_ns: Estimate
-    tokens_per_s: Estimate
-    mfu: Estimate
-    days: Estimate
-    gpu_hours: Estimate
-    energy_kwh: Estimate
-    peak_allocated_bytes: Estimate
-    peak_reserved_bytes: Estimate
-    device_bytes: Estimate
+    step_time_ns: PlannedValue
+    tokens_per_s: PlannedValue
+    mfu: PlannedValue
+    days: PlannedValue
+    gpu_hours: PlannedValue
+    energy_kwh: PlannedValue
+    peak_allocated_bytes: PlannedValue
+    peak_reserved_bytes: PlannedValue
+    device_bytes: PlannedValue
     """Reserved memory plus memory outside the allocator; compared with the budget."""
-    host_bytes: Estimate
+    host_bytes: PlannedValue
     """Memory of one host."""
-    verdict: Verdict
+    verdict: FitVerdict
     reason: str
     """The reason of the verdict, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PlannedMemory:
     """The predicted memory of a candidate and whether it fits."""
 
-    allocated: Estimate
-    reserved: Estimate
-    device: Estimate
-    host: Estimate
-    verdict: Verdict
+    allocated: PlannedValue
+    reserved: PlannedValue
+    device: PlannedValue
+    host: PlannedValue
+    verdict: FitVerdict
     reason: str
 
 
-def predict(job: Job, machine: Machine, candidate: Candidate) -> Prediction:
+def predict(job: Job, machine: PlannedMachine, candidate: Candidate) -> PlanPrediction:
     """Predict all values of a candidate, with three simulated steps for its interval."""
     times = [step_ns(job, candidate, speed) for speed in machine.speeds]
     memory = predict_memory(job, machine, candidate)
@@ -86,7 +86,7 @@ def step_ns(job: Job, candidate: Candidate, speed: Speed) -> int:
     return two + (count - 2) * (three - two)
 
 
-def predict_memory(job: Job, machine: Machine, candidate: Candidate) -> Memory:
+def predict_memory(job: Job, machine: PlannedMachine, candidate: Candidate) -> PlannedMemory:
     """Simulate the memory of a step and compare it with the budget."""
     short = replace(candidate, microbatches=min(candidate.microbatches, 2))
     step = play(build_workload(job, short, machine.speed), Execution.STREAM)
@@ -94,24 +94,26 @@ def predict_memory(job: Job, machine: Machine, candidate: Candidate) -> Memory:
     return judge_memory(job, machine, candidate, allocated_estimate(step.peak_bytes))
 
 
-def allocated_estimate(peak_bytes: int) -> Estimate:
+def allocated_estimate(peak_bytes: int) -> PlannedValue:
     """The interval of a peak from closed formulas."""
-    return Estimate(
+    return PlannedValue(
         peak_bytes,
         peak_bytes * (1 - FORMULA_RATIO),
         peak_bytes * (1 + FORMULA_RATIO),
-        Origin.FORMULA,
+        ValueOrigin.FORMULA,
         "The model saves the tensors of the trainer's decoder with flash attention, and AdamW is "
         "fused.",
     )
 
 
-def judge_memory(job: Job, machine: Machine, candidate: Candidate, allocated: Estimate) -> Memory:
+def judge_memory(
+    job: Job, machine: PlannedMachine, candidate: Candidate, allocated: PlannedValue
+) -> PlannedMemory:
     """Add what is beyond the allocator's live memory, and judge device and host."""
     reserved = reserved_of(allocated)
     outside = default_allowance(0, world_size=job.gpus).bytes
     low, high = (ratio * outside for ratio in _OUTSIDE_RATIO)
-    device = Estimate(
+    device = PlannedValue(
         reserved.value + outside,
         reserved.low + low,
         reserved.high + high,
@@ -120,13 +122,15 @@ def judge_memory(job: Job, machine: Machine, candidate: Candidate, allocated: Es
     )
     host = _host(job, candidate)
     verdict, reason = _judge(machine, device, host)
-    return Memory(allocated, reserved, device, host, verdict, reason)
+    return PlannedMemory(allocated, reserved, device, host, verdict, reason)
 
 
-def _judge(machine: Machine, device: Estimate, host: Estimate) -> tuple[Verdict, str]:
+def _judge(
+    machine: PlannedMachine, device: PlannedValue, host: PlannedValue
+) -> tuple[FitVerdict, str]:
     for what, estimate, limit, verdict in (
-        ("A device", device, machine.memory_bytes, Verdict.DEVICE),
-        ("A host", host, machine.host_bytes, Verdict.HOST),
+        ("A device", device, machine.memory_bytes, FitVerdict.DEVICE),
+        ("A host", host, machine.host_bytes, FitVerdict.HOST),
     ):
         if limit is not None and estimate.low > limit:
             return verdict, f"{what} needs at least {_gib(estimate.low)} of {_gib(limit)}."
@@ -135,11 +139,11 @@ def _judge(machine: Machine, device: Estimate, host: Estimate) -> tuple[Verdict,
         ("A host", host, machine.host_bytes),
     ):
         if limit is not None and estimate.high > limit:
-            return Verdict.UNKNOWN, (
+            return FitVerdict.UNKNOWN, (
                 f"{what} needs {_gib(estimate.low)} to {_gib(estimate.high)}, and the budget of "
                 f"{_gib(limit)} is inside this interval."
             )
-    return Verdict.FITS, f"A device needs at most {_gib(device.high)}."
+    return FitVerdict.FITS, f"A device needs at most {_gib(device.high)}."
 
 
 def _gib(size: float) -> str:
@@ -155,7 +159,7 @@ _PINNED_RATIO = 2
 """torch's allocator of pinned memory rounds each block up to a power of two: at most twice."""
 
 
-def _host(job: Job, candidate: Candidate) -> Estimate:
+def _host(job: Job, candidate: Candidate) -> PlannedValue:
     ranks = min(job.gpus_per_node, job.gpus)
     low, typical, high = (ranks * size for size in _PROCESS_BYTES)
     states = host_bytes(job, candidate)
@@ -163,20 +167,24 @@ def _host(job: Job, candidate: Candidate) -> Estimate:
     text = "Each process uses 2 to 8 GiB without its states."
     if states:
         text += " Pinned blocks are rounded up to powers of two, so they take up to twice as much."
-    return Estimate(
+    return PlannedValue(
         typical + states,
         low + states,
         high + states + (_PINNED_RATIO - 1) * pinned,
-        Origin.FORMULA,
+        ValueOrigin.FORMULA,
         text,
     )
 
 
 def _complete(
-    job: Job, machine: Machine, candidate: Candidate, times: Sequence[int], memory: Memory
-) -> Prediction:
+    job: Job,
+    machine: PlannedMachine,
+    candidate: Candidate,
+    times: Sequence[int],
+    memory: PlannedMemory,
+) -> PlanPrediction:
     typical, *ends = times
-    step = Estimate(
+    step = PlannedValue(
         typical, min(*ends, typical), max(*ends, typical), machine.origin, machine.assumption
     )
     ranks = job.gpus // candidate.tensor_parallel
@@ -186,7 +194,7 @@ def _complete(
     flops = job.model.model_flops_per_token(job.seq_len)
     days = rate.map(lambda value: job.tokens / value / _DAY_S)
     hours = days.map(lambda value: value * 24 * job.gpus)
-    return Prediction(
+    return PlanPrediction(
         candidate=candidate,
         step_time_ns=step,
         tokens_per_s=rate,
@@ -207,13 +215,13 @@ def _complete(
     )
 
 
-def _energy(hours: Estimate, machine: Machine) -> Estimate:
+def _energy(hours: PlannedValue, machine: PlannedMachine) -> PlannedValue:
     gpu = machine.speed.gpu
-    return Estimate(
+    return PlannedValue(
         hours.value * gpu.power_w / 1000,
         hours.low * gpu.power_w * _LOW_POWER / 1000,
         hours.high * gpu.system_power_w / 1000,
-        Origin.DATASHEET,
+        ValueOrigin.DATASHEET,
         f"Each GPU draws its limit of {gpu.power_w:.0f} W. Low: 60% of it. High: the system's "
         f"{gpu.system_power_w:.0f} W for each GPU. Cooling of the building is not counted.",
     )

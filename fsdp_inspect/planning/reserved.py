@@ -7,13 +7,13 @@ reserves 82.4 and 67.0 GiB for Llama 3.1 8B on 8 and 128 GPUs, where the forecas
 
 from dataclasses import replace
 
-from fsdp_inspect.planning.estimates import Estimate
+from fsdp_inspect.planning.estimates import PlannedValue
 
 RATIOS = (1.0, 1.157, 1.205)
 """Reserved / allocated: low, typical, high."""
 
 
-def reserved_of(allocated: Estimate) -> Estimate:
+def reserved_of(allocated: PlannedValue) -> PlannedValue:
     """The reserved peak of a step with this allocated peak."""
     low, typical, high = RATIOS
     return replace(

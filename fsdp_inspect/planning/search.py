@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from fsdp_inspect.planning.bounds import bound
 from fsdp_inspect.planning.candidates import Candidate, Job, list_candidates
-from fsdp_inspect.planning.machines import Machine
+from fsdp_inspect.planning.machines import PlannedMachine
 from fsdp_inspect.planning.prediction import (
     FORMULA_RATIO,
-    Memory,
-    Prediction,
-    Verdict,
+    FitVerdict,
+    PlannedMemory,
+    PlanPrediction,
     predict,
     predict_memory,
     step_ns,
@@ -43,18 +43,18 @@ class Rejection:
     checkpointing: str
     offload: bool
     count: int
-    example: Prediction
+    example: PlanPrediction
     """The candidate with the least memory, or of slower candidates the fastest."""
 
 
 @dataclass(frozen=True, slots=True)
-class SearchResult:
+class PlanSearchResult:
     """The outcome of a search."""
 
-    best: Prediction | None
+    best: PlanPrediction | None
     """None: no candidate is certain to fit."""
-    runners_up: tuple[Prediction, ...]
-    undecided: Prediction | None
+    runners_up: tuple[PlanPrediction, ...]
+    undecided: PlanPrediction | None
     """The fastest candidate that may fit, if it is faster than `best` or nothing fits; else None.
     """
     rejected: tuple[Rejection, ...]
@@ -73,10 +73,10 @@ class _Bounded:
 
 def search(
     job: Job,
-    machine: Machine,
+    machine: PlannedMachine,
     candidates: Sequence[Candidate] | None = None,
     on_simulated: Callable[[int], object] = lambda _: None,
-) -> SearchResult:
+) -> PlanSearchResult:
     """Find the fastest plans that fit.
 
     Args:
@@ -92,7 +92,7 @@ class _Search:
     def __init__(
         self,
         job: Job,
-        machine: Machine,
+        machine: PlannedMachine,
         candidates: Sequence[Candidate] | None,
         on_simulated: Callable[[int], object],
     ) -> None:
@@ -100,13 +100,13 @@ class _Search:
         listed = list_candidates(job) if candidates is None else candidates
         self._bounded = sorted(map(self._bound, listed), key=lambda each: each.ns_per_token)
         self._reasons: dict[Candidate, str] = {}
-        self._fitting: dict[Candidate, tuple[float, Memory]] = {}
+        self._fitting: dict[Candidate, tuple[float, PlannedMemory]] = {}
         self._undecided: tuple[float, Candidate] | None = None
 
-    def run(self) -> SearchResult:
+    def run(self) -> PlanSearchResult:
         for number, each in enumerate(self._bounded):
             if each.bytes > self._machine.memory_bytes:
-                self._reasons[each.candidate] = Verdict.DEVICE
+                self._reasons[each.candidate] = FitVerdict.DEVICE
             elif each.ns_per_token > self._worst_reported():
                 self._reasons[each.candidate] = SLOWER
             else:
@@ -117,7 +117,7 @@ class _Search:
             if candidate not in chosen:
                 self._reasons[candidate] = SLOWER
         predictions = [predict(self._job, self._machine, each) for each in chosen]
-        return SearchResult(
+        return PlanSearchResult(
             best=predictions[0] if predictions else None,
             runners_up=tuple(predictions[1:]),
             undecided=self._fastest_undecided(chosen),
@@ -145,11 +145,11 @@ class _Search:
     def _simulate(self, candidate: Candidate) -> None:
         self._num_simulated += 1
         memory = predict_memory(self._job, self._machine, candidate)
-        if memory.verdict in (Verdict.DEVICE, Verdict.HOST):
+        if memory.verdict in (FitVerdict.DEVICE, FitVerdict.HOST):
             self._reasons[candidate] = memory.verdict
             return
         time = step_ns(self._job, candidate, self._machine.speed) / self._tokens(candidate)
-        if memory.verdict is Verdict.FITS:
+        if memory.verdict is FitVerdict.FITS:
             self._fitting[candidate] = (time, memory)
             return
         self._reasons[candidate] = memory.verdict
@@ -177,7 +177,7 @@ class _Search:
             left = {each: left[each] for each in left if _kind(each) != _kind(pick)}
         return chosen
 
-    def _fastest_undecided(self, chosen: Sequence[Candidate]) -> Prediction | None:
+    def _fastest_undecided(self, chosen: Sequence[Candidate]) -> PlanPrediction | None:
         if self._undecided is None:
             return None
         time, candidate = self._undecided
@@ -198,14 +198,14 @@ class _Search:
             for key, members in sorted(groups.items(), key=lambda item: -len(item[1]))
         ]
 
-    def _example(self, reason: str, members: Sequence[_Bounded]) -> Prediction:
+    def _example(self, reason: str, members: Sequence[_Bounded]) -> PlanPrediction:
         """The member with the least memory; of slower ones, the fastest that fits, if one does."""
         if reason != SLOWER:
             smallest = min(members, key=lambda each: each.bytes)
             return predict(self._job, self._machine, smallest.candidate)
         for each in members[:_MOST_EXAMPLES]:
             memory = predict_memory(self._job, self._machine, each.candidate)
-            if memory.verdict is Verdict.FITS:
+            if memory.verdict is FitVerdict.FITS:
                 return predict(self._job, self._machine, each.candidate)
         return predict(self._job, self._machine, members[0].candidate)
 

@@ -8,8 +8,8 @@ from rich.text import Text
 from fsdp_inspect.formatting import capitalize, format_bytes, format_count, format_ns, format_ratio
 from fsdp_inspect.planning.candidates import Candidate
 from fsdp_inspect.planning.capacity_plan import VALUES, CapacityPlan
-from fsdp_inspect.planning.estimates import Estimate
-from fsdp_inspect.planning.prediction import Prediction
+from fsdp_inspect.planning.estimates import PlannedValue
+from fsdp_inspect.planning.prediction import PlanPrediction
 from fsdp_inspect.report.layout import dim, indented, new_table, section
 
 MOST_REJECTIONS = 8
@@ -111,18 +111,18 @@ def _describe_shortfall(plan: CapacityPlan) -> Iterable[str]:
         yield "With this memory, no larger number of GPUs was found on which a plan fits."
 
 
-def _describe_undecided(plan: CapacityPlan, found: Prediction) -> Iterable[RenderableType]:
+def _describe_undecided(plan: CapacityPlan, found: PlanPrediction) -> Iterable[RenderableType]:
     faster = "This plan is faster, but " if plan.best is not None else "The fastest such plan: "
     reason = found.reason if plan.best is None else found.reason[:1].lower() + found.reason[1:]
     yield indented(f"{describe_candidate(found.candidate)}.")
     yield indented(f"{faster}{reason}")
 
 
-def _values(prediction: Prediction) -> RenderableType:
+def _values(prediction: PlanPrediction) -> RenderableType:
     table = new_table("", "value", "low", "high", "<source")
     for name in VALUES:
         label, show = _FORMATS[name]
-        estimate: Estimate = getattr(prediction, name)
+        estimate: PlannedValue = getattr(prediction, name)
         numbers = (estimate.value, estimate.low, estimate.high)
         table.add_row(label, *map(show, numbers), str(estimate.origin))
     return table
@@ -157,10 +157,10 @@ def _rejections(plan: CapacityPlan) -> RenderableType:
     return table
 
 
-def _assumptions(prediction: Prediction) -> Iterable[RenderableType]:
+def _assumptions(prediction: PlanPrediction) -> Iterable[RenderableType]:
     seen: dict[str, list[str]] = {}
     for name in ("step_time_ns", "energy_kwh", "device_bytes", "host_bytes"):
-        estimate: Estimate = getattr(prediction, name)
+        estimate: PlannedValue = getattr(prediction, name)
         seen.setdefault(estimate.assumption, []).append(_FORMATS[name][0])
     for text, names in seen.items():
         yield indented(f"{capitalize(', '.join(names))}: {text}")

@@ -21,7 +21,7 @@ from fsdp_inspect.store.remote_listing import RemoteEntry, RemoteListing
 from fsdp_inspect.store.remote_system import is_missing_bucket, open_system, remote_error, retry
 from fsdp_inspect.store.schema import LIVE_SUFFIX, attempt_name, attempt_numbers
 from fsdp_inspect.store.segments import (
-    Segment,
+    StreamSegment,
     file_of_segment,
     find_segments,
     join_segments,
@@ -173,10 +173,10 @@ class RemoteFiles:
             raise FileNotFoundError(name)
         return content
 
-    def _segments(self, name: str) -> list[Segment]:
+    def _segments(self, name: str) -> list[StreamSegment]:
         """The gapless segments of a file. A gap may be a lag of the listing."""
         folder, _, child = name.rpartition("/")
-        found: list[Segment] = []
+        found: list[StreamSegment] = []
 
         def has_no_gap() -> bool:
             nonlocal found

@@ -16,7 +16,7 @@ _SEGMENT = re.compile(r"(.+)\.part-(\d{16})")
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StreamSegment:
     """One segment of a growing file."""
 
     name: str
@@ -40,19 +40,19 @@ def file_of_segment(name: str) -> str | None:
     return found[1] if found else None
 
 
-def find_segments(file: str, sizes: Mapping[str, int]) -> list[Segment]:
+def find_segments(file: str, sizes: Mapping[str, int]) -> list[StreamSegment]:
     """The segments of a file among these names with sizes, by start."""
     found = [
-        Segment(name, int(match[2]), size)
+        StreamSegment(name, int(match[2]), size)
         for name, size in sizes.items()
         if (match := _SEGMENT.fullmatch(name)) and match[1] == file
     ]
     return sorted(found, key=lambda segment: (segment.start, -segment.size))
 
 
-def select_gapless(segments: Iterable[Segment]) -> list[Segment]:
+def select_gapless(segments: Iterable[StreamSegment]) -> list[StreamSegment]:
     """The segments from byte 0 to the first gap, without those that repeat others entirely."""
-    chosen: list[Segment] = []
+    chosen: list[StreamSegment] = []
     end = 0
     for segment in segments:
         if segment.start > end:
@@ -63,7 +63,7 @@ def select_gapless(segments: Iterable[Segment]) -> list[Segment]:
     return chosen
 
 
-def join_segments(segments: Iterable[Segment], contents: Iterable[bytes]) -> bytes:
+def join_segments(segments: Iterable[StreamSegment], contents: Iterable[bytes]) -> bytes:
     """The bytes of the file from its gapless segments and their contents."""
     parts: list[bytes] = []
     end = 0

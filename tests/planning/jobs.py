@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fsdp_inspect.planning.candidates import Candidate, Job
-from fsdp_inspect.planning.machines import Machine, make_machine
+from fsdp_inspect.planning.machines import PlannedMachine, make_machine
 from fsdp_inspect.planning.models import load_model
 from fsdp_inspect.planning.workload import build_workload
 from fsdp_inspect.simulation.recorded import Execution, play
@@ -20,7 +20,7 @@ def make_job(preset: str, *, num_layers: int | None = None, **values: int) -> Jo
 
 def peak_of_formula(job: Job, candidate: Candidate, preset: str = "h200-ib400") -> int:
     """The peak of the closed formulas and the simulated step, bytes."""
-    machine: Machine = make_machine(preset, gpus_per_node=job.gpus_per_node)
+    machine: PlannedMachine = make_machine(preset, gpus_per_node=job.gpus_per_node)
     peak = play(build_workload(job, candidate, machine.speed), Execution.STREAM).peak_bytes
     assert peak is not None
     return peak

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_inspect.planning.candidates import Candidate
 from fsdp_inspect.planning.machines import make_machine
-from fsdp_inspect.planning.prediction import Verdict, predict_memory
+from fsdp_inspect.planning.prediction import FitVerdict, predict_memory
 from fsdp_inspect.planning.transformer import Transformer
 from tests.planning.jobs import make_job
 
@@ -73,8 +73,8 @@ def test_the_verdict_agrees_with_the_published_run(
     memory_of = predict_memory(job, machine, Candidate(**settings))
 
     if fits is None:
-        assert memory_of.verdict in (Verdict.FITS, Verdict.UNKNOWN), memory_of.reason
+        assert memory_of.verdict in (FitVerdict.FITS, FitVerdict.UNKNOWN), memory_of.reason
     elif fits:
-        assert memory_of.verdict is Verdict.FITS, memory_of.reason
+        assert memory_of.verdict is FitVerdict.FITS, memory_of.reason
     else:
-        assert memory_of.verdict in (Verdict.DEVICE, Verdict.HOST), memory_of.reason
+        assert memory_of.verdict in (FitVerdict.DEVICE, FitVerdict.HOST), memory_of.reason

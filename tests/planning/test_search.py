@@ -10,7 +10,7 @@ from fsdp_inspect.analysis.capacity.forecasts import peak_of
 from fsdp_inspect.planning.candidates import Candidate, list_candidates
 from fsdp_inspect.planning.capacity_plan import VALUES, make_capacity_plan
 from fsdp_inspect.planning.machines import make_machine
-from fsdp_inspect.planning.prediction import Verdict, predict, predict_memory, step_ns
+from fsdp_inspect.planning.prediction import FitVerdict, predict, predict_memory, step_ns
 from fsdp_inspect.planning.reserved import RATIOS
 from fsdp_inspect.planning.search import search
 from fsdp_inspect.report.planning_files import trainer_settings
@@ -51,7 +51,7 @@ def test_the_chosen_plan_is_within_one_percent_of_the_best_of_the_grid(
 
 def rate_of(job, machine, candidate):
     """Tokens per second of a plan that fits; None: it is not certain to fit."""
-    if predict_memory(job, machine, candidate).verdict is not Verdict.FITS:
+    if predict_memory(job, machine, candidate).verdict is not FitVerdict.FITS:
         return None
     ranks = job.gpus // candidate.tensor_parallel
     tokens = ranks * candidate.batch_size * job.seq_len

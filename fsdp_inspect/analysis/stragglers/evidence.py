@@ -25,7 +25,7 @@ OWN_PARTS = tuple(part for part in PARTS_OF_STEP if part not in EXPOSED_PART_COD
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class StragglerEvidence:
     """The measurements behind the search for a straggler or a slow group."""
 
     ranks: tuple[int, ...]

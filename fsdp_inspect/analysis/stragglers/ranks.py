@@ -54,7 +54,7 @@ from fsdp_inspect.analysis.stragglers.dimension_waits import (
     measure_dimension_waits,
     waits_for,
 )
-from fsdp_inspect.analysis.stragglers.evidence import MAX_ERROR_RATIO, OWN_PARTS, Evidence
+from fsdp_inspect.analysis.stragglers.evidence import MAX_ERROR_RATIO, OWN_PARTS, StragglerEvidence
 from fsdp_inspect.analysis.stragglers.expert_load import ExpertLoad, measure_expert_load
 from fsdp_inspect.analysis.stragglers.rank_pricing import RankPricing, StepReplay
 from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE, RankWork, steps_to_tell
@@ -346,7 +346,7 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
     rows = _rank_rows(run, members, arrivals)
     pricing = RankPricing(run, sample, replayed, alignment)
     step_time = timed.median.typical(timed.median.step_time_ns) if timed.median else None
-    evidence = Evidence(
+    evidence = StragglerEvidence(
         tuple(row.rank for row in rows),
         RankWork(members),
         arrivals,
@@ -527,7 +527,7 @@ class _Priced:
 
 
 def _find_straggler(
-    rows: Sequence[RankRow], evidence: Evidence
+    rows: Sequence[RankRow], evidence: StragglerEvidence
 ) -> tuple[_Priced | None, str | None]:
     """Return the straggler, or the reason why it is unknown; see [Note: straggler conditions]."""
     row = _find_suspect(rows, evidence)
@@ -559,7 +559,7 @@ def _find_straggler(
     return _Priced(row, priced[1], cost), None
 
 
-def _judge_messages(evidence: Evidence, rank: int) -> str | None:
+def _judge_messages(evidence: StragglerEvidence, rank: int) -> str | None:
     """Return why a rank may delay others that only exchange messages with it; None: it does not."""
     if not evidence.message_waits_ns:
         return None
@@ -570,7 +570,7 @@ def _judge_messages(evidence: Evidence, rank: int) -> str | None:
     )
 
 
-def _find_suspect(rows: Sequence[RankRow], evidence: Evidence) -> RankRow | None:
+def _find_suspect(rows: Sequence[RankRow], evidence: StragglerEvidence) -> RankRow | None:
     """Return the rank that works longest in most steps, if its extra work matters; else None."""
     if evidence.pricing.result is None or not len(evidence.aligned) or not evidence.work.num_steps:
         return None
@@ -585,7 +585,7 @@ def _find_suspect(rows: Sequence[RankRow], evidence: Evidence) -> RankRow | None
     )
 
 
-def _describe_straggler(run: RunSource, evidence: Evidence, priced: _Priced) -> Straggler:
+def _describe_straggler(run: RunSource, evidence: StragglerEvidence, priced: _Priced) -> Straggler:
     row = priced.row
     late_ns, phase = evidence.how_late([row.rank])
     meanwhile, meanwhile_ns = evidence.longest_part([row.rank])

@@ -22,7 +22,7 @@ of collectives. They are shortest on the ranks that arrive last.
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_inspect.analysis.stragglers.evidence import MAX_ERROR_RATIO, Evidence
+from fsdp_inspect.analysis.stragglers.evidence import MAX_ERROR_RATIO, StragglerEvidence
 from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE, steps_to_tell
 from fsdp_inspect.analysis.verdict import SlowGroup
 from fsdp_inspect.formatting import format_ranks, format_ratio
@@ -31,7 +31,7 @@ from fsdp_inspect.statistics import median
 Sets = Mapping[frozenset[int], tuple[str, ...]]
 
 
-def find_slow_group(evidence: Evidence, sets: Sets) -> tuple[SlowGroup | None, str | None]:
+def find_slow_group(evidence: StragglerEvidence, sets: Sets) -> tuple[SlowGroup | None, str | None]:
     """Return the slow group, or the reason why it is unknown; see [Note: slow groups].
 
     Args:
@@ -58,7 +58,7 @@ def find_slow_group(evidence: Evidence, sets: Sets) -> tuple[SlowGroup | None, s
     return _describe(evidence, ranks, sets[frozenset(ranks)], cost, bound), None
 
 
-def _find_suspects(evidence: Evidence, tested: Sequence[frozenset[int]]) -> list[int]:
+def _find_suspects(evidence: StragglerEvidence, tested: Sequence[frozenset[int]]) -> list[int]:
     """Return the set with the largest gap to the other ranks, if it matters; empty: none."""
     work, least = evidence.work, evidence.least_cost_ns
     gaps: dict[frozenset[int], int] = {}
@@ -70,7 +70,7 @@ def _find_suspects(evidence: Evidence, tested: Sequence[frozenset[int]]) -> list
     return sorted(max(suspects, key=lambda members: gaps[members], default=()))
 
 
-def _judge_chance(evidence: Evidence, ranks: Sequence[int], num_sets: int) -> str | None:
+def _judge_chance(evidence: StragglerEvidence, ranks: Sequence[int], num_sets: int) -> str | None:
     """Return why chance may explain the extra work; None: it does not."""
     work = evidence.work
     chance = work.chance(*ranks, num_sets=num_sets)
@@ -85,7 +85,7 @@ def _judge_chance(evidence: Evidence, ranks: Sequence[int], num_sets: int) -> st
     )
 
 
-def _is_waited_for_by_messages(evidence: Evidence, ranks: Sequence[int]) -> bool:
+def _is_waited_for_by_messages(evidence: StragglerEvidence, ranks: Sequence[int]) -> bool:
     """Return whether the other ranks wait longer for messages, by half of the extra work."""
     waits = evidence.message_waits_ns
     own = median([waits.get(rank, 0) for rank in ranks]) or 0
@@ -93,7 +93,7 @@ def _is_waited_for_by_messages(evidence: Evidence, ranks: Sequence[int]) -> bool
     return bool(waits) and 2 * (others - own) >= evidence.work.excess_ns(*ranks)
 
 
-def _why_bound(evidence: Evidence) -> str:
+def _why_bound(evidence: StragglerEvidence) -> str:
     """Return why the extra work is only an upper bound of the cost; empty: the cost is replayed."""
     if evidence.message_waits_ns:
         return "sends and receives between ranks cannot be replayed"
@@ -103,7 +103,7 @@ def _why_bound(evidence: Evidence) -> str:
 
 
 def _replay_cost(
-    evidence: Evidence, ranks: Sequence[int], excess_ns: int
+    evidence: StragglerEvidence, ranks: Sequence[int], excess_ns: int
 ) -> tuple[int, str | None]:
     """Return the cost of the extra work, or the reason why it is unknown."""
     priced, replay = evidence.pricing.without(ranks), evidence.pricing.result
@@ -123,7 +123,11 @@ def _replay_cost(
 
 
 def _describe(
-    evidence: Evidence, ranks: Sequence[int], names: tuple[str, ...], cost_ns: int, bound: str
+    evidence: StragglerEvidence,
+    ranks: Sequence[int],
+    names: tuple[str, ...],
+    cost_ns: int,
+    bound: str,
 ) -> SlowGroup:
     late_ns, phase = evidence.how_late(ranks)
     meanwhile, meanwhile_ns = evidence.longest_part(ranks)

@@ -37,7 +37,7 @@ from fsdp_inspect.analysis.verdict.limits import STRAGGLER_RATIO, Limit, find_li
 from fsdp_inspect.analysis.verdict.words import (
     COMPARE_PLANS,
     describe_extra_work,
-    describe_place,
+    describe_group,
     phrase_limit,
 )
 
@@ -134,7 +134,7 @@ def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> R
         sentence = f"This rank waits for rank {facts.straggler.rank}."
         return RankVerdict(rank, host, Limit.STRAGGLER, sentence, False)
     if run.limit is Limit.SLOW_GROUP and facts.slow_group is not None:
-        name = describe_place(facts.slow_group.names[0])
+        name = describe_group(facts.slow_group.names[0])
         is_inside = rank in facts.slow_group.ranks
         sentence = (
             f"The other ranks wait for {name}." if is_inside else f"This rank waits for {name}."

@@ -226,7 +226,7 @@ def _phrase_slow_group(facts: StepFacts) -> Words:
         f"{format_ns(facts.step_time_ns)} is {group.at_most}{format_ns(group.cost_ns)} shorter."
     )
     return (
-        f"{capitalize(describe_place(group.names[0]))} is slow: it costs {group.at_most}"
+        f"{capitalize(describe_group(group.names[0]))} is slow: it costs {group.at_most}"
         f"{_ratio(facts, group.cost_ns)} of the step.",
         describe_slow_ranks(group.ranks, group.busiest_ratio),
         " ".join([cost, *describe_slow_group(group)]),
@@ -237,7 +237,7 @@ def _phrase_slow_group(facts: StepFacts) -> Words:
     )
 
 
-def describe_place(name: str) -> str:
+def describe_group(name: str) -> str:
     """Describe a place of ranks in a sentence: `stage pp 1`, `the tp group of rank 2`, `node b`."""
     if name.startswith("pp "):
         return f"stage {name}" if " group " not in name else f"the {name}"
@@ -276,7 +276,7 @@ def describe_slow_group(group: SlowGroup) -> list[str]:
 
 def _advise_slow_group(group: SlowGroup) -> str:
     shows = "`fsdp-inspect ranks RUN` shows the numbers."
-    name = describe_place(group.names[0])
+    name = describe_group(group.names[0])
     if name.startswith("stage "):
         return f"Move layers from {name} to other stages, or check its machine. {shows}"
     return (
