@@ -131,7 +131,7 @@ def _read(run: RunSource, record: OutOfMemoryRecord) -> OutOfMemory:
     live = record.live
     names = [unit.fqn for unit in run.manifest.units]
     total = sum(row.bytes for row in live)
-    is_known = record.unit != NO_UNIT and record.unit < len(names)
+    is_known = 0 <= record.unit < len(names)
     allocated = record.allocated_bytes
     reserved = record.reserved_bytes
     then = record.reference if record.live_from in (STORAGE_TRACKER, MEMORY_SNAPSHOT) else None
