@@ -20,6 +20,6 @@ def pick_second_run(entry: RunEntry, *, page: str) -> RunEntry | None:
     follow(SECOND_KEY, key, {name: name for name in others}, _NONE)
     if st.session_state[key] not in others:
         st.session_state[key] = _NONE
-    chosen: str = st.selectbox("Run B", [_NONE, *others], key=key, width=210, format_func=run_name)
+    chosen: str = st.selectbox("Run B", [_NONE, *others], key=key, width=170, format_func=run_name)
     link(SECOND_KEY, chosen if chosen in others else None)
     return others.get(chosen)

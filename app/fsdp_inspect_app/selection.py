@@ -130,9 +130,9 @@ def _report_unknown(name: str, legal: Collection[str]) -> None:
     unknown = [value for value in st.query_params.get_all(name) if value and value not in legal]
     if unknown:
         listed = ", ".join(code(value[:_MOST_LETTERS]) for value in unknown[:_MOST_NAMED])
+        shown = "Run B" if name == "b" else name.replace("_", " ").capitalize()
         st.session_state[_NOTICES].warning(
-            f"{name.replace('_', ' ').capitalize()} {listed} of the link was not found\\. The page "
-            "shows its default instead\\.",
+            f"{shown} {listed} of the link was not found\\. The page shows its default instead\\.",
             icon=":material/link_off:",
         )
 

@@ -170,8 +170,8 @@ def _show_controls(
     marked = _mark_steps(outline, run.step_times(), drawable)
     with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
         step = _pick_step(outline, selection, drawable, marked)
-        ranks = _pick_ranks(outline, recorded)
         second = pick_second_run(entry, page="timeline")
+        ranks = _pick_ranks(outline, recorded)
     left_out = len(selection.finished) - len(drawable)
     if left_out > 0:
         st.caption(
@@ -213,7 +213,7 @@ def _pick_step(
         drawable,
         key=key,
         format_func=partial(_name_step, typical=typical, selection=selection),
-        width=210,
+        width=150,
     )
     _step_button("Next step", "chevron_right", key, drawable, position + 1)
     _show_marks(key, marked)
@@ -284,6 +284,7 @@ def _pick_ranks(outline: RunHeading, recorded: Sequence[int]) -> tuple[int, ...]
         recorded,
         max_selections=_MOST_RANKS,
         key=key,
+        width="stretch" if len(recorded) > 1 else 150,
     )
     ranks = sorted(chosen) or list(recorded[:1])
     link(RANK_KEY, [str(rank) for rank in ranks])
