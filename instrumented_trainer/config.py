@@ -65,7 +65,9 @@ def _read_json(value: Any) -> Any:
 
 
 def _read_list(value: Any) -> Any:
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 class TrainerConfig(BaseModel):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anyio
@@ -49,7 +50,9 @@ def ask(runs_folder):
         return listed, [(bool(one.is_error), one.content[0].text) for one in answers]
 
     def ask_server(*calls):
-        listed, answers = anyio.run(ask_all, calls)
+        # A thread of its own, because Playwright may have a loop in the thread of the tests.
+        with ThreadPoolExecutor(1) as own_thread:
+            listed, answers = own_thread.submit(anyio.run, ask_all, calls).result()
         ask_server.listed = listed
         return [(bad, text if bad else json.loads(text)) for bad, text in answers]
 

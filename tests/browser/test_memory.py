@@ -57,10 +57,11 @@ def test_a_click_on_the_curve_chooses_an_instant_that_a_link_keeps(server, tab):
     box = plot.bounding_box()
     plot.click(position={"x": box["width"] - 4, "y": box["height"] / 2})
     dashboard.page.wait_for_url("**at=*")
-    card.get_by_text("resting").wait_for()
+    dashboard.settle()
     after = card.inner_text()
+    assert after != before
     dashboard.page.reload()
-    card.get_by_text("resting").wait_for()
+    dashboard.settle()
     assert card.inner_text() == after
     assert card.locator(".chart-name").all_text_contents() == ["unit", "category", "line"]
 

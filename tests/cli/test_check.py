@@ -115,7 +115,7 @@ def test_a_limit_in_the_baseline_is_kept_by_an_update(invoke, forecasts, baselin
     ("arguments", "message"),
     [
         ((), "Expected either runs or --record"),
-        (("x",), "--baseline or --budget is missing"),
+        (("x",), "Nothing to compare with: --baseline"),
         (("x", "--baseline", "missing.json"), "No run found at"),
         (("x", "--baseline", "b.json", "--repeat", "5"), "--repeat and --out require --record"),
         (("x", "--baseline", "b.json", "--json", "--format", "junit"), "Expected either --json or"),

@@ -21,6 +21,8 @@ class RecorderOptions(TypedDict, total=False):
     hang_after_s: float | None
     on_desync: Literal["warn", "raise", "off"]
     memory_snapshot: bool
+    log_to: Sequence[str]
+    dashboard_url: str | None
     upload: str | None
     record_source: bool
     print_verdict: bool
