@@ -23,8 +23,8 @@ from fsdp_inspect.recording.trackers.libraries import TRACKERS, TrackedRun
 _LAST_LOOK_S = 20.0
 """The time that the end of the recording waits for the last numbers."""
 _CLOSE_S = 30.0
-"""The time that it then waits for all trackers together. A first start of MLflow on SQLite takes
-more than 10 s."""
+"""The time that it then waits for all trackers together. The first start of MLflow on SQLite, which
+creates its tables, did not end within 3 s on a busy machine."""
 
 
 def check_trackers(names: Sequence[str]) -> tuple[str, ...]:
