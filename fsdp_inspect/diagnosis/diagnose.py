@@ -374,7 +374,9 @@ class _Case:
             Status.PROBLEM,
             ProblemClass.OUT_OF_MEMORY if is_oom else ProblemClass.RANK_DIED,
             ranks=ranks,
-            is_certain=kind is not EndKind.VANISHED or not self._missing,
+            # A crash can come from two threads that issue collectives at once. Then chance decides
+            # which ranks crash.
+            is_certain=(kind is not EndKind.VANISHED or not self._missing) and not self._races(),
             unit=state.last.unit if state.last is not None and state.waits else None,
             phase=state.phase,
             step=state.step,
@@ -382,6 +384,18 @@ class _Case:
             wait=self._wait_for(ranks),
             failure=culprits[0].detail,
         )
+
+    def _races(self) -> bool:
+        """Whether the training and a thread with an unfinished collective share a communicator."""
+        for box in self._boxes.values():
+            for group in box.groups.values():
+                rows = box.of_group(group.name)
+                near = rows[rows["step"] >= rows["step"].max(initial=0) - 1]
+                is_background = near["state"] != 0
+                is_open = is_background & (near["finished_ns"] == 0)
+                if is_open.any() and not is_background.all():
+                    return True
+        return False
 
     def _out_of_memory(
         self, ranks: tuple[int, ...], reported: OutOfMemory, end: RankEnd | None = None

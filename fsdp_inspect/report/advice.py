@@ -55,9 +55,10 @@ def describe_recommendation(advice: Advice) -> str:
     if _exceeds_limit(advice.plan):
         fastest = advice.plan.fastest
         return f"{fastest.what}: peak {describe_plan_peak(fastest)} (predicted)."
-    saving = describe_saving(suggestion, advice.plan, has_interval=False)
-    peak = describe_plan_peak(suggestion, has_interval=False)
-    return f"{suggestion.what}: {saving}, peak {peak}, predicted."
+    saved, added = suggestion.saved_ns, suggestion.added_bytes
+    verb = "saves" if saved >= 0 else "costs"
+    peak = "peak unknown" if added is None else f"peak {_signed_bytes(added)}"
+    return f"{suggestion.what}: {verb} {format_ns(abs(saved))} a step, {peak} (predicted)."
 
 
 # --- one screen
@@ -333,15 +334,15 @@ def render_rules() -> RenderableType:
     return Group(*parts)
 
 
-def describe_saving(suggestion: Suggestion, plan: PlanAdvice, *, has_interval: bool = True) -> str:
+def describe_saving(suggestion: Suggestion, plan: PlanAdvice) -> str:
     """The gain or the cost: `saves 4.1 ms a step (3.2%; interval 2.0 ms to 5.0 ms)`."""
     saved, low, high = suggestion.saved_ns, suggestion.saved_low_ns, suggestion.saved_high_ns
     verb = "saves"
     if saved < 0:
         verb, saved, low, high = "costs", -saved, -high, -low
     ratio = format_ratio(saved / plan.replayed_step_ns)
-    interval = f"; interval {format_ns(low)} to {format_ns(high)}" if has_interval else ""
-    return f"{verb} {format_ns(saved)} a step ({ratio}{interval})"
+    interval = f"interval {format_ns(low)} to {format_ns(high)}"
+    return f"{verb} {format_ns(saved)} a step ({ratio}; {interval})"
 
 
 def describe_alternative(proposal: Proposal, plan: PlanAdvice) -> str:
@@ -354,14 +355,13 @@ def describe_alternative(proposal: Proposal, plan: PlanAdvice) -> str:
     )
 
 
-def describe_plan_peak(what: Suggestion | Proposal, *, has_interval: bool = True) -> str:
+def describe_plan_peak(what: Suggestion | Proposal) -> str:
     """The peak and its change: `28.4 MiB (+2.0 MiB; +1.0 MiB to +3.0 MiB)`."""
     if what.peak_bytes is None or what.added_bytes is None:
         return "unknown"
     if not what.added_bytes:
         return f"{format_bytes(what.peak_bytes)} as before"
-    interval = _interval(what) if has_interval else ""
-    return f"{format_bytes(what.peak_bytes)} ({_signed_bytes(what.added_bytes)}{interval})"
+    return f"{format_bytes(what.peak_bytes)} ({_signed_bytes(what.added_bytes)}{_interval(what)})"
 
 
 def _interval(what: Suggestion | Proposal) -> str:

@@ -312,7 +312,7 @@ def _describe_causes(exposed: Exposed) -> str:
         f"{format_cause(cause)} **{plain(format_ns(duration))}**"
         for cause, duration in exposed.causes_ns.items()
     )
-    return f"By cause: {causes}"
+    return f"Causes: {causes}"
 
 
 def _show_owners(waits: RankWaits | None, summary: Summary) -> None:
