@@ -13,6 +13,7 @@ import streamlit as st
 from fsdp_inspect.catalog.catalog import Catalog, open_catalog
 from fsdp_inspect.catalog.generations import code_version
 from fsdp_inspect.catalog.index import IN_RUNS
+from fsdp_inspect.catalog.run_settings import setting_names
 from fsdp_inspect.errors import CatalogError
 from fsdp_inspect_app.dated import Dated, is_younger_than
 
@@ -25,6 +26,8 @@ class KnownCatalog:
 
     catalog: Catalog
     runs: pa.Table
+    settings: list[str]
+    """The names of all settings."""
 
     @property
     def generation(self) -> str:
@@ -58,6 +61,7 @@ def _read_head(folder: str) -> Dated[str | None]:
 def _read_catalog(folder: str, generation: str) -> KnownCatalog | None:
     try:
         catalog = open_catalog(folder)
-        return KnownCatalog(catalog, catalog.runs().to_arrow())
+        runs = catalog.runs().to_arrow()
+        return KnownCatalog(catalog, runs, setting_names(runs))
     except CatalogError:
         return None

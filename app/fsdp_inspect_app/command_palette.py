@@ -21,7 +21,7 @@ from fsdp_inspect_app.selection import (
     RUN_KEY,
     STEP_KEY,
     UNIT_KEY,
-    run_name,
+    run_namer,
     switch_page,
 )
 from fsdp_inspect_app.user_store import SavedView
@@ -99,7 +99,8 @@ def _places(
         steps = sorted(run.steps.finished)
     except FsdpInspectError:
         units, steps = [], list[int]()
-    named = {run_name(run): run for run in runs}
+    name = run_namer()
+    named = {name(run): run for run in runs}
     return Places(pages, views, named, units, (steps[0], steps[-1]) if steps else None)
 
 

@@ -8,7 +8,6 @@ texts, which their reader checks.
 """
 
 import contextlib
-import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
@@ -16,8 +15,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-CACHE_VARIABLE = "FSDP_INSPECT_CACHE"
-"""The environment variable with the folder of the cache; empty: no cache."""
+from fsdp_inspect.store.object_cache import user_cache_folder
+
 MOST_KEPT = 50_000
 """The highest number of findings of all folders, about 50 MB. The oldest ones are removed first."""
 _LOCKED_FOR_S = 2.0
@@ -95,12 +94,5 @@ class FindingsCache:
 
 def findings_file() -> Path | None:
     """The path of the cache; None if the user disabled it or there is no home folder."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen is None:
-        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        try:
-            caches = named if named.is_absolute() else Path.home() / ".cache"
-        except RuntimeError:
-            return None
-        return caches / "fsdp-inspect" / "findings.sqlite"
-    return Path(chosen, "findings.sqlite") if chosen else None
+    folder = user_cache_folder()
+    return None if folder is None else folder / "findings.sqlite"

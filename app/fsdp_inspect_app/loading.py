@@ -27,6 +27,7 @@ from fsdp_inspect.store.live_tables import LiveTables
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.remote_files import RemoteFiles
+from fsdp_inspect.store.schema import COMPACTED_SUFFIX, LIVE_SUFFIX
 from fsdp_inspect.store.table_cache import TableCache
 from fsdp_inspect_app.boundary import files_of_run, is_in_folder
 from fsdp_inspect_app.dated import Dated, is_younger_than
@@ -41,8 +42,7 @@ _LIVE_LIFE_S = 10
 _STATE_LIFE_S = 1
 _REMOTE_LIFE_S = 20
 """The time after which a URL is listed again."""
-_LIVE_SUFFIX = ".arrows"
-_TABLE_SUFFIX, _TABLE_END = ".parquet", b"PAR1"
+_TABLE_END = b"PAR1"
 _MOST_OPEN_RUNS = 32
 _MOST_TABLE_BYTES = 512 << 20
 """The memory limit of decoded tables, over all runs."""
@@ -69,7 +69,6 @@ class _Listing:
     entries: list[RunEntry]
     foreign: list[str]
     names: dict[str, str]
-    without_manifest: list[str]
 
 
 def runs_folder() -> Path | str:
@@ -98,6 +97,7 @@ def run_names() -> Mapping[str, str]:
 def look_again() -> None:
     """Read the listing again at its next use, because a run was just added."""
     _list_entries.clear()
+    _find_without_manifest.clear()
     _list_remote_entries.clear()
 
 
@@ -108,7 +108,8 @@ def list_foreign() -> list[str]:
 
 def list_without_manifest() -> list[str]:
     """The ids of folders that hold attempts of a run but no `run.json`; none at a URL."""
-    return _listing().without_manifest
+    folder = runs_folder()
+    return [] if isinstance(folder, str) else _find_without_manifest(str(folder)).value
 
 
 def _listing() -> _Listing:
@@ -126,12 +127,19 @@ def _list_entries(folder: str) -> Dated[_Listing]:
     inside = [entry for entry in entries if is_in_folder(Path(entry.path), Path(folder))]
     known = {entry.id for entry in inside}
     foreign = [entry.id for entry in entries if entry.id not in known]
-    damaged = [
-        name
-        for name in list_without_manifest_in(Path(folder))
-        if is_in_folder(Path(folder, name), Path(folder))
-    ]
-    return Dated(_Listing(inside, foreign, name_runs(inside), damaged))
+    return Dated(_Listing(inside, foreign, name_runs(inside)))
+
+
+@st.cache_resource(validate=is_younger_than(_LISTING_LIFE_S), max_entries=4, show_spinner=False)
+def _find_without_manifest(folder: str) -> Dated[list[str]]:
+    """Separate from the listing, because most pages do not need it."""
+    return Dated(
+        [
+            name
+            for name in list_without_manifest_in(Path(folder))
+            if is_in_folder(Path(folder, name), Path(folder))
+        ]
+    )
 
 
 @st.cache_resource(
@@ -139,7 +147,7 @@ def _list_entries(folder: str) -> Dated[_Listing]:
 )
 def _list_remote_entries(url: str) -> Dated[_Listing]:
     entries = list_runs(url)
-    return Dated(_Listing(entries, [], name_runs(entries), []))
+    return Dated(_Listing(entries, [], name_runs(entries)))
 
 
 def open_entry(entry: RunEntry) -> Run:
@@ -319,7 +327,8 @@ def _timeline(path: str, state: _State, step: int, ranks: tuple[int, ...]) -> Tr
 
 def torn_files(entry: RunEntry) -> tuple[str, ...]:
     """The tables of a run that end in the middle, by their paths in the run."""
-    return _find_torn(str(entry.path), str(runs_folder()), _state_of(entry.path))
+    state = replace(_state_of(entry.path), moment=0)  # only the files matter
+    return _find_torn(str(entry.path), str(runs_folder()), state)
 
 
 @st.cache_resource(max_entries=512, show_spinner=False)
@@ -327,7 +336,7 @@ def _find_torn(path: str, folder: str, state: _State) -> tuple[str, ...]:
     tables = [
         file.path
         for file in files_of_run(Path(path), Path(folder))
-        if file.name.endswith(_TABLE_SUFFIX)
+        if file.name.endswith(COMPACTED_SUFFIX)
     ]
     return tuple(sorted(os.path.relpath(table, path) for table in tables if _is_torn(table)))
 
@@ -381,6 +390,6 @@ def _read_state(path: str, folder: str) -> Dated[_State]:
             continue
         newest_ns = max(newest_ns, status.st_mtime_ns)
         num_bytes += status.st_size
-        is_live = is_live or file.name.endswith(_LIVE_SUFFIX)
+        is_live = is_live or file.name.endswith(LIVE_SUFFIX)
     moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
     return Dated(_State(newest_ns, num_bytes, moment))

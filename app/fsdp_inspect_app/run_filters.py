@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 import streamlit as st
 
-from fsdp_inspect.catalog.run_settings import setting_names, values_of_setting
+from fsdp_inspect.catalog.run_settings import values_of_setting
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app.cards import show_csv_button, show_table
 from fsdp_inspect_app.catalog_reading import KnownCatalog
@@ -18,7 +18,7 @@ _MOST_VALUES = 1_000
 
 def pick_filter(catalog: KnownCatalog) -> dict[str, list[str]]:
     """Show the pickers of a setting and its values; returns the chosen values by setting."""
-    names = [NO_SETTING, *setting_names(catalog.runs)]
+    names = [NO_SETTING, *catalog.settings]
     with st.container(horizontal=True, vertical_alignment="bottom"):
         follow("setting", "setting", {name: name for name in names}, NO_SETTING)
         setting = st.selectbox("Filter by setting", names, key="setting", width=280)
@@ -44,7 +44,7 @@ def choose_by_setting(catalog: KnownCatalog, entries: Sequence[RunEntry]) -> lis
     """Show the filter and the groups; returns the runs that match the filter."""
     where = pick_filter(catalog)
     matching = _matching(catalog, entries, where)
-    names = [NO_SETTING, *setting_names(catalog.runs)]
+    names = [NO_SETTING, *catalog.settings]
     follow("group", "group", {name: name for name in names}, NO_SETTING)
     group = st.selectbox("Group by", names, key="group", width=280)
     link("group", None if group == NO_SETTING else group)

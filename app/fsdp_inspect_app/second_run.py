@@ -4,7 +4,7 @@ import streamlit as st
 
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.selection import follow, link, run_name
+from fsdp_inspect_app.selection import follow, link, run_namer
 
 SECOND_KEY = "b"
 """The parameter of the address."""
@@ -20,6 +20,8 @@ def pick_second_run(entry: RunEntry, *, page: str) -> RunEntry | None:
     follow(SECOND_KEY, key, {name: name for name in others}, _NONE)
     if st.session_state[key] not in others:
         st.session_state[key] = _NONE
-    chosen: str = st.selectbox("Run B", [_NONE, *others], key=key, width=170, format_func=run_name)
+    chosen: str = st.selectbox(
+        "Run B", [_NONE, *others], key=key, width=170, format_func=run_namer()
+    )
     link(SECOND_KEY, chosen if chosen in others else None)
     return others.get(chosen)

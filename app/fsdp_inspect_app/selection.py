@@ -225,7 +225,13 @@ def _texts(value: Value) -> list[str]:
 
 def run_name(run: str) -> str:
     """The name of a run for people: its name, then its short unique id."""
-    return loading.run_names().get(run, run)
+    return run_namer()(run)
+
+
+def run_namer() -> Callable[[str], str]:
+    """`run_name` for many runs: the listing is looked up once."""
+    names = loading.run_names()
+    return lambda run: names.get(run, run)
 
 
 def chosen_entry() -> RunEntry | None:

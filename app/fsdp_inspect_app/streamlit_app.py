@@ -26,6 +26,7 @@ from fsdp_inspect_app.selection import (
     lost_run,
     make_room_for_notices,
     run_name,
+    run_namer,
 )
 from fsdp_inspect_app.wording import code
 
@@ -47,7 +48,7 @@ def show_sidebar(pages: list[PageFile], shown: PageFile) -> None:
     follow_run(ids)
     with st.sidebar:
         chosen = st.selectbox(
-            "Run", ids, key=RUN_KEY, on_change=forget_lost_run, format_func=run_name
+            "Run", ids, key=RUN_KEY, on_change=forget_lost_run, format_func=run_namer()
         )
     link(RUN_KEY, chosen)
     if is_about_one_run(shown):
@@ -119,7 +120,8 @@ def open_first() -> None:
 
 st.set_page_config(layout="wide", page_icon=_ICON, initial_sidebar_state=_SIDEBAR_PX)
 st.logo(str(_HERE / "logo.svg"), size="large", icon_image=_ICON)
-st.html(f"<style>{(_HERE / 'page.css').read_text(encoding='utf-8')}{read_style()}</style>")
+sheets = [(_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "diagnosis.css")]
+st.html(f"<style>{''.join(sheets)}{read_style()}</style>")
 listed = visible_pages(is_live=has_access() and is_chosen_live())
 menu = {
     section: [make_page(file, is_listed=file in listed) for file in files if file.exists]

@@ -43,7 +43,6 @@ class Block:
     pool: "BlockPool"
     segment: ExpandableSegment | None = None
     """The expandable segment; None: a segment of its own allocation."""
-    requested: int = 0
     is_used: bool = False
     is_pending: bool = False
     """Whether it is freed, but another stream still uses it."""
@@ -83,8 +82,6 @@ class BlockPool:
     """The free blocks of small or of large requests, by stream, size and address."""
 
     is_small: bool
-    is_private: bool = False
-    """Whether it belongs to a CUDA graph or a `MemPool`."""
     searches: int = 0
     """Number of searches, which is the clock of garbage collection."""
     _free: defaultdict[int, list[tuple[int, int, Block]]] = field(

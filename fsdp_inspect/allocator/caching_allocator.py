@@ -115,7 +115,7 @@ class CachingAllocator:
         if block is None:
             raise DeviceFullError(f"{size} bytes, with {self.reserved_bytes} bytes reserved")
         self._split(block, size)
-        block.is_used, block.requested = True, num_bytes
+        block.is_used = True
         self.allocated_bytes += block.size
         self.active_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
@@ -247,7 +247,7 @@ class CachingAllocator:
     def _pool(self, is_small: bool, pool_id: int) -> BlockPool:
         key = (pool_id, is_small)
         if key not in self._pools:
-            self._pools[key] = BlockPool(is_small, is_private=pool_id != DEFAULT_POOL)
+            self._pools[key] = BlockPool(is_small)
         return self._pools[key]
 
     def _take_free(self, pool: BlockPool, size: int, stream: int) -> Block | None:
@@ -303,7 +303,6 @@ class CachingAllocator:
 
     def _make_free(self, block: Block) -> None:
         self.active_bytes -= block.size
-        block.requested = 0
         self._merge(block)
         block.pool.add(block)
 

@@ -21,8 +21,6 @@ class ReservedMemory:
     """Reserved at the end."""
     allocated_bytes: int
     """In use at the end."""
-    num_segments: int
-    """Segments at the end."""
     num_retries: int
     """How often the device was full, and all unused segments were released."""
     failed_event: int | None = None
@@ -65,7 +63,6 @@ def predict_reserved_bytes(
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         reserved_bytes=allocator.reserved_bytes,
         allocated_bytes=allocator.allocated_bytes,
-        num_segments=len(allocator.segments()),
         num_retries=allocator.num_retries,
         failed_event=failed,
     )

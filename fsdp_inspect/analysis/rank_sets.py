@@ -5,7 +5,9 @@ form a set, and so do the ranks of one process group of a dimension.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.mesh_dimensions import dimension_members, rank_coordinates
 from fsdp_inspect.trace.mesh_dimensions import DIMENSIONS, OTHER, WORLD, order_labels
 from fsdp_inspect.trace.run import RunSource
@@ -35,6 +37,10 @@ def list_axes(run: RunSource) -> list[str]:
 
 def rank_places(run: RunSource) -> dict[int, dict[str, str]]:
     """Return the place of each recorded rank along every dimension."""
+    return remember(run, "places of ranks", partial(_measure_places, run))
+
+
+def _measure_places(run: RunSource) -> dict[int, dict[str, str]]:
     return {
         record.rank: {
             **{axis: str(place) for axis, place in rank_coordinates(run, record.rank).items()},

@@ -36,7 +36,6 @@ def limit_result(value: Any, *, part: str = "", most: int = MAX_CHARACTERS) -> B
         part: The path of the value, which begins the paths of the parts left out.
         most: The most characters as JSON.
     """
-    pruning = _Pruning(0, 0)
     for most_items, most_levels in _LIMITS:
         pruning = _Pruning(most_items, most_levels)
         pruned = pruning.prune(value, part, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.run import Run, open_run
-from fsdp_inspect.store.boundary import files_of_run, is_in_folder
+from fsdp_inspect.store.boundary import files_of_run, is_in_folder, refuse_links_out
 from fsdp_inspect.store.folder import RunEntry, list_runs
 from fsdp_inspect.trace.run import RunStatus
 
@@ -99,8 +99,7 @@ class RunFolder:
 def describe_entry(entry: RunEntry, folder: Path) -> dict[str, object]:
     """One row of the list of runs; an unreadable run has its problem."""
     try:
-        for _ in files_of_run(Path(entry.path), folder):
-            pass
+        refuse_links_out(Path(entry.path), folder)
         run = open_run(entry.path)
     except StoreError as error:
         return {"run": entry.id, "problem": str(error)}

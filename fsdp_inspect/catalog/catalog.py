@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from fsdp_inspect.catalog.arrow_result import ArrowResult
 from fsdp_inspect.catalog.folders import CatalogFolder
 from fsdp_inspect.catalog.generations import HEAD_FILE, CatalogHead, read_generation, read_head
 from fsdp_inspect.catalog.index import CATALOG_FOLDER, IN_RUNS
@@ -23,30 +24,20 @@ from fsdp_inspect.catalog.tables import RANKS, RUNS, STEPS, UNITS, CatalogTable
 from fsdp_inspect.catalog.trends import MODEL_AND_RANKS, Trend, TrendAxis, measure_trend
 from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.errors import CatalogError
-from fsdp_inspect.results import TableResult
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogRows(TableResult):
+class CatalogRows(ArrowResult):
     """One table of a catalog."""
 
     spec: TableSpec
     table: pa.Table
-    """The rows, with raw values: ns, bytes, ratios."""
+    """The rows, with raw values; each field's metadata holds label, unit and definition."""
 
     @property
     def TABLE(self) -> TableSpec:  # type: ignore[override]
         """The columns of the table."""
         return self.spec
-
-    def rows(self) -> Sequence[dict[str, Any]]:
-        """The rows as dictionaries."""
-        rows: list[dict[str, Any]] = self.table.to_pylist(maps_as_pydicts="lossy")
-        return rows
-
-    def to_arrow(self) -> pa.Table:
-        """The rows with raw values; each field's metadata holds label, unit and definition."""
-        return self.table
 
     def to_dict(self) -> dict[str, Any]:
         """The rows by column name, under the title of the table."""

@@ -8,18 +8,18 @@ locked. Only one SELECT statement is accepted. Time and memory are limited.
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from fsdp_inspect.catalog.arrow_result import ArrowResult
 from fsdp_inspect.catalog.tables import TABLES, CatalogTable
 from fsdp_inspect.columns import TableSpec, number_column, text_column, value_column
 from fsdp_inspect.errors import MissingDataError, QueryError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.results import TableResult
 from fsdp_inspect.store.read_limits import max_memory_bytes
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -41,7 +41,7 @@ _UNIT_ENDINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class QueryResult(TableResult):
+class QueryResult(ArrowResult):
     """The result of a query: any columns."""
 
     sql: str
@@ -52,15 +52,6 @@ class QueryResult(TableResult):
     def TABLE(self) -> TableSpec:  # type: ignore[override]
         """The columns of the result; a name that ends in a unit, such as `_ns`, has that unit."""
         return TableSpec("Result of the query", tuple(map(_column_of, self.table.schema)))
-
-    def rows(self) -> Sequence[dict[str, Any]]:
-        """The rows as dictionaries."""
-        rows: list[dict[str, Any]] = self.table.to_pylist(maps_as_pydicts="lossy")
-        return rows
-
-    def to_arrow(self) -> pa.Table:
-        """The rows with raw values."""
-        return self.table
 
     def to_dict(self) -> dict[str, Any]:
         """The query and its rows, as `--json` prints them."""

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
+from fsdp_inspect.analysis.context import RunContext
 from fsdp_inspect.analysis.lifetime import measure_lifetime
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.analysis.overlap import measure_overlap
@@ -15,9 +16,9 @@ from fsdp_inspect.analysis.sharding_description import describe_sharding
 from fsdp_inspect.analysis.step_times import StepPoint, measure_step_times
 from fsdp_inspect.analysis.units import UnitCosts, measure_units
 from fsdp_inspect.catalog.tables import RANKS, RUNS, STEPS, UNITS
-from fsdp_inspect.comparison.settings import device_of, find_shared_settings
+from fsdp_inspect.comparison.settings import device_of, settings_as_text
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.run import RunSource
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class _Reader:
     """Measures one run, and collects the reasons for results that are missing."""
 
     def __init__(self, run: RunSource) -> None:
-        self._run = run
+        self._run = RunContext(run)  # the measurements share what they derive from the run
         self.problems: list[str] = []
 
     def numbers(self) -> Row:
@@ -118,15 +119,7 @@ def _about(run: RunSource) -> Row:
         "torch": manifest.versions.get("torch"),
         "git_commit": manifest.git_commit,
         "tags": list(manifest.tags),
-        "settings": list(_settings(manifest).items()),
-    }
-
-
-def _settings(manifest: RunManifest) -> dict[str, str]:
-    """All settings of a run as text, in the groups and names of Compare."""
-    return {
-        f"{setting.group}.{setting.name}": str(setting.value)
-        for setting in find_shared_settings([manifest])
+        "settings": list(settings_as_text(manifest).items()),
     }
 
 

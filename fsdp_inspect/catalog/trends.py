@@ -242,7 +242,7 @@ def _changes(
     changes = []
     for name, own in by_series.items():
         values: Any = np.array([point.value for point in own])
-        if len(own) < 2 * rule.blocks_per_side or not (values > 0).all():
+        if not (values > 0).all():
             continue
         edges = [0, *find_change_points(values, rule), len(own)]
         for (low, at), (_, high) in pairwise(pairwise(edges)):

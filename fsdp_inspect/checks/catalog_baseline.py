@@ -13,10 +13,10 @@ from fsdp_inspect.catalog.catalog import Catalog
 from fsdp_inspect.checks.baseline import Baseline, make_baseline, torch_release, why_no_baseline
 from fsdp_inspect.checks.measurements import GateMeasurements, read_runs
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
-from fsdp_inspect.comparison.settings import find_shared_settings
+from fsdp_inspect.comparison.settings import settings_as_text
 from fsdp_inspect.errors import CheckError, StoreError
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.trace.run import RunManifest, RunStatus
+from fsdp_inspect.trace.run import RunStatus
 
 DEFAULT_LAST = 10
 _SAME_GROUPS = ("machine", "config")
@@ -49,7 +49,7 @@ def take_baseline(
     Raises:
         CheckError: The catalog has too few such runs.
     """
-    wanted = _key(_settings(reading.manifest), torch_release(reading.manifest))
+    wanted = _key(settings_as_text(reading.manifest), torch_release(reading.manifest))
     chosen: list[tuple[str, StoredRun]] = []
     num_tagged = 0
     for row in _newest_first(catalog, tag):
@@ -89,11 +89,6 @@ def _newest_first(catalog: Catalog, tag: str | None) -> list[dict[str, Any]]:
         and row["problem"] is None
         and (tag is None or tag in (row["tags"] or ()))
     ]
-
-
-def _settings(manifest: RunManifest) -> dict[str, str]:
-    shared = find_shared_settings([manifest])
-    return {f"{setting.group}.{setting.name}": str(setting.value) for setting in shared}
 
 
 def _key(settings: Mapping[str, str], torch: str) -> dict[str, str]:

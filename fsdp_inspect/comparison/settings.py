@@ -62,6 +62,14 @@ def find_shared_settings(manifests: Sequence[RunManifest]) -> tuple[SharedSettin
     return tuple(sorted(shared, key=lambda setting: _ORDER.index(setting.group)))
 
 
+def settings_as_text(manifest: RunManifest) -> dict[str, str]:
+    """All settings of a run as text, by `group.name`; a catalog stores and compares them."""
+    return {
+        f"{setting.group}.{setting.name}": str(setting.value)
+        for setting in find_shared_settings([manifest])
+    }
+
+
 def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifference, ...]:
     """Return the settings that differ between the runs, machine first.
 

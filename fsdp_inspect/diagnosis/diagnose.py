@@ -35,6 +35,7 @@ from fsdp_inspect.reduction.collective_order import (
     Issued,
     OrderDifference,
     find_order_differences,
+    find_race,
     phase_of,
     read_entry,
 )
@@ -390,10 +391,8 @@ class _Case:
         for box in self._boxes.values():
             for group in box.groups.values():
                 rows = box.of_group(group.name)
-                near = rows[rows["step"] >= rows["step"].max(initial=0) - 1]
-                is_background = near["state"] != 0
-                is_open = is_background & (near["finished_ns"] == 0)
-                if is_open.any() and not is_background.all():
+                race = find_race(rows, rows["step"].max(initial=0))
+                if (race["finished_ns"] == 0).any():
                     return True
         return False
 

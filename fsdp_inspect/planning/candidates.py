@@ -64,6 +64,11 @@ class Job:
         """The number of nodes."""
         return -(-self.gpus // self.gpus_per_node)
 
+    def tokens_of_step(self, candidate: Candidate) -> int:
+        """Tokens of one step over all ranks."""
+        ranks = self.gpus // candidate.tensor_parallel
+        return ranks * candidate.batch_size * candidate.microbatches * self.seq_len
+
 
 def list_candidates(job: Job, batch_sizes: Sequence[int] = BATCH_SIZES) -> Iterator[Candidate]:
     """All combinations that fit the number of GPUs, the model and the batch."""

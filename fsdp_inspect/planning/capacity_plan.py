@@ -1,6 +1,6 @@
 """Answer a capacity question: the best plan, or what is missing for any plan to fit."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,7 +95,6 @@ def make_capacity_plan(
     machine: PlannedMachine,
     preset: str,
     candidates: Sequence[Candidate] | None = None,
-    on_simulated: Callable[[int], object] = lambda _: None,
 ) -> CapacityPlan:
     """Find the fastest plan that fits a budget.
 
@@ -104,7 +103,6 @@ def make_capacity_plan(
         machine: The machines with their budgets.
         preset: The name of the machines' preset.
         candidates: The plans to compare; None: all.
-        on_simulated: Called with the number of candidates that were judged.
 
     Raises:
         ConfigError: No candidate has the requested batch, or the preset has too few GPUs.
@@ -118,7 +116,7 @@ def make_capacity_plan(
             f"Expected a multiple of {job.seq_len * job.gpus} tokens. Change --batch-tokens or "
             "--seq-len."
         )
-    result = search(job, machine, listed, on_simulated)
+    result = search(job, machine, listed)
     return CapacityPlan(
         model=job.model.name,
         num_parameters=job.model.num_parameters,

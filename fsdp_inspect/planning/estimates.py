@@ -10,8 +10,6 @@ class ValueOrigin(StrEnum):
 
     FORMULA = "formula"
     """Closed-form sizes of tensors, and FSDP2's rules for buffers."""
-    FORECAST = "forecast"
-    """A step on fake tensors, byte by byte."""
     SIMULATION = "simulation"
     """A simulated step, with compute times from a roofline."""
     CALIBRATED = "calibrated simulation"

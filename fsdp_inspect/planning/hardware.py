@@ -16,8 +16,6 @@ The typical value is the geometric mean of the ends.
 
 from dataclasses import dataclass
 
-from fsdp_inspect.trace.link_presets import PRESETS, Preset
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -115,12 +113,3 @@ LAUNCH_NS = 6_000
 discussions of launch overhead. The interval of the step uses half of it and twice it."""
 FORWARD_KERNELS, BACKWARD_KERNELS = 35, 75
 """Kernels of a block, counted in the trainer's decoder."""
-
-
-def preset_of(name: str) -> tuple[Preset, Gpu]:
-    """The links and the GPU of a preset.
-
-    Raises:
-        KeyError: There is no such preset.
-    """
-    return PRESETS[name], GPUS[name]

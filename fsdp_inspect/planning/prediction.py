@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from fsdp_inspect.analysis.capacity.allowance import default_allowance
+from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.planning.candidates import Candidate, Job
 from fsdp_inspect.planning.estimates import PlannedValue, ValueOrigin
 from fsdp_inspect.planning.machines import PlannedMachine
@@ -81,7 +83,7 @@ def step_ns(job: Job, candidate: Candidate, speed: Speed) -> int:
     """The simulated step. Beyond three microbatches, each one takes as long as the third."""
     count = candidate.microbatches
     if count <= _EXACT_MICROBATCHES:
-        return play(build_workload(job, candidate, speed), Execution.STREAM).duration_ns
+        return _played(job, candidate, speed)[0]
     two, three = (step_ns(job, replace(candidate, microbatches=number), speed) for number in (2, 3))
     return two + (count - 2) * (three - two)
 
@@ -89,9 +91,16 @@ def step_ns(job: Job, candidate: Candidate, speed: Speed) -> int:
 def predict_memory(job: Job, machine: PlannedMachine, candidate: Candidate) -> PlannedMemory:
     """Simulate the memory of a step and compare it with the budget."""
     short = replace(candidate, microbatches=min(candidate.microbatches, 2))
-    step = play(build_workload(job, short, machine.speed), Execution.STREAM)
-    assert step.peak_bytes is not None
-    return judge_memory(job, machine, candidate, allocated_estimate(step.peak_bytes))
+    _, peak_bytes = _played(job, short, machine.speed)
+    assert peak_bytes is not None
+    return judge_memory(job, machine, candidate, allocated_estimate(peak_bytes))
+
+
+@lru_cache(maxsize=256)
+def _played(job: Job, candidate: Candidate, speed: Speed) -> tuple[int, int | None]:
+    """Time and peak of a simulated step. A search asks for them by turns, and again at its end."""
+    step = play(build_workload(job, candidate, speed), Execution.STREAM)
+    return step.duration_ns, step.peak_bytes
 
 
 def allocated_estimate(peak_bytes: int) -> PlannedValue:
@@ -133,23 +142,20 @@ def _judge(
         ("A host", host, machine.host_bytes, FitVerdict.HOST),
     ):
         if limit is not None and estimate.low > limit:
-            return verdict, f"{what} needs at least {_gib(estimate.low)} of {_gib(limit)}."
+            return (
+                verdict,
+                f"{what} needs at least {format_bytes(estimate.low)} of {format_bytes(limit)}.",
+            )
     for what, estimate, limit in (
         ("A device", device, machine.memory_bytes),
         ("A host", host, machine.host_bytes),
     ):
         if limit is not None and estimate.high > limit:
             return FitVerdict.UNKNOWN, (
-                f"{what} needs {_gib(estimate.low)} to {_gib(estimate.high)}, and the budget of "
-                f"{_gib(limit)} is inside this interval."
+                f"{what} needs {format_bytes(estimate.low)} to {format_bytes(estimate.high)}, and "
+                f"the budget of {format_bytes(limit)} is inside this interval."
             )
-    return FitVerdict.FITS, f"A device needs at most {_gib(device.high)}."
-
-
-def _gib(size: float) -> str:
-    from fsdp_inspect.formatting import format_bytes
-
-    return format_bytes(size)
+    return FitVerdict.FITS, f"A device needs at most {format_bytes(device.high)}."
 
 
 _PROCESS_BYTES = (2 << 30, 4 << 30, 8 << 30)
@@ -187,8 +193,7 @@ def _complete(
     step = PlannedValue(
         typical, min(*ends, typical), max(*ends, typical), machine.origin, machine.assumption
     )
-    ranks = job.gpus // candidate.tensor_parallel
-    tokens = ranks * candidate.batch_size * candidate.microbatches * job.seq_len
+    tokens = job.tokens_of_step(candidate)
     rate = step.map(lambda ns: tokens / ns * _NS)
     peak = machine.speed.gpu.bf16_flops * job.gpus
     flops = job.model.model_flops_per_token(job.seq_len)

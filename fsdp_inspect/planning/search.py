@@ -11,11 +11,11 @@ then the one with the lowest peak.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_inspect.planning.bounds import bound
-from fsdp_inspect.planning.candidates import Candidate, Job, list_candidates
+from fsdp_inspect.planning.candidates import Candidate, Job
 from fsdp_inspect.planning.machines import PlannedMachine
 from fsdp_inspect.planning.prediction import (
     FORMULA_RATIO,
@@ -71,47 +71,34 @@ class _Bounded:
     """A lower bound of the allocated peak."""
 
 
-def search(
-    job: Job,
-    machine: PlannedMachine,
-    candidates: Sequence[Candidate] | None = None,
-    on_simulated: Callable[[int], object] = lambda _: None,
-) -> PlanSearchResult:
+def search(job: Job, machine: PlannedMachine, candidates: Sequence[Candidate]) -> PlanSearchResult:
     """Find the fastest plans that fit.
 
     Args:
         job: The training.
         machine: The machines and their budgets.
-        candidates: The candidates; None: all.
-        on_simulated: Called with the number of simulated candidates.
+        candidates: The plans to compare.
     """
-    return _Search(job, machine, candidates, on_simulated).run()
+    return _Search(job, machine, candidates).run()
 
 
 class _Search:
-    def __init__(
-        self,
-        job: Job,
-        machine: PlannedMachine,
-        candidates: Sequence[Candidate] | None,
-        on_simulated: Callable[[int], object],
-    ) -> None:
-        self._job, self._machine, self._on_simulated = job, machine, on_simulated
-        listed = list_candidates(job) if candidates is None else candidates
-        self._bounded = sorted(map(self._bound, listed), key=lambda each: each.ns_per_token)
+    def __init__(self, job: Job, machine: PlannedMachine, candidates: Sequence[Candidate]) -> None:
+        self._job, self._machine = job, machine
+        self._bounded = sorted(map(self._bound, candidates), key=lambda each: each.ns_per_token)
+        self._num_simulated = 0
         self._reasons: dict[Candidate, str] = {}
         self._fitting: dict[Candidate, tuple[float, PlannedMemory]] = {}
         self._undecided: tuple[float, Candidate] | None = None
 
     def run(self) -> PlanSearchResult:
-        for number, each in enumerate(self._bounded):
+        for each in self._bounded:
             if each.bytes > self._machine.memory_bytes:
                 self._reasons[each.candidate] = FitVerdict.DEVICE
             elif each.ns_per_token > self._worst_reported():
                 self._reasons[each.candidate] = SLOWER
             else:
                 self._simulate(each.candidate)
-                self._on_simulated(number)
         chosen = self._choose()
         for candidate in self._fitting:
             if candidate not in chosen:
@@ -131,16 +118,9 @@ class _Search:
         size = least.allocated_bytes * (1 - FORMULA_RATIO)
         return _Bounded(
             candidate,
-            least.step_ns / self._tokens(candidate),
+            least.step_ns / self._job.tokens_of_step(candidate),
             size,
         )
-
-    def _tokens(self, candidate: Candidate) -> int:
-        """Tokens of a step."""
-        ranks = self._job.gpus // candidate.tensor_parallel
-        return ranks * candidate.batch_size * candidate.microbatches * self._job.seq_len
-
-    _num_simulated = 0
 
     def _simulate(self, candidate: Candidate) -> None:
         self._num_simulated += 1
@@ -148,7 +128,8 @@ class _Search:
         if memory.verdict in (FitVerdict.DEVICE, FitVerdict.HOST):
             self._reasons[candidate] = memory.verdict
             return
-        time = step_ns(self._job, candidate, self._machine.speed) / self._tokens(candidate)
+        step = step_ns(self._job, candidate, self._machine.speed)
+        time = step / self._job.tokens_of_step(candidate)
         if memory.verdict is FitVerdict.FITS:
             self._fitting[candidate] = (time, memory)
             return

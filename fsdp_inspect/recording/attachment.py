@@ -85,6 +85,7 @@ from fsdp_inspect.store.schema import (
     LIVE_MEMORY_FILE,
     MANIFEST_FILE,
     OUT_OF_MEMORY_FILE,
+    PLAN_FILE,
     attempt_name,
     rank_name,
 )
@@ -96,9 +97,6 @@ from fsdp_inspect.trace.live_memory import LiveHistory, LiveMemoryRecord, LiveMo
 from fsdp_inspect.trace.mesh_dimensions import find_coordinates
 from fsdp_inspect.trace.run import GroupDimension, RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.training_code import TrainingCode
-
-PLAN_FILE = "plan.toml"
-"""File in the run folder with the observed plan. `--plan` and `apply_plan` read it."""
 
 _OTHER_RANKS_TIMEOUT_S = 15.0
 _SETTLE_S = 10.0

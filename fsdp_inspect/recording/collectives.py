@@ -142,6 +142,16 @@ class Communication:
         self.need = start
         self.wait = (start, end)
 
+    def waited(self, start: Any, end: Any) -> None:
+        """Note a wait for it that has returned: it ends then at the latest."""
+        self.need_from(start, end)
+        if isinstance(self.end, Completion):
+            self.end.ended_by(end)
+        if self.end is None:
+            self.end = end
+            self.method = _INFERRED
+            self.flags |= _LATEST_END
+
     def note_end(self, session: Session, number: int) -> None:
         """Report the end to the black box: now on the host, or on a device when the end is read."""
         if number and session.black_box is not None:
@@ -233,13 +243,7 @@ class TimedWork(dist.Work):
         before = clock.mark()
         result = self._inner.wait(*args, **kwargs)
         after = clock.mark()
-        communication.need_from(before, after)
-        if isinstance(communication.end, Completion):
-            communication.end.ended_by(after)
-        if communication.end is None:
-            communication.end = after
-            communication.method = _INFERRED
-            communication.flags |= _LATEST_END
+        communication.waited(before, after)
         return result
 
     def __getattribute__(self, name: str) -> Any:

@@ -23,7 +23,7 @@ from fsdp_inspect.recording.journal import Completion
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.sharding.torch_collectives import address_of, bytes_of, tensors_of
-from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Stream
+from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Stream
 
 _OPERATORS = {
     "c10d::allgather_into_tensor_coalesced_": (EventKind.ALL_GATHER, 0, 0, 2),
@@ -186,13 +186,7 @@ class GraphCollectives:
     def _waited(self, communication: Communication, before: Any) -> None:
         session = self._session
         after = session.clock.mark()
-        communication.need_from(before, after)
-        if isinstance(communication.end, Completion):
-            communication.end.ended_by(after)
-        if communication.end is None:
-            communication.end = after
-            communication.method = Method.INFERRED
-            communication.flags |= EventFlag.LATEST_END
+        communication.waited(before, after)
         communication.write(session)
         if self._units is not None:
             self._units.waited()

@@ -187,12 +187,22 @@ def are_equal(boxes: Mapping[int, BlackBox], name: str) -> bool:
     return all(len(each) == 1 and each[0] == digests[0][0] for each in digests)
 
 
+def find_race(rows: NDArray[np.void], step: int) -> NDArray[np.void]:
+    """The collectives of background threads around a step; empty without those of the training.
+
+    Args:
+        rows: The entries of one communicator in a black box.
+        step: The step.
+    """
+    near = rows[np.abs(rows["step"] - step) <= 1]
+    background: NDArray[np.void] = near[near["state"] != 0]
+    return background[:0] if len(background) == len(near) else background
+
+
 def _is_race(rows: NDArray[np.void], position: int) -> bool:
     """Whether the training thread and another thread issued collectives around a position."""
     steps = rows["step"][rows["sequence"] == position]
-    near = rows[np.abs(rows["step"] - steps.max(initial=-2)) <= 1]
-    is_background = near["state"] != 0
-    return bool(is_background.any() and not is_background.all())
+    return len(find_race(rows, steps.max(initial=-2))) > 0
 
 
 def _first_position(rows: Sequence[NDArray[np.void]]) -> tuple[int | None, bool]:

@@ -1,7 +1,6 @@
-"""Count the bytes that were downloaded, so that a command can show progress."""
+"""Count the requests and bytes that were downloaded."""
 
 import threading
-from collections.abc import Callable
 
 
 class Downloads:
@@ -10,8 +9,6 @@ class Downloads:
     def __init__(self) -> None:
         self.num_bytes = 0
         self.num_requests = 0
-        self.on_change: Callable[[], None] | None = None
-        """Called after each download, from any thread."""
         self._lock = threading.Lock()
 
     def add(self, num_bytes: int) -> None:
@@ -19,8 +16,6 @@ class Downloads:
         with self._lock:
             self.num_requests += 1
             self.num_bytes += num_bytes
-        if self.on_change is not None:
-            self.on_change()
 
 
 DOWNLOADS = Downloads()

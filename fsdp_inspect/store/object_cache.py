@@ -89,13 +89,14 @@ def open_user_cache() -> ObjectCache | None:
     """The cache of this user; None if it is disabled or there is no home folder."""
     text = os.environ.get(SIZE_VARIABLE, "")
     limit = parse_bytes(text) if text else DEFAULT_SIZE
-    folder = _user_folder()
+    folder = user_cache_folder()
     if limit == 0 or folder is None:
         return None
     return ObjectCache(folder / "objects", DEFAULT_SIZE if limit is None else limit)
 
 
-def _user_folder() -> Path | None:
+def user_cache_folder() -> Path | None:
+    """The cache folder of this user; None if it is disabled or there is no home folder."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen is not None:
         return Path(chosen) if chosen else None

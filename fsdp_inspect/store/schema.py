@@ -149,6 +149,8 @@ ALLOCATIONS_FILE = "allocations.json"
 """In a rank's folder: its allocation history; missing without one."""
 OUT_OF_MEMORY_FILE = "out_of_memory.json"
 """In a rank's folder: the allocation that failed; missing without one."""
+PLAN_FILE = "plan.toml"
+"""In the run folder: the observed plan. `--plan` and `apply_plan` read it."""
 LIVE_SUFFIX = ".arrows"
 COMPACTED_SUFFIX = ".parquet"
 

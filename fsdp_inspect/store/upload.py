@@ -24,6 +24,7 @@ from fsdp_inspect.store.schema import (
     LIVE_SUFFIX,
     MANIFEST_FILE,
     NUMERICS_FILE,
+    PLAN_FILE,
     PROBE_FILE,
     RANK_FILE,
     SIGTERM_FILE,
@@ -41,7 +42,6 @@ from fsdp_inspect.store.upload_target import UploadTarget
 
 UPLOAD_FILE = "upload.json"
 """In the run folder on the disk: the URL of the run in the object store."""
-PLAN_FILE = "plan.toml"
 RUN_FILES = (MANIFEST_FILE, PLAN_FILE, PROBE_FILE, SUMMARY.compacted_name)
 """The files of the run itself, which rank 0 writes."""
 MAX_SEGMENT_BYTES = 64 << 20

@@ -13,12 +13,12 @@ from typing import Any
 
 from fsdp_inspect.allocator.settings import parse_settings
 from fsdp_inspect.formatting import format_bytes, format_ratio
-from fsdp_inspect.importing.snapshot_allocator import AllocatorReplay, find_settings, replay_trace
 from fsdp_inspect.importing.snapshot_contents import parse_snapshot
 from fsdp_inspect.importing.snapshot_pickle import read_plain_pickle
 from fsdp_inspect.importing.snapshot_timeline import follow_trace
 from tests.allocator.random_events import ModelDriver
 from tests.allocator.real_allocator.record import ANSWERS, SNAPSHOTS, checksum, possible_events
+from tests.allocator.snapshot_replay import AllocatorReplay, find_settings, replay_trace
 from tests.benchmarks.figures import Figure
 
 KEPT = (1.0, 0.5, 0.1)

@@ -6,6 +6,7 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 from fsdp_inspect_app.range_card import describe_range
+from fsdp_inspect_app.run_names import name_runs
 from fsdp_inspect_app.timeline.range_sums import sum_range
 from fsdp_inspect_app.timeline.track_set import SummedRange, TrackSet
 from fsdp_inspect_app.timeline.tracks import build_timeline
@@ -17,7 +18,7 @@ from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.importing.snapshot import import_snapshot
-from fsdp_inspect.store.folder import rank_folder
+from fsdp_inspect.store.folder import list_runs, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import RANK_FILE
@@ -288,10 +289,12 @@ def test_ranks_and_kinds_are_searched(open_timeline):
     assert "Rank 2" in words
 
 
-def test_a_strip_shows_the_difference_to_run_b(open_timeline):
+def test_a_strip_shows_the_difference_to_run_b(open_timeline, runs):
     timeline = open_timeline("whole", step="3", b="hostile")
     words = timeline.page.locator(".st-key-frame-timeline, [data-testid=stMain]").first.inner_text()
-    assert "compared with B: " in words, words
+    name = name_runs(list_runs(runs))["hostile"]
+    # `plain` puts a word joiner between a colon and a word, which Streamlit would show as an emoji.
+    assert f"compared with B: {name}, rank" in words.replace("\u2060", "")
     assert "Units only here: layers.0" in words
     assert "slower than B" in timeline.page.locator(".legend").inner_text()
 

@@ -32,6 +32,7 @@ from torch.profiler import record_function
 
 from fsdp_inspect.recording.dispatcher_kernels import observe
 from fsdp_inspect.trace.codes import EventKind
+from tests.distributed.trace_waits import Span, WaitBounds
 
 KINDS = {
     "c10d::allreduce_": EventKind.ALL_REDUCE,
@@ -142,27 +143,8 @@ def mark_final_wait(last: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
 
 
 @dataclass(frozen=True, slots=True)
-class MarkedWait:
-    """The bounds of one wait, ns."""
-
-    step: int
-    """The number of its `ProfilerStep`, from 0."""
-    kind: EventKind
-    least_ns: float
-    most_ns: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    name: str
-    start: float
-    end: float
-    thread: Any
-
-
-@dataclass(frozen=True, slots=True)
 class _Issue:
-    span: _Span
+    span: Span
     step: int
     operator: str
     key: tuple[Any, ...]
@@ -176,14 +158,7 @@ class _Trace:
         content = json.loads(path.read_text())
         begin = content.get("baseTimeNanoseconds", 0)
         events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
-        spans = [
-            (
-                event.get("cat"),
-                _Span(event["name"], start, start + 1000 * event["dur"], event["tid"]),
-            )
-            for event in events
-            for start in [begin + 1000 * float(event["ts"])]
-        ]
+        spans = [(event.get("cat"), _span(event, begin)) for event in events]
         self.marks = [span for category, span in spans if category == "user_annotation"]
         self.steps = sorted(
             (span for span in self.marks if "ProfilerStep#" in span.name),
@@ -202,7 +177,7 @@ class _Trace:
             moments.sort()
         self.issues = self._read_issues()
 
-    def step_of(self, span: _Span) -> int:
+    def step_of(self, span: Span) -> int:
         return next(
             (n for n, step in enumerate(self.steps) if step.start <= span.start < step.end), -1
         )
@@ -228,7 +203,7 @@ class _Trace:
         begin = moments[before - 1] if before else start
         return (moments[after] if after < len(moments) else float("inf")) - begin
 
-    def start_of(self, issue: _Issue, wait: _Span) -> float:
+    def start_of(self, issue: _Issue, wait: Span) -> float:
         """The start of the call that issues and waits; of the wait, if the call does not wait."""
         starts = self._starts[wait.thread]
         num_between = bisect_left(starts, wait.start) - bisect_right(starts, issue.span.end)
@@ -241,7 +216,7 @@ class _Trace:
         )
 
 
-def read_marked_waits(traces: Mapping[int, Path]) -> dict[int, list[MarkedWait]]:
+def read_marked_waits(traces: Mapping[int, Path]) -> dict[int, list[WaitBounds]]:
     """Read the bounds of all marked waits.
 
     Args:
@@ -257,7 +232,7 @@ def read_marked_waits(traces: Mapping[int, Path]) -> dict[int, list[MarkedWait]]
     }
 
 
-def _waits(trace: _Trace, issued: Mapping[Any, Sequence[_Issue]]) -> list[MarkedWait]:
+def _waits(trace: _Trace, issued: Mapping[Any, Sequence[_Issue]]) -> list[WaitBounds]:
     found = []
     for wait in trace.marks:
         if not wait.name.startswith("wait|"):
@@ -267,7 +242,7 @@ def _waits(trace: _Trace, issued: Mapping[Any, Sequence[_Issue]]) -> list[Marked
         last = 0.0 if issue.operator == "c10d::send" else _last_issue(issue, issued)
         start = trace.start_of(issue, wait)
         found.append(
-            MarkedWait(
+            WaitBounds(
                 step,
                 KINDS[issue.operator],
                 max(0.0, last - wait.start),
@@ -282,7 +257,7 @@ def _last_issue(issue: _Issue, issued: Mapping[Any, Sequence[_Issue]]) -> float:
     return max(each.span.start for each in issued[issue.key])
 
 
-def _final_waits(trace: _Trace, issued: Mapping[Any, Sequence[_Issue]]) -> list[MarkedWait]:
+def _final_waits(trace: _Trace, issued: Mapping[Any, Sequence[_Issue]]) -> list[WaitBounds]:
     """The wait of DDP for all buckets of a step; empty without its marks."""
     found = []
     for number, step in enumerate(trace.steps):
@@ -294,7 +269,7 @@ def _final_waits(trace: _Trace, issued: Mapping[Any, Sequence[_Issue]]) -> list[
             _last_issue(each, issued) for each in trace.issues.values() if each.step == number
         )
         found.append(
-            MarkedWait(
+            WaitBounds(
                 number,
                 EventKind.ALL_REDUCE,
                 max(0.0, last - marks[_INSIDE_ALL].end),
@@ -304,6 +279,6 @@ def _final_waits(trace: _Trace, issued: Mapping[Any, Sequence[_Issue]]) -> list[
     return found
 
 
-def _span(event: dict[str, Any], begin_ns: int) -> _Span:
+def _span(event: dict[str, Any], begin_ns: int) -> Span:
     start = begin_ns + 1000 * float(event["ts"])
-    return _Span(event["name"], start, start + 1000 * float(event["dur"]), event["tid"])
+    return Span(event["name"], start, start + 1000 * float(event["dur"]), event["tid"])

@@ -66,7 +66,9 @@ class WaitBounds:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class Span:
+    """An event of a trace with a duration."""
+
     name: str
     start: float
     end: float
@@ -79,12 +81,12 @@ def read_wait_bounds(path: Path) -> list[WaitBounds]:
         event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"
     ]
     steps = [each for each in _spans(events, "user_annotation") if "ProfilerStep#" in each.name]
-    operators: dict[Any, list[_Span]] = defaultdict(list)
+    operators: dict[Any, list[Span]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":
             operators[event["tid"]].append(_span(event))
     threads = {number: _Thread(own) for number, own in operators.items()}
-    works: dict[str, deque[_Span]] = defaultdict(deque)
+    works: dict[str, deque[Span]] = defaultdict(deque)
     for work in _spans(events, "user_annotation"):
         if work.name.startswith("gloo:"):
             works[work.name].append(work)
@@ -99,7 +101,7 @@ def read_wait_bounds(path: Path) -> list[WaitBounds]:
 
 
 def _bounds(
-    call: _Span, threads: dict[Any, _Thread], works: dict[str, deque[_Span]], steps: list[_Span]
+    call: Span, threads: dict[Any, _Thread], works: dict[str, deque[Span]], steps: list[Span]
 ) -> WaitBounds:
     thread = threads[call.thread]
     waiting = works[_GLOO_WORK[call.name]]
@@ -121,7 +123,7 @@ def _bounds(
 class _Thread:
     """The operators of one thread. Each start and each end is a moment at which it did not wait."""
 
-    def __init__(self, operators: list[_Span]) -> None:
+    def __init__(self, operators: list[Span]) -> None:
         ordered = sorted(operators, key=lambda each: (each.start, -each.end))
         self._ends = sorted(each.end for each in operators)
         self._moments: list[float] = []
@@ -137,7 +139,7 @@ class _Thread:
         ]
         self._waits = [each for each in ordered if each.name == WAIT]
 
-    def functional_around(self, call: _Span) -> _Span | None:
+    def functional_around(self, call: Span) -> Span | None:
         """The functional operator that issued this call; None: `torch.distributed` did."""
         return next(
             (
@@ -148,11 +150,11 @@ class _Thread:
             None,
         )
 
-    def wait_after(self, moment: float) -> _Span:
+    def wait_after(self, moment: float) -> Span:
         """The first operator that waits for a functional collective from a moment on."""
         return next(each for each in self._waits if each.start >= moment)
 
-    def last_end_in(self, span: _Span) -> float:
+    def last_end_in(self, span: Span) -> float:
         """The end of the last operator in a span; without any, the end of the span."""
         last = bisect_right(self._ends, span.end) - 1
         is_inside = last >= 0 and self._ends[last] > span.start
@@ -165,11 +167,11 @@ class _Thread:
         return begin, self._moments[after] if after < len(self._moments) else float("inf")
 
 
-def _spans(events: list[dict[str, Any]], category: str) -> list[_Span]:
+def _spans(events: list[dict[str, Any]], category: str) -> list[Span]:
     found = [_span(event) for event in events if event.get("cat") == category]
     return sorted(found, key=lambda each: each.start)
 
 
-def _span(event: dict[str, Any]) -> _Span:
+def _span(event: dict[str, Any]) -> Span:
     start = float(event["ts"])
-    return _Span(event["name"], start, start + float(event["dur"]), event["tid"])
+    return Span(event["name"], start, start + float(event["dur"]), event["tid"])

@@ -1,11 +1,8 @@
 """A memory step keeps every change of the live memory, with the lines that allocate it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -13,14 +10,6 @@ from fsdp_inspect import Recorder
 from fsdp_inspect.analysis.memory.instant import measure_memory_instant
 from fsdp_inspect.analysis.memory.step import measure_step_memory
 from fsdp_inspect.store.reader import open_run
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    where = f"file://{tmp_path}/rendezvous"
-    dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_the_instants_of_a_memory_step_name_the_allocating_lines(

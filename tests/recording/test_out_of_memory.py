@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -40,14 +38,6 @@ CUDA_MESSAGE = (
     "which 1.20 GiB is free."
 )
 KIB = 1024
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    where = f"file://{tmp_path}/rendezvous"
-    dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def train(tmp_path: Path, *, steps: int = 3, **options: Any) -> Path:

@@ -37,15 +37,6 @@ def fake_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
-
-
 def sharded_model() -> nn.Module:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     for layer in model:

@@ -53,6 +53,7 @@ from fsdp_inspect_app.selection import (
     page_link,
     remembered,
     run_name,
+    run_namer,
 )
 from fsdp_inspect_app.timeline.component import show_timeline
 from fsdp_inspect_app.wording import code, plain
@@ -140,7 +141,7 @@ def _pick_runs(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
             "Baseline",
             list(entries),
             key=BASELINE_KEY,
-            format_func=run_name,
+            format_func=run_namer(),
             help="The reference of the comparison.",
         )
         link(BASELINE_KEY, baseline)
@@ -155,7 +156,7 @@ def _pick_runs(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
             options,
             key=WITH_KEY,
             max_selections=_MOST_OTHERS,
-            format_func=run_name,
+            format_func=run_namer(),
             placeholder="one to seven runs",
             help="Runs with the same settings are repeats, and count as one side.",
         )

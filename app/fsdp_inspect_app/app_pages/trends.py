@@ -3,7 +3,6 @@
 import pandas as pd
 import streamlit as st
 
-from fsdp_inspect.catalog.run_settings import setting_names
 from fsdp_inspect.catalog.trends import (
     METRICS_OF_RUNS,
     MODEL_AND_RANKS,
@@ -57,7 +56,7 @@ def show_page() -> None:
 
 
 def _pick(catalog: KnownCatalog) -> tuple[str, TrendAxis, tuple[str, ...]]:
-    splits = [_TOGETHER, *setting_names(catalog.runs)]
+    splits = [_TOGETHER, *catalog.settings]
     with st.container(horizontal=True):
         follow("metric", "metric", {name: name for name in METRICS_OF_RUNS}, METRICS_OF_RUNS[0])
         metric = st.selectbox(
