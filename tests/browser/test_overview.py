@@ -101,3 +101,12 @@ def test_the_shared_address_opens_the_same_page_for_a_colleague(states_server, t
     answer.wait_for()
     assert answer.inner_text() == headline
     colleague.context.close()
+
+
+def test_the_pages_have_the_style_of_the_diagnosis(states_server, tab):
+    dashboard = tab(states_server)
+    dashboard.open("diagnosis", run="crashed")
+    selectors = dashboard.page.evaluate(
+        "() => [...document.styleSheets].flatMap((s) => [...s.cssRules].map((r) => r.selectorText))"
+    )
+    assert {".collective-grid td", ".collective-grid td.done"} <= set(selectors)
