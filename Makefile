@@ -39,7 +39,7 @@ test: $(READY) ## Run the tests that guard a change (without a GPU, GPU tests ar
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
 .PHONY: test-all
-test-all: $(READY) ## Run the exhaustive tests, too, as CI does for each change
+test-all: $(READY) ## Run the exhaustive tests, too, as CI does every night
 	$(PYTEST) $(PARALLEL) --exhaustive $(ARGS)
 
 .PHONY: studies
