@@ -60,10 +60,10 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
         OSError: The file cannot be read, is not a regular file, or is larger than `max_bytes`.
     """
     with open_regular(path) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"File too large. Expected at most {max_bytes:,} bytes")
-    return content
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise OSError(errno.EFBIG, f"File too large. Expected at most {max_bytes:,} bytes")
+        return file.read(size)  # `read(limit)` would allocate gigabytes first
 
 
 def parse_json(encoded: bytes | str) -> Any:
