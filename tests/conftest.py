@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
@@ -53,6 +54,18 @@ STUDIES = "--studies"
 Torchrun = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@dataclass
+class Ended:
+    """The exit code and the output of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+Invoke = Callable[..., Ended]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "run the tests marked slow, too: those that check many cases of one kind"
     parser.addoption(EXHAUSTIVE, action="store_true", help=text)
@@ -62,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # No deadline for an example, because its duration depends on other load.
-    settings.register_profile("guard", max_examples=30, deadline=None)
+    settings.register_profile("guard", max_examples=15, deadline=None)
     settings.register_profile("exhaustive", deadline=None)
     settings.load_profile("exhaustive" if config.getoption(EXHAUSTIVE) else "guard")
     config.pluginmanager.register(Scheduling(config), "fsdp-inspect-scheduling")
@@ -181,6 +194,22 @@ def free_port() -> Callable[[], int]:
             return int(listener.getsockname()[1])
 
     return find
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """The command line in this process, which is faster: `invoke("summary", folder)`."""
+    from fsdp_inspect.cli import main
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["fsdp-inspect", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "80")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), printed.out, printed.err)
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.store.reader import open_run
 from tests.app.conftest import HOSTILE_NAME, HOSTILE_UNIT
 from tests.app.synthetic import make_run, write_run
+from tests.cases import mark_slow
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 SAMPLE_IDS = sorted(
@@ -62,7 +63,7 @@ def errors_of(app):
 
 
 @pytest.mark.parametrize("page", RUN_PAGES)
-@pytest.mark.parametrize("sample", SAMPLE_IDS)
+@pytest.mark.parametrize("sample", mark_slow(SAMPLE_IDS, but=SAMPLE_IDS[:1]))
 def test_every_page_opens_every_sample(open_app, sample, page):
     app = open_app(SAMPLES, page, run=sample)
     assert not app.exception
@@ -299,7 +300,10 @@ def test_units_shows_one_unit_in_detail_and_links_to_it(open_app, runs_folder):
     assert app.query_params["unit"] == "norm, lm_head"
 
 
-@pytest.mark.parametrize("measure", ["compute", "collective duration", "parameters"])
+@pytest.mark.parametrize(
+    "measure",
+    mark_slow(("compute", "collective duration", "parameters"), but=("collective duration",)),
+)
 def test_units_bars_show_what_is_chosen(open_app, runs_folder, measure):
     app = open_app(runs_folder, "units", run="whole")
     app.button_group(key="bars").set_value(measure).run()
@@ -423,7 +427,7 @@ def test_pins_and_a_baseline_come_from_the_address_and_lead_the_list(open_app, r
     assert app.query_params["baseline"] == "whole"
 
 
-@pytest.mark.parametrize("page", ["runs", "overview", "units"])
+@pytest.mark.parametrize("page", mark_slow(("runs", "overview", "units"), but=("overview",)))
 @pytest.mark.parametrize(
     "value",
     [

@@ -19,9 +19,9 @@ from tests.app.test_pages import codes_of
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "samples"
-MARKS = {"tiny-2-ranks/run": (), "async-prefetch-2-ranks/run": pytest.mark.study}
+LONGEST = "async-prefetch-2-ranks/run"
 SAMPLE_IDS = [
-    pytest.param(name, marks=MARKS.get(name, pytest.mark.slow))
+    pytest.param(name, marks=[pytest.mark.study] * (name == LONGEST))
     for name in sorted(
         path.parent.relative_to(SAMPLES).as_posix() for path in SAMPLES.glob("**/run.json")
     )
@@ -94,6 +94,7 @@ def launch(command: str, folder: Path) -> Path:
     return manifest.parent
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("run", SAMPLE_IDS)
 def test_every_printed_command_runs_as_printed(tmp_path: Path, run: str) -> None:

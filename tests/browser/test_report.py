@@ -11,9 +11,11 @@ from fsdp_inspect.report.html import (
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 from tests.builders import RunBuilder, steady_run
+from tests.cases import mark_slow
 
 pytestmark = pytest.mark.browser
 
+WINDOWS = [(800, "dark"), (1280, "light"), (1920, "dark")]
 HOSTILE = (
     "\"><img src=x onerror=document.title='owned'><script>document.title='owned'</script>\u202e"
 )
@@ -56,10 +58,9 @@ def open_page(browser):
 
 
 @pytest.mark.parametrize("name", ["report", "comparison"])
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (800, "dark"), (1920, "dark")])
-def test_a_report_fits_its_window_and_asks_for_nothing(
-    pages, open_page, screenshots, name, width, scheme
-):
+@pytest.mark.parametrize("window", mark_slow(WINDOWS, but=WINDOWS[:1]), ids=str)
+def test_a_report_fits_its_window_and_asks_for_nothing(pages, open_page, screenshots, name, window):
+    width, scheme = window
     page = open_page(pages[name], width=width, scheme=scheme)
     wide = page.evaluate("document.documentElement.scrollWidth")
     page.screenshot(path=screenshots / f"{name}-{width}-{scheme}.png", full_page=True)
@@ -88,6 +89,7 @@ def test_dark_and_light_differ_and_paper_is_light(pages, open_page):
     assert background(dark) == "rgb(255, 255, 255)"
 
 
+@pytest.mark.slow
 def test_a_report_prints(pages, open_page, tmp_path):
     path = tmp_path / "report.pdf"
     open_page(pages["report"]).pdf(path=path, format="A4")

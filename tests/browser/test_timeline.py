@@ -259,6 +259,7 @@ def test_a_dragged_range_is_summed_and_a_link_keeps_it(open_timeline, runs):
     expect(other.page.locator(".st-key-card-range-timeline")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_fullscreen_has_a_button_and_a_key_and_keeps_the_details(open_timeline):
     timeline = open_timeline(step="3", rank="0")
     timeline.canvas.press("Shift+F")
@@ -289,6 +290,7 @@ def test_ranks_and_kinds_are_searched(open_timeline):
     assert "Rank 2" in words
 
 
+@pytest.mark.slow
 def test_a_strip_shows_the_difference_to_run_b(open_timeline, runs):
     timeline = open_timeline("whole", step="3", b="hostile")
     words = timeline.page.locator(".st-key-frame-timeline, [data-testid=stMain]").first.inner_text()
@@ -299,6 +301,7 @@ def test_a_strip_shows_the_difference_to_run_b(open_timeline, runs):
     assert "slower than B" in timeline.page.locator(".legend").inner_text()
 
 
+@pytest.mark.slow
 def test_it_stays_inside_its_margin_on_a_phone(open_timeline, screenshots):
     timeline = open_timeline(step="3", width=400)
     assert fits_the_window(timeline.page)
@@ -308,6 +311,7 @@ def test_it_stays_inside_its_margin_on_a_phone(open_timeline, screenshots):
     timeline.page.screenshot(path=screenshots / "timeline-400.png")
 
 
+@pytest.mark.slow
 def test_a_unit_is_searched_forwards_and_backwards(open_timeline):
     timeline = open_timeline(step="3", rank="0")
     timeline.canvas.press("/")
@@ -324,6 +328,7 @@ def test_a_unit_is_searched_forwards_and_backwards(open_timeline):
     expect(matches).to_have_text("no such name")
 
 
+@pytest.mark.slow
 def test_tooltips_explain_spans_and_memory(open_timeline, longest):
     timeline = open_timeline(step="3", rank="0")
     _, facts = longest
@@ -341,6 +346,7 @@ def test_tooltips_explain_spans_and_memory(open_timeline, longest):
     assert "allocated 12.0 GiB reserved 14.0 GiB read in forward" in words
 
 
+@pytest.mark.slow
 def test_the_keyboard_alone_selects_and_explains(open_timeline):
     timeline = open_timeline(step="3", rank="0")
     timeline.canvas.focus()
@@ -392,6 +398,7 @@ def test_a_link_shows_a_colleague_the_same(open_timeline, browser):
     assert abs(int(shown["endNs"]) - int(seen["endNs"])) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -405,6 +412,7 @@ def test_a_link_that_makes_no_sense_shows_the_whole_step(open_timeline, paramete
     assert (state["startNs"], state["selected"], state["pinned"]) == ("0", "-1", "")
 
 
+@pytest.mark.slow
 def test_the_picture_is_saved_as_png(open_timeline):
     timeline = open_timeline(step="3")
     with timeline.page.expect_download() as download:
@@ -442,6 +450,7 @@ def test_names_from_a_run_are_shown_and_never_obeyed(open_timeline):
     assert page.locator("img[src='x']").count() == 0
 
 
+@pytest.mark.slow
 def test_ranks_without_a_common_clock_are_told_apart(open_timeline):
     timeline = open_timeline("apart", step="3")
     words = timeline.page.get_by_test_id("stMain").inner_text()
@@ -449,11 +458,13 @@ def test_ranks_without_a_common_clock_are_told_apart(open_timeline):
     assert "Do not compare their" in words
 
 
+@pytest.mark.slow
 def test_an_emulated_step_says_so_in_the_picture(open_timeline):
     timeline = open_timeline("emulated", step="3")
     assert timeline.canvas.get_attribute("aria-label").startswith("Emulated: compute is measured")
 
 
+@pytest.mark.slow
 def test_an_imported_trace_is_one_window_and_says_what_it_cannot_know(open_timeline):
     timeline = open_timeline("imported")
     words = timeline.page.get_by_test_id("stMain").inner_text()
@@ -463,6 +474,7 @@ def test_an_imported_trace_is_one_window_and_says_what_it_cannot_know(open_timel
     assert "imported, " in timeline.details()
 
 
+@pytest.mark.slow
 def test_a_run_of_memory_alone_says_what_to_do(address, tab):
     dashboard = tab(address)
     dashboard.open("timeline", run="memory")

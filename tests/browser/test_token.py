@@ -31,6 +31,7 @@ def test_the_printed_url_opens_the_dashboard_and_leaves_the_address(token_server
     assert dashboard.page.evaluate("() => document.cookie").find("fsdp-inspect-token") == -1
 
 
+@pytest.mark.slow
 def test_pages_links_and_downloads_need_no_token_in_the_address(token_server, tab):
     address, url = token_server
     dashboard = tab(address)

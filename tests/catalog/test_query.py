@@ -1,14 +1,13 @@
 """SQL over a catalog reads its four tables and nothing else."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fsdp_inspect.catalog.catalog import Catalog
 from fsdp_inspect.errors import QueryError
+from tests.conftest import Invoke
 
 
 def test_a_query_joins_the_tables(catalog: Catalog) -> None:
@@ -71,30 +70,30 @@ def test_time_and_memory_of_a_query_are_limited(catalog: Catalog) -> None:
         catalog.query("SELECT * FROM range(100000000)", memory_bytes=1)
 
 
-def ask(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fsdp_inspect", "query", *words, "--runs", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+def test_the_command_prints_a_table_json_and_csv(invoke: Invoke, runs_folder: Path) -> None:
+    def ask(*words: str) -> str:
+        return invoke("query", *words, "--runs", runs_folder).out
 
-
-def test_the_command_prints_a_table_json_and_csv(runs_folder: Path) -> None:
     sql = "SELECT run, step_time_ns FROM runs WHERE run LIKE 'run-%' ORDER BY run LIMIT 2"
-    assert ask(runs_folder, sql).stdout.split() == (
+    assert ask(sql).split() == (
         ["run", "step_time_ns", "run-0", "1.00", "µs", "run-1", "1.00", "µs"]
     )
-    assert json.loads(ask(runs_folder, sql, "--json").stdout)["rows"] == [
+    assert json.loads(ask(sql, "--json"))["rows"] == [
         {"run": "run-0", "step_time_ns": 1000},
         {"run": "run-1", "step_time_ns": 1000},
     ]
-    assert ask(runs_folder, sql, "--csv").stdout == ("run,step_time_ns\nrun-0,1000\nrun-1,1000\n")
-    wide = ask(runs_folder, "SELECT * FROM runs WHERE run = 'run-0'").stdout
+    assert ask(sql, "--csv") == ("run,step_time_ns\nrun-0,1000\nrun-1,1000\n")
+    wide = ask("SELECT * FROM runs WHERE run = 'run-0'")
     assert max(map(len, wide.splitlines())) <= 80
 
 
-def test_a_wrong_query_exits_with_2_and_says_what_to_do(runs_folder: Path, tmp_path: Path) -> None:
-    wrong = ask(runs_folder, "SELECT nothing FROM runs")
-    assert wrong.returncode == 2
-    assert "Invalid query" in wrong.stderr
-    assert "query --help" in wrong.stderr
-    missing = ask(tmp_path, "SELECT 1")
-    assert missing.returncode == 2
-    assert "Create it with" in missing.stderr
+def test_a_wrong_query_exits_with_2_and_says_what_to_do(
+    invoke: Invoke, runs_folder: Path, tmp_path: Path
+) -> None:
+    wrong = invoke("query", "SELECT nothing FROM runs", "--runs", runs_folder)
+    assert wrong.code == 2
+    assert "Invalid query" in wrong.err
+    assert "query --help" in wrong.err
+    missing = invoke("query", "SELECT 1", "--runs", tmp_path)
+    assert missing.code == 2
+    assert "Create it with" in missing.err

@@ -153,7 +153,13 @@ def record(path: Path, plant: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[forecast, record], ids=["forecast", "recorded"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(forecast, marks=pytest.mark.slow, id="forecast"),
+        pytest.param(record, id="recorded"),
+    ],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of each plant, and `baseline.json` of the run without a plant."""
     runs = tmp_path_factory.mktemp("planted")

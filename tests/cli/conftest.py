@@ -1,19 +1,12 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import pytest
 
 from tests.builders import steady_run, write_run
 from tests.cli.tuning_session import CONFIG, tune
-
-
-@dataclass
-class Ended:
-    code: int
-    out: str
-    err: str
+from tests.conftest import Ended
 
 
 @pytest.fixture(scope="session")
@@ -39,22 +32,6 @@ def command():
             timeout=300,
         )
         return Ended(done.returncode, done.stdout, done.stderr)
-
-    return run
-
-
-@pytest.fixture
-def invoke(capsys, monkeypatch):
-    """The command line in this process, which is faster: `invoke("summary", folder)`."""
-    from fsdp_inspect.cli import main
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["fsdp-inspect", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "80")
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return Ended(ended.value.code or 0, printed.out, printed.err)
 
     return run
 

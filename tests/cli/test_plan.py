@@ -72,21 +72,21 @@ def test_the_written_files_are_read_by_their_readers(written):
     assert accelerate["fsdp_config"]["fsdp_version"] == 2
 
 
-def test_the_text_fits_80_columns_and_states_its_assumptions():
-    done = run_plan(*SMALL)
-    assert done.returncode == 0
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert done.stdout.startswith("Fits: ")
+def test_the_text_fits_80_columns_and_states_its_assumptions(invoke):
+    done = invoke("plan", *SMALL)
+    assert done.code == 0
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert done.out.startswith("Fits: ")
     for words in ("Runners-up", "Rejected", "Roofline", "Nothing here is measured."):
-        assert words in done.stdout
+        assert words in done.out
 
 
-def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_stated():
-    done = run_plan("--model", "llama-70b", "--gpus", "4", "--memory", "2GiB",
-                    "--host-memory", "64GiB")  # fmt: skip
-    assert done.returncode == 1
-    assert done.stdout.startswith("No plan fits into 2.00 GiB.")
-    assert "a plan fits with" in done.stdout
+def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_stated(invoke):
+    memory = ("--memory", "2GiB", "--host-memory", "64GiB")
+    done = invoke("plan", "--model", "llama-70b", "--gpus", "4", *memory)
+    assert done.code == 1
+    assert done.out.startswith("No plan fits into 2.00 GiB.")
+    assert "a plan fits with" in done.out
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def test_invalid_input_has_exit_code_2_and_no_traceback(words, message, invoke):
     assert "Traceback" not in done.err
 
 
-def test_a_calibrating_run_replaces_the_roofline():
-    run = "samples/tiny-2-ranks/run"
-    done = run_plan(*SMALL, "--json", "--calibrate", run)
-    assert done.returncode == 0, done.stderr
-    step = json.loads(done.stdout)["best"]["step_time_ns"]
+def test_a_calibrating_run_replaces_the_roofline(invoke):
+    run = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
+    done = invoke("plan", *SMALL, "--json", "--calibrate", run)
+    assert done.code == 0, done.err
+    step = json.loads(done.out)["best"]["step_time_ns"]
     assert step["origin"] == "calibrated simulation"
     assert "as in run" in step["assumption"]
 

@@ -111,6 +111,7 @@ def test_the_advice_of_the_command_is_the_plan_that_its_diff_makes(
     assert plan_of(again).forward_prefetch == plan.forward_prefetch
 
 
+@pytest.mark.slow
 def test_several_models_take_their_parts_of_the_plan(tmp_path: Path, run_ranks: Torchrun) -> None:
     shutil.copy(FOLDER / MODELS, tmp_path)
     run_ranks(MODELS, cwd=tmp_path)
@@ -142,6 +143,7 @@ def test_without_source_lines_the_advice_names_the_lines(
     assert 'Plan.load("plan.toml").within("decoder")' in written.lines
 
 
+@pytest.mark.slow
 def test_the_trainer_runs_the_printed_launch_line(tmp_path: Path, run_ranks: Torchrun) -> None:
     settings = ("--wrap", "root", "--no-reshard-after-backward", "--microbatches=2")
     steps = ("--steps", "8", "--data", "text", "--record", "--runs-dir", "runs", "--name", "first")
@@ -168,6 +170,7 @@ def test_the_trainer_runs_the_printed_launch_line(tmp_path: Path, run_ranks: Tor
     assert plan_of(again).units == after.units
 
 
+@pytest.mark.slow
 def test_a_model_that_was_sharded_before_the_recorder_was_imported_has_no_places(
     tmp_path: Path, torchrun: Torchrun
 ) -> None:

@@ -17,6 +17,7 @@ from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
+from tests.cases import mark_slow
 from tests.conftest import EXHAUSTIVE, Torchrun
 from tests.distributed.crash_driver import FLUSH_INTERVAL_S, NUM_RANKS
 
@@ -209,6 +210,7 @@ def test_a_full_disk_costs_records_and_not_the_training(
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_a_read_only_disk_costs_the_recording_and_not_the_training(
     undisturbed: str, tmp_path: Path, train_on: TrainOn
 ) -> None:
@@ -231,7 +233,7 @@ def test_a_folder_deleted_in_mid_run_does_not_stop_the_training(
     assert os.environ.get("OMP_NUM_THREADS") == "1"
 
 
-@pytest.mark.parametrize("damage", ["errors", "descriptors"])
+@pytest.mark.parametrize("damage", mark_slow(("errors", "descriptors"), but=("errors",)))
 def test_no_step_is_lost_when_writing_fails_for_a_while(
     undisturbed: str, tmp_path: Path, train_on: TrainOn, damage: str
 ) -> None:
@@ -243,6 +245,7 @@ def test_no_step_is_lost_when_writing_fails_for_a_while(
     assert run.ranks[0].dropped == {}
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs_until_the_end_costs_counted_rows(
     healthy: tuple[str, int], tmp_path: Path, train_on: TrainOn
 ) -> None:

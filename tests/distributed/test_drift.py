@@ -64,6 +64,7 @@ def check_is_named(folder: Path, cause: str) -> None:
     assert (found.problem, found.step) == (ProblemClass.DRIFT, change.step)
 
 
+@pytest.mark.slow
 def test_what_changed_with_the_step_time_is_named(
     record: Callable[[Sequence[str]], Path],
 ) -> None:

@@ -17,6 +17,7 @@ from fsdp_inspect.comparison.equivalence import (
 )
 from fsdp_inspect.report.equivalence import describe_equivalence, describe_evidence
 from fsdp_inspect.trace.step_dump import ENVIRONMENT_VARIABLE, DumpSettings, StepDump, read_dumps
+from tests.cases import mark_slow
 from tests.conftest import Torchrun
 
 pytestmark = pytest.mark.distributed
@@ -43,6 +44,7 @@ FAULTS = {
     "twice accumulate clip": (StepFault.DIVIDED_TWICE, None),
     "twice-later": (StepFault.DIVIDED_TWICE, None),
 }
+QUICK_FAULTS = ("own", "missing", "dtype", "stale", "twice")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def compare(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory):
     return run
 
 
-@pytest.mark.parametrize("words", HEALTHY)
+@pytest.mark.parametrize("words", mark_slow(HEALTHY, but=HEALTHY[1:2]))
 def test_a_correct_step_equals_the_step_without_sharding(compare, words: str) -> None:
     found = compare(words)
     assert (found.status, found.fault) == (StepStatus.EQUAL, None)
@@ -78,7 +80,7 @@ def test_a_correct_step_equals_the_step_without_sharding(compare, words: str) ->
     assert all(each.gradient_norm > 0 for each in found.units)
 
 
-@pytest.mark.parametrize("words", FAULTS)
+@pytest.mark.parametrize("words", mark_slow(FAULTS, but=QUICK_FAULTS))
 def test_a_planted_fault_is_named_with_its_unit(compare, words: str) -> None:
     found = compare(words)
     fault, unit = FAULTS[words]
@@ -133,6 +135,7 @@ def test_the_command_runs_torchrun_and_states_the_fault() -> None:
     assert found["next"].startswith("Remove the division")
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_before_the_step_is_reported() -> None:
     done = _command("--step", "7", "none")
     assert done.returncode == 2

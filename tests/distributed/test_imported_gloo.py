@@ -8,7 +8,7 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase, StepPart
 from tests.distributed.profiled_trainer import CASES, PROFILED_STEPS, WARMUP_STEPS
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = range(WARMUP_STEPS, WARMUP_STEPS + PROFILED_STEPS)
 OF_FSDP = (StepPart.EXPOSED_ALL_GATHER, StepPart.EXPOSED_REDUCE_SCATTER)

@@ -96,6 +96,7 @@ def test_the_end_says_what_limits_the_step_and_where_the_run_lies(launched: Laun
     assert "Next:" in launched.process.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_keeps_its_traceback_and_its_recording(
     tmp_path: Path, torchrun: Torchrun
 ) -> None:

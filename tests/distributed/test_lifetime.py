@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("lifetime_script.py")
 STEPS = 8
 SLEEP_NS = round(SLEEP_S * 1e9)
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -111,6 +111,7 @@ def test_a_batch_that_grows_is_explained_by_unit_line_and_growth(
     assert any("Step 5 held" in line for line in text.evidence)
 
 
+@pytest.mark.slow
 def test_a_plan_for_the_grown_batch_passes_under_the_limit(script: Any, tmp_path: Path) -> None:
     script("first", "40MiB", "6", "32", "200")
     found = diagnose(tmp_path / "first")
@@ -152,6 +153,7 @@ def test_a_limit_below_the_parameters_fails_in_the_first_forward(
     assert "100 KiB" in describe_diagnosis(found).sentence
 
 
+@pytest.mark.slow
 def test_a_script_that_catches_the_failure_trains_on_and_ends_healthy(
     script: Any, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ from tests.distributed.profiled_sharders import MARKED, PROFILED_STEPS, SHARDERS
 from tests.distributed.trace_waits import KINDS as TRACED_KINDS
 from tests.distributed.trace_waits import WaitBounds, read_wait_bounds
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 MESHES = ("fsdp_tp", "hsdp", "fsdp_ep", "fsdp_cp", "pipeline")
 ON_EIGHT_RANKS = ("hsdp_tp",)

@@ -12,7 +12,7 @@ import pytest
 import fsdp_inspect
 from tests.conftest import Torchrun
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("expert_script.py")
 TIMED_STEPS = 12

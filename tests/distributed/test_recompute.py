@@ -8,6 +8,7 @@ import pytest
 
 import fsdp_inspect
 from fsdp_inspect.trace.codes import EventKind, Phase
+from tests.cases import mark_slow
 from tests.conftest import Torchrun
 from tests.distributed.checkpointed_script import NUM_BLOCKS, SLEEP_S
 
@@ -21,14 +22,17 @@ REPEATED = {
     "every-second": range(1, NUM_BLOCKS, 2),
     "pair": range(NUM_BLOCKS),
 }
+KINDS = ((), ("--reentrant",), ("--reentrant", "--steps"))
+CASES = [(place, *kind) for kind in KINDS for place in REPEATED]
+QUICK = (("inside",), ("every-second", "--reentrant"), ("pair", "--reentrant", "--steps"))
 
 
-@pytest.mark.parametrize("place", REPEATED)
-@pytest.mark.parametrize("kind", [(), ("--reentrant",), ("--reentrant", "--steps")], ids=" ".join)
+@pytest.mark.parametrize("case", mark_slow(CASES, but=QUICK), ids=" ".join)
 def test_each_unit_shows_its_own_repeated_forward(
-    run_ranks: Torchrun, tmp_path: Path, kind: tuple[str, ...], place: str
+    run_ranks: Torchrun, tmp_path: Path, case: tuple[str, ...]
 ) -> None:
-    run_ranks(SCRIPT, place, *kind, cwd=tmp_path)
+    place = case[0]
+    run_ranks(SCRIPT, *case, cwd=tmp_path)
     run = fsdp_inspect.open_run(tmp_path / "run")
     units = {unit.fqn: unit for unit in run.units().units}
     blocks = [units[f"layers.{at}"] for at in range(NUM_BLOCKS)]

@@ -12,7 +12,7 @@ from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.trace.codes import EventKind, Phase
 from tests.conftest import Torchrun
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 EVERY = 4
 """Steps between evaluations."""

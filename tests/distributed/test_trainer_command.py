@@ -33,6 +33,7 @@ def test_two_ranks_train_and_record_with_one_voice_and_no_warning(torchrun: Any,
     assert manifest.code.launch[manifest.code.launched_at :] == asked
 
 
+@pytest.mark.slow
 def test_a_bad_setting_is_said_once_at_the_top_and_at_the_end(torchrun: Any):
     done = torchrun("-m", "instrumented_trainer", "--wrap", "blok", check=False)
     assert done.returncode != 0

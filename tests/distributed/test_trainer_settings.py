@@ -14,6 +14,7 @@ import pytest
 
 from fsdp_inspect import Plan
 from fsdp_inspect.store.reader import open_run
+from tests.cases import mark_slow
 from tests.distributed.trainer_driver import ON_2_RANKS, ON_4_RANKS, SLOW
 
 pytestmark = pytest.mark.distributed
@@ -34,45 +35,45 @@ SAME_STEPS = [
 Results = dict[str, Any]
 
 
-def with_slow(names: Iterable[str]) -> list[Any]:
+def with_slow(names: Sequence[str]) -> list[Any]:
     """The cases; slow ones are marked."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
+    return mark_slow(names, but=[name for name in names if name not in SLOW])
 
 
-def launch(run_ranks: Any, folder: Path, num_ranks: int, left_out: Sequence[str] = ()) -> Results:
+def launch(request: pytest.FixtureRequest, cases: Iterable[str], folder: Path) -> Results:
+    num_ranks, run_ranks = 2 if cases is ON_2_RANKS else 4, request.getfixturevalue("run_ranks")
+    are_wanted = any(item.get_closest_marker("slow") for item in request.session.items)
+    left_out = [] if are_wanted else [name for name in SLOW if name in cases]
     run_ranks(DRIVER, folder, *left_out, num_ranks=num_ranks, timeout_s=500)
     results: Results = json.loads((folder / "results.json").read_text())
     return results
 
 
 @pytest.fixture(scope="module")
-def two(
-    run_ranks: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Results:
-    are_wanted = any(item.get_closest_marker("slow") for item in request.session.items)
-    return launch(run_ranks, tmp_path_factory.mktemp("two"), 2, () if are_wanted else SLOW)
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(request, ON_2_RANKS, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
-def four(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(run_ranks, tmp_path_factory.mktemp("four"), 4)
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(request, ON_4_RANKS, tmp_path_factory.mktemp("four"))
 
 
 def tolerance_of(settings: dict[str, Any]) -> float:
     return BFLOAT16 if settings.get("param_dtype") == "bfloat16" else FLOAT32
 
 
-@pytest.mark.parametrize("case", with_slow(ON_2_RANKS))
+@pytest.mark.parametrize("case", with_slow([*ON_2_RANKS]))
 def test_gradients_on_2_ranks_are_those_of_one_process(two, case):
     assert two[case]["gradient_error"] <= tolerance_of(ON_2_RANKS[case])
 
 
-@pytest.mark.parametrize("case", ON_4_RANKS)
+@pytest.mark.parametrize("case", with_slow([*ON_4_RANKS]))
 def test_gradients_on_4_ranks_are_those_of_one_process(four, case):
     assert four[case]["gradient_error"] <= tolerance_of(ON_4_RANKS[case])
 
 
-@pytest.mark.parametrize("case", SAME_STEPS)
+@pytest.mark.parametrize("case", with_slow(SAME_STEPS))
 def test_a_setting_of_sharding_changes_no_loss(two, case):
     assert two[case]["losses"] == pytest.approx(two["default"]["losses"], rel=1e-6)
 

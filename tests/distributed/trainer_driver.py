@@ -112,8 +112,12 @@ ON_4_RANKS: dict[str, dict[str, Any]] = {
     "half_mesh": SMALL | {"reshard_after_forward": "2"},
     "half_mesh_by_unit": SMALL | {"reshard_after_forward": "auto; layers.*=2"},
 }
-SLOW = ("compile",)
-"""Slow cases on 2 ranks: torch calls a C++ compiler."""
+SLOW = (
+    *("compile", "size_packs", "reshard_true", "prefetch_1", "reduce_scatter_buffers", "tied"),
+    *("separate_group", "checkpointing_selective", "hf_tied_gpt2", "hsdp_last", "hsdp_bfloat16"),
+)
+"""Cases that only `make test-all` runs: each has a quicker case of its kind, and `compile` calls a
+C++ compiler."""
 TINY = {"preset": "tiny", "steps": 25, "record": False}
 
 Results = dict[str, Any]

@@ -17,20 +17,25 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import MemoryPoint
 from fsdp_inspect.trace.tables import MemoryTable
 from instrumented_trainer.forecasting import build
+from tests.cases import chosen_cases, mark_slow
 from tests.distributed.memory_plans import MODEL, PLANS, describe, train_plans
 
 WORLD_SIZE = 4
+QUICK = ("block", "every_2", "accumulated", "half", "recomputed", "hsdp")
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def emulated(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Any]:
     """The memory of real tensors by plan: rank 0 of four emulated ranks."""
     folder = tmp_path_factory.mktemp("emulated")
-    train_plans(folder, tuple(PLANS), f"world_size={WORLD_SIZE},bandwidth=10GB/s")
-    return {plan: json.loads((folder / f"{plan}.json").read_text()) for plan in PLANS}
+    plans = tuple(filter(chosen_cases(request, "plan"), PLANS))
+    train_plans(folder, plans, f"world_size={WORLD_SIZE},bandwidth=10GB/s")
+    return {plan: json.loads((folder / f"{plan}.json").read_text()) for plan in plans}
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", mark_slow(PLANS, but=QUICK))
 def test_the_peak_is_that_of_real_tensors(
     emulated: dict[str, Any], tmp_path: Path, plan: str
 ) -> None:

@@ -13,9 +13,19 @@ from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import Link, Specification
 from fsdp_inspect.errors import ForecastError
 from fsdp_inspect.store.reader import open_run
+from tests.cases import mark_slow
 from tests.forecast import plain_models
 
 WORLD_SIZE = 4
+QUICK = (
+    plain_models.tied_weights,
+    plain_models.experts_in_float32,
+    plain_models.mixed_precision,
+    plain_models.frozen,
+    plain_models.several_groups_in_a_module,
+    plain_models.checkpointed_by_function,
+    plain_models.optimizer_in_backward,
+)
 FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
 Build = Callable[[], ForecastTarget]
 
@@ -42,7 +52,9 @@ def record(build: Build, path: Path) -> Memory:
     return measure_memory(open_run(path))
 
 
-@pytest.mark.parametrize("build", plain_models.ALIKE, ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    "build", mark_slow(plain_models.ALIKE, but=QUICK), ids=lambda build: build.__name__
+)
 def test_real_tensors_take_what_the_forecast_says(build: Build, tmp_path: Path) -> None:
     predicted = forecast(build, tmp_path / "forecast", device_type="cpu")
     recorded = record(build, tmp_path / "recorded")

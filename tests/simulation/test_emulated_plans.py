@@ -7,6 +7,7 @@ memory outside all units, such as positions, is alive during the whole step.
 
 import argparse
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fsdp_inspect.store.reader import StoredRun, open_run
 from instrumented_trainer.command_line import check_settings
 from instrumented_trainer.runtime import process_group, read_runtime
 from instrumented_trainer.trainer import prepare, train
+from tests.cases import mark_slow
 from tests.validation.grid import SPLIT
 
 EMULATED = "world_size=8,gpus_per_node=4,bandwidth=10GB/s,inter_bandwidth=1GB/s"
@@ -61,6 +63,7 @@ WRAPS = {
     "split": SPLIT,
     "one unit": "root",
 }
+QUICK_WRAPS = [("with the rest in the root", "by two"), ("one unit", "with the rest in the root")]
 LARGE_VOCABULARY = {"vocab_size": 2048, "seq_len": 128}
 """With it, memory has its peak in the loss, outside of all units."""
 
@@ -97,25 +100,25 @@ def predicted_peak(run: StoredRun, changes: Changes) -> int | None:
     return simulate_plan(run, wanted).predicted.peak_bytes
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", mark_slow(PLANS, but=("in pairs, by two", "checkpointed")))
 def test_the_peak_of_another_plan_is_predicted(recorded: Recorded, name: str):
     settings, changes = PLANS[name]
     measured = measure_work(recorded(**settings)).peak_bytes
     assert predicted_peak(recorded(), changes) == pytest.approx(measured, abs=OUTSIDE_OF_UNITS)
 
 
-@pytest.mark.parametrize("planned", WRAPS)
-@pytest.mark.parametrize("ran", WRAPS)
+@pytest.mark.parametrize("wraps", mark_slow(product(WRAPS, WRAPS), but=QUICK_WRAPS), ids="-".join)
 def test_the_loss_and_the_code_between_units_hold_memory_too(
-    recorded: Recorded, ran: str, planned: str
+    recorded: Recorded, wraps: tuple[str, str]
 ):
+    ran, planned = wraps
     run = recorded(**LARGE_VOCABULARY, wrap=WRAPS[ran])
     other = recorded(**LARGE_VOCABULARY, wrap=WRAPS[planned])
     found = simulate_plan(run, observed_plan(other)).predicted.peak_bytes
     assert found == pytest.approx(measure_work(other).peak_bytes, abs=OUTSIDE_OF_UNITS)
 
 
-@pytest.mark.parametrize("planned", WRAPS)
+@pytest.mark.parametrize("planned", mark_slow(WRAPS, but=("block",)))
 def test_one_unit_tells_what_its_parts_hold(recorded: Recorded, planned: str):
     """The work of a norm before it uses its weight counts for the part before: inexact."""
     found = simulate_plan(recorded(wrap="root"), observed_plan(recorded(wrap=WRAPS[planned])))

@@ -1,0 +1,28 @@
+"""Choose the cases of a test that guard a change; the others are marked `slow`."""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def mark_slow(cases: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
+    """The cases as parameters: all are marked `slow`, except those named in `but`."""
+    found = list(cases)
+    unknown = [case for case in but if case not in found]
+    assert not unknown, f"no such case: {unknown}"
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case not in but)) for case in found]
+
+
+def chosen_cases(request: pytest.FixtureRequest, argument: str) -> Callable[[Any], bool]:
+    """Whether a selected test of the file has a case as the value of that argument.
+
+    A fixture that prepares all cases at once leaves out those that no test of this session needs.
+    """
+    wanted = set()
+    for item in request.session.items:
+        if item.path == request.path and isinstance(item, pytest.Function):
+            call = getattr(item, "callspec", None)
+            if call is not None and argument in call.params:
+                wanted.add(call.params[argument])
+    return lambda case: case in wanted
