@@ -9,16 +9,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 from urllib.error import HTTPError
 from urllib.parse import quote
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Page,
+    expect,
+    sync_playwright,
+)
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from fsdp_inspect.store.folder import list_runs
 from tests.app.synthetic import make_run, write_run
+from tests.browser.settling import PATIENCE_MS, go, prepare, settle
 from tests.browser.states import write_states
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -35,42 +43,13 @@ CHROMIUM_ARGUMENTS = (
 )
 
 Scheme = Literal["light", "dark"]
-_STILL_MS = 300
-"""The time without a running script and without changes of the page after which it counts as
-settled. A click may run two scripts with a pause between them, and a chart that is drawn again
-removes its marks. The begin and the end of a script are observed, because a busy browser cannot be
-polled."""
-_IS_SETTLED = f"""() => {{
-  if (window.changedAt === undefined) {{
-    window.changedAt = performance.now();
-    new MutationObserver(() => {{ window.changedAt = performance.now(); }})
-      .observe(document.body, {{ childList: true, subtree: true,
-        attributeFilter: ['data-test-script-state'] }});
-  }}
-  if (document.querySelector('.stApp')?.dataset.testScriptState !== 'notRunning')
-    window.changedAt = performance.now();
-  return performance.now() - window.changedAt > {_STILL_MS}
-    && !document.querySelector('[data-testid="stSkeleton"]')
-    && [...document.querySelectorAll('[class*=st-key-chart-]')].every((chart) =>
-      chart.querySelector('.chart')?.childElementCount);
-}}"""
-_GO = """address => {
-  if (window.scriptRan === undefined) {
-    new MutationObserver(([{ target }]) => {
-      if (target.dataset.testScriptState !== 'notRunning') window.scriptRan = true;
-    }).observe(document.querySelector('.stApp'),
-      { attributes: true, attributeFilter: ['data-test-script-state'] });
-  }
-  window.scriptRan = false;
-  history.pushState({}, '', address);
-  window.dispatchEvent(new PopStateEvent('popstate'));
-}"""
-"""Like the browser's back button: the page's script runs in the existing session."""
-_GO_MS = 10_000
-"""The time limit for a script to start; after it, the page is loaded."""
-_RESIZED_MS = 5_000
+OpenContext = Callable[..., BrowserContext]
+START_S = 300
+"""The time limit for the start of a server."""
+
+expect.set_options(timeout=PATIENCE_MS)
 _MOVES_BY_ITSELF = "live"
-"""A page whose script runs periodically. Such a run looks like that of the next page."""
+"""A page that refreshes itself: its next refresh may come between two pages."""
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +60,20 @@ def browser(chromium: str) -> Iterator[Browser]:
         )
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def open_context(browser: Browser) -> Iterator[OpenContext]:
+    """Opens a context of the browser, with cookies of its own, that is closed after the tests."""
+    opened: list[BrowserContext] = []
+
+    def open_it(**options: Any) -> BrowserContext:
+        opened.append(prepare(browser.new_context(**options)))
+        return opened[-1]
+
+    yield open_it
+    for context in opened:
+        context.close()
 
 
 @pytest.fixture(scope="session")
@@ -117,17 +110,17 @@ def serve(folder: Path, port: int, log: Path, *options: str) -> Iterator[str]:
         finally:
             server.terminate()
             try:
-                server.wait(10)
+                server.wait(60)
             except subprocess.TimeoutExpired:
                 server.kill()
-                server.wait(10)
+                server.wait()
 
 
 def _wait_until_healthy(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and server.poll() is None:
         try:
-            with urllib.request.urlopen(f"{address}/_stcore/health", timeout=2) as answer:
+            with urllib.request.urlopen(f"{address}/_stcore/health", timeout=60) as answer:
                 if answer.status == 200:
                     return
         except HTTPError as error:
@@ -145,7 +138,7 @@ def fits_the_window(page: Page) -> bool:
         return main.scrollWidth <= main.clientWidth;
     }"""
     try:
-        page.wait_for_function(fits, timeout=_RESIZED_MS)
+        page.wait_for_function(fits)
     except PlaywrightTimeout:
         return False
     return True
@@ -200,28 +193,17 @@ class Dashboard:
         click, which may have opened another page, the page is loaded.
         """
         query = _query(parameters)
-        is_untouched = self.shown is not None and self.shown[2] == self.page.url
-        if not (is_untouched and self._go(f"{self.address}/{name}?{query}")):
+        before = self.shown
+        can_go = before is not None and before[2] == self.page.url and before[0] != _MOVES_BY_ITSELF
+        if can_go and go(self.page, f"{self.address}/{name}?{query}"):
+            self.settle()
+        else:
             self.load(name, **parameters)
         self.shown = (name, query, self.page.url)
 
-    def _go(self, address: str) -> bool:
-        """Go to a page in the existing session; returns False if its script did not start."""
-        assert self.shown is not None
-        if self.shown[0] == _MOVES_BY_ITSELF:
-            return False
-        self.page.evaluate(_GO, address)
-        try:
-            self.page.wait_for_function("window.scriptRan", timeout=_GO_MS)
-        except PlaywrightTimeout:
-            return False
-        self.settle()
-        return True
-
     def settle(self) -> None:
-        """Wait until the script has run, everything is drawn and nothing moves."""
-        self.page.locator(".st-key-headline").wait_for()
-        self.page.wait_for_function(_IS_SETTLED)
+        """Wait until no script runs, everything is drawn and nothing changes."""
+        settle(self.page)
 
     def headline(self) -> str:
         return self.page.locator(".st-key-headline").inner_text()
@@ -282,20 +264,17 @@ def states_server(
 
 
 @pytest.fixture(scope="session")
-def tabs(browser: Browser) -> Iterator[Callable[[str], Dashboard]]:
+def tabs(open_context: OpenContext) -> Callable[[str], Dashboard]:
     """The tab of a server, opened once and reused; one context, so one cache for all."""
-    context = browser.new_context()
+    context = open_context()
     opened: dict[str, Dashboard] = {}
 
     def tab_of(address: str) -> Dashboard:
         if address not in opened:
-            page = context.new_page()
-            page.set_default_timeout(60_000)
-            opened[address] = Dashboard(page, address)
+            opened[address] = Dashboard(context.new_page(), address)
         return opened[address]
 
-    yield tab_of
-    context.close()
+    return tab_of
 
 
 @pytest.fixture

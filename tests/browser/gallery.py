@@ -21,6 +21,7 @@ from playwright.sync_api import sync_playwright
 
 from fsdp_inspect.store.folder import list_runs
 from tests.browser.conftest import CHROMIUM_ARGUMENTS, SAMPLES, Dashboard, Scheme, serve
+from tests.browser.settling import prepare
 from tests.browser.states import write_traces
 from tests.faults.cases import Case
 from tests.faults.running import run_case
@@ -51,8 +52,8 @@ def main() -> None:
         log = Path(folder) / "server.log"
         browser = playwright.chromium.launch(executable_path=program, args=list(CHROMIUM_ARGUMENTS))
         with serve(runs, free_port(), log) as address:
-            page = browser.new_page(viewport={"width": WIDTH, "height": 900})
-            page.set_default_timeout(60_000)
+            context = browser.new_context(viewport={"width": WIDTH, "height": 900})
+            page = prepare(context).new_page()
             dashboard = Dashboard(page, address)
             for scheme in ("light", "dark"):
                 picture_pages(dashboard, scheme, base, other, out)

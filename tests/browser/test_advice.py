@@ -79,8 +79,6 @@ def test_a_memory_limit_changes_the_advice(server, tab, entry):
     box = dashboard.page.locator(".st-key-limit input")
     box.fill("1MiB")
     box.press("Enter")
-    dashboard.page.wait_for_function(
-        "() => document.querySelector('.st-key-headline').innerText.includes('1.00 MiB')"
-    )
-    assert "limit=1MiB" in dashboard.page.url
+    dashboard.page.locator(".st-key-headline", has_text="1.00 MiB").wait_for()
+    dashboard.page.wait_for_url("**limit=1MiB**")
     dashboard.shown = None

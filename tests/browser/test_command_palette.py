@@ -1,6 +1,7 @@
 """The command palette opens pages, runs, units and steps with the keyboard alone."""
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.browser.conftest import Dashboard
 
@@ -34,6 +35,6 @@ def test_escape_closes_it_and_a_button_opens_it(server, tab):
     dashboard.page.get_by_role("button", name="Go to").click()
     dialog.wait_for()
     dashboard.page.keyboard.type("no such thing")
-    assert "No match" in dialog.inner_text()
+    expect(dialog).to_contain_text("No match")
     dashboard.page.keyboard.press("Escape")
     dialog.wait_for(state="hidden")

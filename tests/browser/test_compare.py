@@ -7,6 +7,7 @@ from fsdp_inspect.comparison.comparison import compare_sides
 from fsdp_inspect.comparison.sides import form_sides
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
+from tests.browser.settling import settle
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -63,20 +64,16 @@ def test_the_measure_of_units_is_in_the_address(server, tab, entries):
 
 
 def test_the_address_opens_the_same_comparison_in_a_second_browser(
-    server, tab, entries, comparison, browser
+    server, tab, entries, comparison, open_context
 ):
     dashboard = tab(server)
     open_comparison(dashboard, entries, measure="forward")
     address = dashboard.page.url
-    context = browser.new_context()
-    try:
-        page = context.new_page()
-        page.set_default_timeout(60_000)
-        page.goto(address)
-        page.locator(".st-key-card-units", has_text="forward of each unit").wait_for()
-        assert page.locator(".st-key-headline").inner_text() == said(comparison.headline)
-    finally:
-        context.close()
+    page = open_context().new_page()
+    page.goto(address)
+    page.locator(".st-key-card-units", has_text="forward of each unit").wait_for()
+    settle(page)
+    assert page.locator(".st-key-headline").inner_text() == said(comparison.headline)
 
 
 def test_the_comparison_is_saved_as_one_html_file(server, tab, entries, comparison):

@@ -1,6 +1,9 @@
 """The pages show the library's numbers of the samples."""
 
+import re
+
 import pytest
+from playwright.sync_api import expect
 
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_run
@@ -25,7 +28,8 @@ def test_runs_lists_the_recorded_runs_and_a_click_opens_one(server, tab, recorde
     dashboard = tab(server)
     dashboard.open("")
     runs = list_runs(recorded_runs)
-    assert dashboard.headline().startswith("Fastest run: ")
+    expect(dashboard.page.locator(".st-key-headline")).to_have_text(re.compile("^Fastest run: "))
+    dashboard.settle()
     assert dashboard.page.get_by_label(f"Search {len(runs)} runs").count() == 1
     table = dashboard.page.get_by_test_id("stDataFrame").first
     table.click(position={"x": 70, "y": 52})

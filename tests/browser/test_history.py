@@ -12,12 +12,9 @@ MEASURES = ("compute", "parameters", "exposed")
 
 
 @pytest.fixture
-def own_tab(browser, server):
+def own_tab(open_context, server):
     """A new tab: a browser keeps at most 50 entries."""
-    page = browser.new_context().new_page()
-    page.set_default_timeout(60_000)
-    yield Dashboard(page, server)
-    page.context.close()
+    return Dashboard(open_context().new_page(), server)
 
 
 def entries(dashboard) -> int:
@@ -48,6 +45,7 @@ def test_each_choice_is_undone_by_one_step_back(own_tab):
         page.go_back()
         page.wait_for_url(f"**bars={measure}**")
         page.get_by_role("radio", name=measure, exact=True, checked=True).wait_for()
+        dashboard.settle()
     assert page.url == address
     page.go_back()
     page.wait_for_url("**/memory**")

@@ -36,15 +36,13 @@ def test_memory_says_the_peak_first_and_names_it_in_the_chart(server, tab, recor
     assert "peak 25.1 MiB" in " ".join(card.locator(".chart-mark").all_text_contents())
 
 
-def test_a_link_opens_rank_and_step_in_another_browser(odd_server, browser, tab):
+def test_a_link_opens_rank_and_step_in_another_browser(odd_server, open_context, tab):
     tab(odd_server).open("memory", run="failed", rank="1", step="4")
     address = tab(odd_server).page.url
     assert "rank=1" in address
-    context = browser.new_context()
-    page = context.new_page()
+    page = open_context().new_page()
     page.goto(address)
     page.get_by_text("Memory over step 4, rank 1").wait_for()
-    context.close()
 
 
 def test_a_click_on_the_curve_chooses_an_instant_that_a_link_keeps(server, tab):

@@ -9,6 +9,7 @@ from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
+from tests.browser.settling import settle
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -86,7 +87,7 @@ def test_the_report_is_one_file_that_is_made_when_asked(states_server, tab):
     dashboard.page.keyboard.press("Escape")
 
 
-def test_the_shared_address_opens_the_same_page_for_a_colleague(states_server, tab, browser):
+def test_the_shared_address_opens_the_same_page_for_a_colleague(states_server, tab, open_context):
     dashboard = tab(states_server)
     dashboard.open("overview", run="imported")
     dashboard.page.get_by_test_id("stPopover").filter(has_text="Share").get_by_role(
@@ -95,12 +96,10 @@ def test_the_shared_address_opens_the_same_page_for_a_colleague(states_server, t
     shared = dashboard.page.locator("[data-testid=stPopoverBody] code").inner_text()
     headline = dashboard.headline()
     dashboard.page.keyboard.press("Escape")
-    colleague = browser.new_context().new_page()
+    colleague = open_context().new_page()
     colleague.goto(shared)
-    answer = colleague.locator(".st-key-headline")
-    answer.wait_for()
-    assert answer.inner_text() == headline
-    colleague.context.close()
+    settle(colleague)
+    assert colleague.locator(".st-key-headline").inner_text() == headline
 
 
 def test_the_pages_have_the_style_of_the_diagnosis(states_server, tab):

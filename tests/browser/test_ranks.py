@@ -63,4 +63,4 @@ def test_the_map_shows_what_is_chosen(server, tab, ranks):
     dashboard.page.get_by_role("radio", name="lateness").click()
     dashboard.page.get_by_text("Lateness by rank and step").wait_for()
     dashboard.shown = None
-    assert "measure=lateness" in dashboard.page.url
+    dashboard.page.wait_for_url("**measure=lateness**")

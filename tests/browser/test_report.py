@@ -34,16 +34,12 @@ def pages(recorded_runs, tmp_path_factory):
 
 
 @pytest.fixture
-def open_page(browser):
+def open_page(open_context):
     """Open a file without a network; the requests and errors of the browser are logged."""
-    contexts = []
 
     def open_it(path, *, width=1280, scheme="light"):
-        context = browser.new_context(
-            offline=True, color_scheme=scheme, viewport={"width": width, "height": 900}
-        )
-        contexts.append(context)
-        page = context.new_page()
+        viewport = {"width": width, "height": 900}
+        page = open_context(offline=True, color_scheme=scheme, viewport=viewport).new_page()
         page.complaints = []
         page.on("console", lambda message: page.complaints.append(message.text))
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
@@ -52,9 +48,7 @@ def open_page(browser):
         assert page.complaints.pop(0) == path.as_uri()
         return page
 
-    yield open_it
-    for context in contexts:
-        context.close()
+    return open_it
 
 
 @pytest.mark.parametrize("name", ["report", "comparison"])

@@ -5,6 +5,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from fsdp_inspect_app.run_names import name_runs
+from playwright.sync_api import expect
 
 from fsdp_inspect.store.folder import list_runs
 
@@ -52,8 +53,7 @@ def test_every_run_is_listed_with_its_status(states_server, tab, names):
         """() => {
             const rows = document.querySelector("[data-testid=stDataFrame] tbody");
             return rows?.querySelector("td") && !rows.textContent.includes("being read");
-        }""",
-        timeout=60_000,
+        }"""
     )
     dashboard.settle()
     assert dashboard.headline().startswith("Fastest run: ")
@@ -82,7 +82,7 @@ def test_the_list_of_runs_is_found_by_its_name_with_all_that_was_asked(states_se
     assert dashboard.page.get_by_test_id("stSidebarNav").get_by_text("runs").count() == 1
 
 
-def test_a_search_is_kept_in_the_address_and_found_by_a_colleague(states_server, tab, browser):
+def test_a_search_is_kept_in_the_address_and_found_by_a_colleague(states_server, tab, open_context):
     dashboard = tab(states_server)
     dashboard.open("")
     search = dashboard.page.get_by_test_id("stTextInputField")
@@ -90,12 +90,10 @@ def test_a_search_is_kept_in_the_address_and_found_by_a_colleague(states_server,
     search.press("Enter")
     dashboard.page.wait_for_url("**search=imported**")
     dashboard.settle()
-    colleague = browser.new_context().new_page()
+    colleague = open_context().new_page()
     colleague.goto(dashboard.page.url)
     rows = colleague.get_by_test_id("stDataFrame").first.locator("tbody tr")
-    rows.first.wait_for(state="attached")
-    assert rows.count() == 1
-    colleague.context.close()
+    expect(rows).to_have_count(1)
 
 
 def test_a_click_on_a_name_opens_the_run(states_server, tab):
@@ -115,6 +113,7 @@ def test_ticked_runs_lead_to_their_comparison(states_server, tab, names):
     click_row(dashboard, 1, BOX_X)
     link = dashboard.page.get_by_role("link", name=re.compile("Compare 2 runs"))
     link.wait_for()
+    dashboard.settle()
     other = address_of(dashboard)["with"]
     link.click()
     dashboard.page.wait_for_url("**/compare?**")
@@ -134,4 +133,5 @@ def test_pinned_runs_come_first_also_after_another_page(states_server, tab, name
     navigation.get_by_role("link", name="Runs").click()
     dashboard.page.get_by_test_id("stDataFrame").first.wait_for()
     dashboard.page.wait_for_url("**pin=partial**")
+    dashboard.settle()
     assert listed(dashboard)[0][:2] == [names["partial"], "pinned"]

@@ -75,7 +75,7 @@ def check_harmless(page, dialogs):
 )
 def test_runs_are_served_only_under_the_names_of_this_machine(states_server, headers, status):
     port = int(states_server.rpartition(":")[2])
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     asked = {
         "Connection": "Upgrade",
         "Upgrade": "websocket",

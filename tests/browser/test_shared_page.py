@@ -17,21 +17,16 @@ def save(dashboard, path):
 
 
 @pytest.fixture
-def open_file(browser):
-    contexts = []
-
+def open_file(open_context):
     def open_it(path):
-        contexts.append(browser.new_context(offline=True, viewport={"width": 1024, "height": 900}))
-        page = contexts[-1].new_page()
+        page = open_context(offline=True, viewport={"width": 1024, "height": 900}).new_page()
         page.asked = []
         page.on("console", lambda message: page.asked.append(message.text))
         page.on("request", lambda request: page.asked.append(request.url))
         page.goto(path.as_uri())
         return page
 
-    yield open_it
-    for context in contexts:
-        context.close()
+    return open_it
 
 
 def test_a_saved_page_shows_what_the_page_shows(server, tab, recorded_runs, open_file, tmp_path):

@@ -25,7 +25,8 @@ from fsdp_inspect.store.schema import RANK_FILE
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.tables import EventTable
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
-from tests.browser.conftest import _IS_SETTLED, fits_the_window, serve
+from tests.browser.conftest import fits_the_window, serve
+from tests.browser.settling import settle
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 from tests.importing.snapshots import FakeAllocator, train
 
@@ -151,7 +152,7 @@ class Timeline:
     def details(self):
         panel = self.page.locator(".st-key-selected-span")
         panel.get_by_text("after the step began").wait_for()
-        self.page.wait_for_function(_IS_SETTLED)
+        settle(self.page)
         return panel.inner_text()
 
 
@@ -220,9 +221,12 @@ def test_wheel_keys_and_drag_move_the_window(open_timeline):
     start, end = timeline.view
     timeline.canvas.hover(position={"x": 600, "y": CLOCK_Y})
     for _ in range(4):
+        before = timeline.view
         timeline.page.mouse.wheel(0, -250)
-    timeline.wait(f"view => view.endNs - view.startNs < {(end - start) / 4}")
+        timeline.wait(f"view => view.endNs - view.startNs < {before[1] - before[0]}")
+    settle(timeline.page)
     zoomed = timeline.view
+    assert zoomed[1] - zoomed[0] < (end - start) / 4
     timeline.canvas.press("d")
     timeline.wait(f"view => view.startNs > {zoomed[0]}")
     timeline.drag(500, CLOCK_Y, 200, key="Shift")
@@ -241,8 +245,9 @@ def test_a_dragged_range_is_summed_and_a_link_keeps_it(open_timeline, runs):
     start, end = timeline.view
     width = timeline.canvas.evaluate("canvas => canvas.clientWidth") - GUTTER
     timeline.drag(400, CLOCK_Y, 200)
+    expected = 200 / width * (end - start)
+    timeline.wait(f"state => Math.abs(state.ruler - {expected}) < {expected / 50}")
     length = int(timeline.state["ruler"])
-    assert length == pytest.approx(200 / width * (end - start), rel=0.02)
     assert timeline.view == (start, end)
     card = timeline.page.locator(".st-key-card-range-timeline")
     card.wait_for()
@@ -322,7 +327,7 @@ def test_a_unit_is_searched_forwards_and_backwards(open_timeline):
         timeline.page.keyboard.press(key)
         expect(matches).to_have_text(expected)
     expect(timeline.canvas).not_to_have_attribute("data-selected", "-1")
-    assert "unit=layers.3" in timeline.page.url
+    timeline.page.wait_for_url("**unit=layers.3**")
     assert "layers.3" in timeline.details()
     timeline.page.locator("input[type=search]").fill("no such layer")
     expect(matches).to_have_text("no such name")
@@ -335,15 +340,13 @@ def test_tooltips_explain_spans_and_memory(open_timeline, longest):
     x = timeline.x_of(facts.start_ns + facts.duration_ns / 2)
     tip = timeline.page.locator(".tip")
     timeline.canvas.hover(position={"x": x, "y": CLOCK_Y})
-    tip.wait_for()
-    assert "exposed all-gather · norm, lm_head" in tip.inner_text()
+    expect(tip).to_contain_text("exposed all-gather · norm, lm_head")
     timeline.canvas.hover(position={"x": x, "y": GATHER_Y})
-    words = tip.inner_text().replace("\n", " ")
-    assert f"message {format_bytes(facts.bytes)}" in words
-    assert f"exposed {format_ns(facts.exposed_ns)}" in words
+    expect(tip).to_contain_text(f"message {format_bytes(facts.bytes)}", use_inner_text=True)
+    expect(tip).to_contain_text(f"exposed {format_ns(facts.exposed_ns)}", use_inner_text=True)
     timeline.canvas.hover(position={"x": timeline.x_of(timeline.view[1] * 0.6), "y": MEMORY_Y})
-    words = tip.inner_text().replace("\n", " ")
-    assert "allocated 12.0 GiB reserved 14.0 GiB read in forward" in words
+    words = "allocated 12.0 GiB reserved 14.0 GiB read in forward"
+    expect(tip).to_contain_text(words, use_inner_text=True)
 
 
 @pytest.mark.slow
@@ -352,22 +355,22 @@ def test_the_keyboard_alone_selects_and_explains(open_timeline):
     timeline.canvas.focus()
     for _ in range(3):
         timeline.page.keyboard.press("ArrowRight")
-    assert "duration" in timeline.page.locator(".live").inner_text()
+    expect(timeline.page.locator(".live")).to_contain_text("duration")
     timeline.page.keyboard.press("ArrowDown")
-    assert "all-gather" in timeline.page.locator(".live").inner_text()
+    expect(timeline.page.locator(".live")).to_contain_text("all-gather")
     timeline.page.keyboard.press("Enter")
     assert "all-gather" in timeline.details()
     timeline.page.keyboard.press("f")
     timeline.wait("view => view.endNs - view.startNs < 60e6")
     timeline.page.keyboard.press("?")
-    assert "zoom to the selection" in timeline.page.locator(".help").inner_text()
+    expect(timeline.page.locator(".help")).to_contain_text("zoom to the selection")
     timeline.page.keyboard.press("p")
     timeline.wait("state => state.pinned === '0'")
     timeline.page.keyboard.press("Escape")
     timeline.page.get_by_text("Click a span to see its details").wait_for()
 
 
-def test_a_link_shows_a_colleague_the_same(open_timeline, browser):
+def test_a_link_shows_a_colleague_the_same(open_timeline, open_context):
     timeline = open_timeline(step="3", unit="layers.5")
     timeline.click(20, 200)  # the name of rank 0, below the median rank
     timeline.wait("state => state.pinned === '1'")
@@ -382,16 +385,14 @@ def test_a_link_shows_a_colleague_the_same(open_timeline, browser):
     named = parse_qs(urlparse(link).query)
     assert (named["run"], named["step"], named["top"]) == (["whole"], ["3"], ["0"])
     assert (named["unit"], named["rank"]) == (["layers.5"], ["0", "1", "2", "3"])
-    seen, details = timeline.state, timeline.details()
-    context = browser.new_context()
-    page = context.new_page()
+    details, seen = timeline.details(), timeline.state
+    page = open_context().new_page()
     page.goto(link)
-    page.wait_for_function(_IS_SETTLED)
+    settle(page)
     other = Timeline(page)
     shown = {key: other.state[key] for key in ("startNs", "endNs", "selected", "pinned")}
     assert other.details() == details
     assert page.locator("input[type=search]").input_value() == "layers.5"
-    context.close()
     assert shown["selected"] == seen["selected"]
     assert shown["pinned"] == "1"
     assert abs(int(shown["startNs"]) - int(seen["startNs"])) <= 1
@@ -443,7 +444,7 @@ def test_names_from_a_run_are_shown_and_never_obeyed(open_timeline):
     timeline.wait("view => view.endNs - view.startNs < 100e6")
     box = timeline.canvas.bounding_box()
     timeline.canvas.hover(position={"x": GUTTER + (box["width"] - GUTTER) / 2, "y": GATHER_Y})
-    assert HOSTILE in page.locator(".tip .title").inner_text()
+    expect(page.locator(".tip .title")).to_contain_text(HOSTILE)
     page.get_by_text("Table: ").click()
     page.get_by_test_id("stDataFrame").wait_for()
     assert page.title() != "owned"

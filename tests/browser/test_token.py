@@ -48,19 +48,19 @@ def test_pages_links_and_downloads_need_no_token_in_the_address(token_server, ta
     assert started.value.path().stat().st_size > 0
 
 
-def test_without_the_token_the_browser_shows_one_sentence(token_server, browser):
+def test_without_the_token_the_browser_shows_one_sentence(token_server, open_context):
     address, _ = token_server
-    context = browser.new_context()
-    page = context.new_page()
+    page = open_context().new_page()
     answer = page.goto(f"{address}/overview")
     assert answer.status == 403
     assert page.inner_text("body").startswith("The dashboard requires its token: open the URL")
-    context.close()
 
 
-def test_a_link_of_another_site_opens_the_dashboard_for_who_has_the_cookie(token_server, browser):
+def test_a_link_of_another_site_opens_the_dashboard_for_who_has_the_cookie(
+    token_server, open_context
+):
     address, url = token_server
-    context = browser.new_context()
+    context = open_context()
     page = context.new_page()
     page.goto(url)
     page.wait_for_selector(".st-key-headline")
@@ -78,4 +78,3 @@ def test_a_link_of_another_site_opens_the_dashboard_for_who_has_the_cookie(token
     page.goto("http://other.example/")
     page.click("a")
     page.wait_for_selector("text=requires its token")
-    context.close()

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
         pytest.param("", {"search": "hsdp", "pin": "hsdp-4-ranks/run"}, "search=hsdp", id="runs"),
     ],
 )
-def test_a_view_is_saved_opened_and_deleted(server, tab, browser, page, parameters, asked):
+def test_a_view_is_saved_opened_and_deleted(server, tab, open_context, page, parameters, asked):
     dashboard = tab(server)
     dashboard.load(page, **parameters)
     address, headline = dashboard.page.url, dashboard.headline()
@@ -25,7 +25,7 @@ def test_a_view_is_saved_opened_and_deleted(server, tab, browser, page, paramete
     dashboard.page.get_by_role("button", name="Save view").click()
     dashboard.page.get_by_role("button", name="Views: 1").wait_for()
 
-    other = Dashboard(browser.new_context().new_page(), dashboard.address)
+    other = Dashboard(open_context().new_page(), dashboard.address)
     other.load("memory")
     other.page.get_by_role("button", name="Views: 1").click()
     other.page.get_by_role("link", name="mine").click()
@@ -50,4 +50,3 @@ def test_a_view_is_saved_opened_and_deleted(server, tab, browser, page, paramete
         other.page.get_by_role("button", name="Views: 1").click()
     delete.click()
     other.page.get_by_role("button", name="Views", exact=True).wait_for()
-    other.page.context.close()

@@ -11,6 +11,7 @@ from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import simulate_plan
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
+from tests.browser.settling import settle
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -59,22 +60,18 @@ def test_a_slider_changes_the_number_the_headline_and_the_address(server, tab, e
 
 
 def test_the_address_opens_the_same_prediction_in_a_second_browser(
-    server, tab, entry, run, browser
+    server, tab, entry, run, open_context
 ):
     dashboard = tab(server)
     dashboard.open("what_if", run=entry.id, bandwidth="1GB/s", wrap="every:2")
     address, headline = dashboard.page.url, dashboard.headline()
-    context = browser.new_context()
-    try:
-        page = context.new_page()
-        page.set_default_timeout(60_000)
-        page.goto(address)
-        page.locator(".st-key-card-keep code").first.wait_for()
-        assert page.locator(".st-key-headline").inner_text() == headline
-        command = page.locator(".st-key-card-keep code").first.inner_text()
-        assert command.endswith("--wrap every:2 --bandwidth 1GB/s")
-    finally:
-        context.close()
+    page = open_context().new_page()
+    page.goto(address)
+    page.locator(".st-key-card-keep code").first.wait_for()
+    settle(page)
+    assert page.locator(".st-key-headline").inner_text() == headline
+    command = page.locator(".st-key-card-keep code").first.inner_text()
+    assert command.endswith("--wrap every:2 --bandwidth 1GB/s")
 
 
 def test_the_plan_that_is_saved_is_the_one_that_is_shown(server, tab, entry):

@@ -26,6 +26,7 @@ from tests.browser.conftest import (
     serve,
 )
 from tests.browser.gallery import CHROMIUM, free_port
+from tests.browser.settling import prepare
 from tests.browser.states import write_crashed
 
 WIDTHS = (1280, 1024)
@@ -182,8 +183,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=program, args=list(CHROMIUM_ARGUMENTS))
         with serve(Path(place) / "runs", free_port(), Path(place) / "log") as address:
             for width in WIDTHS:
-                page = browser.new_context().new_page()
-                page.set_default_timeout(60_000)
+                page = prepare(browser.new_context()).new_page()
                 answers += walk(Dashboard(page, address), width)
                 page.context.close()
         browser.close()
