@@ -18,7 +18,7 @@ class Dated(Generic[T]):
     """A value and the time at which it was computed."""
 
     value: T
-    at_s: float = field(default_factory=time.monotonic)
+    at_s: float = field(default_factory=lambda: time.monotonic())
 
 
 def is_younger_than(seconds: float) -> Callable[[Dated[T]], bool]:

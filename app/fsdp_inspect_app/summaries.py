@@ -30,6 +30,8 @@ from fsdp_inspect_app.catalog_reading import find_catalog
 from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache, findings_file
 from fsdp_inspect_app.wording import describe_sharding
 
+PATIENCE_S = 0.5
+"""The time for which the list of runs waits for runs that are not read yet."""
 LOOK_AGAIN_S = 5.0
 """The time after which the files are checked again."""
 LOOK_AGAIN_AT_URL_S = 60.0

@@ -254,6 +254,7 @@ def test_a_plan_on_the_bench_takes_what_the_simulation_says(workload: Workload, 
     assert bench.score(choice).step_ns == simulate_plan(run, plan).predicted.step_time_ns
 
 
+@pytest.mark.study
 def test_plans_of_a_small_model_are_played_by_the_thousands_a_minute():
     begun = time.process_time()  # other load on the machine does not count
     advice = plan_advice(as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.HOST))

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
+from fsdp_inspect_app import dated, loading, summaries
 from streamlit.testing.v1 import AppTest
 
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
@@ -17,6 +19,16 @@ HOSTILE_UNIT = "**b** <img src=x onerror=alert(1)> [x](http://e) :smile: `q`"
 HOSTILE_NAME = "<b>name</b> :red[x] $a$"
 
 OpenApp = Callable[..., AppTest]
+PATIENCE_S = 300
+"""The time limit for a page."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_lists() -> Iterator[None]:
+    """The list of runs waits until all runs are read, however slow the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summaries, "PATIENCE_S", PATIENCE_S)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -45,13 +57,33 @@ def _hostile_run():
 
 def start_app(folder: Path, page: str = "runs", **address: str) -> AppTest:
     """Open a page of the dashboard on a folder, at an address."""
-    app = AppTest.from_file(str(SCRIPT), default_timeout=60)
+    app = AppTest.from_file(str(SCRIPT), default_timeout=PATIENCE_S)
     for name, value in address.items():
         app.query_params[name] = value
     app.switch_page(f"app_pages/{page}.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(SCRIPT), str(folder)])
         return app.run()
+
+
+@dataclass
+class Clock:
+    """The age of cached values follows this clock, which stands still until a test sets it."""
+
+    now_s: float = 1000.0
+
+    def monotonic(self) -> float:
+        """Return the time, like `time.monotonic`."""
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the cached values."""
+    found = Clock()
+    monkeypatch.setattr(dated, "time", found)
+    monkeypatch.setattr(loading, "_LIVE_LIFE_S", 10**6)
+    return found
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 from fsdp_inspect_app.access import may_enter
 from streamlit.testing.v1 import AppTest
 
-from tests.app.conftest import SCRIPT
+from tests.app.conftest import PATIENCE_S, SCRIPT
 
 AUTH = {
     "redirect_uri": "http://localhost:8501/oauth2callback",
@@ -23,7 +23,7 @@ def _refuse_to_read():
 def test_before_the_login_no_page_shows_anything_of_a_run(runs_folder, monkeypatch, page):
     monkeypatch.setattr("sys.argv", [str(SCRIPT), str(runs_folder)])
     monkeypatch.setattr("fsdp_inspect_app.loading.list_entries", _refuse_to_read)
-    app = AppTest.from_file(str(SCRIPT), default_timeout=60)
+    app = AppTest.from_file(str(SCRIPT), default_timeout=PATIENCE_S)
     app.secrets["auth"] = AUTH
     app.query_params["run"] = "whole"
     app.switch_page(f"app_pages/{page}.py").run()

@@ -13,7 +13,7 @@ from fsdp_inspect.store.folder import list_runs
 from tests.app.conftest import start_app
 from tests.app.synthetic import make_run, write_run
 
-PATIENT_S = 60.0
+PATIENT_S = 300.0
 
 
 @pytest.fixture(scope="module")

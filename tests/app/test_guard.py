@@ -70,7 +70,7 @@ def start(folder, port, *options, **environment):
 
 
 def wait_for(server, process):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         try:
             return server.ask("/_stcore/health")
@@ -90,7 +90,7 @@ def server(tmp_path_factory, free_port):
         yield found
     finally:
         process.terminate()
-        process.wait(120)
+        process.wait(300)
         process.stdout.close()
 
 

@@ -2,15 +2,37 @@
 
 import os
 import signal
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from fsdp_inspect_app import import_jobs
 from fsdp_inspect_app.import_jobs import IMPORTED, ImportJobs, JobState
 from fsdp_inspect_app.import_sources import find_source
 
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.reader import open_run
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
+
+ENDLESS = "endless.json"
+WORKER = f"""\
+import signal, sys
+from fsdp_inspect.importing import trace_file
+from fsdp_inspect_app.import_worker import main
+
+
+def raw_blocks(path, blocks=trace_file._raw_blocks):
+    for block in blocks(path):
+        yield block
+        while path.name == {ENDLESS!r}:
+            signal.pause()
+
+
+trace_file._raw_blocks = raw_blocks
+main(sys.argv[3:])
+"""
+"""The worker, with a file that never ends."""
 
 
 @pytest.fixture
@@ -24,14 +46,25 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def large(folder):
-    """A trace whose import takes longer than the test's actions."""
-    path = folder / "traces" / "large.json"
-    event = (
-        '{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 1}'
-    )
-    path.write_text('{"traceEvents": [' + ",".join([event] * 200_000) + "]}")
-    return path
+def endless(folder, tmp_path_factory, monkeypatch):
+    """A trace whose import stops after the first block, until its process ends."""
+    worker = tmp_path_factory.mktemp("worker") / "python"
+    worker.write_text(f"#!{sys.executable}\n{WORKER}")
+    worker.chmod(0o700)
+    monkeypatch.setattr(import_jobs, "sys", SimpleNamespace(executable=str(worker)))
+    trace = TraceWriter()
+    fsdp2_step(trace)
+    trace.write(folder / "traces" / ENDLESS)
+    return find_source(folder, f"traces/{ENDLESS}")
+
+
+def start_endless(jobs, source):
+    """Start the import, and wait until it reads the file."""
+    jobs.start(source)
+    deadline = time.monotonic() + 300
+    while not jobs.view.file:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def finished(jobs, timeout_s=500):
@@ -50,7 +83,6 @@ def left_in(folder):
 def test_a_trace_becomes_a_run_that_opens(folder):
     jobs = ImportJobs(folder)
     jobs.start(find_source(folder, "traces/rank0.json"), name="my ../run\0")
-    assert jobs.view.state is JobState.RUNNING
     view = finished(jobs)
     assert (view.state, view.error, view.run_id) == (JobState.DONE, None, "imported/my-..-run")
     assert open_run(folder / view.run_id).manifest.name == "my ../run"
@@ -74,10 +106,11 @@ def test_a_damaged_file_is_told_in_the_importers_words(folder):
     assert left_in(folder) == []
 
 
-def test_an_import_can_be_cancelled_and_leaves_nothing(folder, large):
+def test_an_import_can_be_cancelled_and_leaves_nothing(folder, endless):
     source = find_source(folder, "traces/rank0.json")
     jobs = ImportJobs(folder)
-    jobs.start(source.__class__(source.name, large, source.kind, 1, 0))
+    start_endless(jobs, endless)
+    assert jobs.view.state is JobState.RUNNING
     with pytest.raises(RuntimeError, match="still being imported"):
         jobs.start(source)
     jobs.cancel()
@@ -88,20 +121,18 @@ def test_an_import_can_be_cancelled_and_leaves_nothing(folder, large):
     assert finished(jobs).state is JobState.DONE
 
 
-def test_a_worker_that_is_killed_is_told(folder, large):
-    source = find_source(folder, "traces/rank0.json")
+def test_a_worker_that_is_killed_is_told(folder, endless):
     jobs = ImportJobs(folder)
-    jobs.start(source.__class__(source.name, large, source.kind, 1, 0))
+    start_endless(jobs, endless)
     os.kill(jobs._child.pid, signal.SIGKILL)
     view = finished(jobs)
     assert view.state is JobState.FAILED
     assert "probably killed for its memory" in view.error
 
 
-def test_an_import_ends_with_the_dashboard_that_started_it(folder, large):
-    source = find_source(folder, "traces/rank0.json")
+def test_an_import_ends_with_the_dashboard_that_started_it(folder, endless):
     jobs = ImportJobs(folder)
-    jobs.start(source.__class__(source.name, large, source.kind, 1, 0))
+    start_endless(jobs, endless)
     jobs._child.stdin.close()
     assert finished(jobs).state is JobState.FAILED
 

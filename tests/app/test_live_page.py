@@ -1,7 +1,5 @@
 """Test that the Live page shows a live run, and states its end."""
 
-import time
-
 import pytest
 from fsdp_inspect_app.charts.live import draw_devices, draw_live_steps
 from fsdp_inspect_app.frames.live import format_sample, frame_devices
@@ -38,13 +36,13 @@ def test_the_last_step_comes_first(open_app, recorded):
     assert "Last 3 steps" in read(app)
 
 
-def test_a_run_that_ends_while_it_is_watched_says_so(open_app, recorded):
+def test_a_run_that_ends_while_it_is_watched_says_so(open_app, recorded, clock):
     folder, writers = recorded
     app = open_app(folder, "live", run="now", rank="1")
     assert app.query_params["rank"] == "1"
     for writer in writers:
         writer.close(RunStatus.COMPLETE)
-    time.sleep(1.1)  # the state of a run's files is cached for a second
+    clock.now_s += 1  # the state of a run's files is cached for a second
     app.run()
     assert not app.exception
     text = read(app)

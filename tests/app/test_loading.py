@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,13 +39,13 @@ def test_a_run_is_analysed_once_while_its_files_stay_as_they_are(tmp_path):
     assert loading.open_entry(entry).summary() is loading.read_summary(entry)
 
 
-def test_a_run_whose_files_changed_is_read_again(tmp_path):
+def test_a_run_whose_files_changed_is_read_again(tmp_path, clock):
     write_run(tmp_path / "run", make_run(num_steps=4))
     [entry] = list_runs(tmp_path)
     assert loading.read_summary(entry).num_steps == 4
     shutil.rmtree(tmp_path / "run")
     write_run(tmp_path / "run", make_run(num_steps=6))
-    time.sleep(STATE_LIFE_S * 1.1)
+    clock.now_s += STATE_LIFE_S
     assert loading.read_summary(entry).num_steps == 6
 
 
@@ -102,7 +101,7 @@ def test_the_result_of_an_analysis_is_kept_by_its_arguments(tmp_path):
     assert loading.result_of(entry, measure_step_breakdown, rank=1, step=3).rank == 1
 
 
-def test_a_run_that_grew_is_opened_anew_and_the_same_run_else(tmp_path):
+def test_a_run_that_grew_is_opened_anew_and_the_same_run_else(tmp_path, clock):
     create_run(tmp_path / "run", make_manifest())
     writer = write_rank(tmp_path / "run", num_steps=3)
     [entry] = list_runs(tmp_path)
@@ -111,7 +110,7 @@ def test_a_run_that_grew_is_opened_anew_and_the_same_run_else(tmp_path):
     assert loading.open_entry(entry) is first
     writer.events.extend(event_rows(5)[3 * EVENTS_PER_STEP :])
     writer.flush()
-    time.sleep(STATE_LIFE_S * 1.1)
+    clock.now_s += STATE_LIFE_S
     again = loading.open_entry(entry)
     assert again is not first
     assert len(again.source.events(0)) == 5 * EVENTS_PER_STEP

@@ -72,6 +72,7 @@ def test_a_million_spans_become_a_few_columns_of_the_right_darkness(million):
     assert drawing.span.tolist() == [-1] * NUM_LANES
 
 
+@pytest.mark.study
 def test_a_million_spans_are_answered_while_one_zooms(million):
     """Processor time, so that other load on the machine does not count."""
     spent = []

@@ -10,10 +10,12 @@ from fsdp_inspect_app.summaries import Summaries
 
 from fsdp_inspect.store.folder import create_run, list_runs
 from fsdp_inspect.trace.run import RunStatus
+from tests.app.conftest import start_app
 from tests.app.synthetic import make_run, write_run
+from tests.app.test_pages import read
 from tests.store.run_files import make_manifest, write_rank
 
-PATIENT_S = 60.0
+PATIENT_S = 300.0
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def test_the_page_is_not_held_up_by_runs_that_take_long(tmp_path, monkeypatch):
     write_run(tmp_path / "run", make_run(num_steps=4))
     original, may_end = summaries.measure_key_numbers, threading.Event()
     monkeypatch.setattr(
-        summaries, "measure_key_numbers", lambda run: (may_end.wait(60), original(run))[1]
+        summaries, "measure_key_numbers", lambda run: (may_end.wait(PATIENT_S), original(run))[1]
     )
     of_folder, entries = Summaries(tmp_path), list_runs(tmp_path)
     first = of_folder.find(entries, patience_s=0.0)
@@ -117,3 +119,25 @@ def test_a_run_that_goes_on_is_not_kept(tmp_path):
     writer.close(RunStatus.COMPLETE)
     Summaries(tmp_path / "runs", kept).find(entries, patience_s=PATIENT_S)
     assert list(kept.load()) == ["run"]
+
+
+def test_the_page_of_runs_says_that_it_reads_and_goes_on(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", make_run(num_steps=4))
+    original, may_read = summaries.fingerprint_run, threading.Event()
+
+    def waiting(*arguments, **options):
+        assert may_read.wait(PATIENT_S)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(summaries, "fingerprint_run", waiting)
+    monkeypatch.setattr(summaries, "PATIENCE_S", 0.0)
+    app = start_app(tmp_path, search="nothing")
+    may_read.set()
+    assert "Reading the runs." in read(app)
+    assert app.get("progress")[0].proto.text == "Reading runs: 0 of 1"
+    assert not app.info
+    monkeypatch.setattr(summaries, "PATIENCE_S", PATIENT_S)
+    found = start_app(tmp_path, search="nothing")
+    assert "takes 367 ms per step" in read(found)
+    assert not found.get("progress")
+    assert found.info[0].value.startswith("No run matches.")

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.trace.run import RunStatus
-from tests.analysis.live.test_feed import append_steps, write_steps
+from tests.analysis.live.test_feed import AHEAD_S, append_steps, write_steps
 from tests.browser.conftest import serve
 from tests.browser.test_every_page import check_every_page
 from tests.store.run_files import make_manifest
@@ -14,15 +14,13 @@ from tests.store.run_files import make_manifest
 pytestmark = pytest.mark.browser
 
 NO_PROCESS = 2**22 + 1
-AHEAD_S = 600
-"""Steps end in the future, so that no step is old on a slow machine."""
 
 
 @pytest.fixture
 def live(tmp_path, free_port):
     """A server, and the writers of the two ranks of its run."""
     create_run(tmp_path / "runs" / "now", make_manifest(run_id="now"))
-    writers = [write_steps(tmp_path / "runs" / "now", rank, ago_s=-AHEAD_S) for rank in (0, 1)]
+    writers = [write_steps(tmp_path / "runs" / "now", rank) for rank in (0, 1)]
     with serve(tmp_path / "runs", free_port(), tmp_path / "log") as address:
         yield address, writers
     for writer in writers:

@@ -142,7 +142,7 @@ def test_two_indexes_at_once_leave_a_whole_catalog(tmp_path: Path) -> None:
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(120)
+        writer.join(300)
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     index_runs(tmp_path)
     assert ids_of(tmp_path) == [f"run-{number:02}" for number in range(12)]

@@ -65,9 +65,11 @@ def test_time_and_memory_of_a_query_are_limited(catalog: Catalog) -> None:
     with pytest.raises(QueryError, match=r"stopped after 0\.2 s"):
         catalog.query("SELECT sum(hash(a.range)) FROM range(1000000000000) a", timeout_s=0.2)
     with pytest.raises(QueryError, match=r"64\.0 MiB"):
-        catalog.query("SELECT * FROM range(100000000) ORDER BY hash(range)", memory_bytes=1)
+        catalog.query(
+            "SELECT * FROM range(100000000) ORDER BY hash(range)", memory_bytes=1, timeout_s=300
+        )
     with pytest.raises(QueryError, match=r"exceeds 64\.0 MiB"):
-        catalog.query("SELECT * FROM range(100000000)", memory_bytes=1)
+        catalog.query("SELECT * FROM range(100000000)", memory_bytes=1, timeout_s=300)
 
 
 def test_the_command_prints_a_table_json_and_csv(invoke: Invoke, runs_folder: Path) -> None:

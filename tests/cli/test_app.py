@@ -97,7 +97,7 @@ def test_the_dashboard_comes_up_and_ends_with_the_signal(runs_folder, free_port)
         url = f"http://127.0.0.1:{port}/_stcore/health?token={TOKEN}"
         assert answers(url, process) == b"ok"
         process.send_signal(signal.SIGTERM)
-        process.wait(120)
+        process.wait(300)
     finally:
         process.kill()
         process.communicate()
@@ -107,7 +107,7 @@ def answers(url, process, *, within_s=300):
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            with urllib.request.urlopen(url, timeout=5) as response:
+            with urllib.request.urlopen(url, timeout=60) as response:
                 return response.read()
         except OSError:
             time.sleep(0.2)

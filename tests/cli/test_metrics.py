@@ -16,9 +16,11 @@ import pytest
 from fsdp_inspect.cli import metrics
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.trace.run import RunStatus
-from tests.analysis.live.test_feed import append_steps, write_steps
+from tests.analysis.live.test_feed import AHEAD_S, append_steps, write_steps
 from tests.openmetrics import parse
 from tests.store.run_files import make_manifest
+
+PATIENCE_S = 300
 
 
 def test_the_numbers_of_a_run_are_printed_once(invoke, runs_folder):
@@ -89,7 +91,7 @@ def address(recorded):
             yield re.search(r"http://(\S+)/metrics", server.stdout.readline())[1]
         finally:
             server.send_signal(signal.SIGINT)
-            assert server.wait(30) == 130
+            assert server.wait(PATIENCE_S) == 130
 
 
 def test_a_run_that_goes_on_is_followed(recorded, address):
@@ -98,7 +100,8 @@ def test_a_run_that_goes_on_is_followed(recorded, address):
     assert first["fsdp_run_state"].value(fsdp_run_state="running") == 1
     assert first["fsdp_last_step"].value(rank="0") == 2
 
-    append_steps(writer, range(3, 5), begun_ns=writer.record.clock_start.monotonic_ns)
+    begun_ns = writer.record.clock_start.monotonic_ns + AHEAD_S * 10**9
+    append_steps(writer, range(3, 5), begun_ns=begun_ns)
     second = scrape(address)
     assert second["fsdp_last_step"].value(rank="0") == 4
     assert second["fsdp_last_step"].value(rank="1") == 2
@@ -113,13 +116,13 @@ def test_a_run_that_goes_on_is_followed(recorded, address):
 
 
 def scrape(address):
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=300) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as answer:
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
         return parse(answer.read().decode())
 
 
 def status(address, path, **headers):
-    with closing(http.client.HTTPConnection(address, timeout=300)) as connection:
+    with closing(http.client.HTTPConnection(address, timeout=PATIENCE_S)) as connection:
         connection.request("GET", path, headers=headers)
         return connection.getresponse().status
 
@@ -196,18 +199,18 @@ def test_requests_that_are_never_finished_are_closed(monkeypatch):
                 with suppress(ConnectionError):  # on a busy machine it may be closed already
                     connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n")
             assert all(is_closed(connection) for connection in connections)
-        monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 60)
+        monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", PATIENCE_S)
         assert status(f"127.0.0.1:{server.server_address[1]}", "/metrics") == 200
         server.shutdown()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert threading.active_count() <= before
 
 
 def is_closed(connection):
-    """Whether the server closes the connection within a minute without an answer."""
-    connection.settimeout(60)
+    """Whether the server closes the connection without an answer."""
+    connection.settimeout(PATIENCE_S)
     try:
         return connection.recv(1) == b""
     except ConnectionError:
@@ -227,7 +230,7 @@ def server(monkeypatch):
 def test_a_request_that_arrives_byte_by_byte_is_cut_off(server, monkeypatch):
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 1.0)
     with socket.create_connection(server.server_address) as slow:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not is_closed_after(slow, b"G"):
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -242,13 +245,15 @@ def is_closed_after(connection, content):
 
 
 def test_connections_above_the_limit_are_closed_and_later_ones_answered(server, monkeypatch):
-    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 300)  # only the limit closes connections
+    monkeypatch.setattr(
+        metrics, "REQUEST_TIMEOUT_S", PATIENCE_S
+    )  # only the limit closes connections
     with ExitStack() as opened:
         for _ in range(2):
             opened.enter_context(socket.create_connection(server.server_address))
         assert is_closed(opened.enter_context(socket.create_connection(server.server_address)))
     address = f"127.0.0.1:{server.server_address[1]}"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not is_answered(address):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -51,15 +51,21 @@ def make_manifest(**changes: Any) -> RunManifest:
     return RunManifest(**{**known, **changes})
 
 
+def read_clocks() -> ClockPair:
+    """Both clocks at one moment: the closest of several readings, because a process may stand."""
+    readings = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(5)]
+    before, unix_ns, _ = min(readings, key=lambda reading: reading[2] - reading[0])
+    return ClockPair(monotonic_ns=before, unix_ns=unix_ns, uncertainty_ns=100)
+
+
 def make_record(rank: int = 0, **changes: Any) -> RankRecord:
-    clock = ClockPair(monotonic_ns=time.monotonic_ns(), unix_ns=time.time_ns(), uncertainty_ns=100)
     known = {
         "rank": rank,
         "world_size": 2,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": "cpu",
-        "clock_start": clock,
+        "clock_start": read_clocks(),
     }
     return RankRecord(**{**known, **changes})
 

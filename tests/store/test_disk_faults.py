@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def rank_json(run_folder: Path) -> dict[str, Any]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -208,13 +209,15 @@ def test_rows_of_a_long_fault_are_written_when_the_disk_is_back(
 
 
 def test_failing_disk_is_tried_less_and_less_often(run_folder: Path, disk: FaultyOs) -> None:
+    began = time.monotonic()
     writer = RankWriter(run_folder, make_record(), flush_interval_s=0.01)
     disk.write_error = errno.ENOSPC
     for _ in range(100):
         writer.events.extend(numbered([0]))
         time.sleep(0.01)
     wait_for(lambda: disk.num_writes >= 2)
-    assert disk.num_writes <= 12
+    num_writes, passed_s = disk.num_writes, time.monotonic() - began
+    assert num_writes <= 4 + math.log2(1 + passed_s / 0.01) + passed_s / LONGEST_RETRY_S
     disk.write_error = 0
     writer.close(compact=False)
     assert len(read_numbers(run_folder)) == 100
@@ -300,7 +303,7 @@ def test_disk_that_hangs_delays_the_end_for_a_limited_time_and_loses_counted_row
     assert "Rank 0 dropped 30 rows of events." in caplog.messages
     assert read_numbers(run_folder) == list(range(10))
     disk.may_return.set()
-    writer._thread.join(60)
+    writer._thread.join(300)
     assert read_numbers(run_folder) == list(range(40))
     assert rank_json(run_folder)["dropped"] == {}
 
@@ -317,7 +320,7 @@ def test_disk_that_hangs_for_a_while_is_reported_and_loses_nothing(
     disk.may_return.clear()
     writer.events.extend(numbered(range(10)))
     wait_for(lambda: bool(caplog.messages))
-    monkeypatch.setattr(writer_module, "STALL_TIMEOUT_S", 60)
+    monkeypatch.setattr(writer_module, "STALL_TIMEOUT_S", 300)
     disk.may_return.set()
     writer.close(compact=False)
     assert "the disk does not respond" in caplog.text

@@ -430,6 +430,7 @@ def test_file_url_is_a_local_path(tmp_path: Path) -> None:
     assert open_run(f"file://{write_run(tmp_path)}").run_id == "run"
 
 
+@pytest.mark.study
 def test_small_run_opens_and_sums_up_well_under_100_ms(tmp_path: Path) -> None:
     compact_run(write_run(tmp_path, num_steps=50))
     times = []

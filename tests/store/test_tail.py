@@ -140,7 +140,7 @@ def test_followed_while_it_is_written_and_killed_gives_what_a_reader_finds(tmp_p
     tail = StreamTail(rank_folder(run, 0, 0) / EVENTS.live_name, EVENTS)
     with appending_rank(run, 0, 1, 0.02) as child:
         wait_for_first_event(run, 0)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while sum(len(part) > 0 for part in seen) <= 5 and time.monotonic() < deadline:
             seen.append(tail.read_new())
             time.sleep(0.01)

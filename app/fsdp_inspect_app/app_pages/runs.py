@@ -41,11 +41,10 @@ from fsdp_inspect_app.selection import (
     run_name,
     switch_page,
 )
-from fsdp_inspect_app.summaries import LOOK_AGAIN_S, KnownRuns, summaries_of
+from fsdp_inspect_app.summaries import LOOK_AGAIN_S, PATIENCE_S, KnownRuns, summaries_of
 from fsdp_inspect_app.user_store import RunNote
 from fsdp_inspect_app.wording import code, plain
 
-_PATIENCE_S = 0.5
 _LOOK_AGAIN_S = 1.0
 _MOST_COMPARED = 8
 _MOST_REASONS = 50
@@ -61,7 +60,7 @@ def show_page() -> None:
         show_no_runs()
         _show_foreign(foreign)
         return
-    found = summaries_of(str(loading.runs_folder())).find(entries, patience_s=_PATIENCE_S)
+    found = summaries_of(str(loading.runs_folder())).find(entries, patience_s=PATIENCE_S)
     show_headline(_answer(found))
     _show_foreign(foreign)
     _show_problems({**found.problems, **_without_manifest()})
@@ -77,11 +76,12 @@ def show_page() -> None:
     catalog = find_catalog(loading.runs_folder())
     if catalog is not None:
         matching = choose_by_setting(catalog, matching)
-    if not matching:
+    if matching:
+        show_failed_note()
+        _show_list(matching, found, notes)
+    elif found.is_complete:
         st.info("No run matches. The search looks at names, models, plans, tags, status and notes.")
         return
-    show_failed_note()
-    _show_list(matching, found, notes)
     if not found.is_complete:
         _show_progress(entries)
     elif not found.is_checked:
@@ -97,9 +97,11 @@ def _answer(found: KnownRuns) -> str:
         if row.summary.step_time_ns is not None
     }
     if not timed:
-        return "No run has a timed step yet\\."
+        return "No run has a timed step yet\\." if found.is_complete else "Reading the runs\\."
     fastest = min(timed, key=lambda run: timed[run])
     step = plain(format_ns(timed[fastest]))
+    if not found.is_complete:
+        return f"Fastest run so far: {code(run_name(fastest))}, {step} per step\\."
     if len(timed) == 1:
         return f"{code(run_name(fastest))} takes {step} per step\\."
     return f"Fastest run: {code(run_name(fastest))}, {step} per step\\."
@@ -283,7 +285,7 @@ def _is_running(entry: RunEntry, found: KnownRuns) -> bool:
 @st.fragment(run_every=LOOK_AGAIN_S)
 def _refresh_running(running: Sequence[RunEntry], shown: KnownRuns) -> None:
     """Rerun the page when the numbers of a running run have changed."""
-    now = summaries_of(str(loading.runs_folder())).find(running, patience_s=_PATIENCE_S)
+    now = summaries_of(str(loading.runs_folder())).find(running, patience_s=PATIENCE_S)
     if any(now.rows.get(entry.id) != shown.rows.get(entry.id) for entry in running):
         st.rerun()
 

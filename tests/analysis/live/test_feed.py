@@ -1,5 +1,6 @@
 """The state of a run (moving, stalled, dead, ended), read from its folder."""
 
+import re
 import time
 
 import pytest
@@ -19,6 +20,10 @@ from fsdp_inspect.trace.tables import EventTable
 from tests.store.run_files import STEP_NS, event_row, make_manifest, make_record
 
 ROWS_PER_STEP = 4
+CLOCK_NS = 5 * 10**9
+"""The most that the wall clock is corrected during a test."""
+AHEAD_S = 600
+"""Steps end this far in the future, so that no run is stalled because the machine is slow."""
 
 
 @pytest.fixture
@@ -27,7 +32,7 @@ def path(tmp_path):
     return tmp_path / "run"
 
 
-def write_steps(path, rank, *, num_steps=3, ago_s=0.0, **record):
+def write_steps(path, rank, *, num_steps=3, ago_s=-AHEAD_S, **record):
     """Write a rank whose last step ended `ago_s` ago and which still records."""
     known = make_record(rank, **record)
     begun = known.clock_start.monotonic_ns - int(ago_s * 1e9) - num_steps * STEP_NS
@@ -76,7 +81,7 @@ def test_a_run_whose_processes_live_but_end_no_step_is_stalled(path):
     writer = write_steps(path, 0, ago_s=100)
     live = look(path)
     assert live.state is LiveState.STALLED
-    assert headline_live(live) == "Stalled: no step has ended for 100 s."
+    assert re.fullmatch(r"Stalled: no step has ended for 1\d\d s\.", headline_live(live))
     assert describe_live(live) == "A step typically takes 1.00 µs. The last step was 2."
     assert "hangs in a collective" in advise_live(live)
     writer.close(RunStatus.COMPLETE)
@@ -117,5 +122,7 @@ def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
 
 def test_the_present_is_told_on_the_ranks_own_clock(path):
     writer = write_steps(path, 0)
-    assert abs(look(path).now_ns - time.monotonic_ns()) < 5e9
+    before = time.monotonic_ns()
+    now = look(path).now_ns
+    assert before - CLOCK_NS <= now <= time.monotonic_ns() + CLOCK_NS
     writer.close(RunStatus.COMPLETE)
