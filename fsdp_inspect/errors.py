@@ -18,6 +18,7 @@
     +-- ExportError           an export cannot be written, or not in the requested form
     +-- CatalogError          a catalog of runs is missing, damaged, or cannot be written
     +-- QueryError            a query of the catalog is invalid, forbidden or too large
+    +-- ClusterError          a Dask cluster cannot be used, or lost tasks
     +-- PredictionError       a prediction or the prediction history cannot be read
 
 Every message has three parts, in this order: what is wrong (with the value), what is expected or
@@ -104,3 +105,7 @@ class CatalogError(FsdpInspectError):
 
 class QueryError(FsdpInspectError):
     """A query of the catalog is invalid, forbidden, or takes too much time or memory."""
+
+
+class ClusterError(FsdpInspectError):
+    """A Dask cluster cannot be used, or lost tasks."""

@@ -48,6 +48,12 @@ class FaultyProxy(ThreadingHTTPServer):
     """The fraction of the requests that fail with 503."""
     error: tuple[int, str] | None = None
     """Status and code of the answer to each request; None: pass requests on."""
+    write_error: tuple[int, str] | None = None
+    """The same for requests that write."""
+    has_conditions = True
+    """False: writes with a condition fail, as in stores without conditional writes."""
+    hold_after: tuple[str, str] | None = None
+    """The method of a request and the end of its path: its answer waits for `release`."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -56,6 +62,25 @@ class FaultyProxy(ThreadingHTTPServer):
         self.requests: list[tuple[str, str]] = []
         """Method and path of each request."""
         self.num_failed = 0
+        self.is_holding = threading.Event()
+        self._may_answer = threading.Event()
+
+    def release(self) -> None:
+        """Answer the held request, and hold no further one."""
+        self.hold_after = None
+        self._may_answer.set()
+        self._may_answer = threading.Event()
+        self.is_holding.clear()
+
+    def hold(self, method: str, path: str) -> None:
+        """Wait if this request is to be held."""
+        chosen, may_answer = self.hold_after, self._may_answer
+        if chosen is not None and method == chosen[0] and path.endswith(chosen[1]):
+            self.is_holding.set()
+            may_answer.wait()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing: clients are killed while they wait for an answer."""
 
     @property
     def endpoint(self) -> str:
@@ -83,8 +108,13 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         proxy.requests.append((self.command, self.path))
         time.sleep(proxy.latency_s)
+        is_conditional = "If-Match" in self.headers or "If-None-Match" in self.headers
         if proxy.error is not None:
             self._answer_error(*proxy.error)
+        elif proxy.write_error is not None and self.command != "GET":
+            self._answer_error(*proxy.write_error)
+        elif is_conditional and not proxy.has_conditions:
+            self._answer_error(501, "NotImplemented")
         elif proxy.chance.random() < proxy.failure_ratio:
             proxy.num_failed += 1
             self._answer_error(503, "ServiceUnavailable")
@@ -99,6 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         upstream.request(self.command, self.path, body, headers)
         answer = upstream.getresponse()
         content = answer.read()
+        self.server.hold(self.command, self.path.partition("?")[0])
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in ("content-length", "transfer-encoding", "connection"):

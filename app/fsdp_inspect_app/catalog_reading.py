@@ -14,10 +14,12 @@ from fsdp_inspect.catalog.catalog import Catalog, open_catalog
 from fsdp_inspect.catalog.generations import code_version
 from fsdp_inspect.catalog.index import IN_RUNS
 from fsdp_inspect.catalog.run_settings import setting_names
-from fsdp_inspect.errors import CatalogError
+from fsdp_inspect.errors import CatalogError, StoreError
 from fsdp_inspect_app.dated import Dated, is_younger_than
 
 _LIFE_S = 3
+_LIFE_AT_URL_S = 20
+"""The time after which a catalog at a URL is looked up again, which takes two requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +43,20 @@ class KnownCatalog:
 
 
 def find_catalog(folder: Path | str) -> KnownCatalog | None:
-    """The catalog in a folder of runs; None: none, it cannot be read, or the folder is a URL."""
-    if isinstance(folder, str):
-        return None
-    head = _read_head(str(folder)).value
+    """The catalog in a folder of runs or at its URL; None: none, or it cannot be read."""
+    read = _read_head_at_url if isinstance(folder, str) else _read_head
+    head = read(str(folder)).value
     return None if head is None else _read_catalog(str(folder), head)
 
 
 @st.cache_resource(validate=is_younger_than(_LIFE_S), max_entries=4, show_spinner=False)
 def _read_head(folder: str) -> Dated[str | None]:
-    try:
-        head = open_catalog(folder).head
-    except CatalogError:
-        return Dated(None)
-    return Dated(head.generation if head.runs == IN_RUNS else None)
+    return Dated(_generation_in(folder))
+
+
+@st.cache_resource(validate=is_younger_than(_LIFE_AT_URL_S), max_entries=4, show_spinner=False)
+def _read_head_at_url(url: str) -> Dated[str | None]:
+    return Dated(_generation_in(url))
 
 
 @st.cache_resource(max_entries=2, show_spinner="Reading the catalog")
@@ -63,5 +65,13 @@ def _read_catalog(folder: str, generation: str) -> KnownCatalog | None:
         catalog = open_catalog(folder)
         runs = catalog.runs().to_arrow()
         return KnownCatalog(catalog, runs, setting_names(runs))
-    except CatalogError:
+    except (CatalogError, StoreError):
         return None
+
+
+def _generation_in(folder: str) -> str | None:
+    try:
+        head = open_catalog(folder).head
+    except (CatalogError, StoreError):
+        return None
+    return head.generation if head.runs == IN_RUNS else None

@@ -19,11 +19,13 @@ from fsdp_inspect.catalog.arrow_result import ArrowResult
 from fsdp_inspect.catalog.folders import CatalogFolder
 from fsdp_inspect.catalog.generations import HEAD_FILE, CatalogHead, read_generation, read_head
 from fsdp_inspect.catalog.index import CATALOG_FOLDER, IN_RUNS
+from fsdp_inspect.catalog.places import as_place, catalog_folder, join_place, parent_of
 from fsdp_inspect.catalog.query import DEFAULT_TIMEOUT_S, QueryResult, run_query
 from fsdp_inspect.catalog.tables import RANKS, RUNS, STEPS, UNITS, CatalogTable
 from fsdp_inspect.catalog.trends import MODEL_AND_RANKS, Trend, TrendAxis, measure_trend
 from fsdp_inspect.columns import TableSpec
-from fsdp_inspect.errors import CatalogError
+from fsdp_inspect.errors import CatalogError, NotARunError
+from fsdp_inspect.store.reader import StoredRun, open_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +51,30 @@ class CatalogRows(ArrowResult):
 class Catalog:
     """One generation of a catalog. Open it again to see a newer one."""
 
-    def __init__(self, folder: CatalogFolder, head: CatalogHead) -> None:
+    def __init__(self, place: str | Path, folder: CatalogFolder, head: CatalogHead) -> None:
+        self._place = place
         self._folder = folder
         self.head = head
 
     @property
-    def runs_folder(self) -> Path:
-        """The folder of the runs, which the ids of runs are relative to."""
+    def runs_folder(self) -> str | Path:
+        """The folder or URL of the runs, which the ids of runs are relative to."""
         if self.head.runs == IN_RUNS:
-            return self._folder.path.parent
-        return Path(self.head.runs)
+            return parent_of(self._place)
+        return as_place(self.head.runs)
+
+    def open_run(self, run: str) -> StoredRun:
+        """Open a run of the catalog by its id.
+
+        Raises:
+            StoreError: It cannot be read, or the id leads out of the folder of runs.
+        """
+        if run.startswith("/") or ".." in run.split("/"):
+            raise NotARunError(
+                f"The catalog has the invalid run {run!r:.200}. Expected a path below the folder "
+                "of runs. Index the runs again with --rebuild."
+            )
+        return open_run(join_place(self.runs_folder, run))
 
     def runs(self) -> CatalogRows:
         """The table of runs."""
@@ -123,16 +139,18 @@ def open_catalog(path: str | Path) -> Catalog:
     """Open the catalog of a folder of runs.
 
     Args:
-        path: The folder of runs, or the folder of the catalog (`--out` of `fsdp-inspect index`).
+        path: The folder of runs, or the folder of the catalog (`--out` of `fsdp-inspect index`), or
+            the URL of one.
 
     Raises:
         CatalogError: There is no catalog, or it is damaged or of another version.
     """
-    for place in (Path(path) / CATALOG_FOLDER, Path(path)):
-        folder = CatalogFolder(place)
+    given = as_place(path)
+    for place in (join_place(given, CATALOG_FOLDER), given):
+        folder = catalog_folder(place)
         head = read_head(folder)
         if head is not None:
-            return Catalog(folder, head)
+            return Catalog(place, folder, head)
     raise CatalogError(
         f"No catalog in {str(path)!r}: {CATALOG_FOLDER}/{HEAD_FILE} is missing. Expected a folder "
         f"of runs with a catalog. Create it with: fsdp-inspect index {path}"

@@ -1,26 +1,96 @@
-"""Access the folder of a catalog and the folder of its runs.
+"""Access the folder of a catalog and the folder of its runs on a disk.
 
-All file access of the catalog goes through the two classes of this file, so that another file
-system needs only another pair of them.
+All file access of the catalog goes through the two protocols of this file. `remote_folders`
+implements them for URLs.
 """
 
 import contextlib
 import os
 import shutil
 import time
+from collections.abc import Container
 from pathlib import Path
+from typing import Protocol
 
 from fsdp_inspect.errors import CatalogError
 from fsdp_inspect.reading import read_regular
-from fsdp_inspect.store.fingerprints import Fingerprint, fingerprint_run
+from fsdp_inspect.store.fingerprints import fingerprint_run
 from fsdp_inspect.store.folder import find_run_ids
 from fsdp_inspect.store.read_limits import max_memory_bytes
-from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.records import replace_file
 
 
-class CatalogFolder:
-    """The files of one catalog on a local or mounted disk; names use slashes."""
+class CatalogFolder(Protocol):
+    """The files of one catalog; names use slashes."""
+
+    label: str
+    """The path or URL."""
+
+    def folders(self) -> list[str]:
+        """Names of the folders in it; empty if it does not exist."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """All bytes of a file; None if it is missing.
+
+        Raises:
+            CatalogError: The file exists but cannot be read.
+        """
+        ...
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a new file as a whole.
+
+        Raises:
+            CatalogError: The file cannot be written.
+        """
+        ...
+
+    def replace(self, name: str, content: bytes) -> bool:
+        """Write or replace a file atomically.
+
+        Returns:
+            False if another process replaced the file after this object read it. Not every store
+            can tell; the last writer then counts.
+
+        Raises:
+            CatalogError: The file cannot be written; an earlier file is unchanged.
+        """
+        ...
+
+    def age_s(self, name: str) -> float:
+        """Seconds since the last change of a folder; 0 if it is gone or the time is unknown."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a folder with its files; ignores errors, because another process may do it."""
+        ...
+
+
+class RunsFolder(Protocol):
+    """The runs in a folder."""
+
+    label: str
+    """The path or URL."""
+
+    def check(self) -> None:
+        """Raise `CatalogError` if the folder does not exist."""
+        ...
+
+    def fingerprints(self, running: Container[str]) -> dict[str, str]:
+        """The state of the files of every run, by id: its path below the folder, with slashes.
+
+        Args:
+            running: The runs that were running at the last look.
+
+        Raises:
+            CatalogError: The folder cannot be listed.
+        """
+        ...
+
+
+class LocalCatalogFolder:
+    """The files of one catalog on a local or mounted disk; implements `CatalogFolder`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,11 +105,7 @@ class CatalogFolder:
             return []
 
     def read(self, name: str) -> bytes | None:
-        """All bytes of a file; None if it is missing.
-
-        Raises:
-            CatalogError: The file exists but cannot be read.
-        """
+        """All bytes of a file; None if it is missing. Raises as `CatalogFolder.read`."""
         try:
             return read_regular(self.path / name, max_memory_bytes())
         except (FileNotFoundError, NotADirectoryError):
@@ -51,11 +117,11 @@ class CatalogFolder:
             ) from error
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a whole file, or replace it atomically.
+        """Write a new file as a whole. Raises as `CatalogFolder.write`."""
+        self.replace(name, content)
 
-        Raises:
-            CatalogError: The file cannot be written; an earlier file is unchanged.
-        """
+    def replace(self, name: str, content: bytes) -> bool:
+        """Write or replace a file atomically; the last writer counts. Always True."""
         target = self.path / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -65,6 +131,7 @@ class CatalogFolder:
                 f"Cannot write the catalog {str(target)!r}: {error.strerror or error}. Expected a "
                 "writable folder with enough free space. Choose another folder with --out DIR."
             ) from error
+        return True
 
     def age_s(self, name: str) -> float:
         """Seconds since the last change of a folder; 0 if it is gone."""
@@ -79,25 +146,24 @@ class CatalogFolder:
             shutil.rmtree(self.path / name)
 
 
-class RunsFolder:
-    """The runs in a folder on a local or mounted disk."""
+class LocalRunsFolder:
+    """The runs in a folder on a local or mounted disk; implements `RunsFolder`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.label = str(path)
 
-    def find(self) -> list[str]:
-        """The ids of all runs: their paths below the folder, with slashes."""
-        return find_run_ids(self.path)
+    def check(self) -> None:
+        """Raise `CatalogError` if the folder does not exist."""
+        if not self.path.is_dir():
+            raise CatalogError(
+                f"Folder {self.label!r} not found. Expected a folder of runs. Name the folder that "
+                "contains the run folders."
+            )
 
-    def fingerprint(self, run: str, *, is_running: bool) -> Fingerprint:
-        """The state of a run's files."""
-        return fingerprint_run(self.path / run, is_running=is_running)
-
-    def open(self, run: str) -> StoredRun:
-        """Open a run.
-
-        Raises:
-            StoreError: The run cannot be read.
-        """
-        return open_run(self.path / run)
+    def fingerprints(self, running: Container[str]) -> dict[str, str]:
+        """The state of the files of every run, by id."""
+        return {
+            run: fingerprint_run(self.path / run, is_running=run in running).text
+            for run in find_run_ids(self.path)
+        }

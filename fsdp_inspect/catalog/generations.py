@@ -5,18 +5,21 @@ generation of the tables::
 
     .fsdp-inspect/                     in the folder of runs, or the folder of `--out`
       catalog.json                     the current generation; replaced atomically
-      1764000000000000000-4711/        runs.parquet  units.parquet  ranks.parquet  steps.parquet
+      1764000000000000000-4711-5f3a91c2/   runs.parquet  units.parquet  ranks.parquet  steps.parquet
 
 A writer writes a new folder and then replaces `catalog.json`. A writer that is killed leaves an
 unused folder, and the catalog stays as it was. With several writers, each generation is whole, and
 the last one counts: a writer adds its runs to the generation that is current when it writes. Two
 writers at the same moment may lose the runs of one of them, which the next index then reads again.
+On S3, the later one of them notices it and adds its runs to the generation of the other
+(`remote_folders`).
 A generation stays for some minutes after it was replaced, for readers that began
 before; after that, the next writer removes it.
 """
 
 import io
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,8 +77,15 @@ def read_head(folder: CatalogFolder) -> CatalogHead | None:
         CatalogError: It cannot be read, is damaged, or was written by a newer version.
     """
     content = folder.read(HEAD_FILE)
-    if content is None:
-        return None
+    return None if content is None else decode_head(content, folder.label)
+
+
+def decode_head(content: bytes, label: str) -> CatalogHead:
+    """The head of the catalog at `label`.
+
+    Raises:
+        CatalogError: It is damaged, or was written by a newer version.
+    """
     try:
         head = CatalogHead.model_validate(parse_json(content))
     except (InvalidTextError, ValidationError) as error:
@@ -83,17 +93,17 @@ def read_head(folder: CatalogFolder) -> CatalogHead | None:
             describe_validation_error(error) if isinstance(error, ValidationError) else f"{error}."
         )
         raise CatalogError(
-            f"Invalid catalog {folder.label}/{HEAD_FILE}: {why} Expected a file that "
+            f"Invalid catalog {label}/{HEAD_FILE}: {why} Expected a file that "
             "`fsdp-inspect index` wrote. Remove it, and index the runs again."
         ) from error
     if not _is_name(head.generation):
         raise CatalogError(
-            f"Invalid catalog {folder.label}/{HEAD_FILE}: the generation {head.generation!r:.80} "
+            f"Invalid catalog {label}/{HEAD_FILE}: the generation {head.generation!r:.80} "
             "is not a folder of the catalog. Remove the file, and index the runs again."
         )
     if head.catalog_version != CATALOG_VERSION:
         raise CatalogError(
-            f"The catalog in {folder.label!r} has version {head.catalog_version}. Expected "
+            f"The catalog in {label!r} has version {head.catalog_version}. Expected "
             f"version {CATALOG_VERSION}. Index the runs again with `fsdp-inspect index`."
         )
     return head
@@ -120,10 +130,32 @@ def read_generation(
     Raises:
         CatalogError: The file is damaged or decodes to too much.
     """
-    name = f"{head.generation}/{table.name}.parquet"
+    name = file_of(head, table)
     content = folder.read(name)
     if content is None:
         return None
+    return decode_table(content, f"{folder.label}/{name}", table, columns)
+
+
+def file_of(head: CatalogHead, table: CatalogTable) -> str:
+    """The file of a table of the current generation."""
+    return f"{head.generation}/{table.name}.parquet"
+
+
+def decode_table(
+    content: bytes, name: str, table: CatalogTable, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """Decode a table, with the types of its specification.
+
+    Args:
+        content: The bytes of the file.
+        name: The file, for messages.
+        table: The table.
+        columns: The columns to read; default all.
+
+    Raises:
+        CatalogError: The file is damaged or decodes to too much.
+    """
     schema = table.schema
     chosen = list(columns) if columns is not None else schema.names
     wanted = pa.schema([schema.field(column) for column in chosen])
@@ -138,20 +170,24 @@ def read_generation(
         return found.select(chosen).cast(wanted)
     except (pa.ArrowException, OSError, KeyError, ValueError, CorruptFileError) as error:
         raise CatalogError(
-            f"{folder.label}/{name} cannot be read: {str(error).rstrip('. ')[:300]}. Expected a "
+            f"{name} cannot be read: {str(error).rstrip('. ')[:300]}. Expected a "
             "table that `fsdp-inspect index` wrote. Index the runs again with --rebuild."
         ) from error
 
 
 def publish(
     folder: CatalogFolder, tables: Mapping[str, pa.Table], *, runs: str, **head: Any
-) -> CatalogHead:
+) -> CatalogHead | None:
     """Write all tables as a new generation, and make it the current one.
+
+    Returns:
+        The new head. None if another process replaced the head after this one read it, in a store
+        that can tell: the catalog is unchanged.
 
     Raises:
         CatalogError: The catalog cannot be written; the current generation is unchanged.
     """
-    generation = f"{time.time_ns()}-{os.getpid()}"
+    generation = f"{time.time_ns()}-{os.getpid()}-{secrets.token_hex(4)}"
     for table in TABLES:
         sink = io.BytesIO()
         pq.write_table(
@@ -163,8 +199,10 @@ def publish(
         )
         folder.write(f"{generation}/{table.name}.parquet", sink.getvalue())
     new = CatalogHead(written_by=code_version(), generation=generation, runs=runs, **head)
-    folder.write(HEAD_FILE, new.model_dump_json(indent=1).encode())
-    return new
+    if folder.replace(HEAD_FILE, new.model_dump_json(indent=1).encode()):
+        return new
+    folder.remove(generation)
+    return None
 
 
 def remove_unused(folder: CatalogFolder, mine: Sequence[str] = ()) -> None:

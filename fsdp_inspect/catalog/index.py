@@ -1,10 +1,11 @@
 """Keep the catalog of a folder of runs up to date: read the runs that are new or have changed."""
 
+import random
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,17 +13,29 @@ import pyarrow.compute as pc
 
 from fsdp_inspect.catalog.folders import CatalogFolder, RunsFolder
 from fsdp_inspect.catalog.generations import (
+    HEAD_FILE,
     CatalogHead,
     code_version,
+    decode_head,
+    decode_table,
+    file_of,
     publish,
     read_generation,
-    read_head,
     remove_unused,
+)
+from fsdp_inspect.catalog.places import (
+    absolute_place,
+    as_place,
+    catalog_folder,
+    join_place,
+    runs_folder,
 )
 from fsdp_inspect.catalog.run_rows import read_rows
 from fsdp_inspect.catalog.tables import RUNS, TABLES, to_table
 from fsdp_inspect.errors import CatalogError
+from fsdp_inspect.parallel.tasks import InProcess, InThreads, Tasks
 from fsdp_inspect.results import Result
+from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.run import RunStatus
 
 CATALOG_FOLDER = ".fsdp-inspect"
@@ -34,6 +47,11 @@ _MOST_FRESH = 2_000
 _TRIES = 5
 _PUBLISH_COST = 10.0
 """A long index publishes what it has; publishing takes at most a tenth of the time."""
+_MOST_MERGES = 10
+"""Most tries to replace a catalog that other processes replace at the same time."""
+_MERGE_WAIT_S = 0.2
+_THREADS_AT_URL = 8
+"""Runs that are read at once at a URL: reading one is mostly waiting for requests."""
 
 _Tables = dict[str, pa.Table]
 
@@ -58,12 +76,50 @@ class IndexResult(Result):
     """Whether a new generation was written."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A run to read."""
+
+    runs: str | Path
+    """The folder of runs."""
+    run: str
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return self.run
+
+    def open(self) -> StoredRun:
+        """Open the run.
+
+        Raises:
+            StoreError: The run cannot be read.
+        """
+        return open_run(join_place(self.runs, self.run))
+
+
+def read_run_tables(asked: _Unread) -> _Tables:
+    """The rows of one run, by the name of the table; a task of an index.
+
+    Raises:
+        CatalogError: This machine has no such folder of runs.
+    """
+    if isinstance(asked.runs, Path) and not asked.runs.is_dir():
+        raise CatalogError(
+            f"Folder {str(asked.runs)!r} not found on host {socket.gethostname()!r}. Expected a "
+            "folder that all workers of the cluster share. Use a shared file system, or upload the "
+            "runs to an object store and name their URL."
+        )
+    rows = read_rows(asked.run, asked.open, asked.fingerprint)
+    return {table.name: to_table(table, rows.get(table.name, [])) for table in TABLES}
+
+
 def index_runs(
     runs: str | Path,
     out: str | Path | None = None,
     *,
     rebuild: bool = False,
     on_progress: Progress | None = None,
+    tasks: Tasks | None = None,
 ) -> IndexResult:
     """Create or refresh the catalog of a folder of runs.
 
@@ -71,23 +127,26 @@ def index_runs(
     readers see a whole earlier or later state. Several processes may index one folder.
 
     Args:
-        runs: The folder of runs.
-        out: The folder of the catalog; default `.fsdp-inspect` in the folder of runs.
+        runs: The folder of runs, or its URL.
+        out: The folder of the catalog, or its URL; default `.fsdp-inspect` in the folder of runs.
         rebuild: Read every run again.
         on_progress: Called with the number of runs read so far, and the number to read.
+        tasks: Runs the reading of each run; default in this process, with threads at a URL.
 
     Raises:
         CatalogError: The folder of runs does not exist, or the catalog cannot be written.
     """
-    path = Path(runs)
-    if not path.is_dir():
-        raise CatalogError(
-            f"Folder {str(runs)!r} not found. Expected a folder of runs. Name the folder that "
-            "contains the run folders."
-        )
-    place = path / CATALOG_FOLDER if out is None else Path(out)
-    where = IN_RUNS if out is None else str(path.absolute())
-    indexing = _Indexing(RunsFolder(path), CatalogFolder(place), where, rebuild=rebuild)
+    place = as_place(runs)
+    out_place = join_place(place, CATALOG_FOLDER) if out is None else as_place(out)
+    indexing = _Indexing(
+        place=place.absolute() if isinstance(place, Path) else place,
+        runs=runs_folder(place),
+        folder=catalog_folder(out_place),
+        where=IN_RUNS if out is None else absolute_place(place),
+        tasks=tasks or (InProcess() if isinstance(place, Path) else InThreads(_THREADS_AT_URL)),
+        rebuild=rebuild,
+    )
+    indexing.runs.check()
     return indexing.run(on_progress or (lambda done, total: None))
 
 
@@ -95,14 +154,20 @@ def index_runs(
 class _Indexing:
     """One refresh of a catalog."""
 
+    place: str | Path
     runs: RunsFolder
     folder: CatalogFolder
     where: str
+    tasks: Tasks
     rebuild: bool
     fresh: dict[str, _Tables] = field(default_factory=dict)
     """Rows that this process computed and has not published yet, by run."""
     published: list[str] = field(default_factory=list)
     """The generations that this process wrote, oldest first."""
+    listed: set[str] = field(default_factory=set)
+    """The runs in the folder, as this process listed them."""
+    gone: set[str] = field(default_factory=set)
+    """Runs of the catalog that are not in the folder any more."""
     next_look: float = 0.0
     """The time of the next publication of a part."""
 
@@ -111,98 +176,116 @@ class _Indexing:
         base = self._base()
         tables = None if base is None else self._load(base)
         known = {} if tables is None else _known(tables[RUNS.name])
-        states = self._states(known)
+        running = {run for run, (_, status) in known.items() if status == RunStatus.RUNNING}
+        states = self.runs.fingerprints(running)
+        self.listed, self.gone = set(states), known.keys() - states.keys()
         unread = [run for run, state in states.items() if known.get(run, ("", ""))[0] != state]
         self.next_look = time.monotonic() + _PUBLISH_EVERY_S
-        for done, run in enumerate(unread):
-            on_progress(done, len(unread))
-            rows = read_rows(run, partial(self.runs.open, run), states[run])
-            self.fresh[run] = {
-                table.name: to_table(table, rows.get(table.name, [])) for table in TABLES
-            }
-            self._publish_in_between(set(states), begun_ns)
-        on_progress(len(unread), len(unread))
-        gone = known.keys() - states.keys()
-        is_changed = bool(unread or gone or tables is None or not (base and base.is_complete))
+        asked = [_Unread(self.place, run, states[run]) for run in unread]
+        read = self.tasks.map(read_run_tables, asked, "runs", on_progress)
+        for run, tables_of_run in zip(unread, read, strict=True):
+            self.fresh[run] = tables_of_run
+            self._publish_in_between(begun_ns)
+        is_changed = bool(unread or self.gone or tables is None or not (base and base.is_complete))
         if is_changed:
-            self._publish(set(states), begun_ns, is_complete=True)
+            self._publish(begun_ns, is_complete=True)
         return IndexResult(
             path=self.folder.label,
             num_runs=len(states),
             num_read=len(unread),
-            num_removed=len(gone),
+            num_removed=len(self.gone),
             problems=self._problems(),
             is_changed=is_changed,
         )
 
     def _base(self) -> CatalogHead | None:
-        """The current head; None if there is none or its numbers are of other code."""
-        try:
-            head = read_head(self.folder)
-        except CatalogError:
-            return None  # it is replaced
+        """The current head; None if there is none, it is damaged, or its numbers are of other code.
+
+        Raises:
+            CatalogError: It cannot be read.
+        """
+        content = self.folder.read(HEAD_FILE)
+        head = None
+        if content is not None:
+            with suppress(CatalogError):  # it is replaced
+                head = decode_head(content, self.folder.label)
         is_same = head is not None and head.written_by == code_version() and head.runs == self.where
         return head if is_same and not self.rebuild else None
 
     def _load(self, head: CatalogHead) -> _Tables | None:
-        """All tables of a generation; None if one is gone or damaged."""
+        """All tables of a generation; None if one is gone or damaged.
+
+        Raises:
+            CatalogError: One cannot be read.
+        """
         found: _Tables = {}
         for table in TABLES:
+            name = file_of(head, table)
+            content = self.folder.read(name)
             with suppress(CatalogError):
-                rows = read_generation(self.folder, head, table)
-                if rows is not None:
-                    found[table.name] = rows
+                if content is not None:
+                    found[table.name] = decode_table(content, f"{self.folder.label}/{name}", table)
         return found if len(found) == len(TABLES) else None
 
-    def _states(self, known: dict[str, tuple[str, str]]) -> dict[str, str]:
-        """The fingerprint of every run in the folder."""
-        running = {run for run, (_, status) in known.items() if status == RunStatus.RUNNING}
-        return {
-            run: self.runs.fingerprint(run, is_running=run in running).text
-            for run in self.runs.find()
-        }
-
-    def _publish_in_between(self, listed: set[str], begun_ns: int) -> None:
+    def _publish_in_between(self, begun_ns: int) -> None:
         """Publish the rows of a long index from time to time, so that a kill loses few of them."""
         started = time.monotonic()
         if started > self.next_look or len(self.fresh) >= _MOST_FRESH:
-            self._publish(listed, begun_ns, is_complete=False)
+            self._publish(begun_ns, is_complete=False)
             cost = time.monotonic() - started
             self.next_look = time.monotonic() + max(_PUBLISH_EVERY_S, _PUBLISH_COST * cost)
 
-    def _publish(self, listed: set[str], begun_ns: int, *, is_complete: bool) -> None:
+    def _publish(self, begun_ns: int, *, is_complete: bool) -> None:
         """Write a generation: the rows of this process, and for other runs the current ones.
 
         Another process may have published meanwhile. Its rows are as good as earlier ones: the next
         index reads the runs whose files have changed since.
         """
-        kept = self._kept(listed)
+        for number in range(_MOST_MERGES):
+            tables = self._merge()
+            runs = set(tables[RUNS.name]["run"].to_pylist())
+            new = publish(
+                self.folder,
+                tables,
+                runs=self.where,
+                indexed_unix_ns=begun_ns,
+                num_runs=len(runs),
+                is_complete=is_complete and self.listed <= runs,
+            )
+            if new is not None:
+                break
+            time.sleep(random.uniform(0.0, _MERGE_WAIT_S * (number + 1)))
+        else:
+            raise CatalogError(
+                f"Other processes replaced the catalog in {self.folder.label!r} {_MOST_MERGES} "
+                "times while this one merged its rows. Expected few processes that index one "
+                "folder. Run the index again."
+            )
+        self.published.append(new.generation)
+        with suppress(CatalogError):
+            remove_unused(self.folder, self.published)
+        self.fresh.clear()
+        self.rebuild = False
+
+    def _merge(self) -> _Tables:
+        """The tables of a new generation."""
+        kept = self._kept()
         parts = {table.name: [kept[table.name]] for table in TABLES}
         for found in self.fresh.values():
             for name, rows in found.items():
                 parts[name].append(rows)
-        tables = {
+        return {
             table.name: pa.concat_tables(parts[table.name]).sort_by(
                 [(column, "ascending") for column in table.order]
             )
             for table in TABLES
         }
-        num_runs = len(tables[RUNS.name])
-        new = publish(
-            self.folder,
-            tables,
-            runs=self.where,
-            indexed_unix_ns=begun_ns,
-            num_runs=num_runs,
-            is_complete=is_complete and num_runs == len(listed),
-        )
-        self.published.append(new.generation)
-        remove_unused(self.folder, self.published)
-        self.fresh.clear()
-        self.rebuild = False
 
-    def _kept(self, listed: set[str]) -> _Tables:
-        """The rows of the current generation of listed runs that this process did not compute."""
+    def _kept(self) -> _Tables:
+        """The rows of the current generation that this process did not compute.
+
+        They include runs that another process has listed since.
+        """
         found = None
         for _ in range(_TRIES):  # a generation may be removed while it is read
             head = self._base()
@@ -211,9 +294,10 @@ class _Indexing:
                 break
         if found is None:
             return {table.name: table.schema.empty_table() for table in TABLES}
-        kept = pa.array(sorted(listed - self.fresh.keys()), pa.string())
+        left_out = pa.array(sorted(self.gone | self.fresh.keys()), pa.string())
         return {
-            name: rows.filter(pc.is_in(rows["run"], value_set=kept)) for name, rows in found.items()
+            name: rows.filter(pc.invert(pc.is_in(rows["run"], value_set=left_out)))
+            for name, rows in found.items()
         }
 
     def _problems(self) -> dict[str, str]:

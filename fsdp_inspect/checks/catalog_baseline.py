@@ -15,7 +15,7 @@ from fsdp_inspect.checks.measurements import GateMeasurements, read_runs
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import settings_as_text
 from fsdp_inspect.errors import CheckError, StoreError
-from fsdp_inspect.store.reader import StoredRun, open_run
+from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.run import RunStatus
 
 DEFAULT_LAST = 10
@@ -104,7 +104,7 @@ def _key(settings: Mapping[str, str], torch: str) -> dict[str, str]:
 def _open(catalog: Catalog, run: str) -> StoredRun | None:
     """Open a run of the catalog; None if it was removed or damaged since the index."""
     try:
-        return open_run(catalog.runs_folder / run)
+        return catalog.open_run(run)
     except StoreError:
         return None
 

@@ -51,9 +51,10 @@ def check(  # noqa: PLR0913 - one argument an option
         typer.Option(help="Baseline file. --update writes it.", metavar="FILE"),
     ] = None,
     baseline_runs: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Folder of earlier runs with a catalog (`index`): their median is the baseline.",
+            help="Folder or URL of earlier runs with a catalog (`index`): their median is the "
+            "baseline.",
             metavar="RUNS",
         ),
     ] = None,
@@ -281,7 +282,7 @@ def _read_baseline(path: Path) -> "Baseline":
 
 
 def _take_baseline(
-    runs: Path, reading: "GateMeasurements", last: int, tag: str | None
+    runs: str, reading: "GateMeasurements", last: int, tag: str | None
 ) -> "Baseline":
     """The median of earlier runs, which a line on stderr names."""
     from fsdp_inspect.catalog.catalog import open_catalog

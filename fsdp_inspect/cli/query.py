@@ -1,12 +1,12 @@
 """`fsdp-inspect query`: run SQL over the catalog of a folder of runs."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fsdp_inspect.cli import UNJUDGED
 from fsdp_inspect.cli.arguments import JsonOption, print_renderable, whole_number
+from fsdp_inspect.cli.cluster import show_downloads
 from fsdp_inspect.formatting import show_controls
 
 
@@ -16,9 +16,12 @@ def query(
         typer.Argument(metavar="[SQL]", help="One SELECT statement.", show_default=False),
     ] = None,
     runs: Annotated[
-        Path,
-        typer.Option(help="A folder of runs with a catalog, or the catalog's folder."),
-    ] = Path("runs"),
+        str,
+        typer.Option(
+            help="A folder of runs with a catalog, the catalog's folder, or the URL of one.",
+            metavar="RUNS",
+        ),
+    ] = "runs",
     columns: Annotated[
         bool, typer.Option("--columns", help="List the columns of the tables with definitions.")
     ] = False,
@@ -72,7 +75,8 @@ def query(
     if as_json and as_csv:
         raise typer.BadParameter("Expected either --json or --csv.")
     try:
-        result = open_catalog(runs).query(sql, timeout_s=timeout)
+        with show_downloads("Reading the catalog", runs):
+            result = open_catalog(runs).query(sql, timeout_s=timeout)
     except (QueryError, CatalogError) as error:
         typer.echo(show_controls(f"fsdp-inspect: {error}"), err=True)
         raise typer.Exit(UNJUDGED) from error

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_inspect.store.remote_files import RemoteFiles
+from fsdp_inspect.store.remote_files import RemoteExtent, RemoteFiles
 from fsdp_inspect.store.schema import (
     LIVE_SUFFIX,
     attempt_name,
@@ -61,7 +61,11 @@ def fingerprint_run(path: Path | str, *, is_running: bool = False) -> Fingerprin
 
 
 def _fingerprint_url(url: str, *, is_running: bool) -> Fingerprint:
-    extent = RemoteFiles(url).extent()
+    return fingerprint_extent(RemoteFiles(url).extent(), is_running=is_running)
+
+
+def fingerprint_extent(extent: RemoteExtent, *, is_running: bool) -> Fingerprint:
+    """The fingerprint of a run at a URL from the extent of its files."""
     is_live = is_running or extent.has_streams
     moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
     return Fingerprint(f"{extent.newest_ns} {extent.num_bytes} {moment}", is_final=not is_live)

@@ -31,7 +31,7 @@ _HEAD = re.compile(
     + _TEXT
 )
 """The first fields of `run.json`, in the order in which the recorder writes them."""
-_LISTING_DEPTH = 2
+LISTING_DEPTH = 2
 """Levels below the listed folder that are searched (`samples/<name>/run` has two)."""
 
 
@@ -199,20 +199,20 @@ def list_runs(directory: Path | str) -> list[RunEntry]:
         UnreadableFileError: The URL cannot be listed.
     """
     if is_url(directory):
-        runs = find_remote_runs(str(directory), depth=_LISTING_DEPTH)
+        runs = find_remote_runs(str(directory), depth=LISTING_DEPTH)
         entries = [_make_entry(run.id, run.url, run.encoded) for run in runs]
     else:
         folder = Path(str(directory).removeprefix("file://"))
         entries = [
             _read_entry(path.relative_to(folder).as_posix(), path)
-            for path in _find_runs(folder, _LISTING_DEPTH)
+            for path in _find_runs(folder, LISTING_DEPTH)
         ]
     return sorted(entries, key=lambda entry: (-entry.created_unix_ns, entry.id))
 
 
 def list_without_manifest(directory: Path) -> list[str]:
     """The folders that hold attempts of a run but no `run.json`, as ids; see `list_runs`."""
-    found = _find_without_manifest(directory, _LISTING_DEPTH)
+    found = _find_without_manifest(directory, LISTING_DEPTH)
     return sorted(path.relative_to(directory).as_posix() for path in found)
 
 
@@ -232,7 +232,7 @@ def _find_without_manifest(directory: Path, depth: int) -> Iterator[Path]:
 def find_run_ids(directory: Path) -> list[str]:
     """The ids of the runs that `list_runs` lists, sorted, without reading any file."""
     return sorted(
-        path.relative_to(directory).as_posix() for path in _find_runs(directory, _LISTING_DEPTH)
+        path.relative_to(directory).as_posix() for path in _find_runs(directory, LISTING_DEPTH)
     )
 
 

@@ -6,7 +6,7 @@ ETag. A growing file is joined from its segments (`store.segments`).
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO, TypeVar, cast
@@ -46,6 +46,21 @@ class RemoteExtent:
     num_bytes: int
     has_streams: bool
     """Whether a rank has streams, so it may still record."""
+
+
+def extent_of(files: Mapping[str, RemoteEntry]) -> RemoteExtent:
+    """The extent of these files of a run, by name."""
+    return RemoteExtent(
+        newest_ns=max((each.modified_unix_ns or 0 for each in files.values()), default=0),
+        num_bytes=sum(each.size or 0 for each in files.values()),
+        has_streams=any(file_of_segment(name) or name.endswith(LIVE_SUFFIX) for name in files),
+    )
+
+
+def is_file_of_run(name: str) -> bool:
+    """Whether the extent of a run counts this file: a file of the run itself or of a rank."""
+    folders = name.split("/")[:-1]
+    return not folders or (len(folders) == 2 and bool(attempt_numbers(folders[:1])))
 
 
 class RemoteFiles:
@@ -92,17 +107,27 @@ class RemoteFiles:
         found = self._answer(name, lambda: self._newest_of(name), nothing)
         return max((each.modified_unix_ns or 0 for each in found), default=None) or None
 
+    def tag_of(self, name: str) -> str | None:
+        """The ETag of a file in the listing; None if the file is missing, empty if it has none."""
+        entry = self._answer(name, lambda: self._entry(name), None)
+        return None if entry is None else entry.tag
+
     def has_any(self) -> bool:
         """Whether anything is at the URL."""
         found = self._answer("", lambda: self._listing.folder(""), None)
         is_listed = found is not None and bool(found.files or found.folders)
         return is_listed or not self._listing.is_complete
 
-    def extent(self) -> "RemoteExtent":
+    def list_all(self) -> dict[str, RemoteEntry] | None:
+        """All files at the URL and below it, by name; None if the store cannot list them."""
+        nothing: dict[str, RemoteEntry] | None = {}
+        return self._answer("", self._listing.list_all, nothing)
+
+    def extent(self) -> RemoteExtent:
         """The newest change and the size of all files, which identify their state."""
         return self._answer("", self._extent, RemoteExtent(0, 0, False))
 
-    def _extent(self) -> "RemoteExtent":
+    def _extent(self) -> RemoteExtent:
         top = self._listing.folder("")
         files = {**top.files}
         for attempt in map(attempt_name, attempt_numbers(top.folders)):
@@ -110,11 +135,7 @@ class RemoteFiles:
                 place = f"{attempt}/{rank}"
                 found = self._listing.folder(place).files
                 files |= {f"{place}/{name}": entry for name, entry in found.items()}
-        return RemoteExtent(
-            newest_ns=max((each.modified_unix_ns or 0 for each in files.values()), default=0),
-            num_bytes=sum(each.size or 0 for each in files.values()),
-            has_streams=any(file_of_segment(name) or name.endswith(LIVE_SUFFIX) for name in files),
-        )
+        return extent_of(files)
 
     def wait_for_listing(self, is_there: Callable[[], bool]) -> bool:
         """Whether something is there; a listing that lags is requested again for two seconds."""

@@ -83,6 +83,24 @@ class RemoteListing:
                 self._list(name)
             return self._folders.setdefault(name, RemoteFolder({}, []))
 
+    def list_all(self) -> dict[str, RemoteEntry] | None:
+        """All files below the root, by name; None if the store cannot list them.
+
+        Raises:
+            Exception: The error of the file system.
+        """
+        if not self.is_complete:
+            return None
+        root = self._full_name("").strip("/")
+        found: dict[str, dict[str, Any]] = retry(
+            lambda: self._system.find(self._full_name(""), detail=True)
+        )
+        return {
+            path.strip("/").removeprefix(root).strip("/"): RemoteEntry.of(info)
+            for path, info in found.items()
+            if not path.endswith("/")  # the marker of an empty folder
+        }
+
     def forget(self) -> None:
         """List again at the next question."""
         with self._lock:

@@ -23,6 +23,7 @@ _RETRY_WAITS_S = (0.2, 1.0, 3.0)
 _NO_CREDENTIALS = ("NoCredentials", "PartialCredentials", "CredentialsError", "TokenRetrieval")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "SSOTokenLoad")
 _WRONG_CREDENTIALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
+_REFUSED_CONDITION = ("PreconditionFailed", "ConditionalRequestConflict")
 _NO_SERVER = ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnector", "gaierror")
 _UNREACHABLE = (
     *_NO_SERVER,
@@ -106,7 +107,13 @@ def can_pass(error: BaseException) -> bool:
     text = _text_of(error)
     is_lasting = isinstance(error, (*lasting, NotImplementedError, ValueError, TypeError))
     return not is_lasting and not _names(
-        text, *_NO_CREDENTIALS, *_EXPIRED, *_WRONG_CREDENTIALS, *_NO_SERVER
+        text,
+        *_NO_CREDENTIALS,
+        *_EXPIRED,
+        *_WRONG_CREDENTIALS,
+        *_NO_SERVER,
+        *_REFUSED_CONDITION,
+        "NotImplemented",
     )
 
 
@@ -114,6 +121,17 @@ def is_missing_bucket(error: BaseException) -> bool:
     """Whether the bucket does not exist, in contrast to a file in it."""
     text = _text_of(error)
     return _names(text, "NoSuchBucket", "bucket does not exist", "BucketNotFound")
+
+
+def is_refused_condition(error: BaseException) -> bool:
+    """Whether the store refused a write because another process changed the file meanwhile."""
+    is_gone = isinstance(error, FileNotFoundError) and not is_missing_bucket(error)
+    return is_gone or _names(_text_of(error), *_REFUSED_CONDITION)
+
+
+def is_unsupported_condition(error: BaseException) -> bool:
+    """Whether the store has no conditional writes."""
+    return _names(_text_of(error), "NotImplemented")
 
 
 def remote_error(url: str, error: BaseException) -> UnreadableFileError:

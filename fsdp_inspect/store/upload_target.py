@@ -18,14 +18,19 @@ class UploadTarget:
         self.url = url.rstrip("/")
         self._opened: tuple[Any, str] | None = None
 
-    def put(self, name: str, content: bytes) -> None:
+    def put(self, name: str, content: bytes, **options: str) -> None:
         """Write a file.
+
+        Args:
+            name: The name.
+            content: All bytes.
+            **options: More arguments for the file system, such as `IfMatch` for S3.
 
         Raises:
             Exception: The error of the file system.
         """
         system, root = self._open()
-        system.pipe_file(f"{root}/{name}", content)
+        system.pipe_file(f"{root}/{name}", content, **options)
 
     def put_file(self, name: str, path: Path) -> None:
         """Write a file with the contents of a local file; raises as `put`, or an `OSError`."""

@@ -7,8 +7,10 @@ from pathlib import Path
 import fsspec
 import pytest
 from fsdp_inspect_app import loading
+from fsdp_inspect_app.catalog_reading import find_catalog
 from streamlit.testing.v1 import AppTest
 
+from fsdp_inspect.catalog.index import index_runs
 from fsdp_inspect.store.run_upload import upload_run
 from tests.app.synthetic import make_run, write_run
 
@@ -23,6 +25,7 @@ def at_url(tmp_path_factory: pytest.TempPathFactory) -> str:
         manifest = run.manifest.model_copy(update={"run_id": name})
         write_run(folder / name, dataclasses.replace(run, manifest=manifest))
         upload_run(folder / name, URL)
+    index_runs(URL)
     return URL
 
 
@@ -53,3 +56,16 @@ def test_url_of_the_command_line_stays_a_url(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.argv", ["streamlit_app.py", "s3://bucket/runs"])
     assert loading.runs_folder() == "s3://bucket/runs"
     assert fsspec.filesystem("memory").exists("/dashboard/runs/one/run.json")
+
+
+def test_trends_and_runs_use_the_catalog_at_the_url(
+    at_url: str, open_app: Callable[..., AppTest]
+) -> None:
+    found = find_catalog(at_url)
+    assert found is not None
+    assert found.runs["run"].to_pylist() == ["one", "two"]
+    trends = open_app(at_url, "trends", metric="exposed_ns", axis="time")
+    assert not trends.exception
+    assert "at least 5 points on each side" in " ".join(each.value for each in trends.caption)
+    runs = open_app(at_url, "runs", group="world_size")
+    assert list(runs.dataframe[0].value["runs"]) == [2]

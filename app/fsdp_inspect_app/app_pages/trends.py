@@ -38,8 +38,7 @@ def show_page() -> None:
     if catalog is None:
         show_nothing(
             "Trends need a catalog of this folder, and there is none.",
-            "Create it with: fsdp-inspect index RUNS. The same command adds new runs to it. "
-            "The folder must be on a disk of this machine.",
+            "Create it with: fsdp-inspect index RUNS. The same command adds new runs to it.",
         )
         return
     answer = st.container()

@@ -1,0 +1,100 @@
+"""The option `--dask`, and progress bars of commands that run many tasks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fsdp_inspect.parallel.tasks import Tasks
+
+DaskOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dask",
+        help="Run on a Dask cluster: `local` (a worker for each core), `local:2`, or the address "
+        "of a scheduler, such as tcp://host:8786. Needs fsdp-inspect[dask].",
+        metavar="ADDRESS",
+    ),
+]
+
+
+@contextmanager
+def open_tasks(dask: str | None) -> "Iterator[Tasks | None]":
+    """The tasks on the cluster of `--dask`; None without the option."""
+    if dask is None:
+        yield None
+        return
+    from fsdp_inspect.parallel.dask_tasks import connect_dask
+
+    with connect_dask(dask) as tasks:
+        yield tasks
+
+
+@contextmanager
+def show_downloads(text: str, *places: str | None) -> Iterator[None]:
+    """Show the downloaded bytes on a terminal if one of these places is a URL."""
+    from rich.console import Console
+
+    from fsdp_inspect.store.files import is_url
+
+    console = Console(stderr=True)
+    if not console.is_terminal or not any(place and is_url(place) for place in places):
+        yield
+        return
+    with console.status(_Downloaded(text)):
+        yield
+
+
+class _Downloaded:
+    """A text with the number of downloaded bytes at the moment when it is drawn."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich__(self) -> str:
+        from fsdp_inspect.formatting import format_bytes
+        from fsdp_inspect.store.downloads import DOWNLOADS
+
+        return f"{self._text} ({format_bytes(DOWNLOADS.num_bytes)} downloaded)"
+
+
+@contextmanager
+def show_count(text: str, place: str | None = None) -> Iterator[Callable[[int, int], object]]:
+    """A progress bar on a terminal; call the result with the finished and all tasks.
+
+    Args:
+        text: The name of the work.
+        place: If it is a URL, the bar is there from the start, and shows the downloaded bytes.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        RenderableColumn,
+        TimeRemainingColumn,
+    )
+
+    from fsdp_inspect.store.files import is_url
+
+    console = Console(stderr=True)
+    is_remote = place is not None and is_url(place)
+    label = _Downloaded(text) if is_remote else text
+    bar = Progress(
+        RenderableColumn(label),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=None, visible=is_remote and console.is_terminal)
+
+        def show(done: int, total: int) -> None:
+            is_shown = console.is_terminal and (is_remote or total > 0)
+            bar.update(task, completed=done, total=total or None, visible=is_shown)
+
+        yield show
