@@ -138,6 +138,6 @@ def test_the_page_of_runs_says_that_it_reads_and_goes_on(tmp_path, monkeypatch):
     assert not app.info
     monkeypatch.setattr(summaries, "PATIENCE_S", PATIENT_S)
     found = start_app(tmp_path, search="nothing")
-    assert "takes 367 ms per step" in read(found)
+    assert "takes 380 ms per step" in read(found)
     assert not found.get("progress")
     assert found.info[0].value.startswith("No run matches.")
