@@ -82,7 +82,10 @@ def test_rows_reach_the_disk_within_the_interval_without_being_asked(run_folder:
     writer.close()
 
 
-def test_many_rows_do_not_wait_for_the_interval(run_folder: Path) -> None:
+def test_many_rows_do_not_wait_for_the_interval(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_POLLS_PER_INTERVAL", 3600 / 0.05)
     writer = RankWriter(run_folder, make_record(), flush_interval_s=3600, flush_rows=100)
     writer.events.extend(event_rows(25))
     assert wait_until(lambda: len(open_run(run_folder).events(0)) == 100)
