@@ -26,7 +26,7 @@ from tests.distributed.dimension_driver import (
 )
 from tests.report.terminal_text import text_of
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 DRIVER = Path(__file__).with_name("dimension_driver.py")
 ON_EIGHT_RANKS = ("hsdp_tp", "pipeline_tp")

@@ -15,7 +15,7 @@ from fsdp_inspect.trace.plan import Plan
 from tests.conftest import Torchrun
 from tests.distributed.sharder_driver import SHARDERS
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 DRIVER = Path(__file__).with_name("sharder_driver.py")
 OTHERS = [
