@@ -19,7 +19,7 @@ from instrumented_trainer.config import TrainerConfig
 BAD_SETTING = 2
 
 _INTERRUPTED = 130
-_PATIENCE_S = 5.0
+_PATIENCE_S = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -227,7 +227,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
     def run(
         *arguments: str | Path,
         num_ranks: int = 2,
-        timeout_s: float = 300,
+        timeout_s: float = 500,
         check: bool = True,
         cwd: Path | None = None,
         python: Path | str = sys.executable,
@@ -267,7 +267,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
     def run(
         *arguments: str | Path,
         num_ranks: int = 2,
-        timeout_s: float = 300,
+        timeout_s: float = 500,
         check: bool = True,
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
@@ -291,7 +291,7 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
 
     def run(
         *arguments: str | Path,
-        timeout_s: float = 300,
+        timeout_s: float = 500,
         check: bool = True,
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
@@ -344,7 +344,7 @@ def _kill_with_descendants(process: subprocess.Popen[bytes]) -> None:
             member.kill()
         except psutil.NoSuchProcess:
             continue
-    process.wait(10)
+    process.wait(60)
 
 
 def _describe(done: subprocess.CompletedProcess[str]) -> str:

@@ -19,15 +19,15 @@ class StoreClient:
     no end and no timeout.
     """
 
-    def __init__(self, store: Any, answer_s: float = ANSWER_S) -> None:
+    def __init__(self, store: Any, answer_s: float | None = None) -> None:
         """Start the thread of the calls.
 
         Args:
             store: A clone of the process group's store that only this object uses.
-            answer_s: The time that a call waits, seconds.
+            answer_s: The time that a call waits, seconds; None: `ANSWER_S`.
         """
         self._store = store
-        self._answer_s = answer_s
+        self._answer_s = ANSWER_S if answer_s is None else answer_s
         self._calls: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         self._is_lost = False

@@ -5,9 +5,10 @@ same under another plan, but waits change.
 
 [Note: means] The recorded step time is that of the rank's typical step, as in every other command.
 Every duration of the work is the mean over its typical steps ([Note: the typical step] in
-`trace.steps`), so that parts add up to the step. Two kinds of typical steps are left out of the
-work: those with other boundaries than most of them, and, if there are more than `MAX_STEPS`, those
-farthest from the typical step time. If they differ from the rest, the replay error shows it.
+`analysis.step_selection`), so that parts add up to the step. Two kinds of typical steps are left
+out of the work: those with other passes or collectives than most timed steps, and, if there are
+more than `MAX_STEPS`, those farthest from the typical step time. If they differ from the rest, the
+replay error shows it.
 """
 
 from collections import Counter, defaultdict
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.collectives.queues import queue_up
 from fsdp_inspect.analysis.run_delay import run_delay_of
-from fsdp_inspect.analysis.step_selection import RankSteps, timed_rank
+from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.host_pace import HostPace, measure_host_pace
@@ -39,7 +40,7 @@ from fsdp_inspect.simulation.step_pieces import (
 )
 from fsdp_inspect.simulation.workload import Op, Pass, Piece, UnitWork, Workload
 from fsdp_inspect.statistics import median
-from fsdp_inspect.trace.codes import COLLECTIVES, EventFlag, EventKind, Phase
+from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.plan import Accumulation, Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable
@@ -156,7 +157,8 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
     """
     expect_simulated_sharder(run.manifest)
     member = timed_rank(run, rank)
-    read = list(_readings(run, member)) if member is not None else []
+    usual = np.zeros(0, np.int32) if member is None else _usual_steps(run, member)
+    read = [] if member is None else list(_readings(run, member.rank, usual))
     readings = _alike(read)
     if member is None or not readings:
         raise MissingDataError(
@@ -170,7 +172,9 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
     events = with_own_turns(run.events(member.rank, steps=steps))
     _expect_measured_collectives(run, events)
     work = _Builder(run, readings, events, member).build()
-    return _with_checked_memory(replace(work, num_other_steps=len(read) - len(readings)))
+    num_unusual = int((~np.isin(member.typical_steps, usual)).sum())
+    num_other = num_unusual + len(read) - len(readings)
+    return _with_checked_memory(replace(work, num_other_steps=num_other))
 
 
 def _with_checked_memory(work: RecordedWork) -> RecordedWork:
@@ -303,7 +307,7 @@ def observed_plan(run: RunSource) -> Plan:
     member = timed_rank(run)
     if member is None:
         return plan
-    events = run.events(member.rank, steps=[member.closest_step])  # events of a typical step
+    events = run.events(member.rank, steps=[int(_usual_steps(run, member)[0])])
     reading = read_step(events)
     accumulation = (reading and _accumulation(reading)) or Accumulation()
     plan = plan.model_copy(update={"accumulation": accumulation})
@@ -332,15 +336,43 @@ def _accumulation(reading: StepReading) -> Accumulation | None:
     return accumulation_of_passes(reading.passes)
 
 
-def _readings(run: RunSource, member: RankSteps) -> Iterator[StepReading]:
-    """The typical steps, the nearest to the typical step time, cut at their boundaries."""
+def _usual_steps(run: RunSource, member: RankSteps) -> NDArray[np.int32]:
+    """The steps with the passes and collectives of most timed steps, of any step time.
+
+    A step after an evaluation, for example, has other all-gathers, because units are still
+    unsharded. The largest set of steps with equal counts is taken, so that the simulated step does
+    not depend on which steps are typical in time.
+
+    Returns:
+        The typical ones of these steps, or else all of them; the nearest to the typical step time
+        first.
+    """
+    kinds = [EventKind.FORWARD, EventKind.BACKWARD, *COLLECTIVES]
+    rows = run.summary(ranks=[member.rank], kinds=kinds)
+    of_units = (rows.unit != NO_UNIT) & (rows.phase != Phase.EVALUATION)
+    rows = rows.where(of_units & np.isin(rows.step, member.steps))
+    key = (rows.unit.astype(np.int64) << 32) + (rows.kind.astype(np.int64) << 8) + rows.phase
+    keys, places = np.unique(key, return_inverse=True)
+    weights = np.random.default_rng(0).integers(1, 1 << 62, len(keys))
+    # Sums of random weights are equal only if all counts are equal.
+    sums = sum_per_step(rows.step, weights[places] * rows.count, member.steps)
     distance = np.abs(member.step_time_ns - member.typical_mean(member.step_time_ns))
-    order = np.argsort(distance[member.is_typical], kind="stable")
-    closest = run.events(member.rank, steps=[member.closest_step])
+    _, of_set, sizes = np.unique(sums, return_inverse=True, return_counts=True)
+    num_typical = np.bincount(of_set, weights=member.is_typical)
+    first = np.lexsort((distance, -num_typical[of_set], -sizes[of_set]))[0]
+    usual = of_set == of_set[first]
+    chosen = usual & member.is_typical
+    chosen = np.flatnonzero(chosen if chosen.any() else usual)
+    return member.steps[chosen[np.argsort(distance[chosen], kind="stable")]]
+
+
+def _readings(run: RunSource, rank: int, usual: NDArray[np.int32]) -> Iterator[StepReading]:
+    """The first of the usual steps, cut at their boundaries."""
+    closest = run.events(rank, steps=[int(usual[0])])
     in_units = np.isin(closest.kind, [EventKind.FORWARD, EventKind.BACKWARD]) & (closest.unit >= 0)
     most = max(min(MAX_STEPS, _MAX_PASSES_OF_UNITS // max(int(in_units.sum()), 1)), 1)
-    nearest = np.sort(member.typical_steps[order[:most]])
-    events = run.events(member.rank, steps=nearest.tolist())
+    nearest = np.sort(usual[:most])
+    events = run.events(rank, steps=nearest.tolist())
     for step in nearest.tolist():
         reading = read_step(events.where(events.step == step))
         if reading is not None:

@@ -245,14 +245,15 @@ class RankWriter:
 
     def _await_end(self) -> None:
         """Wait until all rows are written and compacted, or the disk stalls."""
-        started_s = progressed_s = time.monotonic()
+        # A sum of pauses: the time in which the whole process was stopped says nothing of the disk.
+        waited_s = stalled_s = 0.0
         written = self._num_bytes()
         while not self._has_written_all.wait(_CLOSE_POLL_S):
-            now = time.monotonic()
+            waited_s, stalled_s = waited_s + _CLOSE_POLL_S, stalled_s + _CLOSE_POLL_S
             if self._num_bytes() != written:
-                written, progressed_s = self._num_bytes(), now
-            if now - progressed_s > STALL_TIMEOUT_S or now - started_s > _CLOSE_TIMEOUT_S:
-                self._leave_stalled_disk(now - started_s)
+                written, stalled_s = self._num_bytes(), 0.0
+            if stalled_s > STALL_TIMEOUT_S or waited_s > _CLOSE_TIMEOUT_S:
+                self._leave_stalled_disk(waited_s)
                 return
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():

@@ -3,7 +3,8 @@
     python crash_driver.py OUTPUT_FOLDER NUM_KILLS SEED
 
 torch is imported once; each pair of ranks is forked from here. After each step, every rank writes
-the step and the time into its own file, which survives a kill.
+the step and the time into a file that survives a kill. After each flush, it also writes the time at
+which the flush began.
 """
 
 from __future__ import annotations
@@ -22,9 +23,28 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.store.writer import RankWriter
 
 NUM_RANKS = 2
 FLUSH_INTERVAL_S = 0.3
+
+
+def log_flushes(path: Path) -> None:
+    """Write the start of each flush of this process into a file when the flush has ended."""
+    log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    flush = RankWriter._flush_safely
+
+    def logged(self: RankWriter, *, must_try: bool = True) -> None:
+        begun_ns = time.perf_counter_ns()
+        flush(self, must_try=must_try)
+        os.write(log, f"{begun_ns}\n".encode())
+
+    RankWriter._flush_safely = logged  # type: ignore[method-assign]
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a log; none without the file."""
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def train(folder: Path, rank: int) -> None:
@@ -32,6 +52,7 @@ def train(folder: Path, rank: int) -> None:
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
     torch.manual_seed(0)
+    log_flushes(folder / f"flushes-{rank}")
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     for layer in model:
         fully_shard(layer)
@@ -67,12 +88,14 @@ def run_until_killed(folder: Path, generator: random.Random) -> None:
             finally:
                 os._exit(1)
         ranks.append(pid)
-    deadline = time.monotonic() + 60
-    while not all((folder / f"progress-{rank}").exists() for rank in range(NUM_RANKS)):
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.01)
+    for rank in range(NUM_RANKS):
+        while not lines_of(folder / f"progress-{rank}"):
+            time.sleep(0.01)
+        flushes = folder / f"flushes-{rank}"
+        begun = len(lines_of(flushes))
+        while len(lines_of(flushes)) < begun + 2:  # the second one begins after the first step
+            time.sleep(0.01)
     time.sleep(generator.uniform(0.05, 1.2))
-    (folder / "killed").write_text(str(time.perf_counter_ns()))
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)
     for pid in ranks:

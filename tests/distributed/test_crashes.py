@@ -19,15 +19,13 @@ from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
 from tests.cases import mark_slow
 from tests.conftest import EXHAUSTIVE, Torchrun
-from tests.distributed.crash_driver import FLUSH_INTERVAL_S, NUM_RANKS
+from tests.distributed.crash_driver import NUM_RANKS, lines_of
 
 pytestmark = pytest.mark.distributed
 
 TrainOn = Callable[[Path, str], subprocess.CompletedProcess[str]]
 NUM_KILLS = {"guard": 5, "exhaustive": 20}
 DRIVER = Path(__file__).with_name("crash_driver.py")
-SLACK_NS = 400_000_000
-"""The flush thread polls, and shares two cores with two busy ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, num_kills: int) -> list[Pat
     seed = random.randrange(10**6)
     print(f"seed of the moments: {seed}")
     command = [sys.executable, str(DRIVER), str(folder), str(num_kills), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return sorted(folder.iterdir())
 
@@ -57,20 +55,15 @@ def test_every_killed_run_opens_as_crashed(killed: list[Path], num_kills: int) -
         assert run.manifest.units
 
 
-def test_at_most_the_last_flush_interval_is_missing(killed: list[Path]) -> None:
-    """A busy machine sometimes delays a flush, so one run of five may miss more."""
-    in_time = []
+def test_at_most_the_rows_since_the_last_flush_are_missing(killed: list[Path]) -> None:
     for folder in killed:
         run = open_run(folder / "run")
-        killed_ns = int((folder / "killed").read_text())
-        allowed_ns = killed_ns - FLUSH_INTERVAL_S * 1e9 - SLACK_NS
         for rank in range(NUM_RANKS):
-            lines = (folder / f"progress-{rank}").read_text().splitlines()
-            progress = [tuple(map(int, line.split())) for line in lines]
-            due = {step for step, ended_ns in progress if ended_ns < allowed_ns}
-            steps = run.events(rank, kinds=[EventKind.STEP]).step
-            in_time.append(due <= set(steps.tolist()))
-    assert sum(in_time) >= 0.8 * len(in_time)
+            flushed_ns = int(lines_of(folder / f"flushes-{rank}")[-1])
+            progress = [map(int, line.split()) for line in lines_of(folder / f"progress-{rank}")]
+            due = {step for step, ended_ns in progress if ended_ns < flushed_ns}
+            assert due
+            assert due <= set(run.events(rank, kinds=[EventKind.STEP]).step.tolist())
 
 
 def test_what_is_there_is_whole(killed: list[Path]) -> None:
@@ -106,7 +99,8 @@ from fsdp_inspect import Recorder
 from fsdp_inspect.store import streams, writer
 from fsdp_inspect.store.reader import open_run
 
-writer.STALL_TIMEOUT_S = 2  # or each disk that does not recover costs the test 10 s
+if sys.argv[2] in ("full", "read-only", "delete", "hang"):
+    writer.STALL_TIMEOUT_S = 2  # or the disk, which does not recover, costs the test 60 s
 
 class FaultyOs:
     def __init__(self, hangs):
@@ -199,7 +193,7 @@ def test_a_full_disk_costs_records_and_not_the_training(
     disk = tmp_path / "disk"
     mount_or_skip(disk, "-t", "tmpfs", "-o", "size=256k")
     try:
-        done = train_on(disk / "run", "none")
+        done = train_on(disk / "run", "full")
         assert (done.returncode, done.stdout) == (0, undisturbed)
         assert said_once(done.stderr), done.stderr
         run = open_run(disk / "run")
@@ -217,7 +211,7 @@ def test_a_read_only_disk_costs_the_recording_and_not_the_training(
     disk = tmp_path / "disk"
     mount_or_skip(disk, "-t", "tmpfs", "-o", "ro,size=256k")
     try:
-        done = train_on(disk / "run", "none")
+        done = train_on(disk / "run", "read-only")
         assert (done.returncode, done.stdout) == (0, undisturbed)
         assert said_once(done.stderr), done.stderr
     finally:

@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Pa
         real, emulated = folder / f"real{num_ranks}", folder / f"emulated{num_ranks}"
         real.mkdir()
         emulated.mkdir()
-        run_ranks(DRIVER, real, *plans, num_ranks=num_ranks, timeout_s=500)
+        run_ranks(DRIVER, real, *plans, num_ranks=num_ranks)
         train_plans(emulated, plans, f"world_size={num_ranks},bandwidth=10GB/s")
 
     def read(num_ranks: int, plan: str) -> tuple[Samples, Samples]:

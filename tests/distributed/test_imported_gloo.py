@@ -22,7 +22,7 @@ time in between is not in the trace: 0.1 to 0.2 ms per call on a quiet machine."
 def seen_by_both(run_ranks, tmp_path_factory):
     """The (recorded run, imported run) of each case."""
     folder = tmp_path_factory.mktemp("both")
-    run_ranks("-m", "tests.distributed.profiled_trainer", folder, timeout_s=500)
+    run_ranks("-m", "tests.distributed.profiled_trainer", folder)
     return {case: _open_both(folder / case) for case in CASES}
 
 

@@ -139,7 +139,7 @@ def nodes(
         for node, folder in enumerate(folders)
     ]
     try:
-        assert [process.wait(120) for process in processes] == [0, 0]
+        assert [process.wait(500) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

@@ -21,7 +21,7 @@ DRIVER = Path(__file__).with_name("loop_driver.py")
 @pytest.fixture(scope="module")
 def recorded(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loops")
-    run_ranks(str(DRIVER), str(folder), num_ranks=2, timeout_s=500)
+    run_ranks(str(DRIVER), str(folder), num_ranks=2)
     return folder
 
 

@@ -158,7 +158,7 @@ COORDINATES = {
 def four(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dimensions")
     late = ("late_in_tp", "slow_tp_group", "slow_stage")
-    run_ranks(DRIVER, folder, *ON_FOUR_RANKS, *late, num_ranks=4, timeout_s=240)
+    run_ranks(DRIVER, folder, *ON_FOUR_RANKS, *late, num_ranks=4)
     return folder
 
 
@@ -338,7 +338,7 @@ def test_a_slow_group_is_named_with_its_cost(
 
 @pytest.mark.slow
 def test_three_dimensions_equal_their_closed_form(run_ranks: Torchrun, tmp_path: Path) -> None:
-    run_ranks(DRIVER, tmp_path, *ON_EIGHT_RANKS, "late_in_hsdp_tp", num_ranks=8, timeout_s=300)
+    run_ranks(DRIVER, tmp_path, *ON_EIGHT_RANKS, "late_in_hsdp_tp", num_ranks=8)
     for name in ON_EIGHT_RANKS:
         run = open_run(tmp_path / name)
         check_volumes(run, name)

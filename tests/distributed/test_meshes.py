@@ -21,7 +21,7 @@ SHARDED = tuple(name for name in MODELS if name != "replicated_blocks")
 @pytest.fixture(scope="module")
 def recorded(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("meshes")
-    run_ranks(str(DRIVER), str(folder), num_ranks=4, timeout_s=500)
+    run_ranks(str(DRIVER), str(folder), num_ranks=4)
     return folder
 
 

@@ -21,7 +21,7 @@ DRIVER = Path(__file__).with_name("migration_driver.py")
 @pytest.fixture(scope="module")
 def folder(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("migration")
-    run_ranks(DRIVER, path, num_ranks=4, timeout_s=240)
+    run_ranks(DRIVER, path, num_ranks=4)
     return path
 
 

@@ -63,7 +63,7 @@ def seen(run_ranks: Torchrun, folder: Path) -> Seen:
     launches = ((tuple(SHARDERS), 2), (MESHES, 4), (ON_EIGHT_RANKS, 8))
     for cases, num_ranks in launches:
         driver = "tests.distributed.profiled_sharders"
-        run_ranks("-m", driver, folder, *cases, num_ranks=num_ranks, timeout_s=300)
+        run_ranks("-m", driver, folder, *cases, num_ranks=num_ranks)
     return {case: _open_both(folder / case) for cases, _ in launches for case in cases}
 
 

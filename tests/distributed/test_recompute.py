@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import fsdp_inspect
-from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.run import Run
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from tests.cases import mark_slow
 from tests.conftest import Torchrun
 from tests.distributed.checkpointed_script import NUM_BLOCKS, SLEEP_S
@@ -27,6 +29,17 @@ CASES = [(place, *kind) for kind in KINDS for place in REPEATED]
 QUICK = (("inside",), ("every-second", "--reentrant"), ("pair", "--reentrant", "--steps"))
 
 
+def backward_ns(run: Run) -> float:
+    """The mean duration of the backward in the typical steps of the median rank."""
+    member = timed_rank(run.source)
+    assert member is not None
+    events = run.source.events(
+        member.rank, steps=member.typical_steps.tolist(), kinds=[EventKind.BACKWARD]
+    )
+    whole = events.where(events.unit == NO_UNIT)
+    return float((whole.end_ns - whole.start_ns).sum()) / len(member.typical_steps)
+
+
 @pytest.mark.parametrize("case", mark_slow(CASES, but=QUICK), ids=" ".join)
 def test_each_unit_shows_its_own_repeated_forward(
     run_ranks: Torchrun, tmp_path: Path, case: tuple[str, ...]
@@ -41,11 +54,11 @@ def test_each_unit_shows_its_own_repeated_forward(
         assert block.forward_ns >= LEAST_NS
         assert block.all_gather.count_per_step == 2
         if at in REPEATED[place]:
-            # A machine that delays a forward delays its repetition about as much.
-            assert LEAST_NS <= block.recompute_ns < 1.8 * max(block.forward_ns, LEAST_NS)
+            assert block.recompute_ns >= LEAST_NS
         else:
             assert block.recompute_ns == 0
-    assert units[""].recompute_ns < sum(block.recompute_ns for block in blocks) / 2
+    # No time counts twice, so all repeated forwards together fit into the backward.
+    assert sum(unit.recompute_ns for unit in units.values()) <= backward_ns(run) + len(units)
     events = run.source.events(0, kinds=[EventKind.RECOMPUTE])
     assert set(events.phase.tolist()) <= {Phase.BACKWARD}
     assert run.summary().plan_check.sentence.startswith("The run follows its plan")

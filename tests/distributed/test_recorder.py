@@ -33,8 +33,8 @@ TWO_RANKS = [name for name in SCENARIOS if name not in FOUR_RANKS]
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Recorded:
     folder = tmp_path_factory.mktemp("scenarios")
-    run_ranks(DRIVER, folder, num_ranks=2, timeout_s=500)
-    run_ranks(DRIVER, folder, num_ranks=4, timeout_s=500)
+    run_ranks(DRIVER, folder, num_ranks=2)
+    run_ranks(DRIVER, folder, num_ranks=4)
     return Recorded(folder)
 
 
@@ -312,7 +312,7 @@ def test_asynchronous_gathers_have_their_real_end_and_their_wait(recorded: Recor
     assert len(waits) == len(gathers)
     by_collective = dict(zip(waits.collective.tolist(), waits.end_ns.tolist(), strict=True))
     for identity, end in zip(gathers.collective.tolist(), gathers.end_ns.tolist(), strict=True):
-        assert end <= by_collective[identity] + 1_000_000
+        assert end <= by_collective[identity]
 
 
 def test_forward_prefetch_names_the_unit_that_issued_it(recorded: Recorded) -> None:

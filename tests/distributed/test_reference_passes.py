@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.run import Run, open_run
 from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.tables import SummaryTable
 from tests.conftest import Torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -57,8 +61,36 @@ def test_the_run_follows_its_plan_though_a_head_has_no_gradient(run: Run) -> Non
     assert "has parameters without a gradient" in remark.sentence
 
 
-def test_the_simulated_step_gathers_the_teacher(run: Run) -> None:
-    work = measure_work(run.source, rank=0)
+class WithTypicalSteps:
+    """The same run, as if the given steps and some later ones were typical in time."""
+
+    def __init__(self, run: Run, steps: tuple[int, ...]) -> None:
+        self._source = run.source
+        self._steps = steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def summary(self, **chosen: Any) -> SummaryTable:
+        rows = self._source.summary(**chosen)
+        # The given steps take 100 ms, half of the others less and half of them more.
+        sign = rows.step.astype(np.int64) % 2 * 2 - 1
+        others = 100_000_000 + sign * (20 - rows.step) * 1_000_000
+        times = np.where(np.isin(rows.step, self._steps), 100_000_000, others)
+        is_step = rows.kind == EventKind.STEP
+        return replace(rows, duration_ns=np.where(is_step, times, rows.duration_ns))
+
+
+@pytest.mark.parametrize("typical", [(), (EVERY, 2 * EVERY)], ids=["as recorded", "evaluated"])
+def test_the_simulated_step_gathers_the_teacher_whichever_steps_are_typical(
+    run: Run, typical: tuple[int, ...]
+) -> None:
+    source: Any = WithTypicalSteps(run, typical) if typical else run.source
+    member = timed_rank(source, 0)
+    assert member is not None
+    assert set(typical) <= set(member.typical_steps.tolist())
+    work = measure_work(source, rank=0)
+    assert not set(work.steps) & {EVERY, 2 * EVERY}
     teacher = [at for at, unit in enumerate(work.units) if "sequential." in unit.fqn]
     gathered = [span.unit for span in work.play().spans if span.kind is EventKind.ALL_GATHER]
     assert len(teacher) == 2

@@ -29,7 +29,7 @@ OTHERS = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("sharders")
-    run_ranks(DRIVER, folder, num_ranks=2, timeout_s=120)
+    run_ranks(DRIVER, folder, num_ranks=2)
     return json.loads((folder / "results.json").read_text())
 
 

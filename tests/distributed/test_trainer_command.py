@@ -62,15 +62,30 @@ def test_no_thread_of_the_process_group_outlives_it(tmp_path: Path, run_python: 
 
 _WATCHED_TRAINER = """
 import atexit
+import contextlib
+import time
 from pathlib import Path
 
 from instrumented_trainer import runtime
 from instrumented_trainer.__main__ import main
 
 
+def does_gloo_run():
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread ends meanwhile
+            if path.read_text().strip() == "pt_gloo_runloop":
+                return True
+    return False
+
+
 def say_whether_gloo_runs():
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    print("gloo:", "pt_gloo_runloop" in names, flush=True)
+    print("gloo:", does_gloo_run(), flush=True)
+
+
+def say_when_gloo_has_ended():
+    while does_gloo_run():  # for some time, the kernel also lists a thread that was joined
+        time.sleep(0.01)
+    say_whether_gloo_runs()
 
 
 def destroy(destroy=runtime.dist.destroy_process_group):
@@ -79,6 +94,6 @@ def destroy(destroy=runtime.dist.destroy_process_group):
 
 
 runtime.dist.destroy_process_group = destroy
-atexit.register(say_whether_gloo_runs)
+atexit.register(say_when_gloo_has_ended)
 raise SystemExit(main())
 """

@@ -44,7 +44,7 @@ def launch(request: pytest.FixtureRequest, cases: Iterable[str], folder: Path) -
     num_ranks, run_ranks = 2 if cases is ON_2_RANKS else 4, request.getfixturevalue("run_ranks")
     are_wanted = any(item.get_closest_marker("slow") for item in request.session.items)
     left_out = [] if are_wanted else [name for name in SLOW if name in cases]
-    run_ranks(DRIVER, folder, *left_out, num_ranks=num_ranks, timeout_s=500)
+    run_ranks(DRIVER, folder, *left_out, num_ranks=num_ranks)
     results: Results = json.loads((folder / "results.json").read_text())
     return results
 

@@ -56,7 +56,7 @@ FSDP1_SCENARIOS = [name for name in SCENARIOS if name.startswith("fsdp1")]
 def recorded(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Recorded:
     folder = tmp_path_factory.mktemp("wrapped")
     for num_ranks in sorted(set(map(num_ranks_of, SCENARIOS))):
-        run_ranks(DRIVER, folder, num_ranks=num_ranks, timeout_s=120)
+        run_ranks(DRIVER, folder, num_ranks=num_ranks)
     return Recorded(folder)
 
 
@@ -98,7 +98,7 @@ def test_messages_that_threads_of_gloo_free_do_not_block_the_training(
     run_ranks: Torchrun, tmp_path: Path
 ) -> None:
     """torch 2.13 stops within 50 steps if the all-reduce holds the GIL."""
-    run_ranks(DRIVER.with_name("hooked_ddp.py"), tmp_path / "run", num_ranks=3, timeout_s=60)
+    run_ranks(DRIVER.with_name("hooked_ddp.py"), tmp_path / "run", num_ranks=3)
     run = open_run(tmp_path / "run")
     assert [record.num_steps for record in run.ranks] == [hooked_ddp.STEPS] * 3
 

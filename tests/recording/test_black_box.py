@@ -121,7 +121,7 @@ def test_point_to_point_is_no_part_of_the_order(group: dist.ProcessGroup) -> Non
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the keeper needs Linux")
 def test_a_rank_that_is_killed_leaves_all_of_its_collectives(tmp_path: Path) -> None:
-    target = tmp_path / "black_box.bin"
+    target, begun_ns = tmp_path / "black_box.bin", time.time_ns()
 
     done = subprocess.run([sys.executable, "-c", _DIES, str(target)], check=False)
 
@@ -129,7 +129,7 @@ def test_a_rank_that_is_killed_leaves_all_of_its_collectives(tmp_path: Path) -> 
     read_header(target, lambda header: header.ended_unix_ns > 0)
     box = decode(target.read_bytes())
     assert box.entries["unit"].tolist() == [0, 1, 2, 3, 4]
-    assert abs(box.header.ended_unix_ns - time.time_ns()) < 60e9
+    assert begun_ns <= box.header.ended_unix_ns <= time.time_ns()
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the keeper needs Linux")
@@ -139,7 +139,7 @@ def test_the_keeper_of_the_first_rank_that_vanished_prints_the_diagnosis(tmp_pat
     command = [sys.executable, "-c", _DIES, str(box_file), str(tmp_path / "run")]
 
     first, second = (
-        subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
         for _ in range(2)
     )
 
@@ -182,7 +182,7 @@ def test_the_keeper_ends_when_it_is_asked_to(tmp_path: Path, group: dist.Process
     box.write_header(HEADER)
     assert box.start_keeper(tmp_path / "black_box.bin", None, None)
 
-    box.stop_keeper(20)
+    box.stop_keeper(500)
 
     assert decode((tmp_path / "black_box.bin").read_bytes()).entries["unit"].tolist() == [7]
     assert decode((tmp_path / "black_box.bin").read_bytes()).header.ended_unix_ns == 0

@@ -206,9 +206,11 @@ def test_commit_is_that_of_the_training_script(repository, monkeypatch):
 
 
 def test_clock_pair_ties_the_two_clocks_of_one_moment():
-    before, pair, after = time.perf_counter_ns(), read_clock_pair(), time.perf_counter_ns()
-    assert before <= pair.monotonic_ns <= after
-    assert abs(pair.unix_ns - time.time_ns()) < 10 * 1_000_000_000
+    before = time.perf_counter_ns(), time.time_ns()
+    pair = read_clock_pair()
+    after = time.perf_counter_ns(), time.time_ns()
+    assert before[0] <= pair.monotonic_ns <= after[0]
+    assert before[1] <= pair.unix_ns <= after[1]
 
 
 def test_clock_pair_is_the_tightest_of_several_readings(monkeypatch):

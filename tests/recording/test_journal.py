@@ -88,5 +88,5 @@ def test_settling_ends_at_its_deadline_when_work_never_completes() -> None:
     journal.add(row(1, Completion()))
     begin = clock.host_now()
     assert journal.settle(0.05) == 1
-    assert 50 * MS <= clock.host_now() - begin < 5000 * MS
+    assert clock.host_now() - begin >= 50 * MS
     assert not written

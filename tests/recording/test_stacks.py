@@ -52,7 +52,7 @@ def crash(folder: Path, handler: str, where: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         check=False,
     )
     assert ended.returncode == -signal.SIGABRT, ended.stderr
@@ -61,7 +61,7 @@ def crash(folder: Path, handler: str, where: str) -> str:
 
 def diagnosis_of(run: Path) -> str:
     command = [sys.executable, "-m", "fsdp_inspect", "diagnose", str(run), "--brief"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     return " ".join(ended.stdout.split())
 
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,8 +16,9 @@ import time
 from torch.distributed import TCPStore
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
-time.sleep(600)
+time.sleep(3600)
 """
+PATIENT_S = 500.0
 
 
 @pytest.fixture
@@ -32,9 +32,20 @@ def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
     process.stdout.close()
 
 
-def test_calls_return_what_the_store_returns(server: tuple[subprocess.Popen[str], int]) -> None:
-    client = StoreClient(TCPStore("127.0.0.1", server[1], is_master=False))
+@pytest.fixture
+def client(server: tuple[subprocess.Popen[str], int]) -> StoreClient:
+    """A client that waits as long as a busy machine needs."""
+    return StoreClient(TCPStore("127.0.0.1", server[1], is_master=False), answer_s=PATIENT_S)
 
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stop a process, and wait until it no longer runs."""
+    process.send_signal(signal.SIGSTOP)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+
+
+def test_calls_return_what_the_store_returns(client: StoreClient) -> None:
     client.set("key", b"value")
 
     assert client.get("key") == b"value"
@@ -44,26 +55,25 @@ def test_calls_return_what_the_store_returns(server: tuple[subprocess.Popen[str]
 
 
 def test_a_stopped_server_ends_the_calls_and_not_the_thread_that_calls(
-    server: tuple[subprocess.Popen[str], int],
+    server: tuple[subprocess.Popen[str], int], client: StoreClient
 ) -> None:
-    client = StoreClient(TCPStore("127.0.0.1", server[1], is_master=False), answer_s=0.5)
     client.add("count", 1)
-    os.kill(server[0].pid, signal.SIGSTOP)
+    stop(server[0])
+    client._answer_s = 0.5
 
     with pytest.raises(RuntimeError, match=r"no answer within 0\.5 s"):
         client.add("count", 1)
 
-    begun = time.monotonic()
-    with pytest.raises(RuntimeError, match="an earlier call had no answer"):
+    client._answer_s = PATIENT_S
+    with pytest.raises(RuntimeError, match="an earlier call had no answer"):  # without a wait
         client.check(["count"])
-    assert time.monotonic() - begun < 0.4  # it does not wait again
 
 
 def test_an_error_of_the_store_reaches_the_caller(
-    server: tuple[subprocess.Popen[str], int],
+    server: tuple[subprocess.Popen[str], int], client: StoreClient
 ) -> None:
-    client = StoreClient(TCPStore("127.0.0.1", server[1], is_master=False))
     server[0].kill()
     server[0].wait()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as error:
         client.add("count", 1)
+    assert "no answer" not in str(error.value)

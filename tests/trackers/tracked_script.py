@@ -8,6 +8,7 @@ Usage: python -m tests.trackers.tracked_script RUN [--active] [TRACKER ...]
 
 import sys
 import threading
+import time
 import warnings
 
 import torch
@@ -52,7 +53,13 @@ def main():
     run, *names = sys.argv[1:]
     libraries.TRACKERS.update(fake=Fake, broken=Broken, hanging=Hanging)
     delivery.MOST_PENDING = 16
-    feed._CLOSE_S = 3.0 if "hanging" in names else 120.0
+    feed._LAST_LOOK_S = feed._CLOSE_S = 240.0
+    close = delivery.Delivery.close
+
+    def close_soon(self, deadline_s):
+        close(self, time.monotonic() if self._name == "hanging" else deadline_s)
+
+    delivery.Delivery.close = close_soon
     is_active = "--active" in names
     names = [name for name in names if name != "--active"]
     if is_active:

@@ -22,7 +22,7 @@ STEPS = 5
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Path:
     folder = tmp_path_factory.mktemp("accelerate")
-    run_ranks(DRIVER, folder, timeout_s=500)
+    run_ranks(DRIVER, folder)
     return folder
 
 

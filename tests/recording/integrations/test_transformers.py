@@ -30,7 +30,7 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Trained:
     folder = tmp_path_factory.mktemp("trainer")
-    return Trained(folder, run_ranks(DRIVER, folder, str(STEPS), check=False, timeout_s=500))
+    return Trained(folder, run_ranks(DRIVER, folder, str(STEPS), check=False))
 
 
 def test_losses_and_gradients_are_identical_to_the_last_bit(trained: Trained) -> None:
