@@ -27,7 +27,7 @@ KEEPER = "black_box_keeper"
 _TERM_S = 10.0
 _AFTER_FAILURE_S = 5.0
 """The time that the other ranks continue after one has failed; they end with an error."""
-_LIMIT_S = 200.0
+_LIMIT_S = 400.0
 _AFTER_REPORT_S = 1.0
 """The time that the ranks continue after the report, which the other ranks print too."""
 _STARTING = threading.Lock()
@@ -189,8 +189,9 @@ def run_healthy(folder: Path, *, num_ranks: int, model: str, fault: str = "none"
     script = Case(fault, model, num_ranks, 0, 0).script
     arguments = (
         *("-m", "fsdp_inspect.record", "--out", str(folder / "runs"), "--no-verdict"),
-        *("--hang-after", "4", "--memory-steps", "none", str(script), fault, "--model", model),
-        *("--steps", "50", "--pause", "0.1"),  # longer than --hang-after, with shorter steps
+        *("--hang-after", "15", "--memory-steps", "none", str(script), fault, "--model", model),
+        # Longer than --hang-after, which is longer than a busy machine stalls a process.
+        *("--steps", "170", "--pause", "0.1"),
     )
     ranks = start_ranks(arguments, num_ranks, folder)
     deadline = time.monotonic() + _LIMIT_S

@@ -125,7 +125,8 @@ def git(folder, *arguments):
 
 
 @pytest.fixture
-def repository(tmp_path):
+def repository(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "_GIT_TIMEOUT_S", 500)  # the machine may be busy
     git(tmp_path, "init", "--quiet")
     (tmp_path / "train.py").write_text("pass\n")
     git(tmp_path, "add", "train.py")
