@@ -67,7 +67,8 @@ def test_no_unit_is_merged_into_a_module_that_a_loop_does_not_run(recorded: Path
     advice = open_run(recorded / "chunked_loss").advise()
     assert advice.plan is not None
     assert any("uses without running the unit's own module" in note for note in advice.plan.notes)
-    assert all("head" in point.plan.unit_names for point in advice.plan.front)
+    for point in advice.plan.front:  # the times decide which plans these are
+        assert any("head" in unit.modules for unit in point.plan.units)
 
 
 def test_copies_that_gloo_makes_are_no_inputs_of_the_step(recorded: Path) -> None:
