@@ -47,7 +47,6 @@ import instrumented_trainer.trainer
 
 # A busy machine stalls processes for some seconds. The recorder must not take this for a disk or a
 # rank that does not respond. Tests of these limits set their own.
-fsdp_inspect.recording.attachment._OTHER_RANKS_TIMEOUT_S = 60.0
 fsdp_inspect.recording.attachment._SETTLE_S = 60.0
 fsdp_inspect.recording.devices._STOP_TIMEOUT_S = 60.0
 fsdp_inspect.recording.order_check._EXCHANGE_S = 60.0
