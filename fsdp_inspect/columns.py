@@ -21,6 +21,7 @@ _SCALES = {
     MetricUnit.NS: ("ms", 1e6),
     MetricUnit.BYTES: ("MiB", float(1 << 20)),
     MetricUnit.BYTES_PER_S: ("GB/s", 1e9),
+    MetricUnit.RATIO: ("%", 0.01),
 }
 """The unit of all numbers in one column of a page, so that its values can be sorted and compared.
 """

@@ -15,8 +15,9 @@ from streamlit.delta_generator import DeltaGenerator
 from streamlit.elements.lib.column_types import ColumnConfig
 
 from fsdp_inspect.formatting import MISSING, num_decimals
-from fsdp_inspect.metrics import MetricUnit
+from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.charts.chart import Chart
+from fsdp_inspect.report.values import format_metric
 from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.frames.values import to_csv
 from fsdp_inspect_app.page_sheet import (
@@ -30,7 +31,11 @@ from fsdp_inspect_app.page_sheet import (
 from fsdp_inspect_app.wording import plain
 
 _SCALED = ("(ms)", "(GB/s)", "(MiB)")
-"""The ends of the names of columns whose values share a unit."""
+"""The ends of the names of columns whose values share a unit and a number of decimals."""
+THREE_DIGITS = "%.3g"
+"""The format of numbers that each have three digits."""
+_MANY = 999.5
+"""From this value on, three digits do not reach the decimal point."""
 
 
 def show_headline(markdown: str) -> None:
@@ -80,6 +85,25 @@ class Tile:
     """A smaller text below the value."""
     definition: str | None = None
     """The tooltip, as plain text."""
+
+
+def metric_tiles(names: Sequence[str], result: object) -> list[Tile]:
+    """The tiles of the metrics that a result has, with their definitions.
+
+    Args:
+        names: Names of metrics, which are the attributes of the result.
+        result: Missing attributes, and those that are None, have no tile.
+    """
+    values = {name: getattr(result, name, None) for name in names}
+    return [
+        Tile(
+            find_metric(name).label.capitalize(),
+            format_metric(name, value),
+            definition=find_metric(name).definition,
+        )
+        for name, value in values.items()
+        if value is not None
+    ]
 
 
 def show_tiles(tiles: Sequence[Tile], *, border: bool = True) -> None:
@@ -221,10 +245,10 @@ def show_csv_button(frame: pd.DataFrame | Callable[[], pd.DataFrame], *, key: st
 
 def column_formats(frame: pd.DataFrame) -> dict[str, ColumnConfig]:
     """The digits that the columns of a table show, and their definitions as tooltips."""
-    definitions, units = frame.attrs.get("definitions", {}), frame.attrs.get("units", {})
+    definitions = frame.attrs.get("definitions", {})
     formats: dict[str, ColumnConfig] = {}
     for column in frame.columns:
-        digits = _digits(column, units.get(column), frame[column])
+        digits = _digits(column, frame[column])
         definition = definitions.get(column)
         if digits is not None:
             formats[column] = st.column_config.NumberColumn(format=digits, help=definition)
@@ -233,10 +257,14 @@ def column_formats(frame: pd.DataFrame) -> dict[str, ColumnConfig]:
     return formats
 
 
-def _digits(column: str, unit: str | None, values: pd.Series) -> str | None:
-    """The format of a column: one unit scale, and three digits for its largest value."""
-    if column.endswith(_SCALED):
-        largest = pd.to_numeric(values, errors="coerce").abs().max()
+def _digits(column: str, values: pd.Series) -> str | None:
+    """The format of a column of decimal numbers: at most three significant digits.
+
+    The values of a column in ms, MiB or GB/s have equal decimals, so that they align.
+    """
+    if not pd.api.types.is_float_dtype(values):
+        return None
+    largest = values.abs().max()
+    if column.endswith(_SCALED) and largest < _MANY:
         return f"%.{num_decimals(largest) if largest >= 1 else 3}f"
-    is_ratio = unit == MetricUnit.RATIO or column in ("share of the step", "overlap")
-    return "percent" if is_ratio else None
+    return THREE_DIGITS

@@ -1,6 +1,7 @@
 // A button that opens a search over pages, runs, units and steps. Ctrl+K or Cmd+K opens it, too.
 
 const MOST_SHOWN = 12;
+const TYPING_DELAY_MS = 150;
 
 // A step has no entry of its own: a number is the step of the chosen run.
 function find(entries, steps, text) {
@@ -33,6 +34,7 @@ function makeDialog(choose) {
   dialog.append(input, list);
   let shown = [];
   let at = 0;
+  let typing = 0;
 
   const mark = () => {
     [...list.children].forEach((item, place) => {
@@ -48,10 +50,16 @@ function makeDialog(choose) {
     dialog.close();
     choose(shown[place]);
   };
+  // The runs that are here, and those that the server found for this text.
+  const listRuns = () => {
+    const { found } = dialog;
+    const others = found && found.text === input.value ? found.runs : [];
+    const labels = new Set([...(document.fsdpRuns || []), ...others]);
+    return [...labels].map((label) => ({ kind: "Run", label }));
+  };
   const show = () => {
-    const runs = (document.fsdpRuns || []).map((label) => ({ kind: "Run", label }));
-    shown = find([...dialog.entries, ...runs], dialog.steps, input.value);
-    at = 0;
+    shown = find([...dialog.entries, ...listRuns()], dialog.steps, input.value);
+    at = Math.max(Math.min(at, shown.length - 1), 0);
     list.replaceChildren(...shown.map(({ kind, label }, place) => {
       const item = document.createElement("li");
       item.id = `fsdp-palette-${place}`;
@@ -69,7 +77,19 @@ function makeDialog(choose) {
     }
     mark();
   };
-  input.addEventListener("input", show);
+  const ask = () => {
+    clearTimeout(typing);
+    if (dialog.isWhole || !input.value.trim()) return;
+    typing = setTimeout(() => dialog.seek(input.value), TYPING_DELAY_MS);
+  };
+  input.addEventListener("input", () => {
+    at = 0;
+    show();
+    ask();
+  });
+  dialog.refresh = () => {
+    if (dialog.open && dialog.found && dialog.found.text === input.value) show();
+  };
   input.addEventListener("keydown", (event) => {
     if (event.key === "ArrowDown" || event.key === "ArrowUp") {
       event.preventDefault();
@@ -86,6 +106,7 @@ function makeDialog(choose) {
   });
   dialog.open_ = () => {
     input.value = "";
+    at = 0;
     show();
     dialog.showModal();
     input.focus();
@@ -107,12 +128,18 @@ function build(parentElement) {
   return dialog;
 }
 
-export default function commandPalette({ data, parentElement, setTriggerValue }) {
+export default function commandPalette({
+  data, parentElement, setStateValue, setTriggerValue,
+}) {
   // A page that refreshes itself calls this again: an open dialog must stay open.
   const dialog = parentElement.palette || build(parentElement);
   dialog.entries = data.entries;
   dialog.steps = data.steps;
+  dialog.isWhole = data.isWhole;
+  dialog.found = data.found;
   dialog.choose = (entry) => setTriggerValue("chosen", entry);
+  dialog.seek = (text) => setStateValue("sought", text);
+  dialog.refresh();
   const listen = (event) => {
     if ((event.ctrlKey || event.metaKey) && !event.altKey && event.key.toLowerCase() === "k") {
       event.preventDefault();

@@ -1,11 +1,13 @@
 """The command palette: search pages, views, runs, units and steps with Ctrl+K, and open one.
 
 The list of runs is an element of its own. It is the same on every page, so the browser has it
-already after the first page, and Streamlit sends a reference to it.
+already after the first page, and Streamlit sends a reference to it. A list of thousands of runs is
+not sent whole: the server searches the others for the text that the user types.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,12 @@ from fsdp_inspect_app.selection import (
 )
 from fsdp_inspect_app.user_store import SavedView
 
+_KEY = "command-palette"
 _MOST_ENTRIES = 2_000
 """The most entries of one kind that are sent to the browser."""
+_MOST_FOUND = 12
+"""The most runs that the server finds for a text."""
+_LONGEST_TEXT = 400
 
 _mount = st.components.v2.component(
     "fsdp_inspect_command_palette",
@@ -69,12 +75,39 @@ def show_command_palette(
     places = _places(pages, runs, chosen, views)
     with st.container(gap=None):
         _mount_runs(data={"runs": list(places.runs)[:_MOST_ENTRIES]}, key="palette-runs")
-        state = _mount(
-            data={"entries": list_entries(places), "steps": places.steps and list(places.steps)},
-            key="command-palette",
-            on_chosen_change=lambda: None,
-        )
-    _open(state.get("chosen"), places)
+        _show_palette(places)
+
+
+@st.fragment
+def _show_palette(places: Places) -> None:
+    """Show the palette; a search for a run that the browser does not have reruns nothing else."""
+    state = st.session_state.get(_KEY) or {}
+    told = _mount(
+        data={
+            "entries": list_entries(places),
+            "steps": places.steps and list(places.steps),
+            "isWhole": len(places.runs) <= _MOST_ENTRIES,
+            "found": _answer(state.get("sought"), places),
+        },
+        key=_KEY,
+        on_chosen_change=lambda: None,
+        on_sought_change=lambda: None,
+    )
+    _open(told.get("chosen"), places)
+
+
+def _answer(sought: Any, places: Places) -> dict[str, Any] | None:
+    """The runs for the text that the browser asks about; None if it asks about none."""
+    if not isinstance(sought, str) or not sought:
+        return None
+    return {"text": sought, "runs": find_runs(places.runs, sought[:_LONGEST_TEXT])}
+
+
+def find_runs(names: Collection[str], text: str) -> list[str]:
+    """The first runs whose names have every word of a text, in any case."""
+    words = text.lower().split()
+    matching = (name for name in names if all(word in f"run {name}".lower() for word in words))
+    return list(islice(matching, _MOST_FOUND))
 
 
 def list_entries(places: Places) -> list[dict[str, str]]:

@@ -20,9 +20,11 @@ T = TypeVar("T")
 
 _MOST_DIGITS = 19
 
+SCRIPT = Path(__file__).with_name("charts.js").read_text(encoding="utf-8")
+
 _mount = st.components.v2.component(
     "fsdp_inspect_chart",
-    js=Path(__file__).with_name("charts.js").read_text(encoding="utf-8"),
+    js=SCRIPT,
     isolate_styles=False,  # the style sheet is on the page once, and not once a chart
 )
 
@@ -74,7 +76,7 @@ def show_chart(
     if chart is None:
         st.caption("No value to draw\\.")
         return
-    page_sheet().add(SheetMarkup(chart.markup, alt))
+    page_sheet().add(SheetMarkup(chart.markup, alt, chart.plots))
     told = _mount(
         data={
             "markup": chart.markup,

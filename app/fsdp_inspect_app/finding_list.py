@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import streamlit as st
-
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.result_types import Finding, Limit, PlanCheck, RankWaits, RunEntry, Verdict
 from fsdp_inspect_app import loading
+from fsdp_inspect_app.cards import show_text
 from fsdp_inspect_app.pages import find_page
 from fsdp_inspect_app.selection import page_link
 from fsdp_inspect_app.wording import plain
@@ -48,7 +47,7 @@ def show_findings(
     if plan_check is not None and plan_check.is_consistent is not False:
         _show_line(plan_check.sentence, "units", ())
     if not findings:
-        st.markdown(plain("No finding. Advice lists changes of the plan."))
+        show_text(plain("No finding. Advice lists changes of the plan."))
     page_link("advice", "Open Advice", icon=":material/lightbulb:")
 
 
@@ -61,7 +60,7 @@ def _page_of(finding: Finding, verdict: Verdict) -> str:
 
 
 def _show_line(sentence: str, page: str, units: Sequence[str]) -> None:
-    st.markdown(plain(sentence))
+    show_text(plain(sentence))
     named = {"unit": format_unit(units[0])} if len(units) == 1 else {"unit": None}
     file = find_page(page)
     page_link(page, f"Show in {file.title}", icon=file.icon, **named)

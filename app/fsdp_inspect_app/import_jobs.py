@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.errors import StoreError
+from fsdp_inspect.store.boundary import is_in_folder
 from fsdp_inspect_app import import_worker
-from fsdp_inspect_app.boundary import is_in_folder
 from fsdp_inspect_app.import_sources import ImportSource, keep_safe_letters
 
 IMPORTED = "imported"

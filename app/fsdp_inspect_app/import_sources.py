@@ -14,8 +14,8 @@ from pathlib import Path
 
 from fsdp_inspect.importing.snapshot import looks_like_snapshot
 from fsdp_inspect.importing.trace_file import looks_like_trace
+from fsdp_inspect.store.boundary import is_in_folder
 from fsdp_inspect.store.schema import MANIFEST_FILE, attempt_numbers
-from fsdp_inspect_app.boundary import is_in_folder
 
 MAX_DEPTH = 4
 """The number of levels below the folder of runs that are searched."""

@@ -20,6 +20,7 @@ import streamlit as st
 from fsdp_inspect import Run
 from fsdp_inspect.report.html import ComparisonContents, read_comparison
 from fsdp_inspect.result_types import Diagnosis, Ranks, RunEntry, RunSource, Summary
+from fsdp_inspect.store.boundary import files_of_run, is_in_folder
 from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.folder import list_without_manifest as list_without_manifest_in
@@ -29,7 +30,6 @@ from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.remote_files import RemoteFiles
 from fsdp_inspect.store.schema import COMPACTED_SUFFIX, LIVE_SUFFIX
 from fsdp_inspect.store.table_cache import TableCache
-from fsdp_inspect_app.boundary import files_of_run, is_in_folder
 from fsdp_inspect_app.dated import Dated, is_younger_than
 from fsdp_inspect_app.run_names import name_runs
 from fsdp_inspect_app.timeline.track_set import TrackSet

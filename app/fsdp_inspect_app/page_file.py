@@ -1,7 +1,9 @@
 """Write the contents of a page as one HTML file, with the templates of the reports."""
 
+import base64
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from markdown_it import MarkdownIt
 from fsdp_inspect.formatting import MISSING
 from fsdp_inspect.report.html.shared_page import (
     SharedChart,
+    SharedDrawing,
     SharedMarkup,
     SharedPart,
     SharedTable,
@@ -19,10 +22,12 @@ from fsdp_inspect.report.html.shared_page import (
     SharedTitle,
     render_shared_page,
 )
-from fsdp_inspect_app.cards import column_formats
+from fsdp_inspect_app.cards import THREE_DIGITS, column_formats
+from fsdp_inspect_app.drawn_chart import SCRIPT as CHART_SCRIPT
 from fsdp_inspect_app.page_sheet import (
     PageSheet,
     SheetCode,
+    SheetDrawing,
     SheetMarkup,
     SheetPart,
     SheetTable,
@@ -30,23 +35,53 @@ from fsdp_inspect_app.page_sheet import (
     SheetTiles,
     SheetTitle,
 )
+from fsdp_inspect_app.timeline.component import MARKUP, STYLE
+from fsdp_inspect_app.timeline.component import SCRIPT as TIMELINE_SCRIPT
 
 MOST_ROWS = 500
 """The most rows of a table in the file."""
 _BADGE = re.compile(r":\w+-badge\[((?:\\.|[^\]\\])*)\]")
 """A badge in Streamlit's Markdown."""
 _STYLE = Path(__file__).with_name("diagnosis.css")
+_COMPLETE_CHARTS = """
+for (const figure of document.querySelectorAll("[data-plots]")) {
+  const chart = figure.querySelector(".chart");
+  showChart({
+    data: {
+      markup: chart.innerHTML, plots: JSON.parse(figure.dataset.plots),
+      alt: chart.getAttribute("aria-label"), opens: false,
+    },
+    parentElement: figure,
+    setTriggerValue: () => {},
+  });
+}
+"""
+_DRAW_TIMELINES = """
+for (const figure of document.querySelectorAll("[data-packed]")) {
+  const packed = Uint8Array.from(atob(figure.dataset.packed), (letter) => letter.charCodeAt(0));
+  showSaved(figure.firstElementChild.shadowRoot, packed);
+}
+"""
 
 
 def render_sheet(sheet: PageSheet) -> str:
     """The page as one HTML document that loads nothing."""
+    parts = [_share(part) for part in _charts_first([*sheet.whole.flat()])]
     return render_shared_page(
-        [_share(part) for part in _charts_first(sheet.parts)],
+        parts,
         page=sheet.page,
         run=sheet.run,
         headline=str(_markdown().renderInline(_BADGE.sub(r"\1", sheet.headline))),
         style=_STYLE.read_text(encoding="utf-8"),
+        scripts=[*_scripts_for(parts)],
     )
+
+
+def _scripts_for(parts: Sequence[SharedPart]) -> Iterator[str]:
+    if any(isinstance(part, SharedChart) and part.plots for part in parts):
+        yield CHART_SCRIPT + _COMPLETE_CHARTS
+    if any(isinstance(part, SharedDrawing) for part in parts):
+        yield TIMELINE_SCRIPT + _DRAW_TIMELINES
 
 
 def _charts_first(parts: Sequence[SheetPart]) -> list[SheetPart]:
@@ -70,8 +105,14 @@ def _share(part: SheetPart) -> SharedPart:
         case SheetCode(text):
             indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
             return SharedMarkup(str(_markdown().render(indented)))
-        case SheetMarkup(markup, alt):
-            return SharedChart(markup, alt) if alt else SharedMarkup(markup)
+        case SheetMarkup(markup, alt, plots):
+            # Only a map is painted by a script; the other charts are complete.
+            needs_script = any("values" in plot for plot in plots)
+            told = json.dumps(plots) if needs_script else ""
+            return SharedChart(markup, alt, told) if alt else SharedMarkup(markup)
+        case SheetDrawing(packed, alt):
+            markup = f"<style>{STYLE}</style>{MARKUP}"
+            return SharedDrawing(base64.b64encode(packed).decode(), markup, alt)
         case SheetTiles(tiles):
             return SharedTiles(tiles)
         case SheetTable(frame):
@@ -106,6 +147,6 @@ def _write(value: Any, form: str | None) -> str:
         return MISSING
     if not isinstance(value, float):
         return str(value)
-    if form == "percent":
-        return f"{100 * value:.3g}%"
-    return form % value if form else f"{value:.4g}"
+    if form is None or form == THREE_DIGITS:
+        return f"{float(f'{value:.3g}'):.15g}"  # 1230, and not 1.23e+03
+    return form % value

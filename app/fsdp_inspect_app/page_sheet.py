@@ -1,11 +1,13 @@
 """Collect what the page shows, so that it can be saved as one HTML file.
 
-`cards` adds every headline, title, text, tile, chart and table that it shows. The file is made when
-it is requested (`page_file`). It has no controls, and nothing of the canvas of the timeline.
+`cards` adds every headline, title, text, tile, chart and table that it shows, and the timeline adds
+its drawing. The file is made when it is requested (`page_file`). It has no controls of the page.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -43,6 +45,17 @@ class SheetMarkup:
     markup: str
     alt: str = ""
     """The same in one sentence, for a drawn chart."""
+    plots: tuple[dict[str, Any], ...] = ()
+    """As in `Chart.plots`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SheetDrawing:
+    """A timeline as the browser shows it."""
+
+    packed: bytes
+    """The data of the drawing, as the component gets them."""
+    alt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,34 @@ class SheetTable:
     """Whether the next part is a chart of the same numbers."""
 
 
-SheetPart = SheetTitle | SheetText | SheetCode | SheetMarkup | SheetTiles | SheetTable
+SheetPart = (
+    SheetTitle | SheetText | SheetCode | SheetMarkup | SheetDrawing | SheetTiles | SheetTable
+)
+
+
+@dataclass
+class SheetSection:
+    """A part of the page that may rerun alone."""
+
+    name: str
+    parts: "list[SheetPart | SheetSection]" = field(default_factory=list)
+
+    def find(self, name: str) -> "SheetSection | None":
+        """The section with that name in this one."""
+        for part in self.parts:
+            if isinstance(part, SheetSection):
+                found = part if part.name == name else part.find(name)
+                if found is not None:
+                    return found
+        return None
+
+    def flat(self) -> Iterator[SheetPart]:
+        """The contents from top to bottom, without the sections."""
+        for part in self.parts:
+            if isinstance(part, SheetSection):
+                yield from part.flat()
+            else:
+                yield part
 
 
 @dataclass
@@ -73,16 +113,26 @@ class PageSheet:
     """The name of the run; empty for a page about several runs."""
     headline: str = ""
     """Markdown."""
-    parts: list[SheetPart] = field(default_factory=list)
-    _starts: dict[str, int] = field(default_factory=dict)
+    whole: SheetSection = field(default_factory=lambda: SheetSection(""))
+    _current: SheetSection | None = None
 
-    def add(self, part: SheetPart) -> None:
-        """Add a part at the end."""
-        self.parts.append(part)
+    def add(self, part: SheetPart | SheetSection) -> None:
+        """Add a part at the end of the current section."""
+        (self._current or self.whole).parts.append(part)
 
-    def start_last_part(self, name: str) -> None:
-        """Begin the last part of a page, which may rerun alone and then replaces its contents."""
-        del self.parts[self._starts.setdefault(name, len(self.parts)) :]
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Collect a section. If it reruns alone, its contents replace the earlier ones."""
+        section = self.whole.find(name)
+        if section is None:
+            section = SheetSection(name)
+            self.add(section)
+        section.parts.clear()
+        outer, self._current = self._current, section
+        try:
+            yield
+        finally:
+            self._current = outer
 
 
 def start_sheet(page: str) -> PageSheet:
@@ -98,3 +148,10 @@ def page_sheet() -> PageSheet:
         return start_sheet("")
     sheet: PageSheet = st.session_state[_SHEET]
     return sheet
+
+
+@contextmanager
+def sheet_section(name: str) -> Iterator[None]:
+    """Collect a part of the page that may rerun alone; also a decorator for its function."""
+    with page_sheet().section(name):
+        yield

@@ -3,7 +3,7 @@
 import streamlit as st
 
 from fsdp_inspect.formatting import format_ns, format_ratio
-from fsdp_inspect_app.cards import show_card, show_csv_button, show_table
+from fsdp_inspect_app.cards import show_card, show_csv_button, show_note, show_table
 from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.timeline.range_sums import KindSum, RangeSums, UnitSum, sum_range
 from fsdp_inspect_app.timeline.request import TimelineRequest
@@ -32,7 +32,7 @@ def show_range(tracks: Tracks, asked: TimelineRequest, *, key: str) -> None:
             frame = frame_of(UnitSum.TABLE, sums.units[:MOST_UNITS])
             show_table(frame, key=f"range-units-{key}", alt="Times in the range by unit")
             show_csv_button(frame_of(UnitSum.TABLE, sums.units), key=f"range-units-{key}")
-        st.caption(plain(_describe_tables(sums)))
+        show_note(plain(_describe_tables(sums)))
 
 
 def describe_range(sums: RangeSums) -> str:

@@ -19,13 +19,13 @@ from pydantic import TypeAdapter, ValidationError
 from fsdp_inspect.analysis.run_list import measure_key_numbers
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunStatus
+from fsdp_inspect.store.boundary import refuse_links_out
 from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.fingerprints import fingerprint_run
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.schema import REDUCTION_VERSION
 from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.version import __version__
-from fsdp_inspect_app.boundary import refuse_links_out
 from fsdp_inspect_app.catalog_reading import find_catalog
 from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache, findings_file
 from fsdp_inspect_app.wording import describe_sharding

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect_app.boundary import is_in_folder
+from fsdp_inspect.store.boundary import is_in_folder
 from fsdp_inspect_app.import_sources import keep_safe_letters, list_sources
 
 UPLOADS = "uploads"

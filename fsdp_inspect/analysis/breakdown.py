@@ -32,6 +32,7 @@ _KINDS = (
     StepPart.GROUP,
 )
 """The summary rows that a breakdown reads."""
+_IS_EXPOSED = np.isin([int(part) for part in PARTS_OF_STEP], list(EXPOSED_PART_CODES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +209,21 @@ def _at(rows: SummaryTable, keys: NDArray[np.int64]) -> SummaryTable:
 
 def _split(rows: SummaryTable, dimensions: GroupDimensions) -> StepBreakdown:
     """Split the mean over the steps of the rows, which belong to one rank."""
-    steps, whole = np.unique(rows.step), rows.where(rows.kind == EventKind.STEP)
+    is_whole = rows.kind == EventKind.STEP
+    whole_steps, whole_ns = rows.step[is_whole], rows.duration_ns[is_whole]
+    steps = np.unique(rows.step)
+    by_kind = np.zeros(max(_KINDS) + 1, dtype=np.int64)
+    np.add.at(by_kind, rows.kind, rows.duration_ns)
 
     def mean(kind: int) -> int:
-        return round(float(rows.duration_ns[rows.kind == kind].sum() / len(steps)))
+        return round(float(by_kind[kind] / len(steps)))
 
     total = mean(EventKind.STEP)
-    sums = np.array([rows.duration_ns[rows.kind == part].sum() for part in PARTS_OF_STEP])
-    is_exposed = np.isin([int(part) for part in PARTS_OF_STEP], list(EXPOSED_PART_CODES))
-    exposed = round(float(sums[is_exposed].sum() / len(steps)))
+    sums = by_kind[list(PARTS_OF_STEP)]
+    exposed = round(float(sums[_IS_EXPOSED].sum() / len(steps)))
     durations = np.zeros(len(sums), dtype=np.int64)
-    durations[is_exposed] = apportion(sums[is_exposed] / len(steps), exposed)
-    durations[~is_exposed] = apportion(sums[~is_exposed] / len(steps), total - exposed)
+    durations[_IS_EXPOSED] = apportion(sums[_IS_EXPOSED] / len(steps), exposed)
+    durations[~_IS_EXPOSED] = apportion(sums[~_IS_EXPOSED] / len(steps), total - exposed)
     return StepBreakdown(
         rank=int(rows.rank[0]),
         steps=tuple(steps.tolist()),
@@ -229,9 +233,7 @@ def _split(rows: SummaryTable, dimensions: GroupDimensions) -> StepBreakdown:
             for part, duration in zip(PARTS_OF_STEP, durations.tolist(), strict=True)
         ),
         exposed_ns=exposed,
-        closest_step=int(
-            whole.step[np.argmin(np.abs(whole.duration_ns - whole.duration_ns.mean()))]
-        ),
+        closest_step=int(whole_steps[np.argmin(np.abs(whole_ns - whole_ns.mean()))]),
         communication_ns=mean(StepPart.COMMUNICATION),
         between_ns=mean(StepPart.BETWEEN_STEPS),
         dimensions=_split_by_dimension(rows, dimensions, exposed_ns=exposed, step_time_ns=total),

@@ -101,8 +101,12 @@ def rank_coordinates(run: RunSource, rank: int) -> dict[str, int]:
     record = remember(run, "rank records", partial(_records, run)).get(rank)
     if record is not None and record.coordinates:
         return record.coordinates
-    manifest = run.manifest
-    return find_coordinates(manifest.process_groups, rank, manifest.world_size)
+    manifest, described = run.manifest, _described(run)
+    return remember(
+        run,
+        ("coordinates", rank),
+        lambda: find_coordinates(manifest.process_groups, rank, manifest.world_size, described),
+    )
 
 
 def dimension_members(run: RunSource, label: str, rank: int) -> tuple[int, ...]:

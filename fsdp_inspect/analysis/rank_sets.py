@@ -75,9 +75,12 @@ def _by_place(
     places: Mapping[int, Mapping[str, str]], axes: Collection[str], ranks: Collection[int]
 ) -> Iterator[tuple[str, frozenset[int]]]:
     for axis in axes:
-        for place in sorted({found[axis] for found in places.values() if axis in found}):
-            members = (rank for rank in ranks if places.get(rank, {}).get(axis) == place)
-            yield f"{axis} {place}", frozenset(members)
+        members: dict[str, list[int]] = {}
+        for rank in ranks:
+            if axis in places.get(rank, {}):
+                members.setdefault(places[rank][axis], []).append(rank)
+        for place in sorted(members):
+            yield f"{axis} {place}", frozenset(members[place])
 
 
 def _by_group(run: RunSource, ranks: Collection[int]) -> Iterator[tuple[str, frozenset[int]]]:

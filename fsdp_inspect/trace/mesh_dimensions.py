@@ -18,7 +18,7 @@ uses the process group of the world. All its collectives count for the first of 
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -204,14 +204,25 @@ def _first_of(rank: int, stride: int, size: int) -> int:
     return rank - rank // stride % size * stride
 
 
-def find_coordinates(groups: Sequence[ProcessGroup], rank: int, world_size: int) -> dict[str, int]:
+def find_coordinates(
+    groups: Sequence[ProcessGroup],
+    rank: int,
+    world_size: int,
+    dimensions: Mapping[int, MeshDimension] | None = None,
+) -> dict[str, int]:
     """The place of a rank along each dimension, by label.
+
+    Args:
+        groups: The process groups of one rank.
+        rank: Any rank of the run.
+        world_size: The number of ranks of the run.
+        dimensions: The result of `find_dimensions`, if it is known.
 
     If a dimension has several groups, the largest counts. `world` and `other` are not dimensions of
     a mesh. A dimension is absent if the ranks of its groups are not a regular grid and the given
     groups belong to another rank.
     """
-    found = find_dimensions(groups, world_size)
+    found = find_dimensions(groups, world_size) if dimensions is None else dimensions
     places: dict[str, tuple[int, int]] = {}
     for group in groups:
         label = found[group.index].label

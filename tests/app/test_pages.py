@@ -101,7 +101,7 @@ def test_runs_shows_the_numbers_of_the_digest(shown, runs_folder):
     frame = shown("runs", "whole").dataframe[0].value.set_index("folder")
     assert frame.loc["whole", "step time (ms)"] == digest.step_time_ns.typical / 1e6
     assert frame.loc["whole", "exposed (ms)"] == digest.exposed_ns / 1e6
-    assert frame.loc["whole", "overlap"] == digest.overlap_ratio
+    assert frame.loc["whole", "overlap (%)"] == 100 * digest.overlap_ratio
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ def test_pins_and_a_baseline_come_from_the_address_and_lead_the_list(open_app, r
     frame = app.dataframe[0].value
     assert frame["folder"].tolist()[:2] == ["whole", "failed"]
     assert frame["mark"].tolist()[:2] == ["baseline", "pinned"]
-    assert frame["step time vs baseline"][0] == 0
+    assert frame["step time vs baseline (%)"][0] == 0
     assert app.query_params["baseline"] == "whole"
 
 

@@ -49,6 +49,47 @@ def test_a_saved_page_shows_what_the_page_shows(server, tab, recorded_runs, open
     assert page.asked == [(tmp_path / "page.html").as_uri()]
 
 
+COLOURS = """(canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return new Set(new Uint32Array(data.buffer)).size;
+}"""
+
+
+def test_a_saved_page_draws_its_timeline_which_zooms(
+    server, tab, recorded_runs, open_file, tmp_path
+):
+    dashboard = tab(server)
+    dashboard.open("timeline", run=list_runs(recorded_runs)[0].id, top="0")
+    shown = dashboard.page.locator("canvas[data-draws]")
+    whole = shown.get_attribute("data-end-ns")
+    save(dashboard, tmp_path / "timeline.html")
+    page = open_file(tmp_path / "timeline.html")
+    canvas = page.locator("canvas[data-draws]")
+    assert canvas.get_attribute("data-end-ns") == whole
+    assert canvas.get_attribute("data-pinned") == "0"
+    assert canvas.evaluate(COLOURS) > 8
+    assert canvas.get_attribute("aria-label") == shown.get_attribute("aria-label")
+    assert page.get_by_role("button", name="Copy link").count() == 0
+    page.get_by_role("button", name="Zoom in").click()
+    page.wait_for_function(
+        "whole => document.querySelector('.drawing > div').shadowRoot"
+        ".querySelector('canvas').dataset.endNs < Number(whole)",
+        arg=whole,
+    )
+    assert page.asked == [(tmp_path / "timeline.html").as_uri()]
+
+
+def test_a_saved_page_paints_its_map(server, tab, recorded_runs, open_file, tmp_path):
+    dashboard = tab(server)
+    dashboard.open("ranks", run=list_runs(recorded_runs)[0].id)
+    save(dashboard, tmp_path / "ranks.html")
+    page = open_file(tmp_path / "ranks.html")
+    assert page.locator(".chart-heat canvas").first.evaluate(COLOURS) > 2
+    page.locator(".chart-heat canvas").first.hover()
+    assert "rank " in page.locator(".chart-tip:visible").inner_text()
+    assert page.asked == [(tmp_path / "ranks.html").as_uri()]
+
+
 @pytest.mark.slow
 def test_a_saved_page_holds_the_current_settings_and_hostile_names(
     states_server, tab, open_file, tmp_path

@@ -38,10 +38,10 @@ from fsdp_inspect.result_types import (
     Suggestion,
     Summary,
 )
+from fsdp_inspect.store.boundary import is_in_folder
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.advice_search import PLAN_FILE, advice_of, default_wishes
 from fsdp_inspect_app.banner import show_run_header
-from fsdp_inspect_app.boundary import is_in_folder
 from fsdp_inspect_app.cards import (
     Tile,
     show_card,

@@ -47,7 +47,7 @@ from fsdp_inspect_app.frames.live import (
 )
 from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.live_feed import look_at
-from fsdp_inspect_app.page_sheet import page_sheet
+from fsdp_inspect_app.page_sheet import sheet_section
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     answer_or_stop,
@@ -134,9 +134,9 @@ def _wants_refresh() -> bool:
     return bool(st.session_state.get(_REFRESH_KEY, True))
 
 
+@sheet_section("live")
 def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
     """Show the headline, numbers, the last steps, memory, the machine and the ranks."""
-    page_sheet().start_last_part("live")
     answer = st.container()
     rank = _pick_rank(run, recorded)
     with answer:

@@ -31,13 +31,14 @@ from fsdp_inspect.result_types import (
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
-    Tile,
     column_formats,
+    metric_tiles,
     show_card,
     show_chart_card,
     show_csv_button,
     show_empty_card,
     show_headline,
+    show_note,
     show_table,
     show_text,
     show_tiles,
@@ -165,24 +166,15 @@ def _pick_step(entry: RunEntry, rank: int) -> StepMemory | None:
 
 def _show_tiles(overview: MemoryOverview) -> None:
     rank = overview.rank
-    names = [name for name in _TILES if getattr(rank, name) is not None]
-    if not names:
+    tiles = metric_tiles(_TILES, rank)
+    if not tiles:
         return
-    show_tiles(
-        [
-            Tile(
-                find_metric(name).label.capitalize(),
-                format_metric(name, getattr(rank, name)),
-                definition=find_metric(name).definition,
-            )
-            for name in names
-        ]
-    )
+    show_tiles(tiles)
     sentences = [memory_wording.describe_filling(overview.memory.peak)]
     if rank is not None:
         sentences.append(memory_wording.describe_limit(overview, rank))
         sentences.append(memory_wording.describe_expandable(overview.reserved))
-    st.caption(plain(" ".join(filter(None, sentences))))
+    show_note(plain(" ".join(filter(None, sentences))))
 
 
 def _show_step(entry: RunEntry, overview: MemoryOverview, memory: StepMemory | None) -> None:
@@ -312,10 +304,10 @@ def _measure_second(second: RunEntry) -> StepMemory | None:
 def _describe_second(second: RunEntry, other: StepMemory | None) -> None:
     """State the step of run B and how its memory was counted."""
     if other is None:
-        st.caption(plain(f"Run B {run_name(second.id)} has no readings of memory over a step."))
+        show_note(plain(f"Run B {run_name(second.id)} has no readings of memory over a step."))
         return
     counted = memory_wording.describe_counting(loading.open_entry(second).memory(rank=other.rank))
-    st.caption(
+    show_note(
         plain(
             f"B: {run_name(second.id)}, rank {other.rank}, step {other.step}. Both steps start at "
             f"their first reading. B's peak: {format_bytes(other.peak.highest_bytes)}. {counted}"
@@ -493,7 +485,7 @@ def _show_places(overview: MemoryOverview) -> None:
         with header:
             show_csv_button(frame, key="memory-places-rows")
         show_table(frame, key="memory-places-table", alt=title)
-        st.caption(
+        show_note(
             "Position: the innermost unit on the host's stack, over all steps\\. The unit may own "
             "none of the memory\\."
         )

@@ -64,6 +64,7 @@ from fsdp_inspect_app.frames.overview import (
 )
 from fsdp_inspect_app.frames.runs import frame_about
 from fsdp_inspect_app.frames.values import frame_of
+from fsdp_inspect_app.page_sheet import sheet_section
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
@@ -467,6 +468,7 @@ def _show_peak(peak: PeakMoment) -> None:
 
 
 @st.fragment
+@sheet_section("about")
 def _show_about(manifest: RunManifest, summary: Summary) -> None:
     """Show facts about the run, which are made when they are opened."""
     panel = st.expander("About this run", key="about", on_change="rerun")

@@ -34,8 +34,8 @@ from fsdp_inspect.result_types import (
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
-    Tile,
     column_formats,
+    metric_tiles,
     show_card,
     show_chart_card,
     show_csv_button,
@@ -54,6 +54,7 @@ from fsdp_inspect_app.frames.ranks import (
     frame_rank_steps,
 )
 from fsdp_inspect_app.frames.values import frame_of
+from fsdp_inspect_app.page_sheet import sheet_section
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
@@ -296,6 +297,7 @@ def _why_empty(grid: RankGrid) -> str:
 
 
 @st.fragment
+@sheet_section("grid table")
 def _show_grid_table(grid: RankGrid) -> None:
     """Show the map as a table, which is built when it is opened."""
     title = f"Table: {len(grid.ranks)} ranks by {len(grid.steps)} steps"
@@ -319,7 +321,7 @@ def _show_rank(
     verdict = next((one for one in run.summary().rank_verdicts if one.rank == rank), None)
     with show_card(f"Rank {rank}", key="one-rank"):
         if row is not None:
-            _show_tiles(row)
+            show_tiles(metric_tiles(_TILES, row), border=False)
         closest = _closest_step(run, rank)
         step = _pick_step(entry, rank, closest)
         _show_links(rank, step)
@@ -356,21 +358,6 @@ def _pick_step(entry: RunEntry, rank: int, closest: int | None) -> int | None:
     )
     link(STEP_KEY, None if chosen == closest else str(chosen))
     return chosen
-
-
-def _show_tiles(row: RankRow) -> None:
-    names = [name for name in _TILES if getattr(row, name) is not None]
-    show_tiles(
-        [
-            Tile(
-                find_metric(name).label.capitalize(),
-                format_metric(name, getattr(row, name)),
-                definition=find_metric(name).definition,
-            )
-            for name in names
-        ],
-        border=False,
-    )
 
 
 def _show_links(rank: int, step: int | None) -> None:

@@ -16,11 +16,10 @@ from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headlin
 from fsdp_inspect_app.catalog_reading import find_catalog
 from fsdp_inspect_app.empty_states import show_no_runs
 from fsdp_inspect_app.frames.runs import (
-    BASELINE_SUFFIX,
     NAME_COLUMN,
     frame_runs,
+    is_starred,
     matching_runs,
-    notes_of,
 )
 from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
 from fsdp_inspect_app.pages import find_page
@@ -71,7 +70,7 @@ def show_page() -> None:
         icon=":material/search:",
         bind="query-params",
     )
-    notes = notes_of(entries, read_notes())
+    notes = read_notes()
     matching = matching_runs(entries, found, wanted, notes)
     catalog = find_catalog(loading.runs_folder())
     if catalog is not None:
@@ -149,17 +148,20 @@ def _show_list(
     ids = {entry.id for entry in loading.list_entries()}
     pinned = remembered(PIN_KEY, ids)
     baseline = next(iter(remembered(BASELINE_KEY, ids)), None)
-    starred = {run for run, note in notes.items() if note.is_starred}
     ordered = sorted(
         matching,
-        key=lambda entry: (entry.id != baseline, entry.id not in pinned, entry.id not in starred),
+        key=lambda entry: (
+            entry.id != baseline,
+            entry.id not in pinned,
+            not is_starred(entry, notes),
+        ),
     )
     frame = frame_runs(ordered, found, notes, loading.run_names(), baseline, pinned)
     actions = st.container(horizontal=True, vertical_alignment="center", key="run-actions")
     page_sheet().add(SheetTable(frame))
     chosen = _show_table(frame, [entry.id for entry in ordered])
     with actions:
-        _show_actions(chosen, pinned, baseline)
+        _show_actions(chosen, pinned, baseline, notes)
     show_csv_button(frame, key="runs")
 
 
@@ -180,11 +182,6 @@ def _show_table(frame: pd.DataFrame, ids: Sequence[str]) -> list[str]:
         height=_height(len(ids)),
         column_config={
             **column_formats(frame),
-            **{
-                column: st.column_config.NumberColumn(format="percent")
-                for column in frame.columns
-                if column.endswith(BASELINE_SUFFIX)
-            },
             "mark": st.column_config.TextColumn(width=90),
             "step times": st.column_config.LineChartColumn(
                 width=110,
@@ -223,7 +220,12 @@ def _height(num_rows: int) -> int:
     return min(40 + 35 * num_rows, 680)
 
 
-def _show_actions(chosen: Sequence[str], pinned: Sequence[str], baseline: str | None) -> None:
+def _show_actions(
+    chosen: Sequence[str],
+    pinned: Sequence[str],
+    baseline: str | None,
+    notes: Mapping[str, RunNote],
+) -> None:
     """Show the actions for the chosen runs."""
     if not chosen:
         st.caption(
@@ -258,14 +260,13 @@ def _show_actions(chosen: Sequence[str], pinned: Sequence[str], baseline: str | 
     elif chosen:
         rest = [run for run in pinned if run not in chosen]
         st.button("Unpin", on_click=remember, args=(PIN_KEY, rest), key="unpin")
-    _show_note_actions(chosen)
+    _show_note_actions(chosen, notes)
 
 
-def _show_note_actions(chosen: Sequence[str]) -> None:
+def _show_note_actions(chosen: Sequence[str], notes: Mapping[str, RunNote]) -> None:
     """Show the buttons that star the chosen runs, and change the note of a single one."""
     known = {entry.id: entry.run_id for entry in loading.list_entries()}
     run_ids = [known[run] for run in chosen if known.get(run)]
-    notes = read_notes()
     show_star_button(run_ids, notes, key="list")
     if len(run_ids) == 1:
         show_note_button(run_ids[0], notes, key="list")

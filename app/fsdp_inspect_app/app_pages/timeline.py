@@ -23,10 +23,18 @@ from fsdp_inspect.result_types import (
 )
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
-from fsdp_inspect_app.cards import show_csv_button, show_headline, show_table, show_table_button
+from fsdp_inspect_app.cards import (
+    show_csv_button,
+    show_headline,
+    show_note,
+    show_table,
+    show_table_button,
+    show_text,
+)
 from fsdp_inspect_app.empty_states import show_nothing
 from fsdp_inspect_app.frames.timeline import frame_spans
 from fsdp_inspect_app.frames.values import frame_of
+from fsdp_inspect_app.page_sheet import sheet_section
 from fsdp_inspect_app.range_card import show_range
 from fsdp_inspect_app.second_run import pick_second_run
 from fsdp_inspect_app.selection import (
@@ -115,7 +123,7 @@ def show_page(entry: RunEntry, run: Run, outline: RunHeading) -> None:
         is_linked=True,
     )
     words = [*_describe_origin(tracks, outline), *_describe_memory(entry, tracks)]
-    st.caption(plain(" ".join([*words, *_describe_clocks(tracks)])))
+    show_note(plain(" ".join([*words, *_describe_clocks(tracks)])))
     _show_spans(tracks)
 
 
@@ -329,7 +337,7 @@ def _compare(second: RunEntry, tracks: TrackSet, rank: int) -> Difference | None
     if difference is None:
         return None
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
-        st.caption(plain(_describe_difference(second, tracks, rank, other, difference)))
+        show_note(plain(_describe_difference(second, tracks, rank, other, difference)))
         show_table_button(
             frame_of(UnitChange.TABLE, difference.changes),
             key="timeline-difference",
@@ -422,9 +430,9 @@ def _show_selection(entry: RunEntry, tracks: TrackSet, selected: Place | None) -
             return
         facts = _facts(entry, tracks, selected)
         rank = tracks.timeline.rank_of(selected.event).rank
-        st.markdown(tell_event(facts))
+        show_text(tell_event(facts))
         with st.container(horizontal=True, vertical_alignment="center", gap="small"):
-            st.caption(plain(f"Rank {rank} · {tell_origin(facts)}"), width="content")
+            show_note(plain(f"Rank {rank} · {tell_origin(facts)}"), width="content")
             if facts.fqn is not None:
                 name = format_unit(facts.fqn)
                 page_link("units", plain(f"Open unit {name}"), icon=":material/stacks:", unit=name)
@@ -488,6 +496,7 @@ def _describe_clocks(tracks: TrackSet) -> list[str]:
 
 
 @st.fragment
+@sheet_section("spans")
 def _show_spans(tracks: TrackSet) -> None:
     """Show the spans as a table, which is built when it is opened."""
     total = tracks.timeline.num_timed_spans

@@ -14,7 +14,7 @@ from fsdp_inspect.catalog.trends import (
 )
 from fsdp_inspect.columns import format_value
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.cards import show_card, show_chart_card, show_headline
+from fsdp_inspect_app.cards import show_card, show_chart_card, show_headline, show_note, show_text
 from fsdp_inspect_app.catalog_reading import KnownCatalog, find_catalog
 from fsdp_inspect_app.charts.trends import MOST_SERIES, draw_trend
 from fsdp_inspect_app.empty_states import show_nothing
@@ -130,19 +130,19 @@ def _show_changes(trend: Trend) -> None:
         return
     with show_card("Change points", key="changes"):
         if not trend.changes:
-            st.caption(
+            show_note(
                 "None. A change point needs at least 5 points on each side, and medians that "
                 "differ by 10%, or by 1% for memory\\."
             )
         for number, change in enumerate(trend.changes[:_MOST_CHANGES]):
             _show_change(trend, change, number)
-        st.caption("A change point says when the level changed, not why. Compare shows what else.")
+        show_note("A change point says when the level changed, not why. Compare shows what else.")
 
 
 def _show_change(trend: Trend, change: TrendChange, number: int) -> None:
     before, after = (format_value(trend.unit, one) for one in (change.before, change.after))
     with st.container(horizontal=True, vertical_alignment="center", key=f"change-{number}"):
-        st.markdown(
+        show_text(
             f"{code(change.run)}: {plain(f'{100 * change.change_ratio:+.3g}%')}, from "
             f"{plain(before)} to {plain(after)} \\({plain(change.series)}\\)"
         )

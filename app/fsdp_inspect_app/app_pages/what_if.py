@@ -59,7 +59,7 @@ from fsdp_inspect_app.knobs import (
     node_link_of,
     recorded_values,
 )
-from fsdp_inspect_app.page_sheet import page_sheet
+from fsdp_inspect_app.page_sheet import sheet_section
 from fsdp_inspect_app.plan_links import unpack_plan
 from fsdp_inspect_app.selection import entry_or_stop, page_link
 from fsdp_inspect_app.timeline.component import show_timeline
@@ -94,9 +94,9 @@ def _show_refusal(reason: str) -> None:
 
 
 @st.fragment
+@sheet_section("bench")
 def _show_bench(entry: RunEntry, run: Run, bench: PreparedRun) -> None:
     """Show the settings and all results; a changed setting reruns only this part of the page."""
-    page_sheet().start_last_part("bench")
     answer = st.container()
     start, problem = _linked_plan(run.manifest)
     left, right = st.columns([2, 5], gap="medium")

@@ -11,7 +11,7 @@ from fsdp_inspect.result_types import (
     StepBreakdown,
 )
 from fsdp_inspect_app import wording
-from fsdp_inspect_app.frames.values import mib, ms
+from fsdp_inspect_app.frames.values import mib, ms, percent
 
 
 def frame_breakdown(breakdown: StepBreakdown, *, in_kernel_trace: bool = False) -> pd.DataFrame:
@@ -20,7 +20,7 @@ def frame_breakdown(breakdown: StepBreakdown, *, in_kernel_trace: bool = False) 
         {
             "part": find_metric(f"{part.name}_ns").label,
             "time (ms)": ms(part.duration_ns),
-            "share of the step": part.ratio,
+            "share of the step (%)": percent(part.ratio),
             "meaning": define_metric(f"{part.name}_ns", in_kernel_trace=in_kernel_trace),
         }
         for part in breakdown.parts
@@ -28,7 +28,7 @@ def frame_breakdown(breakdown: StepBreakdown, *, in_kernel_trace: bool = False) 
     total = {
         "part": "= step",
         "time (ms)": ms(breakdown.step_time_ns),
-        "share of the step": 1.0,
+        "share of the step (%)": 100.0,
         "meaning": find_metric("step_time_ns").definition,
     }
     return pd.DataFrame([*rows, total])

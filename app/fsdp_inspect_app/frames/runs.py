@@ -8,19 +8,24 @@ import pandas as pd
 from fsdp_inspect.analysis.run_list import change_ratio
 from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunManifest, Summary
 from fsdp_inspect_app import wording
-from fsdp_inspect_app.frames.values import mib, ms
+from fsdp_inspect_app.frames.values import mib, ms, percent
 from fsdp_inspect_app.summaries import KnownRuns, RunRow
 from fsdp_inspect_app.user_store import RunNote
 
 NAME_COLUMN, FOLDER_COLUMN = "run", "folder"
 BASELINE_MARK, PIN_MARK, STAR_MARK = "baseline", "pinned", "starred"
-BASELINE_SUFFIX = "vs baseline"
+_BASELINE_SUFFIX = "vs baseline (%)"
 READING, UNREADABLE = "being read", "unreadable"
+_COMPARED = {
+    "step time": "step_time_ns",
+    "exposed": "exposed_ns",
+    "peak": "peak_allocated_bytes",
+}
 _DEFINITIONS = {
     "step time (ms)": "Typical step of the median rank; measured, unless the source says otherwise",
     "exposed (ms)": "Exposed communication of the typical step of the median rank",
     "peak allocated (MiB)": "Of the rank with the highest peak",
-    "step time vs baseline": "Changes below 10% may be process noise; Compare tests them",
+    f"step time {_BASELINE_SUFFIX}": "Changes below 10% may be process noise; Compare tests them",
     FOLDER_COLUMN: "Path of the run below the folder of runs",
 }
 
@@ -38,12 +43,12 @@ def frame_runs(
     Args:
         entries: The runs, in the order of the rows.
         found: The known facts about the runs.
-        notes: The notes and stars by id; see `notes_of`.
+        notes: All notes and stars by the id that the recorder gave the run.
         names: The names of the runs by id.
         baseline: The id of the baseline. With it, the changes of the other runs are columns.
         pinned: The ids of marked runs.
     """
-    starred = [run for run, note in notes.items() if note.is_starred]
+    starred = [entry.id for entry in entries if is_starred(entry, notes)]
     marks = {**dict.fromkeys(starred, STAR_MARK), **dict.fromkeys(pinned, PIN_MARK)}
     marks |= {baseline: BASELINE_MARK} if baseline else {}
     reference = found.rows[baseline].summary if baseline in found.rows else None
@@ -51,7 +56,7 @@ def frame_runs(
         {
             NAME_COLUMN: names.get(entry.id, entry.id),
             "mark": marks.get(entry.id, ""),
-            "note": notes[entry.id].text if entry.id in notes else "",
+            "note": notes.get(entry.run_id, RunNote()).text,
             **_run_row(entry, found, reference),
         }
         for entry in entries
@@ -80,7 +85,7 @@ def _run_row(entry: RunEntry, found: KnownRuns, reference: RunKeyNumbers | None)
         "step time (ms)": ms(summary.step_time_ns),
         "step times": [ms(value) for value in summary.step_times_ns] or None,
         "exposed (ms)": ms(summary.exposed_ns),
-        "overlap": summary.overlap_ratio,
+        "overlap (%)": percent(summary.overlap_ratio),
         "peak allocated (MiB)": mib(summary.peak_allocated_bytes),
         **changes,
         "ranks": row.world_size,
@@ -97,22 +102,16 @@ def _run_row(entry: RunEntry, found: KnownRuns, reference: RunKeyNumbers | None)
 
 def _change_columns(summary: RunKeyNumbers, reference: RunKeyNumbers) -> dict[str, float | None]:
     return {
-        f"step time {BASELINE_SUFFIX}": change_ratio(summary.step_time_ns, reference.step_time_ns),
-        f"exposed {BASELINE_SUFFIX}": change_ratio(summary.exposed_ns, reference.exposed_ns),
-        f"peak {BASELINE_SUFFIX}": change_ratio(
-            summary.peak_allocated_bytes, reference.peak_allocated_bytes
-        ),
+        f"{name} {_BASELINE_SUFFIX}": percent(
+            change_ratio(getattr(summary, field), getattr(reference, field))
+        )
+        for name, field in _COMPARED.items()
     }
 
 
-def notes_of(entries: Sequence[RunEntry], notes: Mapping[str, RunNote]) -> dict[str, RunNote]:
-    """The notes and stars of the listed runs by their ids in the listing.
-
-    Args:
-        entries: The listed runs.
-        notes: All notes and stars by the id that the recorder gave the run.
-    """
-    return {entry.id: notes[entry.run_id] for entry in entries if entry.run_id in notes}
+def is_starred(entry: RunEntry, notes: Mapping[str, RunNote]) -> bool:
+    """Whether the run has a star; `notes` as for `frame_runs`."""
+    return notes.get(entry.run_id, RunNote()).is_starred
 
 
 def matching_runs(
@@ -121,7 +120,10 @@ def matching_runs(
     wanted: str,
     notes: Mapping[str, RunNote],
 ) -> list[RunEntry]:
-    """The runs that have every wanted word: in id, name, model, plan, tags, status or note."""
+    """The runs that have every wanted word: in id, name, model, plan, tags, status or note.
+
+    `notes` as for `frame_runs`.
+    """
     words = wanted.lower().split()
     if not words:
         return list(entries)
@@ -129,7 +131,7 @@ def matching_runs(
         entry
         for entry in entries
         if all(
-            word in _searched(entry, found.rows.get(entry.id), notes.get(entry.id))
+            word in _searched(entry, found.rows.get(entry.id), notes.get(entry.run_id))
             for word in words
         )
     ]

@@ -21,7 +21,7 @@ from fsdp_inspect.result_types import (
     UnitHistory,
 )
 from fsdp_inspect_app import wording
-from fsdp_inspect_app.frames.values import frame_of, gb_per_s, mib, ms
+from fsdp_inspect_app.frames.values import frame_of, gb_per_s, mib, ms, percent
 
 
 def frame_collectives(unit: UnitCost) -> pd.DataFrame:
@@ -118,7 +118,7 @@ def frame_causes(owners: Sequence[ExposedOwner]) -> pd.DataFrame:
                     for cause in Cause
                     if any(cause.label in one.causes_ns for one in owners)
                 },
-                "share of the step": owner.step_ratio,
+                "share of the step (%)": percent(owner.step_ratio),
             }
             for owner in owners
         ]

@@ -1,4 +1,4 @@
-"""Build the tables of the pages: in ms, MiB and GB/s at full precision, and safe as CSV.
+"""Build the tables of the pages: in ms, MiB, GB/s and % at full precision, and safe as CSV.
 
 A table comes from a column specification of the library (`frame_of`), so a column is declared once.
 Pages show rounded values, but sorting and CSV use the full precision.
@@ -59,6 +59,11 @@ def ms(value_ns: float | None) -> float | None:
 def mib(value_bytes: float | None) -> float | None:
     """Convert bytes to MiB; a missing value stays missing."""
     return None if value_bytes is None else value_bytes / BYTES_PER_MIB
+
+
+def percent(ratio: float | None) -> float | None:
+    """Convert a ratio to percent; a missing value stays missing."""
+    return None if ratio is None else 100 * ratio
 
 
 def gb_per_s(rate: float | None) -> float | None:

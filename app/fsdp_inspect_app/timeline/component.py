@@ -24,8 +24,9 @@ from pathlib import Path
 
 import streamlit as st
 
+from fsdp_inspect_app.page_sheet import SheetDrawing, page_sheet
 from fsdp_inspect_app.timeline.difference import Difference
-from fsdp_inspect_app.timeline.payload import encode_tracks
+from fsdp_inspect_app.timeline.payload import describe_tracks, encode_tracks
 from fsdp_inspect_app.timeline.request import Jump, TimelineRequest, read_request
 from fsdp_inspect_app.timeline.track_set import Place, Tracks, TrackSet
 
@@ -38,12 +39,10 @@ def _read(name: str) -> str:
     return (_HERE / "browser" / name).read_text(encoding="utf-8")
 
 
-_mount = st.components.v2.component(
-    "fsdp_inspect_timeline",
-    html=_read("timeline.html"),
-    css=_read("timeline.css"),
-    js="\n".join(_read(name) for name in _SCRIPTS),
-)
+MARKUP, STYLE = _read("timeline.html"), _read("timeline.css")
+SCRIPT = "\n".join(_read(name) for name in _SCRIPTS)
+
+_mount = st.components.v2.component("fsdp_inspect_timeline", html=MARKUP, css=STYLE, js=SCRIPT)
 
 
 @dataclass
@@ -83,12 +82,14 @@ def show_timeline(  # noqa: PLR0913 (every argument is a part of the drawing, al
     asked = read_request(state, drawn, opening=opening or TimelineRequest())
     jump = _latest_jump(key, drawn.key)
     payload = encode_tracks(drawn, asked, jump=jump, difference=difference, is_linked=is_linked)
-    with st.container(key=f"frame-{key}"):  # fullscreen shows this part of the page
+    # Fullscreen shows this part of the page.
+    with page_sheet().section(f"timeline {key}"), st.container(key=f"frame-{key}"):
         above = st.container()
         _mount(data=payload, key=key, on_asked_change=lambda: None)
         if explain is not None:
             with above:  # after the canvas is sent
                 explain(asked)
+        page_sheet().add(SheetDrawing(payload, describe_tracks(drawn)))
         if sum_up is not None:
             sum_up(drawn, asked)
 

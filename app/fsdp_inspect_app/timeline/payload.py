@@ -89,7 +89,7 @@ def encode_tracks(
     """
     end_ns = max(tracks.end_ns, 1)
     sent = (asked.view or View(0, end_ns, _FIRST_WIDTH_PX)).widened(end_ns)
-    shown = [OnAxis(drawn.layout.index, drawn.shift_ns) for _, drawn in _shown_ranks(tracks)]
+    shown = [OnAxis(drawn.layout.index, drawn.shift_ns) for _, drawn in tracks.shown_ranks]
     drawings = draw(shown, sent, max_spans=MAX_SPANS, max_rectangles=MAX_RECTANGLES)
     curves = _thin_curves(tracks, sent)
     header = {
@@ -126,23 +126,10 @@ def encode_tracks(
     return pack(header, _columns(tracks, drawings) | _memory_columns(tracks, curves))
 
 
-_Shown = tuple[int, DrawnRank]
-"""The index of a set, and one of its ranks."""
-
-
-def _shown_ranks(tracks: Tracks) -> list[_Shown]:
-    """All ranks of all sets, from the top."""
-    return [
-        (position, drawn)
-        for position, member in enumerate(tracks.members)
-        for drawn in member.timeline.ranks
-    ]
-
-
 def _describe_blocks(tracks: Tracks) -> list[dict[str, Any]]:
     """The blocks of a drawing, one for each rank of each set: lanes, step and events."""
     blocks = []
-    for position, drawn in _shown_ranks(tracks):
+    for position, drawn in tracks.shown_ranks:
         member, window = tracks.members[position], drawn.window
         first_lane = tracks.first_lane[position] + drawn.first_lane
         blocks.append(
@@ -178,8 +165,7 @@ def _legend(tracks: Tracks) -> list[int]:
 
 def _describe_opening(tracks: Tracks, asked: TimelineRequest) -> dict[str, Any]:
     """The initial state of the browser, which later keeps its own state."""
-    blocks = [(position, drawn.rank) for position, drawn in _shown_ranks(tracks)]
-    view = asked.view
+    blocks, view = tracks.blocks, asked.view
     return {
         "view": None if view is None else [view.start_ns, view.end_ns],
         "selected": -1 if asked.selected is None else tracks.number(asked.selected),
@@ -202,7 +188,7 @@ def _searchable(tracks: Tracks) -> list[str]:
     """The names that a search completes."""
     units = [name for member in tracks.members for name in member.unit_names]
     kinds = [LOOKS[look].label for look in _legend(tracks)]
-    ranks = [f"rank {drawn.rank}" for _, drawn in _shown_ranks(tracks)]
+    ranks = [f"rank {drawn.rank}" for _, drawn in tracks.shown_ranks]
     return list(dict.fromkeys([*units, *kinds, *ranks]))
 
 
@@ -215,14 +201,13 @@ def _describe_highlight(tracks: Tracks, query: str) -> dict[str, list[int] | Non
     units: list[int] = []
     looks: set[int] = set()
     blocks: list[int] = []
-    shown = [(position, drawn.rank) for position, drawn in _shown_ranks(tracks)]
     for at, _, search in sought:
         assert search is not None
         units += [tracks.first_unit[at] + unit for unit in search.units or ()]
         looks |= search.looks or set()
         blocks += [
             place
-            for place, (position, rank) in enumerate(shown)
+            for place, (position, rank) in enumerate(tracks.blocks)
             if position == at and rank == search.rank
         ]
     first = sought[0][2]
@@ -284,7 +269,7 @@ def _locate(tracks: Tracks, place: Place) -> dict[str, Any]:
 
 def _columns(tracks: Tracks, drawings: Sequence[Drawing]) -> _Columns:
     parts = []
-    for (position, drawn), drawing in zip(_shown_ranks(tracks), drawings, strict=True):
+    for (position, drawn), drawing in zip(tracks.shown_ranks, drawings, strict=True):
         first_lane = tracks.first_lane[position] + drawn.first_lane
         part: _Columns = {
             "start": drawing.start_ns.astype("f8"),
@@ -341,7 +326,7 @@ def _thin_curves(tracks: Tracks, view: View) -> list[_LanedCurve]:
     """The curves on the axis of the drawing."""
     sampled = [
         (position, drawn, drawn.layout.memory.moved(drawn.shift_ns))
-        for position, drawn in _shown_ranks(tracks)
+        for position, drawn in tracks.shown_ranks
         if drawn.layout.memory is not None
     ]
     most = MAX_READINGS // max(len(sampled), 1)

@@ -103,7 +103,7 @@ def _read_range(asked: object, tracks: Tracks) -> SummedRange | None:
     if not isinstance(asked, Mapping):
         return None
     view = _read_view({**asked, "width_px": 1}, tracks.end_ns)
-    blocks = _blocks(tracks)
+    blocks = tracks.blocks
     block = asked.get("block")
     if view is None or not _is_whole(block) or not 0 <= block < len(blocks):
         return None
@@ -127,20 +127,11 @@ def _read_selected(asked: object, tracks: Tracks) -> Place | None:
 
 
 def _read_pinned(asked: object, tracks: Tracks) -> tuple[tuple[int, int], ...]:
-    blocks = _blocks(tracks)
+    blocks = tracks.blocks
     if not isinstance(asked, list):
         return ()
     legal = [one for one in asked if isinstance(one, int) and 0 <= one < len(blocks)]
     return tuple(blocks[position] for position in dict.fromkeys(legal))
-
-
-def _blocks(tracks: Tracks) -> list[tuple[int, int]]:
-    """All blocks of a drawing, as set and rank."""
-    return [
-        (position, drawn.rank)
-        for position, member in enumerate(tracks.members)
-        for drawn in member.timeline.ranks
-    ]
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

@@ -132,6 +132,20 @@ class Tracks:
         return max(member.timeline.end_ns for member in self.members)
 
     @property
+    def shown_ranks(self) -> list[tuple[int, DrawnRank]]:
+        """The index of a set and one of its ranks, for all ranks of all sets, from the top."""
+        return [
+            (position, drawn)
+            for position, member in enumerate(self.members)
+            for drawn in member.timeline.ranks
+        ]
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """All blocks of the drawing, as set and rank; a request names a block by its position."""
+        return [(position, drawn.rank) for position, drawn in self.shown_ranks]
+
+    @property
     def num_events(self) -> int:
         """The number of events of all sets."""
         return self.first_event[-1]

@@ -3,7 +3,7 @@
 The ranks are one rank (a straggler) or the ranks of one place (a slow group).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,9 +43,16 @@ class StragglerEvidence:
     """The typical step of the median rank."""
     parts_ns: NDArray[np.float64]
     """Each of `OWN_PARTS` in the typical step of each rank, shape (ranks, parts)."""
-    message_waits_ns: Mapping[int, int]
-    """Exposed sends and receives in the typical step, by rank. Empty without sends. The replay does
-    not connect the two sides of a message."""
+    read_message_waits: Callable[[], Mapping[int, int]]
+    """Reads `message_waits_ns`, which needs a file of each rank, when it is needed."""
+
+    @property
+    def message_waits_ns(self) -> Mapping[int, int]:
+        """Exposed sends and receives in the typical step, by rank; empty without sends.
+
+        The replay does not connect the two sides of a message.
+        """
+        return self.read_message_waits()
 
     @property
     def least_cost_ns(self) -> float:

@@ -12,6 +12,7 @@ sets takes the place of N.
 
 import math
 from collections.abc import Collection, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,8 +85,19 @@ class RankWork:
 
     def num_longest(self, *ranks: int) -> int:
         """Return the number of steps in which each of these ranks works longer than all others."""
+        if len(ranks) == 1:
+            return self._num_sole_longest[self._ranks.index(ranks[0])]
         own, others = self._split(ranks)
         return int(np.count_nonzero(own.min(axis=0) > others.max(axis=0, initial=-1)))
+
+    @cached_property
+    def _num_sole_longest(self) -> list[int]:
+        """The number of steps in which one rank alone works longest, for each rank."""
+        if self._work_ns.size == 0:
+            return [0] * self.num_ranks
+        is_longest = self._work_ns == self._work_ns.max(axis=0)
+        counts: list[int] = (is_longest & (is_longest.sum(axis=0) == 1)).sum(axis=1).tolist()
+        return counts
 
     def chance(self, *ranks: int, num_sets: int | None = None) -> float:
         """Return the probability of as many such steps among equal ranks; see [Note: chance]."""

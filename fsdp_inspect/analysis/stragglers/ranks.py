@@ -30,6 +30,7 @@ Source: RULES R32; TraceLens' start skew and communication latency (minimum over
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 from typing import ClassVar
 
@@ -356,7 +357,7 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
         alignment.uncertainty_ns,
         step_time or 0,
         _own_parts(run, members),
-        _message_waits(run, members),
+        cache(partial(_message_waits, run, members)),
     )
     slow_group, group_refusal = find_slow_group(evidence, name_rank_sets(run, evidence.ranks))
     priced, refusal = (None, None) if slow_group else _find_straggler(rows, evidence)

@@ -7,6 +7,7 @@ const MIN_LABEL_WIDTH = 16;
 const FADED = 0.2;
 const AREA_ALPHA = 0.34;
 const ARROW_HEAD = 6;
+const RANK_NAME_WIDTH = 44;
 
 class Painter {
   // scene: drawing, layout, view, width, height, scroll, colours, font, hovered, selected (an
@@ -106,8 +107,10 @@ class Painter {
     pen.textAlign = "right";
     pen.fillStyle = this.colours.faint;
     pen.font = `12px ${this.font}`;
-    const y = lane === block.first_lane ? top + 7 : top + height / 2;
-    pen.fillText(label, this.gutter - 8, y + 0.5);
+    const isFirst = lane === block.first_lane;
+    const y = isFirst ? top + 7 : top + height / 2;
+    const room = this.gutter - 16 - (isFirst ? RANK_NAME_WIDTH : 0);
+    pen.fillText(shortened(pen, label, room), this.gutter - 8, y + 0.5);
   }
 
   // Above the middle line this run is slower than the other one, below it faster.

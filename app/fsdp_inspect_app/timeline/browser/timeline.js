@@ -32,6 +32,17 @@ export default function renderTimeline(component) {
   };
 }
 
+// A drawing in a saved page: it shows what it holds, and asks no server.
+function showSaved(parent, bytes) {
+  const root = parent.querySelector(".timeline");
+  root.classList.add("saved"); // hides what needs a server
+  const timeline = new Timeline(root);
+  const drawing = new Drawing(bytes);
+  drawing.header.is_saved = true;
+  timeline.sendState = () => {};
+  timeline.show(drawing);
+}
+
 class Timeline {
   constructor(root) {
     this.root = root;
@@ -206,10 +217,18 @@ class Timeline {
 
   // ---- moving ----
 
+  // What can be shown, and how closely: a saved page has nothing else than it holds.
+  get limits() {
+    const { header } = this.drawing;
+    if (!header.is_saved) return { low: 0, high: header.axis_end_ns, least: MIN_VIEW_NS };
+    const least = header.is_exact ? MIN_VIEW_NS : header.ns_per_px * this.plotWidth;
+    return { low: Math.max(header.data_start_ns, 0), high: header.data_end_ns, least };
+  }
+
   setView(start, end) {
-    const axisEnd = this.drawing.header.axis_end_ns;
-    const length = Math.min(Math.max(end - start, MIN_VIEW_NS), axisEnd);
-    const first = Math.min(Math.max(start, 0), axisEnd - length);
+    const { low, high, least } = this.limits;
+    const length = Math.min(Math.max(end - start, least), high - low);
+    const first = Math.min(Math.max(start, low), high - length);
     this.view = { start: first, end: first + length };
     this.scheduleDraw();
     this.requestDetail();
@@ -222,8 +241,8 @@ class Timeline {
   }
 
   moveTo(start) {
-    const last = this.drawing.header.axis_end_ns - this.length;
-    const first = Math.min(Math.max(start, 0), last);
+    const { low, high } = this.limits;
+    const first = Math.min(Math.max(start, low), high - this.length);
     this.setView(first, first + this.length);
   }
 

@@ -1,11 +1,11 @@
-"""The dashboard reads files of its folder only."""
+"""A server reads files of its folder of runs only."""
 
 import os
 
 import pytest
-from fsdp_inspect_app.boundary import files_of_run, is_in_folder, refuse_links_out
 
 from fsdp_inspect.errors import StoreError
+from fsdp_inspect.store.boundary import files_of_run, is_in_folder, refuse_links_out
 from tests.app.synthetic import make_run, write_run
 
 
