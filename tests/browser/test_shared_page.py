@@ -61,12 +61,12 @@ def test_a_saved_page_draws_its_timeline_which_zooms(
     dashboard = tab(server)
     dashboard.open("timeline", run=list_runs(recorded_runs)[0].id, top="0")
     shown = dashboard.page.locator("canvas[data-draws]")
-    whole = shown.get_attribute("data-end-ns")
+    whole, pinned = (shown.get_attribute(f"data-{name}") for name in ("end-ns", "pinned"))
     save(dashboard, tmp_path / "timeline.html")
     page = open_file(tmp_path / "timeline.html")
     canvas = page.locator("canvas[data-draws]")
     assert canvas.get_attribute("data-end-ns") == whole
-    assert canvas.get_attribute("data-pinned") == "0"
+    assert canvas.get_attribute("data-pinned") == pinned != ""
     assert canvas.evaluate(COLOURS) > 8
     assert canvas.get_attribute("aria-label") == shown.get_attribute("aria-label")
     assert page.get_by_role("button", name="Copy link").count() == 0
