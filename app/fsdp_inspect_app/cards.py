@@ -262,9 +262,10 @@ def _digits(column: str, values: pd.Series) -> str | None:
 
     The values of a column in ms, MiB or GB/s have equal decimals, so that they align.
     """
-    if not pd.api.types.is_float_dtype(values):
-        return None
-    largest = values.abs().max()
-    if column.endswith(_SCALED) and largest < _MANY:
-        return f"%.{num_decimals(largest) if largest >= 1 else 3}f"
-    return THREE_DIGITS
+    if column.endswith(_SCALED):
+        largest = pd.to_numeric(values, errors="coerce").abs().max()
+        if not largest >= _MANY:  # also without any value
+            return f"%.{num_decimals(largest) if largest >= 1 else 3}f"
+        return THREE_DIGITS
+    is_decimal = pd.api.types.is_float_dtype(values) and values.notna().any()
+    return THREE_DIGITS if is_decimal else None

@@ -8,6 +8,7 @@ from fsdp_inspect_app.cards import column_formats
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
+        pytest.param([4570.2, 12.3], "%.3g", id="thousands"),
         pytest.param([521.819, 0.25], "%.0f", id="hundreds"),
         pytest.param([46.5, 1.0], "%.1f", id="tens"),
         pytest.param([-4.85, None], "%.2f", id="ones"),
@@ -20,3 +21,11 @@ def test_the_largest_value_of_a_column_has_three_digits(values, expected):
     formats = column_formats(pd.DataFrame({"exposed (ms)": values, "unit": ["a"] * len(values)}))
     assert formats["exposed (ms)"]["type_config"]["format"] == expected
     assert "unit" not in formats
+
+
+def test_each_percentage_has_three_digits_and_a_count_has_all():
+    frame = pd.DataFrame({"overlap (%)": [99.71, 100.0], "loss": [2.34567, None], "count": [1, 2]})
+    formats = column_formats(frame)
+    assert formats["overlap (%)"]["type_config"]["format"] == "%.3g"
+    assert formats["loss"]["type_config"]["format"] == "%.3g"
+    assert "count" not in formats

@@ -1,8 +1,8 @@
 """The README's pictures of every page, light and dark: `make screenshots`.
 
 Two emulated runs of the trainer that differ in one setting, a run that hung in its data loader, and
-the samples, in one folder; one more run is being recorded while its Live page is pictured. Pictures
-are reduced to 256 colours.
+the samples, in one folder; one more run is being recorded while its Live page is pictured. Trends
+shows synthetic runs. Pictures are reduced to 256 colours.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from playwright.sync_api import sync_playwright
 
 from fsdp_inspect.store.folder import list_runs
 from tests.browser.conftest import CHROMIUM_ARGUMENTS, SAMPLES, Dashboard, Scheme, serve
+from tests.browser.nightly_runs import write_nights
 from tests.browser.settling import prepare
 from tests.browser.states import write_traces
 from tests.faults.cases import Case
@@ -58,6 +59,8 @@ def main() -> None:
             for scheme in ("light", "dark"):
                 picture_pages(dashboard, scheme, base, other, out)
             picture_live(dashboard, runs, out)
+        with serve(write_nights(Path(folder) / "nights"), free_port(), log) as address:
+            picture_trends(Dashboard(page, address), out)
         browser.close()
 
 
@@ -108,6 +111,13 @@ def picture_pages(dashboard: Dashboard, scheme: Scheme, base: str, other: str, o
     for name, (path, parameters) in pages.items():
         dashboard.open(path, **parameters)
         save(dashboard, out / f"{name}{'' if scheme == 'light' else '-dark'}.png")
+
+
+def picture_trends(dashboard: Dashboard, out: Path) -> None:
+    for scheme in ("light", "dark"):
+        dashboard.look(WIDTH, scheme)
+        dashboard.open("trends", metric="step_time_ns")
+        save(dashboard, out / f"trends{'' if scheme == 'light' else '-dark'}.png")
 
 
 def picture_live(dashboard: Dashboard, runs: Path, out: Path) -> None:
