@@ -1,6 +1,7 @@
 """Page Trends: one metric over all runs of the catalog, with its change points."""
 
 import pandas as pd
+import pyarrow as pa
 import streamlit as st
 
 from fsdp_inspect.catalog.trends import (
@@ -44,7 +45,8 @@ def show_page() -> None:
     answer = st.container()
     metric, axis, split = _pick(catalog)
     where = pick_filter(catalog)
-    trend = measure_trend(catalog.runs, metric, axis=axis, split=split, where=where)
+    chosen = tuple((setting, tuple(values)) for setting, values in where.items())
+    trend = _measure(catalog.generation, metric, axis, split, chosen, catalog.runs)
     with answer:
         show_headline(_answer(trend))
     if not trend.points:
@@ -52,6 +54,18 @@ def show_page() -> None:
         return
     _show_chart(trend)
     _show_changes(trend)
+
+
+@st.cache_resource(max_entries=32, show_spinner="Looking for change points")
+def _measure(
+    generation: str,
+    metric: str,
+    axis: TrendAxis,
+    split: tuple[str, ...],
+    where: tuple[tuple[str, tuple[str, ...]], ...],
+    _runs: pa.Table,
+) -> Trend:
+    return measure_trend(_runs, metric, axis=axis, split=split, where=dict(where))
 
 
 def _pick(catalog: KnownCatalog) -> tuple[str, TrendAxis, tuple[str, ...]]:
@@ -98,7 +112,7 @@ def _show_chart(trend: Trend) -> None:
     rest = len(trend.series) - MOST_SERIES
     hidden = f" {rest:,} smaller series are not drawn." if rest > 0 else ""
     show_chart_card(
-        f"{trend.label} over {_AXES[trend.axis]}",
+        f"{trend.label.capitalize()} over {_AXES[trend.axis]}",
         draw_trend(trend),
         lambda: _frame(trend),
         key="trend",
