@@ -10,6 +10,8 @@ function find(entries, steps, text) {
     const name = `${kind} ${label}`.toLowerCase();
     return words.every((word) => name.includes(word));
   });
+  const isWhole = ({ label }) => label.toLowerCase() === text.trim().toLowerCase();
+  found.sort((one, other) => isWhole(other) - isWhole(one)); // an equal name leads
   const step = Number((text.match(/^\s*(?:step\s*)?(\d{1,9})\s*$/i) || [])[1]);
   if (steps && step >= steps[0] && step <= steps[1]) {
     found.unshift({ kind: "Step", label: String(step) });

@@ -7,7 +7,6 @@ not sent whole: the server searches the others for the text that the user types.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +103,10 @@ def _answer(sought: Any, places: Places) -> dict[str, Any] | None:
 
 
 def find_runs(names: Collection[str], text: str) -> list[str]:
-    """The first runs whose names have every word of a text, in any case."""
-    words = text.lower().split()
-    matching = (name for name in names if all(word in f"run {name}".lower() for word in words))
-    return list(islice(matching, _MOST_FOUND))
+    """The first runs whose names have every word of a text, in any case; an equal name leads."""
+    words, whole = text.lower().split(), text.strip().lower()
+    matching = [name for name in names if all(word in f"run {name}".lower() for word in words)]
+    return sorted(matching, key=lambda name: name.lower() != whole)[:_MOST_FOUND]
 
 
 def list_entries(places: Places) -> list[dict[str, str]]:
