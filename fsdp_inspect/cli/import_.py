@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdp_inspect.cli.arguments import JsonOption, parse_memory, print_renderable
+from fsdp_inspect.cli.cluster import DaskOption, open_tasks
 
 if TYPE_CHECKING:
     from fsdp_inspect.importing.flight_recorder import ImportedDumps
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.importing.trace_file import ImportLimits
 
 
-def import_(
+def import_(  # noqa: PLR0913 - one argument an option
     path: Annotated[
         Path,
         typer.Argument(
@@ -40,6 +41,7 @@ def import_(
             "Default: 64GiB, and at most 200 times the size of a compressed file.",
         ),
     ] = None,
+    dask: DaskOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Import profiler traces, CUDA memory snapshots or flight recorder dumps as a run.
@@ -48,9 +50,19 @@ def import_(
     FSDP. Flight recorder dumps (NCCL, gloo) are for `fsdp-inspect diagnose`. Notes list the data
     that a file does not contain. Memory is bounded, and a failed import leaves no partial run.
 
+    With `--dask`, workers read several traces at once, and each needs the memory of one trace. The
+    run has the same bytes. The workers must share the folders of PATH and RUN.
+
     Example: `fsdp-inspect import traces/ --out runs/imported`
+
+    Example: `fsdp-inspect import traces/ --out runs/imported --dask local`
     """
     _check_path(path)
+    if dask is not None and (_is_dump(path) or _is_snapshot(path)):
+        raise typer.BadParameter(
+            "a memory snapshot or flight recorder dump is read by one process. Omit --dask.",
+            param_hint="--dask",
+        )
     if _is_dump(path):
         _import_dumps(path, out, name, as_json=as_json)
         return
@@ -65,7 +77,7 @@ def import_(
     from fsdp_inspect.importing.kineto import import_traces
     from fsdp_inspect.report.importing import render_import
 
-    with _progress() as on_progress:
+    with open_tasks(dask) as tasks, _progress() as on_progress:
         imported = import_traces(
             path,
             out,
@@ -73,6 +85,7 @@ def import_(
             name=name,
             limits=_choose_limits(max_size),
             on_progress=on_progress,
+            tasks=tasks,
         )
     if as_json:
         _print_json(out, imported)

@@ -43,6 +43,8 @@ LEAST_STANDSTILL_NS = 5_000_000_000
 """A dump written at least this long after the last collective of all ranks shows a standstill."""
 _HEADER = replace(EMPTY_HEADER, step=UNKNOWN_STEP, unit=NO_UNIT)
 _MARKS = (b"collective_seq_id", b"pg_config", b"nccl_comm_state")
+_TRACE_MARKS = (b'"traceEvents"', b'"distributedInfo"', b'"deviceProperties"')
+"""Fields of a trace of torch.profiler, which also lists the process groups (`pg_config`)."""
 _HEAD_BYTES = 1 << 16
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)|(\d{1,6})(?:\.\w+)?$", re.IGNORECASE)
 _MAX_PLACES = 400
@@ -134,7 +136,8 @@ def _files_of(path: Path) -> list[Path]:
 def _begins_like_dump(file: Path) -> bool:
     with file.open("rb") as opened:
         head = opened.read(_HEAD_BYTES)
-    return any(mark in head for mark in _MARKS)
+    is_trace = any(mark in head for mark in _TRACE_MARKS)
+    return not is_trace and any(mark in head for mark in _MARKS)
 
 
 def _by_rank(files: Sequence[Path]) -> dict[int, Path]:

@@ -1,27 +1,31 @@
 """Import torch.profiler traces as a run folder.
 
-A file is one rank; a folder has one rank for each trace. Traces are read one by one, so memory
-holds the columns of one trace. The run folder appears only after all traces are read.
+A file is one rank; a folder has one rank for each trace. A task reads each trace (`trace_part`), so
+memory holds the columns of one trace. The run folder appears only after all traces are read.
 """
 
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
-
 from fsdp_inspect.errors import ImportingError
-from fsdp_inspect.importing.kineto_events import read_trace
-from fsdp_inspect.importing.memory import return_freed_memory
-from fsdp_inspect.importing.names import RunNames, describe_trace_units, find_roles
-from fsdp_inspect.importing.rank_trace import RankTrace, read_rank
+from fsdp_inspect.importing.names import RunNames
+from fsdp_inspect.importing.rank_trace import RankTrace
 from fsdp_inspect.importing.trace_file import ImportLimits
+from fsdp_inspect.importing.trace_part import (
+    CollectiveOrder,
+    PartToPlace,
+    TracePart,
+    TraceToRead,
+    place_part,
+    read_part,
+)
+from fsdp_inspect.parallel.tasks import InProcess, OnDone, Tasks
 from fsdp_inspect.store.finished import FinishedRun, write_finished_run
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from fsdp_inspect.trace.run import (
     IMPORTED_CLOCK,
     UNITS_FROM_RANGES,
@@ -33,7 +37,6 @@ from fsdp_inspect.trace.run import (
     RunStatus,
     Unit,
 )
-from fsdp_inspect.trace.tables import EventTable
 
 CLOCK_UNCERTAINTY_NS = 1000
 """Uncertainty of a trace's wall time relative to its host's clock: traces are written in µs."""
@@ -92,7 +95,7 @@ def find_traces(path: Path) -> list[Path]:
     return found
 
 
-def import_traces(
+def import_traces(  # noqa: PLR0913 - the file, and options
     path: Path,
     out: Path,
     *,
@@ -100,6 +103,7 @@ def import_traces(
     name: str = "",
     limits: ImportLimits | None = None,
     on_progress: OnProgress | None = None,
+    tasks: Tasks | None = None,
 ) -> ImportedTraces:
     """Turn a torch.profiler trace, or a folder of one for each rank, into a run folder.
 
@@ -110,6 +114,7 @@ def import_traces(
         name: Name of the run; the default is the name of the file or folder.
         limits: Limits of the sizes to read.
         on_progress: Called while files are read.
+        tasks: Runs the reading of each trace; default in this process, one after the other.
 
     Returns:
         A description of the imported run.
@@ -120,11 +125,32 @@ def import_traces(
         StoreError: `out` exists already or cannot be written.
     """
     files = find_traces(path)
+    progress = on_progress or _ignore
     with write_finished_run(out) as run:
-        merged = _Merged(path, out, files, name, by_step)
-        for file in files:
-            merged.add(file, run, limits or ImportLimits(), on_progress or _ignore)
-        return merged.finish(run)
+        merged = _Merged(path, out, files, name)
+        asked = [
+            TraceToRead(file.absolute(), run, number, by_step, limits or ImportLimits())
+            for number, file in enumerate(files)
+        ]
+        for part in _read(asked, tasks, progress):
+            merged.add(part)
+        return merged.finish(run, tasks or InProcess(), progress)
+
+
+def _read(
+    asked: Sequence[TraceToRead], tasks: Tasks | None, on_progress: OnProgress
+) -> Iterator[TracePart]:
+    if tasks is not None:
+        return tasks.map(read_part, asked, "traces", _count(on_progress, "reading traces"))
+
+    def read(one: TraceToRead) -> TracePart:
+        return read_part(one, lambda share: on_progress(one.file.name, share))
+
+    return InProcess().map(read, asked, "traces", lambda done, total: None)
+
+
+def _count(on_progress: OnProgress, text: str) -> OnDone:
+    return lambda done, total: on_progress(text, done / max(total, 1))
 
 
 def _ignore(name: str, share: float) -> None:
@@ -135,76 +161,71 @@ def _is_trace_name(file: Path) -> bool:
     return file.is_file() and file.name.endswith(_SUFFIXES) and not file.name.startswith(".")
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """The collectives of one group on one rank: their number and a digest of their contents."""
-
-    count: int
-    digest: bytes
-
-
 class _Merged:
     """Join the ranks to one run, one by one."""
 
-    def __init__(
-        self, path: Path, out: Path, files: Sequence[Path], name: str, by_step: bool
-    ) -> None:
+    def __init__(self, path: Path, out: Path, files: Sequence[Path], name: str) -> None:
         self._path, self._out, self._files = path, out, files
         self._name = name or path.name.removesuffix(".gz").removesuffix(".json") or path.name
-        self._by_step = by_step
         self._names = RunNames()
         self._traces: dict[int, tuple[str, RankTrace]] = {}
-        self._units: list[Unit] = []
+        self._places: dict[int, tuple[TracePart, tuple[int, ...], tuple[int, ...]]] = {}
+        """By rank: its part, and the run's index of each unit and of each group of the part."""
+        self._described: dict[int, Unit] = {}
         self._roles: dict[int, str] = {}
-        self._orders: dict[int, dict[int, _Order]] = {}
+        self._orders: dict[int, dict[int, CollectiveOrder]] = {}
         self._counts: Counter[str] = Counter()
         self._has_guessed_ranks = False
 
-    def add(
-        self, file: Path, run: FinishedRun, limits: ImportLimits, on_progress: OnProgress
-    ) -> None:
-        """Read one trace and write its events."""
-        # No name here may refer to the trace itself: its parts are freed after their last use.
-        trace = read_rank(
-            read_trace(file, limits, lambda share: on_progress(file.name, share)),
-            self._names,
-            by_step=self._by_step,
-        )
-        return_freed_memory()
-        rank = self._rank_of(file, trace)
-        events = trace.events
-        self._counts["trace"] += trace.num_events
-        self._counts["rows"] += len(events)
-        collectives = events.where(np.isin(events.kind, list(COLLECTIVES)))
-        self._counts["collectives"] += len(collectives)
-        is_unsized = (collectives.bytes < 0) & (collectives.kind != EventKind.BARRIER)
-        self._counts["ungrouped"] += int(np.count_nonzero(collectives.group < 0))
-        self._counts["unsized"] += int(np.count_nonzero(is_unsized))
-        self._units = describe_trace_units(
-            self._names, collectives, origin=trace.unit_origin, known=self._units
-        )
-        self._roles = {**find_roles(collectives), **self._roles}
-        self._orders[rank] = _orders(collectives)
-        self._traces[rank] = (file.name, _without_events(trace))
-        del trace, collectives
-        run.write_events(rank, events)
-        del events
-        return_freed_memory()
+    def add(self, part: TracePart) -> None:
+        """Number the units and groups of a trace, and keep what the run needs of it."""
+        rank = self._rank_of(part)
+        units, groups = self._names.adopt(part.names)
+        self._places[rank] = (part, units, groups)
+        self._counts["trace"] += part.trace.num_events
+        self._counts["rows"] += part.num_rows
+        self._counts["collectives"] += part.num_collectives
+        self._counts["ungrouped"] += part.num_ungrouped
+        self._counts["unsized"] += part.num_unsized
+        self._describe_units(part.units, units, groups)
+        self._roles = {**{groups[group]: role for group, role in part.roles.items()}, **self._roles}
+        self._orders[rank] = {
+            groups[group]: order for group, order in part.orders.items() if groups[group] >= 0
+        }
+        self._traces[rank] = (part.file, part.trace)
 
-    def finish(self, run: FinishedRun) -> ImportedTraces:
-        """Write the records of the ranks and the manifest."""
+    def _describe_units(
+        self, described: Sequence[Unit], units: Sequence[int], groups: Sequence[int]
+    ) -> None:
+        """Keep the description of the first trace that contains the size of a unit."""
+        for unit, index in zip(described, units, strict=True):
+            known = self._described.get(index)
+            if known is None or not (known.unsharded_bytes or known.reduce_bytes):
+                numbers = {"index": index, "execution_index": index}
+                for name in ("shard_group", "replicate_group"):
+                    group = getattr(unit, name)
+                    numbers[name] = groups[group] if group >= 0 else group
+                self._described[index] = unit.model_copy(update=numbers)
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [unit for _, unit in sorted(self._described.items())]
+
+    def finish(self, run: FinishedRun, tasks: Tasks, on_progress: OnProgress) -> ImportedTraces:
+        """Write the records of the ranks, their events and the manifest."""
         notes = self._notes()
-        for group in self._unequal_groups():
-            for rank in self._traces:
-                if group in self._orders[rank]:
-                    run.forget_sequences(rank, [group])
         world_size = self._world_size()
         delays = _delays({rank: trace for rank, (_, trace) in self._traces.items()})
         for rank, (_, trace) in self._traces.items():
-            if delays[rank]:
-                run.delay(rank, delays[rank])
             created_ns = self._created_ns(trace)
             run.write_record(_record(rank, world_size, trace, created_ns, delays[rank]))
+        unmatched = frozenset(self._unequal_groups())
+        asked = [
+            PartToPlace(run, part.number, rank, units, groups, unmatched, delays[rank])
+            for rank, (part, units, groups) in self._places.items()
+        ]
+        for _ in tasks.map(place_part, asked, "ranks", _count(on_progress, "writing ranks")):
+            pass
         manifest = self._manifest(world_size, notes)
         run.finish(manifest)
         return ImportedTraces(
@@ -222,21 +243,22 @@ class _Merged:
             notes=tuple(notes),
         )
 
-    def _rank_of(self, file: Path, trace: RankTrace) -> int:
-        named = _RANK_IN_NAME.search(file.name)
+    def _rank_of(self, part: TracePart) -> int:
+        trace, name = part.trace, part.file
+        named = _RANK_IN_NAME.search(name)
         rank = trace.rank if trace.rank is not None else int(named[1]) if named else None
         if rank is None:
             self._has_guessed_ranks = True
             rank = next(one for one in range(len(self._files) + 1) if one not in self._traces)
         if rank in self._traces:
             raise ImportingError(
-                f"{self._traces[rank][0]} and {file.name} both belong to rank {rank}. Expected one "
+                f"{self._traces[rank][0]} and {name} both belong to rank {rank}. Expected one "
                 "trace for each rank. Import one recording at a time: move the other traces into a "
                 "separate folder."
             )
         if rank >= 1 << 20:
             raise ImportingError(
-                f"{file.name} has the invalid rank {rank}. Expected a rank below {1 << 20:,}. The "
+                f"{name} has the invalid rank {rank}. Expected a rank below {1 << 20:,}. The "
                 "trace is damaged or was edited: export it again."
             )
         return rank
@@ -347,24 +369,6 @@ class _Merged:
             num_unsized_collectives=self._counts["unsized"],
             notes=list(notes),
         )
-
-
-def _without_events(trace: RankTrace) -> RankTrace:
-    columns = {name: getattr(trace, name) for name in RankTrace.__dataclass_fields__}
-    return RankTrace(
-        **{**columns, "events": trace.events.where(trace.events.kind == EventKind.STEP)}
-    )
-
-
-def _orders(collectives: EventTable) -> dict[int, _Order]:
-    """The collectives of each group on a rank, in order."""
-    orders = {}
-    for group in np.unique(collectives.group[collectives.group >= 0]).tolist():
-        own = collectives.where(collectives.group == group)
-        own = own.where(np.argsort(own.sequence, kind="stable"))
-        said = own.kind.astype(np.int64).tobytes() + own.bytes.tobytes()
-        orders[group] = _Order(len(own), hashlib.sha256(said).digest())
-    return orders
 
 
 def _delays(traces: Mapping[int, RankTrace]) -> dict[int, int]:

@@ -1,6 +1,6 @@
-"""Number the units and process groups of an import, equally on all ranks."""
+"""Number the units and process groups of a trace, and of all traces of an import."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +52,21 @@ class RunNames:
         """Keep the ranks of groups from the first rank of the import that lists them."""
         for key in self.groups:
             self._ranks.setdefault(key, groups.ranks_of(key))
+
+    def adopt(self, other: "RunNames") -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Add the names of a trace, which have indices of the trace.
+
+        Returns:
+            The run's index of each unit and of each group of the trace; -1: too many groups.
+
+        Raises:
+            ImportingError: The run has more units than a run can have.
+        """
+        units = tuple(self.unit_index(unit) for unit in other.units)
+        groups = tuple(self.group_index(key) for key in other.groups)
+        for key, ranks in other._ranks.items():
+            self._ranks.setdefault(key, ranks)
+        return units, groups
 
     def process_groups(
         self, roles: Mapping[int, str], *, world_size: int, has_ranges: bool
@@ -128,27 +143,20 @@ def find_roles(events: EventTable) -> dict[int, str]:
     return roles
 
 
-def describe_trace_units(
-    names: RunNames, events: EventTable, *, origin: str, known: Iterable[Unit] = ()
-) -> list[Unit]:
-    """Describe the units from the collectives of one rank.
+def describe_trace_units(names: RunNames, events: EventTable, *, origin: str) -> list[Unit]:
+    """Describe the units of a trace from its collectives.
 
     Args:
-        names: The run's units.
-        events: Collectives of a rank.
+        names: The units of the trace.
+        events: The collectives.
         origin: The `recorded_by` of the units.
-        known: Units that another rank has described; they stay unchanged.
 
     Returns:
-        All units of the run. Numbers of parameters include the padding, as messages do. They may be
-        0 if the size of a message is unknown (`Unit.are_sizes_known`). The shard size is 0 if the
-        group is unknown.
+        All units. Numbers of parameters include the padding, as messages do. They may be 0 if the
+        size of a message is unknown (`Unit.are_sizes_known`). The shard size is 0 if the group is
+        unknown.
     """
-    described = {unit.index: unit for unit in known if unit.unsharded_bytes or unit.reduce_bytes}
-    return [
-        described.get(index) or _describe(fqn, index, events, names, origin)
-        for fqn, index in names.units.items()
-    ]
+    return [_describe(fqn, index, events, names, origin) for fqn, index in names.units.items()]
 
 
 def _describe(fqn: str, index: int, events: EventTable, names: RunNames, origin: str) -> Unit:

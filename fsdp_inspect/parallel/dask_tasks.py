@@ -11,6 +11,7 @@ files that are replaced as a whole.
 import contextlib
 import logging
 import os
+import pickle
 import shutil
 import tempfile
 import time
@@ -100,7 +101,7 @@ class DaskTasks:
         from distributed import KilledWorker
 
         try:
-            return futures[number].result()
+            result, failure = futures[number].result()
         except KilledWorker as error:
             raise ClusterError(
                 f"Each Dask worker that ran {_name(items[number])} was killed, or ran out of "
@@ -109,24 +110,49 @@ class DaskTasks:
                 "each machine."
             ) from error
         except (CancelledError, TimeoutError, OSError) as error:
-            if futures[number].status == "error":
-                raise  # the task itself failed
             raise ClusterError(
                 f"The Dask scheduler {self._address} is gone. {_missing(futures, items, what)} "
                 "Expected a scheduler that runs until the end. Start the cluster, and run the "
                 "command again."
             ) from error
+        except Exception as error:  # the worker cannot run the task, or its result is lost
+            raise ClusterError(
+                f"A Dask worker failed at {_name(items[number])}: {type(error).__name__}: "
+                f"{shorten(str(error))}. {_missing(futures, items, what)} Expected workers with "
+                "the same versions of Python and of all packages. Install them alike."
+            ) from error
+        if failure is not None:
+            raise failure
+        return result
 
     def _cancel(self, futures: list[Any]) -> None:
         with contextlib.suppress(Exception):
             self._client.cancel(futures, force=True)
 
 
-def run_task(task: tuple[Callable[[T], R], T, dict[str, str]]) -> R:
-    """Run one task in a worker, with the environment variables of the command."""
+def run_task(
+    task: tuple[Callable[[T], R], T, dict[str, str]],
+) -> tuple[R | None, Exception | None]:
+    """Run one task in a worker, with the environment variables of the command.
+
+    Returns:
+        The result and None, or None and the exception of the function. An exception that cannot be
+        sent is replaced.
+    """
     function, item, variables = task
     os.environ.update(variables)
-    return function(item)
+    try:
+        return function(item), None
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            text = shorten(f"{type(error).__name__}: {error}")
+            return None, ClusterError(
+                f"Internal error of a Dask worker at {_name(item)}: {text}. Expected a result. Run "
+                "the command without --dask to see the whole error."
+            )
+        return None, error.with_traceback(None)
 
 
 @contextlib.contextmanager
@@ -149,8 +175,7 @@ def connect_dask(address: str) -> Iterator[DaskTasks]:
             "Dask is not installed. Expected the package dask.distributed for --dask. Install it "
             "with: pip install 'fsdp-inspect[dask]'"
         ) from error
-    for name in ("distributed", "tornado", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # our errors state what failed
+    _silence_logs()
     with dask.config.set(_SETTINGS):
         if address.partition(":")[0] == LOCAL:
             with _local_client(_num_workers(address)) as client:
@@ -159,6 +184,13 @@ def connect_dask(address: str) -> Iterator[DaskTasks]:
             with _client_of(address) as client:
                 _check_workers(client, address)
                 yield DaskTasks(client, address)
+
+
+def _silence_logs() -> None:
+    """Silence the log of Dask, because our errors state what failed."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] in ("distributed", "tornado", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 def _num_workers(address: str) -> int:

@@ -4,44 +4,75 @@ The folder has a hidden name while it is filled, and is renamed to its own name 
 aborted import leaves no folder that looks like a run.
 """
 
+import contextlib
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.compacted import write_compacted
-from fsdp_inspect.store.compaction import compact_run
+from fsdp_inspect.store.compaction import compact_rank, compact_run
 from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import rank_folder, write_manifest_if_absent
 from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.records import encode_record, replace_file
-from fsdp_inspect.store.schema import BLACK_BOX_FILE, EVENTS, RANK_FILE, attempt_name, rank_name
+from fsdp_inspect.store.schema import BLACK_BOX_FILE, EVENTS, RANK_FILE
 from fsdp_inspect.trace.black_box import BlackBox, encode
 from fsdp_inspect.trace.run import RankRecord, RunManifest
-from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+from fsdp_inspect.trace.tables import EventTable
 
 _ATTEMPT = 0
+_PARTS = "parts"
 
 
 class FinishedRun:
-    """A run folder that is being filled; see `write_finished_run`."""
+    """A run folder that is being filled; see `write_finished_run`.
+
+    Parts are the events of ranks whose number is not known yet. Other processes that share the
+    disk may write parts and events, too. They create no folder that was removed meanwhile.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write_events(self, rank: int, events: EventTable) -> None:
-        """Write all events of a rank, compacted.
+    def write_part(self, number: int, events: EventTable) -> None:
+        """Write all events of a rank whose number is not known yet.
 
         Raises:
             OSError: Writing failed.
         """
-        folder = rank_folder(self.path, _ATTEMPT, rank)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self.path / self._part(number)
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         write_compacted(folder / EVENTS.compacted_name, EVENTS, events, covered_rows=len(events))
+
+    def read_part(self, number: int) -> EventTable:
+        """The events of a part."""
+        return read_table(LocalFiles(self.path), self._part(number), EVENTS).table
+
+    def move_part(self, number: int, rank: int) -> None:
+        """Make a part the events of a rank; does nothing the second time.
+
+        Raises:
+            OSError: Moving failed.
+        """
+        target = self._rank_folder(rank) / EVENTS.compacted_name
+        try:
+            (self.path / self._part(number) / EVENTS.compacted_name).replace(target)
+        except FileNotFoundError:
+            if not target.exists():
+                raise
+
+    def write_events(self, rank: int, events: EventTable) -> None:
+        """Write all events of a rank, compacted; the rank has a record.
+
+        Raises:
+            OSError: Writing failed.
+        """
+        target = self._rank_folder(rank) / EVENTS.compacted_name
+        write_compacted(target, EVENTS, events, covered_rows=len(events))
 
     def write_record(self, record: RankRecord) -> None:
         """Write the record of a rank.
@@ -49,7 +80,7 @@ class FinishedRun:
         Raises:
             OSError: Writing failed.
         """
-        folder = rank_folder(self.path, _ATTEMPT, record.rank)
+        folder = self._rank_folder(record.rank)
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / RANK_FILE, encode_record(record))
 
@@ -59,30 +90,21 @@ class FinishedRun:
         Raises:
             OSError: Writing failed.
         """
-        (rank_folder(self.path, _ATTEMPT, rank) / BLACK_BOX_FILE).write_bytes(encode(box))
+        (self._rank_folder(rank) / BLACK_BOX_FILE).write_bytes(encode(box))
 
-    def forget_sequences(self, rank: int, groups: Collection[int]) -> None:
-        """Remove the sequence numbers of the collectives of some process groups of a rank."""
-        events = self._events_of(rank)
-        columns = events.columns()
-        columns["sequence"] = np.where(
-            np.isin(events.group, list(groups)), MISSING_INT, events.sequence
-        )
-        self.write_events(rank, EventTable.from_columns(columns))
+    def summarise(self, rank: int) -> None:
+        """Write the summary of a rank.
 
-    def delay(self, rank: int, by_ns: int) -> None:
-        """Shift all events of a rank to later times, including known times of need."""
-        events = self._events_of(rank)
-        columns = events.columns()
-        for name in ("issue_ns", "start_ns", "end_ns"):
-            columns[name] = columns[name] + by_ns
-        need = events.need_ns
-        columns["need_ns"] = np.where(need == MISSING_INT, MISSING_INT, need + by_ns)
-        self.write_events(rank, EventTable.from_columns(columns))
+        Raises:
+            OSError: Writing failed.
+        """
+        compact_rank(self.path, _ATTEMPT, rank)
 
-    def _events_of(self, rank: int) -> EventTable:
-        folder = f"{attempt_name(_ATTEMPT)}/{rank_name(rank)}"
-        return read_table(LocalFiles(self.path), folder, EVENTS).table
+    def _rank_folder(self, rank: int) -> Path:
+        return rank_folder(self.path, _ATTEMPT, rank)
+
+    def _part(self, number: int) -> str:
+        return f"{_PARTS}/{number}"
 
     def finish(self, manifest: RunManifest) -> None:
         """Write the summaries of all ranks and the manifest.
@@ -90,6 +112,9 @@ class FinishedRun:
         Raises:
             OSError: Writing failed.
         """
+        shutil.rmtree(self.path / _PARTS, ignore_errors=True)
+        for left_over in self.path.rglob("*.tmp-*"):  # of processes that were killed
+            left_over.unlink(missing_ok=True)
         compact_run(self.path)
         write_manifest_if_absent(self.path, manifest)
 
@@ -102,9 +127,9 @@ def write_finished_run(out: Path) -> Iterator[FinishedRun]:
         StoreError: `out` exists already or cannot be written.
     """
     _check_free(out)
-    unfinished = out.parent / f".{out.name}.unfinished-{os.getpid()}"
+    unfinished = out.absolute().parent / f".{out.name}.unfinished-{os.getpid()}"
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(unfinished)
         unfinished.mkdir(parents=True)
         yield FinishedRun(unfinished)
         if out.exists():
@@ -116,7 +141,15 @@ def write_finished_run(out: Path) -> Iterator[FinishedRun]:
             "writable folder with enough free space. Name another folder."
         ) from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(unfinished)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder in which another process may still write: it no longer finds the folder."""
+    hidden = folder.with_name(f"{folder.name}-removed")
+    with contextlib.suppress(OSError):
+        folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _check_free(out: Path) -> None:
