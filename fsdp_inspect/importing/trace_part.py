@@ -176,7 +176,7 @@ def _renumbered(events: EventTable, part: PartToPlace) -> EventTable:
 
 
 def _looked_up(
-    values: NDArray[np.int32], numbers: tuple[int, ...], nothing: int
+    values: NDArray[np.int16], numbers: tuple[int, ...], nothing: int
 ) -> NDArray[np.int64]:
     """The run's number of each number of the part; values below 0 are none."""
     return np.append(np.array(numbers, dtype=np.int64), nothing)[np.where(values < 0, -1, values)]
