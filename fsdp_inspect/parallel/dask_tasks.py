@@ -104,10 +104,10 @@ class DaskTasks:
             result, failure = futures[number].result()
         except KilledWorker as error:
             raise ClusterError(
-                f"Each Dask worker that ran {_name(items[number])} was killed, or ran out of "
-                f"memory. {_missing(futures, items, what)} Expected workers with enough memory for "
-                "one of them. Start workers with a higher memory limit, or with fewer workers on "
-                "each machine."
+                f"Dask workers were killed, or ran out of memory, each time that "
+                f"{_name(items[number])} was assigned to them; they may have run another one of "
+                f"the {what}. {_missing(futures, items, what)} Expected workers with enough memory "
+                "for one of them. Start workers with a higher memory limit, or fewer on a machine."
             ) from error
         except (CancelledError, TimeoutError, OSError) as error:
             raise ClusterError(
