@@ -175,6 +175,9 @@ class Diagnosis:
     """The contents of memory at the failure; None: no rank reported an out-of-memory."""
     plans: PlanSearch | None = None
     """The plans that would have fitted; None: there was no out-of-memory, or no search."""
+    race: Issued | None = None
+    """An unfinished collective of a background thread, in a process group that the training thread
+    uses too: a possible cause of a crash. None: there is none, or the problem is no crash."""
 
     @property
     def is_beside_collectives(self) -> bool:
@@ -371,13 +374,15 @@ class _Case:
             if reported is not None:
                 return self._out_of_memory(ranks, reported, culprits[0])
         is_oom = kind is EndKind.OUT_OF_MEMORY
+        race = self._find_race() if any(end.is_crash for end in culprits) else None
         return self._make(
             Status.PROBLEM,
             ProblemClass.OUT_OF_MEMORY if is_oom else ProblemClass.RANK_DIED,
             ranks=ranks,
             # A crash can come from two threads that issue collectives at once. Then chance decides
             # which ranks crash.
-            is_certain=(kind is not EndKind.VANISHED or not self._missing) and not self._races(),
+            is_certain=race is None and (kind is not EndKind.VANISHED or not self._missing),
+            race=race,
             unit=state.last.unit if state.last is not None and state.waits else None,
             phase=state.phase,
             step=state.step,
@@ -386,15 +391,16 @@ class _Case:
             failure=culprits[0].detail,
         )
 
-    def _races(self) -> bool:
-        """Whether the training and a thread with an unfinished collective share a communicator."""
+    def _find_race(self) -> Issued | None:
+        """The unfinished collective of a thread that shares a communicator with the training."""
         for box in self._boxes.values():
             for group in box.groups.values():
                 rows = box.of_group(group.name)
                 race = find_race(rows, rows["step"].max(initial=0))
-                if (race["finished_ns"] == 0).any():
-                    return True
-        return False
+                unfinished = race[race["finished_ns"] == 0]
+                if len(unfinished):
+                    return read_entry(box, unfinished[-1])
+        return None
 
     def _out_of_memory(
         self, ranks: tuple[int, ...], reported: OutOfMemory, end: RankEnd | None = None

@@ -44,6 +44,13 @@ class RankEnd:
     may_have_crashed: bool = False
     """For `VANISHED`: whether a crash could have left no stacks in the run."""
 
+    @property
+    def is_crash(self) -> bool:
+        """Whether native code failed, or may have: it crashed, or raised an error of its own."""
+        if self.kind is EndKind.EXCEPTION:
+            return self.detail.startswith(("RuntimeError", "Dist"))
+        return self.kind is EndKind.FATAL_SIGNAL or self.may_have_crashed
+
 
 _PEER_LOST = re.compile(
     r"connection (closed|reset|refused)|closed by peer|broken pipe|socket|remote (error|process)"

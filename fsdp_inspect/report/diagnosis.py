@@ -346,6 +346,21 @@ def _uneven(found: Diagnosis) -> str:
 
 
 def _died(found: Diagnosis) -> str:
+    return f"{_how_died(found)}{_possible_race(found)}"
+
+
+def _possible_race(found: Diagnosis) -> str:
+    if found.race is None:
+        return ""
+    place = "" if found.race.place is None else f" ({shorten_place(str(found.race.place))})"
+    return (
+        f" A possible cause is a race: {describe_issued(found.race, found.unit_names)}{place} had "
+        "not finished, in a process group that the training thread uses too. Chance then decides "
+        "which ranks crash."
+    )
+
+
+def _how_died(found: Diagnosis) -> str:
     who = capitalize(format_ranks(found.ranks))
     first = found.state_of(found.ranks[0]) if found.ranks else None
     kind = None if first is None else first.end.kind
@@ -714,8 +729,11 @@ def _next(found: Diagnosis) -> Iterator[str]:
         yield from list_next_steps(found.plans)
         return
     if found.difference is not None and found.difference.is_race:
-        yield from _NEXT_FOR_RACE
+        yield _OWN_GROUP
+        yield "Do not use the weights of this run: results since that step are wrong."
         return
+    if found.race is not None:
+        yield f"{_OWN_GROUP} If the run then crashes again, the race is not the cause."
     yield from _NEXT.get(found.problem, ()) if found.problem is not None else ()
     yield from _next_for_rank(found)
     if found.problem is ProblemClass.NOT_FINITE and not _is_exact(found):
@@ -803,10 +821,9 @@ _NEXT: dict[ProblemClass, tuple[str, ...]] = {
     ),
     ProblemClass.STOPPED: ("Read the log of the launcher or the scheduler.",),
 }
-_NEXT_FOR_RACE = (
+_OWN_GROUP = (
     "Give the background thread a process group of its own, such as dcp.async_save(..., "
-    "process_group=dist.new_group(backend='gloo')).",
-    "Do not use the weights of this run: results since that step are wrong.",
+    "process_group=dist.new_group(backend='gloo'))."
 )
 _NEXT_FOR: dict[ActivityKind, tuple[str, ...]] = {
     ActivityKind.DATA: (

@@ -7,6 +7,7 @@ import pytest
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown, diagnose
 from fsdp_inspect.report.diagnosis import describe_diagnosis, diagnosis_to_dict
 from fsdp_inspect.trace.black_box import BlackBox, Collection, Header, Watched
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind
 from fsdp_inspect.trace.run import ClockPair, RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from tests.boxes import HEADER, SECOND, Call, make_box
@@ -261,18 +262,66 @@ def silent_run(header: Header, dumps: dict[int, list[StackDump]] | None = None) 
     return run_of(boxes, statuses, dumps)
 
 
-def test_a_crash_whose_core_is_dumped_for_long_is_no_late_rank() -> None:
+def crash() -> StackDump:
     text = (
         "Fatal Python error: Segmentation fault\n\nCurrent thread 0x01 (most recent call first):\n"
         '  File "train.py", line 88 in main\n'
     )
     dump = parse_dump(text, DumpSource.CRASH)
     assert dump is not None
+    return dump
+
+
+def test_a_crash_whose_core_is_dumped_for_long_is_no_late_rank() -> None:
     header = replace(HEADER, sign_ns=5 * SECOND, ended_unix_ns=80 * SECOND)
 
-    found = diagnose(silent_run(header, {1: [dump]}))
+    found = diagnose(silent_run(header, {1: [crash()]}))
 
     assert (found.problem, found.ranks) == (ProblemClass.RANK_DIED, (1,))
+
+
+def raced_run(saving: Call, end: list[StackDump] | str) -> InMemoryRun:
+    """Rank 1 dies while its background thread has a collective in some process group."""
+    boxes = {rank: make_box([*DONE, saving], RANKS) for rank in RANKS}
+    statuses = dict.fromkeys(RANKS, RunStatus.CRASHED)
+    if not isinstance(end, str):
+        return run_of(boxes, statuses, {1: end})
+    run = run_of(boxes, statuses)
+    run.ranks[1] = run.ranks[1].model_copy(update={"failure": end})
+    return run
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_crash_during_a_race_names_the_race_as_a_possible_cause(native: bool) -> None:
+    saving = Call(NO_UNIT, kind=EventKind.BROADCAST, has_finished=False, state=1)
+    found = diagnose(
+        raced_run(saving, [crash()] if native else "RuntimeError: op.preamble.length <= op.nbytes")
+    )
+
+    assert (found.problem, found.is_certain) == (ProblemClass.RANK_DIED, False)
+    text = describe_diagnosis(found)
+    assert (
+        "A possible cause is a race: a broadcast of a background thread (64 B) in forward "
+        "(train.py:7) had not finished, in a process group that the training thread uses too."
+    ) in text.sentence
+    assert text.next[0].startswith("Give the background thread a process group of its own")
+
+
+@pytest.mark.parametrize(
+    ("saving", "end"),
+    [
+        (Call(NO_UNIT, state=1), "Segmentation fault"),
+        (Call(NO_UNIT, has_finished=False, state=1, group=1), "Segmentation fault"),
+        (Call(NO_UNIT, has_finished=False, state=1), "ValueError: empty batch"),
+    ],
+    ids=["finished", "own group", "error of Python code"],
+)
+def test_a_death_without_a_race_is_not_blamed_on_one(saving: Call, end: str) -> None:
+    found = diagnose(raced_run(saving, end if ":" in end else [crash()]))
+
+    assert (found.problem, found.is_certain) == (ProblemClass.RANK_DIED, True)
+    text = describe_diagnosis(found)
+    assert "race" not in " ".join((text.sentence, *text.next))
 
 
 @pytest.mark.parametrize(
