@@ -33,7 +33,7 @@ _LEAST_SHARE = 0.05
 _COMPUTED = ("activation", "temporary")
 _UNSHARDED = ("unsharded_parameter", "all_gather_buffer")
 _REDUCED = ("reduce_scatter_buffer", "unsharded_gradient", "sharded_gradient")
-_FREED_IN_A_STEP = {*_COMPUTED, "all_gather_buffer", "reduce_scatter_buffer", "input"}
+_FREED_IN_A_STEP = {*_COMPUTED, "all_gather_buffer", "reduce_scatter_buffer"}
 """No setting lets these outlive a step. Only code that keeps tensors does."""
 _OFFLOADED = ("sharded_parameter", "sharded_gradient", "optimizer_state", "temporary")
 _ALL = tuple(category.label for category in MemoryCategory)
@@ -52,6 +52,7 @@ _ROUNDING_RATIO = 0.1
 _COMPUTED_PER_PARAMETER = 2
 """If a unit has 10% more parameters, its activations may be 20% larger."""
 _COUNT_OF_MODULES = re.compile(r"in (\d+) modules")
+_SHAPE = re.compile(r"(\d+(?: x \d+)*) \w+")
 _CALL = re.compile(r"(\w+)\((.*)\)")
 
 
@@ -99,6 +100,7 @@ def find_causes(  # noqa: PLR0913 - the two sides, and what of them exceeds its 
         *_prefetched(before, after, phase),
         *_checkpointed(before, after),
         *_sizes(before, after, phase),
+        *_inputs(before, after),
     ]
     if phase == RESTING:
         found = [replace(cause, raises=set(cause.raises) - _FREED_IN_A_STEP) for cause in found]
@@ -300,7 +302,7 @@ def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterat
             continue
         sentence = f"{name} is {_short(new)} instead of {_short(old)}"
         if difference.group == "config" and decides_shape(name):
-            is_batch = any(word in name.lower() for word in _WORDS_OF_BATCH)
+            is_batch = _is_of_batch(name)
             yield _Cause(
                 sentence,
                 (*_COMPUTED, "input") if is_batch else _ALL,
@@ -322,6 +324,38 @@ def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterat
             yield _Cause(sentence, _RAISED_BY_MODEL[name], most_of=most_of)
 
 
+def _inputs(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
+    """Larger inputs, unless a setting of the configuration shows them."""
+    differences = compare_settings([before, after])
+    if any(each.group == "config" and _is_of_batch(each.name) for each in differences):
+        return
+    for old, new in (each.values for each in differences if each.name == "inputs"):
+        was, now = (_SHAPE.findall(str(text))[:1] for text in (old, new))
+        if not (was and now):
+            continue
+        (was_rows, *was_rest), (now_rows, *now_rest) = (
+            tuple(map(int, shape.split(" x "))) for (shape,) in (was, now)
+        )
+        ratio = (now_rows * math.prod(now_rest)) / max(was_rows * math.prod(was_rest), 1)
+        if ratio <= 1:
+            continue
+        is_batch = was_rest == now_rest
+        yield _Cause(
+            f"the {'batch' if is_batch else 'inputs'} grew: the model receives {_short(new)} "
+            f"instead of {_short(old)}",
+            (*_COMPUTED, "input"),
+            most_of=_growing_by(ratio if is_batch else ratio**2),
+        )
+
+
+def _growing_by(ratio: float) -> Callable[[Increase], float]:
+    return lambda one: (ratio - 1) * one.before
+
+
+def _is_of_batch(name: str) -> bool:
+    return decides_shape(name) and any(word in name.lower() for word in _WORDS_OF_BATCH)
+
+
 def _in_proportion(name: str, old: object, new: object) -> Callable[[Increase], float] | None:
     """The most by which memory may grow if it is proportional to a size or to its square.
 
@@ -334,8 +368,7 @@ def _in_proportion(name: str, old: object, new: object) -> Callable[[Increase], 
     if was <= 0:
         return None
     power = 2 if any(word in name.lower() for word in _WORDS_OF_LENGTH) else 1
-    ratio = (now / was) ** power - 1
-    return lambda one: ratio * one.before
+    return _growing_by((now / was) ** power)
 
 
 def _as_parameters(before: RunManifest, after: RunManifest) -> Callable[[Increase], float] | None:

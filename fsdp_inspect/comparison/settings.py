@@ -13,13 +13,14 @@ from fsdp_inspect.trace.run import RunManifest, Unit
 
 _NAMES_OF_A_RUN = frozenset({"name", "runs_dir", "tag", "tags"})
 """Configuration keys that only identify a run."""
-_REPEATS_MAY_DIFFER = frozenset({"seed"})
-"""Settings that may differ between repeats of one side."""
+_REPEATS_MAY_DIFFER = frozenset({"seed", "inputs"})
+"""Settings that may differ between repeats of one side; batches may have different lengths."""
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "checkpointing")
-_OBSERVED = ("dropout", "attention", "optimizer", "loss_dtype", "gradient_sync")
+_OBSERVED = ("dropout", "attention", "optimizer", "loss_dtype", "inputs", "gradient_sync")
 """Settings in `RunManifest.observed`, which older runs lack."""
-_ALWAYS_OBSERVED = ("dropout", "gradient_sync")
-"""Observed settings that only a run of an older version lacks."""
+_ALWAYS_OBSERVED = ("dropout", "gradient_sync", "inputs")
+"""Observed settings that are unknown where they are missing: in a run of an older version, or
+without a memory step."""
 _MOST_NAMED = 3
 
 

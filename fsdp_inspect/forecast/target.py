@@ -29,10 +29,11 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 from fsdp_inspect.error_text import suggest
@@ -114,14 +115,39 @@ def build_target(builder: Builder, settings: Mapping[str, Any]) -> ForecastTarge
 
 
 def default_settings(builder: Builder) -> dict[str, Any]:
-    """The default values of a builder's keywords, as far as JSON can hold them."""
-    values = {
-        name: each.default
-        for name, each in inspect.signature(builder).parameters.items()
-        if each.default is not inspect.Parameter.empty
-    }
-    plain = str | int | float | bool | None
-    return {name: value for name, value in values.items() if isinstance(value, plain)}
+    """The default values of a builder's keywords, as far as JSON can hold them.
+
+    A default that is a dataclass, a pydantic model or a dictionary becomes a table.
+    """
+    return _plain(
+        {
+            name: each.default
+            for name, each in inspect.signature(builder).parameters.items()
+            if each.default is not inspect.Parameter.empty
+        }
+    )
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that JSON can hold, without the others."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, str | int | float | bool | None):
+            found[name] = value
+        elif inner := _fields_of(value):
+            found[name] = _plain(inner)
+    return found
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, a pydantic model or a dictionary with text as keys, or nothing."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    if isinstance(value, BaseModel):
+        return dict(value)
+    if isinstance(value, Mapping):
+        return {name: each for name, each in value.items() if isinstance(name, str)}
+    return {}
 
 
 def accepted_settings(builder: Builder) -> list[str] | None:

@@ -154,6 +154,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
             target.model,
             memory_steps.optimizers,
             session.loss_dtype,
+            session.inputs,
             skips_reduction=session.skips_reduction,
         ),
         notes=tuple(

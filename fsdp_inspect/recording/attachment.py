@@ -526,7 +526,8 @@ class Attachment:
         self._memory.begin_step()
         self._instruments.end_step()
         self._scalars.drain()
-        if session.step == 1 or self._sharder.num_changes != self._num_settled:
+        is_new = session.inputs != self._settled_inputs
+        if session.step == 1 or is_new or self._sharder.num_changes != self._num_settled:
             self._settle_units()
             self._write_manifest()
             self._writer.update(**self._describe_groups())
@@ -571,6 +572,7 @@ class Attachment:
     def _settle_units(self) -> None:
         """Describe the units again: torch completes their state at the first forward."""
         self._num_settled = self._sharder.num_changes
+        self._settled_inputs = self.session.inputs
         order = {unit: place for place, unit in enumerate(self.session.execution_order)}
         units = [
             unit.model_copy(update={"execution_index": order.get(unit.index, -1)})
@@ -580,6 +582,7 @@ class Attachment:
             self._model,
             self._memory_steps.optimizers,
             self.session.loss_dtype,
+            self.session.inputs,
             skips_reduction=self.session.skips_reduction,
         )
         observed |= self._sharder.settings()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fsdp_inspect.recording.tensors import describe_tensors
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Method
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
@@ -176,6 +177,7 @@ class MemoryProbe:
             return
         self._inputs_step = session.step
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
+        session.inputs = describe_tensors(leaves)
         self._name(leaves, MemoryCategory.INPUT, NO_UNIT)
 
     def unsharded(self, handle: UnitHandle, unit: int) -> None:

@@ -20,6 +20,7 @@ def observe_settings(
     model: nn.Module,
     optimizers: Iterable[torch.optim.Optimizer],
     loss_dtype: str,
+    inputs: str,
     *,
     skips_reduction: bool,
 ) -> dict[str, str]:
@@ -29,6 +30,7 @@ def observe_settings(
         model: The recorded model.
         optimizers: The optimizers that have stepped.
         loss_dtype: The dtype of the tensor of the first backward; empty: unknown.
+        inputs: The tensors that the first unit received; empty: unknown.
         skips_reduction: Whether a backward left gradients unreduced.
     """
     found = {
@@ -36,6 +38,7 @@ def observe_settings(
         "attention": _describe_attention(model),
         "optimizer": "; ".join(dict.fromkeys(map(_describe_optimizer, optimizers))),
         "loss_dtype": loss_dtype,
+        "inputs": inputs,
         "gradient_sync": "some microbatches" if skips_reduction else "every microbatch",
     }
     return {name: text for name, text in found.items() if text}

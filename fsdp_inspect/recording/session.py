@@ -59,6 +59,8 @@ class Session:
 
     loss_dtype = ""
     """Dtype of the tensor of the first backward: `float32`; empty before it."""
+    inputs = ""
+    """The tensors that the first unit received in the last memory step: `4 x 2048 int64`."""
     skips_reduction = False
     """Whether a backward left gradients unreduced (`set_requires_gradient_sync(False)`)."""
     unit_depths: Sequence[int] = ()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+_MOST_DESCRIBED = 4
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -19,6 +21,16 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from tensors_in(each)
+
+
+def describe_tensors(tensors: Iterable[torch.Tensor]) -> str:
+    """The distinct shapes and dtypes of tensors: `4 x 2048 int64; 4 x 128 float32`."""
+    found = [
+        f"{' x '.join(map(str, each.shape))} {str(each.dtype).removeprefix('torch.')}"
+        for each in tensors
+        if each.dim()
+    ]
+    return "; ".join([*dict.fromkeys(found)][:_MOST_DESCRIBED])
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -200,7 +200,7 @@ class RunManifest(Record):
     """The relevant environment variables: CUDA_DEVICE_MAX_CONNECTIONS, NCCL_*, ..."""
     observed: dict[str, str] = Field(default_factory=dict)
     """Settings of the model and the loop as observed in the first step: `dropout`, `attention`
-    (of Transformers), `optimizer`, `loss_dtype`."""
+    (of Transformers), `optimizer`, `loss_dtype`; `inputs` are those of the memory step."""
     git_commit: str | None = None
     code: TrainingCode = TrainingCode()
     """The code that sharded the models, and the command that started the ranks."""

@@ -97,6 +97,39 @@ def test_an_observed_setting_is_the_cause_of_the_categories_that_it_raises(
     assert causes(before, after, UNSHARDED) == []
 
 
+@pytest.mark.parametrize(
+    ("new", "bytes_after", "words"),
+    [
+        ("5 x 32 int64", 125, "the batch grew: the model receives 5 x 32 int64 instead of 4 x 32"),
+        ("4 x 40 int64", 156, "the inputs grew: the model receives 4 x 40 int64 instead of 4 x 32"),
+        ("5 x 32 int64", 160, None),
+        ("3 x 32 int64", 125, None),
+    ],
+    ids=["batch", "length", "too little", "smaller"],
+)
+def test_larger_inputs_are_a_cause_of_as_many_bytes_as_they_add(
+    new: str, bytes_after: int, words: str | None
+) -> None:
+    before, after = (manifest(observed={"inputs": text}) for text in ("4 x 32 int64", new))
+    growth = (Increase("activation", ("layers.0",), 100, bytes_after),)
+
+    found = causes(before, after, growth)
+    assert len(found) == (words is not None)
+    assert all(words in cause for cause in found if words)
+    assert causes(before, after, UNSHARDED) == []
+
+
+def test_a_setting_of_the_batch_is_named_rather_than_the_inputs() -> None:
+    before, after = (
+        manifest(observed={"inputs": f"{rows} x 32 int64"}, config={"batch_size": rows})
+        for rows in (4, 5)
+    )
+    growth = (Increase("activation", ("layers.0",), 100, 125),)
+
+    assert causes(before, after, growth) == ["batch_size is 5 instead of 4"]
+    assert causes(before, after, (), of_memory=False) == ["batch_size is 5 instead of 4"]
+
+
 def test_another_setting_of_the_same_optimizer_is_named_alone() -> None:
     before, after = (
         manifest(observed={"optimizer": f"AdamW(amsgrad={on}, fused=None)"}) for on in (False, True)

@@ -1,9 +1,12 @@
 """The model of a forecast is found, or refused with a message."""
 
+from dataclasses import dataclass
+from types import MappingProxyType
+
 import pytest
 
 from fsdp_inspect.errors import ForecastError
-from fsdp_inspect.forecast.target import build_target, find_builder
+from fsdp_inspect.forecast.target import build_target, default_settings, find_builder
 
 
 def builder(batch_size: int = 1) -> int:
@@ -36,6 +39,18 @@ def test_only_functions_that_the_module_itself_defines_are_suggested(tmp_path, m
     assert str(raised.value).endswith(
         "returns a ForecastTarget. The functions of the module are 'build'."
     )
+
+
+def test_default_arguments_are_settings_also_inside_a_dataclass_or_a_dictionary() -> None:
+    @dataclass
+    class Arguments:
+        batch_size: int = 4
+        optimizer: type = int
+
+    def build(args: Arguments = Arguments(), *, width: int = 8, sizes=MappingProxyType({"a": 1})):  # noqa: B008
+        """Defaults of all kinds."""
+
+    assert default_settings(build) == {"args": {"batch_size": 4}, "width": 8, "sizes": {"a": 1}}
 
 
 def test_a_setting_that_the_builder_does_not_take_is_named() -> None:
