@@ -1,8 +1,7 @@
 """`fsdp-inspect forecast`: compute the peak memory of a step on N ranks, without a GPU."""
 
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,18 +15,15 @@ from fsdp_inspect.cli.arguments import (
     print_renderable,
     whole_number,
 )
+from fsdp_inspect.cli.forecast_maker import TRAINER, make_forecasts, parse_setting
 from fsdp_inspect.error_text import shorten
-from fsdp_inspect.reading import InvalidTextError, parse_json
 from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
     from fsdp_inspect.analysis.capacity.allowance import Allowance
     from fsdp_inspect.analysis.capacity.device_overhead import DeviceOverhead
     from fsdp_inspect.analysis.capacity.fit import Fit
-    from fsdp_inspect.cli.forecaster import Forecaster
     from fsdp_inspect.store.reader import StoredRun
-
-TRAINER = "instrumented_trainer.forecasting:build"
 
 
 def forecast(  # noqa: PLR0913 - one argument an option
@@ -110,7 +106,12 @@ def forecast(  # noqa: PLR0913 - one argument an option
     Example: `fsdp-inspect forecast --preset llama-8b --world-size 8,64,512 --fit 80GiB`
     """
     from fsdp_inspect.analysis.capacity.fit import find_fit
-    from fsdp_inspect.analysis.capacity.forecasts import allowance_of, collect_forecasts, peak_of
+    from fsdp_inspect.analysis.capacity.forecasts import (
+        allowance_of,
+        collect_forecasts,
+        peak_of,
+        row_of,
+    )
 
     sizes = _parse_sizes(world_size)
     measured: DeviceOverhead | Allowance | None
@@ -119,18 +120,32 @@ def forecast(  # noqa: PLR0913 - one argument an option
     settings = parse_allocator(allocator)
     if force and out is None:
         raise typer.BadParameter("--force requires --out DIR. Add --out, or omit --force.")
-    with _forecasting(builder, of_model, gpus_per_node, device, out, replaces=force) as maker:
+    with make_forecasts(
+        builder,
+        of_model,
+        name=_name_of(builder, of_model),
+        gpus_per_node=gpus_per_node,
+        device_type=_parse_device(device),
+        out=out,
+        replaces=force,
+    ) as maker:
         runs = [maker.keep(size) for size in sizes]
         found: Fit | None = None
         if fit is not None:
-            if is_estimated := extra is None and device == "cuda":
-                measured = allowance_of(runs[0], settings)
+            is_estimated = extra is None and device == "cuda"
+            if is_estimated:
+                measured = allowance_of(row_of(runs[0], settings))
                 extra = measured.bytes
 
+            @cache
+            def needed_by(run: "StoredRun") -> int:
+                if not is_estimated:
+                    return peak_of(run) + (extra or 0)
+                row = row_of(run, settings, compares_expandable=False)
+                return row.peak_bytes + allowance_of(row).bytes
+
             def needed(size: int, changed: Mapping[str, Any]) -> int:
-                run = maker.try_out(size, changed)
-                added = allowance_of(run, settings).bytes if is_estimated else extra
-                return peak_of(run) + (added or 0)
+                return needed_by(maker.try_out(size, changed))
 
             found = find_fit(
                 needed,
@@ -151,103 +166,6 @@ def forecast(  # noqa: PLR0913 - one argument an option
     print_renderable(render_forecast(digest))
 
 
-class _Maker:
-    """Makes each forecast once, and prints a line about it."""
-
-    def __init__(
-        self, forecaster: "Forecaster", name: str, *, out: Path, scratch: Path, replaces: bool
-    ) -> None:
-        from rich.console import Console
-
-        self._forecaster = forecaster
-        self._name = name
-        self._out = out
-        self._scratch = scratch
-        self._replaces = replaces
-        self._console = Console(stderr=True)
-        self._made: dict[str, StoredRun] = {}
-        self.accepted = forecaster.accepted_settings()
-
-    def keep(self, world_size: int) -> "StoredRun":
-        """Make a forecast that the command shows, in the output folder."""
-        return self._forecast(self._out, world_size, {})
-
-    def try_out(self, world_size: int, changed: Mapping[str, Any]) -> "StoredRun":
-        """Make an intermediate forecast with changed settings, in a temporary folder."""
-        return self._forecast(self._scratch, world_size, changed)
-
-    def _forecast(self, folder: Path, world_size: int, changed: Mapping[str, Any]) -> "StoredRun":
-        changes = [f"{name}={value}" for name, value in changed.items()]
-        key = "-".join([f"{world_size}-ranks", *changes]).replace("=", "-")
-        if key not in self._made:
-            ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-            what = ", ".join([f"forecasting {self._name} on {ranks}", *changes])
-            if not self._console.is_terminal:
-                self._console.print(f"{what} ...", soft_wrap=True, markup=False)
-            with self._console.status(what):
-                path = folder / f"{self._name}-{key}"
-                if self._replaces:
-                    _remove_forecast(path)
-                self._made[key] = self._forecaster.forecast(path, world_size, changed)
-        return self._made[key]
-
-
-def _remove_forecast(path: Path) -> None:
-    """Remove an earlier forecast; a folder that is not a forecast stays."""
-    import shutil
-
-    from fsdp_inspect.errors import StoreError
-    from fsdp_inspect.store.reader import open_run
-
-    if not path.exists():
-        return
-    if open_run(path).manifest.source != "predicted":
-        raise StoreError(
-            f"{str(path)!r} is no forecast. Expected one to replace. Name another --out."
-        )
-    shutil.rmtree(path)
-
-
-@contextmanager
-def _forecasting(
-    builder: str,
-    settings: Mapping[str, Any],
-    gpus_per_node: int,
-    device: str,
-    out: Path | None,
-    *,
-    replaces: bool,
-) -> Iterator[_Maker]:
-    from fsdp_inspect.cli.forecaster import start_forecaster
-
-    with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as temporary:
-        scratch = Path(temporary)
-        if out is not None:
-            _make_folder(out)
-        with start_forecaster(
-            builder, settings, gpus_per_node=gpus_per_node, device_type=_parse_device(device)
-        ) as forecaster:
-            yield _Maker(
-                forecaster,
-                _name_of(builder, settings),
-                out=out or scratch,
-                scratch=scratch,
-                replaces=replaces,
-            )
-
-
-def _make_folder(path: Path) -> None:
-    from fsdp_inspect.errors import StoreError
-
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(
-            f"{str(path)!r} cannot be made for the forecasts: {error.strerror or error}. Expected "
-            "a folder that this user may write to. Name another --out."
-        ) from error
-
-
 def _name_of(builder: str, settings: Mapping[str, Any]) -> str:
     """The name of the forecasts: the builder's name, or the model that the trainer builds."""
     if builder != TRAINER:
@@ -259,7 +177,7 @@ def _name_of(builder: str, settings: Mapping[str, Any]) -> str:
 def _find_model(
     model: str | None, preset: str | None, hf: str | None, config: Path | None, given: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    settings = dict(_parse_setting(text) for text in given)
+    settings = dict(parse_setting(text) for text in given)
     of_trainer = {"preset": preset, "hf": hf, "config": str(config) if config else None}
     of_trainer = {name: value for name, value in of_trainer.items() if value is not None}
     if model is None:
@@ -270,19 +188,6 @@ def _find_model(
             "trainer's models. Give one of the two."
         )
     return model, settings
-
-
-def _parse_setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise typer.BadParameter(
-            f"{text!r} sets nothing. Expected a name and a value, like batch_size=2.",
-            param_hint="--set",
-        )
-    try:
-        return name.replace("-", "_"), parse_json(value)
-    except InvalidTextError:
-        return name.replace("-", "_"), value
 
 
 def _parse_sizes(text: str) -> list[int]:

@@ -1,8 +1,10 @@
 """`fsdp-inspect plan`: from a budget of GPUs and memory to a plan."""
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,10 +15,14 @@ from fsdp_inspect.cli.arguments import (
     print_renderable,
     whole_number,
 )
+from fsdp_inspect.cli.forecast_maker import make_forecasts, parse_setting
+from fsdp_inspect.cli.model_forecasts import ModelForecasts
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
+    from fsdp_inspect.planning.capacity_plan import CapacityPlan
+    from fsdp_inspect.planning.forecast_step import ForecastStep
     from fsdp_inspect.planning.machines import Calibration, PlannedMachine
 
 DEFAULT_SEQ_LEN = 8192
@@ -44,8 +50,9 @@ def plan(  # noqa: PLR0913 - one argument an option
     model: Annotated[
         str,
         typer.Option(
-            help="A preset (tiny, small, llama-1b, llama-8b, llama-70b), or the config.json of a "
-            "Hugging Face model or its folder.",
+            help="A preset (tiny, small, llama-1b, llama-8b, llama-70b), the config.json of a "
+            "Hugging Face model or its folder, or a builder of your own: MODULE:FUNCTION returns "
+            "a ForecastTarget.",
             metavar="MODEL",
         ),
     ],
@@ -75,7 +82,8 @@ def plan(  # noqa: PLR0913 - one argument an option
     seq_len: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a sequence. [default: 8192, or less if the model's config says so]",
+            help="Tokens of a sequence. [default: 8192, or less if the model's config says so; the "
+            "setting of a builder]",
             parser=whole_number(1, 1 << 24),
         ),
     ] = None,
@@ -90,6 +98,23 @@ def plan(  # noqa: PLR0913 - one argument an option
         int | None,
         typer.Option(help="GPUs of one node. [default: as in the preset]", parser=whole_number(1)),
     ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="A keyword of the builder that the search does not vary: --set width=512. Repeat "
+            "for more.",
+            metavar="NAME=VALUE",
+        ),
+    ] = None,
+    forecasts: Annotated[
+        bool,
+        typer.Option(
+            "--forecast/--no-forecast",
+            help="Forecast the plans to report on fake tensors, with the model of the allocator. "
+            "It takes seconds to a minute for each plan.",
+        ),
+    ] = True,
     calibrate: Annotated[
         str | None,
         typer.Option(help="Take compute times from this recorded run.", metavar="RUN"),
@@ -114,37 +139,113 @@ def plan(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect plan --model llama-70b --gpus 64 --preset h200-ib400 --memory 80GiB`
     """
-    from fsdp_inspect.planning.candidates import Job
-    from fsdp_inspect.planning.capacity_plan import make_capacity_plan
-    from fsdp_inspect.planning.models import load_model
     from fsdp_inspect.report.planning import render_plan
 
-    shape, longest = load_model(model)
     machine = _machine(preset, gpus_per_node, memory, host_memory, calibrate)
-    job = Job(
-        model=shape,
+    question = _Question(
+        model=model,
         gpus=gpus,
-        gpus_per_node=machine.speed.links.gpus_per_node,
-        seq_len=seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN),
+        preset=preset,
         tokens=tokens,
+        seq_len=seq_len,
         batch_tokens=None if batch_tokens is None else round(batch_tokens),
     )
-    found = make_capacity_plan(job, machine, preset)
+    settings = dict(parse_setting(text) for text in set_ or [])
+    if ":" in model and not Path(model).exists():
+        found = _plan_builder(question, machine, settings)
+    else:
+        found = _plan_model(question, machine, settings, forecasts=forecasts)
     if as_json:
         from fsdp_inspect.report.json import render_json
 
         print(render_json(found))
     else:
         print_renderable(render_plan(found))
-    if out is not None and found.best is not None:
+    if out is not None and found.plan is not None:
         from fsdp_inspect.report.planning_files import write_settings
 
         written, notes = write_settings(found, out, replaces=force)
         print(f"Wrote {', '.join(str(path) for path in written)}", file=sys.stderr)
         for note in notes:
             print(note, file=sys.stderr)
-    if found.best is None:
+    if found.plan is None:
         raise typer.Exit(NONE_FITS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    model: str
+    gpus: int
+    preset: str
+    tokens: float
+    seq_len: int | None
+    batch_tokens: int | None
+
+
+def _plan_builder(
+    question: _Question, machine: "PlannedMachine", settings: Mapping[str, Any]
+) -> "CapacityPlan":
+    """Plan a builder of the user's own, with forecasts."""
+    from fsdp_inspect.planning.builder_plan import make_builder_plan
+    from fsdp_inspect.planning.forecast_step import read_forecast
+
+    name = question.model.partition(":")[2]
+    per_node = machine.speed.links.gpus_per_node
+    with make_forecasts(question.model, settings, name=name, gpus_per_node=per_node) as maker:
+        given = dict(settings)
+        accepts_seq_len = maker.accepted is None or "seq_len" in maker.accepted
+        if question.seq_len is not None and accepts_seq_len:
+            given["seq_len"] = question.seq_len
+        fixed = {name: value for name, value in given.items() if name not in settings}
+
+        def forecast(gpus: int, changed: Mapping[str, Any]) -> "ForecastStep":
+            return read_forecast(maker.try_out(gpus, {**fixed, **changed}))
+
+        return make_builder_plan(
+            forecast,
+            machine,
+            question.preset,
+            gpus=question.gpus,
+            tokens=question.tokens,
+            seq_len=question.seq_len,
+            batch_tokens=question.batch_tokens,
+            accepted=maker.accepted,
+            given=given,
+        )
+
+
+def _plan_model(
+    question: _Question,
+    machine: "PlannedMachine",
+    settings: Mapping[str, Any],
+    *,
+    forecasts: bool,
+) -> "CapacityPlan":
+    """Plan a preset or a Hugging Face model, with closed formulas."""
+    from fsdp_inspect.planning.candidates import Job
+    from fsdp_inspect.planning.capacity_plan import make_capacity_plan
+    from fsdp_inspect.planning.models import load_model
+
+    if settings:
+        raise typer.BadParameter(
+            f"Invalid --set {next(iter(settings))}: {question.model!r} is no builder. Expected "
+            "--set with --model MODULE:FUNCTION only. Remove it.",
+            param_hint="--set",
+        )
+    shape, longest = load_model(question.model)
+    job = Job(
+        model=shape,
+        gpus=question.gpus,
+        gpus_per_node=machine.speed.links.gpus_per_node,
+        seq_len=question.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN),
+        tokens=question.tokens,
+        batch_tokens=question.batch_tokens,
+    )
+    if not forecasts:
+        return make_capacity_plan(job, machine, question.preset)
+    with ModelForecasts(job, question.model) as of_plan:
+        found = make_capacity_plan(job, machine, question.preset, forecast=of_plan)
+    return replace(found, notes=tuple(of_plan.notes))
 
 
 def _machine(

@@ -172,6 +172,7 @@ def _describe(
         observed=tracked.observed,
         model=tracked.model,
         units=tracked.units,
+        operations=list(tracked.operations),
         process_groups=tracked.process_groups,
         world_size=world_size,
         mesh=tracked.mesh,

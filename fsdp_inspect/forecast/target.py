@@ -20,7 +20,8 @@ before its first step. Pass its name as `module:function`, or the function itsel
 
 Its keywords are the settings that a forecast can vary. When a forecast must fit into a given
 memory, it varies these keywords: `batch_size`; `checkpointing` ("none", "selective", "full"),
-`reshard_after_forward` ("true"), `wrap` ("block") and `offload` ("cpu"). Tensors have no values:
+`reshard_after_forward` ("true"), `wrap` ("block") and `offload` ("cpu"). `fsdp-inspect plan` varies
+them too, except `wrap`; it also sets "false", "none" and `microbatches`. Tensors have no values:
 reading one returns 0, and the forecast reports the read.
 """
 

@@ -8,6 +8,7 @@ of the global shape, and the optimizer creates its state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.errors import ForecastError, RecordingError
 from fsdp_inspect.forecast.allocation_history import build_history
+from fsdp_inspect.forecast.operations import OperationCounter
 from fsdp_inspect.forecast.target import ForecastTarget
 from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.instruments import Instruments
@@ -32,7 +34,7 @@ from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.codes import MemoryPoint, Source
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
-from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, Unit
+from fsdp_inspect.trace.run import ModelInfo, OperationCount, ProcessGroup, Unit
 
 _COMPILED = (
     "Compiled modules run as eager code here: tensors that the compiler would fuse away, or "
@@ -67,9 +69,13 @@ class TrackedStep:
     """The allocations of a training run; None: too many."""
     live_history: LiveHistory | None
     """Every change of the live memory; None: too many."""
+    operations: Sequence[OperationCount]
+    """The operations of the step before it, which is the same step."""
 
 
-def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
+def track_step(  # noqa: PLR0915 - one pass over one step
+    target: ForecastTarget, *, has_host: bool
+) -> TrackedStep:
     """Run two steps of a target and follow every storage through the second.
 
     Args:
@@ -120,12 +126,14 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
     optimizers = None if target.optimizer is None else [target.optimizer]
     instruments = Instruments(session, sharder, probe, optimizers, optimizer_stepped)
     instruments.attach()
+    counter = OperationCounter(lambda: (session.issuing_unit(), session.phase.label))
     try:
-        for _ in range(TRACKED_STEP + 1):
+        for number in range(TRACKED_STEP + 1):
             session.in_step = True
             session.open_step()
             memory_steps.begin()
-            target.step()
+            with counter if number < TRACKED_STEP else nullcontext():
+                target.step()
             probe.sample(MemoryPoint.STEP_END)
             memory_steps.end()
             session.in_step = False
@@ -169,6 +177,7 @@ def track_step(target: ForecastTarget, *, has_host: bool) -> TrackedStep:
         moments=[moment for moments, _ in kept for moment in moments],
         history=build_history(logs[0]),
         live_history=kept[-1][1] if kept else None,
+        operations=list(counter.counts()),
     )
 
 

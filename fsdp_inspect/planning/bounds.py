@@ -13,7 +13,7 @@ from fsdp_inspect.planning.workload import Speed, build_workload
 class Bounds:
     """Lower bounds of a candidate."""
 
-    step_ns: float
+    ns_per_token: float
     """All compute, or all messages of the shard group, and the optimizer."""
     allocated_bytes: float
     """States, all kept activations, and the largest unit."""
@@ -53,10 +53,8 @@ def bound(job: Job, candidate: Candidate, speed: Speed) -> Bounds:
         short = _sums(job, candidate, speed, size)
         sums = short.extend(_sums(job, candidate, speed, 2 * size), times=(layers - size) // size)
     count = candidate.microbatches
-    return Bounds(
-        count * max(sums.compute_ns, sums.messages_ns) + sums.optimizer_ns,
-        sums.bytes + sums.largest,
-    )
+    step_ns = count * max(sums.compute_ns, sums.messages_ns) + sums.optimizer_ns
+    return Bounds(step_ns / job.tokens_of_step(candidate), sums.bytes + sums.largest)
 
 
 def _sums(job: Job, candidate: Candidate, speed: Speed, num_layers: int) -> _Sums:

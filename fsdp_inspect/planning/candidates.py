@@ -45,6 +45,18 @@ class Candidate:
         )
         return sum(getattr(self, name) != getattr(defaults, name) for name in names)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The settings in which reported plans differ: not only in prefetch or grouping."""
+        return (
+            self.checkpointing,
+            self.offload,
+            self.param_dtype,
+            self.replicas,
+            self.tensor_parallel,
+            self.reshard_after_forward,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:

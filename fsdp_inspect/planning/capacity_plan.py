@@ -1,19 +1,16 @@
 """Answer a capacity question: the best plan, or what is missing for any plan to fit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.planning.candidates import BATCH_SIZES, Candidate, Job, list_candidates
+from fsdp_inspect.planning.forecast_step import ForecastStep
 from fsdp_inspect.planning.machines import PlannedMachine
-from fsdp_inspect.planning.prediction import (
-    FitVerdict,
-    PlannedMemory,
-    PlanPrediction,
-    predict_memory,
-)
-from fsdp_inspect.planning.search import Rejection, search
+from fsdp_inspect.planning.prediction import FitVerdict, PlannedMemory, predict_memory
+from fsdp_inspect.planning.predictor import FormulaPredictor
+from fsdp_inspect.planning.search import PlanSearchResult, search
 from fsdp_inspect.planning.workload import plan_of
 from fsdp_inspect.results import Result, to_plain
 from fsdp_inspect.trace.plan import Plan
@@ -61,33 +58,36 @@ class CapacityPlan(Result):
     """The budget of a device."""
     host_memory_bytes: int | None
     """The budget of a host; None: not limited."""
-    best: PlanPrediction | None
-    """The fastest plan that is certain to fit; None: there is none."""
-    runners_up: tuple[PlanPrediction, ...]
-    undecided: PlanPrediction | None
-    """A faster plan for which the budget is inside the interval of its memory."""
-    rejected: tuple[Rejection, ...]
-    num_candidates: int
-    num_simulated: int
+    found: PlanSearchResult
     shortfall: Shortfall | None
     """What is missing; None: a plan fits."""
-    job: Job
-
-    @property
-    def plan(self) -> Plan | None:
-        """The best plan as a plan file."""
-        return None if self.best is None else plan_of(self.job, self.best.candidate)
+    notes: tuple[str, ...]
+    """Settings that could not be compared, and forecasts that failed, one sentence each."""
+    plan: Plan | None
+    """The best plan as a plan file; None: no plan fits."""
+    job: Job | None
+    """The training; None: that of a builder."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes as plain values, without the job."""
+        """The attributes as plain values, those of the search first; without plan and job."""
         plain = to_plain(self)
         assert isinstance(plain, dict)
-        del plain["job"]
+        del plain["job"], plain["plan"]
+        plain = {**plain.pop("found"), **plain}
+        for prediction in (plain["best"], plain["undecided"], *plain["runners_up"]):
+            if prediction is not None:
+                prediction["candidate"] = _plain_candidate(prediction["candidate"])
         for rejection in plain["rejected"]:
             example = rejection.pop("example")
             rejection |= {name: value for name, value in example.items() if name != "reason"}
+            rejection["candidate"] = _plain_candidate(rejection["candidate"])
             rejection["detail"] = example["reason"]
         return plain
+
+
+def _plain_candidate(candidate: dict[str, Any]) -> dict[str, Any]:
+    """The settings by name; those of a builder are pairs."""
+    return dict(candidate["items"]) if "items" in candidate else candidate
 
 
 def make_capacity_plan(
@@ -95,6 +95,7 @@ def make_capacity_plan(
     machine: PlannedMachine,
     preset: str,
     candidates: Sequence[Candidate] | None = None,
+    forecast: Callable[[Candidate], ForecastStep | None] | None = None,
 ) -> CapacityPlan:
     """Find the fastest plan that fits a budget.
 
@@ -103,6 +104,7 @@ def make_capacity_plan(
         machine: The machines with their budgets.
         preset: The name of the machines' preset.
         candidates: The plans to compare; None: all.
+        forecast: Makes the forecast of a plan to report, or returns None; None: there is none.
 
     Raises:
         ConfigError: No candidate has the requested batch, or the preset has too few GPUs.
@@ -116,7 +118,8 @@ def make_capacity_plan(
             f"Expected a multiple of {job.seq_len * job.gpus} tokens. Change --batch-tokens or "
             "--seq-len."
         )
-    result = search(job, machine, listed)
+    found = search(FormulaPredictor(job, machine, forecast), listed)
+    best = None if found.best is None else found.best.candidate
     return CapacityPlan(
         model=job.model.name,
         num_parameters=job.model.num_parameters,
@@ -127,13 +130,10 @@ def make_capacity_plan(
         tokens=job.tokens,
         memory_bytes=machine.memory_bytes,
         host_memory_bytes=machine.host_bytes,
-        best=result.best,
-        runners_up=result.runners_up,
-        undecided=result.undecided,
-        rejected=result.rejected,
-        num_candidates=result.num_candidates,
-        num_simulated=result.num_simulated,
-        shortfall=None if result.best else _find_shortfall(job, machine),
+        found=found,
+        shortfall=None if best else _find_shortfall(job, machine),
+        notes=(),
+        plan=plan_of(job, best) if isinstance(best, Candidate) else None,
         job=job,
     )
 
@@ -141,7 +141,7 @@ def make_capacity_plan(
 def _find_shortfall(job: Job, machine: PlannedMachine) -> Shortfall:
     gpus: int | None = None
     size = job.gpus * 2
-    while size <= MOST_GPUS and gpus is None and machine.speed.links.preset.inter is not None:
+    while size <= MOST_GPUS and gpus is None and machine.has_network:
         if any(memory.verdict is FitVerdict.FITS for memory in _smallest(job, machine, size)):
             gpus = size
         size *= 2

@@ -14,6 +14,10 @@ class ValueOrigin(StrEnum):
     """A simulated step, with compute times from a roofline."""
     CALIBRATED = "calibrated simulation"
     """A simulated step, with compute times from a recorded run."""
+    FORECAST = "forecast"
+    """Storages of FSDP2's own code, counted on fake tensors."""
+    ALLOCATOR = "allocator model"
+    """The forecast's allocations, replayed on the model of CUDA's caching allocator."""
     DATASHEET = "datasheet"
 
 

@@ -30,6 +30,11 @@ class PlannedMachine:
     """The source of the compute times and of the network, in one or two sentences."""
 
     @property
+    def has_network(self) -> bool:
+        """Whether the machines can be more than one node."""
+        return self.speed.links.preset.inter is not None
+
+    @property
     def speeds(self) -> tuple[Speed, Speed, Speed]:
         """Typical, fast, slow."""
         return self.speed, self.fast, self.slow

@@ -36,17 +36,10 @@ def load_model(name: str) -> tuple[Transformer, int | None]:
         path = path / "config.json"
     if path.suffix == ".json":
         return _of_config(path)
-    if ":" in name:
-        raise ConfigError(
-            f"Unsupported model {shorten(name)!r}: plan cannot vary the sharding of a builder of "
-            f"your own. Expected a preset ({', '.join(presets)}) or a config.json of a Hugging "
-            "Face model. Use `fsdp-inspect forecast MODULE:FUNCTION --fit 80GiB`, which varies the "
-            "builder's keywords."
-        )
     raise ConfigError(
         f"Unknown model {shorten(name)!r}. {suggest(name, list(presets), what='presets')} Expected "
-        f"a preset ({', '.join(presets)}), or a config.json of a Hugging Face model or its folder. "
-        "Correct --model."
+        f"a preset ({', '.join(presets)}), or a config.json of a Hugging Face model or its folder, "
+        "or a builder as MODULE:FUNCTION. Correct --model."
     )
 
 

@@ -7,21 +7,25 @@ from functools import lru_cache
 
 from fsdp_inspect.analysis.capacity.allowance import default_allowance
 from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.planning.builder_candidates import BuilderCandidate
 from fsdp_inspect.planning.candidates import Candidate, Job
 from fsdp_inspect.planning.estimates import PlannedValue, ValueOrigin
+from fsdp_inspect.planning.forecast_step import ForecastStep
 from fsdp_inspect.planning.machines import PlannedMachine
-from fsdp_inspect.planning.reserved import reserved_of
-from fsdp_inspect.planning.workload import Speed, build_workload, host_bytes
+from fsdp_inspect.planning.reserved import reserved_of, reserved_of_forecast
+from fsdp_inspect.planning.workload import Speed, build_workload, host_bytes, steady_step_ns
 from fsdp_inspect.simulation.recorded import Execution, play
 
 FORMULA_RATIO = 0.02
 """Half the interval of a peak from closed formulas. The largest difference from a forecast of 36
 small steps was 1.4% (tests/planning/test_formulas.py)."""
+FORECAST_RATIO = 0.03
+"""Half the interval of a forecast peak. The largest difference from the recorder was 3.0%
+(docs/figures.md)."""
 _OUTSIDE_RATIO = (0.7, 1.3)
 """Interval of the memory outside the allocator, as a fraction of its estimate."""
 _LOW_POWER = 0.6
 """Average power as a fraction of the GPU's limit: the low end."""
-_EXACT_MICROBATCHES = 3
 _NS = 1e9
 _DAY_S = 86_400
 
@@ -42,7 +46,7 @@ class FitVerdict(StrEnum):
 class PlanPrediction:
     """The predicted values of one candidate."""
 
-    candidate: Candidate
+    candidate: Candidate | BuilderCandidate
     step_time_ns: PlannedValue
     tokens_per_s: PlannedValue
     mfu: PlannedValue
@@ -72,20 +76,39 @@ class PlannedMemory:
     reason: str
 
 
-def predict(job: Job, machine: PlannedMachine, candidate: Candidate) -> PlanPrediction:
-    """Predict all values of a candidate, with three simulated steps for its interval."""
+def predict(
+    job: Job,
+    machine: PlannedMachine,
+    candidate: Candidate,
+    memory: PlannedMemory | None = None,
+) -> PlanPrediction:
+    """Predict all values of a candidate, with three simulated steps for its interval.
+
+    Args:
+        job: The training.
+        machine: The machines and their budgets.
+        candidate: The settings.
+        memory: The memory of the candidate; None: from closed formulas.
+    """
+    training = Training(
+        gpus=job.gpus,
+        tokens=job.tokens,
+        tokens_of_step=job.tokens_of_step(candidate),
+        flops_per_token=job.model.model_flops_per_token(job.seq_len),
+        mfu_text="MFU counts 6 N + 12 L Q T operations for a token",
+    )
     times = [step_ns(job, candidate, speed) for speed in machine.speeds]
-    memory = predict_memory(job, machine, candidate)
-    return _complete(job, machine, candidate, times, memory)
+    known = memory or predict_memory(job, machine, candidate)
+    return complete(training, machine, candidate, times, known)
 
 
 def step_ns(job: Job, candidate: Candidate, speed: Speed) -> int:
-    """The simulated step. Beyond three microbatches, each one takes as long as the third."""
-    count = candidate.microbatches
-    if count <= _EXACT_MICROBATCHES:
-        return _played(job, candidate, speed)[0]
-    two, three = (step_ns(job, replace(candidate, microbatches=number), speed) for number in (2, 3))
-    return two + (count - 2) * (three - two)
+    """The simulated step."""
+
+    def played(count: int) -> int:
+        return _played(job, replace(candidate, microbatches=count), speed)[0]
+
+    return steady_step_ns(played, candidate.microbatches)
 
 
 def predict_memory(job: Job, machine: PlannedMachine, candidate: Candidate) -> PlannedMemory:
@@ -119,8 +142,37 @@ def judge_memory(
     job: Job, machine: PlannedMachine, candidate: Candidate, allocated: PlannedValue
 ) -> PlannedMemory:
     """Add what is beyond the allocator's live memory, and judge device and host."""
-    reserved = reserved_of(allocated)
-    outside = default_allowance(0, world_size=job.gpus).bytes
+    host = _host(job.gpus, job.gpus_per_node, host_bytes(job, candidate))
+    return _judge_all(job.gpus, machine, allocated, reserved_of(allocated), host)
+
+
+def judge_forecast(machine: PlannedMachine, step: ForecastStep) -> PlannedMemory:
+    """Take the memory of a forecast, and judge device and host."""
+    gpus, per_node = step.manifest.world_size, machine.speed.links.gpus_per_node
+    allocated = _forecast_estimate(step.peak_allocated_bytes)
+    reserved = reserved_of_forecast(allocated, step.peak_reserved_bytes)
+    host = _host(gpus, per_node, step.host_bytes(min(per_node, gpus)))
+    return _judge_all(gpus, machine, allocated, reserved, host)
+
+
+def _forecast_estimate(peak_bytes: int) -> PlannedValue:
+    return PlannedValue(
+        peak_bytes,
+        peak_bytes * (1 - FORECAST_RATIO),
+        peak_bytes * (1 + FORECAST_RATIO),
+        ValueOrigin.FORECAST,
+        "FSDP2's own code allocated these storages, on fake tensors.",
+    )
+
+
+def _judge_all(
+    gpus: int,
+    machine: PlannedMachine,
+    allocated: PlannedValue,
+    reserved: PlannedValue,
+    host: PlannedValue,
+) -> PlannedMemory:
+    outside = default_allowance(0, world_size=gpus).bytes
     low, high = (ratio * outside for ratio in _OUTSIDE_RATIO)
     device = PlannedValue(
         reserved.value + outside,
@@ -129,7 +181,6 @@ def judge_memory(
         reserved.origin,
         f"{reserved.assumption} The CUDA context and libraries use {outside / 2**30:.2f} GiB.",
     )
-    host = _host(job, candidate)
     verdict, reason = _judge(machine, device, host)
     return PlannedMemory(allocated, reserved, device, host, verdict, reason)
 
@@ -165,10 +216,10 @@ _PINNED_RATIO = 2
 """torch's allocator of pinned memory rounds each block up to a power of two: at most twice."""
 
 
-def _host(job: Job, candidate: Candidate) -> PlannedValue:
-    ranks = min(job.gpus_per_node, job.gpus)
+def _host(gpus: int, gpus_per_node: int, states: int) -> PlannedValue:
+    """The memory of a host; `states`: its parameters, gradients and AdamW's states."""
+    ranks = min(gpus_per_node, gpus)
     low, typical, high = (ranks * size for size in _PROCESS_BYTES)
-    states = host_bytes(job, candidate)
     pinned = states // 2  # parameters and gradients; AdamW's states are not pinned
     text = "Each process uses 2 to 8 GiB without its states."
     if states:
@@ -182,31 +233,45 @@ def _host(job: Job, candidate: Candidate) -> PlannedValue:
     )
 
 
-def _complete(
-    job: Job,
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The parts of a training on which rates and costs depend."""
+
+    gpus: int
+    tokens: float
+    """Tokens of the whole training."""
+    tokens_of_step: int
+    """Tokens of a step over all ranks."""
+    flops_per_token: float
+    """Operations of a token by MFU's definition."""
+    mfu_text: str
+    """That definition."""
+
+
+def complete(
+    training: Training,
     machine: PlannedMachine,
-    candidate: Candidate,
+    candidate: Candidate | BuilderCandidate,
     times: Sequence[int],
     memory: PlannedMemory,
 ) -> PlanPrediction:
+    """Derive rates and costs from the simulated steps: typical, fast and slow."""
     typical, *ends = times
     step = PlannedValue(
         typical, min(*ends, typical), max(*ends, typical), machine.origin, machine.assumption
     )
-    tokens = job.tokens_of_step(candidate)
-    rate = step.map(lambda ns: tokens / ns * _NS)
-    peak = machine.speed.gpu.bf16_flops * job.gpus
-    flops = job.model.model_flops_per_token(job.seq_len)
-    days = rate.map(lambda value: job.tokens / value / _DAY_S)
-    hours = days.map(lambda value: value * 24 * job.gpus)
+    rate = step.map(lambda ns: training.tokens_of_step / ns * _NS)
+    peak = machine.speed.gpu.bf16_flops * training.gpus
+    days = rate.map(lambda value: training.tokens / value / _DAY_S)
+    hours = days.map(lambda value: value * 24 * training.gpus)
     return PlanPrediction(
         candidate=candidate,
         step_time_ns=step,
         tokens_per_s=rate,
         mfu=rate.map(
-            lambda value: value * flops / peak,
-            "MFU counts 6 N + 12 L Q T operations for a token, over the bfloat16 peak of the "
-            f"{machine.speed.gpu.name}. {machine.assumption}",
+            lambda value: value * training.flops_per_token / peak,
+            f"{training.mfu_text}, over the bfloat16 peak of the {machine.speed.gpu.name}. "
+            f"{machine.assumption}",
         ),
         days=days,
         gpu_hours=hours,

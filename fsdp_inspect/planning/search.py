@@ -1,37 +1,33 @@
-"""Search the fastest candidate that fits, with bounds instead of simulation where they suffice.
+"""Search the fastest candidate that fits, with bounds instead of predictions where they suffice.
 
 Candidates are sorted by a lower bound of their time for a token. A candidate whose memory bound
-exceeds the budget is rejected without a simulation. The search ends when the next bound is above
-the time of the slowest plan to report: no later candidate can be faster. So the best plan is the
-same as that of an exhaustive search.
+exceeds the budget is rejected without a prediction. If the next bound is above the time of the
+slowest plan to report, no later candidate can be faster. So the best plan is the same as that of an
+exhaustive search.
 
 [Note: the simplest] Plans within 0.5% of each other differ by less than any prediction can show. Of
 the plans within 0.5% of the fastest one, the search takes the one with the fewest changed settings,
 then the one with the lowest peak.
+
+[Note: settled plans] The memory of the plans to report is predicted again with more effort, by a
+forecast if there is one. If that changes a verdict, the search runs again with it.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
-from fsdp_inspect.planning.bounds import bound
-from fsdp_inspect.planning.candidates import Candidate, Job
-from fsdp_inspect.planning.machines import PlannedMachine
-from fsdp_inspect.planning.prediction import (
-    FORMULA_RATIO,
-    FitVerdict,
-    PlannedMemory,
-    PlanPrediction,
-    predict,
-    predict_memory,
-    step_ns,
-)
+from fsdp_inspect.planning.prediction import FitVerdict, PlannedMemory, PlanPrediction
+from fsdp_inspect.planning.predictor import C, Predictor
 
 NUM_RUNNERS_UP = 2
 ALIKE_RATIO = 0.005
 SLOWER = "slower"
 """The reason of candidates that are slower than the reported plans. Whether they fit is unknown
 unless their bound showed it."""
+MOST_SETTLED = 4
+"""The highest number of candidates that are predicted with more effort."""
 _MOST_EXAMPLES = 8
 
 
@@ -63,112 +59,155 @@ class PlanSearchResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bounded:
-    candidate: Candidate
+class _Bounded(Generic[C]):
+    candidate: C
     ns_per_token: float
     """A lower bound."""
     bytes: float
     """A lower bound of the allocated peak."""
 
 
-def search(job: Job, machine: PlannedMachine, candidates: Sequence[Candidate]) -> PlanSearchResult:
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A predicted candidate that may fit."""
+
+    ns_per_token: float
+    allocated_bytes: float
+    """As predicted first: a settled plan is compared with plans that are not."""
+
+
+def search(predictor: Predictor[C], candidates: Sequence[C]) -> PlanSearchResult:
     """Find the fastest plans that fit.
 
     Args:
-        job: The training.
-        machine: The machines and their budgets.
+        predictor: Predicts the candidates on the machines of the training.
         candidates: The plans to compare.
     """
-    return _Search(job, machine, candidates).run()
+    return _Search(predictor, candidates).run()
 
 
-class _Search:
-    def __init__(self, job: Job, machine: PlannedMachine, candidates: Sequence[Candidate]) -> None:
-        self._job, self._machine = job, machine
+class _Search(Generic[C]):
+    def __init__(self, predictor: Predictor[C], candidates: Sequence[C]) -> None:
+        self._predictor = predictor
         self._bounded = sorted(map(self._bound, candidates), key=lambda each: each.ns_per_token)
-        self._num_simulated = 0
-        self._reasons: dict[Candidate, str] = {}
-        self._fitting: dict[Candidate, tuple[float, PlannedMemory]] = {}
-        self._undecided: tuple[float, Candidate] | None = None
+        self._memories: dict[C, PlannedMemory] = {}
+        self._allocated: dict[C, float] = {}
+        self._settled: set[C] = set()
+        self._reasons: dict[C, str] = {}
+        self._fitting: dict[C, _Known] = {}
+        self._fastest: dict[tuple[object, ...], float] = {}
+        """The time of the fastest fitting plan of each kind."""
+        self._undecided: tuple[float, C] | None = None
 
     def run(self) -> PlanSearchResult:
-        for each in self._bounded:
-            if each.bytes > self._machine.memory_bytes:
-                self._reasons[each.candidate] = FitVerdict.DEVICE
-            elif each.ns_per_token > self._worst_reported():
-                self._reasons[each.candidate] = SLOWER
-            else:
-                self._simulate(each.candidate)
+        self._compare_all()
+        while self._settle_next():
+            self._compare_all()
         chosen = self._choose()
         for candidate in self._fitting:
             if candidate not in chosen:
                 self._reasons[candidate] = SLOWER
-        predictions = [predict(self._job, self._machine, each) for each in chosen]
+        reported = [self._predict(each) for each in chosen]
         return PlanSearchResult(
-            best=predictions[0] if predictions else None,
-            runners_up=tuple(predictions[1:]),
+            best=reported[0] if reported else None,
+            runners_up=tuple(reported[1:]),
             undecided=self._fastest_undecided(chosen),
             rejected=tuple(self._group()),
             num_candidates=len(self._bounded),
-            num_simulated=self._num_simulated,
+            num_simulated=len(self._memories),
         )
 
-    def _bound(self, candidate: Candidate) -> _Bounded:
-        least = bound(self._job, candidate, self._machine.speed)
-        size = least.allocated_bytes * (1 - FORMULA_RATIO)
-        return _Bounded(
-            candidate,
-            least.step_ns / self._job.tokens_of_step(candidate),
-            size,
-        )
+    def _bound(self, candidate: C) -> _Bounded[C]:
+        least = self._predictor.bound(candidate)
+        return _Bounded(candidate, least.ns_per_token, least.allocated_bytes)
 
-    def _simulate(self, candidate: Candidate) -> None:
-        self._num_simulated += 1
-        memory = predict_memory(self._job, self._machine, candidate)
+    def _compare_all(self) -> None:
+        self._reasons, self._fitting, self._fastest, self._undecided = {}, {}, {}, None
+        budget = self._predictor.machine.memory_bytes
+        limit = float("inf")
+        for each in self._bounded:
+            if each.bytes > budget:
+                self._reasons[each.candidate] = FitVerdict.DEVICE
+            elif each.ns_per_token > limit:
+                self._reasons[each.candidate] = SLOWER
+            else:
+                self._compare(each.candidate)
+                limit = self._worst_reported()
+
+    def _compare(self, candidate: C) -> None:
+        memory = self._memory(candidate)
         if memory.verdict in (FitVerdict.DEVICE, FitVerdict.HOST):
             self._reasons[candidate] = memory.verdict
             return
-        step = step_ns(self._job, candidate, self._machine.speed)
-        time = step / self._job.tokens_of_step(candidate)
+        time = self._predictor.ns_per_token(candidate)
         if memory.verdict is FitVerdict.FITS:
-            self._fitting[candidate] = (time, memory)
+            self._fitting[candidate] = _Known(time, self._allocated[candidate])
+            self._fastest[candidate.kind] = min(time, self._fastest.get(candidate.kind, time))
             return
         self._reasons[candidate] = memory.verdict
         if self._undecided is None or time < self._undecided[0]:
             self._undecided = (time, candidate)
 
+    def _memory(self, candidate: C) -> PlannedMemory:
+        if candidate not in self._memories:
+            self._memories[candidate] = memory = self._predictor.memory(candidate)
+            self._allocated[candidate] = memory.allocated.value
+        return self._memories[candidate]
+
+    def _predict(self, candidate: C) -> PlanPrediction:
+        return self._predictor.predict(candidate, self._memory(candidate))
+
+    def _settle_next(self) -> bool:
+        """Settle one plan to report; False: all are settled. See [Note: settled plans]."""
+        for candidate in self._to_report():
+            if candidate in self._settled or len(self._settled) >= MOST_SETTLED:
+                continue
+            self._settled.add(candidate)
+            memory = self._predictor.settle(candidate)
+            if memory is not None:
+                self._memories[candidate] = memory
+                return True
+        return False
+
+    def _to_report(self) -> Iterator[C]:
+        chosen = self._choose()
+        if self._is_undecided_faster(chosen) and self._undecided is not None:
+            yield self._undecided[1]
+        yield from chosen
+
     def _worst_reported(self) -> float:
         """The time for a token that a further candidate must beat."""
-        times = sorted(
-            min(time for candidate, (time, _) in self._fitting.items() if _kind(candidate) == kind)
-            for kind in {_kind(candidate) for candidate in self._fitting}
-        )
         count = NUM_RUNNERS_UP + 1
-        return times[count - 1] * (1 + ALIKE_RATIO) if len(times) >= count else float("inf")
+        if len(self._fastest) < count:
+            return float("inf")
+        return sorted(self._fastest.values())[count - 1] * (1 + ALIKE_RATIO)
 
-    def _choose(self) -> list[Candidate]:
+    def _choose(self) -> list[C]:
         """The best plan of each of the fastest kinds. See [Note: the simplest]."""
-        chosen: list[Candidate] = []
+        chosen: list[C] = []
         left = dict(self._fitting)
         while left and len(chosen) <= NUM_RUNNERS_UP:
-            fastest = min(time for time, _ in left.values())
-            alike = [each for each in left if left[each][0] <= fastest * (1 + ALIKE_RATIO)]
-            pick = min(alike, key=lambda each: (each.effort, left[each][1].allocated.value))
+            fastest = min(known.ns_per_token for known in left.values())
+            most = fastest * (1 + ALIKE_RATIO)
+            alike = [each for each, known in left.items() if known.ns_per_token <= most]
+            pick = min(alike, key=lambda each: (each.effort, left[each].allocated_bytes))
             chosen.append(pick)
-            left = {each: left[each] for each in left if _kind(each) != _kind(pick)}
+            left = {each: known for each, known in left.items() if each.kind != pick.kind}
         return chosen
 
-    def _fastest_undecided(self, chosen: Sequence[Candidate]) -> PlanPrediction | None:
+    def _is_undecided_faster(self, chosen: Sequence[C]) -> bool:
         if self._undecided is None:
+            return False
+        return not chosen or self._undecided[0] < self._fitting[chosen[0]].ns_per_token
+
+    def _fastest_undecided(self, chosen: Sequence[C]) -> PlanPrediction | None:
+        if self._undecided is None or not self._is_undecided_faster(chosen):
             return None
-        time, candidate = self._undecided
-        if chosen and time >= self._fitting[chosen[0]][0]:
-            return None
-        return predict(self._job, self._machine, candidate)
+        return self._predict(self._undecided[1])
 
     def _group(self) -> list[Rejection]:
         """Rejections by reason, checkpointing and offload, the largest group first."""
-        groups: dict[tuple[str, str, bool], list[_Bounded]] = defaultdict(list)
+        groups: dict[tuple[str, str, bool], list[_Bounded[C]]] = defaultdict(list)
         for each in self._bounded:
             candidate = each.candidate
             if candidate in self._reasons:
@@ -179,25 +218,12 @@ class _Search:
             for key, members in sorted(groups.items(), key=lambda item: -len(item[1]))
         ]
 
-    def _example(self, reason: str, members: Sequence[_Bounded]) -> PlanPrediction:
+    def _example(self, reason: str, members: Sequence[_Bounded[C]]) -> PlanPrediction:
         """The member with the least memory; of slower ones, the fastest that fits, if one does."""
         if reason != SLOWER:
             smallest = min(members, key=lambda each: each.bytes)
-            return predict(self._job, self._machine, smallest.candidate)
+            return self._predict(smallest.candidate)
         for each in members[:_MOST_EXAMPLES]:
-            memory = predict_memory(self._job, self._machine, each.candidate)
-            if memory.verdict is FitVerdict.FITS:
-                return predict(self._job, self._machine, each.candidate)
-        return predict(self._job, self._machine, members[0].candidate)
-
-
-def _kind(candidate: Candidate) -> tuple[object, ...]:
-    """The settings in which reported plans differ: not only in prefetch or grouping."""
-    return (
-        candidate.checkpointing,
-        candidate.offload,
-        candidate.param_dtype,
-        candidate.replicas,
-        candidate.tensor_parallel,
-        candidate.reshard_after_forward,
-    )
+            if self._memory(each.candidate).verdict is FitVerdict.FITS:
+                return self._predict(each.candidate)
+        return self._predict(members[0].candidate)

@@ -5,7 +5,7 @@ of FSDP2 gives the step time, and its memory ledger gives the peak.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.planning.candidates import Candidate, Job
@@ -40,9 +40,9 @@ from fsdp_inspect.trace.plan import (
 
 _MASTER, _STATES, _REDUCE = 4, 8, 4
 """Bytes of a parameter's float32 weight, of AdamW's two states, and of the reduced gradient."""
-_OPTIMIZER_TRAFFIC = 4 * 9
+OPTIMIZER_TRAFFIC = 4 * 9
 """Bytes that clipping and a fused AdamW read and write for each parameter."""
-_LAUNCH_OF_COLLECTIVE_NS = 150_000
+LAUNCH_OF_COLLECTIVE_NS = 150_000
 """Host time of torch's hooks and of the issue of one collective."""
 
 
@@ -61,10 +61,13 @@ class Speed:
 
     def flops(self, candidate: Candidate) -> float:
         """Operations per second."""
-        is_half = candidate.param_dtype == "bfloat16"
-        peak = self.gpu.bf16_flops if is_half else self.gpu.fp32_flops
         is_split = candidate.tensor_parallel > 1
-        return peak * self.efficiency * (TENSOR_PARALLEL_RATIO if is_split else 1.0)
+        rate = self.rate(is_half=candidate.param_dtype == "bfloat16")
+        return rate * (TENSOR_PARALLEL_RATIO if is_split else 1.0)
+
+    def rate(self, *, is_half: bool) -> float:
+        """Operations per second without tensor parallelism, in bfloat16 or in float32."""
+        return (self.gpu.bf16_flops if is_half else self.gpu.fp32_flops) * self.efficiency
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +234,7 @@ class _Builder:
         own = padded / self._shard
         rate = gpu.memory_bytes_per_s
         on_host = own * _MASTER / gpu.host_bytes_per_s if self._candidate.offload else 0.0
-        launch = round(_LAUNCH_OF_COLLECTIVE_NS * self._speed.launch_ratio)
+        launch = round(LAUNCH_OF_COLLECTIVE_NS * self._speed.launch_ratio)
         names = self._model.module_names
         return UnitWork(
             gather_ns=self._shard_ring.gather_ns(padded * self._width),
@@ -299,7 +302,7 @@ class _Builder:
         if self._candidate.offload:
             of_node = own * min(self._job.gpus_per_node, self._job.gpus)
             return _ns(of_node / 1e9 * self._speed.host_optimizer_s)
-        return _ns(own * _OPTIMIZER_TRAFFIC / self._speed.gpu.memory_bytes_per_s)
+        return _ns(own * OPTIMIZER_TRAFFIC / self._speed.gpu.memory_bytes_per_s)
 
     # --- memory
 
@@ -397,3 +400,19 @@ def host_bytes(job: Job, candidate: Candidate) -> int:
     ranks = min(job.gpus_per_node, job.gpus)
     shard = job.gpus // candidate.replicas
     return round(job.model.num_parameters * (2 * _MASTER + _STATES) * ranks / shard)
+
+
+_EXACT_MICROBATCHES = 3
+
+
+def steady_step_ns(played: Callable[[int], int], microbatches: int) -> int:
+    """The time of a step; beyond three microbatches, each one takes as long as the third.
+
+    Args:
+        played: The simulated step of a number of microbatches.
+        microbatches: The microbatches of the step.
+    """
+    if microbatches <= _EXACT_MICROBATCHES:
+        return played(microbatches)
+    two, three = played(2), played(3)
+    return two + (microbatches - 2) * (three - two)

@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fsdp_inspect.formatting import capitalize, format_bytes, format_count, format_ns, format_ratio
+from fsdp_inspect.planning.builder_candidates import BuilderCandidate
 from fsdp_inspect.planning.candidates import Candidate
 from fsdp_inspect.planning.capacity_plan import VALUES, CapacityPlan
 from fsdp_inspect.planning.estimates import PlannedValue
@@ -38,8 +39,10 @@ def render_plan(plan: CapacityPlan) -> RenderableType:
     return Group(*_parts(plan))
 
 
-def describe_candidate(candidate: Candidate) -> str:
+def describe_candidate(candidate: Candidate | BuilderCandidate) -> str:
     """The settings of a candidate in one line."""
+    if isinstance(candidate, BuilderCandidate):
+        return _describe_builder(candidate)
     shards = [f"checkpointing {candidate.checkpointing}", f"batch {candidate.batch_size}"]
     if candidate.microbatches > 1:
         shards.append(f"x {candidate.microbatches} microbatches")
@@ -60,6 +63,25 @@ def describe_candidate(candidate: Candidate) -> str:
     return ", ".join(shards)
 
 
+def _describe_plan(candidate: Candidate | BuilderCandidate) -> str:
+    if isinstance(candidate, BuilderCandidate):
+        return _describe_builder(candidate, is_whole=True)
+    return describe_candidate(candidate)
+
+
+def _describe_builder(candidate: BuilderCandidate, *, is_whole: bool = False) -> str:
+    """The keywords of a builder; those with torch's usual values only if `is_whole`."""
+    usual = {"reshard_after_forward": "true", "offload": "none"}
+    return (
+        ", ".join(
+            f"{name}={value}"
+            for name, value in candidate.items
+            if is_whole or usual.get(name) != value
+        )
+        or "as built"
+    )
+
+
 def _parts(plan: CapacityPlan) -> Iterable[RenderableType]:
     yield Text(_headline(plan), style="bold")
     yield indented(
@@ -68,29 +90,32 @@ def _parts(plan: CapacityPlan) -> Iterable[RenderableType]:
     )
     if plan.shortfall is not None:
         yield from (indented(sentence) for sentence in _describe_shortfall(plan))
-    if plan.best is not None:
-        yield indented(f"Plan: {describe_candidate(plan.best.candidate)}.")
-        yield from section("Predicted values", _values(plan.best))
-    if plan.undecided is not None:
-        yield from section("Cannot tell", *_describe_undecided(plan, plan.undecided))
-    if plan.runners_up:
+    if plan.found.best is not None:
+        yield indented(f"Plan: {_describe_plan(plan.found.best.candidate)}.")
+        yield from section("Predicted values", _values(plan.found.best))
+    if plan.found.undecided is not None:
+        yield from section("Cannot tell", *_describe_undecided(plan, plan.found.undecided))
+    if plan.found.runners_up:
         yield from section("Runners-up", _runners_up(plan))
     yield from section("Rejected", _rejections(plan))
-    shown = plan.best or plan.undecided
+    shown = plan.found.best or plan.found.undecided
     if shown is not None:
         yield from section("Assumptions", *_assumptions(shown))
+    if plan.notes:
+        yield from section("Notes", *(indented(note) for note in plan.notes))
     yield ""
+    how = "simulation" if plan.job is not None else "forecast"
     yield dim(
-        f"Compared {plan.num_candidates:,} plans, {plan.num_simulated:,} of them by simulation. "
-        "Nothing here is measured."
+        f"Compared {plan.found.num_candidates:,} plans, {plan.found.num_simulated:,} of them by "
+        f"{how}. Nothing here is measured."
     )
 
 
 def _headline(plan: CapacityPlan) -> str:
-    if plan.best is not None:
-        days = plan.best.days
+    if plan.found.best is not None:
+        days = plan.found.best.days
         return f"Fits: {_hours(days.value)} days ({_hours(days.low)} to {_hours(days.high)})."
-    if plan.undecided is not None:
+    if plan.found.undecided is not None:
         return f"Cannot tell whether a plan fits into {format_bytes(plan.memory_bytes)}."
     return f"No plan fits into {format_bytes(plan.memory_bytes)}."
 
@@ -112,8 +137,12 @@ def _describe_shortfall(plan: CapacityPlan) -> Iterable[str]:
 
 
 def _describe_undecided(plan: CapacityPlan, found: PlanPrediction) -> Iterable[RenderableType]:
-    faster = "This plan is faster, but " if plan.best is not None else "The fastest such plan: "
-    reason = found.reason if plan.best is None else found.reason[:1].lower() + found.reason[1:]
+    faster = (
+        "This plan is faster, but " if plan.found.best is not None else "The fastest such plan: "
+    )
+    reason = (
+        found.reason if plan.found.best is None else found.reason[:1].lower() + found.reason[1:]
+    )
     yield indented(f"{describe_candidate(found.candidate)}.")
     yield indented(f"{faster}{reason}")
 
@@ -130,7 +159,7 @@ def _values(prediction: PlanPrediction) -> RenderableType:
 
 def _runners_up(plan: CapacityPlan) -> RenderableType:
     table = new_table("plan", "tokens/s", "days", "device memory")
-    for each in (plan.best, *plan.runners_up):
+    for each in (plan.found.best, *plan.found.runners_up):
         if each is not None:
             table.add_row(
                 Text(describe_candidate(each.candidate)),
@@ -143,7 +172,7 @@ def _runners_up(plan: CapacityPlan) -> RenderableType:
 
 def _rejections(plan: CapacityPlan) -> RenderableType:
     table = new_table("reason", "plans", "<closest plan", "device memory")
-    for each in plan.rejected[:MOST_REJECTIONS]:
+    for each in plan.found.rejected[:MOST_REJECTIONS]:
         offload = ", offload" if each.offload else ""
         table.add_row(
             Text(f"{each.reason} ({each.checkpointing}{offload})"),
@@ -151,7 +180,7 @@ def _rejections(plan: CapacityPlan) -> RenderableType:
             Text(describe_candidate(each.example.candidate)),
             format_bytes(each.example.device_bytes.value),
         )
-    rest = sum(each.count for each in plan.rejected[MOST_REJECTIONS:])
+    rest = sum(each.count for each in plan.found.rejected[MOST_REJECTIONS:])
     if rest:
         table.add_row("other reasons", f"{rest:,}", "", "")
     return table

@@ -31,11 +31,26 @@ def write_settings(
     Raises:
         ExportError: The folder contains files and may not be replaced, or cannot be written.
     """
-    assert plan.best is not None
     assert plan.plan is not None
-    candidate, job = plan.best.candidate, plan.job
+    texts = {"plan.toml": plan.plan.to_toml()}
+    notes: list[str] = []
+    best = plan.found.best
+    if plan.job is not None and best is not None and isinstance(best.candidate, Candidate):
+        more, notes = _model_settings(plan.job, best.candidate)
+        texts |= more
+    else:
+        notes.append(
+            "Only plan.toml: a builder of your own takes its settings as keywords, as shown."
+        )
+    with whole_folder(folder, replaces=replaces) as unfinished:
+        for name, text in texts.items():
+            (unfinished / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in sorted(texts)], notes
+
+
+def _model_settings(job: Job, candidate: Candidate) -> tuple[dict[str, str], list[str]]:
+    """The files of a preset or a Hugging Face model, and why some could not be written."""
     texts = {
-        "plan.toml": plan.plan.to_toml(),
         "accelerate.yaml": _yaml(accelerate_settings(job, candidate)),
         "torchtitan.toml": _torchtitan_text(job, candidate),
     }
@@ -53,10 +68,7 @@ def write_settings(
             "plan.toml describes the FSDP part of the plan. Split the model over the "
             f"{candidate.tensor_parallel} tensor-parallel ranks in your own code."
         )
-    with whole_folder(folder, replaces=replaces) as unfinished:
-        for name, text in texts.items():
-            (unfinished / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in sorted(texts)], notes
+    return texts, notes
 
 
 def trainer_settings(job: Job, candidate: Candidate) -> dict[str, Any]:

@@ -161,6 +161,22 @@ class ModelInfo(Record):
     num_trainable_parameters: Amount = 0
 
 
+class OperationCount(Record):
+    """The operations of a unit in one phase of a step, with results of one width."""
+
+    unit: Annotated[int, Field(ge=-1)]
+    """Index of the unit; -1: outside all units."""
+    phase: str
+    itemsize: Index
+    """Bytes of an element of the results; 0: the operators return no tensor."""
+    run: Amount
+    """Multiplications and additions of matrix products and attention that run."""
+    whole: Amount
+    """The same with causal attention counted whole, as in MFU."""
+    kernels: Amount
+    """Operators that are no views."""
+
+
 class RunManifest(Record):
     """`run.json`: rank 0 writes it before any event."""
 
@@ -177,6 +193,8 @@ class RunManifest(Record):
     """The observed plan (`trace.plan.Plan`), as a dictionary."""
     model: ModelInfo = ModelInfo()
     units: list[Unit] = Field(default_factory=list)
+    operations: list[OperationCount] = Field(default_factory=list)
+    """Forecasts: the operations of the step of rank 0."""
     process_groups: list[ProcessGroup] = Field(default_factory=list)
     world_size: WorldSize
     mesh: dict[str, WorldSize] = Field(default_factory=dict)

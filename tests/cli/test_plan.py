@@ -6,19 +6,23 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
 from fsdp_inspect import Plan
+from fsdp_inspect.cli import forecaster
 from instrumented_trainer.command_line import check_settings, read_file
+from tests.forked_process import ForkedProcess
 
 ISSUE_FIELDS = (
     *("step_time_ns", "tokens_per_s", "mfu", "gpu_hours", "peak_allocated_bytes"),
     *("peak_reserved_bytes", "host_bytes", "days", "energy_kwh"),
 )
-SMALL = ("--model", "tiny", "--gpus", "2", "--preset", "h100-nvlink", "--seq-len", "64")
+TINY = ("--model", "tiny", "--gpus", "2", "--preset", "h100-nvlink", "--seq-len", "64")
+SMALL = (*TINY, "--no-forecast")
 
 
 def run_plan(*words: str) -> subprocess.CompletedProcess[str]:
@@ -83,7 +87,7 @@ def test_the_text_fits_80_columns_and_states_its_assumptions(invoke):
 
 def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_stated(invoke):
     memory = ("--memory", "2GiB", "--host-memory", "64GiB")
-    done = invoke("plan", "--model", "llama-70b", "--gpus", "4", *memory)
+    done = invoke("plan", "--model", "llama-70b", "--gpus", "4", *memory, "--no-forecast")
     assert done.code == 1
     assert done.out.startswith("No plan fits into 2.00 GiB.")
     assert "a plan fits with" in done.out
@@ -93,7 +97,7 @@ def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_sta
     ("words", "message"),
     [
         pytest.param(["--model", "lama-8b", "--gpus", "8"], "Unknown model", id="model"),
-        pytest.param(["--model", "a:b", "--gpus", "8"], "Unsupported model", id="builder"),
+        pytest.param(["--model", "tiny", "--gpus", "8", "--set", "a=1"], "is no builder", id="set"),
         pytest.param(["--model", "tiny", "--gpus", "0"], "not a valid number", id="gpus"),
         pytest.param(["--model", "tiny", "--gpus", "8", "--preset", "b2"], "preset", id="preset"),
         pytest.param(["--model", "tiny", "--gpus", "16", "--preset", "h100-nvlink"], "one node",
@@ -126,3 +130,45 @@ def test_an_unsupported_architecture_is_refused(tmp_path, invoke):
     done = invoke("plan", "--model", tmp_path, "--gpus", "8")
     assert done.code == 2
     assert "Unsupported architecture 'gpt2'" in " ".join(done.err.split())
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Forecasts run in a child that does not import torch again."""
+    popen = SimpleNamespace(Popen=ForkedProcess, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(forecaster, "subprocess", popen)
+
+
+def test_the_reported_plans_are_forecast_and_say_so(forked, invoke):
+    done = invoke("plan", *TINY, "--json")
+
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    reported = (plan["best"], *plan["runners_up"])
+    for each in (one for one in reported if one["candidate"]["tensor_parallel"] == 1):
+        assert each["peak_allocated_bytes"]["origin"] == "forecast"
+        assert each["peak_reserved_bytes"]["origin"] == "allocator model"
+        assert each["peak_reserved_bytes"]["value"] >= each["peak_allocated_bytes"]["value"]
+    assert "forecasting tiny on 2 ranks" in done.err
+    assert plan["notes"] == []
+
+
+def test_a_builder_is_planned_with_its_own_keywords(forked, invoke, tmp_path):
+    words = ("plan", "--model", "tests.planning.gpt_builder:build", "--gpus", "4", "--preset",
+             "h100-nvlink", "--set", "checkpointing=full", "--set", "offload=none", "--seq-len",
+             "128", "--out", tmp_path / "out")  # fmt: skip
+    done = invoke(*words)
+
+    assert done.code == 0, done.err
+    assert "small-gpt (8.9" in done.out.replace("\n", " ") or "small-gpt (" in done.out
+    assert "sequences of 128 tokens" in done.out
+    assert "Plan: batch_size=" in done.out
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.toml"]
+    assert Plan.load(tmp_path / "out" / "plan.toml").world_size == 4
+
+
+def test_a_builder_that_is_not_found_is_invalid_input(forked, invoke):
+    done = invoke("plan", "--model", "nowhere:build", "--gpus", "8", "--preset", "h100-nvlink")
+
+    assert done.code == 2
+    assert "Module 'nowhere' cannot be imported" in " ".join(done.err.split())

@@ -10,8 +10,10 @@ from fsdp_inspect.analysis.capacity.allowance import default_allowance
 from fsdp_inspect.analysis.capacity.forecasts import peak_of
 from fsdp_inspect.planning.candidates import Candidate, list_candidates
 from fsdp_inspect.planning.capacity_plan import VALUES, make_capacity_plan
+from fsdp_inspect.planning.forecast_step import read_forecast
 from fsdp_inspect.planning.machines import make_machine
 from fsdp_inspect.planning.prediction import FitVerdict, predict, predict_memory, step_ns
+from fsdp_inspect.planning.predictor import FormulaPredictor
 from fsdp_inspect.planning.reserved import RATIOS
 from fsdp_inspect.planning.search import search
 from fsdp_inspect.report.planning_files import trainer_settings
@@ -42,7 +44,7 @@ def test_the_chosen_plan_is_within_one_percent_of_the_best_of_the_grid(
     machine = make_machine(preset, memory_bytes=round(budget * GIB))
     candidates = grid(job)
 
-    found = search(job, machine, candidates)
+    found = search(FormulaPredictor(job, machine), candidates)
 
     assert found.best is not None
     rates = [rate_of(job, machine, each) for each in candidates]
@@ -65,7 +67,9 @@ def test_the_forecast_of_a_plan_that_fits_is_within_the_budget(tmp_path, shape):
     model, layers, seq_len, budget = shape
     job = make_job(model, num_layers=layers, seq_len=seq_len)
     machine = make_machine("h100-nvlink", memory_bytes=round(budget * GIB))
-    found = search(job, machine, [each for each in grid(job) if each.tensor_parallel == 1])
+    found = search(
+        FormulaPredictor(job, machine), [each for each in grid(job) if each.tensor_parallel == 1]
+    )
     assert found.best is not None
 
     settings = {**trainer_settings(job, found.best.candidate), "num_layers": layers}
@@ -84,9 +88,9 @@ def test_a_budget_inside_the_interval_is_undecided():
 
     found = make_capacity_plan(job, machine, "h100-nvlink", [candidate])
 
-    assert found.best is None
-    assert found.undecided is not None
-    assert "inside this interval" in found.undecided.reason
+    assert found.found.best is None
+    assert found.found.undecided is not None
+    assert "inside this interval" in found.found.undecided.reason
     assert found.shortfall is not None
 
 
@@ -96,12 +100,12 @@ def test_a_plan_that_cannot_fit_states_the_smallest_memory_and_gpus():
 
     found = make_capacity_plan(job, machine, "h200-ib400")
 
-    assert found.best is None
-    assert found.undecided is None
+    assert found.found.best is None
+    assert found.found.undecided is None
     assert found.shortfall is not None
     assert found.shortfall.memory_bytes is not None
     roomier = make_machine("h200-ib400", memory_bytes=round(found.shortfall.memory_bytes) + 1)
-    assert make_capacity_plan(job, roomier, "h200-ib400").best is not None
+    assert make_capacity_plan(job, roomier, "h200-ib400").found.best is not None
 
 
 def test_every_value_is_inside_its_interval_and_has_an_assumption():
@@ -123,3 +127,27 @@ def test_offload_moves_states_to_the_host_and_takes_longer():
     assert on_host.peak_allocated_bytes.value < on_device.peak_allocated_bytes.value
     assert on_host.host_bytes.value > on_device.host_bytes.value
     assert on_host.step_time_ns.value > on_device.step_time_ns.value
+
+
+def test_a_forecast_that_contradicts_the_formula_changes_the_plan(tmp_path):
+    job, machine = make_job("small", num_layers=2), make_machine("h100-nvlink")
+    candidates = [each for each in grid(job) if each.tensor_parallel == 1]
+    first = search(FormulaPredictor(job, machine), candidates).best
+    assert first is not None
+    forecast_memory(
+        build, tmp_path / "run", world_size=8,
+        settings={**trainer_settings(job, first.candidate), "num_layers": 2},
+    )  # fmt: skip
+    step = read_forecast(open_run(tmp_path / "run"))
+
+    def forecast(candidate):
+        if candidate != first.candidate:
+            return step
+        return replace(step, peak_reserved_bytes=machine.memory_bytes * 2)
+
+    found = search(FormulaPredictor(job, machine, forecast), candidates)
+
+    assert found.best is not None
+    assert found.best.candidate != first.candidate
+    assert found.best.peak_reserved_bytes.value == step.peak_reserved_bytes
+    assert found.best.peak_reserved_bytes.origin == "allocator model"

@@ -82,7 +82,7 @@ def collect_forecasts(
         source=first.source,
         num_parameters=first.model.num_parameters,
         torch_version=first.versions.get("torch", ""),
-        rows=tuple(_row(run, settings) for run in runs),
+        rows=tuple(row_of(run, settings) for run in runs),
         allowance_bytes=allowance_bytes,
         allowance=allowance,
         fit=fit,
@@ -97,19 +97,33 @@ def peak_of(run: RunSource) -> int:
     Raises:
         ForecastError: The run is not a forecast.
     """
-    return _row(run, None).peak_bytes
+    return row_of(run, None).peak_bytes
 
 
-def allowance_of(run: RunSource, settings: AllocatorSettings = DEFAULT_SETTINGS) -> Allowance:
+def allowance_of(row: ForecastRow) -> Allowance:
     """The estimate of the device memory that a forecast leaves out."""
-    row = _row(run, settings)
     reserved = None if row.reserved is None else row.reserved.peak_reserved_bytes
     return default_allowance(
         row.peak_bytes, world_size=row.world_size, peak_reserved_bytes=reserved
     )
 
 
-def _row(run: RunSource, settings: AllocatorSettings | None) -> ForecastRow:
+def row_of(
+    run: RunSource,
+    settings: AllocatorSettings | None = DEFAULT_SETTINGS,
+    *,
+    compares_expandable: bool = True,
+) -> ForecastRow:
+    """The row of one forecast.
+
+    Args:
+        run: The forecast.
+        settings: The settings of the caching allocator; None: reserved memory is not predicted.
+        compares_expandable: Also predict reserved memory with expandable segments.
+
+    Raises:
+        ForecastError: The run is not a forecast.
+    """
     memory = measure_memory(run)
     peak = memory.peak
     if peak is None or memory.peak_allocated_bytes is None:
@@ -127,5 +141,7 @@ def _row(run: RunSource, settings: AllocatorSettings | None) -> ForecastRow:
         categories=peak.categories,
         reserved=None
         if settings is None or run.manifest.device_type == "cpu"
-        else predict_reserved(run, rank=0, settings=settings),
+        else predict_reserved(
+            run, rank=0, settings=settings, compares_expandable=compares_expandable
+        ),
     )

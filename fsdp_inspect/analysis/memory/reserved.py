@@ -32,7 +32,7 @@ class ReservedPrediction:
     peak_allocated_bytes: int
     """The highest memory of blocks in use, with the allocator's rounding."""
     expandable_peak_reserved_bytes: int | None
-    """The peak with expandable segments; None: unknown, or the run has them."""
+    """The peak with expandable segments; None: unknown, not asked for, or the run has them."""
     num_steps: int
     """Steps of the history; 0: a recording."""
     num_resting: int
@@ -50,7 +50,11 @@ class ReservedPrediction:
 
 
 def predict_reserved(
-    run: RunSource, *, rank: int, settings: AllocatorSettings | None = None
+    run: RunSource,
+    *,
+    rank: int,
+    settings: AllocatorSettings | None = None,
+    compares_expandable: bool = True,
 ) -> ReservedPrediction | None:
     """Predict the reserved memory of one rank.
 
@@ -58,6 +62,7 @@ def predict_reserved(
         run: A forecast, or an imported memory snapshot.
         rank: The rank.
         settings: Allocator settings; default: those of the run.
+        compares_expandable: Also predict the peak with expandable segments.
 
     Returns:
         None if the run has no allocation history of the rank.
@@ -72,7 +77,7 @@ def predict_reserved(
     recorded = _recorded_peak(run, rank) if history.num_steps == 0 else None
     unknown = unknown or _doubt(own, recorded, history.num_resting)
     expandable = None
-    if not unknown and not settings.expandable_segments:
+    if compares_expandable and not unknown and not settings.expandable_segments:
         other = replace(settings, expandable_segments=True)
         expandable = predict_reserved_bytes(history, other).peak_reserved_bytes
     return ReservedPrediction(
