@@ -20,7 +20,7 @@ from fsdp_inspect.planning.prediction import (
     PlannedMemory,
     PlanPrediction,
     Training,
-    complete,
+    derive_prediction,
     judge_forecast,
 )
 from fsdp_inspect.planning.predictor import Predictor
@@ -93,7 +93,7 @@ class BuilderPredictor(Predictor[BuilderCandidate]):
         )
         times = [self._step_ns(step, candidate, speed) for speed in self.machine.speeds]
         known = memory or judge_forecast(self.machine, step)
-        return complete(training, self.machine, candidate, times, known)
+        return derive_prediction(training, self.machine, candidate, times, known)
 
     def on(self, machine: PlannedMachine) -> "BuilderPredictor":
         """The same forecasts on machines with other budgets."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from fsdp_inspect.analysis.capacity.allowance import default_allowance
+from fsdp_inspect.analysis.capacity.allowance import RESERVED_RATIO, default_allowance
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.planning.builder_candidates import BuilderCandidate
 from fsdp_inspect.planning.candidates import Candidate, Job
@@ -13,7 +13,13 @@ from fsdp_inspect.planning.estimates import PlannedValue, ValueOrigin
 from fsdp_inspect.planning.forecast_step import ForecastStep
 from fsdp_inspect.planning.machines import PlannedMachine
 from fsdp_inspect.planning.reserved import reserved_of, reserved_of_forecast
-from fsdp_inspect.planning.workload import Speed, build_workload, host_bytes, steady_step_ns
+from fsdp_inspect.planning.workload import (
+    Speed,
+    build_workload,
+    host_bytes,
+    steady_step_ns,
+    unreused_bytes,
+)
 from fsdp_inspect.simulation.recorded import Execution, play
 
 FORMULA_RATIO = 0.02
@@ -99,7 +105,7 @@ def predict(
     )
     times = [step_ns(job, candidate, speed) for speed in machine.speeds]
     known = memory or predict_memory(job, machine, candidate)
-    return complete(training, machine, candidate, times, known)
+    return derive_prediction(training, machine, candidate, times, known)
 
 
 def step_ns(job: Job, candidate: Candidate, speed: Speed) -> int:
@@ -143,14 +149,18 @@ def judge_memory(
 ) -> PlannedMemory:
     """Add what is beyond the allocator's live memory, and judge device and host."""
     host = _host(job.gpus, job.gpus_per_node, host_bytes(job, candidate))
-    return _judge_all(job.gpus, machine, allocated, reserved_of(allocated), host)
+    reserved = reserved_of(allocated, unreused_bytes(job, candidate, machine.speed))
+    return _judge_all(job.gpus, machine, allocated, reserved, host)
 
 
 def judge_forecast(machine: PlannedMachine, step: ForecastStep) -> PlannedMemory:
     """Take the memory of a forecast, and judge device and host."""
     gpus, per_node = step.manifest.world_size, machine.speed.links.gpus_per_node
     allocated = _forecast_estimate(step.peak_allocated_bytes)
-    reserved = reserved_of_forecast(allocated, step.peak_reserved_bytes)
+    if step.peak_reserved_bytes is None:
+        reserved = reserved_of(allocated, RESERVED_RATIO * allocated.value)
+    else:
+        reserved = reserved_of_forecast(allocated, step.peak_reserved_bytes)
     host = _host(gpus, per_node, step.host_bytes(min(per_node, gpus)))
     return _judge_all(gpus, machine, allocated, reserved, host)
 
@@ -248,7 +258,7 @@ class Training:
     """That definition."""
 
 
-def complete(
+def derive_prediction(
     training: Training,
     machine: PlannedMachine,
     candidate: Candidate | BuilderCandidate,

@@ -15,7 +15,7 @@ forecast if there is one. If that changes a verdict, the search runs again with 
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
 from fsdp_inspect.planning.prediction import FitVerdict, PlannedMemory, PlanPrediction
@@ -29,6 +29,7 @@ unless their bound showed it."""
 MOST_SETTLED = 4
 """The highest number of candidates that are predicted with more effort."""
 _MOST_EXAMPLES = 8
+_DOUBT = "The forecast of a similar plan with less memory is not certain to fit."
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,8 @@ class _Search(Generic[C]):
         self._memories: dict[C, PlannedMemory] = {}
         self._allocated: dict[C, float] = {}
         self._settled: set[C] = set()
+        self._refuted: list[C] = []
+        """Settled plans that are not certain to fit."""
         self._reasons: dict[C, str] = {}
         self._fitting: dict[C, _Known] = {}
         self._fastest: dict[tuple[object, ...], float] = {}
@@ -152,7 +155,7 @@ class _Search(Generic[C]):
         if candidate not in self._memories:
             self._memories[candidate] = memory = self._predictor.memory(candidate)
             self._allocated[candidate] = memory.allocated.value
-        return self._memories[candidate]
+        return self._doubt_larger(candidate, self._memories[candidate])
 
     def _predict(self, candidate: C) -> PlanPrediction:
         return self._predictor.predict(candidate, self._memory(candidate))
@@ -166,8 +169,21 @@ class _Search(Generic[C]):
             memory = self._predictor.settle(candidate)
             if memory is not None:
                 self._memories[candidate] = memory
+                if memory.verdict is not FitVerdict.FITS:
+                    self._refuted.append(candidate)
                 return True
         return False
+
+    def _doubt_larger(self, candidate: C, memory: PlannedMemory) -> PlannedMemory:
+        """Doubt a plan with as much memory as one of its kind and batch that may not fit."""
+        is_doubtful = any(
+            (candidate.kind, candidate.batch_size) == (each.kind, each.batch_size)
+            and self._allocated[candidate] >= self._allocated[each]
+            for each in self._refuted
+        )
+        if memory.verdict is not FitVerdict.FITS or candidate in self._settled or not is_doubtful:
+            return memory
+        return replace(memory, verdict=FitVerdict.UNKNOWN, reason=_DOUBT)
 
     def _to_report(self) -> Iterator[C]:
         chosen = self._choose()

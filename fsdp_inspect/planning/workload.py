@@ -169,6 +169,13 @@ class _Builder:
             ),
         )
 
+    def unreused_bytes(self) -> float:
+        """Sharded gradients, two all-gathers of the largest unit, and float32 logits."""
+        units = [self._unit_memory(part) for part in self._parts()]
+        gradients = sum(unit.sharded_gradients for unit in units)
+        gathers = 2 * max(unit.unsharded for unit in units)
+        return gradients + gathers + self._per_token(self._model.loss_kept_bytes())
+
     # --- units
 
     def _policies(self, parts: Sequence[_Part]) -> list[UnitPolicy]:
@@ -400,6 +407,11 @@ def host_bytes(job: Job, candidate: Candidate) -> int:
     ranks = min(job.gpus_per_node, job.gpus)
     shard = job.gpus // candidate.replicas
     return round(job.model.num_parameters * (2 * _MASTER + _STATES) * ranks / shard)
+
+
+def unreused_bytes(job: Job, candidate: Candidate, speed: Speed) -> float:
+    """The memory of which other streams or other sizes reuse no block: see `planning.reserved`."""
+    return _Builder(job, candidate, speed).unreused_bytes()
 
 
 _EXACT_MICROBATCHES = 3
