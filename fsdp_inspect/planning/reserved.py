@@ -2,7 +2,8 @@
 
 For a forecast, the allocator model replays its allocations. Without a forecast, three parts are
 added to the allocated peak. No other stream reuses the blocks of sharded gradients, nor those of
-all-gathers, which have streams of their own. The peak is in the loss or near it, and free blocks of
+all-gathers, which have streams of their own. With offload, the input of the largest reduce-scatter
+counts instead of the gradients. The peak is in the loss or near it, and free blocks of
 the size of the float32 logits stay reserved.
 
 A full device releases free blocks before it fails. So the low end is the allocated peak.
@@ -14,8 +15,8 @@ from fsdp_inspect.allocator.settings import LARGE_SEGMENT_BYTES
 from fsdp_inspect.planning.estimates import PlannedValue, ValueOrigin
 
 PARTS_RATIO = 1.6
-"""High end of the parts, as a fraction of their sum. In 10 forecasts of Llama 1B, 8B and 70B
-with 4 to 16 blocks, reserved memory beyond the allocated peak is 0.47 to 1.43 of the sum
+"""High end of the parts, as a fraction of their sum. In 22 forecasts of Llama 1B, 8B and 70B
+with 3 to 16 blocks, reserved memory beyond the allocated peak is 0.47 to 1.43 of the sum
 (docs/planning.md)."""
 SEGMENTS_BYTES = 3 * LARGE_SEGMENT_BYTES
 """One partly used segment in each of FSDP2's three streams, at the high end: it matters for small

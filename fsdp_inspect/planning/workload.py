@@ -170,9 +170,14 @@ class _Builder:
         )
 
     def unreused_bytes(self) -> float:
-        """Sharded gradients, two all-gathers of the largest unit, and float32 logits."""
+        """Sharded gradients, two all-gathers of the largest unit, and float32 logits.
+
+        With offload, the largest input of a reduce-scatter takes the place of the gradients.
+        """
         units = [self._unit_memory(part) for part in self._parts()]
         gradients = sum(unit.sharded_gradients for unit in units)
+        if self._candidate.offload:
+            gradients = max(unit.reduce_input for unit in units)
         gathers = 2 * max(unit.unsharded for unit in units)
         return gradients + gathers + self._per_token(self._model.loss_kept_bytes())
 
