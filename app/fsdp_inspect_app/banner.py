@@ -126,7 +126,7 @@ def show_status(entry: RunEntry | None, status: RunStatus) -> None:
 
 
 def _damage(notes: Sequence[str]) -> list[str]:
-    """State which tables of the chosen run are torn, unless a note names them."""
+    """State which tables of the chosen run end in the middle, unless a note names them."""
     entry = chosen_entry()
     torn = () if entry is None else loading.torn_files(entry)
     unnamed = [file for file in torn if not any(file in note for note in notes)]
@@ -135,8 +135,8 @@ def _damage(notes: Sequence[str]) -> list[str]:
     named = ", ".join(unnamed[:_MOST_NAMED])
     more = f" and {len(unnamed) - _MOST_NAMED} more" if len(unnamed) > _MOST_NAMED else ""
     return [
-        f"Torn files: {named}{more}. Each ends in the middle, so the numbers that need it are "
-        "missing. Copy it again from the machine that recorded the run."
+        f"Incomplete files: {named}{more}. Each ends in the middle, so the numbers that need it "
+        "are missing. Copy it again from the machine that recorded the run."
     ]
 
 

@@ -1,4 +1,4 @@
-"""Find spikes of the logged loss, and the unit whose gradient norm moved first.
+"""Find spikes of the logged loss, and the unit whose gradient norm rose first.
 
 [Note: Loss spikes] The level of a loss is the median of up to 20 normal values before. Its noise is
 the robust standard deviation of their successive differences / sqrt(2), which a falling loss does

@@ -65,7 +65,9 @@ def check(  # noqa: PLR0913 - one argument an option
     baseline_last: Annotated[
         int,
         typer.Option(
-            help="Most earlier runs to use, the newest first.", metavar="N", parser=whole_number(1)
+            help="Largest number of earlier runs, newest first.",
+            metavar="N",
+            parser=whole_number(1),
         ),
     ] = 10,
     budget: Annotated[

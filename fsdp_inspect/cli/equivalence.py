@@ -52,8 +52,8 @@ def equivalence(
         int,
         typer.Option(
             min=0,
-            help="The step to compare, counted from 0. From step 1 on, parameters that were not "
-            "gathered again after an update are found as stale.",
+            help="The step to compare, counted from 0. Stale parameters, which were not gathered "
+            "again after an update, can be found from step 1 on.",
             metavar="N",
         ),
     ] = 1,
@@ -77,7 +77,7 @@ def equivalence(
     two equal runs differ.
 
     The tolerance follows from the dtypes. The command finds, for example, a missing reduction, a
-    wrong divisor, a gradient that is divided twice, a lost dtype, and stale parameters. Each run
+    wrong divisor, a gradient that is divided twice, lost precision, and stale parameters. Each run
     writes the files that the script writes before this update, such as logs.
 
     Each process needs memory for the whole model. The temporary folder needs space for the

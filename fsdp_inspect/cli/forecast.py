@@ -57,7 +57,7 @@ def forecast(  # noqa: PLR0913 - one argument an option
         typer.Option(
             "--set",
             help="A keyword for the builder, or a setting of the trainer: --set batch_size=2. "
-            "Repeat for more.",
+            "Repeat the option for more settings.",
             metavar="NAME=VALUE",
         ),
     ] = None,
@@ -65,7 +65,7 @@ def forecast(  # noqa: PLR0913 - one argument an option
         int | None,
         typer.Option(
             help="Memory of one device. Finds the fewest ranks and the largest batch that fit, "
-            "and changes that make it fit.",
+            "and changes that make the model fit.",
             metavar="AMOUNT",
             parser=parse_memory,
         ),
@@ -83,7 +83,10 @@ def forecast(  # noqa: PLR0913 - one argument an option
         typer.Option(help="Measure the allowance on a recorded GPU run.", metavar="RUN"),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Save the tensors that the kernels of this device save: cuda, cpu.")
+        str,
+        typer.Option(
+            help="Device whose kernels decide which tensors are saved for backward: cuda or cpu."
+        ),
     ] = "cuda",
     allocator: AllocatorOption = "",
     out: Annotated[
@@ -229,7 +232,7 @@ def _find_allowance(
         return None, _parse_amount("--allowance", given)
     if given is not None:
         raise typer.BadParameter(
-            "An allowance is given and one is to be measured. Choose one of them.",
+            "--allowance and --allowance-from are both given. Expected one of them. Leave one out.",
             param_hint="--allowance",
         )
     from fsdp_inspect.analysis.capacity.device_overhead import measure_device_overhead

@@ -30,7 +30,7 @@ def query(
     timeout: Annotated[
         int,
         typer.Option(
-            help="Most seconds that the query may take.", metavar="S", parser=whole_number(1)
+            help="Time limit of the query in seconds.", metavar="S", parser=whole_number(1)
         ),
     ] = 60,
 ) -> None:

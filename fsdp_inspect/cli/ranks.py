@@ -15,7 +15,9 @@ def ranks(
     run: RunArgument,
     rank: Annotated[
         int | None,
-        typer.Option(help="The rank to show; default all, or the most different ones of many."),
+        typer.Option(
+            help="The rank to show; default all, or those with the most and the least work."
+        ),
     ] = None,
     grid: Annotated[
         str | None,

@@ -16,7 +16,7 @@ def _shared(
         int | None,
         typer.Option(
             "--max-memory",
-            help="Most memory that reading one file of a run may use. [default: 8GiB]",
+            help="Memory limit for reading one file of a run. [default: 8GiB]",
             metavar="SIZE",
             parser=parse_memory,
         ),

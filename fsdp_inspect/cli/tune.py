@@ -238,7 +238,7 @@ def _run(folder: Path, session: "TuningSession", write: Path | None, *, as_json:
     try:
         tuner.run()
     except KeyboardInterrupt:
-        print(f"\nStopped. Go on with: {how_to_resume(folder)}", file=sys.stderr, flush=True)
+        print(f"\nStopped. Continue with: {how_to_resume(folder)}", file=sys.stderr, flush=True)
         _show(tuner, folder, write, as_json=as_json)
         raise
     _show(tuner, folder, write, as_json=as_json)
@@ -280,6 +280,6 @@ def _next_steps(tuning: "Tuning", folder: Path, best: Path | None) -> list[str]:
     if not tuning.is_whole:
         steps.append(f"Go on: {how_to_resume(folder)}")
     elif tuning.plans and len(tuning.baseline_run_ids) <= RUNS_FOR_A_TEST:
-        steps.append(f"Tell smaller changes: {how_to_resume(folder)} --repeats {RUNS_FOR_A_TEST}")
-    steps.append(f"Look at the runs: fsdp-inspect app {shlex.quote(str(folder))}")
+        steps.append(f"Detect smaller changes: {how_to_resume(folder)} --repeats {RUNS_FOR_A_TEST}")
+    steps.append(f"Open the runs: fsdp-inspect app {shlex.quote(str(folder))}")
     return steps

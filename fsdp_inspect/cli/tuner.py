@@ -72,8 +72,8 @@ class Tuner:
         if not self._baselines():
             failure = self._session.of_plan(BASELINE)[0].failure
             raise FsdpInspectError(
-                f"The baseline left no run to predict from: {failure}. Expected a training that is "
-                f"recorded to its end. Its output is in {self._log(_Turn(BASELINE, 0))}."
+                f"The baseline recorded no run to predict from: {failure}. Expected a training "
+                f"that is recorded to its end. Its output is in {self._log(_Turn(BASELINE, 0))}."
             )
         if self._session.num_plans is None:
             self._choose_plans()
@@ -195,7 +195,10 @@ class Tuner:
                 ) from error
         new = [entry for entry in list_runs(self._folder) if entry.id not in before]
         if not new and failure is None:
-            failure = "it ended well, but left no run in the folder of the session ({runs})"
+            failure = (
+                "it ended without an error, but recorded no run in the folder of the session "
+                "({runs})"
+            )
         tried = TriedRun(
             plan=turn.plan,
             round=turn.round,
@@ -250,7 +253,7 @@ class Tuner:
 
 
 def _say_code(code: int) -> str:
-    killed = ", as the kernel kills where memory is short" if code == _KILLED else ""
+    killed = ", probably killed by the kernel for lack of memory" if code == _KILLED else ""
     return f"it ended with exit code {code}{killed}"
 
 

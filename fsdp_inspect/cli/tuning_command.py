@@ -90,9 +90,9 @@ def complaint_about(command: Sequence[str]) -> str | None:
     if any(PLAN in word for word in command):
         return None
     return (
-        f"The command {' '.join(command)!r} has no {PLAN} in it, so no plan would reach it. "
-        f"Expected the place of the plan file, and of the folder of runs. Write, for example: "
-        f"-- torchrun --nproc-per-node 8 train.py --plan {PLAN} --runs-dir {RUNS}"
+        f"{PLAN} is missing in the command {' '.join(command)!r}, so it cannot receive a plan. "
+        f"Expected {PLAN} for the plan file, and {RUNS} for the folder of runs. Write, for "
+        f"example: -- torchrun --nproc-per-node 8 train.py --plan {PLAN} --runs-dir {RUNS}"
     )
 
 

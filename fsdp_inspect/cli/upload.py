@@ -21,11 +21,11 @@ def upload(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Upload what an object store lacks of a run, and verify the sizes there.
+    """Upload the missing files of a run to an object store, and verify their sizes.
 
     The recorder's `upload` option uploads a run while it grows. This command sends the rest after
-    an interruption, or a whole run. Ranks that still record are left to their recorders. You can
-    interrupt and repeat it.
+    an interruption, or a whole run. It skips ranks that still record, because their
+    recorders upload them. You can interrupt and repeat it.
 
     Example: `fsdp-inspect upload runs/demo s3://bucket/runs`
     """

@@ -110,8 +110,8 @@ def _open_all(given: list[str]) -> "list[StoredRun]":
     for run_id, count in Counter(run.manifest.run_id for run in runs).items():
         if count > 1:
             raise FsdpInspectError(
-                f"Run {run_id!r} is given {count} times. Expected different runs: one that counts "
-                "twice is no evidence. Leave it out."
+                f"Run {run_id!r} is given {count} times. Expected different runs, "
+                "because a repeated run is no further evidence. Give it once."
             )
     return runs
 

@@ -160,14 +160,14 @@ def headline_diagnosis(found: Diagnosis) -> str:
 
 
 _HEADLINES = {
-    ProblemClass.ORDER_DIVERGED: "{who} left the common order of collectives",
+    ProblemClass.ORDER_DIVERGED: "{who} issued collectives in another order",
     ProblemClass.SIZE_MISMATCH: "{who} used another size or dtype",
     ProblemClass.RANK_LATE: "{who} did not reach a collective",
     ProblemClass.UNEVEN_BATCHES: "{who} had no batch left",
     ProblemClass.RANK_DIED: "{who} died",
     ProblemClass.RANK_EXITED_EARLY: "{who} ended before the others",
-    ProblemClass.FOREIGN_COLLECTIVE: "a collective outside FSDP does not pair",
-    ProblemClass.TRANSPORT_STUCK: "the transport between the ranks does not move",
+    ProblemClass.FOREIGN_COLLECTIVE: "a collective outside FSDP has no counterpart on other ranks",
+    ProblemClass.TRANSPORT_STUCK: "the transport between the ranks makes no progress",
     ProblemClass.HOST_DEADLOCK: "{who} waits for a lock",
     ProblemClass.SLOW_BUT_ALIVE: "the ranks run, but issue no collective",
     ProblemClass.OUT_OF_MEMORY: "{who} ran out of memory",
@@ -204,7 +204,7 @@ def _sentence(found: Diagnosis) -> str:
 
 def _exited(found: Diagnosis) -> str:
     return (
-        f"{capitalize(format_ranks(found.ranks))} ended in order{_in_step(found)}.{_waits(found)}"
+        f"{capitalize(format_ranks(found.ranks))} ended normally{_in_step(found)}.{_waits(found)}"
     )
 
 
@@ -441,12 +441,12 @@ def _transport(found: Diagnosis) -> str:
     assert wait is not None
     held = next((wait.held[rank] for rank in found.ranks if rank in wait.held), None)
     if held is None:
-        return f"{_all_wait(found, wait)}, and none has finished: the transport does not move."
+        return f"{_all_wait(found, wait)}, and none has finished: the transport makes no progress."
     who = capitalize(format_ranks(found.ranks))
     return (
         f"{who} {'has' if len(found.ranks) == 1 else 'have'} not left "
         f"{describe_issued(held, found.unit_names)}{of_step(found.step)}, which the other ranks "
-        f"have finished: the transport to it does not move.{_waits(found)}"
+        f"have finished: the transport to it makes no progress.{_waits(found)}"
     )
 
 
@@ -508,20 +508,20 @@ def _peak(spike: LossSpike) -> str:
 
 
 def _first_moved(spike: LossSpike) -> str:
-    """The unit whose gradient norm moved first; empty if no norm is known to have moved."""
+    """The unit whose gradient norm rose first; empty if no norm is known to have risen."""
     if not spike.moved:
         return ""
     first = spike.moved[0]
     norm = "not finite" if first.norm is None else f"{first.norm:.3g}"
     if len(spike.moved) == 1:
         return (
-            f" The gradient norm of {format_owner(first.fqn, None)} moved first, in step "
+            f" The gradient norm of {format_owner(first.fqn, None)} rose first, in step "
             f"{first.step}: {norm}, usually {first.usual_norm:.3g}."
         )
     return (
-        f" The gradient norms of {len(spike.moved)} units had moved in step {first.step}, most "
+        f" The gradient norms of {len(spike.moved)} units had risen in step {first.step}, most "
         f"that of {format_owner(first.fqn, None)}: {norm}, usually {first.usual_norm:.3g}. Which "
-        "one moved first is unknown."
+        "one rose first is unknown."
     )
 
 
@@ -566,8 +566,8 @@ def _common(found: Diagnosis) -> str:
 def _no_problem(found: Diagnosis) -> str:
     if found.status is Status.HEALTHY:
         if found.is_running:
-            return "Healthy so far: the ranks move, and their collectives agree."
-        return "Healthy: every rank ended in order, and their collectives agree."
+            return "Healthy so far: the ranks make progress, and their collectives agree."
+        return "Healthy: every rank ended normally, and their collectives agree."
     missing = format_ranks(found.missing_ranks) if found.missing_ranks else ""
     verb = "is" if len(found.missing_ranks) == 1 else "are"
     match found.unknown:
@@ -584,13 +584,13 @@ def _no_problem(found: Diagnosis) -> str:
             return "Cannot tell: an imported trace does not show how the ranks ended."
         case Unknown.TIME_OF_DUMP:
             return (
-                "Cannot tell whether the job hung: the dumps do not say when they were written. "
+                "Cannot tell whether the job hung: the dumps do not state when they were written. "
                 "The ranks issued the same collectives, as far as a dump shows."
             )
         case Unknown.NO_BLACK_BOX:
             return (
                 "Cannot tell whether the ranks agreed: the run has no black box. Every rank that "
-                "is recorded ended in order."
+                "is recorded ended normally."
             )
         case _:
             return (
@@ -701,7 +701,7 @@ def _describe_state(state: RankState, found: Diagnosis) -> str:
 
 _END = {
     EndKind.RUNNING: "still running",
-    EndKind.COMPLETE: "ended in order",
+    EndKind.COMPLETE: "ended normally",
     EndKind.EXCEPTION: "ended with an exception",
     EndKind.OUT_OF_MEMORY: "ran out of memory",
     EndKind.PEER_LOST: "lost another rank",
@@ -743,8 +743,8 @@ def _next(found: Diagnosis) -> Iterator[str]:
         )
     if found.unknown is Unknown.TIME_OF_DUMP:
         yield (
-            "A dump of ranks that move can look the same: dump again after a minute, and compare. "
-            "With FSDP Inspect's recorder, the answer names units, steps and stacks."
+            "Ranks that make progress can leave the same dump: dump again after a minute, and "
+            "compare. With FSDP Inspect's recorder, the answer names units, steps and stacks."
         )
     if found.unknown is Unknown.NO_BLACK_BOX:
         yield "Record the training again with this version, which writes a black box."

@@ -148,11 +148,11 @@ def _provenance(digest: ForecastTable) -> str:
             f"Allowance {format_bytes(digest.allowance_bytes)}, measured on rank {measured.rank} "
             f"of run {measured.run_id}: "
             f"{format_bytes(measured.reserved_beyond_allocated_bytes)} reserved and not "
-            f"allocated, {outside}. It counts for the fit, not for the peaks."
+            f"allocated, {outside}. It counts for --fit, not for the peaks."
         )
     elif digest.allowance_bytes is not None:
         added = (
-            f"Allowance: {format_bytes(digest.allowance_bytes)}. It counts for the fit, not for "
+            f"Allowance: {format_bytes(digest.allowance_bytes)}. It counts for --fit, not for "
             "the peaks."
         )
     else:

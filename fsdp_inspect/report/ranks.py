@@ -46,7 +46,7 @@ def render_ranks(
 
     Args:
         ranks: The comparison of the ranks.
-        rank: Show this rank only; default all, or of many the most different ones.
+        rank: Show this rank only; default all, or those with the most and the least work.
         grid: The ranks laid out by two dimensions of the mesh; default not shown.
     """
     shown = _choose(ranks.ranks, rank)
@@ -108,10 +108,12 @@ def _dimensions(rows: Sequence[RankRow]) -> Iterable[RenderableType]:
     """The exposed times by dimension. The title names the dimensions, so that cells are short."""
     spec = Ranks.DIMENSIONS.with_values(rows)
     axes = ", ".join(rows[0].coordinates)
-    yield Text(f"{spec.title}{f' (place: {axes})' if axes else ''}", style="bold")
+    yield Text(f"{spec.title}{f' (position: {axes})' if axes else ''}", style="bold")
     columns = (
         replace(
-            column, label="place", value=lambda row: ", ".join(map(str, row.coordinates.values()))
+            column,
+            label="position",
+            value=lambda row: ", ".join(map(str, row.coordinates.values())),
         )
         if column.name == "place"
         else replace(column, label=column.label.removeprefix("exposed "))

@@ -115,11 +115,11 @@ def _busiest(group: ExpertGroup) -> str:
 
 
 def describe_location(grid: MeshGrid) -> str:
-    """Describe which ranks of the mesh have the highest values; or that none stands out."""
+    """Describe which ranks of the mesh have the highest values, if any."""
     label = find_metric(grid.metric).label
     found = grid.located
     if found is None:
-        return f"No node, group or stage stands out by {label}."
+        return f"No node, group or stage is above all others in {label}."
     name, *others = found.names
     also = f" (also {', '.join(others)})" if others else ""
     return (

@@ -1,4 +1,4 @@
-"""Spikes of a logged loss, and the unit whose gradient norm moved first."""
+"""Spikes of a logged loss, and the unit whose gradient norm rose first."""
 
 import math
 from dataclasses import replace
@@ -85,7 +85,7 @@ def test_the_unit_whose_norm_moved_first_is_named() -> None:
     assert [(each.fqn, each.step, each.norm) for each in spike.moved] == [("layers.1", 45, 9.0)]
     assert (found.problem, found.step, found.unit) == (ProblemClass.LOSS_SPIKE, 50, "layers.1")
     assert describe_diagnosis(found).sentence.endswith(
-        "and did not recover. The gradient norm of layers.1 moved first, in step 45: 9, usually 1."
+        "and did not recover. The gradient norm of layers.1 rose first, in step 45: 9, usually 1."
     )
 
 
@@ -109,8 +109,8 @@ def test_units_that_moved_in_the_same_numerics_step_have_no_first() -> None:
     found = diagnose(run_of(values, norms))
     assert found.unit is None
     assert describe_diagnosis(found).sentence.endswith(
-        "The gradient norms of 2 units had moved in step 50, most that of layers.1: 30, usually 1. "
-        "Which one moved first is unknown."
+        "The gradient norms of 2 units had risen in step 50, most that of layers.1: 30, usually 1. "
+        "Which one rose first is unknown."
     )
 
 

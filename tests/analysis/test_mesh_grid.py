@@ -96,7 +96,7 @@ def test_one_slow_rank_is_a_rank():
 def test_nothing_is_located_without_evidence(work):
     grid = grid_of(work)
     assert grid.located is None
-    assert "stands out" in describe_location(grid)
+    assert "is above all others in" in describe_location(grid)
 
 
 def test_unknown_dimensions_and_metrics_are_rejected():

@@ -1,6 +1,6 @@
 """Walk through the dashboard as a new user, and print clicks, seconds and answers as a table.
 
-`python -m tests.browser.walkthrough` serves the samples, a torn run and a killed run, asks the
+`python -m tests.browser.walkthrough` serves the samples, a damaged run and a killed run, asks the
 questions of a new user in Chromium, and presses Back after each answer. docs/walkthrough.md has the
 table. A step fails if its answer is missing, if Back does not restore the page before it, or if the
 page does not fit the window.
@@ -144,7 +144,7 @@ def walk(dashboard: Dashboard, width: int) -> list[Answer]:
     dashboard.load("", search="killed")
     own.ask("Why did the run die?", click_name, expected="Next")
     dashboard.load("", search="torn")
-    own.ask("What is left of a torn run?", click_name, expected="damaged")
+    own.ask("What remains of a damaged run?", click_name, expected="damaged")
     return own.answers
 
 

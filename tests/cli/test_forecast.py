@@ -118,10 +118,10 @@ def test_a_builder_of_ones_own_is_found_from_the_current_folder(builder, invoke)
     [
         (("--world-size", "eight"), 2, "Expected a whole number from 1"),
         (("--fit", "much"), 2, "is not an amount of memory above 0"),
-        (("--set", "batch_size"), 2, "sets nothing"),
+        (("--set", "batch_size"), 2, "is not a setting"),
         (("--device", "tpu"), 2, "neither cuda nor cpu"),
         (("mine:build", "--preset", "tiny"), 2, "Give one of the two"),
-        (("--allowance", "1GiB", "--allowance-from", "x"), 2, "Choose one of them"),
+        (("--allowance", "1GiB", "--allowance-from", "x"), 2, "are both given"),
     ],
     ids=["ranks", "fit", "set", "device", "both", "allowances"],
 )
@@ -169,7 +169,7 @@ def test_force_replaces_nothing_that_is_no_forecast(builder, invoke, runs_folder
     ended = invoke("forecast", builder, "--out", out, "--force")
 
     assert ended.code == 1
-    assert "is no forecast" in ended.err
+    assert "is not a forecast" in ended.err
     assert open_run(out / "build-8-ranks").manifest.run_id == "hand-made"
 
 

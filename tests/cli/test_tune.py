@@ -124,7 +124,7 @@ def test_a_baseline_that_leaves_no_run_says_where_one_was_expected(invoke, tmp_p
     words = (sys.executable, "-c", "print('done')", "{plan}")
     ended = invoke("tune", "--runs-dir", tmp_path, "--", *words)
     assert ended.code == 1
-    assert "left no run in the folder of the session ({runs})" in ended.err
+    assert "recorded no run in the folder of the session ({runs})" in ended.err
 
 
 @pytest.mark.parametrize(

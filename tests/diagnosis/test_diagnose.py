@@ -137,7 +137,7 @@ def test_a_rank_that_is_still_in_what_others_finished_has_a_stuck_transport() ->
     assert not found.is_certain
     assert describe_diagnosis(found).sentence == (
         "Rank 1 has not left the all-gather of unit 2 in forward of step 0, which the other ranks "
-        "have finished: the transport to it does not move. 2 ranks wait for it."
+        "have finished: the transport to it makes no progress. 2 ranks wait for it."
     )
 
 

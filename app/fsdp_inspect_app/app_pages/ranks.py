@@ -255,11 +255,11 @@ def _show_dimension_waits(ranks: Ranks) -> None:
     with show_card(DimensionWait.TABLE.title, key="dimension-waits") as header:
         with header:
             show_csv_button(frame, key="dimension-waits")
-        show_table(frame, key="dimension-waits-rows", alt="Late ranks, one row a dimension")
+        show_table(frame, key="dimension-waits-rows", alt="Late ranks, one row for each dimension")
         show_note(
             plain(
                 "A late rank makes its group wait along one dimension. Then the whole group is "
-                "late along the next one. No rank is named where the ranks are late in turns."
+                "late along the next one. No rank is named if ranks take turns in arriving last."
             )
         )
 

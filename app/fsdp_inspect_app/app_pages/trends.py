@@ -38,7 +38,7 @@ def show_page() -> None:
     catalog = find_catalog(loading.runs_folder())
     if catalog is None:
         show_nothing(
-            "Trends need a catalog of this folder, and there is none.",
+            "This folder has no catalog, which trends require.",
             "Create it with: fsdp-inspect index RUNS. The same command adds new runs to it.",
         )
         return
@@ -106,7 +106,7 @@ def _start_of(trend: Trend, change: TrendChange) -> int:
 
 
 def _show_chart(trend: Trend) -> None:
-    left_out = f" {trend.num_left_out:,} runs lack the metric or the place." * bool(
+    left_out = f" {trend.num_left_out:,} runs have no value on one of the axes." * bool(
         trend.num_left_out
     )
     rest = len(trend.series) - MOST_SERIES

@@ -64,10 +64,12 @@ class DimensionWait:
             text_column(
                 "late_ranks",
                 "The ranks that cause most of the waits along the dimension. Missing: the ranks "
-                "are late in turns.",
+                "take turns in arriving last.",
                 lambda row: format_numbers(row.late_ranks) if row.late_ranks else None,
             ),
-            text_column("late_place", "The place of the late ranks in the mesh.", label="place"),
+            text_column(
+                "late_place", "The position of the late ranks in the mesh.", label="position"
+            ),
             value_column(
                 "caused_ratio",
                 MetricUnit.RATIO,

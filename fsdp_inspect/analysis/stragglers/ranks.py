@@ -155,7 +155,7 @@ RANK_DIMENSIONS = TableSpec(
     "Exposed communication by mesh dimension",
     (
         number_column("rank", "The rank."),
-        text_column("place", "Its place along each dimension of the mesh.", label="mesh"),
+        text_column("place", "Its position along each dimension of the mesh.", label="mesh"),
         metric_column("exposed_ns", label="exposed"),
         *map(_exposed_column, _LABELS),
         value_column(
@@ -287,7 +287,7 @@ class Ranks(TableResult):
         (
             number_column("rank", "The rank."),
             text_column("host", "The machine that it ran on."),
-            text_column("place", "Its place along each dimension of the mesh.", label="mesh"),
+            text_column("place", "Its position along each dimension of the mesh.", label="mesh"),
             metric_column("step_time_ns"),
             metric_column("communication_ns"),
             metric_column("exposed_ns", label="exposed"),

@@ -80,8 +80,8 @@ def _judge_chance(evidence: StragglerEvidence, ranks: Sequence[int], num_sets: i
     return (
         f"each of {format_ranks(ranks)} works longer than every other rank in "
         f"{work.num_longest(*ranks)} of {work.num_steps} steps. Among equal ranks, a set of ranks "
-        f"with a common place does so by chance in up to {format_ratio(chance)} of runs. Record at "
-        f"least {needed} timed steps."
+        f"with a common position does so by chance in up to {format_ratio(chance)} of runs. "
+        f"Record at least {needed} timed steps."
     )
 
 
