@@ -89,7 +89,7 @@ def _remove_forecast(path: Path) -> None:
         return
     if open_run(path).manifest.source != "predicted":
         raise StoreError(
-            f"{str(path)!r} is no forecast. Expected one to replace. Name another --out."
+            f"{str(path)!r} is not a forecast, so --force does not replace it. Name another --out."
         )
     shutil.rmtree(path)
 
@@ -147,7 +147,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise typer.BadParameter(
-            f"{text!r} sets nothing. Expected a name and a value, like batch_size=2.",
+            f"{text!r} is not a setting. Expected a name and a value, like batch_size=2.",
             param_hint="--set",
         )
     try:

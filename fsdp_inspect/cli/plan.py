@@ -228,7 +228,7 @@ def _plan_model(
 
     if settings:
         raise typer.BadParameter(
-            f"Invalid --set {next(iter(settings))}: {question.model!r} is no builder. Expected "
+            f"Invalid --set {next(iter(settings))}: {question.model!r} is not a builder. Expected "
             "--set with --model MODULE:FUNCTION only. Remove it.",
             param_hint="--set",
         )

@@ -130,7 +130,7 @@ def test_a_baseline_that_leaves_no_run_says_where_one_was_expected(invoke, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        (("--", "python", "train.py"), 2, "has no {plan} in it"),
+        (("--", "python", "train.py"), 2, "{plan} is missing in the command"),
         (("--config", "nowhere.toml"), 1, "No settings can be read"),
         (("--steps", "3", "--", "python", "train.py", "{plan}"), 2, "Expected one of them"),
         (("--resume", "nowhere"), 1, "Tuning session not found at 'nowhere'"),

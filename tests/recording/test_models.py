@@ -57,7 +57,7 @@ def test_a_mapping_gives_the_names():
         ([], "contain no model"),
         ([make(), 3], "contain a int"),
         ([model := make(), model], "given twice"),
-        ({"a.b": make()}, "'a.b' is no identifier"),
+        ({"a.b": make()}, "'a.b' is not an identifier"),
     ],
 )
 def test_what_is_no_list_of_models_is_refused(models, complaint):

@@ -200,7 +200,7 @@ class Drawing {
     const busy = Math.round((this.columns.shade[position] / 255) * 100);
     const rows = lane.kind === "marks" ? [["within", length]]
       : [["busy", `up to ${busy}% of ${length}`]];
-    return [...rows, ["", `too many to tell apart${header.is_saved ? "" : ": click to zoom in"}`]];
+    return [...rows, ["", `too many to tell apart${this.header.is_saved ? "" : ": click to zoom in"}`]];
   }
 
   describeTransfer(position) {
