@@ -54,8 +54,8 @@ def as_one_module(
     for name in named:
         if not name.isidentifier():
             raise ValueError(
-                f"The model name {name!r} is not an identifier. Expected a name such as 'actor': it is "
-                "the prefix of the model's units."
+                f"The model name {name!r} is not an identifier. Expected a name such as 'actor': "
+                "it is the prefix of the model's units."
             )
     return Models(named)
 
