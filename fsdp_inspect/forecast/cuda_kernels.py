@@ -3,8 +3,10 @@
 A forecast runs on fake CPU tensors, and torch chooses some kernels by device. Where the choice
 changes the saved tensors, a replacement chooses as torch 2.13 does on CUDA:
 
-    attention     flash attention (output, log-sum-exp), or the memory-efficient one where flash
-                  does not apply: torch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+    attention     flash attention (output, log-sum-exp), the memory-efficient one where flash does
+                  not apply, or the math one, which saves all scores; `torch.nn.attention.
+                  sdpa_kernel` excludes kernels, as on CUDA: torch
+                  aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
     rms_norm      one kernel that saves its input, its weight and 1 / rms in float32; CPU uses six
                   operations, which save float32 copies
     dropout       one kernel that saves a mask of one byte an element
@@ -26,7 +28,6 @@ from fsdp_inspect.sharding.attributes import replace_everywhere
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_FLASH_HEAD_DIM = 256
-_attention = torch._C._nn.scaled_dot_product_attention
 
 
 def choose_cuda_kernels(undo: ExitStack) -> None:
@@ -54,23 +55,25 @@ def _attend(
 ) -> torch.Tensor:
     """Attend: (B, H, T, D) queries, (B, K, S, D) keys and values to (B, H, T, D)."""
     scale, is_grouped = options.get("scale"), query.shape[1] != key.shape[1]
+    result: Sequence[torch.Tensor]
     if _is_flash(query, value, attn_mask):
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default
         result = flash(query, key, value, dropout_p, is_causal, False, scale=scale)
-    elif query.dim() == 4 and not is_grouped:
+    elif torch._C._get_mem_efficient_sdp_enabled() and query.dim() == 4 and not is_grouped:
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
         wanted = any(tensor.requires_grad for tensor in (query, key, value))
         mask = _additive(attn_mask, query, key)
         result = efficient(query, key, value, mask, wanted, dropout_p, is_causal, scale=scale)
     else:
-        return _attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    attended: torch.Tensor = result[0]
-    return attended
+        attend = torch.ops.aten._scaled_dot_product_attention_math.default
+        result = attend(query, key, value, attn_mask, dropout_p, is_causal, None, **options)
+    return result[0]
 
 
 def _is_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     return (
         mask is None
+        and torch._C._get_flash_sdp_enabled()
         and query.dim() == 4
         and query.dtype in _FLASH_DTYPES
         and query.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD_DIM

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_inspect.forecast.fake_rank import fake_rank
 
@@ -54,6 +55,32 @@ def test_float32_and_masks_use_the_memory_efficient_kernel(masked: bool) -> None
     tensors = 4 * B * T * D * 4 * H
     mask = 4 * T * T if masked else 0
     assert kept == tensors + mask + 4 * B * H * T + 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "groups", "masked"),
+    [(torch.bfloat16, H, False), (torch.bfloat16, K, True), (torch.float32, H, True)],
+)
+def test_the_math_kernel_keeps_what_it_keeps_on_any_device(
+    dtype: torch.dtype, groups: int, masked: bool
+) -> None:
+    compute = attention(dtype, groups=groups, masked=masked)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = saved_bytes(compute)
+        with fake_rank(2, gpus_per_node=2, device_type="cuda"):
+            kept = saved_bytes(attention(dtype, groups=groups, masked=masked))
+
+    assert kept == expected > dtype.itemsize * B * H * T * T
+
+
+def test_an_excluded_flash_kernel_leaves_the_memory_efficient_one() -> None:
+    with (
+        fake_rank(2, gpus_per_node=2, device_type="cuda"),
+        sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
+    ):
+        kept = saved_bytes(attention(torch.bfloat16))
+
+    assert kept == 2 * B * T * D * 4 * H + 4 * B * H * T + 2 * 8
 
 
 def test_rms_norm_keeps_its_input_its_weight_and_a_float_a_row() -> None:
