@@ -8,7 +8,10 @@ from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_l
 
 MOST_SERIES = 6
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-_DAY_NS = 86_400 * 10**9
+_TIME_UNITS = {"day": (86_400 * 10**9, " d"), "hour": (3_600 * 10**9, " h")}
+_SHORTEST_TIME_UNIT = ("minute", (60 * 10**9, " min"))
+_MARGIN = 0.03
+"""Beside the oldest and the newest run, as a fraction of the time between them."""
 
 
 def draw_trend(trend: Trend) -> Chart | None:
@@ -45,10 +48,11 @@ def draw_trend(trend: Trend) -> Chart | None:
 
 
 def place_points(trend: Trend) -> dict[TrendPoint, float]:
-    """The place of each point on the x axis: days before the newest run, ranks, or a number."""
+    """The place of each point on the x axis: time before the newest run, ranks, or a number."""
     if trend.axis is TrendAxis.TIME:
         newest = max((point.created_unix_ns for point in trend.points), default=0)
-        return {point: (point.created_unix_ns - newest) / _DAY_NS for point in trend.points}
+        _, (unit_ns, _) = _time_unit(trend)
+        return {point: (point.created_unix_ns - newest) / unit_ns for point in trend.points}
     if trend.axis is TrendAxis.WORLD_SIZE:
         return {point: float(point.label) for point in trend.points}
     order = dict.fromkeys(
@@ -59,10 +63,26 @@ def place_points(trend: Trend) -> dict[TrendPoint, float]:
     return {point: float(numbers[point.label]) for point in trend.points}
 
 
+def _time_unit(trend: Trend) -> tuple[str, tuple[int, str]]:
+    """The largest unit that the runs span twice: its name, its length and its suffix."""
+    starts = [point.created_unix_ns for point in trend.points]
+    span_ns = max(starts, default=0) - min(starts, default=0)
+    spanned = (unit for unit in _TIME_UNITS.items() if span_ns >= 2 * unit[1][0])
+    return next(spanned, _SHORTEST_TIME_UNIT)
+
+
 def _axis(trend: Trend, places: list[float]) -> PlaceAxis:
     if trend.axis is TrendAxis.TIME:
-        first = min(places, default=-1.0)
-        return PlaceAxis(word="", suffix=" d", title="days before the newest run", first=first)
+        oldest = min(places, default=0.0)
+        margin = _MARGIN * -oldest if oldest < 0 else 0.5
+        name, (_, suffix) = _time_unit(trend)
+        return PlaceAxis(
+            word="",
+            suffix=suffix,
+            title=f"{name}s before the newest run",
+            first=oldest - margin,
+            last=margin,
+        )
     words = {TrendAxis.WORLD_SIZE: "ranks", TrendAxis.COMMIT: "commit", TrendAxis.TAG: "tag"}
     return PlaceAxis(word=words[trend.axis])
 
