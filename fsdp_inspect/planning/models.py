@@ -28,7 +28,7 @@ def load_model(name: str) -> tuple[Transformer, int | None]:
     Raises:
         ConfigError: There is no such model, or its architecture is unsupported.
     """
-    presets = _presets()
+    presets = list_presets()
     if name in presets:
         return _of_preset(name, presets[name]), None
     path = Path(name)
@@ -43,8 +43,8 @@ def load_model(name: str) -> tuple[Transformer, int | None]:
     )
 
 
-def _presets() -> Mapping[str, Any]:
-    """The trainer's presets. The trainer is optional, and its sizes need no torch."""
+def list_presets() -> Mapping[str, Any]:
+    """The trainer's presets by name; none without the trainer. Their sizes need no torch."""
     try:
         presets: Mapping[str, Any] = import_module(_PRESETS).PRESETS
     except ModuleNotFoundError:

@@ -1,6 +1,6 @@
-"""Render a capacity plan for a terminal: the answer, its values, runners-up and rejections."""
+"""Describe a capacity plan: the answer, its values, runners-up and rejections; for a terminal."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -14,6 +14,10 @@ from fsdp_inspect.planning.prediction import PlanPrediction
 from fsdp_inspect.report.layout import dim, indented, new_table, section
 
 MOST_REJECTIONS = 8
+VALUE_HEADS = ("", "value", "low", "high", "<source")
+FOUND_HEADS = ("plan", "tokens/s", "days", "device memory")
+REJECTION_HEADS = ("reason", "plans", "<closest plan", "device memory")
+"""Heads of the tables; "<" aligns a column to the left, as in `new_table`."""
 
 
 def _hours(value: float) -> str:
@@ -83,35 +87,48 @@ def _describe_builder(candidate: BuilderCandidate, *, is_whole: bool = False) ->
 
 
 def _parts(plan: CapacityPlan) -> Iterable[RenderableType]:
-    yield Text(_headline(plan), style="bold")
+    yield Text(answer_plan(plan), style="bold")
     yield indented(
         f"{plan.model} ({format_count(plan.num_parameters)} parameters), {plan.gpus} x {plan.gpu}, "
         f"sequences of {plan.seq_len:,} tokens, {format_count(plan.tokens)} tokens."
     )
-    if plan.shortfall is not None:
-        yield from (indented(sentence) for sentence in _describe_shortfall(plan))
+    yield from (indented(sentence) for sentence in describe_shortfall(plan))
     if plan.found.best is not None:
         yield indented(f"Plan: {_describe_plan(plan.found.best.candidate)}.")
-        yield from section("Predicted values", _values(plan.found.best))
+        yield from section("Predicted values", _table(VALUE_HEADS, value_rows(plan.found.best)))
     if plan.found.undecided is not None:
         yield from section("Cannot tell", *_describe_undecided(plan, plan.found.undecided))
     if plan.found.runners_up:
-        yield from section("Runners-up", _runners_up(plan))
-    yield from section("Rejected", _rejections(plan))
+        yield from section("Runners-up", _table(FOUND_HEADS, found_rows(plan)))
+    yield from section("Rejected", _table(REJECTION_HEADS, rejection_rows(plan)))
     shown = plan.found.best or plan.found.undecided
     if shown is not None:
-        yield from section("Assumptions", *_assumptions(shown))
+        yield from section("Assumptions", *map(indented, describe_assumptions(shown)))
     if plan.notes:
         yield from section("Notes", *(indented(note) for note in plan.notes))
     yield ""
+    yield dim(describe_search(plan))
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+    """A table of texts; heads as for `new_table`."""
+    table = new_table(*heads)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def describe_search(plan: CapacityPlan) -> str:
+    """The number of compared plans, and what nothing of it is."""
     how = "simulation" if plan.job is not None else "forecast"
-    yield dim(
+    return (
         f"Compared {plan.found.num_candidates:,} plans, {plan.found.num_simulated:,} of them by "
         f"{how}. Nothing here is measured."
     )
 
 
-def _headline(plan: CapacityPlan) -> str:
+def answer_plan(plan: CapacityPlan) -> str:
+    """The answer in one sentence."""
     if plan.found.best is not None:
         days = plan.found.best.days
         return f"Fits: {_hours(days.value)} days ({_hours(days.low)} to {_hours(days.high)})."
@@ -120,9 +137,11 @@ def _headline(plan: CapacityPlan) -> str:
     return f"No plan fits into {format_bytes(plan.memory_bytes)}."
 
 
-def _describe_shortfall(plan: CapacityPlan) -> Iterable[str]:
+def describe_shortfall(plan: CapacityPlan) -> Iterable[str]:
+    """What would make a plan fit, one sentence each; none if a plan fits."""
     shortfall = plan.shortfall
-    assert shortfall is not None
+    if shortfall is None:
+        return
     if shortfall.memory_bytes is None:
         yield "The memory of a host is too small for offload, and the states exceed a device."
     else:
@@ -147,49 +166,47 @@ def _describe_undecided(plan: CapacityPlan, found: PlanPrediction) -> Iterable[R
     yield indented(f"{faster}{reason}")
 
 
-def _values(prediction: PlanPrediction) -> RenderableType:
-    table = new_table("", "value", "low", "high", "<source")
+def value_rows(prediction: PlanPrediction) -> Iterator[tuple[str, ...]]:
+    """The predicted values of a plan with their intervals; columns: `VALUE_HEADS`."""
     for name in VALUES:
         label, show = _FORMATS[name]
         estimate: PlannedValue = getattr(prediction, name)
         numbers = (estimate.value, estimate.low, estimate.high)
-        table.add_row(label, *map(show, numbers), str(estimate.origin))
-    return table
+        yield (label, *map(show, numbers), str(estimate.origin))
 
 
-def _runners_up(plan: CapacityPlan) -> RenderableType:
-    table = new_table("plan", "tokens/s", "days", "device memory")
+def found_rows(plan: CapacityPlan) -> Iterator[tuple[str, ...]]:
+    """The best plan and the runners-up; columns: `FOUND_HEADS`."""
     for each in (plan.found.best, *plan.found.runners_up):
         if each is not None:
-            table.add_row(
-                Text(describe_candidate(each.candidate)),
+            yield (
+                describe_candidate(each.candidate),
                 format_count(each.tokens_per_s.value),
                 _hours(each.days.value),
                 format_bytes(each.device_bytes.value),
             )
-    return table
 
 
-def _rejections(plan: CapacityPlan) -> RenderableType:
-    table = new_table("reason", "plans", "<closest plan", "device memory")
+def rejection_rows(plan: CapacityPlan) -> Iterator[tuple[str, ...]]:
+    """The reasons of the rejections, the first ones singly; columns: `REJECTION_HEADS`."""
     for each in plan.found.rejected[:MOST_REJECTIONS]:
         offload = ", offload" if each.offload else ""
-        table.add_row(
-            Text(f"{each.reason} ({each.checkpointing}{offload})"),
+        yield (
+            f"{each.reason} ({each.checkpointing}{offload})",
             f"{each.count:,}",
-            Text(describe_candidate(each.example.candidate)),
+            describe_candidate(each.example.candidate),
             format_bytes(each.example.device_bytes.value),
         )
     rest = sum(each.count for each in plan.found.rejected[MOST_REJECTIONS:])
     if rest:
-        table.add_row("other reasons", f"{rest:,}", "", "")
-    return table
+        yield ("other reasons", f"{rest:,}", "", "")
 
 
-def _assumptions(prediction: PlanPrediction) -> Iterable[RenderableType]:
+def describe_assumptions(prediction: PlanPrediction) -> Iterator[str]:
+    """The assumptions of the values, each once."""
     seen: dict[str, list[str]] = {}
     for name in ("step_time_ns", "energy_kwh", "device_bytes", "host_bytes"):
         estimate: PlannedValue = getattr(prediction, name)
         seen.setdefault(estimate.assumption, []).append(_FORMATS[name][0])
     for text, names in seen.items():
-        yield indented(f"{capitalize(', '.join(names))}: {text}")
+        yield f"{capitalize(', '.join(names))}: {text}"

@@ -4,6 +4,7 @@ A record is written to a temporary file and renamed, so that a reader never sees
 """
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 
 from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
@@ -47,10 +49,18 @@ _CHECKSUM_FIELD = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 
 def encode_record(record: AnyRecord) -> bytes:
     """Encode a record as JSON, with a checksum as the last field."""
-    indent = None if isinstance(record, AllocationsRecord) else 1
-    text = record.model_dump_json(indent=indent, fallback=str)
-    body = text.removesuffix("}").removesuffix("\n") + ",\n "
+    body = _dump(record).removesuffix("}").removesuffix("\n") + ",\n "
     return f'{body}"crc32": "{checksum_text(body)}"\n}}\n'.encode()
+
+
+def _dump(record: AnyRecord) -> str:
+    indent = None if isinstance(record, AllocationsRecord) else 1
+    try:
+        return record.model_dump_json(indent=indent, fallback=str)
+    except PydanticSerializationError:  # half of a surrogate pair, which UTF-8 cannot encode
+        plain = record.model_dump(mode="json", fallback=str)
+        text = json.dumps(plain, indent=indent, ensure_ascii=False)
+        return text.encode(errors="replace").decode()
 
 
 def decode_record(encoded: bytes, kind: type[RecordT], name: str) -> RecordT:

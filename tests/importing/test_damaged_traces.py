@@ -57,6 +57,16 @@ def test_what_cannot_be_imported_is_said(tmp_path, content, says):
     assert_nothing_is_left(tmp_path)
 
 
+def test_half_of_a_surrogate_pair_in_names_becomes_a_run_that_opens(tmp_path, whole):
+    names = {b"layers.0": rb"layers.0\ud800", b"H100": rb"H100\udfff"}
+    for name, changed in names.items():
+        assert name in whole
+        whole = whole.replace(name, changed)
+    import_bytes(tmp_path, whole)
+    run = open_run(tmp_path / "run")
+    assert [unit.fqn for unit in run.manifest.units] == ["", "layers.0?"]
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
 def test_a_trace_that_is_cut_off_leaves_nothing(tmp_path, whole, share):
     with pytest.raises(ImportingError, match="cut off"):

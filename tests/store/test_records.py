@@ -30,6 +30,13 @@ def test_setting_that_json_cannot_say_is_written_as_text_or_null() -> None:
     assert decode(encode_record(manifest)).config == {"where": "runs", "loss": None}
 
 
+def test_half_of_a_surrogate_pair_is_written_as_a_question_mark() -> None:
+    manifest = make_manifest(config={"path": "runs/\udce9"}, tags=["\ud800x"])
+    changed = decode(encode_record(manifest))
+    assert (changed.config, changed.tags) == ({"path": "runs/?"}, ["?x"])
+    assert changed.model_copy(update={"config": {}, "tags": []}) == make_manifest()
+
+
 def test_every_changed_bit_is_noticed_or_changes_nothing() -> None:
     encoded = encode_record(make_manifest())
     changes = 0

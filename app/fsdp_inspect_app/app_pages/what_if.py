@@ -28,6 +28,7 @@ from fsdp_inspect.result_types import (
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.capacity_search import show_capacity_search
 from fsdp_inspect_app.cards import (
     Tile,
     show_card,
@@ -79,8 +80,9 @@ def show_page(entry: RunEntry, run: Run) -> None:
         bench = loading.result_of(entry, prepare)
     except (MissingDataError, PlanError) as error:
         _show_refusal(str(error))
-        return
-    _show_bench(entry, run, bench)
+    else:
+        _show_bench(entry, run, bench)
+    show_capacity_search(str(run.manifest.config.get("preset")))
 
 
 def _show_refusal(reason: str) -> None:
