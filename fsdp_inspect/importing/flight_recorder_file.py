@@ -18,6 +18,7 @@ from fsdp_inspect.importing.messages import dtype_code_of_name
 from fsdp_inspect.importing.snapshot_pickle import read_plain_pickle
 from fsdp_inspect.trace.black_box import CodePlace
 from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, NO_UNIT, UNKNOWN_UNIT, EventKind, Phase
+from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
 from fsdp_inspect.trace.stack_dumps import StackFrame
 
 MAX_FILE_BYTES = 256 << 20
@@ -141,8 +142,12 @@ def _groups(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             ranks = json.loads(str(group.get("ranks", "[]")))
         except (ValueError, RecursionError):
             continue
-        if isinstance(ranks, list) and ranks and all(type(rank) is int for rank in ranks):
+        if isinstance(ranks, list) and ranks and all(map(_is_rank, ranks)):
             yield str(key or group.get("name") or "0"), tuple(sorted(ranks))
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_WORLD_SIZE
 
 
 def _parse(entry: Mapping[str, Any]) -> tuple[int, Collective] | None:
@@ -169,9 +174,10 @@ def _parse(entry: Mapping[str, Any]) -> tuple[int, Collective] | None:
         completed = completed or time_ns + 1
     frames = list(_frames(entry.get("frames")))
     is_gather = kind is EventKind.ALL_GATHER and inputs and outputs % inputs == 0
+    group_size = outputs // inputs if is_gather else 0
     return number, Collective(
         group=str(name),
-        group_size=outputs // inputs if is_gather else 0,
+        group_size=group_size if group_size <= MAX_WORLD_SIZE else 0,
         sequence=max(sequence - 1, 0),
         kind=kind,
         unit=NO_UNIT if frames and not _is_of_fsdp(frames) else UNKNOWN_UNIT,

@@ -112,6 +112,13 @@ def test_a_damaged_dump_is_a_missing_rank_with_the_reason(tmp_path: Path) -> Non
     )
 
 
+def test_absurd_ranks_and_sizes_of_groups_are_ignored(tmp_path: Path) -> None:
+    gathers = [entry(number, input_sizes=[[1]], output_sizes=[[1 << 49]]) for number in range(2)]
+    folder = write(tmp_path / "dumps", {0: gathers, 1: gathers}, ranks="[0, 10000000000000000000]")
+
+    assert import_dumps(folder, tmp_path / "run").world_size == 2
+
+
 @pytest.mark.parametrize(
     ("names", "error", "words"),
     [
