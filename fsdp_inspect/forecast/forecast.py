@@ -173,6 +173,7 @@ def _describe(
         model=tracked.model,
         units=tracked.units,
         operations=list(tracked.operations),
+        host_memory=tracked.host_memory,
         process_groups=tracked.process_groups,
         world_size=world_size,
         mesh=tracked.mesh,

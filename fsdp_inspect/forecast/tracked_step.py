@@ -17,6 +17,7 @@ import torch
 from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.errors import ForecastError, RecordingError
 from fsdp_inspect.forecast.allocation_history import build_history
+from fsdp_inspect.forecast.host_memory import count_host_memory
 from fsdp_inspect.forecast.operations import OperationCounter
 from fsdp_inspect.forecast.target import ForecastTarget
 from fsdp_inspect.recording.clocks import HostClock
@@ -34,7 +35,7 @@ from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.codes import MemoryPoint, Source
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
-from fsdp_inspect.trace.run import ModelInfo, OperationCount, ProcessGroup, Unit
+from fsdp_inspect.trace.run import HostMemory, ModelInfo, OperationCount, ProcessGroup, Unit
 
 _COMPILED = (
     "Compiled modules run as eager code here: tensors that the compiler would fuse away, or "
@@ -71,6 +72,8 @@ class TrackedStep:
     """Every change of the live memory; None: too many."""
     operations: Sequence[OperationCount]
     """The operations of the step before it, which is the same step."""
+    host_memory: HostMemory | None
+    """None: the host is the device."""
 
 
 def track_step(  # noqa: PLR0915 - one pass over one step
@@ -178,6 +181,9 @@ def track_step(  # noqa: PLR0915 - one pass over one step
         history=build_history(logs[0]),
         live_history=kept[-1][1] if kept else None,
         operations=list(counter.counts()),
+        host_memory=count_host_memory(target.model, sharder, target.optimizer)
+        if has_host
+        else None,
     )
 
 

@@ -111,6 +111,13 @@ def _sizes_table(digest: ForecastTable) -> Table:
         table.add_row("reserved (predicted)", *map(_reserved, reserved))
     if any(one and one.expandable_peak_reserved_bytes is not None for one in reserved):
         table.add_row("reserved with expandable segments", *map(_expandable, reserved))
+    hosts = [row.host for row in digest.rows]
+    if any(host and host.offloaded_bytes for host in hosts):
+        offloaded = (None if host is None else host.offloaded_bytes for host in hosts)
+        table.add_row("on the host: offloaded", *map(format_bytes, offloaded))
+    if any(hosts):
+        whole = (None if host is None else host.whole_model_bytes for host in hosts)
+        table.add_row("on the host: whole model while it loads", *map(format_bytes, whole))
     return table
 
 

@@ -161,6 +161,16 @@ class ModelInfo(Record):
     num_trainable_parameters: Amount = 0
 
 
+class HostMemory(Record):
+    """Tensors of a rank on the host, bytes."""
+
+    offloaded_bytes: Amount
+    """Offloaded shards of parameters and gradients, and their optimizer state."""
+    whole_model_bytes: Amount
+    """All parameters and buffers before sharding: a process that builds or loads the whole model
+    holds them."""
+
+
 class OperationCount(Record):
     """The operations of a unit in one phase of a step, with results of one width."""
 
@@ -195,6 +205,8 @@ class RunManifest(Record):
     units: list[Unit] = Field(default_factory=list)
     operations: list[OperationCount] = Field(default_factory=list)
     """Forecasts: the operations of the step of rank 0."""
+    host_memory: HostMemory | None = None
+    """Forecasts for CUDA: the tensors of rank 0 on the host."""
     process_groups: list[ProcessGroup] = Field(default_factory=list)
     world_size: WorldSize
     mesh: dict[str, WorldSize] = Field(default_factory=dict)

@@ -101,12 +101,20 @@ def test_what_is_offloaded_is_not_the_devices_memory(tmp_path: Path) -> None:
     assert offloaded.ranks[0].resting_bytes == before["buffer"] + before["input"]
     assert any("Offloaded tensors" in note for note in open_run(tmp_path / "offloaded").notes)
 
+    host = open_run(tmp_path / "offloaded").manifest.host_memory
+    states = before["sharded_parameter"] + before["optimizer_state"]
+    assert host.offloaded_bytes == states + before["sharded_parameter"]  # gradients: as parameters
+    num_parameters = open_run(tmp_path / "kept").manifest.model.num_parameters
+    assert host.whole_model_bytes == 4 * num_parameters + before["buffer"]
+    assert open_run(tmp_path / "kept").manifest.host_memory.offloaded_bytes == 0
+
 
 def test_on_a_cpu_offloading_moves_nothing(tmp_path: Path) -> None:
     kept = forecast(plain_models.plain, tmp_path / "kept", "cpu")
     offloaded = forecast(plain_models.offloaded, tmp_path / "offloaded", "cpu")
 
     assert offloaded.peak_allocated_bytes == kept.peak_allocated_bytes
+    assert open_run(tmp_path / "offloaded").manifest.host_memory is None
 
 
 def test_code_that_says_cuda_is_forecast_like_code_that_does_not(tmp_path: Path) -> None:

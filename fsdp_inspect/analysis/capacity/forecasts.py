@@ -11,7 +11,7 @@ from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory
 from fsdp_inspect.analysis.memory.peak import CategoryBytes, measure_memory
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction, predict_reserved
 from fsdp_inspect.errors import ForecastError
-from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.run import HostMemory, RunSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class ForecastRow:
     """Categories at the peak, largest first."""
     reserved: ReservedPrediction | None = None
     """What CUDA's caching allocator reserves, predicted; None: on CPU, or without a history."""
+    host: HostMemory | None = None
+    """The memory of rank 0 on the host; None: on CPU, or a forecast of an earlier version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,4 +146,5 @@ def row_of(
         else predict_reserved(
             run, rank=0, settings=settings, compares_expandable=compares_expandable
         ),
+        host=run.manifest.host_memory,
     )
