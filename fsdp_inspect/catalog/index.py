@@ -1,7 +1,6 @@
 """Keep the catalog of a folder of runs up to date: read the runs that are new or have changed."""
 
 import random
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,7 +32,7 @@ from fsdp_inspect.catalog.places import (
 from fsdp_inspect.catalog.run_rows import read_rows
 from fsdp_inspect.catalog.tables import RUNS, TABLES, to_table
 from fsdp_inspect.errors import CatalogError
-from fsdp_inspect.parallel.tasks import InProcess, InThreads, Tasks
+from fsdp_inspect.parallel.tasks import InProcess, InThreads, Tasks, require_shared_folder
 from fsdp_inspect.results import Result
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.run import RunStatus
@@ -101,14 +100,10 @@ def read_run_tables(asked: _Unread) -> _Tables:
     """The rows of one run, by the name of the table; a task of an index.
 
     Raises:
-        CatalogError: This machine has no such folder of runs.
+        ClusterError: This machine has no such folder of runs.
     """
-    if isinstance(asked.runs, Path) and not asked.runs.is_dir():
-        raise CatalogError(
-            f"Folder {str(asked.runs)!r} not found on host {socket.gethostname()!r}. Expected a "
-            "folder that all workers of the cluster share. Use a shared file system, or upload the "
-            "runs to an object store and name their URL."
-        )
+    if isinstance(asked.runs, Path):
+        require_shared_folder(asked.runs)
     rows = read_rows(asked.run, asked.open, asked.fingerprint)
     return {table.name: to_table(table, rows.get(table.name, [])) for table in TABLES}
 

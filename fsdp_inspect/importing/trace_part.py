@@ -7,7 +7,6 @@ files that they replace as a whole.
 """
 
 import hashlib
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.kineto_events import read_trace
 from fsdp_inspect.importing.memory import return_freed_memory
 from fsdp_inspect.importing.names import RunNames, describe_trace_units, find_roles
 from fsdp_inspect.importing.rank_trace import RankTrace, read_rank
 from fsdp_inspect.importing.trace_file import ImportLimits
+from fsdp_inspect.parallel.tasks import require_shared_folder
 from fsdp_inspect.store.finished import FinishedRun
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind
 from fsdp_inspect.trace.run import Unit
@@ -81,14 +80,11 @@ def read_part(asked: TraceToRead, on_share: Callable[[float], None] | None = Non
         on_share: Called with the fraction of the file that is read.
 
     Raises:
+        ClusterError: This machine does not have the folder of the run.
         ImportingError: The trace is damaged, hostile, too large or not a trace.
         OSError: The events cannot be written.
     """
-    if not asked.run.path.is_dir():
-        raise ImportingError(
-            f"Folder {str(asked.run.path)!r} not found on host {socket.gethostname()!r}. Expected "
-            "a folder that all workers of the cluster share. Write the run to a shared file system."
-        )
+    require_shared_folder(asked.run.path)
     # No name here may refer to the trace itself: its parts are freed after their last use.
     names = RunNames()
     trace = read_rank(read_trace(asked.file, asked.limits, on_share), names, by_step=asked.by_step)

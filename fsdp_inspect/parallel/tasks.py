@@ -4,9 +4,13 @@
 function of a module, and items of plain data with absolute paths.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol, TypeVar
+
+from fsdp_inspect.errors import ClusterError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -71,3 +75,17 @@ class InThreads:
                 yield result
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def require_shared_folder(folder: Path) -> None:
+    """Check in a task that its worker sees a folder of the command.
+
+    Raises:
+        ClusterError: This machine has no such folder.
+    """
+    if not folder.is_dir():
+        raise ClusterError(
+            f"Folder {str(folder)!r} not found on host {socket.gethostname()!r}. Expected a folder "
+            "that all workers of the cluster share. Use a shared file system, or for commands that "
+            "only read, upload the runs to an object store and name their URL."
+        )

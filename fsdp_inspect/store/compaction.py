@@ -10,13 +10,14 @@ that several nodes wrote: it checks that they belong to one run, copies them, an
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.parallel.tasks import InProcess, OnDone, Tasks, require_shared_folder
 from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
 from fsdp_inspect.store.compacted import read_footer, write_compacted
 from fsdp_inspect.store.files import LocalFiles, RunFiles
@@ -100,18 +101,43 @@ class CompactionResult:
         return sum(rank.bytes_after for rank in self.compacted)
 
 
-def compact_run(path: Path, *, max_bytes: int | None = None) -> CompactionResult:
+@dataclass(frozen=True, slots=True)
+class _RankToCompact:
+    """One task of a compaction."""
+
+    run: Path
+    """Absolute."""
+    label: str
+    """The path of the run, for messages."""
+    attempt: int
+    rank: int
+    max_bytes: int | None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of attempt {self.attempt}"
+
+
+def compact_run(
+    path: Path,
+    *,
+    max_bytes: int | None = None,
+    tasks: Tasks | None = None,
+    on_progress: OnDone = lambda done, total: None,
+) -> CompactionResult:
     """Compact all ranks of all attempts that have ended; may be repeated.
 
     Args:
         path: The run folder, on a local or mounted disk.
         max_bytes: Skip ranks with larger streams, so that the end of a training does not take
             long or much memory.
+        tasks: Runs the compaction of each rank; default in this process, one after the other.
+        on_progress: Called with the number of ranks done so far, and the number of ranks.
 
     Returns:
         The compacted and the skipped ranks. A damaged rank is skipped with the reason.
 
     Raises:
+        ClusterError: The cluster of `tasks` failed; the run is as readable as before.
         NotARunError: The path contains no run.
         OSError: Writing failed; the run is as readable as before.
     """
@@ -123,14 +149,25 @@ def compact_run(path: Path, *, max_bytes: int | None = None) -> CompactionResult
         )
     _forget_stale_summary(path, places)
     result = CompactionResult(path)
-    for attempt, rank in places:
-        try:
-            compacted = compact_rank(path, attempt, rank, max_bytes=max_bytes)
-            result.compacted.append(compacted)
-        except StoreError as error:
-            result.skipped.append(SkippedRank(attempt, rank, str(error)))
+    asked = [_RankToCompact(path.absolute(), str(path), *place, max_bytes) for place in places]
+    with contextlib.nullcontext() if tasks is None else _removing_unfinished(path, places):
+        for done in (tasks or InProcess()).map(_compact, asked, "ranks", on_progress):
+            if isinstance(done, SkippedRank):
+                result.skipped.append(done)
+            else:
+                result.compacted.append(done)
     has_summary = not result.skipped and write_run_summary(path)
     return CompactionResult(path, result.compacted, result.skipped, has_summary)
+
+
+def _compact(asked: _RankToCompact) -> RankCompaction | SkippedRank:
+    """Compact one rank; a task of `compact_run`."""
+    require_shared_folder(asked.run)
+    try:
+        return compact_rank(asked.run, asked.attempt, asked.rank, max_bytes=asked.max_bytes)
+    except StoreError as error:
+        reason = str(error).replace(str(asked.run), asked.label)
+        return SkippedRank(asked.attempt, asked.rank, reason)
 
 
 def compact_rank(
@@ -283,6 +320,22 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+@contextlib.contextmanager
+def _removing_unfinished(path: Path, places: Iterable[Place]) -> Iterator[None]:
+    """Remove the temporary files that workers leave if they are killed in this block."""
+    folders = [rank_folder(path, *place) for place in places]
+    before = _find_unfinished(folders)
+    try:
+        yield
+    finally:
+        for left_over in _find_unfinished(folders) - before:
+            left_over.unlink(missing_ok=True)
+
+
+def _find_unfinished(folders: Iterable[Path]) -> set[Path]:
+    return {file for folder in folders for file in folder.glob("*.tmp-*")}
 
 
 def _remove_unfinished(folder: Path) -> None:

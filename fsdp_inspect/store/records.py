@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import threading
 import zlib
 from pathlib import Path
@@ -132,8 +133,12 @@ def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 
 def unfinished_path(path: Path) -> Path:
-    """The temporary path to which this thread writes a file before it is renamed."""
-    return path.with_name(f"{path.name}.tmp-{os.getpid()}-{threading.get_native_id()}")
+    """The temporary path to which this thread writes a file before it is renamed.
+
+    It contains the host: processes in containers often have the same number.
+    """
+    writer = f"{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}"
+    return path.with_name(f"{path.name}.tmp-{writer}")
 
 
 _REMEDY = "Copy the file again from where it was recorded."

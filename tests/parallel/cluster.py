@@ -48,18 +48,24 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        workers = [process for process in self._processes if process is not self.scheduler]
+        for processes in (workers, [self.scheduler]):  # without a scheduler, workers wait for it
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
     def hold(self, name: str) -> None:
         """Let each task that reads a trace with this text in its name wait for `release`."""
         (self.folder / "hold").write_text(name)
+
+    def hold_writing(self, name: str) -> None:
+        """Let each task that compacts a table with this text in its path wait in the middle."""
+        (self.folder / "hold-writing").write_text(name)
 
     def release(self) -> None:
         """Let the waiting tasks continue."""
