@@ -17,6 +17,7 @@ from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run
+from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.network import unknown_latencies
 from fsdp_inspect.simulation.recorded import Execution
@@ -112,6 +113,7 @@ def give_advice(
     request: AdviceRequest,
     *,
     on_play: Callable[[int], object] = lambda _: None,
+    tasks: Tasks | None = None,
 ) -> Advice:
     """Collect the findings, then search for plans that are worth a change.
 
@@ -120,6 +122,7 @@ def give_advice(
         evidence: The results of the analyses of the run.
         request: The limits and the network of the advice.
         on_play: Called with the number of plans simulated so far.
+        tasks: Runs the simulations; default in this process.
     """
     findings = tuple(_on_run(each, request.run_name) for each in find_first_things(evidence))
     try:
@@ -130,6 +133,7 @@ def give_advice(
             latency_ns=request.latency_ns,
             slowdown=slowdown_of(evidence),
             node=request.node,
+            tasks=tasks,
         )
     except MissingDataError as error:
         answer = findings[0].sentence if findings else "No plan of this run can be simulated."

@@ -26,6 +26,7 @@ from fsdp_inspect.analysis.memory.sharding_worth import (
 from fsdp_inspect.analysis.optimizer_wait import measure_optimizer_wait
 from fsdp_inspect.analysis.pipeline import measure_pipeline
 from fsdp_inspect.analysis.summary import Summary, measure_summary
+from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.trace.codes import MemoryCategory
 from fsdp_inspect.trace.run import RunSource
@@ -71,6 +72,7 @@ def advise_run(
     *,
     digest: Summary | None = None,
     on_play: Callable[[int], object] = lambda _: None,
+    tasks: Tasks | None = None,
 ) -> Advice:
     """Measure a run, and give advice on it.
 
@@ -79,10 +81,10 @@ def advise_run(
         request: The limits and the network of the advice.
         digest: The summary of the run, if it is known already.
         on_play: Called with the number of plans simulated so far.
+        tasks: Runs the simulations; default in this process.
     """
-    return give_advice(
-        run, _evidence(run, digest or measure_summary(run)), request, on_play=on_play
-    )
+    evidence = _evidence(run, digest or measure_summary(run))
+    return give_advice(run, evidence, request, on_play=on_play, tasks=tasks)
 
 
 def find_plans_to_run(
@@ -91,6 +93,7 @@ def find_plans_to_run(
     count: int,
     *,
     on_play: Callable[[int], object] = lambda _: None,
+    tasks: Tasks | None = None,
 ) -> PlansToRun:
     """Measure a run, and choose the plans to run.
 
@@ -99,13 +102,14 @@ def find_plans_to_run(
         request: The limits of the plans.
         count: The highest number of plans.
         on_play: Called with the number of plans simulated so far.
+        tasks: Runs the simulations; default in this process.
 
     Raises:
         MissingDataError: The run lacks data that the simulation needs.
     """
     evidence = _evidence(run, measure_summary(run))
     limit = evidence.device_bytes if request.memory_limit is None else request.memory_limit
-    bench = PlanScorer(run, on_play, slowdown=slowdown_of(evidence))
+    bench = PlanScorer(run, on_play, slowdown=slowdown_of(evidence), tasks=tasks)
     search = Search(bench, limit, allow_dtypes=request.allow_dtypes)
     proposals = find_candidates(bench, evidence, search, count)
     return PlansToRun(proposals, len(bench.scores))
@@ -118,6 +122,7 @@ def find_fitting_plans(
     *,
     count: int,
     name_file: Callable[[int], str],
+    tasks: Tasks | None = None,
 ) -> FittingPlans:
     """Choose the fastest plans of different kinds within a memory limit.
 
@@ -127,12 +132,13 @@ def find_fitting_plans(
         limit_bytes: The highest simulated peak.
         count: The highest number of plans.
         name_file: Returns the file of the n-th plan, from 1, as the commands name it.
+        tasks: Runs the simulations; default in this process.
 
     Raises:
         MissingDataError: The run lacks data that the simulation needs.
     """
     evidence = _evidence(run, measure_summary(run))
-    bench = PlanScorer(run, slowdown=slowdown_of(evidence), work=work)
+    bench = PlanScorer(run, slowdown=slowdown_of(evidence), work=work, tasks=tasks)
     search = Search(bench, limit_bytes, allow_dtypes=False)
     repeats = bench.space.plan.checkpointing
     # The memory of a checkpointed block in several units is predicted too low (by 18% in a test).

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
-from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer, Score
+from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
+from fsdp_inspect.advice.plan_simulator import Score
 from fsdp_inspect.advice.plan_space import Choice, Sync
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.parameters import smaller_group
@@ -89,8 +90,7 @@ class Search:
             self._dtypes,
             self._tails,
         ):
-            for choice in list(choices()):
-                self._bench.can_play(choice)
+            self._bench.score_all(list(choices()))
         self._merge()
         fastest = self._fastest()
         return SearchResult(
@@ -202,8 +202,7 @@ class Search:
                 return
             merged = [space.add_merge(best.grouping, *pair) for pair in pairwise(inner)]
             choices = [replace(best, grouping=name) for name in merged if name is not None]
-            playable = [each for each in choices if bench.can_play(each)]
-            fitting = [each for each in playable if self.fits(bench.score(each))]
+            fitting = [each for each in bench.score_all(choices) if self.fits(bench.score(each))]
             least = min((bench.score(each).cautious_ns for each in fitting), default=None)
             if least is None or least > bench.score(best).cautious_ns - self.noise_ns:
                 return

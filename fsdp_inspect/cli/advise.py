@@ -25,6 +25,7 @@ from fsdp_inspect.cli.arguments import (
     say_how_to_verify,
     whole_number,
 )
+from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
 from fsdp_inspect.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -101,12 +102,14 @@ def advise(  # noqa: PLR0913 - one argument an option
             "earlier predictions. --json always contains them.",
         ),
     ] = False,
+    dask: DaskOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Recommend a change with its gain, memory cost, risk and code.
 
     Problems that no sharding plan can fix come first, then changes of the plan, each with its
     predicted gain. Every plan is simulated from the recorded run. The gains of the changes add up.
+    With `--dask`, workers simulate several plans at once.
 
     Example: `fsdp-inspect advise runs/demo --memory-limit 80GiB --write plan.toml`
     """
@@ -135,9 +138,9 @@ def advise(  # noqa: PLR0913 - one argument an option
         )
     for file in (write, write and prediction_file_of(write), write and patch_file_of(write)):
         require_new_file("--write", file)
-    source = open_stored_argument(run)
-    with show_progress() as on_play:
-        advice = advise_run(source, request, on_play=on_play)
+    with open_tasks(dask) as tasks, show_progress() as on_play:
+        source = open_stored_argument(run, show_bars(tasks))
+        advice = advise_run(source, request, on_play=on_play, tasks=tasks)
     if write is not None:
         _write(source, advice, request, write, take)
     record = _earlier(source, advice)

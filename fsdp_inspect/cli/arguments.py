@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from fsdp_inspect.allocator.settings import AllocatorSettings
+    from fsdp_inspect.parallel.tasks import Tasks
     from fsdp_inspect.run import Run
     from fsdp_inspect.simulation.network import NodeLink
     from fsdp_inspect.store.reader import StoredRun
@@ -60,8 +61,12 @@ NodeLatencyOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def open_run_argument(run: str) -> "Run":
+def open_run_argument(run: str, tasks: "Tasks | None" = None) -> "Run":
     """Open the run that RUN names.
+
+    Args:
+        run: The argument.
+        tasks: Computes the summary of a run that has not ended, by rank.
 
     Raises:
         NotARunError: There is no run, or more than one.
@@ -69,11 +74,15 @@ def open_run_argument(run: str) -> "Run":
     """
     from fsdp_inspect.run import Run
 
-    return Run(open_stored_argument(run))
+    return Run(open_stored_argument(run, tasks))
 
 
-def open_stored_argument(run: str) -> "StoredRun":
+def open_stored_argument(run: str, tasks: "Tasks | None" = None) -> "StoredRun":
     """Open the run that RUN names, for commands that need its files.
+
+    Args:
+        run: The argument.
+        tasks: Computes the summary of a run that has not ended, by rank.
 
     Raises:
         NotARunError: There is no run, or more than one; the message names those nearby.
@@ -84,12 +93,12 @@ def open_stored_argument(run: str) -> "StoredRun":
     from fsdp_inspect.store.reader import open_run
 
     try:
-        return open_run(run)
+        return open_run(run, tasks=tasks)
     except NotARunError:
         inside = list_runs(run)
         if len(inside) != 1:
             raise
-        return open_run(inside[0].path)
+        return open_run(inside[0].path, tasks=tasks)
 
 
 def require_new_file(option: str, path: Path | None) -> None:

@@ -1,13 +1,16 @@
 """The option `--dask`, and progress bars of commands that run many tasks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
-    from fsdp_inspect.parallel.tasks import Tasks
+    from fsdp_inspect.parallel.tasks import OnDone, Tasks
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 DaskOption = Annotated[
     str | None,
@@ -30,6 +33,30 @@ def open_tasks(dask: str | None) -> "Iterator[Tasks | None]":
 
     with connect_dask(dask) as tasks:
         yield tasks
+
+
+def show_bars(tasks: "Tasks | None") -> "Tasks | None":
+    """The same tasks, with a progress bar on a terminal for each group of tasks."""
+    return None if tasks is None else _ShownTasks(tasks)
+
+
+class _ShownTasks:
+    """Tasks with a progress bar; implements `Tasks`."""
+
+    def __init__(self, tasks: "Tasks") -> None:
+        self._tasks = tasks
+
+    def map(
+        self, function: Callable[[T], R], items: Sequence[T], what: str, on_done: "OnDone"
+    ) -> Iterator[R]:
+        """The results in the order of the items; see `Tasks.map`."""
+        with show_count(f"Dask: {what}") as show:
+
+            def report(done: int, total: int) -> None:
+                show(done, total)
+                on_done(done, total)
+
+            yield from self._tasks.map(function, items, what, report)
 
 
 @contextmanager
@@ -80,6 +107,9 @@ def show_count(text: str, place: str | None = None) -> Iterator[Callable[[int, i
     from fsdp_inspect.store.files import is_url
 
     console = Console(stderr=True)
+    if not console.is_terminal:  # a bar would print an empty line
+        yield lambda done, total: None
+        return
     is_remote = place is not None and is_url(place)
     label = _Downloaded(text) if is_remote else text
     bar = Progress(
@@ -91,10 +121,10 @@ def show_count(text: str, place: str | None = None) -> Iterator[Callable[[int, i
         transient=True,
     )
     with bar:
-        task = bar.add_task("", total=None, visible=is_remote and console.is_terminal)
+        task = bar.add_task("", total=None, visible=is_remote)
 
         def show(done: int, total: int) -> None:
-            is_shown = console.is_terminal and (is_remote or total > 0)
+            is_shown = is_remote or total > 0
             bar.update(task, completed=done, total=total or None, visible=is_shown)
 
         yield show

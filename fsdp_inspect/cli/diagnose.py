@@ -15,9 +15,11 @@ from fsdp_inspect.cli.arguments import (
     print_renderable,
     require_new_file,
 )
+from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
 
 if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.diagnose import Diagnosis
+    from fsdp_inspect.parallel.tasks import Tasks
     from fsdp_inspect.run import Run
 
 HEALTHY, PROBLEM, CANNOT_TELL = range(3)
@@ -48,6 +50,7 @@ def diagnose(
             metavar="FILE",
         ),
     ] = None,
+    dask: DaskOption = None,
 ) -> None:
     """Explain why a run hung, died or went wrong: the rank, the unit, the line of code.
 
@@ -57,6 +60,9 @@ def diagnose(
     After an out-of-memory error, it shows the live memory by category, unit and line of code, and
     the growth since the last complete step. It also proposes up to three plans that would have
     fitted, by simulation.
+
+    With `--dask`, workers condense the ranks of a run that has not ended, and simulate the plans.
+    Black boxes and stacks are small, so this command reads them itself.
 
     Exit codes: 0 healthy, 1 a problem, 2 cannot tell.
 
@@ -69,10 +75,12 @@ def diagnose(
 
     if is_end:
         time.sleep(SETTLE_S)
-    opened = open_run_argument(run)
-    found = opened.diagnose(with_plans=False)
-    if not brief or write is not None:
-        found = _with_plans(opened, found, write)
+    with open_tasks(dask) as connected:
+        tasks = show_bars(connected)
+        opened = open_run_argument(run, tasks)
+        found = opened.diagnose(with_plans=False)
+        if not brief or write is not None:
+            found = _with_plans(opened, found, write, tasks)
     if as_json:
         head = {"run_id": opened.id, "source": opened.manifest.source, "notes": list(opened.notes)}
         print(json.dumps({**head, **diagnosis_to_dict(found)}, indent=2, allow_nan=False))
@@ -84,13 +92,17 @@ def diagnose(
     raise typer.Exit(codes.get(found.status.value, CANNOT_TELL))
 
 
-def _with_plans(run: "Run", found: "Diagnosis", write: Path | None) -> "Diagnosis":
+def _with_plans(
+    run: "Run", found: "Diagnosis", write: Path | None, tasks: "Tasks | None"
+) -> "Diagnosis":
     """Search the plans that would have fitted, and write them to files."""
     from fsdp_inspect.diagnosis.diagnose import with_plans
     from fsdp_inspect.report.out_of_memory import name_plan_file
 
     first = str(write or "plan.toml")
-    found = with_plans(found, run.source, name_file=lambda at: name_plan_file(first, at))
+    found = with_plans(
+        found, run.source, name_file=lambda at: name_plan_file(first, at), tasks=tasks
+    )
     plans = found.plans.plans if found.plans is not None else ()
     if write is not None and not plans:
         raise typer.BadParameter(

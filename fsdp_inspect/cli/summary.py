@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
+from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
 
 
 def summary(
@@ -16,6 +17,7 @@ def summary(
             "--verdict", help="Show only the verdict: the limit of the step, and what to try next."
         ),
     ] = False,
+    dask: DaskOption = None,
 ) -> None:
     """Show one run: the limit of the step, its parts, memory and ranks.
 
@@ -24,19 +26,23 @@ def summary(
     Times are those of the typical step of the median rank. Warm-up, memory and numerics steps are
     not timed, and the output lists them.
 
+    The tables of a run that has not ended have no summary yet. This command then reads all events
+    of all ranks, with `--dask` on several workers at once. For other runs, `--dask` has no effect.
+
     Example: `fsdp-inspect summary runs/demo --json`
     """
     from fsdp_inspect.report.json import render_run_json
 
-    opened = open_run_argument(run)
-    digest = opened.summary()
-    if as_json:
+    with open_tasks(dask) as tasks:
+        opened = open_run_argument(run, show_bars(tasks))
+        digest = opened.summary()
+        found = None if as_json else opened.diagnose(with_plans=False)
+    if found is None:
         print(render_run_json(opened.source, digest.verdict if verdict else digest))
         return
     from fsdp_inspect.report.diagnosis import render_diagnosis
     from fsdp_inspect.report.text import render_summary, render_verdict
 
-    found = opened.diagnose(with_plans=False)
     if found.is_problem:
         print_renderable(render_diagnosis(found, brief=True, run=run))
         print()

@@ -14,6 +14,7 @@ from fsdp_inspect.cli.arguments import (
     require_new_file,
     whole_number,
 )
+from fsdp_inspect.cli.cluster import DaskOption, open_tasks
 
 if TYPE_CHECKING:
     from fsdp_inspect.cli.tuner import Tuner
@@ -102,6 +103,7 @@ def tune(  # noqa: PLR0913 - one argument an option
         Path | None,
         typer.Option(help="Continue the tuning session in this folder.", metavar="DIR"),
     ] = None,
+    dask: DaskOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Record a run, get advice, run the best plans and the baseline, and verify the predictions.
@@ -112,11 +114,15 @@ def tune(  # noqa: PLR0913 - one argument an option
     fastest plan to a file, if its gain is larger than process noise. Ctrl-C keeps all completed
     runs.
 
+    With `--dask`, workers simulate several plans at once. The trainings run on this machine.
+
     Give either your own command, or settings of the trainer with `--config`.
 
     Example: `fsdp-inspect tune --budget 3 -- torchrun train.py --plan {plan} --runs-dir {runs}`
     """
     require_new_file("--write", write)
+    with open_tasks(dask):  # an unusable cluster is reported before any training
+        pass
     if resume is not None:
         _refuse_with_resume(
             {
@@ -138,7 +144,7 @@ def tune(  # noqa: PLR0913 - one argument an option
         folder = runs_dir / f"tune-{datetime.now():%Y%m%d-%H%M%S}"
         session = _new_session(words, environment, budget, repeats, memory_limit, allow_dtypes)
         _begin(folder, session, config)
-    _run(folder, session, write, as_json=as_json)
+    _run(folder, session, write, dask, as_json=as_json)
 
 
 def _refuse_with_resume(given: dict[str, object]) -> None:
@@ -229,12 +235,14 @@ def _begin(folder: Path, session: "TuningSession", config: Path | None) -> None:
         write_configs(config, folder)
 
 
-def _run(folder: Path, session: "TuningSession", write: Path | None, *, as_json: bool) -> None:
+def _run(
+    folder: Path, session: "TuningSession", write: Path | None, dask: str | None, *, as_json: bool
+) -> None:
     """Run the rest of the session, and show the results, also after Ctrl-C."""
     from fsdp_inspect.cli.tuner import Tuner, how_to_resume
     from fsdp_inspect.predictions.ledger import LEDGER_FILE
 
-    tuner = Tuner(folder, session, folder.absolute().parent / LEDGER_FILE)
+    tuner = Tuner(folder, session, folder.absolute().parent / LEDGER_FILE, dask=dask)
     try:
         tuner.run()
     except KeyboardInterrupt:

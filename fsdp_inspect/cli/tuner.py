@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_inspect.cli.child import ChildError, reason_in, run_child
+from fsdp_inspect.cli.cluster import open_tasks
 from fsdp_inspect.cli.progress import show_progress
 from fsdp_inspect.cli.tuning_command import fill_placeholders
 from fsdp_inspect.errors import FsdpInspectError, NotARunError
@@ -48,17 +49,21 @@ class _Turn:
 class Tuner:
     """Runs a session, new or resumed."""
 
-    def __init__(self, folder: Path, session: TuningSession, ledger: Path) -> None:
+    def __init__(
+        self, folder: Path, session: TuningSession, ledger: Path, *, dask: str | None = None
+    ) -> None:
         """Prepare the session without running anything.
 
         Args:
             folder: The folder of the session.
             session: The settings of the session, and its completed trainings.
             ledger: The prediction history, which keeps predictions and outcomes.
+            dask: The cluster that simulates the plans; None: this process.
         """
         self._folder = folder
         self._session = session
         self._ledger = ledger
+        self._dask = dask
 
     def run(self) -> None:
         """Run all trainings that are not completed.
@@ -142,8 +147,10 @@ class Tuner:
         wishes = AdviceRequest(
             memory_limit=self._session.memory_limit, allow_dtypes=self._session.allow_dtypes
         )
-        with show_progress() as on_play:
-            chosen = find_plans_to_run(run, wishes, self._session.budget, on_play=on_play)
+        with open_tasks(self._dask) as tasks, show_progress() as on_play:
+            chosen = find_plans_to_run(
+                run, wishes, self._session.budget, on_play=on_play, tasks=tasks
+            )
         predictions = []
         for number, proposal in enumerate(chosen.proposals, 1):
             origin = PredictionOrigin(

@@ -30,6 +30,7 @@ from fsdp_inspect.diagnosis.waits import (
     seconds_since_last_collective,
 )
 from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.reduction.collective_order import (
     Difference,
     Issued,
@@ -204,7 +205,11 @@ def diagnose(run: RunSource) -> Diagnosis:
 
 
 def with_plans(
-    found: Diagnosis, run: RunSource, *, name_file: Callable[[int], str] = "plan-{}.toml".format
+    found: Diagnosis,
+    run: RunSource,
+    *,
+    name_file: Callable[[int], str] = "plan-{}.toml".format,
+    tasks: Tasks | None = None,
 ) -> Diagnosis:
     """Add the plans that would have fitted to a diagnosis.
 
@@ -214,10 +219,12 @@ def with_plans(
         found: The diagnosis of the run.
         run: The run.
         name_file: Returns the file of the n-th plan, from 1, as the commands name it.
+        tasks: Runs the simulations; default in this process.
     """
     if found.out_of_memory is None:
         return found
-    return replace(found, plans=search_plans(run, found.out_of_memory, name_file=name_file))
+    plans = search_plans(run, found.out_of_memory, name_file=name_file, tasks=tasks)
+    return replace(found, plans=plans)
 
 
 class _Case:

@@ -16,6 +16,7 @@ from fsdp_inspect.analysis.context import RunContext
 from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory
 from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.simulation.recorded import (
     RecordedWork,
     measure_work,
@@ -85,7 +86,11 @@ class PlanSearch:
 
 
 def search_plans(
-    run: RunSource, found: OutOfMemory, *, name_file: Callable[[int], str]
+    run: RunSource,
+    found: OutOfMemory,
+    *,
+    name_file: Callable[[int], str],
+    tasks: Tasks | None = None,
 ) -> PlanSearch:
     """Find the plans that would have fitted, by predicted step time.
 
@@ -93,6 +98,7 @@ def search_plans(
         run: The run that ran out of memory.
         found: The failed allocation of the run.
         name_file: Returns the file of the n-th plan, from 1, as the commands name it.
+        tasks: Runs the simulations; default in this process.
     """
     record = found.record
     reason = _refusal(run, found)
@@ -121,7 +127,9 @@ def search_plans(
     assert record.limit_bytes is not None, "checked by _refusal"
     limit = round(record.limit_bytes / (1 + margin))
     try:
-        fitting = find_fitting_plans(source, work, limit, count=NUM_PLANS, name_file=name_file)
+        fitting = find_fitting_plans(
+            source, work, limit, count=NUM_PLANS, name_file=name_file, tasks=tasks
+        )
     except FsdpInspectError as error:
         return replace(searched, reason=NoPlans.NOT_SIMULATED, detail=str(error))
     return replace(

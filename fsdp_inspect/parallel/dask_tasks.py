@@ -90,6 +90,17 @@ class DaskTasks:
                     f"{self._no_workers_s:g} s. {_missing(futures, items, what)} Expected a "
                     "running worker. Start workers, and run the command again."
                 )
+            self._wait_a_moment(futures[number])
+
+    @staticmethod
+    def _wait_a_moment(future: Any) -> None:
+        from distributed import wait
+
+        try:
+            wait([future], timeout=_LOOK_EVERY_S)
+        except TimeoutError:
+            return
+        except Exception:  # the future is lost: its result shows the reason
             time.sleep(_LOOK_EVERY_S)
 
     def _has_workers(self) -> bool:

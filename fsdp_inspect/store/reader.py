@@ -4,7 +4,8 @@ Opening reads `run.json`. The records of the ranks are read on first use, tables
 live run gives its rows so far; open it again to see more.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -17,9 +18,10 @@ from fsdp_inspect.errors import (
     NotARunError,
     UnreadableFileError,
 )
-from fsdp_inspect.formatting import format_numbers
-from fsdp_inspect.reduction.rank_rows import join_memory
-from fsdp_inspect.store.files import LocalFiles, RunFiles, open_files
+from fsdp_inspect.formatting import format_numbers, format_ranks
+from fsdp_inspect.parallel.tasks import Tasks, require_shared_folder
+from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, join_memory
+from fsdp_inspect.store.files import LocalFiles, RunFiles, is_url, open_files
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.liveness import is_alive, last_sign_unix_ns
 from fsdp_inspect.store.missing_manifest import NOTE as NO_MANIFEST_NOTE
@@ -60,7 +62,7 @@ from fsdp_inspect.store.schema import (
     rank_numbers,
 )
 from fsdp_inspect.store.streams import StreamContents
-from fsdp_inspect.store.summary_reader import SummaryReader
+from fsdp_inspect.store.summary_reader import SummaryReader, WholeSteps
 from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.allocations import AllocationHistory, AllocationsRecord
 from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError
@@ -82,6 +84,8 @@ from fsdp_inspect.trace.tables import (
 
 _RecordT = TypeVar("_RecordT", LiveMemoryRecord, OutOfMemoryRecord, AllocationsRecord)
 _MAX_NEARBY = 5
+_MOST_TASKS = 128
+"""Ranks of larger runs share tasks, because each task lists the files of the run."""
 _MAX_STACK_BYTES = 4 << 20
 _MAX_NUMERICS_BYTES = 64 << 20
 _STACK_FILES = {
@@ -92,7 +96,11 @@ _STACK_FILES = {
 
 
 def open_run(
-    path: str | Path, *, attempt: int | None = None, reuse: ReaderCache | None = None
+    path: str | Path,
+    *,
+    attempt: int | None = None,
+    reuse: ReaderCache | None = None,
+    tasks: Tasks | None = None,
 ) -> "StoredRun":
     """Open a recorded run.
 
@@ -101,6 +109,8 @@ def open_run(
         attempt: The attempt to open; by default the last one.
         reuse: A cache shared with other openings of this run or other runs, for programs that
             open runs repeatedly.
+        tasks: Computes the summary of a run that has not ended, by rank; default in this process,
+            one rank after the other.
 
     Returns:
         The run in any state; `status` and `notes` describe missing data.
@@ -127,13 +137,13 @@ def open_run(
     if encoded is None:
         return _open_without_manifest(files, attempts, chosen, note, reuse or ReaderCache())
     manifest = decode_record(encoded, RunManifest, _label(files, MANIFEST_FILE))
-    return StoredRun(files, manifest, attempts=attempts, attempt=chosen, reuse=reuse)
+    return StoredRun(files, manifest, attempts=attempts, attempt=chosen, reuse=reuse, tasks=tasks)
 
 
 class StoredRun:
     """One attempt of a run; implements `trace.run.RunSource` with its files."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the run, the attempt, and options
         self,
         files: RunFiles,
         manifest: RunManifest,
@@ -142,11 +152,15 @@ class StoredRun:
         attempt: int,
         notes: Sequence[str] = (),
         reuse: ReaderCache | None = None,
+        tasks: Tasks | None = None,
+        only_rank: int | None = None,
     ) -> None:
         self._files = files
         self._manifest = manifest
         self._found: dict[str, None] = dict.fromkeys(notes)
         self._reuse = reuse or ReaderCache()
+        self._tasks = tasks
+        self._only_rank = only_rank
         self.attempts = tuple(attempts)
         """The attempts with data, ascending."""
         self.attempt = attempt
@@ -200,10 +214,22 @@ class StoredRun:
                 attempts=self.attempts,
                 attempt=number,
                 reuse=self._reuse,
+                tasks=self._tasks,
             )
             for number in self.attempts
             if number < self.attempt
         ]
+
+    def whole_steps_of(self, rank: int) -> WholeSteps:
+        """The summary rows of whole steps of one rank, without reading files of other ranks."""
+        alone = StoredRun(
+            self._files,
+            self._manifest,
+            attempts=self.attempts,
+            attempt=self.attempt,
+            only_rank=rank,
+        )
+        return WholeSteps(rank, alone.summary(kinds=WHOLE_STEP_KINDS), tuple(alone._found))
 
     @property
     def network_probe(self) -> NetworkProbe | None:
@@ -348,7 +374,20 @@ class StoredRun:
             running={r.rank for r in self.ranks if r.status is RunStatus.RUNNING},
             found=self._found,
             summarise=self._summarise_rank,
+            read_together=None if self._tasks is None else self._read_together,
         )
+
+    def _read_together(self, ranks: Sequence[int]) -> Iterator[WholeSteps]:
+        """Read the whole steps of ranks as tasks, in the order of the ranks."""
+        assert self._tasks is not None
+        at_once = -(-len(ranks) // _MOST_TASKS)
+        place = self.path if is_url(self.path) else str(Path(self.path).absolute())
+        asked = [
+            _RanksToRead(place, self.path, self.attempt, tuple(ranks[start : start + at_once]))
+            for start in range(0, len(ranks), at_once)
+        ]
+        done = self._tasks.map(_read_whole_steps, asked, "ranks", lambda done, total: None)
+        return (read for each in done for read in each)
 
     def _summarise_rank(self, rank: int) -> SummaryTable:
         """The rank's summary, computed from its tables; damaged memory samples give a note."""
@@ -430,6 +469,8 @@ class StoredRun:
     @cached_property
     def _rank_numbers(self) -> Sequence[int]:
         """The ranks that have a folder, ascending."""
+        if self._only_rank is not None:
+            return [self._only_rank]
         return _list_ranks(self._files, self.attempt)
 
     @property
@@ -462,6 +503,37 @@ class StoredRun:
             f"attempt {self.attempt}). Choose one of them, or copy {self._folder(rank)} from the "
             "node of the rank."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _RanksToRead:
+    """One task of the summary of a run that has not ended."""
+
+    place: str
+    """The absolute path of the run, or its URL."""
+    label: str
+    """The path of the run, for messages."""
+    attempt: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return format_ranks(self.ranks)
+
+
+def _read_whole_steps(asked: _RanksToRead) -> list[WholeSteps]:
+    """Read the whole steps of some ranks, one after the other."""
+    if not is_url(asked.place):
+        require_shared_folder(Path(asked.place))
+    run = open_run(asked.place, attempt=asked.attempt)
+    found = [run.whole_steps_of(rank) for rank in asked.ranks]
+    return [
+        WholeSteps(
+            each.rank,
+            each.rows,
+            tuple(note.replace(asked.place, asked.label) for note in each.notes),
+        )
+        for each in found
+    ]
 
 
 def _read_manifest(files: RunFiles, *, can_omit: bool) -> tuple[bytes | None, str]:

@@ -1,10 +1,12 @@
 """Read the summary of some ranks and kinds from as few files as possible.
 
 Rows of whole steps come from the run's summary, one kind at a time. Rows of units come from the
-summary of each rank. A summary without a current file is computed from the rank's tables.
+summary of each rank. A summary without a current file is computed from the rank's tables: of a run
+that has not ended, from those of all ranks.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -24,10 +26,19 @@ from fsdp_inspect.trace.tables import SummaryTable, limit_summary, positions_by_
 _MAX_CACHED_RANKS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class WholeSteps:
+    """The rows of whole steps of one rank, with the notes about its files."""
+
+    rank: int
+    rows: SummaryTable
+    notes: tuple[str, ...]
+
+
 class SummaryReader:
     """The summary of one attempt, with a cache of whole steps and of the units of a few ranks."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the run, and functions of its reader
         self,
         files: RunFiles,
         attempt: int,
@@ -36,6 +47,7 @@ class SummaryReader:
         running: Collection[int],
         found: dict[str, None],
         summarise: Callable[[int], SummaryTable],
+        read_together: Callable[[Sequence[int]], Iterator[WholeSteps]] | None = None,
     ) -> None:
         """Prepare to read; this reads no file.
 
@@ -46,6 +58,7 @@ class SummaryReader:
             running: The ranks that still record; the run's summary is out of date for them.
             found: Receives the notes about damaged files, as keys.
             summarise: Computes the summary of a rank from its tables.
+            read_together: Reads whole steps of many ranks; None: one rank after the other.
         """
         self._files = files
         self._attempt = attempt
@@ -53,6 +66,7 @@ class SummaryReader:
         self._running = frozenset(running)
         self._found = found
         self._summarise = summarise
+        self._read_together = read_together
         self._by_kind: dict[int, SummaryTable] = {}
         self._by_rank: dict[int, SummaryTable] = {}
         """All rows of the most recently used ranks."""
@@ -86,6 +100,7 @@ class SummaryReader:
         if kind not in self._by_kind:
             from_run = self._from_run(kind)
             others = [rank for rank in self._ranks if rank not in self._covered]
+            self._read_ahead([rank for rank in others if rank not in self._whole_by_rank])
             parts = [rows_of(self._whole_steps_of(rank), kinds=[kind]) for rank in others]
             self._by_kind[kind] = _in_order([from_run, *parts])
         return self._by_kind[kind]
@@ -125,6 +140,13 @@ class SummaryReader:
     def _mine(self, rows: SummaryTable) -> SummaryTable:
         is_of_attempt = rows.attempt == self._attempt
         return rows.where(is_of_attempt & np.isin(rows.rank, list(self._covered)))
+
+    def _read_ahead(self, ranks: Sequence[int]) -> None:
+        """Read the whole steps of many ranks together, if that is possible."""
+        if self._read_together is not None and len(ranks) > 1:
+            for read in self._read_together(ranks):
+                self._whole_by_rank[read.rank] = read.rows
+                self._found |= dict.fromkeys(read.notes)
 
     def _whole_steps_of(self, rank: int) -> SummaryTable:
         """All rows of whole steps of a rank, from its own files."""

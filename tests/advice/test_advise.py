@@ -250,7 +250,7 @@ def test_a_plan_on_the_bench_takes_what_the_simulation_says(workload: Workload, 
     plan = bench.space.plan_of(choice)
     alone = make_scenario(bench.work, run.manifest, plan, bench.network).workload
     bench.score(replace(choice, reshard=None))  # shares the derived work
-    assert bench.workload(plan, bench.network) == alone
+    assert bench.simulator.workload(plan, bench.network) == alone
     assert bench.score(choice).step_ns == simulate_plan(run, plan).predicted.step_time_ns
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.store.folder import rank_folder
+from tests.conftest import Ended, Invoke
 from tests.parallel.cluster import Cluster
 from tests.store.run_files import write_run
 
 pytest.importorskip("distributed", reason="needs the extra [dask]")
 
-pytestmark = pytest.mark.filterwarnings("default")  # Dask's own
+SAMPLE = Path(__file__).resolve().parents[2] / "samples" / "tiny-2-ranks" / "run"
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,58 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two workers, of which one test kills one."""
     with Cluster(tmp_path_factory.mktemp("cluster")) as started:
         yield started
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The relative path of a run that was not compacted; a rank is damaged, another cut off."""
+    run = write_run(tmp_path / "run", ranks=range(4), num_steps=8, compact=False)
+    (rank_folder(run, 0, 1) / "memory.arrows").write_bytes(b"damaged")
+    cut_off = rank_folder(run, 0, 2) / "events.arrows"
+    cut_off.write_bytes(cut_off.read_bytes()[:-20])
+    monkeypatch.chdir(tmp_path)
+    return "run"
+
+
+def assert_same_output(invoke: Invoke, cluster: Cluster, *command: object) -> Ended:
+    """Check that a command prints the same on the cluster; returns its end."""
+    alone = invoke(*command)
+    assert invoke(*command, "--dask", cluster.address) == alone
+    return alone
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_summary_of_an_unfinished_run_is_that_of_one_process(
+    invoke: Invoke, cluster: Cluster, unfinished: str, form: tuple[str, ...]
+) -> None:
+    ended = assert_same_output(invoke, cluster, "summary", unfinished, *form)
+    assert ended.code == 0, ended.err
+    assert "run/attempt-" in "".join(ended.out.split())  # the notes name files as the command does
+
+
+def test_diagnosis_of_an_unfinished_run_is_that_of_one_process(
+    invoke: Invoke, cluster: Cluster, unfinished: str
+) -> None:
+    assert_same_output(invoke, cluster, "diagnose", unfinished, "--json")
+
+
+def test_advice_is_that_of_one_process(invoke: Invoke, cluster: Cluster) -> None:
+    ended = assert_same_output(invoke, cluster, "advise", SAMPLE, "--json")
+    assert ended.code == 0, ended.err
+
+
+def test_tune_chooses_the_plans_of_one_process(
+    invoke: Invoke, cluster: Cluster, tmp_path: Path
+) -> None:
+    copy = 'cp -r "$0" "$1/$2"'  # instead of a training
+    command = ("--", "sh", "-c", copy, SAMPLE, "{runs}", "{name}", "{plan}")
+    plans = []
+    for name, options in (("alone", ()), ("cluster", ("--dask", cluster.address))):
+        folder = tmp_path / name
+        ended = invoke("tune", "--budget", 1, "--runs-dir", folder, *options, *command)
+        assert ended.code == 0, ended.err
+        plans.append([plan.read_text() for plan in sorted(folder.rglob("plan-*.toml"))])
+    assert plans[0] == plans[1] != []
 
 
 def files_of(run: Path) -> dict[str, bytes]:
