@@ -25,14 +25,20 @@ def bench_on(
     *,
     kept: int = 0,
     node: NodeLink | None = None,
+    tells_parts: bool = True,
 ) -> PlanScorer:
-    """A bench of a run whose gathers take 24 ms each; blocks keep `kept` bytes for backward."""
+    """A bench of a run whose gathers take 24 ms each; blocks keep `kept` bytes for backward.
+
+    Without `tells_parts`, the run does not contain which part of them is the output.
+    """
     work, manifest = recorded(network)
     duration = network.duration_ns(EventKind.ALL_GATHER, SIZE, RANKS) or 0
     units = [replace(own, gather_ns=duration, reduce_ns=duration) for own in work.workload.units]
     memory = work.workload.memory
     assert memory is not None
     pieces = [replace(each, kept=kept, output=kept // 10) for each in memory.pieces]
+    if not tells_parts:
+        pieces = [PieceMemory(kept=each.kept, gradients=each.gradients) for each in pieces]
     workload = replace(work.workload, units=units, memory=replace(memory, pieces=pieces))
     slow = replace(work, workload=workload)
     slow = replace(slow, step_time_ns=slow.play().duration_ns)
@@ -101,11 +107,6 @@ def test_without_a_limit_nothing_is_checkpointed(monkeypatch: pytest.MonkeyPatch
 def test_activations_whose_part_a_run_does_not_tell_are_not_guessed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    bench = bench_on(monkeypatch, kept=20 * SIZE)
-    memory = bench.work.workload.memory
-    assert memory is not None
-    pieces = [PieceMemory(kept=each.kept, gradients=each.gradients) for each in memory.pieces]
-    workload = replace(bench.work.workload, memory=replace(memory, pieces=pieces))
-    bench.work = replace(bench.work, workload=workload)
+    bench = bench_on(monkeypatch, kept=20 * SIZE, tells_parts=False)
     assert not search(bench, 10 * SIZE).fits
     assert all(choice.checkpointing is None for choice in bench.scores)
