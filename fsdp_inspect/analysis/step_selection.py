@@ -330,10 +330,10 @@ def _select_median(members: Sequence[RankSteps]) -> RankSteps | None:
 def sum_per_step(
     rows_step: NDArray[np.integer], values: NDArray[np.integer], steps: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Sum the values of each step. A step without rows counts 0.
+    """Sum the values of each step. A step without rows counts 0; rows of other steps are ignored.
 
     Args:
-        rows_step: The step of each value, shape (n,). Each is in `steps`.
+        rows_step: The step of each value, shape (n,).
         values: The values, shape (n,).
         steps: The steps, shape (S,), ascending and distinct.
 
@@ -341,7 +341,8 @@ def sum_per_step(
         The sums, shape (S,).
     """
     sums = np.zeros(len(steps), dtype=np.int64)
-    np.add.at(sums, np.searchsorted(steps, rows_step), values)
+    is_known = np.isin(rows_step, steps)
+    np.add.at(sums, np.searchsorted(steps, rows_step[is_known]), values[is_known])
     return sums
 
 

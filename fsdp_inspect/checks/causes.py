@@ -264,7 +264,8 @@ def _prefetched(before: RunManifest, after: RunManifest, phase: str | None) -> I
 def _depth(prefetch: object) -> int:
     """The most units that a prefetch setting gathers ahead; 0: none is set."""
     if isinstance(prefetch, Mapping):
-        return max((len(names) for names in prefetch.values()), default=0)
+        lists = (names for names in prefetch.values() if isinstance(names, list | tuple))
+        return max(map(len, lists), default=0)
     return prefetch if isinstance(prefetch, int) else 0
 
 
@@ -291,6 +292,7 @@ def _checkpoints(checkpointing: object) -> dict[str, str]:
         for kind, names in tables.items()
         if isinstance(names, list | tuple)
         for name in names
+        if isinstance(name, str)
     }
 
 

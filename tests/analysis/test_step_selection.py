@@ -92,6 +92,11 @@ def test_a_step_without_rows_counts_zero_in_a_sum():
     assert sums.tolist() == [11, 0, 5]
 
 
+def test_rows_of_other_steps_are_not_in_a_sum():
+    sums = sum_per_step(np.array([1, 2, 4, 9]), np.array([1, 10, 5, 7]), np.array([2, 3, 7]))
+    assert sums.tolist() == [10, 0, 0]
+
+
 def test_the_rows_of_each_rank_are_told_apart():
     rows = steady_run(world_size=3).summary()
     of_rank = split_by_rank(rows)

@@ -208,6 +208,12 @@ def test_checkpointing_that_was_turned_on_is_no_cause_of_more_memory() -> None:
     assert causes(off, on) == []
 
 
+def test_damaged_names_in_a_plan_are_no_cause() -> None:
+    plan = {"checkpointing": {"full": [7, ["layers.0"]]}, "forward_prefetch": {"layers.0": 3}}
+    assert causes(manifest(plan=plan), manifest()) == []
+    assert causes(manifest(), manifest(plan=plan)) == []
+
+
 def test_a_larger_batch_is_the_cause_and_no_leak_is_suspected() -> None:
     small, large = (manifest(config={"batch_size": size, "lr": size}) for size in (1, 2))
 
