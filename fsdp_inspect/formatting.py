@@ -33,6 +33,11 @@ _MANY_TIMES = 10
 """From this factor on, a change is shown as a factor instead of a percentage."""
 
 
+def make_encodable(text: str) -> str:
+    """Replace each half of a surrogate pair by a question mark, because UTF-8 cannot encode it."""
+    return text.encode(errors="replace").decode()
+
+
 def format_ns(value: float | None) -> str:
     """Format a duration: `413 ms`, `18.0 µs`, `1.20 s`."""
     if value is None:

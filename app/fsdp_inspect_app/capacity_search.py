@@ -26,6 +26,7 @@ from fsdp_inspect.report.planning import (
     describe_candidate,
     describe_search,
     describe_shortfall,
+    describe_undecided,
     found_rows,
     rejection_rows,
     value_rows,
@@ -106,10 +107,13 @@ def _show_answer(
     for sentence in describe_shortfall(plan):
         show_text(plain(sentence))
     shown = plan.found.best or plan.found.undecided
+    if plan.found.best is not None:
+        show_text(plain(f"Plan: {describe_candidate(plan.found.best.candidate)}."))
+    if plan.found.undecided is not None:
+        show_title("Cannot tell")
+        for sentence in describe_undecided(plan):
+            show_text(plain(sentence))
     if shown is not None:
-        show_text(plain(f"Plan: {describe_candidate(shown.candidate)}."))
-        if shown is plan.found.undecided:
-            show_text(plain(shown.reason))
         _show_rows("Predicted values", VALUE_HEADS, value_rows(shown), key="capacity-values")
     if plan.found.best is not None:
         _show_rows("Best plan and runners-up", FOUND_HEADS, found_rows(plan), key="capacity-found")

@@ -341,8 +341,10 @@ def sum_per_step(
         The sums, shape (S,).
     """
     sums = np.zeros(len(steps), dtype=np.int64)
-    is_known = np.isin(rows_step, steps)
-    np.add.at(sums, np.searchsorted(steps, rows_step[is_known]), values[is_known])
+    places = np.searchsorted(steps, rows_step)
+    is_known = places < len(steps)
+    is_known[is_known] = steps[places[is_known]] == rows_step[is_known]
+    np.add.at(sums, places[is_known], values[is_known])
     return sums
 
 

@@ -16,6 +16,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, genera
 from fsdp_inspect.analysis.live.feed import LiveState
 from fsdp_inspect.analysis.live.monitor import MonitoredRank, MonitoredRun
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass
+from fsdp_inspect.formatting import make_encodable
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -99,17 +100,12 @@ class _Collected:
 
 
 def _as_metric(family: Family) -> Metric:
-    metric = Metric(family.name, _encodable(family.help), family.type.value, family.unit)
+    metric = Metric(family.name, make_encodable(family.help), family.type.value, family.unit)
     name = f"{family.name}_info" if family.type is FamilyType.INFO else family.name
     for sample in family.samples:
-        labels = {label: _encodable(value) for label, value in sample.labels.items()}
+        labels = {label: make_encodable(value) for label, value in sample.labels.items()}
         metric.add_sample(name, labels, sample.value)
     return metric
-
-
-def _encodable(text: str) -> str:
-    """Replace half surrogate pairs in names from a trace, because UTF-8 cannot encode them."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def write_openmetrics(

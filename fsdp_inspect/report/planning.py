@@ -97,7 +97,7 @@ def _parts(plan: CapacityPlan) -> Iterable[RenderableType]:
         yield indented(f"Plan: {_describe_plan(plan.found.best.candidate)}.")
         yield from section("Predicted values", _table(VALUE_HEADS, value_rows(plan.found.best)))
     if plan.found.undecided is not None:
-        yield from section("Cannot tell", *_describe_undecided(plan, plan.found.undecided))
+        yield from section("Cannot tell", *map(indented, describe_undecided(plan)))
     if plan.found.runners_up:
         yield from section("Runners-up", _table(FOUND_HEADS, found_rows(plan)))
     yield from section("Rejected", _table(REJECTION_HEADS, rejection_rows(plan)))
@@ -155,15 +155,16 @@ def describe_shortfall(plan: CapacityPlan) -> Iterable[str]:
         yield "With this memory, no larger number of GPUs was found on which a plan fits."
 
 
-def _describe_undecided(plan: CapacityPlan, found: PlanPrediction) -> Iterable[RenderableType]:
-    faster = (
-        "This plan is faster, but " if plan.found.best is not None else "The fastest such plan: "
-    )
-    reason = (
-        found.reason if plan.found.best is None else found.reason[:1].lower() + found.reason[1:]
-    )
-    yield indented(f"{describe_candidate(found.candidate)}.")
-    yield indented(f"{faster}{reason}")
+def describe_undecided(plan: CapacityPlan) -> Iterator[str]:
+    """The fastest plan that may fit and why nobody can tell, one sentence each; or nothing."""
+    found = plan.found.undecided
+    if found is None:
+        return
+    yield f"{describe_candidate(found.candidate)}."
+    if plan.found.best is None:
+        yield f"The fastest such plan: {found.reason}"
+    else:
+        yield f"This plan is faster, but {found.reason[:1].lower()}{found.reason[1:]}"
 
 
 def value_rows(prediction: PlanPrediction) -> Iterator[tuple[str, ...]]:

@@ -324,7 +324,10 @@ def _size(path: Path) -> int:
 
 @contextlib.contextmanager
 def _removing_unfinished(path: Path, places: Iterable[Place]) -> Iterator[None]:
-    """Remove the temporary files that workers leave if they are killed in this block."""
+    """Remove the temporary tables that workers leave if they are killed in this block.
+
+    Other temporary files may be those of a rank that still records.
+    """
     folders = [rank_folder(path, *place) for place in places]
     before = _find_unfinished(folders)
     try:
@@ -335,7 +338,7 @@ def _removing_unfinished(path: Path, places: Iterable[Place]) -> Iterator[None]:
 
 
 def _find_unfinished(folders: Iterable[Path]) -> set[Path]:
-    return {file for folder in folders for file in folder.glob("*.tmp-*")}
+    return {file for folder in folders for file in folder.glob("*.parquet.tmp-*")}
 
 
 def _remove_unfinished(folder: Path) -> None:

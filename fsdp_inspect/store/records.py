@@ -18,6 +18,7 @@ from pydantic_core import PydanticSerializationError
 
 from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
+from fsdp_inspect.formatting import make_encodable
 from fsdp_inspect.reading import InvalidTextError, parse_json
 from fsdp_inspect.store.checksums import checksum_text
 from fsdp_inspect.trace.allocations import AllocationsRecord
@@ -60,8 +61,7 @@ def _dump(record: AnyRecord) -> str:
         return record.model_dump_json(indent=indent, fallback=str)
     except PydanticSerializationError:  # half of a surrogate pair, which UTF-8 cannot encode
         plain = record.model_dump(mode="json", fallback=str)
-        text = json.dumps(plain, indent=indent, ensure_ascii=False)
-        return text.encode(errors="replace").decode()
+        return make_encodable(json.dumps(plain, indent=indent, ensure_ascii=False))
 
 
 def decode_record(encoded: bytes, kind: type[RecordT], name: str) -> RecordT:

@@ -52,6 +52,10 @@ def test_the_page_and_the_printed_command_find_the_same_plan(open_what_if, choic
         values = table(app, "low").set_index("value of")
         assert values.loc["step time", "value"] == format_ns(shown["step_time_ns"]["value"])
         assert len(values) == 10
+    if told["undecided"] is not None:
+        reason = told["undecided"]["reason"]
+        assert "Cannot tell" in text
+        assert reason[1:] in text
     rejected = table(app, "closest plan")
     assert rejected["plans"][0] == f"{told['rejected'][0]['count']:,}"
 

@@ -8,8 +8,9 @@ from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_l
 
 MOST_SERIES = 6
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-_TIME_UNITS = {"day": (86_400 * 10**9, " d"), "hour": (3_600 * 10**9, " h")}
-_SHORTEST_TIME_UNIT = ("minute", (60 * 10**9, " min"))
+_TIME_UNITS = (("days", " d", 86_400 * 10**9), ("hours", " h", 3_600 * 10**9),
+               ("minutes", " min", 60 * 10**9))  # fmt: skip
+"""Name, suffix and length in ns, the longest first."""
 _MARGIN = 0.03
 """Beside the oldest and the newest run, as a fraction of the time between them."""
 
@@ -51,7 +52,7 @@ def place_points(trend: Trend) -> dict[TrendPoint, float]:
     """The place of each point on the x axis: time before the newest run, ranks, or a number."""
     if trend.axis is TrendAxis.TIME:
         newest = max((point.created_unix_ns for point in trend.points), default=0)
-        _, (unit_ns, _) = _time_unit(trend)
+        _, _, unit_ns = _time_unit(trend)
         return {point: (point.created_unix_ns - newest) / unit_ns for point in trend.points}
     if trend.axis is TrendAxis.WORLD_SIZE:
         return {point: float(point.label) for point in trend.points}
@@ -63,23 +64,22 @@ def place_points(trend: Trend) -> dict[TrendPoint, float]:
     return {point: float(numbers[point.label]) for point in trend.points}
 
 
-def _time_unit(trend: Trend) -> tuple[str, tuple[int, str]]:
-    """The largest unit that the runs span twice: its name, its length and its suffix."""
+def _time_unit(trend: Trend) -> tuple[str, str, int]:
+    """The longest unit that the runs span at least twice, or else the shortest one."""
     starts = [point.created_unix_ns for point in trend.points]
     span_ns = max(starts, default=0) - min(starts, default=0)
-    spanned = (unit for unit in _TIME_UNITS.items() if span_ns >= 2 * unit[1][0])
-    return next(spanned, _SHORTEST_TIME_UNIT)
+    return next((unit for unit in _TIME_UNITS if span_ns >= 2 * unit[2]), _TIME_UNITS[-1])
 
 
 def _axis(trend: Trend, places: list[float]) -> PlaceAxis:
     if trend.axis is TrendAxis.TIME:
         oldest = min(places, default=0.0)
         margin = _MARGIN * -oldest if oldest < 0 else 0.5
-        name, (_, suffix) = _time_unit(trend)
+        name, suffix, _ = _time_unit(trend)
         return PlaceAxis(
             word="",
             suffix=suffix,
-            title=f"{name}s before the newest run",
+            title=f"{name} before the newest run",
             first=oldest - margin,
             last=margin,
         )
