@@ -36,8 +36,7 @@ def parameters_of(unit: Unit) -> dict[str, list[int]]:
     """Shapes by name; a unit without recorded parameters has a single entry."""
     if unit.parameters:
         return unit.parameters
-    anchor = unit.modules[0] if unit.modules else unit.fqn
-    return {f"{anchor}.*".removeprefix("."): [unit.num_parameters]}
+    return {f"{unit.first_module}.*".removeprefix("."): [unit.num_parameters]}
 
 
 def is_inside(name: str, module: str) -> bool:

@@ -112,6 +112,11 @@ class Unit(Record):
     Imports have `UNITS_FROM_RANGES`, `UNITS_FROM_FSDP1` or `UNITS_FROM_ORDER`."""
 
     @property
+    def first_module(self) -> str:
+        """Its first module. A damaged run or an import can lack the modules: then its name."""
+        return self.modules[0] if self.modules else self.fqn
+
+    @property
     def is_replicated(self) -> bool:
         """Whether every rank keeps all parameters (torch's `replicate`): it has no shard group."""
         return self.shard_group < 0 <= self.replicate_group

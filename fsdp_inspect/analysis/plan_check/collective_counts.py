@@ -403,11 +403,9 @@ def find_fsdp_roots(manifest: RunManifest) -> dict[int, str | None]:
     outer = [name for unit in manifest.units if unit.is_root for name in unit.modules]
     names = planned or outer
     return {
-        unit.index: next(
-            (each for each in (*modules_around(unit.modules[0]), unit.modules[0]) if each in names),
-            None,
-        )
+        unit.index: next((each for each in (*modules_around(first), first) if each in names), None)
         for unit in manifest.units
+        for first in [unit.first_module]
     }
 
 

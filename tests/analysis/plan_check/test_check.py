@@ -73,6 +73,12 @@ def test_a_run_that_does_what_its_plan_says_is_consistent():
     assert gathers.rule == "one per forward and one per backward: the unit reshards after forward"
 
 
+def test_a_unit_without_modules_is_checked_under_its_name():
+    builder = trained()
+    builder.unit("layers.0", modules=[])
+    assert check_plan(builder.build()).is_consistent is True
+
+
 def test_a_last_block_that_stays_unsharded_is_found_from_the_counts_alone():
     check = check_plan(trained(without=[("layers.1", Phase.BACKWARD)]).build())
     assert contradictions(check) == [
