@@ -26,6 +26,7 @@ from fsdp_inspect.importing.trace_part import (
 )
 from fsdp_inspect.parallel.tasks import InProcess, OnDone, Tasks
 from fsdp_inspect.store.finished import FinishedRun, write_finished_run
+from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
 from fsdp_inspect.trace.run import (
     IMPORTED_CLOCK,
     UNITS_FROM_RANGES,
@@ -256,10 +257,10 @@ class _Merged:
                 "trace for each rank. Import one recording at a time: move the other traces into a "
                 "separate folder."
             )
-        if rank >= 1 << 20:
+        if rank >= MAX_WORLD_SIZE:
             raise ImportingError(
-                f"{name} has the invalid rank {rank}. Expected a rank below {1 << 20:,}. The "
-                "trace is damaged or was edited: export it again."
+                f"{name} has the invalid rank {rank}. Expected a rank below "
+                f"{MAX_WORLD_SIZE:,}. The trace is damaged or was edited: export it again."
             )
         return rank
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
+
 NOTHING = -1
 """The value of a missing id, thread or size."""
 
@@ -95,10 +97,10 @@ def read_message(arguments: EventArguments) -> CollectiveMessage:
         elements=max(known) if known else None,
         sent_elements=sizes[0],
         dtype=_text(arguments.dtype) or _first_dtype(types),
-        group_size=read_whole(arguments.group_size),
+        group_size=read_num_ranks(arguments.group_size),
         group_name=_text(arguments.group_name),
         group_description=_text(arguments.group_description),
-        group_ranks=_ranks(arguments.group_ranks),
+        group_ranks=read_ranks(arguments.group_ranks),
         input_elements=_element_counts(dims),
     )
 
@@ -118,13 +120,19 @@ def _text(value: Any) -> str | None:
     return str(value) if isinstance(value, (str, int)) and str(value) else None
 
 
-def _ranks(value: Any) -> tuple[int, ...] | None:
+def read_num_ranks(value: Any) -> int | None:
+    """Read the number of ranks of a group; None for other values and absurd numbers."""
+    number = read_whole(value)
+    return None if number is None or number > MAX_WORLD_SIZE else number
+
+
+def read_ranks(value: Any) -> tuple[int, ...] | None:
     """Read a list of ranks or its text, such as `[0, 1]`; None for `[0, 1, ..., 63]`."""
     if isinstance(value, str):
         return _ranks_in(value)
     if not isinstance(value, list):
         return None
-    ranks = [read_whole(one) for one in value]
+    ranks = [read_num_ranks(one) for one in value]
     return tuple(one for one in ranks if one is not None) if None not in ranks else None
 
 
@@ -134,7 +142,7 @@ def _ranks_in(text: str) -> tuple[int, ...] | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return _ranks(value) if isinstance(value, list) else None
+    return read_ranks(value) if isinstance(value, list) else None
 
 
 def _decode_raw(raw: msgspec.Raw) -> Any:

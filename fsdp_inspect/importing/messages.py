@@ -5,7 +5,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from fsdp_inspect.importing.message_fields import NOTHING, CollectiveMessage
+from fsdp_inspect.importing.message_fields import (
+    NOTHING,
+    CollectiveMessage,
+    read_num_ranks,
+    read_ranks,
+)
 from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, EventKind
 
 _DTYPES = {
@@ -92,8 +97,7 @@ class GroupNames:
     def of(cls, distributed: Mapping[str, Any]) -> "GroupNames":
         """Read the groups of `distributedInfo`, where each field may be missing."""
         groups = cls()
-        size = distributed.get("world_size")
-        groups.world_size = size if isinstance(size, int) and 0 < size < 1 << 24 else 0
+        groups.world_size = read_num_ranks(distributed.get("world_size")) or 0
         listed = distributed.get("pg_config")
         for one in listed if isinstance(listed, list) else []:
             if isinstance(one, dict) and isinstance(one.get("pg_name"), (str, int)):
@@ -122,14 +126,11 @@ class GroupNames:
         return next((ranks for one, ranks in self.described.values() if one == key), ())
 
     def _add_listed(self, one: Mapping[str, Any]) -> None:
-        ranks = one.get("ranks")
-        sound = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
-        size = one.get("pg_size")
         self._add(
             str(one["pg_name"]),
             str(one.get("pg_desc", "")),
-            tuple(ranks) if isinstance(ranks, list) and sound else (),
-            size if isinstance(size, int) else 0,
+            read_ranks(one.get("ranks")) or (),
+            read_num_ranks(one.get("pg_size")) or 0,
         )
 
     def _add(self, name: str, description: str, ranks: tuple[int, ...], size: int) -> None:
