@@ -121,7 +121,7 @@ def _text(value: Any) -> str | None:
 
 
 def read_num_ranks(value: Any) -> int | None:
-    """Read the number of ranks of a group; None for other values and absurd numbers."""
+    """Read a number of ranks; None above the limit of a run and for all other values."""
     number = read_whole(value)
     return None if number is None or number > MAX_WORLD_SIZE else number
 
@@ -132,8 +132,8 @@ def read_ranks(value: Any) -> tuple[int, ...] | None:
         return _ranks_in(value)
     if not isinstance(value, list):
         return None
-    ranks = [read_num_ranks(one) for one in value]
-    return tuple(one for one in ranks if one is not None) if None not in ranks else None
+    ranks = [one for one in map(read_whole, value) if one is not None and one < MAX_WORLD_SIZE]
+    return tuple(ranks) if len(ranks) == len(value) else None
 
 
 @lru_cache(maxsize=256)

@@ -195,33 +195,29 @@ def test_damaged_bytes_are_borne_or_refused_in_words(tmp_path_factory, whole, da
         assert_the_parts_add_up(folder / "run")
 
 
-@pytest.mark.parametrize(
-    "damage", [{"ranks": [0, -1]}, {"ranks": "[0, -1]"}, {"ranks": [0, 10**15]}]
-)
-def test_a_damaged_list_of_ranks_counts_as_abbreviated(tmp_path, damage):
+def import_groups(folder, group=None, **distributed):
+    """Import a trace with other values in `distributedInfo` and its group; return the manifest."""
     trace = TraceWriter()
     fsdp2_step(trace)
-    trace.beside["distributedInfo"]["pg_config"][0] |= damage
-    import_bytes(tmp_path, trace.text().encode())
-    groups = open_run(tmp_path / "run").manifest.process_groups
-    assert [group.ranks for group in groups] == [[0, 1]]
+    trace.beside["distributedInfo"] |= distributed
+    trace.beside["distributedInfo"]["pg_config"][0] |= group or {}
+    import_bytes(folder, trace.text().encode())
+    return open_run(folder / "run").manifest
+
+
+@pytest.mark.parametrize("ranks", [[0, -1], "[0, -1]", [0, 10**15]])
+def test_a_damaged_list_of_ranks_counts_as_abbreviated(tmp_path, ranks):
+    manifest = import_groups(tmp_path, {"ranks": ranks})
+    assert [group.ranks for group in manifest.process_groups] == [[0, 1]]
 
 
 @pytest.mark.parametrize("size", [-3, 10**17, True, "many"])
 def test_a_damaged_group_size_counts_as_unknown(tmp_path, size):
-    trace = TraceWriter()
-    fsdp2_step(trace)
-    trace.beside["distributedInfo"]["pg_config"][0] |= {"ranks": [], "pg_size": size}
-    import_bytes(tmp_path, trace.text().encode())
-    run = open_run(tmp_path / "run")
-    assert run.manifest.world_size == 2
-    assert [group.ranks for group in run.manifest.process_groups] == [[]]
+    manifest = import_groups(tmp_path, {"ranks": [], "pg_size": size})
+    assert manifest.world_size == 2
+    assert [group.ranks for group in manifest.process_groups] == [[]]
 
 
 @pytest.mark.parametrize("size", [-3, 10**17, True, "many"])
 def test_a_damaged_world_size_is_that_of_the_groups(tmp_path, size):
-    trace = TraceWriter()
-    fsdp2_step(trace)
-    trace.beside["distributedInfo"]["world_size"] = size
-    import_bytes(tmp_path, trace.text().encode())
-    assert open_run(tmp_path / "run").manifest.world_size == 2
+    assert import_groups(tmp_path, world_size=size).world_size == 2
