@@ -57,6 +57,7 @@ from fsdp_inspect.recording.scalars import ScalarLog
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharding_calls import read_noted_calls
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.surveillance import Surveillance
 from fsdp_inspect.recording.trackers.feed import TrackerFeed, page_of
 from fsdp_inspect.recording.trackers.libraries import TrackedRun
@@ -624,6 +625,7 @@ class Attachment:
                 self._writer.write_file(PLAN_FILE, lambda: plan.dump(path))
             return plan.to_dict()
         except Exception as error:
+            raise_if_of_signal(error)
             reason = " ".join(str(error).split())
             self.session.problem(f"The observed plan could not be stored: {reason}")
             return {}

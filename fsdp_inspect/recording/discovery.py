@@ -38,6 +38,7 @@ from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.recording.models import Models, class_name_of, name_models
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.process_life import note_process
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.recorder import Recorder
@@ -170,6 +171,7 @@ class Discovery:
         except FsdpInspectError as error:
             self._refuse(str(error))
         except Exception as error:
+            raise_if_of_signal(error)
             self._refuse(f"attaching the recorder failed: {error!r}. The script continues.")
 
     def _refuse(self, reason: str) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.tensors import describe_tensors
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Method
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
@@ -142,6 +143,7 @@ class MemoryProbe:
         try:
             reading = self._counters.read()
         except Exception as error:
+            raise_if_of_signal(error)
             self._counters = None
             self._session.samples_boundaries = False
             self._session.watch_memory()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.tensors import local_part, tensors_in
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.numerics import (
@@ -102,6 +103,7 @@ class StepObserver:
             try:
                 look()
             except Exception as error:  # such as out of memory; the training continues
+                raise_if_of_signal(error)
                 self.problem = error
                 self._before.clear()
 

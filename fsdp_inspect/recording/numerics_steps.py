@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_inspect.recording.numerics import StepObserver
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.store.schema import NUMERICS_FILE
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class NumericsSteps:
         try:
             line = numerics.encode() if numerics.problem is None else b""
         except Exception as error:
+            raise_if_of_signal(error)
             numerics.problem, line = error, b""
         if numerics.problem is not None:
             self._session.problem(

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_inspect.recording.clocks import Clock
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 
 
 class ScalarLog:
@@ -50,6 +51,7 @@ class ScalarLog:
             try:
                 self._note(step, name, now, value)
             except Exception as error:
+                raise_if_of_signal(error)
                 self._problem(
                     f"The logged value {name!r} cannot be read and is skipped: {error} "
                     "Expected a number or a tensor with one element."

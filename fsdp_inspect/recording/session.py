@@ -20,6 +20,7 @@ from fsdp_inspect.recording.code_places import CodePlaces
 from fsdp_inspect.recording.journal import NOT_NEEDED, Journal, host_ns_of
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.reference_passes import PassKey, ReferencePasses
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
@@ -442,7 +443,12 @@ class Session:
     # --- internal errors
 
     def fail(self, error: BaseException) -> None:
-        """Report an internal error once and stop the recording; the training continues."""
+        """Report an internal error once and stop the recording; the training continues.
+
+        Raises:
+            BaseException: `error`, if a signal handler of the training raised it.
+        """
+        raise_if_of_signal(error)
         if not self.active:
             return
         self.active = False

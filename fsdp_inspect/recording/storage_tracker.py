@@ -52,6 +52,7 @@ from torch.utils._python_dispatch import (
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.patches import Patches
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.storage_log import (
     Moment,
     StorageEvent,
@@ -542,6 +543,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except _LimitPassed:
             raise
         except Exception as error:
+            raise_if_of_signal(error)
             self.problem = repr(error)
 
 
