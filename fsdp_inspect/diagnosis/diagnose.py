@@ -596,9 +596,12 @@ class _Case:
 
         The script calls a collective that FSDP did not issue, perhaps on some ranks only. The
         likely culprits are the smaller group: the ranks that called it, or the ranks that did not.
+        If several are possible, the one with the fewest earlier collectives in its group is named.
         """
         foreign = [wait for wait in self._waits if wait.issued.unit == NO_UNIT]
-        wait = min(foreign or self._waits, key=lambda each: len(each.absent))
+        wait = min(
+            foreign or self._waits, key=lambda each: (len(each.absent), each.issued.sequence)
+        )
         fewer: tuple[int, ...] = ()
         if len(wait.waiting) != len(wait.absent):
             fewer = min(wait.waiting, wait.absent, key=len)

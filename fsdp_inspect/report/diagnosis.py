@@ -32,6 +32,7 @@ from fsdp_inspect.formatting import (
     format_unit,
     name_run,
 )
+from fsdp_inspect.reduction.collective_order import Issued
 from fsdp_inspect.reduction.order_wording import (
     describe_difference,
     describe_issued,
@@ -420,20 +421,23 @@ def _stopped(found: Diagnosis) -> str:
 
 def _circle(found: Diagnosis) -> str:
     assert found.wait is not None
-    what = describe_issued(found.wait.issued, found.unit_names)
-    place = found.wait.issued.place
-    at = "" if place is None else f" ({shorten_place(str(place))})"
     absent = found.state_of(found.wait.absent[0])
     other = "in another process group"
     if absent is not None and absent.waits and absent.last is not None:
-        other = f"in {describe_issued(absent.last, found.unit_names)}"
+        other = f"in {_issued_at(absent.last, found)}"
     elif absent is not None and absent.activity is not None:
         other = f"{_activity(absent.activity)}, which was not recorded"
     return (
         f"The ranks wait for each other: {format_ranks(found.wait.waiting)} in "
-        f"{what}{at}{of_step(found.step)}, and {format_ranks(found.wait.absent)} "
-        f"{other}."
+        f"{_issued_at(found.wait.issued, found)}{of_step(found.step)}, and "
+        f"{format_ranks(found.wait.absent)} {other}."
     )
+
+
+def _issued_at(issued: Issued, found: Diagnosis) -> str:
+    """A collective, and the line that issued it if it is known."""
+    at = "" if issued.place is None else f" ({shorten_place(str(issued.place))})"
+    return f"{describe_issued(issued, found.unit_names)}{at}"
 
 
 def _transport(found: Diagnosis) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown, diagnose
 from fsdp_inspect.report.diagnosis import describe_diagnosis, diagnosis_to_dict
-from fsdp_inspect.trace.black_box import BlackBox, Collection, Header, Watched
+from fsdp_inspect.trace.black_box import BlackBox, CodePlace, Collection, Header, Watched
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind
 from fsdp_inspect.trace.run import ClockPair, RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
@@ -389,3 +389,24 @@ def test_signs_of_a_hang_that_ended_do_not_hide_a_death() -> None:
     state = found.state_of(1)
     assert state is not None
     assert state.activity is None
+
+
+def test_of_two_ranks_that_wait_for_each_other_the_rarer_collective_is_named() -> None:
+    rare = Call(NO_UNIT, kind=EventKind.ALL_REDUCE, bytes=12, group=1, has_finished=False)
+    usual = Call(NO_UNIT, kind=EventKind.ALL_REDUCE, bytes=16, has_finished=False)
+    boxes = {
+        rank: replace(
+            make_box([*DONE, last], (0, 1), HUNG), places={1: CodePlace("train.py", line, "main")}
+        )
+        for rank, last, line in ((0, usual, 60), (1, rare, 58))
+    }
+
+    found = diagnose(run_of(boxes, world_size=2))
+
+    assert (found.problem, found.ranks) == (ProblemClass.FOREIGN_COLLECTIVE, ())
+    assert (found.location, found.is_certain) == ("train.py:58", False)
+    assert describe_diagnosis(found).sentence == (
+        "The ranks wait for each other: rank 1 in an all-reduce of no unit (12 B) in forward "
+        "(train.py:58) of step 0, and rank 0 in an all-reduce of no unit (16 B) in forward "
+        "(train.py:60)."
+    )
