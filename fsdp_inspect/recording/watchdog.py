@@ -230,8 +230,8 @@ class Watchdog:
             self._hang_seen_ns = 0
             self._has_explained = False
             session.problem(
-                f"No progress for over {self._limit_s():.0f} s until step {session.step}; "
-                f"{waited:.0f} s after the watchdog reported it, the training continued."
+                f"No progress for {(now - since) / 1e9:.0f} s until step {session.step}. The "
+                f"training continued {waited:.0f} s after the watchdog saw it."
             )
 
     def _limit_s(self) -> float:

@@ -1,5 +1,6 @@
 """The phases of a real run: an evaluation, checkpoints, a failure and a restart."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,12 @@ def test_memory_before_the_first_sample_is_known(lifetime: Lifetime) -> None:
     peaks = {phase.phase: phase.process_peak_bytes for phase in lifetime.phases}
     assert peaks["build"]
     assert peaks["shard"]
+
+
+def test_the_note_about_a_standstill_states_its_measured_duration(
+    folder: Path, lifetime: Lifetime
+) -> None:
+    notes = " ".join(fsdp_inspect.open_run(folder).notes)
+    seconds = [int(found) for found in re.findall(r"No progress for (\d+) s until step", notes)]
+    assert seconds
+    assert STANDSTILL_S - 1 < min(seconds) <= max(seconds) < lifetime.wall_ns / 1e9
