@@ -41,7 +41,7 @@ class Rejection:
     offload: bool
     count: int
     example: PlanPrediction
-    """The candidate with the least memory, or of slower candidates the fastest."""
+    """The candidate with the least memory, or of slower candidates the fastest of a few that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +235,8 @@ class _Search(Generic[C]):
         ]
 
     def _example(self, reason: str, members: Sequence[_Bounded[C]]) -> PlanPrediction:
-        """The member with the least memory; of slower ones, the fastest that fits, if one does."""
-        if reason != SLOWER:
-            smallest = min(members, key=lambda each: each.bytes)
-            return self._predict(smallest.candidate)
-        for each in members[:_MOST_EXAMPLES]:
+        """The member with the least memory; of slower ones, the fastest of a few that fits."""
+        for each in members[:_MOST_EXAMPLES] if reason == SLOWER else ():
             if self._memory(each.candidate).verdict is FitVerdict.FITS:
                 return self._predict(each.candidate)
-        return self._predict(members[0].candidate)
+        return self._predict(min(members, key=lambda each: each.bytes).candidate)
