@@ -11,7 +11,9 @@ changes the saved tensors, a replacement chooses as torch 2.13 does on CUDA:
                   operations, which save float32 copies
     dropout       one kernel that saves a mask of one byte an element
 
-Only shapes and dtypes of the results are correct: these tensors have no contents.
+Only shapes and dtypes of the results are correct: these tensors have no contents. In a region of
+`torch.compile`, rms_norm and dropout stay as they are: on all devices, the compiler splits them
+into the same operators.
 """
 
 from __future__ import annotations
@@ -97,6 +99,11 @@ def _rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        plain: torch.Tensor = torch.ops.aten.rms_norm.default(
+            input, list(normalized_shape), weight, eps
+        )
+        return plain
     normed: torch.Tensor = _FusedRMSNorm.apply(  # type: ignore[no-untyped-call]
         input, weight, len(normalized_shape)
     )
@@ -123,5 +130,9 @@ def _drop(
 ) -> torch.Tensor:
     if not training or p == 0:
         return input
-    dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    dropped: torch.Tensor
+    if torch.compiler.is_compiling():
+        dropped = torch.ops.aten.dropout.default(input, p, True)
+    else:
+        dropped = torch.native_dropout(input, p, True)[0]
     return input.copy_(dropped) if inplace else dropped

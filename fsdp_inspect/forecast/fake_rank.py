@@ -30,6 +30,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import Link, Specification
+from fsdp_inspect.forecast.compiled_regions import compile_without_fusion
 from fsdp_inspect.forecast.cuda_kernels import choose_cuda_kernels
 from fsdp_inspect.forecast.fake_values import ValuelessTensors
 from fsdp_inspect.forecast.one_device import host_for, use_one_device
@@ -40,7 +41,11 @@ _FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
 
 @contextmanager
 def fake_rank(
-    world_size: int, *, gpus_per_node: int, device_type: Literal["cuda", "cpu"]
+    world_size: int,
+    *,
+    gpus_per_node: int,
+    device_type: Literal["cuda", "cpu"],
+    compiles: bool = True,
 ) -> Iterator[ValuelessTensors]:
     """Run the block as rank 0 of `world_size` ranks, on fake CPU tensors.
 
@@ -49,6 +54,7 @@ def fake_rank(
         gpus_per_node: Ranks on one node, the value of `LOCAL_WORLD_SIZE`.
         device_type: The device for which to choose kernels: see `cuda_kernels`, and multi-tensor
             optimizers and gradient norms.
+        compiles: Whether `torch.compile` compiles; False: its regions run as eager code.
 
     Yields:
         The mode of the fake tensors, which records whether a value was read.
@@ -68,8 +74,10 @@ def fake_rank(
         # Copies of modules read the address of their weights, which has no effect here.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         tensors = undo.enter_context(ValuelessTensors())
-        # The storages inside a compiled region cannot be tracked, so the region runs as eager code.
-        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        if compiles:
+            compile_without_fusion(undo)
+        else:
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
         use_one_device(undo)
         _let_tensors_be_swapped(undo, tensors)
         _pin_nothing(undo)

@@ -26,12 +26,14 @@ from torch._subclasses.fake_tensor import (
 )
 
 from fsdp_inspect.errors import ForecastError, FsdpInspectError, StoreError
+from fsdp_inspect.forecast.compiled_regions import COMPILED, NOT_COMPILED, find_compiler_error
 from fsdp_inspect.forecast.fake_rank import fake_rank
 from fsdp_inspect.forecast.fake_values import ValuelessTensors, describe_user_line
 from fsdp_inspect.forecast.target import Builder, ForecastTarget, build_target, default_settings
 from fsdp_inspect.forecast.tracked_step import TRACKED_STEP, TrackedStep, track_step
 from fsdp_inspect.forecast.transformers_masks import mask_as_in_training
 from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
+from fsdp_inspect.recording.memory_steps import is_compiled
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.schema import ALLOCATIONS_FILE, LIVE_MEMORY_FILE
@@ -83,16 +85,31 @@ def forecast_memory(
     given, path = dict(settings or {}), Path(path)
     _check_free(path)
     notes: list[str] = []
-    with fake_rank(world_size, gpus_per_node=gpus_per_node, device_type=device_type) as tensors:
-        target, tracked = _follow(
-            builder, given, tensors, has_host=device_type != "cpu", notes=notes
-        )
+
+    def follow(*, compiles: bool) -> tuple[ForecastTarget, TrackedStep]:
+        with fake_rank(
+            world_size, gpus_per_node=gpus_per_node, device_type=device_type, compiles=compiles
+        ) as tensors:
+            found = _follow(builder, given, tensors, has_host=device_type != "cpu", notes=notes)
+            notes.extend(_say_what_was_asked(tensors))
+            return found
+
+    try:
+        target, tracked = follow(compiles=True)
+        if is_compiled(target.model):
+            notes.append(COMPILED)
+    except ForecastError as error:
+        failed = find_compiler_error(error)
+        if failed is None:
+            raise
+        target, tracked = follow(compiles=False)
+        notes.append(NOT_COMPILED.format(_first_line(failed)))
     config = {**default_settings(builder), **given, **target.config}
     name = target.name or tracked.model.class_name
     manifest = _describe(
         path, tracked, name, config, world_size=world_size, device_type=device_type
     )
-    manifest.notes.extend([*notes, *_say_what_was_asked(tensors)])
+    manifest.notes.extend(notes)
     _write(path, manifest, tracked)
     return path
 
@@ -142,6 +159,11 @@ def _say_what_was_asked(tensors: ValuelessTensors) -> Iterator[str]:
             "tensors have no values, so the read returned 0. If that value decides a size or which "
             "code runs, the forecast is wrong."
         )
+
+
+def _first_line(error: BaseException) -> str:
+    inner = getattr(error, "inner_exception", error)  # torch's compiler wraps the actual reason
+    return f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
 
 
 def _say(error: BaseException) -> str:

@@ -32,6 +32,11 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._find_place = find_place
         self._counts: defaultdict[tuple[int, str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let regions compile while operations are counted."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: Any,

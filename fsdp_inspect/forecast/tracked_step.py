@@ -23,7 +23,7 @@ from fsdp_inspect.forecast.target import ForecastTarget
 from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import MemoryProbe
-from fsdp_inspect.recording.memory_steps import MemorySteps, is_compiled
+from fsdp_inspect.recording.memory_steps import MemorySteps
 from fsdp_inspect.recording.observed_settings import observe_settings
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
@@ -37,10 +37,6 @@ from fsdp_inspect.trace.codes import MemoryPoint, Source
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
 from fsdp_inspect.trace.run import HostMemory, ModelInfo, OperationCount, ProcessGroup, Unit
 
-_COMPILED = (
-    "Compiled modules run as eager code here: tensors that the compiler would fuse away, or "
-    "recompute in backward, are counted."
-)
 _OFFLOADED = (
     "Offloaded tensors are on the host and not counted, from the moment of their computation: the "
     "reduced shard of a unit on its way to the host is missing."
@@ -168,14 +164,7 @@ def track_step(  # noqa: PLR0915 - one pass over one step
             session.inputs,
             skips_reduction=session.skips_reduction,
         ),
-        notes=tuple(
-            note
-            for note, applies in {
-                _COMPILED: is_compiled(target.model),
-                _OFFLOADED: has_host and offloaded,
-            }.items()
-            if applies
-        ),
+        notes=(_OFFLOADED,) if has_host and offloaded else (),
         rows=rows,
         moments=[moment for moments, _ in kept for moment in moments],
         history=build_history(logs[0]),

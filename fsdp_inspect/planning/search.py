@@ -41,7 +41,7 @@ class Rejection:
     offload: bool
     count: int
     example: PlanPrediction
-    """The candidate with the least memory, or of slower candidates the fastest of a few that fits."""
+    """The candidate with the least memory; of slower candidates, the fastest of a few that fits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,13 +294,6 @@ ALIKE = (
 """Builders whose real tensors take exactly the memory of their forecast."""
 
 
-def compiled() -> ForecastTarget:
-    model = Model()
-    for layer in model.layers:
-        layer.compile(backend="aot_eager")
-    return target(shard(model))
-
-
 def offloaded() -> ForecastTarget:
     return target(shard(Model(), offload_policy=CPUOffloadPolicy()))
 

@@ -80,15 +80,6 @@ def test_a_size_that_depends_on_values_is_refused_with_the_line(tmp_path: Path) 
     assert "no shape depends on the values of a tensor" in str(raised.value)
 
 
-def test_compiled_modules_are_counted_as_eager_code_which_is_said(tmp_path: Path) -> None:
-    eager = forecast(plain_models.plain, tmp_path / "eager")
-    compiled = forecast(plain_models.compiled, tmp_path / "compiled")
-
-    assert compiled.peak_allocated_bytes == eager.peak_allocated_bytes
-    assert any("run as eager code" in note for note in open_run(tmp_path / "compiled").notes)
-    assert torch.compiler.is_compiling() is False
-
-
 def test_what_is_offloaded_is_not_the_devices_memory(tmp_path: Path) -> None:
     kept = forecast(plain_models.plain, tmp_path / "kept")
     offloaded = forecast(plain_models.offloaded, tmp_path / "offloaded")

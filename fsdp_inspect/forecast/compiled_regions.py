@@ -1,0 +1,58 @@
+"""Compile regions on fake tensors, so that they save for backward what torch's compiler saves.
+
+[Note: compiled regions]
+`torch.compile` traces a region and partitions the graph of its forward and backward. The partition
+decides which tensors are saved for backward. It is the same for the backend `inductor` and for
+`aot_eager_decomp_partition`, which runs the two graphs without generating code. The latter works on
+fake tensors. `tests/forecast/test_compiled_regions.py` compares the saved bytes by torch version.
+
+Inside a region each operator allocates its result. The generated code of `inductor` fuses operators
+and has fewer buffers, so the memory inside a region is counted too high.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+from torch._dynamo import trace_rules
+
+_BACKEND = "aot_eager_decomp_partition"
+COMPILED = (
+    "Compiled regions save for backward what torch's compiler saves. Inside a region, buffers are "
+    "counted without the fusion of the compiler: its peak is lower."
+)
+NOT_COMPILED = (
+    "torch.compile failed on fake tensors ({}). Its regions run as eager code here: tensors that "
+    "the compiler would fuse away, or recompute in backward, are counted."
+)
+
+
+def compile_without_fusion(undo: ExitStack) -> None:
+    """Compile regions without generating code, until `undo` is closed.
+
+    Compiled code of this process is forgotten before and after: it is counted towards torch's limit
+    of compilations, and the sizes of an earlier forecast would become symbols.
+    """
+    torch._dynamo.reset()
+    # torch lists its own functions once. The list must not contain replacements for a forecast.
+    trace_rules.get_torch_obj_rule_map()
+    undo.callback(torch._dynamo.reset)
+    undo.enter_context(warnings.catch_warnings())
+    warnings.filterwarnings("ignore", module=r"torch\.")  # such as graph breaks at our hooks
+    undo.enter_context(torch.compiler.set_stance("default", force_backend=_BACKEND))
+
+
+def find_compiler_error(error: BaseException) -> BaseException | None:
+    """The error of torch's compiler in a chain of causes; None: there is none."""
+    return next((each for each in _chain(error) if _is_of_compiler(each)), None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_of_compiler(error: BaseException) -> bool:
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
