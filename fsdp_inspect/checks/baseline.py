@@ -7,7 +7,7 @@ differences. It contains no folder, machine or time: two files of one program ar
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +25,7 @@ from fsdp_inspect.checks.limits import GateLimit, parse_limits
 from fsdp_inspect.checks.measurements import GateMeasurements, Held, LineBytes, MemoryMoment
 from fsdp_inspect.checks.unit_rows import fold, in_words_and_numbers, unfold
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
+from fsdp_inspect.comparison.settings import NAMES_AND_PLACES
 from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import CheckError
 from fsdp_inspect.reading import MAX_JSON_BYTES, InvalidTextError, parse_json, read_regular
@@ -59,7 +60,6 @@ _DROPPED_OF_UNITS = {
     "parameters",
     "recorded_by",
 }
-_DROPPED_CONFIG = {"runs_dir", "name", "tag"}
 _INNERMOST = re.compile(r"([\[{])\n\s+([^\[\]{}]*?)\n\s*([\]}])")
 _LONGEST_TABLE = 140
 """Longest table in characters that stays on one line."""
@@ -267,7 +267,7 @@ def _settings_of(manifest: RunManifest, *, is_timed: bool) -> dict[str, Any]:
     kept["device_name"] = manifest.device_name if is_timed else ""
     if not (is_timed and manifest.emulation):
         del kept["emulation"]
-    kept["config"] = _without(kept["config"], _DROPPED_CONFIG)
+    kept["config"] = _without(kept["config"], NAMES_AND_PLACES)
     kept["units"] = fold((unit["fqn"], _without(unit, _DROPPED_OF_UNITS)) for unit in kept["units"])
     if "units" in kept["plan"]:
         kept["plan"]["units"] = fold(
@@ -277,7 +277,7 @@ def _settings_of(manifest: RunManifest, *, is_timed: bool) -> dict[str, Any]:
     return kept
 
 
-def _without(table: dict[str, Any], names: set[str]) -> dict[str, Any]:
+def _without(table: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name not in names}
 
 

@@ -27,8 +27,10 @@ TRACEBACK = "--traceback"
 def main() -> None:
     """Run the command line and exit."""
     from fsdp_inspect.cli.application import build_application
+    from fsdp_inspect.cli.download_line import show_downloads
 
     _replace_unprintable()
+    show_downloads()
     words = _options_of(sys.argv[1:])
     try:
         build_application()(prog_name="fsdp-inspect")

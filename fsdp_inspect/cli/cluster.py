@@ -59,21 +59,6 @@ class _ShownTasks:
             yield from self._tasks.map(function, items, what, report)
 
 
-@contextmanager
-def show_downloads(text: str, *places: str | None) -> Iterator[None]:
-    """Show the downloaded bytes on a terminal if one of these places is a URL."""
-    from rich.console import Console
-
-    from fsdp_inspect.store.files import is_url
-
-    console = Console(stderr=True)
-    if not console.is_terminal or not any(place and is_url(place) for place in places):
-        yield
-        return
-    with console.status(_Downloaded(text)):
-        yield
-
-
 class _Downloaded:
     """A text with the number of downloaded bytes at the moment when it is drawn."""
 

@@ -6,7 +6,6 @@ import typer
 
 from fsdp_inspect.cli import UNJUDGED
 from fsdp_inspect.cli.arguments import JsonOption, print_renderable, whole_number
-from fsdp_inspect.cli.cluster import show_downloads
 from fsdp_inspect.formatting import show_controls
 
 
@@ -75,8 +74,7 @@ def query(
     if as_json and as_csv:
         raise typer.BadParameter("Expected either --json or --csv.")
     try:
-        with show_downloads("Reading the catalog", runs):
-            result = open_catalog(runs).query(sql, timeout_s=timeout)
+        result = open_catalog(runs).query(sql, timeout_s=timeout)
     except (QueryError, CatalogError) as error:
         typer.echo(show_controls(f"fsdp-inspect: {error}"), err=True)
         raise typer.Exit(UNJUDGED) from error

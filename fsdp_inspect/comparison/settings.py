@@ -1,7 +1,7 @@
 """Compare the settings of runs: machine, configuration, plan, versions, environment and code.
 
-Names and folders of runs are not settings. The comparison uses the observed plan of each unit, with
-the `reshard_after_forward` that ran (torch applies its own rule to the root).
+Names, folders and URLs of runs are not settings. The comparison uses the observed plan of each
+unit, with the `reshard_after_forward` that ran (torch applies its own rule to the root).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +11,8 @@ from typing import Any
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.trace.run import RunManifest, Unit
 
-_NAMES_OF_A_RUN = frozenset({"name", "runs_dir", "tag", "tags"})
-"""Configuration keys that only identify a run."""
+NAMES_AND_PLACES = frozenset({"name", "runs_dir", "tag", "tags", "upload", "log_to"})
+"""Configuration keys that only identify a run, or name the places of its data."""
 _REPEATS_MAY_DIFFER = frozenset({"seed", "inputs"})
 """Settings that may differ between repeats of one side; batches may have different lengths."""
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "checkpointing")
@@ -179,7 +179,7 @@ def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
     for name, observed in manifest.observed.items():
         yield ("model", name), observed
     for name, value in _flatten("", manifest.config):
-        if name not in _NAMES_OF_A_RUN:
+        if name not in NAMES_AND_PLACES:
             yield ("config", name), value
     plan = {name: manifest.plan.get(name) for name in _PLAN_OF_THE_WHOLE}
     for name, value in _flatten("", plan):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdp_inspect.comparison.plan_differences import PlanDifference, find_plan_differences
+from fsdp_inspect.comparison.settings import NAMES_AND_PLACES
 from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.predictions.records import Circumstances, Prediction
 from fsdp_inspect.simulation.recorded import observed_plan
@@ -133,7 +134,7 @@ def decides_shape(name: str) -> bool:
     return not words.startswith("eval") and any(part in words for part in _WORDS_OF_SHAPE)
 
 
-_HARMLESS = ("name", "runs_dir", "tag", "steps", "emulate", "fixed_compute")
+_HARMLESS = NAMES_AND_PLACES | {"steps", "emulate", "fixed_compute"}
 """Settings of the trainer that do not change a step, or whose effect is compared elsewhere."""
 
 

@@ -1,6 +1,8 @@
-"""Count the requests and bytes that were downloaded."""
+"""Count the requests to URLs: those that run, and the bytes that were downloaded."""
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class Downloads:
@@ -9,6 +11,12 @@ class Downloads:
     def __init__(self) -> None:
         self.num_bytes = 0
         self.num_requests = 0
+        self.on_wait: Callable[[bool], object] = lambda is_waiting: None
+        """Called with True when a request begins and none runs, and with False when none is left.
+
+        No request begins or ends during the call.
+        """
+        self._num_running = 0
         self._lock = threading.Lock()
 
     def add(self, num_bytes: int) -> None:
@@ -16,6 +24,22 @@ class Downloads:
         with self._lock:
             self.num_requests += 1
             self.num_bytes += num_bytes
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count a running request."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            was_running = self._num_running > 0
+            self._num_running += change
+            if was_running != (self._num_running > 0):
+                self.on_wait(not was_running)
 
 
 DOWNLOADS = Downloads()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.errors import NotARunError, UnreadableFileError
+from fsdp_inspect.store.downloads import DOWNLOADS
 
 T = TypeVar("T")
 
@@ -88,14 +89,15 @@ def retry(action: Callable[[], T]) -> T:
     Raises:
         Exception: The last error of the file system.
     """
-    for wait_s in _RETRY_WAITS_S:
-        try:
-            return action()
-        except Exception as error:  # each file system has separate exceptions
-            if not can_pass(error):
-                raise
-            time.sleep(wait_s)
-    return action()
+    with DOWNLOADS.waiting():
+        for wait_s in _RETRY_WAITS_S:
+            try:
+                return action()
+            except Exception as error:  # each file system has separate exceptions
+                if not can_pass(error):
+                    raise
+                time.sleep(wait_s)
+        return action()
 
 
 def can_pass(error: BaseException) -> bool:

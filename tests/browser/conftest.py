@@ -105,7 +105,7 @@ def serve(folder: Path, port: int, log: Path, *options: str) -> Iterator[str]:
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)
         try:
             address = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(address, server, log)
+            wait_until_healthy(address, server, log)
             yield address
         finally:
             server.terminate()
@@ -116,7 +116,8 @@ def serve(folder: Path, port: int, log: Path, *options: str) -> Iterator[str]:
                 server.wait()
 
 
-def _wait_until_healthy(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_healthy(address: str, server: subprocess.Popen[Any], log: Path) -> None:
+    """Wait until the dashboard answers, while the process that serves it runs."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and server.poll() is None:
         try:

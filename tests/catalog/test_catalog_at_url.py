@@ -2,9 +2,12 @@
 
 import multiprocessing
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -13,30 +16,75 @@ from fsdp_inspect.catalog.catalog import Catalog, open_catalog
 from fsdp_inspect.catalog.index import CATALOG_FOLDER, index_runs
 from fsdp_inspect.catalog.remote_folders import RemoteCatalogFolder
 from fsdp_inspect.errors import CatalogError
+from fsdp_inspect.store import remote_files
 from fsdp_inspect.store.run_upload import upload_run
 from tests.catalog.conftest import write_small_run
-from tests.s3_server import FaultyProxy, serve_proxy
+from tests.s3_server import ENVIRONMENT, FaultyProxy, serve_proxy
 
 s3fs = pytest.importorskip("s3fs", reason="needs the extra [s3]")
 
+BUCKET = "catalogs"
 SPAWN = multiprocessing.get_context("spawn")
 
 
-@pytest.fixture
-def folder(s3_bucket: str, tmp_path: Path) -> str:
-    """The URL of a folder with three runs, one of them a level deeper, and no catalog."""
-    for number, name in enumerate(("run-0", "run-1", "sub/deep")):
-        local = write_small_run(tmp_path / "local", name, number=number, tags=["main"])
-        upload_run(local, f"{s3_bucket}/runs/{name}".rpartition("/")[0])
-    return f"{s3_bucket}/runs"
-
-
-@pytest.fixture
-def proxy(folder: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    with serve_proxy(s3_endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+@pytest.fixture(scope="module")
+def served(s3_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyProxy]:
+    """A proxy in front of the server, which the clients of all tests of this file use."""
+    with serve_proxy(s3_endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
+            patch.setenv(name, value)
+        patch.setenv("FSDP_INSPECT_CACHE", str(tmp_path_factory.mktemp("cache")))
         s3fs.S3FileSystem.clear_instance_cache()
         yield proxy
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def system(served: FaultyProxy) -> Any:
+    """The client of all tests, with a bucket."""
+    system = s3fs.S3FileSystem()
+    system.mkdir(BUCKET)
+    return system
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs on the disk, one of them a level deeper."""
+    folder = tmp_path_factory.mktemp("local")
+    for number, name in enumerate(("run-0", "run-1", "sub/deep")):
+        write_small_run(folder, name, number=number, tags=["main"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uploaded(system: Any, local: Path) -> str:
+    """The URL of the same runs, which no test changes."""
+    url = f"s3://{BUCKET}/uploaded"
+    for name in ("run-0", "run-1", "sub/deep"):
+        upload_run(local / name, f"{url}/{name}".rpartition("/")[0])
+    return url
+
+
+@pytest.fixture
+def empty(system: Any) -> str:
+    """The URL of a new folder."""
+    return f"s3://{BUCKET}/{uuid4().hex}"
+
+
+@pytest.fixture
+def folder(system: Any, uploaded: str, empty: str) -> str:
+    """The URL of a copy of the uploaded runs, without a catalog."""
+    system.copy(uploaded, empty, recursive=True)
+    return empty
+
+
+@pytest.fixture
+def proxy(served: FaultyProxy) -> Iterator[FaultyProxy]:
+    """The proxy, whose faults end with the test."""
+    served.chance, served.num_failed = random.Random(0), 0
+    yield served
+    served.failure_ratio, served.has_conditions = 0.0, True
+    served.error = served.write_error = None
 
 
 def ids_of(folder: str) -> list[str]:
@@ -48,12 +96,12 @@ def ids_of(folder: str) -> list[str]:
 
 
 def test_catalog_at_a_url_has_the_numbers_of_a_catalog_on_the_disk(
-    folder: str, tmp_path: Path
+    folder: str, local: Path, tmp_path: Path
 ) -> None:
     result = index_runs(folder)
     assert (result.num_runs, result.num_read, result.problems) == (3, 3, {})
-    index_runs(tmp_path / "local")
-    there, here = open_catalog(folder), open_catalog(tmp_path / "local")
+    index_runs(local, tmp_path)
+    there, here = open_catalog(folder), open_catalog(tmp_path)
     assert there.runs_folder == folder
     for table in ("runs", "units", "ranks", "steps"):
         sql = f"SELECT * {'EXCLUDE (fingerprint)' if table == 'runs' else ''} FROM {table}"
@@ -61,14 +109,13 @@ def test_catalog_at_a_url_has_the_numbers_of_a_catalog_on_the_disk(
 
 
 def test_only_a_changed_run_is_read_again_and_a_deleted_one_vanishes(
-    folder: str, tmp_path: Path
+    folder: str, system: Any, tmp_path: Path
 ) -> None:
     index_runs(folder)
     before = open_catalog(folder).head
     assert not index_runs(folder).is_changed
     assert open_catalog(folder).head == before
     changed = write_small_run(tmp_path / "other", "run-1", number=7, tags=["again"])
-    system = s3fs.S3FileSystem()
     system.rm(f"{folder}/run-0", recursive=True)
     system.rm(f"{folder}/run-1", recursive=True)
     upload_run(changed, folder)
@@ -79,12 +126,12 @@ def test_only_a_changed_run_is_read_again_and_a_deleted_one_vanishes(
 
 
 def test_catalog_on_the_disk_may_describe_runs_at_a_url_and_the_reverse(
-    folder: str, s3_bucket: str, tmp_path: Path
+    uploaded: str, local: Path, empty: str, tmp_path: Path
 ) -> None:
-    index_runs(folder, tmp_path / "catalog")
+    index_runs(uploaded, tmp_path / "catalog")
     assert open_catalog(tmp_path / "catalog").open_run("sub/deep").run_id == "sub/deep"
-    index_runs(tmp_path / "local", f"{s3_bucket}/catalog")
-    assert open_catalog(f"{s3_bucket}/catalog").open_run("run-0").run_id == "run-0"
+    index_runs(local, empty)
+    assert open_catalog(empty).open_run("run-0").run_id == "run-0"
 
 
 def test_second_of_two_writers_at_the_same_moment_keeps_the_rows_of_the_first(
@@ -110,9 +157,8 @@ def test_second_of_two_writers_at_the_same_moment_keeps_the_rows_of_the_first(
     assert ids_of(folder) == ["between", "late", "run-0", "run-1", "sub/deep"]
 
 
-def test_pointer_that_another_writer_replaced_is_not_overwritten(folder: str) -> None:
-    one = RemoteCatalogFolder(f"{folder}/{CATALOG_FOLDER}")
-    two = RemoteCatalogFolder(f"{folder}/{CATALOG_FOLDER}")
+def test_pointer_that_another_writer_replaced_is_not_overwritten(empty: str) -> None:
+    one, two = RemoteCatalogFolder(empty), RemoteCatalogFolder(empty)
     assert one.read("catalog.json") is two.read("catalog.json") is None
     assert one.replace("catalog.json", b"first")
     assert not two.replace("catalog.json", b"second")
@@ -122,10 +168,10 @@ def test_pointer_that_another_writer_replaced_is_not_overwritten(folder: str) ->
     assert one.read("catalog.json") == b"second"
 
 
-def test_own_write_whose_answer_was_lost_counts_as_written(folder: str) -> None:
-    one = RemoteCatalogFolder(f"{folder}/{CATALOG_FOLDER}")
+def test_own_write_whose_answer_was_lost_counts_as_written(empty: str, system: Any) -> None:
+    one = RemoteCatalogFolder(empty)
     one.read("catalog.json")
-    s3fs.S3FileSystem().pipe_file(f"{folder}/{CATALOG_FOLDER}/catalog.json", b"mine")
+    system.pipe_file(f"{empty}/catalog.json", b"mine")
     assert one.replace("catalog.json", b"mine")
 
 
@@ -157,6 +203,7 @@ def test_failing_requests_change_no_row(folder: str, proxy: FaultyProxy) -> None
     proxy.failure_ratio = 0.05
     assert index_runs(folder).problems == {}
     assert ids_of(folder) == ["run-0", "run-1", "sub/deep"]
+    assert proxy.num_failed > 0
 
 
 def test_store_without_conditional_writes_keeps_the_last_catalog(
@@ -189,32 +236,35 @@ def test_generations_that_no_reader_uses_are_removed_later(
     ],
 )
 def test_answer_of_the_store_is_explained(
-    folder: str, proxy: FaultyProxy, status: int, code: str, message: str
+    empty: str, proxy: FaultyProxy, status: int, code: str, message: str
 ) -> None:
     proxy.error = (status, code)
     for ask in (index_runs, open_catalog):
         with pytest.raises(CatalogError, match=message):
-            ask(folder)
+            ask(empty)
 
 
 def test_store_that_refuses_writes_is_explained_with_the_remedy(
-    folder: str, proxy: FaultyProxy
+    uploaded: str, proxy: FaultyProxy
 ) -> None:
     proxy.write_error = (403, "AccessDenied")
     with pytest.raises(CatalogError, match=r"Cannot write the catalog .*access denied.*--out"):
-        index_runs(folder)
+        index_runs(uploaded)
 
 
-def test_url_without_runs_and_url_without_a_catalog_are_named(folder: str, s3_bucket: str) -> None:
+def test_url_without_runs_and_url_without_a_catalog_are_named(
+    uploaded: str, empty: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_files, "_LAG_WAITS_S", (0.0,))
     with pytest.raises(CatalogError, match=r"Nothing found at .*fsdp-inspect upload"):
-        index_runs(f"{s3_bucket}/nothing")
-    with pytest.raises(CatalogError, match=rf"fsdp-inspect index {folder}"):
-        open_catalog(folder)
+        index_runs(empty)
+    with pytest.raises(CatalogError, match=rf"fsdp-inspect index {uploaded}"):
+        open_catalog(uploaded)
 
 
-def test_id_of_a_run_in_a_foreign_catalog_leads_nowhere_else(folder: str) -> None:
-    index_runs(folder)
-    catalog: Catalog = open_catalog(folder)
+def test_id_of_a_run_in_a_foreign_catalog_leads_nowhere_else(uploaded: str, tmp_path: Path) -> None:
+    index_runs(uploaded, tmp_path)
+    catalog: Catalog = open_catalog(tmp_path)
     for run in ("../secret", "/etc", "sub/../../secret"):
         with pytest.raises(Exception, match="invalid run"):
             catalog.open_run(run)

@@ -73,8 +73,8 @@ def test_prefetch_is_compared_from_the_observed_plan():
 
 
 def test_what_only_tells_the_runs_apart_is_no_difference():
-    first = manifest(config={"name": "a", "runs_dir": "x"}, run_id="1")
-    second = manifest(config={"name": "b", "runs_dir": "y"}, run_id="2")
+    first = manifest(config={"name": "a", "runs_dir": "x", "upload": "s3://a/runs"}, run_id="1")
+    second = manifest(config={"name": "b", "runs_dir": "y", "log_to": ["wandb"]}, run_id="2")
     assert differences(first, second) == []
 
 

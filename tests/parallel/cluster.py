@@ -99,3 +99,10 @@ def wait_until(is_there: Callable[[], bool]) -> None:
     while not is_there():
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.05)
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    """The content of each file of a run, by its path in the run."""
+    return {
+        str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()
+    }

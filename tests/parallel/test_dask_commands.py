@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_inspect.store.folder import rank_folder
 from tests.conftest import Ended, Invoke
-from tests.parallel.cluster import Cluster
+from tests.parallel.cluster import Cluster, files_of
 from tests.store.run_files import write_run
 
 pytest.importorskip("distributed", reason="needs the extra [dask]")
@@ -76,12 +76,6 @@ def test_tune_chooses_the_plans_of_one_process(
         assert ended.code == 0, ended.err
         plans.append([plan.read_text() for plan in sorted(folder.rglob("plan-*.toml"))])
     assert plans[0] == plans[1] != []
-
-
-def files_of(run: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()
-    }
 
 
 def test_compacted_files_are_those_of_one_process_although_a_worker_is_killed_while_it_writes(

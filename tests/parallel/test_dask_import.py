@@ -11,7 +11,7 @@ import pytest
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.store.reader import open_run
 from tests.importing.kineto_traces import BASE_NS, TraceWriter, fsdp2_step
-from tests.parallel.cluster import Cluster
+from tests.parallel.cluster import Cluster, files_of
 
 pytest.importorskip("distributed", reason="needs the extra [dask]")
 
@@ -45,12 +45,6 @@ def expected(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     import_traces(traces, out)
     assert len(open_run(out).ranks) == 4
     return files_of(out)
-
-
-def files_of(run: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()
-    }
 
 
 def start_import(traces: Path, out: Path, address: str) -> subprocess.Popen[str]:
