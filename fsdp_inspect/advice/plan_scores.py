@@ -28,7 +28,7 @@ from fsdp_inspect.trace.run import RunSource
 MAX_REPLAY_ERROR = 0.05
 """The largest error of the simulated recorded plan with which plans are ranked."""
 AS_RECORDED = Choice()
-_PLANS_PER_TASK = 4
+_PLANS_PER_TASK = 16
 
 
 class PlanScorer:

@@ -2,12 +2,14 @@
 
 [Note: what is shared] Parameters, messages, compute and memory of a workload depend on the units of
 a plan, its dtypes, mesh and accumulation. Reshard, prefetch and buffers only change the schedule.
-So plans with the same units, dtypes, mesh and accumulation share one workload.
+So plans with the same units, dtypes, mesh and accumulation share one workload. Some of them also
+have the same schedule, for example a prefetch depth of 0 and torch's own order. They share a score.
 """
 
-from collections.abc import Hashable
+import pickle
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
 from uuid import uuid4
 
 from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid, Slowdown, hidden_ns
@@ -16,9 +18,9 @@ from fsdp_inspect.simulation.network import Network, Pace
 from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import RecordedWork, play
-from fsdp_inspect.simulation.scenario import Scenario, make_scenario, mesh_of
+from fsdp_inspect.simulation.scenario import Scenario, ScenarioMaker, mesh_of
 from fsdp_inspect.simulation.schedule import PlayedStep
-from fsdp_inspect.simulation.workload import Workload
+from fsdp_inspect.simulation.workload import UnitPolicy, Workload
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest
 
@@ -42,6 +44,25 @@ class Score:
         return min(other.step_ns - self.step_ns, other.cautious_ns - self.cautious_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class _Schedule:
+    """A workload, and the settings of a plan that change its schedule only."""
+
+    workload_key: Hashable
+    policies: tuple[UnitPolicy, ...]
+    max_reduce_buffers: int
+    separate_reduce_group: bool
+
+    def of(self, workload: Workload) -> Workload:
+        """The workload with this schedule."""
+        return replace(
+            workload,
+            policies=list(self.policies),
+            max_reduce_buffers=self.max_reduce_buffers,
+            separate_reduce_group=self.separate_reduce_group,
+        )
+
+
 class PlanSimulator:
     """Simulates plans of one run. It can be pickled."""
 
@@ -58,20 +79,34 @@ class PlanSimulator:
         """
         self._work = work
         self._manifest = manifest
-        self._network = network
-        self._cautious = network.at(Pace.CAUTIOUS)
+        self._networks = {Pace.TYPICAL: network} | {
+            pace: network.at(pace) for pace in Pace if pace is not Pace.TYPICAL
+        }
+        self._is_certain = self._networks[Pace.CAUTIOUS] == network
         self._slowdown = slowdown
         self.replayed: PlayedStep = work.play()
         """The recorded plan on the recorded network."""
         self._hidden_ns = hidden_ns(self.replayed) if slowdown.is_told else 0
         self._scenarios: dict[object, Scenario] = {}
-        self.key = uuid4().hex
+        self._scores: dict[object, Score] = {}
+        """The scores of each schedule that was simulated."""
+        self._key = uuid4().hex
         """Identifies the copies of this simulator in other processes."""
-        self.is_copy = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    @cached_property
+    def _maker(self) -> ScenarioMaker:
+        return ScenarioMaker(self._work, self._manifest)
+
+    def __reduce__(self) -> tuple[Callable[..., "PlanSimulator"], tuple[str, bytes]]:
+        """A process that has a copy already does not read the state again."""
+        return _copy_of, (self._key, self._state)
+
+    @cached_property
+    def _state(self) -> bytes:
         """The state for another process, without the scenarios, which are large."""
-        return {**vars(self), "_scenarios": {}, "is_copy": True}
+        state = {**vars(self), "_scenarios": {}, "_scores": {}}
+        state.pop("_maker", None)
+        return pickle.dumps(state)
 
     def score(self, plan: Plan) -> Score:
         """Simulate a resolved plan.
@@ -80,53 +115,64 @@ class PlanSimulator:
             MissingDataError: The run lacks data that this plan needs.
             PlanError: The plan does not fit the model.
         """
-        score = self.score_at(plan, Pace.TYPICAL)
-        if self._cautious == self._network:
+        schedule = self._schedule(plan)
+        score = self._score(plan, schedule, Pace.TYPICAL)
+        if self._is_certain:
             return score
-        cautious_ns = self._score(plan, self._cautious, Pace.CAUTIOUS).step_ns
+        cautious_ns = self._score(plan, schedule, Pace.CAUTIOUS).step_ns
         return replace(score, cautious_ns=cautious_ns)
 
     def score_at(self, plan: Plan, pace: Pace) -> Score:
-        """Simulate a plan with one of the latencies that the run's own fit allows."""
-        network = self._network if pace is Pace.TYPICAL else self._network.at(pace)
-        return self._score(plan, network, pace)
+        """Simulate a plan with one of the latencies that the run's own fit allows.
 
-    def _score(self, plan: Plan, network: Network, pace: Pace) -> Score:
-        step = self._play(plan, network, pace)
-        paid = NOTHING_PAID
-        if self._slowdown.is_told:
-            paid = self._slowdown.paid(hidden_ns(step) - self._hidden_ns)
+        Only the typical pace has a peak: memory does not depend on the pace.
+        """
+        return self._score(plan, self._schedule(plan), pace)
+
+    def _score(self, plan: Plan, schedule: _Schedule, pace: Pace) -> Score:
+        key = (pace, schedule)
+        known = self._scores.get(key)
+        if known is None:
+            known = self._scores[key] = self._simulate(plan, schedule, pace)
+        return known
+
+    def _simulate(self, plan: Plan, schedule: _Schedule, pace: Pace) -> Score:
+        workload = schedule.of(self._scenario(plan, schedule.workload_key, pace).workload)
+        if pace is not Pace.TYPICAL:
+            workload = replace(workload, memory=None)
+        told = self._slowdown.is_told
+        step = play(workload, self._work.execution, with_spans=told)
+        paid = self._slowdown.paid(hidden_ns(step) - self._hidden_ns) if told else NOTHING_PAID
         step_ns = step.duration_ns + paid.value_ns
         return Score(step_ns, step.peak_bytes, step_ns, paid)
 
     def play_step(self, plan: Plan) -> PlayedStep:
         """The simulated step of a resolved plan."""
-        return self._play(plan, self._network, Pace.TYPICAL)
+        return play(self.workload(plan), self._work.execution)
 
-    def _play(self, plan: Plan, network: Network, pace: Pace) -> PlayedStep:
-        return play(self.workload(plan, network, pace), self._work.execution)
-
-    def workload(self, plan: Plan, network: Network, pace: Pace = Pace.TYPICAL) -> Workload:
+    def workload(self, plan: Plan) -> Workload:
         """The recorded work under a resolved plan. See [Note: what is shared]."""
-        scenario = self._scenario(plan, network, pace)
-        shard = mesh_of(plan, self._manifest).shard
-        return replace(
-            scenario.workload,
-            policies=policies_of(plan, [unit.fqn for unit in scenario.units], shard),
+        return self._schedule(plan).of(self.scenario(plan).workload)
+
+    def scenario(self, plan: Plan) -> Scenario:
+        """The work under a resolved plan: its units and assumptions."""
+        return replace(self._scenario(plan, workload_key(plan), Pace.TYPICAL), plan=plan)
+
+    def _schedule(self, plan: Plan) -> _Schedule:
+        key = workload_key(plan)
+        names = [unit.fqn for unit in self._scenario(plan, key, Pace.TYPICAL).units]
+        return _Schedule(
+            workload_key=key,
+            policies=tuple(policies_of(plan, names, mesh_of(plan, self._manifest).shard)),
             max_reduce_buffers=max(u.reduce_scatter_max_input_buffers for u in plan.units),
             separate_reduce_group=any(u.separate_reduce_scatter_group for u in plan.units),
         )
 
-    def scenario(self, plan: Plan) -> Scenario:
-        """The work under a resolved plan: its units and assumptions."""
-        return replace(self._scenario(plan, self._network, Pace.TYPICAL), plan=plan)
-
-    def _scenario(self, plan: Plan, network: Network, pace: Pace) -> Scenario:
-        key = (pace, workload_key(plan))
-        known = self._scenarios.get(key)
+    def _scenario(self, plan: Plan, key: Hashable, pace: Pace) -> Scenario:
+        known = self._scenarios.get((pace, key))
         if known is None:
-            known = make_scenario(self._work, self._manifest, plan, network)
-            self._scenarios[key] = known
+            known = self._maker.make(plan, self._networks[pace])
+            self._scenarios[pace, key] = known
         return known
 
 
@@ -164,18 +210,22 @@ _kept: dict[str, PlanSimulator] = {}
 """In a worker: the last simulator with its scenarios, for the next task of the same search."""
 
 
+def _copy_of(key: str, state: bytes) -> PlanSimulator:
+    known = _kept.get(key)
+    if known is None:
+        known = PlanSimulator.__new__(PlanSimulator)
+        vars(known).update(pickle.loads(state))
+        _kept.clear()
+        _kept[key] = known
+    return known
+
+
 def score_plans(asked: PlansToScore) -> list[Score | str]:
     """Simulate some plans; a text is the reason why a plan cannot be simulated."""
-    simulator = asked.simulator
-    if simulator.is_copy and simulator.key in _kept:
-        simulator = _kept[simulator.key]
-    elif simulator.is_copy:
-        _kept.clear()
-        _kept[simulator.key] = simulator
     found: list[Score | str] = []
     for plan in asked.plans:
         try:
-            found.append(simulator.score(plan))
+            found.append(asked.simulator.score(plan))
         except (MissingDataError, PlanError) as error:
             found.append(str(error))
     return found

@@ -6,7 +6,7 @@ gain of a plan can be split by change.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from fsdp_inspect.advice.setting_findings import OVERSIZED_RATIO
@@ -61,7 +61,7 @@ class Choice:
     @property
     def changed(self) -> tuple[str, ...]:
         """The names of the changed settings."""
-        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
+        return tuple(name for name in _SETTINGS if getattr(self, name) is not None)
 
     @property
     def effort(self) -> tuple[int, int]:
@@ -72,6 +72,9 @@ class Choice:
     def take(self, other: "Choice", names: Sequence[str]) -> "Choice":
         """This choice with some settings taken from another choice."""
         return replace(self, **{name: getattr(other, name) for name in names})
+
+
+_SETTINGS = tuple(each.name for each in fields(Choice))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class Space:
     """The risks of a plan for this model, one sentence each."""
     parameters: Mapping[str, Sequence[int]]
     """Shape of each parameter, by name."""
+    _plans: dict[Choice, Plan] = field(default_factory=dict)
+    """The plans of choices without a prefetch, which other choices share."""
 
     def can_prefetch(self, choice: Choice) -> bool:
         """Whether gathers can run in parallel with compute under a choice."""
@@ -127,6 +132,16 @@ class Space:
 
     def plan_of(self, choice: Choice) -> Plan:
         """The recorded plan with the changes of a choice."""
+        names = ("forward_prefetch", "backward_prefetch")
+        depths = {name: depth for name in names if (depth := getattr(choice, name)) is not None}
+        rest = replace(choice, **dict.fromkeys(names))
+        plan = self._plans.get(rest)
+        if plan is None:
+            plan = self._plans[rest] = self._plan_of_units(rest)
+        return plan.with_values(**depths) if depths else plan
+
+    def _plan_of_units(self, choice: Choice) -> Plan:
+        """The plan of a choice, which keeps the prefetch as recorded."""
         plan = self.groupings[choice.grouping] if choice.grouping is not None else self.plan
         inner = plan.inner_units
         reshards = _reshards(inner, choice)
@@ -137,10 +152,7 @@ class Space:
                 unit.model_copy(update=update) if unit.name in self.embeddings else unit
                 for unit in units
             ]
-        values: dict[str, object] = {name: getattr(plan, name) for name in type(plan).model_fields}
-        for name in ("forward_prefetch", "backward_prefetch"):
-            if getattr(choice, name) is not None:
-                values[name] = getattr(choice, name)
+        values: dict[str, object] = {"units": tuple(units)}
         if choice.replicas is not None:
             values |= resized(plan, None, choice.replicas)
         if choice.checkpointing is not None:
@@ -148,7 +160,7 @@ class Space:
         if choice.accumulation_sync is not None:
             sync = {"sync": choice.accumulation_sync}
             values["accumulation"] = plan.accumulation.model_copy(update=sync)
-        return Plan.from_dict({**values, "units": tuple(units)})
+        return plan.with_values(**values)
 
 
 def make_space(work: RecordedWork, plan: Plan) -> Space:

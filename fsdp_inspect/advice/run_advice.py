@@ -15,6 +15,7 @@ from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.search import Search
 from fsdp_inspect.advice.suggestions import Narrator, Proposal
 from fsdp_inspect.analysis.contention import Contention, measure_contention
+from fsdp_inspect.analysis.context import RunContext
 from fsdp_inspect.analysis.damage import try_measure
 from fsdp_inspect.analysis.gathers_in_flight import measure_gathers_in_flight
 from fsdp_inspect.analysis.memory.allocator import measure_allocator
@@ -83,6 +84,7 @@ def advise_run(
         on_play: Called with the number of plans simulated so far.
         tasks: Runs the simulations; default in this process.
     """
+    run = RunContext.of(run)
     evidence = _evidence(run, digest or measure_summary(run))
     return give_advice(run, evidence, request, on_play=on_play, tasks=tasks)
 
@@ -107,6 +109,7 @@ def find_plans_to_run(
     Raises:
         MissingDataError: The run lacks data that the simulation needs.
     """
+    run = RunContext.of(run)
     evidence = _evidence(run, measure_summary(run))
     limit = evidence.device_bytes if request.memory_limit is None else request.memory_limit
     bench = PlanScorer(run, on_play, slowdown=slowdown_of(evidence), tasks=tasks)
@@ -137,6 +140,7 @@ def find_fitting_plans(
     Raises:
         MissingDataError: The run lacks data that the simulation needs.
     """
+    run = RunContext.of(run)
     evidence = _evidence(run, measure_summary(run))
     bench = PlanScorer(run, slowdown=slowdown_of(evidence), work=work, tasks=tasks)
     search = Search(bench, limit_bytes, allow_dtypes=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
@@ -36,6 +36,11 @@ class RunContext:
     A value is computed once, when it is first needed, also if several threads share the context. To
     see new data of a run that is still being recorded, open the run again.
     """
+
+    @classmethod
+    def of(cls, run: RunSource) -> Self:
+        """The run itself if it is a context, else a new context of it."""
+        return run if isinstance(run, cls) else cls(run)
 
     def __init__(self, source: RunSource) -> None:
         self.source = source

@@ -151,7 +151,8 @@ class ForecastStep:
         def played(count: int) -> int:
             tape = tape_of(work.pieces, self._outermost())
             passes = passes_of(tape, microbatches_of(Accumulation(microbatches=count)))
-            return play(replace(work, passes=passes), Execution.STREAM).duration_ns
+            step = play(replace(work, passes=passes), Execution.STREAM, with_spans=False)
+            return step.duration_ns
 
         return steady_step_ns(played, microbatches)
 

@@ -128,7 +128,8 @@ def predict_memory(job: Job, machine: PlannedMachine, candidate: Candidate) -> P
 @lru_cache(maxsize=256)
 def _played(job: Job, candidate: Candidate, speed: Speed) -> tuple[int, int | None]:
     """Time and peak of a simulated step. A search asks for them by turns, and again at its end."""
-    step = play(build_workload(job, candidate, speed), Execution.STREAM)
+    workload = build_workload(job, candidate, speed)
+    step = play(workload, Execution.STREAM, with_spans=False)
     return step.duration_ns, step.peak_bytes
 
 

@@ -180,22 +180,23 @@ def split_units(plan: Plan, names: Iterable[str], parameters: Mapping[str, Seque
         names: Names of units.
         parameters: Shape of each parameter of the model, by name.
     """
-    parts = {name: found for name in names if (found := _parts(plan, name, parameters))}
-    split = plan
-    for name, modules in parts.items():
-        split = split.split(name, modules)
-    return with_units(plan, split.units) if parts else plan
+    wanted = set(names)
+    owned = owned_parameters(plan.units, parameters)
+    units: list[UnitPlan] = []
+    for unit in plan.units:
+        found = _parts(unit, owned[unit.name], parameters) if unit.name in wanted else None
+        parts = [unit.model_copy(update={"modules": tuple(each)}) for each in found or ()]
+        units += parts or [unit]
+    return with_units(plan, units) if len(units) > len(plan.units) else plan
 
 
 def _parts(
-    plan: Plan, name: str, parameters: Mapping[str, Sequence[int]]
+    unit: UnitPlan, owned: Sequence[str], parameters: Mapping[str, Sequence[int]]
 ) -> list[list[str]] | None:
     """A unit's children in groups with a matrix each: a norm joins the module that it feeds."""
-    unit = next((each for each in plan.units if each.name == name), None)
-    if unit is None or unit.is_root or len(unit.modules) != 1:
+    if unit.is_root or len(unit.modules) != 1:
         return None
     module = unit.modules[0]
-    owned = owned_parameters(plan.units, parameters)[name]
     children = list(dict.fromkeys(_child(parameter, module) for parameter in owned))
     if len(children) < 2 or None in children:
         return None

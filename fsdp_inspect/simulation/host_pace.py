@@ -9,6 +9,7 @@ Host time between two boundaries belongs to the unit whose forward or backward w
 including torch's hooks around it.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,10 @@ def measure_host_pace(events: EventTable) -> HostPace:
     repeated = (events.flags & EventFlag.RECOMPUTE) != 0
     events = events.where((events.phase != Phase.EVALUATION) & ~repeated)
     forward, backward = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-    for step in np.unique(events.step).tolist():
-        of_step = events.where(events.step == step)
-        for microbatch in np.unique(of_step.microbatch).tolist():
-            rows = of_step.where(of_step.microbatch == microbatch)
+    for _, in_step in positions_by_value(events.step):
+        of_step = events.where(in_step)
+        for _, in_microbatch in positions_by_value(of_step.microbatch):
+            rows = of_step.where(in_microbatch)
             for found, spans in ((forward, _forward(rows)), (backward, _backward(rows))):
                 for unit, duration in spans:
                     found[unit].append(duration)
@@ -76,8 +77,9 @@ def _between(events: EventTable, kind: EventKind, ends: list[int]) -> Iterator[t
     # At equal times the outer of two units is entered first: it ends last.
     order = np.lexsort((-rows.end_ns, rows.issue_ns))
     entries = list(zip(rows.issue_ns[order].tolist(), rows.unit[order].tolist(), strict=True))
+    ends = sorted(ends)
     for position, (entered, unit) in enumerate(entries):
         following = [issued for issued, _ in entries[position + 1 : position + 2]]
-        following += [end for end in ends if end > entered]
+        following += ends[(first := bisect_right(ends, entered)) : first + 1]
         if following:
             yield unit, min(following) - entered

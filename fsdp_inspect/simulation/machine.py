@@ -10,8 +10,6 @@ Two execution models share one interface:
 Collectives of one communicator run one at a time, in the order of issue.
 """
 
-from abc import ABC, abstractmethod
-
 
 class VirtualStream:
     """A queue of work; `free_ns` is the end of its last work."""
@@ -31,35 +29,61 @@ class CollectiveQueue:
         self.free_ns = 0
 
 
-class Machine(ABC):
-    """The interface of a rank for the schedule."""
+class Machine:
+    """A rank for the schedule: its host, and the streams on which the host puts work."""
 
-    compute: VirtualStream
-    copy_in: VirtualStream
-    gather: VirtualStream
-    reduce: VirtualStream
-    all_reduce: VirtualStream
+    __slots__ = (
+        "_blocks",
+        "all_reduce",
+        "compute",
+        "copy_in",
+        "gather",
+        "host",
+        "reduce",
+    )
 
-    @property
-    @abstractmethod
-    def host_ns(self) -> int:
-        """The host's clock."""
+    def __init__(self, *, has_streams: bool, is_blocking: bool) -> None:
+        """Start all clocks at 0.
 
-    @abstractmethod
+        Args:
+            has_streams: The host runs ahead of streams. Else every stream is the host's thread.
+            is_blocking: A synchronous collective blocks its stream until it ends.
+        """
+        self.host = VirtualStream()
+        self._blocks = is_blocking
+        self.compute, self.copy_in, self.gather, self.reduce, self.all_reduce = (
+            VirtualStream() if has_streams else self.host for _ in range(5)
+        )
+
     def launch(self, duration_ns: int) -> None:
         """Keep the host busy with issuing work."""
+        self.host.free_ns += duration_ns
 
-    @abstractmethod
-    def run(self, stream: VirtualStream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
-        """Put work on a stream. Issuing takes `launch_ns` of the host. Returns start and end."""
-
-    @abstractmethod
     def hold_back(self, ahead_ns: int) -> None:
         """Let the host wait until its lead over the compute stream is at most `ahead_ns`."""
+        self.host.free_ns = max(self.host.free_ns, self.compute.free_ns - ahead_ns)
 
-    def holds(self, *, is_async: bool) -> bool:
-        """Whether a collective blocks its stream until it ends."""
-        return not is_async
+    def run(self, stream: VirtualStream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
+        """Put work on a stream. Issuing takes `launch_ns` of the host. Returns start and end.
+
+        [Note: launching] A piece is many kernels, and the first ones run while others are issued.
+        The piece starts when the host begins to issue it, and ends after the host has issued all.
+        On the host's thread, issuing is part of the work.
+        """
+        host = self.host
+        start = stream.free_ns
+        if stream is host:
+            host.free_ns = end = start + duration_ns
+            return start, end
+        if start < host.free_ns:
+            start = host.free_ns
+        end = start + duration_ns
+        if launch_ns:
+            host.free_ns += launch_ns
+        if end < host.free_ns:
+            end = host.free_ns
+        stream.free_ns = end
+        return start, end
 
     def transfer(
         self,
@@ -77,7 +101,7 @@ class Machine(ABC):
         """
         start = max(self.reached(stream), communicator.free_ns, not_before_ns)
         communicator.free_ns = end = start + duration_ns
-        if self.holds(is_async=is_async):
+        if self._blocks and not is_async:
             stream.free_ns = end
         return start, end
 
@@ -88,44 +112,23 @@ class Machine(ABC):
 
     def reached(self, stream: VirtualStream) -> int:
         """The end of all work on the stream so far: the time of an event recorded now."""
-        return max(stream.free_ns, self.host_ns)
+        own, host = stream.free_ns, self.host.free_ns
+        return own if own > host else host
 
 
 class StreamMachine(Machine):
     """A device with streams, driven by a host that runs ahead."""
 
+    __slots__ = ()
+
     def __init__(self) -> None:
-        self._host_ns = 0
-        self.compute, self.copy_in, self.gather = VirtualStream(), VirtualStream(), VirtualStream()
-        self.reduce, self.all_reduce = VirtualStream(), VirtualStream()
-
-    @property
-    def host_ns(self) -> int:
-        """The host's clock."""
-        return self._host_ns
-
-    def launch(self, duration_ns: int) -> None:
-        """Keep the host busy with issuing work."""
-        self._host_ns += duration_ns
-
-    def hold_back(self, ahead_ns: int) -> None:
-        """Let the host wait until its lead over the compute stream is at most `ahead_ns`."""
-        self._host_ns = max(self._host_ns, self.compute.free_ns - ahead_ns)
-
-    def run(self, stream: VirtualStream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
-        """Work starts when its first kernel is issued, and ends after its last one is issued.
-
-        [Note: launching] A piece is many kernels, and the first ones run while others are issued.
-        The piece starts when the host begins to issue it, and ends after the host has issued all.
-        """
-        start = self.reached(stream)
-        self._host_ns += launch_ns
-        stream.free_ns = max(start + duration_ns, self._host_ns)
-        return start, stream.free_ns
+        super().__init__(has_streams=True, is_blocking=True)
 
 
 class HostMachine(Machine):
     """A CPU: one thread runs everything but the collectives."""
+
+    __slots__ = ()
 
     def __init__(self, *, is_blocking: bool) -> None:
         """Start the thread at time 0.
@@ -134,28 +137,4 @@ class HostMachine(Machine):
             is_blocking: The backend's collectives block the thread until they end (gloo). Else they
                 run in parallel until their result is needed (an emulated link).
         """
-        self._thread = VirtualStream()
-        self._is_blocking = is_blocking
-        self.compute = self.copy_in = self.gather = self.reduce = self.all_reduce = self._thread
-
-    @property
-    def host_ns(self) -> int:
-        """The thread's clock."""
-        return self._thread.free_ns
-
-    def launch(self, duration_ns: int) -> None:
-        """Keep the thread busy."""
-        self._thread.free_ns += duration_ns
-
-    def hold_back(self, ahead_ns: int) -> None:
-        """Do nothing: the thread has no lead over itself."""
-
-    def run(self, stream: VirtualStream, duration_ns: int, launch_ns: int = 0) -> tuple[int, int]:
-        """Run the work now; issuing is part of it."""
-        start = stream.free_ns
-        stream.free_ns = start + duration_ns
-        return start, stream.free_ns
-
-    def holds(self, *, is_async: bool) -> bool:
-        """Whether a collective blocks the thread: a blocking backend's synchronous ones do."""
-        return self._is_blocking and not is_async
+        super().__init__(has_streams=False, is_blocking=is_blocking)

@@ -71,11 +71,6 @@ class MemoryWork:
     copies_reduce_input: bool = False
     """The backend works on a copy of a reduce-scatter's input, as gloo does."""
 
-    @classmethod
-    def unknown(cls, num_pieces: int, num_units: int) -> "MemoryWork":
-        """Placeholder for unknown memory: all sizes are 0."""
-        return cls([PieceMemory()] * num_pieces, [UnitMemory(0, 0, 0, 0)] * num_units, 0)
-
     @property
     def resting(self) -> int:
         """Allocated bytes between steps."""
@@ -121,7 +116,8 @@ class MemoryLedger:
         self.peak_amounts = tuple(self._amounts)
         """Bytes at the peak by `Held`; they add up to `peak`."""
         self._held: int | None = None  # the unit whose output is kept until the next copy-out
-        self._piece_gradients: dict[int, int] = {}
+        self._gradients: list[dict[int, int]] = [{} for _ in work.units]
+        """By unit, the unsharded gradients of each piece."""
         self._sharded_gradients: dict[int, int] = {}
         self._shares: set[int] = set()
 
@@ -195,18 +191,19 @@ class MemoryLedger:
 
     def backward(self, piece: int, unit: int) -> None:
         """Run the backward of a piece: free activations, and add or accumulate gradients."""
-        memory = self._work.pieces[piece]
+        memory, gradients = self._work.pieces[piece], self._gradients[unit]
         self._rise(Held.TEMPORARY, memory.backward_rise, unit)
-        new = 0 if piece in self._piece_gradients else memory.gradients
-        self._piece_gradients[piece] = memory.gradients
         self._add(Held.ACTIVATION, memory.left - memory.kept, unit)
-        self._add(Held.UNSHARDED_GRADIENT, new, unit)
+        if piece not in gradients:
+            gradients[piece] = memory.gradients
+            self._add(Held.UNSHARDED_GRADIENT, memory.gradients, unit)
 
-    def reduce(self, unit: int, pieces: Sequence[int]) -> None:
+    def reduce(self, unit: int) -> None:
         """Copy gradients into a reduce-scatter's input, and allocate its output."""
         memory = self._work.units[unit]
         self._add(Held.REDUCE_SCATTER_BUFFER, memory.reduce_input, unit)
-        gradients = sum(self._piece_gradients.pop(piece, 0) for piece in pieces)
+        gradients = sum(self._gradients[unit].values())
+        self._gradients[unit].clear()
         last = min(memory.last_gradient, gradients)
         copy = memory.reduce_input if self._work.copies_reduce_input else 0
         self._free(Held.UNSHARDED_GRADIENT, gradients - last)
@@ -229,7 +226,8 @@ class MemoryLedger:
     def _add(self, what: Held, amount: int, unit: int) -> None:
         self._amounts[what] += amount
         self.allocated += amount
-        self._rise(what, 0, unit)
+        if self.allocated > self.peak:
+            self._rise(what, 0, unit)
 
     def _rise(self, what: Held, amount: int, unit: int) -> None:
         """Raise memory by an amount for a moment, and update the peak."""
@@ -238,3 +236,49 @@ class MemoryLedger:
             amounts = self._amounts.copy()
             amounts[what] += amount
             self.peak_amounts = tuple(amounts)
+
+
+class NoLedger(MemoryLedger):
+    """Takes the place of a ledger if the memory is unknown, and accounts for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryWork((), (), 0))
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def gather(self, unit: int) -> None:
+        """Do nothing."""
+
+    def copy_out(self, unit: int, *, keeps_output: bool) -> None:
+        """Do nothing."""
+
+    def free_held(self) -> None:
+        """Do nothing."""
+
+    def drop_output(self, unit: int) -> None:
+        """Do nothing."""
+
+    def free_unsharded(self, unit: int) -> None:
+        """Do nothing."""
+
+    def keep_share(self, unit: int) -> None:
+        """Do nothing."""
+
+    def free_share(self, unit: int) -> None:
+        """Do nothing."""
+
+    def forward(self, piece: int, unit: int) -> None:
+        """Do nothing."""
+
+    def between(self, code: PieceMemory) -> None:
+        """Do nothing."""
+
+    def backward(self, piece: int, unit: int) -> None:
+        """Do nothing."""
+
+    def reduce(self, unit: int) -> None:
+        """Do nothing."""
+
+    def reduced(self, unit: int) -> None:
+        """Do nothing."""

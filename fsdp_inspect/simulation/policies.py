@@ -24,7 +24,8 @@ def policies_of(
         PlanError: The plan lacks a unit, or prefetches an unknown unit.
     """
     index = {name: position for position, name in enumerate(unit_names)}
-    without = [unit.name for unit in plan.units if unit.name not in index]
+    planned = {unit.name: unit for unit in plan.units}
+    without = {name for name in planned if name not in index}
     forward = plan.prefetch_lists("forward", without=without)
     backward = plan.prefetch_lists("backward", without=without)
     root_of = plan.root_of_units
@@ -35,13 +36,14 @@ def policies_of(
             reshard_of(
                 unit,
                 None if shard is None else unit.num_shards(shard),
-                is_root=root_of[unit.name] == unit.name,
+                is_root=root_of[name] == name,
             ),
-            _indices(forward.get(unit.name, ()), index),
-            None if (named := backward.get(unit.name)) is None else _indices(named, index),
-            numbers[root_of[unit.name]],
+            _indices(forward.get(name, ()), index),
+            None if (named := backward.get(name)) is None else _indices(named, index),
+            numbers[root_of[name]],
         )
-        for unit in map(plan.unit, unit_names)
+        for name in unit_names
+        for unit in (planned.get(name) or plan.unit(name),)
     ]
 
 

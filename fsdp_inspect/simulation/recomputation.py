@@ -10,16 +10,22 @@ size of the gradient with which its backward begins, which equals the output's s
 data shows the activations that a checkpointed unit would keep without checkpointing.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory
-from fsdp_inspect.simulation.parameters import is_inside, parameters_of
+from fsdp_inspect.simulation.parameters import parameters_of
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.simulation.workload import Op, Piece, Workload
-from fsdp_inspect.trace.plan import ROOT, Checkpointing, Plan, owned_parameters
+from fsdp_inspect.trace.plan import (
+    ROOT,
+    Checkpointing,
+    Plan,
+    modules_around,
+    owned_parameters,
+)
 from fsdp_inspect.trace.run import Unit
 
 _REPEATED = (
@@ -62,8 +68,7 @@ def recompute(work: RecordedWork, recorded: Plan, wanted: Plan) -> Recomputation
     changed = set(before.full) ^ set(after.full)
     if not changed:
         return Recomputation(work)
-    for module in sorted(changed):
-        _check_whole(module, work, wanted, changed)
+    _check_whole(work, wanted, changed)
     added = _covered(work.units, changed & set(after.full))
     removed = _covered(work.units, changed & set(before.full))
     workload = replace(work.workload, pieces=_repeated(work.workload, added, removed))
@@ -87,34 +92,58 @@ def _refuse_selective(before: Checkpointing, after: Checkpointing) -> MissingDat
     )
 
 
-def _check_whole(module: str, work: RecordedWork, wanted: Plan, changed: Collection[str]) -> None:
-    """Check that a checkpointed module is a unit, or one of its modules, in the run and the plan.
+def _check_whole(work: RecordedWork, wanted: Plan, changed: Collection[str]) -> None:
+    """Check that each checkpointed module is a unit of the run and the plan, or one of its modules.
 
     Raises:
-        MissingDataError: The module is not a unit.
+        MissingDataError: A module is not a unit.
         PlanError: The plan names the model itself, which `apply_plan` rejects too.
     """
-    if module == ROOT and module in wanted.checkpointing.full:
-        raise PlanError(
-            "Invalid checkpointing of the model itself. Expected modules with a parent that can "
-            "hold torch's wrapper. Name its blocks instead, such as 'layers.*'."
-        )
+    ran = _inside_modules(
+        ((at, name) for at, unit in enumerate(work.units) for name in parameters_of(unit)), changed
+    )
     names = [name for unit in work.units for name in parameters_of(unit)]
-    planned = owned_parameters(wanted.units, [name for name in names if is_inside(name, module)])
-    inside = [unit for unit in work.units if any(is_inside(p, module) for p in parameters_of(unit))]
-    if sum(bool(owned) for owned in planned.values()) > 1 or len(inside) > 1:
-        raise MissingDataError(
-            f"Unsupported change of the checkpointing of {module!r}: several units gather in it, "
-            "and their all-gathers would move into the repeated forward. Expected whole units. "
-            "Make the module one unit, or checkpoint its parts."
-        )
-    for unit in inside:
-        if not all(_is_around(each, changed) for each in unit.modules):
-            raise MissingDataError(
-                f"Unsupported change of the checkpointing of {module!r}: it ran as a part of the "
-                f"unit {format_unit(unit.fqn)}, and the run does not show the part's time and "
-                "memory. Expected whole units. Record a run in which it is a separate unit."
+    owned = owned_parameters(wanted.units, names)
+    planned = _inside_modules(
+        ((at, name) for at, own in enumerate(owned.values()) for name in own), changed
+    )
+    for module in sorted(changed):
+        if module == ROOT and module in wanted.checkpointing.full:
+            raise PlanError(
+                "Invalid checkpointing of the model itself. Expected modules with a parent that "
+                "can hold torch's wrapper. Name its blocks instead, such as 'layers.*'."
             )
+        inside = [work.units[at] for at in ran[module]]
+        if len(planned[module]) > 1 or len(inside) > 1:
+            raise MissingDataError(
+                f"Unsupported change of the checkpointing of {module!r}: several units gather in "
+                "it, and their all-gathers would move into the repeated forward. Expected whole "
+                "units. Make the module one unit, or checkpoint its parts."
+            )
+        for unit in inside:
+            if not all(_is_around(each, changed) for each in unit.modules):
+                raise MissingDataError(
+                    f"Unsupported change of the checkpointing of {module!r}: it ran as a part of "
+                    f"the unit {format_unit(unit.fqn)}, and the run does not show the part's time "
+                    "and memory. Expected whole units. Record a run in which it is a separate unit."
+                )
+
+
+def _inside_modules(
+    parameters: Iterable[tuple[int, str]], modules: Collection[str]
+) -> dict[str, dict[int, None]]:
+    """By module, the units that own parameters inside it, in order.
+
+    Args:
+        parameters: The unit of each parameter, by index, and its name.
+        modules: The modules.
+    """
+    found: dict[str, dict[int, None]] = {module: {} for module in modules}
+    for unit, parameter in parameters:
+        for module in modules_around(parameter):
+            if module in found:
+                found[module][unit] = None
+    return found
 
 
 def _covered(units: Sequence[Unit], modules: Collection[str]) -> set[int]:
@@ -127,7 +156,7 @@ def _covered(units: Sequence[Unit], modules: Collection[str]) -> set[int]:
 
 
 def _is_around(module: str, others: Collection[str]) -> bool:
-    return any(module == other or is_inside(module, other) for other in others)
+    return module in others or any(each in others for each in modules_around(module))
 
 
 # --- time

@@ -15,12 +15,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.collectives.queues import queue_up
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.run_delay import run_delay_of
 from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
 from fsdp_inspect.errors import MissingDataError
@@ -43,7 +44,7 @@ from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.plan import Accumulation, Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
 MAX_MEMORY_ERROR = 0.02
 """The highest error of the simulated peak of the recorded plan at which other plans are
@@ -136,11 +137,17 @@ class RecordedWork:
         return play(self.workload, self.execution)
 
 
-def play(workload: Workload, execution: Execution) -> PlayedStep:
-    """Simulate a steady step: the second one, since the first starts with empty queues."""
+def play(workload: Workload, execution: Execution, *, with_spans: bool = True) -> PlayedStep:
+    """Simulate a steady step: the second one, since the first starts with empty queues.
+
+    Args:
+        workload: The work of the step.
+        execution: The execution model.
+        with_spans: As in `Schedule.play`.
+    """
     schedule = Schedule(workload, execution.machine())
-    schedule.play()
-    return schedule.play()
+    schedule.play(with_spans=False)
+    return schedule.play(with_spans=with_spans)
 
 
 def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
@@ -292,6 +299,10 @@ def observed_plan(run: RunSource) -> Plan:
     Raises:
         MissingDataError: The run has no observed plan, or another sharder than FSDP2.
     """
+    return remember(run, "observed plan", partial(_observe_plan, run))
+
+
+def _observe_plan(run: RunSource) -> Plan:
     expect_simulated_sharder(run.manifest)
     if not run.manifest.plan:
         remedy = "Record the run again with this version."
@@ -371,10 +382,9 @@ def _readings(run: RunSource, rank: int, usual: NDArray[np.int32]) -> Iterator[S
     closest = run.events(rank, steps=[int(usual[0])])
     in_units = np.isin(closest.kind, [EventKind.FORWARD, EventKind.BACKWARD]) & (closest.unit >= 0)
     most = max(min(MAX_STEPS, _MAX_PASSES_OF_UNITS // max(int(in_units.sum()), 1)), 1)
-    nearest = np.sort(usual[:most])
-    events = run.events(rank, steps=nearest.tolist())
-    for step in nearest.tolist():
-        reading = read_step(events.where(events.step == step))
+    events = run.events(rank, steps=np.sort(usual[:most]).tolist())
+    for _, in_step in positions_by_value(events.step):
+        reading = read_step(events.where(in_step))
         if reading is not None:
             yield reading
 
@@ -401,6 +411,7 @@ class _Builder:
         self._execution = _execution(run)
         is_stream = self._execution is Execution.STREAM
         self._pace = measure_host_pace(events) if is_stream else HostPace()
+        self._rows_of_unit = dict(positions_by_value(events.unit))
         first = readings[0]
         used = sorted({unit for each in first.passes for _, unit in each.tape})
         by_index = {unit.index: unit for unit in run.manifest.units}
@@ -675,7 +686,8 @@ class _Builder:
     # --- communication
 
     def _unit_work(self, unit: Unit) -> UnitWork:
-        events = self._events.where(self._events.unit == unit.index)
+        rows = self._rows_of_unit.get(unit.index, np.zeros(0, np.int64))
+        events = self._events.where(rows)
         forward = events.where(events.phase == Phase.FORWARD)
         backward = events.where(events.phase == Phase.BACKWARD)
         gather = _mean_duration(forward, EventKind.ALL_GATHER)

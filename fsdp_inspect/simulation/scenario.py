@@ -15,9 +15,8 @@ its measured communication. Other values are derived:
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 
 from fsdp_inspect.errors import MissingDataError, PlanError
@@ -39,14 +38,22 @@ from fsdp_inspect.simulation.policies import (
     policies_of,
     reshard_of,
 )
-from fsdp_inspect.simulation.rates import Rates, copy_of_share
+from fsdp_inspect.simulation.rates import copy_of_share
 from fsdp_inspect.simulation.recomputation import recompute
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
+from fsdp_inspect.simulation.recorded_units import RecordedUnits
 from fsdp_inspect.simulation.regrouping import Regrouping
 from fsdp_inspect.simulation.workload import Op, Pass, Piece, Tape, UnitWork, Workload
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan, check_reshard_sizes
+from fsdp_inspect.trace.plan import (
+    ROOT,
+    Accumulation,
+    Plan,
+    UnitPlan,
+    check_reshard_sizes,
+    modules_around,
+)
 from fsdp_inspect.trace.run import RunManifest, Unit
 
 _DIVIDED_BY_TIME = (
@@ -135,33 +142,54 @@ def shapes_of(manifest: RunManifest) -> dict[str, list[int]]:
 def make_scenario(
     work: RecordedWork, manifest: RunManifest, plan: Plan, network: Network
 ) -> Scenario:
-    """Derive the recorded work under a plan.
+    """Derive the recorded work under one plan; see `ScenarioMaker`."""
+    return ScenarioMaker(work, manifest).make(plan, network)
 
-    Args:
-        work: The recorded work of the run.
-        manifest: The run's manifest.
-        plan: The plan, with or without patterns.
-        network: The run's own network, or another network.
 
-    Raises:
-        MissingDataError: The plan needs data that the run does not contain: a link, a collective,
-            or the memory under checkpointing.
-        PlanError: The plan names unknown modules, or leaves parameters out.
+class ScenarioMaker:
+    """Derives the recorded work of a run under several plans.
+
+    The lookups that depend on the run only are shared by all plans.
     """
-    resolved = resolve_plan(plan, manifest)
-    mesh = mesh_of(resolved, manifest)
-    check_reshard_sizes(resolved, mesh.shard)
-    ran = Plan.from_dict(manifest.plan)
-    recorded = mesh_of(ran, manifest)
-    is_new = network.is_changed or mesh != recorded
-    changed = replace(network, is_changed=is_new)
-    repeated = recompute(work, ran, resolved)
-    scenario = _Regrouping(repeated.work, resolved, mesh, changed, ran, recorded.shard).build()
-    return replace(
-        scenario,
-        assumptions=(*repeated.assumptions, *scenario.assumptions),
-        memory_refusal=repeated.memory_refusal,
-    )
+
+    def __init__(self, work: RecordedWork, manifest: RunManifest) -> None:
+        """Read the recorded plan.
+
+        Args:
+            work: The recorded work of the run.
+            manifest: The run's manifest.
+        """
+        self._work = work
+        self._manifest = manifest
+        self._modules = _module_names(manifest)
+        self._ran = Plan.from_dict(manifest.plan)
+        self._mesh = mesh_of(self._ran, manifest)
+        self._recorded = RecordedUnits(work, self._ran, self._mesh.shard)
+
+    def make(self, plan: Plan, network: Network) -> Scenario:
+        """Derive the recorded work under a plan.
+
+        Args:
+            plan: The plan, with or without patterns.
+            network: The run's own network, or another network.
+
+        Raises:
+            MissingDataError: The plan needs data that the run does not contain: a link, a
+                collective, or the memory under checkpointing.
+            PlanError: The plan names unknown modules, or leaves parameters out.
+        """
+        resolved = plan.resolve(self._modules)
+        mesh = mesh_of(resolved, self._manifest)
+        check_reshard_sizes(resolved, mesh.shard)
+        is_new = network.is_changed or mesh != self._mesh
+        changed = replace(network, is_changed=is_new)
+        repeated = recompute(self._work, self._ran, resolved)
+        scenario = _Regrouping(repeated.work, self._recorded, resolved, mesh, changed).build()
+        return replace(
+            scenario,
+            assumptions=(*repeated.assumptions, *scenario.assumptions),
+            memory_refusal=repeated.memory_refusal,
+        )
 
 
 def _module_names(manifest: RunManifest) -> list[str]:
@@ -182,37 +210,33 @@ class _Regrouping:
     def __init__(
         self,
         work: RecordedWork,
+        recorded: RecordedUnits,
         plan: Plan,
         mesh: Mesh,
         network: Network,
-        ran: Plan,
-        recorded_shard: int,
     ) -> None:
         self._work = work
-        self._recorded = {unit.name: unit for unit in ran.units}
-        self._recorded_shard = recorded_shard
+        self._recorded = recorded
         self._plan = plan
+        self._planned = {unit.name: unit for unit in plan.units}
         self._roots = plan.fsdp_roots
         self._mesh = mesh
         self._network = network
         self._assumptions: dict[str, None] = {}
         self._owners = self._assign()
         self._members: dict[str, dict[str, list[int]]] = defaultdict(dict)
-        for unit in work.units:
-            for parameter, shape in parameters_of(unit).items():
-                self._members[self._owners[parameter]][parameter] = shape
-        self._pieces_of: dict[int, list[int]] = defaultdict(list)
-        for at, piece in enumerate(work.workload.pieces):
-            self._pieces_of[piece.unit].append(at)
-        self._names = [unit.name for unit in plan.units if unit.name in self._members]
-        self._lumps = {
-            name: unit for unit in work.units if not unit.parameters for name in parameters_of(unit)
+        for parameter, shape in recorded.shapes.items():
+            self._members[self._owners[parameter]][parameter] = shape
+        self._names = [name for name in self._planned if name in self._members]
+        self._position = {name: index for index, name in enumerate(self._names)}
+        self._unchanged = {
+            name: unit
+            for name in self._names
+            if (unit := recorded.with_parameters(self._members[name])) is not None
         }
-
-    @cached_property
-    def _rates(self) -> Rates:
-        """Fitted only if a unit or its messages changed."""
-        return Rates(self._work)
+        """The recorded unit with exactly the parameters of a unit of the plan, by name."""
+        self._shares_of_piece: dict[int, dict[str, float]] = {}
+        self._knows_uses: dict[int, bool] = {}
 
     def build(self) -> Scenario:
         units = [self._unit(index, name) for index, name in enumerate(self._names)]
@@ -247,22 +271,16 @@ class _Regrouping:
         cuts_of: dict[int, list[int]] = defaultdict(list)
         for at, cut in enumerate(cuts):
             cuts_of[cut.piece].append(at)
-        position = {name: index for index, name in enumerate(self._names)}
-        unchanged = {
-            self._work.units.index(before): position[name]
-            for name in self._names
-            if (before := self._unchanged(name)) is not None
-        }
-        around = [
-            [index for index, name in enumerate(self._names) if self._is_around(name, other)]
-            for other in self._names
-        ]
+        position = self._position
         regroup = Regrouping(
             unit_of_cut=[cut.unit for cut in cuts],
             cuts_of=cuts_of,
-            unchanged=unchanged,
-            around=around,
-            is_part=[self._is_part(name) for name in self._names],
+            unchanged={
+                self._recorded.position(before): position[name]
+                for name, before in self._unchanged.items()
+            },
+            around=self._around(),
+            is_part=[len(self._recorded.owners(self._members[name])) == 1 for name in self._names],
             pieces=[piece.unit for piece in self._work.workload.pieces],
         )
         into = [
@@ -287,8 +305,8 @@ class _Regrouping:
         ran = {self._work.units[index].fqn for op, index in one.tape if op is Op.ENTER}
         recorded = {tuple(unit.modules): unit.fqn for unit in self._work.units}
         for name in dict.fromkeys(self._names[index] for op, index in tape if op is Op.ENTER):
-            before = recorded.get(tuple(self._plan.unit(name).modules))
-            if before is not None and before not in ran and self._unchanged(name) is None:
+            before = recorded.get(tuple(self._planned[name].modules))
+            if before is not None and before not in ran and name not in self._unchanged:
                 raise PlanError(
                     f"The unit {format_unit(name)} of the plan owns parameters that a "
                     f"{one.phase.label} of this run uses without running the unit's own module, "
@@ -296,17 +314,25 @@ class _Regrouping:
                     "the recorded unit around these parameters."
                 )
 
-    def _is_around(self, name: str, other: str) -> bool:
-        """Whether a module of this unit contains all modules of another unit of the plan."""
-        if name == other:
-            return False
-        mine, theirs = self._plan.unit(name).modules, self._plan.unit(other).modules
-        return all(any(is_inside(each, module) for module in mine) for each in theirs)
-
-    def _is_part(self, name: str) -> bool:
-        """Whether one recorded unit owned all its parameters."""
-        own = self._members[name].keys()
-        return sum(not own.isdisjoint(parameters_of(unit)) for unit in self._work.units) == 1
+    def _around(self) -> list[list[int]]:
+        """By unit of the plan, the units whose modules contain all its modules."""
+        of_module = {
+            module: index
+            for index, name in enumerate(self._names)
+            for module in self._planned[name].modules
+        }
+        modules = [self._planned[name].modules for name in self._names]
+        found = []
+        for own in modules:
+            first = [of_module[each] for each in modules_around(own[0]) if each in of_module]
+            found.append(
+                [
+                    index
+                    for index in sorted(first)
+                    if all(any(is_inside(each, one) for one in modules[index]) for each in own[1:])
+                ]
+            )
+        return found
 
     def _accumulated(self) -> Sequence[Pass]:
         """The recorded passes, unless the plan accumulates differently."""
@@ -353,14 +379,16 @@ class _Regrouping:
         owners = {}
         for unit in self._work.units:
             for parameter in parameters_of(unit):
-                around = [module for module in unit_of if is_inside(parameter, module)]
-                if not around:
+                module = parameter.rpartition(".")[0]
+                while module not in unit_of and module != ROOT:
+                    module = module.rpartition(".")[0]
+                owner = unit_of.get(module)
+                if owner is None:
                     raise PlanError(
                         f"The plan has no unit for the parameter {parameter!r}, so every rank "
                         "would keep a full copy. Expected a unit around every parameter. Add a "
                         'unit for its module, or for the whole model (modules = [""]).'
                     )
-                owner = unit_of[max(around, key=len)]
                 self._check_mesh(unit.fqn, owner)
                 owners[parameter] = owner.name
         return owners
@@ -371,7 +399,7 @@ class _Regrouping:
         Raises:
             PlanError: The plan moves them to a unit with another mesh.
         """
-        recorded = self._recorded.get(before)
+        recorded = self._recorded.planned.get(before)
         own, new = recorded.mesh if recorded else {}, after.mesh
         if own != new:
             raise PlanError(
@@ -382,16 +410,12 @@ class _Regrouping:
 
     def _shard_of(self, name: str) -> int:
         """The number of ranks that shard a unit of the plan."""
-        return self._plan.unit(name).num_shards(self._mesh.shard)
-
-    def _recorded_shard_of(self, unit: Unit) -> int:
-        recorded = self._recorded.get(unit.fqn)
-        return recorded.num_shards(self._recorded_shard) if recorded else self._recorded_shard
+        return self._planned[name].num_shards(self._mesh.shard)
 
     def _unit(self, index: int, name: str) -> Unit:
         """The plan's unit in the form of a manifest."""
-        planned, members = self._plan.unit(name), self._members[name]
-        before = self._unchanged(name)
+        planned, members = self._planned[name], self._members[name]
+        before = self._unchanged.get(name)
         source = before or self._work.units[0]
         param_dtype = planned.param_dtype or source.param_dtype
         reduce_dtype = planned.reduce_dtype or (
@@ -399,8 +423,8 @@ class _Regrouping:
         )
         ranks = self._shard_of(name)
         padded = sum(self._padded_numel(each, shape, ranks) for each, shape in members.items())
-        numel = sum(math.prod(shape) for shape in members.values())
-        trained = self._trained_ratio(members)
+        numel = sum(self._recorded.numels[each] for each in members)
+        trained = self._recorded.trained_ratio(members)
         return Unit(
             index=index,
             fqn=name,
@@ -422,44 +446,23 @@ class _Regrouping:
             is_root=name in self._roots,
         )
 
-    def _sharded_bytes(self, name: str, members: Mapping[str, Sequence[int]], padded: int) -> int:
+    def _sharded_bytes(self, name: str, members: Collection[str], padded: int) -> int:
         """Bytes of one rank, in the dtypes of the recorded units that own the parameters."""
-        recorded = {name: unit for unit in self._work.units for name in parameters_of(unit)}
-        total = own = 0
-        for unit in {recorded[name].index: recorded[name] for name in members}.values():
-            total += unit.unsharded_bytes // itemsize(unit.param_dtype)
-            own += unit.sharded_bytes * self._recorded_shard_of(unit)
+        total, own = self._recorded.elements(members)
         return round(padded / self._shard_of(name) * own / total) if total else 0
 
     def _padded_numel(self, parameter: str, shape: Sequence[int], ranks: int) -> int:
         """Elements that a parameter puts into the output of an all-gather over the ranks."""
-        lump = self._lumps.get(parameter)
+        lump = self._recorded.lumps.get(parameter)
         if lump is not None:
             return lump.unsharded_bytes // itemsize(lump.param_dtype)
         return padded_numel(shape, ranks)
-
-    def _trained_ratio(self, members: Mapping[str, Sequence[int]]) -> float:
-        """The fraction of trained parameters, derived from the recorded units."""
-        total = trained = 0.0
-        for unit in self._work.units:
-            own = sum(math.prod(members[name]) for name in parameters_of(unit) if name in members)
-            total += own
-            trained += own * unit.num_trainable_parameters / max(unit.num_parameters, 1)
-        return trained / total if total else 1.0
-
-    def _unchanged(self, name: str) -> Unit | None:
-        """The recorded unit with exactly these parameters."""
-        members = set(self._members[name])
-        for unit in self._work.units:
-            if set(parameters_of(unit)) == members:
-                return unit
-        return None
 
     # --- compute
 
     def _cuts(self) -> Iterator[_Cut]:
         """The recorded pieces in order, each divided among the plan's units."""
-        position = {name: index for index, name in enumerate(self._names)}
+        position = self._position
         shares_of: dict[int, dict[str, float]] = {}
         for one in self._work.workload.passes:
             run = [index for op, index in one.tape if op is Op.RUN]
@@ -518,9 +521,10 @@ class _Regrouping:
         before = self._work.workload.memory
         if before is None:
             return None
+        states = sum(each.resting for each in before.units)
         return MemoryWork(
             pieces=[self._piece_memory(before.pieces[cut.piece], cut, units) for cut in cuts],
-            units=[self._unit_memory(unit, before) for unit in units],
+            units=[self._unit_memory(unit, states) for unit in units],
             rest=before.rest,
             copies_reduce_input=before.copies_reduce_input,
         )
@@ -553,30 +557,34 @@ class _Regrouping:
             left=round(memory.left * cut.share),
         )
 
-    def _unit_memory(self, unit: Unit, before: MemoryWork) -> UnitMemory:
+    def _unit_memory(self, unit: Unit, states: int) -> UnitMemory:
         trained = unit.num_trainable_parameters / max(unit.num_parameters, 1)
         sharded = unit.sharded_bytes
         gradients = round(sharded * trained)
-        states = sum(each.resting for each in before.units)
-        parameters = sum(each.sharded_bytes for each in self._work.units) or 1
         return UnitMemory(
             unsharded=unit.unsharded_bytes,
             reduce_input=unit.reduce_bytes,
             sharded_gradients=gradients,
-            resting=round(sharded * states / parameters),
+            resting=round(sharded * states / self._recorded.sharded_bytes),
             last_gradient=last_gradient_of(unit),
             share=share_of(unit, self._shard_of(unit.fqn)),
         )
 
     def _shares(self, piece: int) -> dict[str, float]:
         """The division of a piece among the plan's units; empty: it uses no parameters."""
+        known = self._shares_of_piece.get(piece)
+        if known is None:
+            known = self._shares_of_piece[piece] = self._divide(piece)
+        return known
+
+    def _divide(self, piece: int) -> dict[str, float]:
         unit = self._work.workload.pieces[piece].unit
         parameters = parameters_of(self._work.units[unit])
-        used = self._used(piece) if self._records_uses(unit) else set(parameters)
+        used = self._used(piece) if self._records_uses(unit) else parameters.keys()
         numels: dict[str, int] = defaultdict(int)
-        for parameter, shape in parameters.items():
+        for parameter in parameters:
             if parameter in used:
-                numels[self._owners[parameter]] += math.prod(shape)
+                numels[self._owners[parameter]] += self._recorded.numels[parameter]
         total = sum(numels.values())
         return {name: numel / total for name, numel in numels.items()}
 
@@ -587,11 +595,13 @@ class _Regrouping:
 
     def _records_uses(self, unit: int) -> bool:
         """Whether the run records the uses of parameters of each part of a split unit."""
-        parts = {self._owners[name] for name in parameters_of(self._work.units[unit])}
-        if len(parts) < 2:
-            return False
-        used = (name for piece in self._pieces_of[unit] for name in self._used(piece))
-        return {self._owners[name] for name in used} == parts
+        if unit not in self._knows_uses:
+            parts = {self._owners[name] for name in parameters_of(self._work.units[unit])}
+            used = (name for piece in self._recorded.pieces_of[unit] for name in self._used(piece))
+            self._knows_uses[unit] = (
+                len(parts) > 1 and {self._owners[name] for name in used} == parts
+            )
+        return self._knows_uses[unit]
 
     def _ending_late(self, tape: Tape) -> set[int]:
         """The units entered before any compute, if such a unit ended late in the run."""
@@ -602,7 +612,7 @@ class _Regrouping:
     # --- communication
 
     def _unit_work(self, unit: Unit) -> UnitWork:
-        before = self._unchanged(unit.fqn)
+        before = self._unchanged.get(unit.fqn)
         recorded = self._recorded_work(before)
         messages = (unit.unsharded_bytes, unit.reduce_bytes)
         has_same_messages = before is not None and messages == (
@@ -611,9 +621,9 @@ class _Regrouping:
         )
         if recorded is not None and has_same_messages and not self._network.is_changed:
             return self._with_smaller_group(unit, recorded, before, is_measured=True)
-        own = recorded or self._rates.hooks(unit.num_tensors)
+        own = recorded or self._recorded.rates.hooks(unit.num_tensors)
         if not has_same_messages:
-            own = self._rates.copies(own, unit)
+            own = self._recorded.rates.copies(own, unit)
         return self._with_smaller_group(
             unit,
             replace(
@@ -635,7 +645,7 @@ class _Regrouping:
     def _recorded_work(self, unit: Unit | None) -> UnitWork | None:
         if unit is None:
             return None
-        return self._work.workload.units[self._work.units.index(unit)]
+        return self._work.workload.units[self._recorded.position(unit)]
 
     def _with_smaller_group(
         self, unit: Unit, work: UnitWork, before: Unit | None, *, is_measured: bool
@@ -674,7 +684,7 @@ class _Regrouping:
         return line.duration_ns(message_bytes, bus_factor(EventKind.ALL_GATHER, group))
 
     def _all_reduce(self, unit: Unit) -> int:
-        own = self._plan.unit(unit.fqn).mesh
+        own = self._planned[unit.fqn].mesh
         replicas = own.get("replicate", 1) if own else self._mesh.replicate
         if replicas < 2:
             return 0

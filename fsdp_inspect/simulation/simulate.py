@@ -22,7 +22,7 @@ from fsdp_inspect.columns import TableSpec, metric_column, unit_column
 from fsdp_inspect.reduction.step_parts import reduce_rank
 from fsdp_inspect.results import Result, to_plain
 from fsdp_inspect.simulation.memory import Held
-from fsdp_inspect.simulation.network import Network, NodeLink, Pace, unknown_latencies
+from fsdp_inspect.simulation.network import NodeLink, Pace, unknown_latencies
 from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import (
     Execution,
@@ -30,7 +30,7 @@ from fsdp_inspect.simulation.recorded import (
     measure_work,
     play,
 )
-from fsdp_inspect.simulation.scenario import Scenario, make_scenario
+from fsdp_inspect.simulation.scenario import ScenarioMaker
 from fsdp_inspect.simulation.workload import Workload
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
@@ -214,11 +214,18 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     """
     own = work.network if node is None else work.network.change_node(node)
     network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
-    scenario = make_scenario(work, manifest, plan, network)
+    maker = ScenarioMaker(work, manifest)
+    scenario = maker.make(plan, network)
     replayed = replayed or replay(work)
     predicted = _play(scenario.workload, work.execution, scenario.units)
     error = replayed.step_time_ns / work.step_time_ns - 1 if work.step_time_ns else 0.0
-    low, high = _interval(manifest, work, scenario, network, abs(error))
+    steps = [predicted.step_time_ns] + [
+        play(
+            maker.make(scenario.plan, network.at(pace)).workload, work.execution, with_spans=False
+        ).duration_ns
+        for pace in (Pace.FAST, Pace.SLOW)
+    ]
+    low, high = _interval(steps, noise_ratio(work, abs(error), scenario.units))
     return Simulation(
         run_id=manifest.run_id,
         rank=work.rank,
@@ -276,18 +283,8 @@ def noise_ratio(work: RecordedWork, replay_error: float, units: Sequence[Unit]) 
     )
 
 
-def _interval(
-    manifest: RunManifest, work: RecordedWork, scenario: Scenario, network: Network, error: float
-) -> tuple[int, int]:
-    """The step with fast and with slow messages, minus and plus the noise (`noise_ratio`)."""
-    margin = noise_ratio(work, error, scenario.units)
-    steps = [play(scenario.workload, work.execution).duration_ns]
-    steps += [
-        play(
-            make_scenario(work, manifest, scenario.plan, network.at(pace)).workload, work.execution
-        ).duration_ns
-        for pace in (Pace.FAST, Pace.SLOW)
-    ]
+def _interval(steps: Sequence[int], margin: float) -> tuple[int, int]:
+    """The steps with typical, fast and slow messages, minus and plus the noise (`noise_ratio`)."""
     return round(min(steps) * max(1 - margin, 0.0)), round(max(steps) * (1 + margin))
 
 

@@ -15,9 +15,12 @@ that encloses others (a root with parameters), it also contains the enclosing un
 `recorded` separates the two.
 """
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,8 +115,8 @@ def read_step(events: EventTable) -> StepReading | None:
         None if no unit ran a forward, or none a backward, in the step.
     """
     window = events.where(events.kind == EventKind.STEP)
-    reader = _Reader(events, _taken(events))
-    stretches = tuple(reader.stretches(int(window.start_ns[0]), int(window.end_ns[0])))
+    reader = _Reader(events)
+    places = list(reader.stretches(int(window.start_ns[0]), int(window.end_ns[0])))
     if {each.phase for each in reader.passes} != {Phase.FORWARD, Phase.BACKWARD}:
         return None
     between = events.kind == EventKind.BETWEEN_STEPS
@@ -122,7 +125,7 @@ def read_step(events: EventTable) -> StepReading | None:
     return StepReading(
         step=int(window.step[0]),
         duration_ns=duration,
-        stretches=stretches,
+        stretches=_without(_taken(events), places),
         passes=tuple(reader.passes),
         reduce_order=_reduce_order(events),
     )
@@ -138,6 +141,27 @@ def _taken(events: EventTable) -> Intervals:
     return Intervals.of(
         np.concatenate([events.start_ns[spans], events.need_ns[needed]]),
         np.concatenate([events.end_ns[spans], events.end_ns[needed]]),
+    )
+
+
+class _Place(NamedTuple):
+    """A stretch with its time on the clock, waits and copies included."""
+
+    part: ClockPart
+    unit: int
+    enclosing: int
+    number: int
+    low_ns: int
+    high_ns: int
+
+
+def _without(taken: Intervals, places: list[_Place]) -> tuple[ClockStretch, ...]:
+    """The stretches without the time that is taken."""
+    lows = [place.low_ns for place in places]
+    covered = taken.covered_ns(lows, [place.high_ns for place in places]).tolist()
+    return tuple(
+        ClockStretch(*place[:4], max(place.high_ns - place.low_ns, 0) - own)
+        for place, own in zip(places, covered, strict=True)
     )
 
 
@@ -161,34 +185,33 @@ class _Boundary:
 class _Reader:
     """Reads the stretches between the boundaries of a step."""
 
-    def __init__(self, events: EventTable, taken: Intervals) -> None:
+    def __init__(self, events: EventTable) -> None:
         self._events = events
-        self._taken = taken
         self.passes: list[Pass] = []
         gathers = events.where(self._rows(EventKind.ALL_GATHER))
         self._issues = sorted(zip(gathers.issue_ns.tolist(), gathers.unit.tolist(), strict=True))
         reductions = events.where(self._rows(EventKind.REDUCE_SCATTER))
-        self._reductions = sorted(
-            zip(reductions.issue_ns.tolist(), reductions.unit.tolist(), strict=True)
-        )
+        self._reductions = _sorted_by_unit(reductions.unit, reductions.issue_ns)
+        backwards = events.where(self._rows(EventKind.BACKWARD))
+        self._backward_ends = _sorted_by_unit(backwards.unit, backwards.end_ns)
 
-    def stretches(self, start_ns: int, end_ns: int) -> Iterator[ClockStretch]:
+    def stretches(self, start_ns: int, end_ns: int) -> Iterator[_Place]:
         """All stretches between two times, in order."""
         now = start_ns
         for begin_ns, one, boundaries in self._found():
             number, begin = len(self.passes), now if begin_ns is None else max(begin_ns, now)
-            yield self._stretch(ClockPart.BEFORE_PASS, NO_UNIT, NO_UNIT, number, now, begin)
+            yield _Place(ClockPart.BEFORE_PASS, NO_UNIT, NO_UNIT, number, now, begin)
             now = begin
             tape: list[tuple[Op, int]] = []
             gather, entry, own = _OF_PASS[one.phase]
-            for stretch, at in self._pass((gather, entry, own), boundaries, begin, number):
+            for stretch in self._pass((gather, entry, own), boundaries, begin, number):
                 yield stretch
-                now = at
+                now = stretch.high_ns
                 if stretch.part in (entry, own):
                     tape.append((Op.ENTER if stretch.part is entry else Op.LEAVE, stretch.unit))
             self.passes.append(replace(one, tape=tuple(tape)))
         last = len(self.passes)
-        yield self._stretch(ClockPart.AFTER_PASSES, NO_UNIT, NO_UNIT, last, now, end_ns)
+        yield _Place(ClockPart.AFTER_PASSES, NO_UNIT, NO_UNIT, last, now, end_ns)
 
     # --- passes
 
@@ -259,8 +282,8 @@ class _Reader:
         boundaries: list[_Boundary],
         now: int,
         number: int,
-    ) -> Iterator[tuple[ClockStretch, int]]:
-        """The stretches of a pass, each with its end.
+    ) -> Iterator[_Place]:
+        """The stretches of a pass.
 
         Args:
             parts: See `_OF_PASS`.
@@ -274,29 +297,26 @@ class _Reader:
             at, opens, unit = boundary.at_ns, boundary.opens, boundary.unit
             around = inside[-1] if inside else NO_UNIT
             if opens:
-                for stretch, issued in self._gathers(gather, around, number, now, at):
-                    yield stretch, issued
-                    now = issued
-            yield self._stretch(entry if opens else own, unit, around, number, now, at), at
+                for stretch in self._gathers(gather, around, number, now, at):
+                    yield stretch
+                    now = stretch.high_ns
+            yield _Place(entry if opens else own, unit, around, number, now, at)
             now = at
             _nest(inside, unit, opens=opens)
             reduced = None if opens or own is ClockPart.FORWARD else self._reduction_start(unit, at)
             if reduced is not None:
                 around = inside[-1] if inside else NO_UNIT
-                yield (
-                    self._stretch(ClockPart.REDUCE, unit, around, number, at, reduced),
-                    reduced,
-                )
+                yield _Place(ClockPart.REDUCE, unit, around, number, at, reduced)
                 now = reduced
 
     def _gathers(
         self, part: ClockPart, around: int, number: int, low: int, high: int
-    ) -> Iterator[tuple[ClockStretch, int]]:
+    ) -> Iterator[_Place]:
         """One stretch for each all-gather issued up to `high`, ending at its issue."""
         while self._issues and self._issues[0][0] <= high:
             issue_ns, unit = self._issues.pop(0)
             end = max(issue_ns, low)
-            yield self._stretch(part, unit, around, number, low, end), end
+            yield _Place(part, unit, around, number, low, end)
             low = end
 
     def _reduction_start(self, unit: int, after_ns: int) -> int | None:
@@ -305,18 +325,9 @@ class _Reader:
         None if another boundary of the unit comes first, because this backward then reduced
         nothing.
         """
-        later = [issue for issue, owner in self._reductions if owner == unit and issue >= after_ns]
-        if not later:
-            return None
-        events, own = self._events, self._rows(EventKind.BACKWARD)
-        ends = events.end_ns[own & (events.unit == unit) & (events.end_ns > after_ns)]
-        return later[0] if not len(ends) or later[0] <= ends.min() else None
-
-    def _stretch(
-        self, part: ClockPart, unit: int, around: int, number: int, low: int, high: int
-    ) -> ClockStretch:
-        covered = int(self._taken.covered_ns([low], [high])[0])
-        return ClockStretch(part, unit, around, number, max(high - low, 0) - covered)
+        issue_ns = _first_from(self._reductions[unit], after_ns)
+        end_ns = _first_from(self._backward_ends[unit], after_ns + 1)
+        return None if issue_ns is None or (end_ns is not None and end_ns < issue_ns) else issue_ns
 
     def _rows(self, kind: EventKind) -> NDArray[np.bool_]:
         """Events of units in a step; evaluation passes lie between two steps."""
@@ -324,6 +335,22 @@ class _Reader:
         mask: NDArray[np.bool_] = (events.kind == kind) & (events.unit != NO_UNIT)
         mask &= events.phase != Phase.EVALUATION
         return mask
+
+
+def _sorted_by_unit(
+    units: NDArray[np.int16], times: NDArray[np.int64]
+) -> defaultdict[int, list[int]]:
+    """The times of each unit, ascending."""
+    found = defaultdict[int, list[int]](list)
+    for time_ns, unit in sorted(zip(times.tolist(), units.tolist(), strict=True)):
+        found[unit].append(time_ns)
+    return found
+
+
+def _first_from(times: list[int], least: int) -> int | None:
+    """The first of ascending times that is at least `least`."""
+    place = bisect_left(times, least)
+    return times[place] if place < len(times) else None
 
 
 def _has_nested(boundaries: list[_Boundary]) -> bool:

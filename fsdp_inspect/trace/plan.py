@@ -15,8 +15,9 @@ names; `plan_text` describes the file format.
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -320,18 +321,13 @@ class Plan(PlanRecord):
     @property
     def root_of_units(self) -> dict[str, str]:
         """The FSDP root of each unit: the outermost unit around it, or the unit itself."""
-        return _roots_of(self.units)
+        return dict(_nesting_of(self.units).root_of)
 
     @property
     def inner_units(self) -> tuple[UnitPlan, ...]:
         """The units that can be changed one by one: all but roots with units inside them."""
-        around = {name for unit in self.units for name in modules_around(unit.modules[0])}
-        roots = self.fsdp_roots
-        return tuple(
-            unit
-            for unit in self.units
-            if not unit.is_root and (unit.name not in roots or around.isdisjoint(unit.modules))
-        )
+        is_inner = _nesting_of(self.units).is_inner
+        return tuple(unit for unit, inner in zip(self.units, is_inner, strict=True) if inner)
 
     def merge(self, names: Sequence[str]) -> Self:
         """A copy of the plan with several units merged to one, with the settings of the first.
@@ -455,6 +451,20 @@ class Plan(PlanRecord):
                 )
         return risks
 
+    def with_values(self, **changes: Any) -> Self:
+        """A copy with other fields, of which each is valid alone: only shared rules are checked.
+
+        Raises:
+            PlanError: The fields do not fit together.
+        """
+        changed = self.model_copy(update=changes)
+        try:
+            changed._check_rules()
+        except ValueError:  # the message of a whole validation also names the place
+            fields = {name: getattr(changed, name) for name in type(self).model_fields}
+            return self.from_dict(fields)
+        return changed
+
     def _with_units(self, units: Iterable[UnitPlan], **changes: Any) -> Self:
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return self.from_dict({**fields, "units": tuple(units), **changes})
@@ -472,6 +482,15 @@ class Plan(PlanRecord):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_rules()
+        return self
+
+    def _check_rules(self) -> None:
+        """Check the rules between fields.
+
+        Raises:
+            ValueError: A rule is broken.
+        """
         if not self.units:
             raise ValueError("A plan has no units. Expected at least one")
         _check_unique(self.units)
@@ -485,7 +504,6 @@ class Plan(PlanRecord):
                     f"reshard_after_forward of unit {unit.name!r} is {reshard}. Expected true, "
                     f"false or a divisor of the {shard} ranks that shard: {_divisors(shard)}"
                 )
-        return self
 
 
 SETTINGS = tuple(name for name in UnitPlan.model_fields if name != "modules")
@@ -546,19 +564,8 @@ def entry_order(units: Sequence[UnitPlan], direction: Literal["forward", "backwa
     Both passes enter a unit before the units nested in it. Forward follows the model's order,
     backward the reverse order.
     """
-    # Backward enters the units in the reverse of the order in which forward leaves them.
-    parents = {unit.name: _parent(unit, units) for unit in units}
-    children: dict[str | None, list[str]] = {}
-    for unit in units:
-        children.setdefault(parents[unit.name], []).append(unit.name)
-
-    def walk(parent: str | None) -> list[str]:
-        siblings = children.get(parent, [])
-        if direction == "backward":
-            siblings = siblings[::-1]
-        return [name for sibling in siblings for name in (sibling, *walk(sibling))]
-
-    return walk(None)
+    nesting = _nesting_of(units)
+    return list(nesting.forward if direction == "forward" else nesting.backward)
 
 
 def lists_of_depth(
@@ -581,7 +588,7 @@ def lists_of_depth(
     """
     if depth == 0:
         return {}
-    root_of = _roots_of(units)
+    root_of = _nesting_of(units).root_of
     around = {root for name, root in root_of.items() if name != root}
     orders: dict[str | None, list[str]] = {}
     for name in entry_order(units, direction):
@@ -595,16 +602,45 @@ def lists_of_depth(
     }
 
 
-def _roots_of(units: Sequence[UnitPlan]) -> dict[str, str]:
+class _Nesting(NamedTuple):
+    """How the units of a plan contain each other. It depends on their modules only."""
+
+    root_of: Mapping[str, str]
     """The FSDP root of each unit: the outermost unit around it, or the unit itself."""
-    of_module = {module: unit.name for unit in units for module in unit.modules}
-    return {
-        unit.name: next(
-            (of_module[name] for name in modules_around(unit.modules[0]) if name in of_module),
-            unit.name,
-        )
-        for unit in units
-    }
+    is_inner: Sequence[bool]
+    """Whether each unit can be changed alone; see `Plan.inner_units`."""
+    forward: Sequence[str]
+    """The names of the units in the order in which a forward enters them."""
+    backward: Sequence[str]
+
+
+def _nesting_of(units: Iterable[UnitPlan]) -> _Nesting:
+    return _nesting_of_modules(tuple(unit.modules for unit in units))
+
+
+@lru_cache(maxsize=256)
+def _nesting_of_modules(modules: tuple[tuple[str, ...], ...]) -> _Nesting:
+    names = [", ".join(own) for own in modules]
+    of_module = {each: name for name, own in zip(names, modules, strict=True) for each in own}
+    around_any = {each for own in modules for each in modules_around(own[0])}
+    root_of: dict[str, str] = {}
+    children: dict[str | None, list[str]] = {}
+    for name, own in zip(names, modules, strict=True):
+        around = [of_module[each] for each in modules_around(own[0]) if each in of_module]
+        root_of[name] = around[0] if around else name
+        children.setdefault(around[-1] if around else None, []).append(name)
+
+    def walk(parent: str | None, step: int) -> Iterator[str]:
+        for child in children.get(parent, [])[::step]:
+            yield child
+            yield from walk(child, step)
+
+    is_inner = tuple(
+        own != (ROOT,) and (root_of[name] != name or around_any.isdisjoint(own))
+        for name, own in zip(names, modules, strict=True)
+    )
+    # Backward enters the units in the reverse of the order in which forward leaves them.
+    return _Nesting(root_of, is_inner, tuple(walk(None, 1)), tuple(walk(None, -1)))
 
 
 def owned_parameters(units: Sequence[UnitPlan], parameters: Iterable[str]) -> dict[str, list[str]]:
@@ -740,17 +776,6 @@ def _expect(module: str, order: Mapping[str, int]) -> None:
             f"{suggest(module, list(order), what='modules')} Correct the name, or use a plan "
             "that was made for this model."
         )
-
-
-def _parent(unit: UnitPlan, units: Iterable[UnitPlan]) -> str | None:
-    """The innermost other unit that contains the first module of this unit."""
-    best: tuple[int, str] | None = None
-    for other in units:
-        for module in other.modules:
-            inside = module == ROOT or unit.modules[0].startswith(f"{module}.")
-            if other is not unit and inside and (best is None or len(module) > best[0]):
-                best = (len(module), other.name)
-    return best[1] if best else None
 
 
 def _norms_left_behind(

@@ -240,18 +240,26 @@ CHOICES = st.builds(
 )
 
 
-@given(workload=workloads(), choice=CHOICES)
+@given(workload=workloads(), choices=st.lists(CHOICES, min_size=2, max_size=6))
 @settings(max_examples=12, deadline=None)
-def test_a_plan_on_the_bench_takes_what_the_simulation_says(workload: Workload, choice: Choice):
+def test_plans_that_share_work_take_what_the_simulation_of_each_says(
+    workload: Workload, choices: list[Choice]
+):
     run = as_run(workload, Execution.HOST)
     bench = PlanScorer(run)
-    if choice.grouping not in bench.space.groupings:
-        choice = replace(choice, grouping=next(iter(bench.space.groupings), None))
-    plan = bench.space.plan_of(choice)
-    alone = make_scenario(bench.work, run.manifest, plan, bench.network).workload
-    bench.score(replace(choice, reshard=None))  # shares the derived work
-    assert bench.simulator.workload(plan, bench.network) == alone
-    assert bench.score(choice).step_ns == simulate_plan(run, plan).predicted.step_time_ns
+    other = next(iter(bench.space.groupings), None)
+    choices = [
+        each if each.grouping in bench.space.groupings else replace(each, grouping=other)
+        for each in choices
+    ]
+    bench.score_all(choices)
+    for choice in choices:
+        plan = bench.space.plan_of(choice)
+        assert plan == Plan.from_dict(plan.to_dict())
+        alone = make_scenario(bench.work, run.manifest, plan, bench.network).workload
+        assert bench.simulator.workload(plan) == alone
+        assert bench.score(choice) == PlanScorer(run, work=bench.work).score(choice)
+        assert bench.score(choice).step_ns == simulate_plan(run, plan).predicted.step_time_ns
 
 
 @pytest.mark.study

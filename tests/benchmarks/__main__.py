@@ -99,6 +99,15 @@ def _allocator(options: argparse.Namespace, _: Path) -> list[Figure]:
     return measure_allocator_model(options.snapshots)
 
 
+def _search(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.search import measure_search
+
+    samples = [options.sample] if options.sample else sorted(SAMPLES.glob("*/run"))
+    return measure_search(
+        folder, samples, ranks=options.ranks, steps=options.search_steps, repeats=5
+    )
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "overhead": _overhead,
     "accuracy": _accuracy,
@@ -110,6 +119,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "gate": _gate,
     "order": _order,
     "allocator": _allocator,
+    "search": _search,
 }
 
 
@@ -128,7 +138,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_count(parser, "--accuracy-steps", 20, "profiled steps of the accuracy benchmark")
     _add_count(parser, "--size-steps", 120, "steps of the longer run of the size benchmark", 6)
     _add_count(parser, "--startup-repeats", 20, "fresh interpreters of the startup benchmark")
-    _add_count(parser, "--ranks", 1000, "ranks of the scale and order benchmarks", 8)
+    _add_count(parser, "--ranks", 1000, "ranks of the scale, order and search benchmarks", 8)
+    _add_count(parser, "--search-steps", 100, "steps of the large run of the search benchmark", 5)
     _add_count(parser, "--trace-events", 200_000, "least events of the trace that is imported")
     _add_count(parser, "--import-rounds", 5, "rounds of the import benchmark, in turn with HTA")
     parser.add_argument(

@@ -120,7 +120,7 @@ def write_repeated_run(folder: Path, shape: Shape, *, distinct: int) -> Path:
     for rank in range(few):
         _write_rank(folder, shape, rank)
     for rank in range(few, shape.num_ranks):
-        _repeat_rank(folder, shape, rank, rank % few)
+        repeat_rank(folder, shape, rank, rank % few)
     write_run_summary(folder)
     return folder
 
@@ -233,21 +233,30 @@ def _check_room(folder: Path, shape: Shape) -> None:
 
 
 def _write_rank(folder: Path, shape: Shape, rank: int) -> None:
+    events = make_events(rank, shape)
+    write_rank(folder, shape, rank, events, make_memory(rank, events))
+
+
+def write_rank(
+    folder: Path, shape: Shape, rank: int, events: EventTable, memory: MemoryTable
+) -> None:
+    """Write the record, the tables and the summary of a rank."""
     target = rank_folder(folder, 0, rank)
     target.mkdir(exist_ok=True)
     write_record(folder, shape, rank)
-    events = make_events(rank, shape)
     _write_table(target, EVENTS, events)
-    _write_table(target, MEMORY, make_memory(rank, events))
+    _write_table(target, MEMORY, memory)
     _write_table(target, SCALARS, _make_loss(shape))
     compact_rank(folder, 0, rank)
 
 
-def _repeat_rank(folder: Path, shape: Shape, rank: int, source: int) -> None:
+def repeat_rank(
+    folder: Path, shape: Shape, rank: int, source: int, *, clock_of: int | None = None
+) -> None:
     """Write a rank with the linked tables of another rank and its own summary."""
     target = rank_folder(folder, 0, rank)
     target.mkdir(exist_ok=True)
-    write_record(folder, shape, rank)
+    write_record(folder, shape, rank, clock_of=clock_of)
     for file in (EVENTS, MEMORY, SCALARS):
         os.link(rank_folder(folder, 0, source) / file.compacted_name, target / file.compacted_name)
     rows = read_rank_summary(open_files(folder), (0, source))
@@ -260,9 +269,17 @@ def _write_table(target: Path, file: TableFile[TableT], table: TableT) -> None:
     write_compacted(target / file.compacted_name, file, table, covered_rows=len(table))
 
 
-def write_record(folder: Path, shape: Shape, rank: int) -> None:
-    """Write the record of a rank that recorded the whole run."""
+def write_record(folder: Path, shape: Shape, rank: int, *, clock_of: int | None = None) -> None:
+    """Write the record of a rank that recorded the whole run.
+
+    Args:
+        folder: The run folder.
+        shape: The size of the run.
+        rank: The rank.
+        clock_of: The rank whose clock its tables use; default: the rank itself.
+    """
     begun = 1_767_225_600_000_000_000
+    clock = rank if clock_of is None else clock_of
     record = RankRecord(
         rank=rank,
         world_size=shape.num_ranks,
@@ -272,7 +289,7 @@ def write_record(folder: Path, shape: Shape, rank: int) -> None:
         device=f"cuda:{rank % 8}",
         device_memory_bytes=80 << 30,
         clock="cuda_event",
-        clock_start=ClockPair(monotonic_ns=10**9 * (rank + 1), unix_ns=begun, uncertainty_ns=500),
+        clock_start=ClockPair(monotonic_ns=10**9 * (clock + 1), unix_ns=begun, uncertainty_ns=500),
         clock_uncertainty_ns=2000,
         status=RunStatus.COMPLETE,
         num_steps=shape.num_steps,

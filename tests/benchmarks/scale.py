@@ -27,7 +27,7 @@ AIMED_RANKS = 1000
 SHARES = (8, 4, 2, 1)
 """The measured parts of the run: an eighth of its ranks, a quarter, a half, all."""
 
-_SUMMARY = """
+_COMMAND = """
 import atexit, os, re, runpy, sys, time
 from pathlib import Path
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cpus}])
@@ -35,7 +35,7 @@ def tell():
     peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
     print("cost", time.process_time_ns(), peak, file=sys.stderr)
 atexit.register(tell)
-sys.argv = ["fsdp-inspect", "summary", {run!r}]
+sys.argv = ["fsdp-inspect", *{arguments!r}]
 runpy.run_module("fsdp_inspect", run_name="__main__")
 """
 
@@ -148,20 +148,30 @@ def _event_times(run: Path, shape: Shape) -> Iterator[int]:
 
 
 def _summarise(run: Path) -> Cost:
-    script = _SUMMARY.format(cpus=NUM_CPUS, run=str(run))
+    return run_command(["summary", str(run)], run.parent)[0]
+
+
+def run_command(arguments: Sequence[str], folder: Path) -> tuple[Cost, str]:
+    """Run `fsdp-inspect` in a fresh process; returns its cost and its output.
+
+    Args:
+        arguments: The arguments of the command.
+        folder: The folder for the compiled modules.
+    """
+    script = _COMMAND.format(cpus=NUM_CPUS, arguments=list(arguments))
     began = time.perf_counter_ns()
     done = subprocess.run(
         [sys.executable, "-c", script],
         check=True,
         capture_output=True,
         text=True,
-        env=_environment(run.parent),
+        env=_environment(folder),
     )
     wall_ns = time.perf_counter_ns() - began
     told = re.search(r"^cost (\d+) (\d+)$", done.stderr, re.MULTILINE)
     if told is None:
-        raise RuntimeError(f"The summary did not tell its cost: {done.stderr[-500:]!r}.")
-    return Cost(wall_ns, int(told[1]), int(told[2]) << 10)
+        raise RuntimeError(f"The command did not tell its cost: {done.stderr[-500:]!r}.")
+    return Cost(wall_ns, int(told[1]), int(told[2]) << 10), done.stdout
 
 
 def _environment(folder: Path) -> dict[str, str]:

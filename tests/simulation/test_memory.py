@@ -124,6 +124,16 @@ def test_where_memory_is_not_known_there_is_no_peak():
     assert played.peak_bytes is None
 
 
+def test_time_does_not_depend_on_memory():
+    known = blocks(kept=50, forward_rise=70, gradients=400)
+    steps = [
+        Schedule(workload, HostMachine(is_blocking=False)).play()
+        for workload in (known, replace(known, memory=None))
+    ]
+    assert steps[0].duration_ns == steps[1].duration_ns
+    assert steps[0].spans == steps[1].spans
+
+
 @pytest.mark.parametrize("folder", SAMPLES, ids=[folder.parent.name for folder in SAMPLES])
 def test_the_samples_own_peaks_play_again_within_a_percent(folder: Path):
     work = measure_work(open_run(folder))

@@ -212,6 +212,14 @@ def test_the_schedule_is_that_of_torch_with_replicas(hybrid_mesh: DeviceMesh, ca
     assert_same_schedule(replace(case, separate_reduce_group=False), hybrid_mesh)
 
 
+@given(case=cases())
+@settings(max_examples=NUM_CASES, deadline=None)
+def test_a_step_without_spans_takes_the_same_time(case: Case):
+    schedule = Schedule(workload_of(case), StreamMachine())
+    bare = [schedule.play(with_spans=False) for _ in range(2)][1]
+    assert replace(play(case), spans=()) == bare
+
+
 def blocks(num: int, work: UnitWork, *, reshard: bool = True) -> Workload:
     """Consecutive blocks of 10 ms forward and 20 ms backward, without a root."""
     pieces = [Piece(unit, 10 * MS, 20 * MS) for unit in range(num)]

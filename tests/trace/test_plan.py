@@ -75,6 +75,17 @@ def test_a_prefetch_list_that_names_no_unit_is_refused():
         plan.resolve(MODULES)
 
 
+def test_changed_values_that_do_not_fit_together_are_refused_with_their_place():
+    plan = Plan(units=units("layers.0", ""), mesh={"shard": 4})
+    changed = [unit.model_copy(update={"reshard_after_forward": 2}) for unit in plan.units]
+    assert plan.with_values(units=tuple(changed)) == plan.change(
+        plan.unit_names, reshard_after_forward=2
+    )
+    wrong = [unit.model_copy(update={"reshard_after_forward": 3}) for unit in plan.units]
+    with pytest.raises(PlanError, match=r"is 3. Expected true, false or a divisor of the 4 ranks"):
+        plan.with_values(units=tuple(wrong))
+
+
 def test_checkpointing_patterns_are_resolved_too():
     plan = Plan(units=units(""), checkpointing=Checkpointing(full=("layers.*",)))
     assert plan.resolve(MODULES).checkpointing.full == ("layers.0", "layers.1", "layers.2")

@@ -13,7 +13,10 @@
   compared with the best plan of the grid;
 - real: a few plans with real compute;
 - limited: plans on two real ranks over a network that the kernel limits;
-- loops: models of Transformers and loops with chunked or several losses, with real compute.
+- loops: models of Transformers and loops with chunked or several losses, with real compute;
+- planned: the choice of `fsdp-inspect plan`, compared with all plans of a grid that run on virtual
+  time, and its memory, compared with forecasts. It is not in the default, because it takes as long
+  as all other parts.
 
 On the machine's clock, a run of the recorded plan precedes each plan. Its difference from the
 baseline is the machine's own error (A/A). This prints tables and a verdict, and exits with 1 if a
@@ -41,6 +44,7 @@ from tests.validation.grid import REAL, draw, real_trials
 from tests.validation.limited import judge_limited
 from tests.validation.loops import LOOP_STEPS, all_loops, judge_loops
 from tests.validation.oracle import judge_played, judge_predicted
+from tests.validation.planned import judge_choices, judge_fits
 from tests.validation.remade import judge_remade
 from tests.validation.rewrapped import judge_rewrapped
 from tests.validation.tables import markdown, tables, verdict
@@ -55,7 +59,9 @@ PARTS = (
     "real",
     "limited",
     "loops",
+    "planned",
 )
+USUAL_PARTS = PARTS[:-1]
 
 
 def main() -> int:
@@ -110,12 +116,24 @@ def _run(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) 
         say(f"{REAL}:")
         trials = draw(real_trials(), options.real)
         results.real = judge_all(bench, trials)
-    if "limited" in parts:
+    _run_without_grid(results, options, folder, say)
+    return results
+
+
+def _run_without_grid(
+    results: Results, options: argparse.Namespace, folder: Path, say: Callable[[str], None]
+) -> None:
+    """The parts with plans of their own."""
+    if "limited" in options.parts:
         _limited(results, folder / "limited", say)
-    if "loops" in parts:
+    if "loops" in options.parts:
         say("models and loops of public projects:")
         results.loops = judge_loops(folder / "loops", options.loops, LOOP_STEPS, say)
-    return results
+    if "planned" in options.parts:
+        say("all plans of a grid, forecast:")
+        results.fits = judge_fits(folder / "fits", options.planned, say)
+        say("all plans of a grid, on virtual time:")
+        results.choices = judge_choices(folder / "choices", options.planned, say)
 
 
 def _limited(results: Results, folder: Path, say: Callable[[str], None]) -> None:
@@ -153,12 +171,15 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=42, help="of the grid's 196 (default 42)")
     parser.add_argument("--real", type=int, default=6, help="with real compute (default 6)")
     parser.add_argument("--cases", type=int, default=240, help="for the oracle (default 240)")
+    parser.add_argument(
+        "--planned", type=int, default=64, help="plans of each planned grid (default 64: all)"
+    )
     parser.add_argument("--steps", type=int, default=20, help="steps of a run (default 20)")
     parser.add_argument(
         "--parts",
         type=lambda text: text.split(","),
-        default=PARTS,
-        help=f"some of {','.join(PARTS)} (default all)",
+        default=USUAL_PARTS,
+        help=f"some of {','.join(PARTS)} (default all but planned)",
     )
     parser.add_argument(
         "--loops",

@@ -115,15 +115,27 @@ class EmulationBench:
         """
         self._number += 1
         folder = self._folder / f"{self._number:03d}"
-        how, *words = command_of(trial)
         clock = ["tests.validation.virtual_time"] if self._on_virtual_time else []
-        command = [sys.executable, how, *clock, *words, f"--steps={self._steps}"]
-        command += [f"--runs-dir={folder}", *([f"--plan={plan_file}"] if plan_file else [])]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{trial.name} did not run: {done.stderr[-2000:]}")
+        words = [*clock, *command_of(trial), f"--steps={self._steps}", f"--runs-dir={folder}"]
+        run_trainer([*words, *([f"--plan={plan_file}"] if plan_file else [])], trial.name)
         return folder
+
+
+def run_trainer(words: Sequence[str], name: str) -> None:
+    """Run a module of the trainer.
+
+    Args:
+        words: The words of `python -m`.
+        name: The run in messages.
+
+    Raises:
+        RuntimeError: The trainer failed.
+    """
+    command = [sys.executable, "-m", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} did not run: {done.stderr[-2000:]}")
 
 
 def network_of(trial: Trial) -> dict[str, float]:

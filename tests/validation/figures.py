@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tests.validation.advised import AdvisedOutcome
 from tests.validation.oracle import OracleOutcome
 from tests.validation.outcomes import Errors, Outcome
+from tests.validation.planned import ChoiceOutcome, FitOutcome, Reported
 
 MEDIAN_STEP, HIGH_STEP, REPLAY, MEDIAN_MEMORY = 0.033, 0.08, 0.01, 0.02
 ORACLE_MEDIAN, ORACLE_WORST = 0.01, 0.03
@@ -48,6 +49,8 @@ class Results:
     real: list[Outcome] = field(default_factory=list)
     limited: list[Outcome] = field(default_factory=list)
     loops: list[Outcome] = field(default_factory=list)
+    choices: list[ChoiceOutcome] = field(default_factory=list)
+    fits: list[FitOutcome] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     """Parts that could not run here, with the reason."""
 
@@ -68,6 +71,10 @@ RUN_PARTS = {
 ADVISED_PARTS = {
     "advised": "the plan that advise ranks first, virtual time",
     "advised_in_time": "the plan that advise ranks first, this machine's time",
+}
+PLANNED_PARTS = {
+    "choices": "the choice of plan, virtual time",
+    "fits": "the memory of plan, forecasts",
 }
 
 
@@ -90,6 +97,8 @@ def all_figures(results: Results) -> list[Figure]:
                 for part, found in (("real", results.real), ("limited", results.limited))
             ),
             _runs(RUN_PARTS["loops"], results.loops, noise=0.0, median=MEDIAN_LOOP, high=HIGH_LOOP),
+            _choices(results.choices),
+            _fits(results.fits),
         )
         for figure in figures
     ]
@@ -156,6 +165,33 @@ def _advised(part: str, outcomes: Sequence[AdvisedOutcome], *, noise: float) -> 
         ("recorded plan", max(each.behind_baseline for each in outcomes), noise),
     ):
         yield Figure(part, f"behind the {name}, worst", found, wanted)
+
+
+def _choices(outcomes: Sequence[ChoiceOutcome]) -> Iterator[Figure]:
+    if outcomes:
+        part = PLANNED_PARTS["choices"]
+        behind = max(each.behind_best for each in outcomes)
+        errors = Errors.of([error for each in outcomes for error in each.step_errors])
+        yield Figure(part, "behind the best of the grid, worst budget", behind, BEHIND_BEST)
+        yield Figure(part, "step time, median error", errors.median)
+        yield Figure(part, "step time, worst error", errors.worst)
+
+
+def _fits(outcomes: Sequence[FitOutcome]) -> Iterator[Figure]:
+    if outcomes:
+        part = PLANNED_PARTS["fits"]
+        errors = Errors.of([error for each in outcomes for error in each.errors])
+        wrong = _wrong([each.reported for each in outcomes])
+        unsettled = _wrong([each.unsettled for each in outcomes])
+        yield Figure(part, "reported to fit, and does not", wrong, 0.0)
+        yield Figure(part, "the same without forecasts (--no-forecast)", unsettled, 0.0)
+        yield Figure(part, "allocated peak from formulas, median error", errors.median)
+        yield Figure(part, "allocated peak from formulas, worst error", errors.worst)
+
+
+def _wrong(reported: Sequence[Reported]) -> float:
+    """The fraction of reported plans that do not fit."""
+    return sum(each.num_wrong for each in reported) / max(sum(e.num_plans for e in reported), 1)
 
 
 def as_json(results: Results, figures: Sequence[Figure]) -> Mapping[str, object]:

@@ -172,13 +172,13 @@ def _checkpointing(text: str | None) -> CheckpointingMode | None:
 
 
 def command_of(trial: Trial) -> list[str]:
-    """The words of a `python` command that runs a trial."""
+    """The words of a `python -m` command that runs a trial."""
     shape = SHAPES.get(trial.shape, REAL_SHAPE)
     chosen = {**shape.options, **dict(trial.settings)}
     if chosen.get("wrap") == "split":
         chosen["wrap"] = SPLIT
     chosen["emulate"] = NETWORKS[trial.link].emulation
-    return ["-m", shape.module, *(f"--{name}={value}" for name, value in chosen.items())]
+    return [shape.module, *(f"--{name}={value}" for name, value in chosen.items())]
 
 
 def real_trials() -> list[Trial]:

@@ -8,8 +8,9 @@ from rich.table import Table
 
 from fsdp_inspect.formatting import format_bytes, format_ns
 from tests.validation.advised import AdvisedOutcome
-from tests.validation.figures import ADVISED_PARTS, RUN_PARTS, Figure, Results
-from tests.validation.outcomes import Outcome
+from tests.validation.figures import ADVISED_PARTS, PLANNED_PARTS, RUN_PARTS, Figure, Results
+from tests.validation.outcomes import Errors, Outcome
+from tests.validation.planned import ChoiceOutcome, FitOutcome
 
 
 def tables(results: Results, figures: Sequence[Figure]) -> Iterator[Table]:
@@ -22,6 +23,10 @@ def tables(results: Results, figures: Sequence[Figure]) -> Iterator[Table]:
         advised = getattr(results, part)
         if advised:
             yield _advised(name, advised)
+    if results.choices:
+        yield _choices(PLANNED_PARTS["choices"], results.choices)
+    if results.fits:
+        yield _fits(PLANNED_PARTS["fits"], results.fits)
     yield _figures(figures, results)
 
 
@@ -54,6 +59,10 @@ def _count(results: Results, part: str) -> str:
     for name, label in ADVISED_PARTS.items():
         if label == part:
             return f"{len(getattr(results, name))} links and shapes"
+    for name, label in PLANNED_PARTS.items():
+        if label == part:
+            outcomes = getattr(results, name)
+            return f"{sum(each.num_plans for each in outcomes)} plans in {len(outcomes)} grids"
     if "played" in part:
         return f"{len(results.played)} cases"
     return f"{len(results.predicted)} cases"
@@ -89,6 +98,40 @@ def _advised(title: str, outcomes: Sequence[AdvisedOutcome]) -> Table:
             f"{each.behind_baseline:+.1%}",
             f"{each.behind_best:+.1%}",
             each.best,
+        )
+    return table
+
+
+def _choices(title: str, outcomes: Sequence[ChoiceOutcome]) -> Table:
+    table = _table(title, "shape and link", "plans", "budgets", "median error", "to best",
+                   "chosen", "best of the grid")  # fmt: skip
+    for each in outcomes:
+        table.add_row(
+            each.name,
+            str(each.num_plans),
+            str(each.num_budgets),
+            f"{Errors.of(list(each.step_errors)).median:.1%}",
+            f"{each.behind_best:+.1%}",
+            each.chosen,
+            each.best,
+        )
+    table.caption = "The chosen plan and the best one are those of the worst budget."
+    return table
+
+
+def _fits(title: str, outcomes: Sequence[FitOutcome]) -> Table:
+    table = _table(title, "model", "plans", "budgets", "wrong of reported", "without forecasts",
+                   "median error", "worst error")  # fmt: skip
+    for each in outcomes:
+        errors = Errors.of(list(each.errors))
+        table.add_row(
+            each.name,
+            str(each.num_plans),
+            str(each.num_budgets),
+            f"{each.reported.num_wrong} of {each.reported.num_plans}",
+            f"{each.unsettled.num_wrong} of {each.unsettled.num_plans}",
+            f"{errors.median:.1%}",
+            f"{errors.worst:.1%}",
         )
     return table
 

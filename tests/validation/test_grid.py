@@ -1,11 +1,16 @@
 """The grid covers the required cases, and a missed figure is reported."""
 
 from collections import Counter
+from pathlib import Path
 
+import pytest
+
+from tests.validation import planned
 from tests.validation.figures import Results, all_figures
 from tests.validation.grid import LINKS, SHAPES, all_trials, command_of, draw, plans
 from tests.validation.oracle import OracleOutcome
 from tests.validation.outcomes import Errors, Outcome
+from tests.validation.planned import ChoiceGrid, ChoiceOutcome, FitOutcome, Reported
 from tests.validation.tables import markdown, verdict
 
 FAR_OFF = Outcome(
@@ -62,3 +67,32 @@ def test_the_noise_of_the_machine_is_allowed_with_real_compute_only():
         "emulated network, fixed compute": 0.033,
         "emulated network, real compute": 0.033 + 0.01,
     }
+
+
+def test_the_planned_grid_has_every_combination_of_its_settings(tmp_path: Path):
+    sizes = {
+        link: len(ChoiceGrid(tmp_path, planned.SHAPES["deep"], preset, 64, print).candidates)
+        for link, preset in planned.LINKS.items()
+    }
+    settings = 2 * 2 * 2 * 2 * 2  # batch, wrap, reshard, checkpointing, dtype
+    assert sizes == {"one node": settings, "two nodes": 2 * settings}
+    assert len(planned.SHAPES) == len(planned.MODELS) == 3
+
+
+def test_a_choice_behind_the_best_and_a_wrong_report_are_misses():
+    choice = ChoiceOutcome("deep, one node", 32, 30, 0.05, "keep", "reshard", (0.01,))
+    fit = FitOutcome("llama-1b", 64, 16, Reported(40, 1), Reported(40, 0), (0.0,))
+    results = Results(choices=[choice], fits=[fit])
+    told = verdict(results, all_figures(results))
+    assert "MISSED: the choice of plan, virtual time: behind the best of the grid" in told
+    assert "the memory of plan, forecasts: reported to fit, and does not" in told
+    assert "(--no-forecast)" not in told
+
+
+@pytest.mark.slow
+def test_the_choice_of_two_plans_is_the_faster_one(tmp_path: Path):
+    outcome = ChoiceGrid(
+        tmp_path, planned.SHAPES["deep"], planned.LINKS["one node"], 2, print
+    ).judge()
+    assert (outcome.num_plans, outcome.behind_best) == (2, 0.0)
+    assert max(map(abs, outcome.step_errors)) < 0.06
