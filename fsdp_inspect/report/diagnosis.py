@@ -370,7 +370,9 @@ def _how_died(found: Diagnosis) -> str:
         at = f" at {shorten_place(found.location)}" if found.location else ""
         return f"{who} crashed in native code ({found.failure}){where}{at}.{_waited(found)}"
     if kind is EndKind.EXCEPTION:
-        return f"{who} failed with {_clip(found.failure)}.{_waited(found)}"
+        place = "" if first is None or not first.end.failed_at else first.end.failed_at
+        at = f" ({shorten_place(place)})" if place else ""
+        return f"{who} failed with {_clip(found.failure)}{at}.{_waited(found)}"
     if kind is EndKind.VANISHED:
         may_have_crashed = first is not None and first.end.may_have_crashed
         crashed = " crashed in native code," if may_have_crashed else ""
@@ -793,7 +795,7 @@ _NEXT: dict[ProblemClass, tuple[str, ...]] = {
         "Give all ranks equally many batches: DistributedSampler(drop_last=True), or stop all "
         "ranks at the smallest number.",
     ),
-    ProblemClass.RANK_DIED: ("Read the log of that rank at its last moment.",),
+    ProblemClass.RANK_DIED: ("Read the end of the log of a failed rank.",),
     ProblemClass.RANK_EXITED_EARLY: (
         "Find the condition on which that rank left the training loop before the others.",
     ),

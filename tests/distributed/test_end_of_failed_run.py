@@ -62,9 +62,10 @@ def test_an_exception_is_explained_once_with_who_waited(
 
     text = " ".join(done.stderr.split())
     assert text.count("fsdp_inspect: Rank") == 1
+    line = 1 + SCRIPT.split("\n").index('        raise ValueError("no label")')
     assert (
-        "fsdp_inspect: Rank 1 failed with ValueError at step 4: no label. 2 ranks waited for it in "
-        "the all-gather of 0 in forward."
+        f"fsdp_inspect: Rank 1 failed with ValueError at step 4: no label ({tmp_path.name}/"
+        f"train.py:{line}). 2 ranks waited for it in the all-gather of 0 in forward."
     ) in text
 
 
