@@ -103,7 +103,7 @@ def _advised(title: str, outcomes: Sequence[AdvisedOutcome]) -> Table:
 
 
 def _choices(title: str, outcomes: Sequence[ChoiceOutcome]) -> Table:
-    table = _table(title, "shape and link", "plans", "budgets", "median error", "to best",
+    table = _table(title, "shape and link", "plans", "budgets", "error", "to best",
                    "chosen", "best of the grid")  # fmt: skip
     for each in outcomes:
         table.add_row(
@@ -115,13 +115,15 @@ def _choices(title: str, outcomes: Sequence[ChoiceOutcome]) -> Table:
             each.chosen,
             each.best,
         )
-    table.caption = "The chosen plan and the best one are those of the worst budget."
+    table.caption = (
+        "Errors are medians. The chosen plan and the best one are those of the worst budget."
+    )
     return table
 
 
 def _fits(title: str, outcomes: Sequence[FitOutcome]) -> Table:
-    table = _table(title, "model", "plans", "budgets", "wrong of reported", "without forecasts",
-                   "median error", "worst error")  # fmt: skip
+    table = _table(title, "model", "plans", "budgets", "wrong", "--no-forecast",
+                   "median error", "worst")  # fmt: skip
     for each in outcomes:
         errors = Errors.of(list(each.errors))
         table.add_row(
@@ -133,6 +135,7 @@ def _fits(title: str, outcomes: Sequence[FitOutcome]) -> Table:
             f"{errors.median:.1%}",
             f"{errors.worst:.1%}",
         )
+    table.caption = "Errors are those of the allocated peak from formulas, without forecasts."
     return table
 
 
@@ -151,7 +154,7 @@ def _table(title: str, first: str, *others: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column(first, overflow="fold")
     for name in others:
-        is_text = name in ("figure", "best of the grid", "")
+        is_text = name in ("figure", "best of the grid", "chosen", "")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
     return table
 
