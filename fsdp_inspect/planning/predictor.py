@@ -11,7 +11,7 @@ from fsdp_inspect.planning.candidates import Candidate, Job
 from fsdp_inspect.planning.forecast_step import ForecastStep
 from fsdp_inspect.planning.machines import PlannedMachine
 from fsdp_inspect.planning.prediction import (
-    FORMULA_RATIO,
+    FORMULA_RATIOS,
     PlannedMemory,
     PlanPrediction,
     judge_forecast,
@@ -68,7 +68,8 @@ class FormulaPredictor(Predictor[Candidate]):
     def bound(self, candidate: Candidate) -> Bounds:
         """Bound a candidate without a simulation."""
         least = bound(self.job, candidate, self.machine.speed)
-        return replace(least, allocated_bytes=least.allocated_bytes * (1 - FORMULA_RATIO))
+        below, _ = FORMULA_RATIOS[candidate.param_dtype]
+        return replace(least, allocated_bytes=least.allocated_bytes * (1 - below))
 
     def memory(self, candidate: Candidate) -> PlannedMemory:
         """Predict the memory of a candidate, and judge it."""

@@ -9,12 +9,14 @@ import pytest
 from fsdp_inspect import forecast_memory
 from fsdp_inspect.analysis.capacity.forecasts import peak_of
 from fsdp_inspect.planning.candidates import Candidate
-from fsdp_inspect.planning.prediction import FORMULA_RATIO
 from fsdp_inspect.planning.workload import build_workload, plan_of
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.store.reader import open_run
 from instrumented_trainer.forecasting import build
 from tests.planning.jobs import make_job, peak_of_formula
+
+LARGEST_DIFFERENCE = 0.02
+"""The accepted difference in these cases. Other cases differ by more: see `FORMULA_RATIOS`."""
 
 
 def forecast_peak(path: Path, **settings: Any) -> int:
@@ -59,7 +61,7 @@ def check(path: Path, case: tuple[str, int, int, dict[str, Any], dict[str, Any]]
     counted = forecast_peak(path, **{**given, **settings})
     job = make_job(preset, num_layers=layers, seq_len=seq_len)
     formula = peak_of_formula(job, Candidate(**candidate))
-    assert formula == pytest.approx(counted, rel=FORMULA_RATIO)
+    assert formula == pytest.approx(counted, rel=LARGEST_DIFFERENCE)
 
 
 @pytest.mark.parametrize(("preset", "layers", "seq_len", "settings", "candidate"), CASES)
@@ -95,7 +97,7 @@ def test_the_formula_of_a_hugging_face_model_equals_the_forecast(tmp_path, check
     )
     job = make_job(str(tmp_path))
     formula = peak_of_formula(job, Candidate(batch_size=4, checkpointing=checkpointing))
-    assert formula == pytest.approx(counted, rel=FORMULA_RATIO)
+    assert formula == pytest.approx(counted, rel=LARGEST_DIFFERENCE)
 
 
 @pytest.mark.parametrize("preset", ["llama-8b", "llama-1b"])
