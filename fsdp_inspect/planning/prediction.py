@@ -1,6 +1,6 @@
 """Predict the step time, the memory and the cost of one candidate, each with its interval."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -22,13 +22,9 @@ from fsdp_inspect.planning.workload import (
 )
 from fsdp_inspect.simulation.recorded import Execution, play
 
-FORMULA_RATIOS: Mapping[str, tuple[float, float]] = {
-    "bfloat16": (0.10, 0.02),
-    "float32": (0.10, 0.21),
-}
-"""The interval of a peak from closed formulas, as fractions of it below and above, by the dtype of
-the parameters. Compared with forecasts, the formulas were at most 10.5% too high in bfloat16 and
-17% too low in float32 (`make validate ARGS="--parts planned"`)."""
+FORMULA_RATIO = 0.02
+"""Half the interval of a peak from closed formulas. `make validate ARGS="--parts planned"` compares
+the formulas with forecasts."""
 FORECAST_RATIO = 0.03
 """Half the interval of a forecast peak. The largest difference from the recorder was 3.0%
 (docs/figures.md)."""
@@ -126,7 +122,7 @@ def predict_memory(job: Job, machine: PlannedMachine, candidate: Candidate) -> P
     short = replace(candidate, microbatches=min(candidate.microbatches, 2))
     _, peak_bytes = _played(job, short, machine.speed)
     assert peak_bytes is not None
-    allocated = allocated_estimate(peak_bytes, candidate.param_dtype)
+    allocated = allocated_estimate(peak_bytes)
     return judge_memory(job, machine, candidate, allocated)
 
 
@@ -138,13 +134,12 @@ def _played(job: Job, candidate: Candidate, speed: Speed) -> tuple[int, int | No
     return step.duration_ns, step.peak_bytes
 
 
-def allocated_estimate(peak_bytes: int, param_dtype: str) -> PlannedValue:
+def allocated_estimate(peak_bytes: int) -> PlannedValue:
     """The interval of a peak from closed formulas."""
-    below, above = FORMULA_RATIOS[param_dtype]
     return PlannedValue(
         peak_bytes,
-        peak_bytes * (1 - below),
-        peak_bytes * (1 + above),
+        peak_bytes * (1 - FORMULA_RATIO),
+        peak_bytes * (1 + FORMULA_RATIO),
         ValueOrigin.FORMULA,
         "The model saves the tensors of the trainer's decoder with flash attention, and AdamW is "
         "fused.",

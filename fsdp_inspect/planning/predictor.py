@@ -11,7 +11,7 @@ from fsdp_inspect.planning.candidates import Candidate, Job
 from fsdp_inspect.planning.forecast_step import ForecastStep
 from fsdp_inspect.planning.machines import PlannedMachine
 from fsdp_inspect.planning.prediction import (
-    FORMULA_RATIOS,
+    FORMULA_RATIO,
     PlannedMemory,
     PlanPrediction,
     judge_forecast,
@@ -68,8 +68,7 @@ class FormulaPredictor(Predictor[Candidate]):
     def bound(self, candidate: Candidate) -> Bounds:
         """Bound a candidate without a simulation."""
         least = bound(self.job, candidate, self.machine.speed)
-        below, _ = FORMULA_RATIOS[candidate.param_dtype]
-        return replace(least, allocated_bytes=least.allocated_bytes * (1 - below))
+        return replace(least, allocated_bytes=least.allocated_bytes * (1 - FORMULA_RATIO))
 
     def memory(self, candidate: Candidate) -> PlannedMemory:
         """Predict the memory of a candidate, and judge it."""

@@ -10,7 +10,8 @@ the plans within 0.5% of the fastest one, the search takes the one with the fewe
 then the one with the lowest peak.
 
 [Note: settled plans] The memory of the plans to report is predicted again with more effort, by a
-forecast if there is one. If that changes a verdict, the search runs again with it.
+forecast if there is one. If that changes a verdict, the search runs again with it. Runners-up that
+are still not settled at the end are not reported.
 """
 
 from collections import defaultdict
@@ -27,7 +28,8 @@ SLOWER = "slower"
 """The reason of candidates that are slower than the reported plans. Whether they fit is unknown
 unless their bound showed it."""
 MOST_SETTLED = 4
-"""The highest number of candidates that are predicted with more effort."""
+"""The number of candidates that are predicted with more effort; further ones only if they are the
+best."""
 _MOST_EXAMPLES = 8
 _DOUBT = "The forecast of a similar plan with less memory is not certain to fit."
 
@@ -106,7 +108,7 @@ class _Search(Generic[C]):
         self._compare_all()
         while self._settle_next():
             self._compare_all()
-        chosen = self._choose()
+        chosen = [each for each in self._choose() if each in self._settled]
         for candidate in self._fitting:
             if candidate not in chosen:
                 self._reasons[candidate] = SLOWER
@@ -162,8 +164,10 @@ class _Search(Generic[C]):
 
     def _settle_next(self) -> bool:
         """Settle one plan to report; False: all are settled. See [Note: settled plans]."""
-        for candidate in self._to_report():
-            if candidate in self._settled or len(self._settled) >= MOST_SETTLED:
+        chosen = self._choose()
+        for candidate in self._to_report(chosen):
+            is_best = candidate in chosen[:1]
+            if candidate in self._settled or (len(self._settled) >= MOST_SETTLED and not is_best):
                 continue
             self._settled.add(candidate)
             memory = self._predictor.settle(candidate)
@@ -185,8 +189,7 @@ class _Search(Generic[C]):
             return memory
         return replace(memory, verdict=FitVerdict.UNKNOWN, reason=_DOUBT)
 
-    def _to_report(self) -> Iterator[C]:
-        chosen = self._choose()
+    def _to_report(self, chosen: Sequence[C]) -> Iterator[C]:
         if self._is_undecided_faster(chosen) and self._undecided is not None:
             yield self._undecided[1]
         yield from chosen

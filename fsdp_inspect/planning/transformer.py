@@ -5,10 +5,11 @@ heads, V vocabulary, L blocks, T tokens of a sequence. Bytes are for a token unl
 
 The formulas count the tensors that autograd saves in the trainer's `Decoder` on CUDA: flash
 attention saves its inputs, its output and a float32 log-sum-exp; RMSNorm saves its input and a
-float32 number; a matrix product saves its input. `tests/planning` compares them with
-`fsdp-inspect forecast`, which counts the real tensors. The same count for GPT-style blocks:
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv 2205.05198), section 4.
+float32 number; a matrix product saves its input. In float32 with fewer key heads than query heads,
+torch 2.13 has no fused kernel: it repeats keys and values, and saves all scores. `tests/planning`
+compares the formulas with `fsdp-inspect forecast`, which counts the real tensors. The same count
+for GPT-style blocks: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (arXiv 2205.05198), section 4.
 """
 
 from dataclasses import dataclass
@@ -125,51 +126,80 @@ class Transformer:
 
     # --- activations of a block, bytes for a token
 
-    def kept_bytes(self, checkpoint: Checkpoint, width: int) -> float:
+    def score_bytes(self, width: int, seq_len: int) -> float:
+        """The scores of attention for a token; 0 if a fused kernel computes them piece by piece.
+
+        Args:
+            width: Bytes of an element in compute.
+            seq_len: T.
+        """
+        is_fused = width < _FLOAT32 or self.num_kv_heads == self.num_heads
+        return 0.0 if is_fused else _FLOAT32 * self.num_heads * seq_len
+
+    def kept_bytes(self, checkpoint: Checkpoint, width: int, seq_len: int) -> float:
         """Activations that a block's forward keeps for a token, its output included.
 
         Args:
             checkpoint: The activation checkpointing.
             width: Bytes of an element in compute.
+            seq_len: T.
         """
         if checkpoint == "full":
             return width * self.dim
         if checkpoint == "selective":  # q, k, v, attention, o, w1, w3, w2, output
             kept = 3 * self.dim + 2 * self.query_dim + 2 * self.kv_dim + 2 * self.ffn_dim
             return width * kept + _FLOAT32 * self.num_heads
-        return self._saved_bytes(width)
+        return self._saved_bytes(width, seq_len)
 
-    def _saved_bytes(self, width: int) -> float:
+    def _saved_bytes(self, width: int, seq_len: int) -> float:
         """Both norms' results, the middle, the output; rotated q and k, v, attention and its copy.
 
         Attention writes its output by heads, so the output projection needs a copy by tokens. The
-        feed-forward saves w1's result, silu, w3's result and the product.
+        feed-forward saves w1's result, silu, w3's result and the product. Without a fused kernel,
+        attention saves scaled q, repeated and scaled k, repeated v, and the scores.
         """
-        queries = 3 if self.copies_attention else 2
-        saved = 4 * self.dim + queries * self.query_dim + 2 * self.kv_dim + 4 * self.ffn_dim
         norms = 2 * (_FLOAT32 + self.norm_bytes * self.dim)
-        return width * saved + norms + _FLOAT32 * self.num_heads
+        outer = width * (4 * self.dim + 4 * self.ffn_dim) + norms
+        scores = self.score_bytes(width, seq_len)
+        if scores:
+            return outer + width * 4 * self.query_dim + scores
+        queries = 3 if self.copies_attention else 2
+        inner = width * (queries * self.query_dim + 2 * self.kv_dim)
+        return outer + inner + _FLOAT32 * self.num_heads
 
-    def forward_rise_bytes(self, width: int) -> float:
+    def forward_rise_bytes(self, width: int, seq_len: int) -> float:
         """The peak of a block's forward above its start for a token, without checkpointing.
 
         At the end of the feed-forward, the branch and the sum exist beside all saved tensors.
         """
-        return self._saved_bytes(width) + width * self.dim
+        end = self._saved_bytes(width, seq_len) + width * self.dim
+        return max(end, self.attention_rise_bytes(width, seq_len))
+
+    def attention_rise_bytes(self, width: int, seq_len: int) -> float:
+        """The peak of unfused attention above the start of its block's forward, for a token.
+
+        The scores and their softmax exist beside the norm's result, q, k and v, and their scaled or
+        repeated copies. 0 for a fused kernel.
+        """
+        scores = self.score_bytes(width, seq_len)
+        inputs = width * (self.dim + 4 * self.query_dim + 2 * self.kv_dim)
+        return inputs + 2 * scores if scores else 0.0
 
     def recomputed_rise_bytes(self, width: int) -> float:
         """The same if nothing is saved: the feed-forward's three tensors and the residual."""
         return width * (3 * self.ffn_dim + 3 * self.dim)
 
-    def repeated_bytes(self, checkpoint: Checkpoint, width: int) -> float:
+    def repeated_bytes(self, checkpoint: Checkpoint, width: int, seq_len: int) -> float:
         """Activations that backward computes again before a block's own backward, for a token."""
         if checkpoint == "full":
-            return self._saved_bytes(width) - width * self.dim
+            return self._saved_bytes(width, seq_len) - width * self.dim
         if checkpoint == "selective":
             # The norms' results, the middle, rotated q and k, the copy of attention, silu and the
-            # product. q, k and the result of o are free after their use.
+            # product. q, k and the result of o are free after their use. Unfused attention repeats
+            # its scores.
             again = 2 * self.dim + self.query_dim + 2 * self.ffn_dim
-            return width * again + 2 * (_FLOAT32 + self.norm_bytes * self.dim)
+            norms = 2 * (_FLOAT32 + self.norm_bytes * self.dim)
+            return width * again + norms + self.score_bytes(width, seq_len)
         return 0.0
 
     def backward_rise_bytes(
@@ -192,6 +222,22 @@ class Transformer:
         product = num_tokens * width * (self.dim + 2 * self.ffn_dim) + matrix
         weights = num_tokens * width * (3 * self.dim - 3 * self.ffn_dim) + 3 * matrix
         return max(product, weights, gradients - kept)
+
+    def attention_backward_rise_bytes(
+        self, width: int, seq_len: int, *, num_tokens: float, ways: int
+    ) -> float:
+        """The peak of unfused attention's backward above the start of its block's backward.
+
+        The gradients of the softmax and of the scores exist beside the saved scores, and so do the
+        gradient of the attention's result and the weight gradients of the feed-forward, whose
+        activations are free. 0 for a fused kernel. For the arguments see `backward_rise_bytes`.
+        """
+        scores = self.score_bytes(width, seq_len)
+        if not scores:
+            return 0.0
+        free = width * (4 * self.ffn_dim + 2 * self.dim)
+        weights = width * (3 * self.dim * self.ffn_dim + self.dim * self.query_dim) / ways
+        return num_tokens * (2 * scores + width * 2 * self.query_dim - free) + weights
 
     # --- logits and loss, bytes for a token
 

@@ -337,17 +337,20 @@ class _Builder:
 
     def _block_memory(self) -> PieceMemory:
         model, mode = self._model, self._candidate.checkpointing
-        kept = self._per_token(model.kept_bytes(mode, self._width))
-        whole = self._per_token(model.forward_rise_bytes(self._width))
+        sizes = self._width, self._job.seq_len
+        kept = self._per_token(model.kept_bytes(mode, *sizes))
+        whole = self._per_token(model.forward_rise_bytes(*sizes))
+        recomputed = self._per_token(model.recomputed_rise_bytes(self._width))
+        attention = self._per_token(model.attention_rise_bytes(*sizes))
         gathered = self._gathered()
         forward = {
             "none": whole + gathered,
-            "selective": kept + self._per_token(model.recomputed_rise_bytes(self._width)),
-            "full": self._per_token(model.recomputed_rise_bytes(self._width)),
+            "selective": max(kept + recomputed, attention),
+            "full": max(recomputed, attention),
         }[mode]
         numel = sum(math.prod(shape) for shape in self._split(model.block_shapes()))
         gradients = numel * self._width
-        again = self._per_token(model.repeated_bytes(mode, self._width))
+        again = self._per_token(model.repeated_bytes(mode, *sizes))
         again += 0 if mode == "none" else gathered
         peak = again + model.backward_rise_bytes(
             self._width,
@@ -356,6 +359,10 @@ class _Builder:
             gradients=gradients,
             kept=kept + again,
         )
+        unfused = model.attention_backward_rise_bytes(
+            *sizes, num_tokens=self._tokens / self._ways, ways=self._ways
+        )
+        peak = max(peak, again + unfused)
         positions = 2 * _FLOAT_BYTES * (model.head_dim // 2) * self._job.seq_len
         held = kept + (gathered + positions if mode == "none" else 0)
         return PieceMemory(

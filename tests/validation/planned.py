@@ -217,11 +217,11 @@ def _judge_fits(
 
 
 def _settings(candidate: Candidate) -> dict[str, str | int]:
-    """The keywords of the trainer's builder."""
-    return {
+    """The keywords of the trainer's builder. By default, torch reshards all units but the root."""
+    kept = {} if candidate.reshard_after_forward else {"reshard_after_forward": "false"}
+    return kept | {
         "batch_size": candidate.batch_size,
         "checkpointing": candidate.checkpointing,
-        "reshard_after_forward": str(candidate.reshard_after_forward).lower(),
         "wrap": f"every:{candidate.blocks_per_unit}",
         "param_dtype": candidate.param_dtype,
         "mesh": f"{candidate.replicas}x{RANKS // candidate.replicas}",
