@@ -186,6 +186,7 @@ def mount_or_skip(target: Path, *options: str) -> None:
         pytest.skip(f"this machine allows no mount: {done.stderr.strip()}")
 
 
+@pytest.mark.slow  # tests/store/test_disk_faults.py guards the writer
 def test_a_full_disk_costs_records_and_not_the_training(
     healthy: tuple[str, int], tmp_path: Path, train_on: TrainOn
 ) -> None:
