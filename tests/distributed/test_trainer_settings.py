@@ -78,7 +78,9 @@ def test_a_setting_of_sharding_changes_no_loss(two, case):
     assert two[case]["losses"] == pytest.approx(two["default"]["losses"], rel=1e-6)
 
 
-@pytest.mark.parametrize("case", ["hsdp", "replicas_only", "half_mesh", "half_mesh_by_unit"])
+@pytest.mark.parametrize(
+    "case", with_slow(["hsdp", "replicas_only", "half_mesh", "half_mesh_by_unit"])
+)
 def test_a_mesh_changes_no_loss(four, two, case):
     """Two microbatches on two ranks are the same global batch as one on four."""
     assert four[case]["losses"] == pytest.approx(two["accumulation_every"]["losses"], rel=1e-5)

@@ -115,6 +115,7 @@ ON_4_RANKS: dict[str, dict[str, Any]] = {
 SLOW = (
     *("compile", "size_packs", "reshard_true", "prefetch_1", "reduce_scatter_buffers", "tied"),
     *("separate_group", "checkpointing_selective", "hf_tied_gpt2", "hsdp_last", "hsdp_bfloat16"),
+    *("every", "size_splits", "reshard_by_unit", "half_mesh_by_unit"),
 )
 """Cases that only `make test-all` runs: each has a quicker case of its kind, and `compile` calls a
 C++ compiler."""
