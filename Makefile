@@ -81,7 +81,7 @@ chaos: $(READY) ## Kill recordings and break their disks at random moments for S
 	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) $(ARGS)
 
 .PHONY: faults
-faults: $(READY) ## Inject 228 faults into trainings and judge the diagnoses (25 minutes)
+faults: $(READY) ## Inject 228 faults into trainings and judge the diagnoses (half an hour)
 	$(BIN)/python -m tests.faults --cases 228 --healthy 100 $(ARGS)
 
 .PHONY: planted
