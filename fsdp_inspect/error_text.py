@@ -4,7 +4,7 @@
 """
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -42,6 +42,16 @@ def quote_all(values: Iterable[object]) -> str:
 def shorten(text: str, most: int = _MAX_LETTERS) -> str:
     """A text that is short enough for one line of a message."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """An exception, and the exceptions that led to it, the latest first. Each comes once."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 def describe_validation_error(

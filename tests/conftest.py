@@ -26,7 +26,7 @@ from hypothesis import settings
 
 from tests import forked_ranks
 from tests.s3_server import ENVIRONMENT as S3_ENVIRONMENT
-from tests.s3_server import serve_s3
+from tests.s3_server import FaultyProxy, serve_proxy, serve_s3
 from tests.scheduling import Scheduling
 
 # Set before anything imports torch, and inherited by every process that a test starts: two ranks on
@@ -157,6 +157,13 @@ def s3_endpoint() -> Iterator[str]:
     pytest.importorskip("s3fs", reason="needs the extra [s3]")
     with serve_s3() as endpoint:
         yield endpoint
+
+
+@pytest.fixture(scope="module")
+def s3_proxy(s3_endpoint: str) -> Iterator[FaultyProxy]:
+    """A proxy in front of the S3 server, which can delay requests and let them fail."""
+    with serve_proxy(s3_endpoint) as proxy:
+        yield proxy
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ and has fewer buffers, so the memory inside a region is counted too high.
 """
 
 import warnings
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import torch
 from torch._dynamo import trace_rules
+
+from fsdp_inspect.error_text import causes_of
 
 _BACKEND = "aot_eager_decomp_partition"
 COMPILED = (
@@ -45,14 +46,5 @@ def compile_without_fusion(undo: ExitStack) -> None:
 
 def find_compiler_error(error: BaseException) -> BaseException | None:
     """The error of torch's compiler in a chain of causes; None: there is none."""
-    return next((each for each in _chain(error) if _is_of_compiler(each)), None)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _is_of_compiler(error: BaseException) -> bool:
-    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
+    of_compiler = torch._dynamo.exc.TorchDynamoException
+    return next((each for each in causes_of(error) if isinstance(each, of_compiler)), None)

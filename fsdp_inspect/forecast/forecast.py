@@ -84,25 +84,25 @@ def forecast_memory(
     """
     given, path = dict(settings or {}), Path(path)
     _check_free(path)
-    notes: list[str] = []
 
-    def follow(*, compiles: bool) -> tuple[ForecastTarget, TrackedStep]:
+    def follow(*, compiles: bool) -> tuple[ForecastTarget, TrackedStep, list[str]]:
+        notes: list[str] = []
         with fake_rank(
             world_size, gpus_per_node=gpus_per_node, device_type=device_type, compiles=compiles
         ) as tensors:
             found = _follow(builder, given, tensors, has_host=device_type != "cpu", notes=notes)
             notes.extend(_say_what_was_asked(tensors))
-            return found
+            return *found, notes
 
     try:
-        target, tracked = follow(compiles=True)
+        target, tracked, notes = follow(compiles=True)
         if is_compiled(target.model):
             notes.append(COMPILED)
     except ForecastError as error:
         failed = find_compiler_error(error)
         if failed is None:
             raise
-        target, tracked = follow(compiles=False)
+        target, tracked, notes = follow(compiles=False)
         notes.append(NOT_COMPILED.format(_first_line(failed)))
     config = {**default_settings(builder), **given, **target.config}
     name = target.name or tracked.model.class_name

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fsdp_inspect.error_text import causes_of
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.failure import local_bytes
@@ -130,15 +131,8 @@ def make_limit_error(failure: LimitFailure) -> torch.OutOfMemoryError:
 
 def find_limit_failure(error: BaseException) -> LimitFailure | None:
     """The failure that caused an exception, also if it was raised again as another exception."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        found = getattr(current, _ATTRIBUTE, None)
-        if isinstance(found, LimitFailure):
-            return found
-        current = current.__cause__ or current.__context__
-    return None
+    failures = (getattr(each, _ATTRIBUTE, None) for each in causes_of(error))
+    return next((each for each in failures if isinstance(each, LimitFailure)), None)
 
 
 class CudaLimit:

@@ -279,9 +279,8 @@ def _paging(process: ProcessSigns | None) -> str:
 def _last_seen(state: RankState, found: Diagnosis) -> str:
     if state.last is None:
         return "Its dump has no collective."
-    place = "" if state.last.place is None else f" ({shorten_place(str(state.last.place))})"
-    what = describe_issued(state.last, found.unit_names)
-    return f"Its last collective was {what}{place}. A dump does not show its activity after that."
+    what = _issued_at(state.last, found)
+    return f"Its last collective was {what}. A dump does not show its activity after that."
 
 
 def _unseen(state: RankState, since: str) -> str:
@@ -353,11 +352,9 @@ def _died(found: Diagnosis) -> str:
 def _possible_race(found: Diagnosis) -> str:
     if found.race is None:
         return ""
-    place = "" if found.race.place is None else f" ({shorten_place(str(found.race.place))})"
     return (
-        f" A possible cause is a race: {describe_issued(found.race, found.unit_names)}{place} had "
-        "not finished, in a process group that the training thread uses too. Chance then decides "
-        "which ranks crash."
+        f" A possible cause is a race: {_issued_at(found.race, found)} had not finished, in a "
+        "process group that the training thread uses too. Chance then decides which ranks crash."
     )
 
 
@@ -370,8 +367,7 @@ def _how_died(found: Diagnosis) -> str:
         at = f" at {shorten_place(found.location)}" if found.location else ""
         return f"{who} crashed in native code ({found.failure}){where}{at}.{_waited(found)}"
     if kind is EndKind.EXCEPTION:
-        place = "" if first is None or not first.end.failed_at else first.end.failed_at
-        at = f" ({shorten_place(place)})" if place else ""
+        at = f" ({shorten_place(first.end.failed_at)})" if first and first.end.failed_at else ""
         return f"{who} failed with {_clip(found.failure)}{at}.{_waited(found)}"
     if kind is EndKind.VANISHED:
         may_have_crashed = first is not None and first.end.may_have_crashed

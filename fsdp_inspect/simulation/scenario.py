@@ -47,11 +47,11 @@ from fsdp_inspect.simulation.workload import Op, Pass, Piece, Tape, UnitWork, Wo
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import (
-    ROOT,
     Accumulation,
     Plan,
     UnitPlan,
     check_reshard_sizes,
+    find_owner,
     modules_around,
 )
 from fsdp_inspect.trace.run import RunManifest, Unit
@@ -379,10 +379,7 @@ class _Regrouping:
         owners = {}
         for unit in self._work.units:
             for parameter in parameters_of(unit):
-                module = parameter.rpartition(".")[0]
-                while module not in unit_of and module != ROOT:
-                    module = module.rpartition(".")[0]
-                owner = unit_of.get(module)
+                owner = find_owner(parameter, unit_of)
                 if owner is None:
                     raise PlanError(
                         f"The plan has no unit for the parameter {parameter!r}, so every rank "

@@ -6,9 +6,10 @@ that no package of a cloud provider is imported here.
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
-from fsdp_inspect.error_text import shorten
+from fsdp_inspect.error_text import causes_of, shorten
 from fsdp_inspect.errors import NotARunError, UnreadableFileError
 from fsdp_inspect.store.downloads import DOWNLOADS
 
@@ -202,11 +203,8 @@ def _text_of(error: BaseException) -> str:
     return " ".join(_words_of(error)).lower()
 
 
-def _words_of(error: BaseException | None) -> Iterator[str]:
-    for _ in range(8):
-        if error is None:
-            return
-        response = getattr(error, "response", None)
+def _words_of(error: BaseException) -> Iterator[str]:
+    for each in islice(causes_of(error), 8):
+        response = getattr(each, "response", None)
         fields = response.get("Error", {}) if isinstance(response, dict) else {}
-        yield from (type(error).__name__, str(error), str(fields.get("Code", "")))
-        error = error.__cause__ or error.__context__
+        yield from (type(each).__name__, str(each), str(fields.get("Code", "")))

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -38,6 +38,7 @@ from fsdp_inspect.trace import plan_text
 PLAN_VERSION = 1
 """Increased when an older reader would misread a newer plan."""
 
+T = TypeVar("T")
 ROOT = ""
 """The model itself."""
 
@@ -648,12 +649,23 @@ def owned_parameters(units: Sequence[UnitPlan], parameters: Iterable[str]) -> di
     owned: dict[str, list[str]] = {unit.name: [] for unit in units}
     owner_of = {module: unit.name for unit in units for module in unit.modules}
     for parameter in parameters:
-        module = parameter.rpartition(".")[0]
-        while module not in owner_of and module:
-            module = module.rpartition(".")[0]
-        if module in owner_of:
-            owned[owner_of[module]].append(parameter)
+        owner = find_owner(parameter, owner_of)
+        if owner is not None:
+            owned[owner].append(parameter)
     return owned
+
+
+def find_owner(parameter: str, owner_of: Mapping[str, T]) -> T | None:
+    """The owner of the innermost module around a parameter; None if no module has an owner.
+
+    Args:
+        parameter: The name of the parameter.
+        owner_of: The owner of each module that has one.
+    """
+    module = parameter.rpartition(".")[0]
+    while module not in owner_of and module != ROOT:
+        module = module.rpartition(".")[0]
+    return owner_of.get(module)
 
 
 def _check_module_name(module: str) -> None:

@@ -5,14 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fsdp_inspect.catalog.index import index_runs
 from fsdp_inspect.store.run_upload import upload_run
-from tests.s3_server import FaultyProxy, serve_proxy
+from tests.s3_server import FaultyProxy
 
 pytest.importorskip("s3fs", reason="needs the extra [s3]")
 
@@ -21,20 +20,14 @@ SQL = "SELECT run, step_time_ns FROM runs"
 LINE = re.compile(rb"\r\x1b\[2KReading \([0-9.]+ [KMi]*B downloaded\)$")
 
 
-@pytest.fixture(scope="module")
-def proxy(s3_endpoint: str) -> Iterator[FaultyProxy]:
-    with serve_proxy(s3_endpoint) as proxy:
-        yield proxy
-
-
 @pytest.fixture
 def runs(
-    s3_bucket: str, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_bucket: str, s3_proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:
     """The URL of a folder with the sample `tiny` and a catalog, behind the proxy."""
     upload_run(Path(shutil.copytree(SAMPLE, tmp_path / "tiny")), f"{s3_bucket}/runs")
     index_runs(f"{s3_bucket}/runs")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_proxy.endpoint)
     monkeypatch.setenv("FSDP_INSPECT_CACHE", "")
     monkeypatch.setenv("TERM", "xterm")
     return f"{s3_bucket}/runs"
@@ -51,7 +44,7 @@ def runs(
     ids=["summary", "query"],
 )
 def test_line_is_shown_while_a_command_waits_and_erased_before_its_output(
-    runs: str, proxy: FaultyProxy, tmp_path: Path, arguments: tuple[str, ...], held: str
+    runs: str, s3_proxy: FaultyProxy, tmp_path: Path, arguments: tuple[str, ...], held: str
 ) -> None:
     command = [
         sys.executable,
@@ -62,14 +55,14 @@ def test_line_is_shown_while_a_command_waits_and_erased_before_its_output(
     quiet = subprocess.run(command, capture_output=True, check=True)
     assert quiet.stderr == b""
     reader, terminal = os.openpty()
-    proxy.hold_after = ("GET", held)
+    s3_proxy.hold_after = ("GET", held)
     with (tmp_path / "output").open("wb") as output:
         shown = subprocess.Popen(command, stdout=output, stderr=terminal)
     os.close(terminal)
     drawn = b""
     while not LINE.search(drawn):
         drawn += os.read(reader, 1000)  # an error if the command ends without the line
-    proxy.release()
+    s3_proxy.release()
     drawn = b"".join(iter(lambda: read_terminal(reader), b""))
     os.close(reader)
     assert drawn.endswith(b"\r\x1b[2K")

@@ -15,7 +15,7 @@ from fsdp_inspect.store.folder import create_run, list_runs, rewrite_manifest
 from fsdp_inspect.store.object_cache import SIZE_VARIABLE, ObjectCache
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.run_upload import upload_run
-from tests.s3_server import FaultyProxy, serve_proxy
+from tests.s3_server import FaultyProxy
 from tests.store.run_files import assert_same_rows, make_manifest, write_rank, write_run
 
 s3fs = pytest.importorskip("s3fs", reason="needs the extra [s3]")
@@ -24,22 +24,16 @@ SAMPLE = Path(__file__).resolve().parents[2] / "samples" / "tiny-2-ranks" / "run
 MISSING_NAME = "fsdp-inspect-no-such-bucket"
 
 
-@pytest.fixture(scope="module")
-def module_proxy(s3_endpoint: str) -> Iterator[FaultyProxy]:
-    with serve_proxy(s3_endpoint) as proxy:
-        yield proxy
-
-
 @pytest.fixture
 def proxy(
-    module_proxy: FaultyProxy, s3_environment: None, monkeypatch: pytest.MonkeyPatch
+    s3_proxy: FaultyProxy, s3_environment: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FaultyProxy]:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", module_proxy.endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_proxy.endpoint)
     s3fs.S3FileSystem.clear_instance_cache()
-    yield module_proxy
-    module_proxy.latency_s = module_proxy.failure_ratio = 0.0
-    module_proxy.error = None
-    module_proxy.requests.clear()
+    yield s3_proxy
+    s3_proxy.latency_s = s3_proxy.failure_ratio = 0.0
+    s3_proxy.error = None
+    s3_proxy.requests.clear()
 
 
 @pytest.fixture
