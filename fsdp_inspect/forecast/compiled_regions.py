@@ -21,7 +21,7 @@ from fsdp_inspect.error_text import causes_of
 _BACKEND = "aot_eager_decomp_partition"
 COMPILED = (
     "Compiled regions save for backward what torch's compiler saves. Inside a region, buffers are "
-    "counted without the fusion of the compiler: its peak is lower."
+    "counted without the compiler's fusion, so memory is counted too high there."
 )
 NOT_COMPILED = (
     "torch.compile failed on fake tensors ({}). Its regions run as eager code here: tensors that "
