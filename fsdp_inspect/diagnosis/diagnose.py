@@ -178,7 +178,8 @@ class Diagnosis:
     """The plans that would have fitted; None: there was no out-of-memory, or no search."""
     race: Issued | None = None
     """An unfinished collective of a background thread, in a process group that the training thread
-    uses too: a possible cause of a crash. None: there is none, or the problem is no crash."""
+    uses too: a possible cause of a crash or of a hang in that group. None: there is none, or the
+    problem is another one."""
 
     @property
     def is_beside_collectives(self) -> bool:
@@ -398,10 +399,16 @@ class _Case:
             failure=culprits[0].detail,
         )
 
-    def _find_race(self) -> Issued | None:
-        """The unfinished collective of a thread that shares a communicator with the training."""
+    def _find_race(self, communicator: str | None = None) -> Issued | None:
+        """The unfinished collective of a thread that shares a communicator with the training.
+
+        Args:
+            communicator: The name of the only one to search; None: all of them.
+        """
         for box in self._boxes.values():
             for group in box.groups.values():
+                if communicator not in (None, group.name):
+                    continue
                 rows = box.of_group(group.name)
                 race = find_race(rows, rows["step"].max(initial=0))
                 unfinished = race[race["finished_ns"] == 0]
@@ -535,8 +542,12 @@ class _Case:
         is_stopped = self._does_not_answer(ranks[0])
         problem = ProblemClass.RANK_LATE
         is_held = state.rank in wait.held and kind in (ActivityKind.COLLECTIVE, ActivityKind.CODE)
+        race = None
         if kind is ActivityKind.COLLECTIVE and is_held:
             problem = ProblemClass.TRANSPORT_STUCK
+            race = self._find_race(wait.communicator)
+            if race is not None:
+                problem, ranks = ProblemClass.ORDER_DIVERGED, ()
         elif kind is ActivityKind.COLLECTIVE:  # a collective that was not recorded
             problem, ranks = ProblemClass.FOREIGN_COLLECTIVE, ()
         elif kind is ActivityKind.LOCK and not is_stopped:
@@ -552,6 +563,7 @@ class _Case:
             **_position(wait.issued),
             location=self._location_of(state.rank),
             wait=wait,
+            race=race,
             unknown=self._unknown_of(wait),
         )
 
@@ -581,14 +593,17 @@ class _Case:
         if wait.absent:
             return self._circle()
         silent = tuple(rank for rank in wait.waiting if self._does_not_answer(rank))
+        race = None if silent else self._find_race(wait.communicator)
+        problem = ProblemClass.RANK_LATE if silent else ProblemClass.TRANSPORT_STUCK
         return self._make(
             Status.PROBLEM,
-            ProblemClass.RANK_LATE if silent else ProblemClass.TRANSPORT_STUCK,
+            problem if race is None else ProblemClass.ORDER_DIVERGED,
             ranks=silent,
             is_certain=False,
             **_position(wait.issued),
             location=_line_of(wait.issued),
             wait=wait,
+            race=race,
         )
 
     def _circle(self) -> Diagnosis:

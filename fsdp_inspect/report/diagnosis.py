@@ -194,7 +194,7 @@ def _sentence(found: Diagnosis) -> str:
         ProblemClass.OUT_OF_MEMORY: _out_of_memory,
         ProblemClass.RANK_EXITED_EARLY: _exited,
         ProblemClass.STOPPED: _stopped,
-        ProblemClass.ORDER_DIVERGED: _circle,
+        ProblemClass.ORDER_DIVERGED: _circle if found.race is None else _raced,
         ProblemClass.TRANSPORT_STUCK: _transport,
         ProblemClass.NOT_FINITE: _not_finite,
         ProblemClass.PRECISION_LOSS: _precision_loss,
@@ -352,9 +352,12 @@ def _died(found: Diagnosis) -> str:
 def _possible_race(found: Diagnosis) -> str:
     if found.race is None:
         return ""
+    effect = "Ranks may then exchange the data of different collectives, or wait forever."
+    if found.problem is ProblemClass.RANK_DIED:
+        effect = "Chance then decides which ranks crash."
     return (
         f" A possible cause is a race: {_issued_at(found.race, found)} had not finished, in a "
-        "process group that the training thread uses too. Chance then decides which ranks crash."
+        f"process group that the training thread uses too. {effect}"
     )
 
 
@@ -432,6 +435,11 @@ def _circle(found: Diagnosis) -> str:
     )
 
 
+def _raced(found: Diagnosis) -> str:
+    assert found.wait is not None
+    return f"{_all_wait(found, found.wait)}, and none has finished.{_possible_race(found)}"
+
+
 def _issued_at(issued: Issued, found: Diagnosis) -> str:
     """A collective, and the line that issued it if it is known."""
     at = "" if issued.place is None else f" ({shorten_place(str(issued.place))})"
@@ -455,6 +463,8 @@ def _transport(found: Diagnosis) -> str:
 def _all_wait(found: Diagnosis, wait: Wait) -> str:
     count = len(wait.waiting)
     who = f"All {count} ranks are" if count == len(wait.members) else f"{count} ranks are"
+    if count == 1:
+        who = f"{capitalize(format_ranks(wait.waiting))} is"
     what = describe_issued(wait.issued, found.unit_names)
     return f"{who} in {what}{of_step(found.step)}{_for(found, wait.seconds)}"
 
@@ -735,7 +745,8 @@ def _next(found: Diagnosis) -> Iterator[str]:
         yield "Do not use the weights of this run: results since that step are wrong."
         return
     if found.race is not None:
-        yield f"{_OWN_GROUP} If the run then crashes again, the race is not the cause."
+        verb = "crashes" if found.problem is ProblemClass.RANK_DIED else "hangs"
+        yield f"{_OWN_GROUP} If the run then {verb} again, the race is not the cause."
     yield from _NEXT.get(found.problem, ()) if found.problem is not None else ()
     yield from _next_for_rank(found)
     if found.problem is ProblemClass.NOT_FINITE and not _is_exact(found):

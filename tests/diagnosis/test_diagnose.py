@@ -141,6 +141,27 @@ def test_a_rank_that_is_still_in_what_others_finished_has_a_stuck_transport() ->
     )
 
 
+@pytest.mark.parametrize("is_held", [False, True], ids=["all in it", "one in an earlier one"])
+def test_a_hang_during_a_race_is_not_blamed_on_the_transport(is_held: bool) -> None:
+    saving = Call(NO_UNIT, kind=EventKind.BROADCAST, has_finished=False, state=1)
+    boxes = {rank: make_box([*DONE, saving], RANKS, HUNG) for rank in RANKS}
+    torch = '  File "/site-packages/torch/distributed/distributed_c10d.py", line 9 in all_reduce\n'
+    dumps = {}
+    if is_held:
+        boxes[1] = behind(1)
+        dumps = {1: dump_at("dist.all_reduce(x)", inner=torch)}
+
+    found = diagnose(run_of(boxes, dumps=dumps))
+
+    assert (found.problem, found.ranks) == (ProblemClass.ORDER_DIVERGED, ())
+    assert not found.is_certain
+    text = describe_diagnosis(found)
+    assert "have finished" not in text.sentence
+    assert "A possible cause is a race: a broadcast of a background thread" in text.sentence
+    assert text.sentence.endswith("exchange the data of different collectives, or wait forever.")
+    assert text.next[0].endswith("If the run then hangs again, the race is not the cause.")
+
+
 def test_a_rank_that_works_on_something_else_is_late_even_if_it_saw_no_end() -> None:
     boxes = {rank: behind(rank) for rank in RANKS}
     found = diagnose(run_of(boxes, dumps={1: dump_at("batch = next(loader)")}))
