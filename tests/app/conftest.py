@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fsdp_inspect_app import dated, loading, summaries
+from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
@@ -28,6 +29,15 @@ def patient_lists() -> Iterator[None]:
     """The list of runs waits until all runs are read, however slow the machine is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(summaries, "PATIENCE_S", PATIENCE_S)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_scan() -> Iterator[None]:
+    """Streamlit reads the metadata of all packages once, not at each run of a page."""
+    scan = cache(manifest_scanner.scan_component_manifests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest_scanner, "scan_component_manifests", scan)
         yield
 
 
