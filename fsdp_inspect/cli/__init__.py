@@ -26,14 +26,14 @@ TRACEBACK = "--traceback"
 
 def main() -> None:
     """Run the command line and exit."""
-    from fsdp_inspect.cli.application import build_application
+    from fsdp_inspect.cli.application import build_command
     from fsdp_inspect.cli.download_line import show_downloads
 
     _replace_unprintable()
     show_downloads()
     words = _options_of(sys.argv[1:])
     try:
-        build_application()(prog_name="fsdp-inspect")
+        build_command()(prog_name="fsdp-inspect")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:

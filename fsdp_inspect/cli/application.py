@@ -1,8 +1,11 @@
 """Build the command line from its subcommands."""
 
-from typing import Annotated
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from fsdp_inspect.cli.advise import advise
 from fsdp_inspect.cli.app import app
@@ -89,6 +92,12 @@ def build_application() -> typer.Typer:
     for command in _COMMANDS:
         application.command(command.__name__.rstrip("_"))(add_shared_options(command))
     return application
+
+
+@cache
+def build_command() -> Callable[..., Any]:
+    """The command line as one function, which parses `sys.argv`, runs the command and exits."""
+    return get_command(build_application())
 
 
 def _options(

@@ -125,6 +125,7 @@ def _command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow  # the tests above compare the same dumps without torchrun
 def test_the_command_runs_torchrun_and_states_the_fault() -> None:
     done = _command("--step", "0", "twice")
     assert done.returncode == 1, done.stderr
