@@ -269,8 +269,9 @@ def measure_overhead(
     events = len(run.events(0)) / run.ranks[0].num_steps
     what = (
         f"Measured: {rounds} rounds of {steps} steps a mode in one session, {NUM_RANKS} gloo "
-        "ranks, trainer preset tiny with 8 blocks, modes in random order within a round; median "
-        "ratio to the bare window of the same round, bootstrap over rounds."
+        "ranks, trainer preset tiny with 8 blocks, modes in random order within a round; hooks are "
+        f"set and {_LEAD_IN_STEPS} steps run untimed before each window; median ratio to the bare "
+        "window of the same round, bootstrap over rounds."
     )
     return [
         *compare_modes(samples, what),
