@@ -12,7 +12,7 @@ from fsdp_inspect.planning.candidates import Candidate, Job
 from fsdp_inspect.planning.estimates import PlannedValue, ValueOrigin
 from fsdp_inspect.planning.forecast_step import ForecastStep
 from fsdp_inspect.planning.machines import PlannedMachine
-from fsdp_inspect.planning.reserved import reserved_of, reserved_of_forecast
+from fsdp_inspect.planning.reserved import UnreusedBytes, reserved_of, reserved_of_forecast
 from fsdp_inspect.planning.workload import (
     Speed,
     build_workload,
@@ -28,6 +28,9 @@ the formulas with forecasts."""
 FORECAST_RATIO = 0.03
 """Half the interval of a forecast peak. The largest difference from the recorder was 3.0%
 (docs/figures.md)."""
+_SPLIT_RATIO = 0.6
+"""What split blocks add at most, as a fraction of the allowance for reserved memory, if the history
+of a forecast is too long for the allocator model. A choice of this project."""
 _OUTSIDE_RATIO = (0.7, 1.3)
 """Interval of the memory outside the allocator, as a fraction of its estimate."""
 _LOW_POWER = 0.6
@@ -160,7 +163,8 @@ def judge_forecast(machine: PlannedMachine, step: ForecastStep) -> PlannedMemory
     gpus, per_node = step.manifest.world_size, machine.speed.links.gpus_per_node
     allocated = _forecast_estimate(step.peak_allocated_bytes)
     if step.peak_reserved_bytes is None:
-        reserved = reserved_of(allocated, RESERVED_RATIO * allocated.value)
+        parts = RESERVED_RATIO * allocated.value
+        reserved = reserved_of(allocated, UnreusedBytes(parts, _SPLIT_RATIO * parts))
     else:
         reserved = reserved_of_forecast(allocated, step.peak_reserved_bytes)
     host = _host(gpus, per_node, step.host_bytes(min(per_node, gpus)))

@@ -6,18 +6,22 @@ all-gathers, which have streams of their own. With offload, the input of the lar
 counts instead of the gradients. The peak is in the loss or near it, and free blocks of
 the size of the float32 logits stay reserved.
 
+[Note: The high end]
+The allocator splits a free block for a smaller request. The next request of the block's own size
+then finds no free block, and gets a new segment. A small model has few large sizes, so most of its
+memory can be lost in this way. The high end gives a segment of its own to each large buffer of the
+compute stream that is not part of the allocated peak: the full parameters and the full gradients of
+the largest unit, the inputs of two reduce-scatters, and the scores of a block with their gradient
+if attention is not fused.
+
 A full device releases free blocks before it fails. So the low end is the allocated peak.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fsdp_inspect.allocator.settings import LARGE_SEGMENT_BYTES
 from fsdp_inspect.planning.estimates import PlannedValue, ValueOrigin
 
-PARTS_RATIO = 1.6
-"""High end of the parts, as a fraction of their sum. In 22 forecasts of Llama 1B, 8B and 70B
-with 3 to 16 blocks, reserved memory beyond the allocated peak is 0.47 to 1.43 of the sum
-(docs/planning.md)."""
 SEGMENTS_BYTES = 3 * LARGE_SEGMENT_BYTES
 """One partly used segment in each of FSDP2's three streams, at the high end: it matters for small
 models only."""
@@ -26,21 +30,26 @@ MODEL_RATIO = 0.02
 published figures is 0.1% and 0.8%; from whole snapshots, 0 (docs/figures.md)."""
 
 
-def reserved_of(allocated: PlannedValue, parts_bytes: float) -> PlannedValue:
-    """The reserved peak of a step without a forecast.
+@dataclass(frozen=True, slots=True)
+class UnreusedBytes:
+    """Reserved memory beyond the allocated peak."""
 
-    Args:
-        allocated: The allocated peak.
-        parts_bytes: Sharded gradients, two all-gathers and float32 logits.
-    """
+    parts: float
+    """Sharded gradients, two all-gathers of the largest unit, and float32 logits."""
+    split: float
+    """What split blocks can add at most; see [Note: The high end]."""
+
+
+def reserved_of(allocated: PlannedValue, unreused: UnreusedBytes) -> PlannedValue:
+    """The reserved peak of a step without a forecast."""
     return replace(
         allocated,
-        value=allocated.value + parts_bytes,
-        high=allocated.high + PARTS_RATIO * parts_bytes + SEGMENTS_BYTES,
+        value=allocated.value + unreused.parts,
+        high=allocated.high + unreused.parts + unreused.split + SEGMENTS_BYTES,
         assumption=(
-            f"{allocated.assumption} Reserved memory is up to {parts_bytes / 2**30:.3g} GiB x "
-            f"{PARTS_RATIO} above it: gradients and all-gathers on streams of their own, and "
-            "blocks of the size of the logits."
+            f"{allocated.assumption} Reserved memory is about {_gib(unreused.parts)} above it: "
+            "gradients and all-gathers on streams of their own, and blocks of the size of the "
+            f"logits. High: split blocks add {_gib(unreused.split)}."
         ),
     )
 
@@ -61,3 +70,7 @@ def reserved_of_forecast(allocated: PlannedValue, peak_bytes: int) -> PlannedVal
         f"{allocated.assumption} A model of CUDA's caching allocator replayed three steps, with "
         "its default settings. Low: a full device releases all free blocks.",
     )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"

@@ -17,6 +17,7 @@ from fsdp_inspect.planning.hardware import (
     Gpu,
 )
 from fsdp_inspect.planning.links import Links
+from fsdp_inspect.planning.reserved import UnreusedBytes
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.parameters import padded_numel
 from fsdp_inspect.simulation.policies import microbatches_of
@@ -169,17 +170,22 @@ class _Builder:
             ),
         )
 
-    def unreused_bytes(self) -> float:
-        """Sharded gradients, two all-gathers of the largest unit, and float32 logits.
+    def unreused_bytes(self) -> UnreusedBytes:
+        """The reserved memory beyond the peak.
 
         With offload, the largest input of a reduce-scatter takes the place of the gradients.
         """
         units = [self._unit_memory(part) for part in self._parts()]
         gradients = sum(unit.sharded_gradients for unit in units)
+        reduce_input = max(unit.reduce_input for unit in units)
         if self._candidate.offload:
-            gradients = max(unit.reduce_input for unit in units)
-        gathers = 2 * max(unit.unsharded for unit in units)
-        return gradients + gathers + self._per_token(self._model.loss_kept_bytes())
+            gradients = reduce_input
+        full = max(unit.unsharded for unit in units)
+        scores = self._model.score_bytes(self._width, self._job.seq_len)
+        return UnreusedBytes(
+            parts=gradients + 2 * full + self._per_token(self._model.loss_kept_bytes()),
+            split=2 * (full + reduce_input + self._per_token(scores)),
+        )
 
     # --- units
 
@@ -421,7 +427,7 @@ def host_bytes(job: Job, candidate: Candidate) -> int:
     return round(job.model.num_parameters * (2 * _MASTER + _STATES) * ranks / shard)
 
 
-def unreused_bytes(job: Job, candidate: Candidate, speed: Speed) -> float:
+def unreused_bytes(job: Job, candidate: Candidate, speed: Speed) -> UnreusedBytes:
     """The memory of which other streams or other sizes reuse no block: see `planning.reserved`."""
     return _Builder(job, candidate, speed).unreused_bytes()
 

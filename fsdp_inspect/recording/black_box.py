@@ -36,6 +36,10 @@ from fsdp_inspect.trace.black_box import (
 from fsdp_inspect.trace.codes import EventKind
 
 _ENTRY_BYTES = ENTRY_STRUCT.size
+_WORD_BYTES = 8
+_ENTRY_WORDS = _ENTRY_BYTES // _WORD_BYTES
+_FINISHED_WORD = (HEADER_BYTES + FINISHED_OFFSET) // _WORD_BYTES
+"""The place of `finished_ns` of the first entry of the ring."""
 _TIME = struct.Struct("<q")
 _STEP = struct.Struct("<i")
 _DIGEST_MASK = (1 << 64) - 1
@@ -111,15 +115,42 @@ class Order:
 
 
 class BlackBoxWriter:
-    """The black box of this rank, in memory."""
+    """The black box of this rank, in memory.
+
+    It has slots, because the training thread uses it with cold processor caches: see
+    [Note: Cold code] in `unit_timing`.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_descriptor",
+        "_issuing",
+        "_keeper",
+        "_last_group",
+        "_last_order",
+        "_lock",
+        "_now",
+        "_order_of",
+        "_pending",
+        "_text_bytes",
+        "_words",
+        "num_finished",
+        "num_issued",
+        "orders",
+    )
 
     def __init__(self, now: Callable[[], int]) -> None:
         """`now()` is the time on the rank's clock, ns."""
         self._descriptor, self._buffer = _new_memory()
+        self._words = memoryview(self._buffer).cast("q")
+        """The memory as 64-bit numbers."""
         self._keeper: subprocess.Popen[bytes] | None = None
         self._now = now
         self._text_bytes = 0
         self._order_of: dict[dist.ProcessGroup, Order] = {}
+        self._last_group: dist.ProcessGroup | None = None
+        self._last_order: Order | None = None
+        """The group of the last collective, and its order."""
         self.orders: list[Order] = []
         """The orders, by `group` of the entries."""
         self.num_issued = 0
@@ -146,10 +177,15 @@ class BlackBoxWriter:
         state: int = 0,
     ) -> int:
         """Note a collective right before it is issued; returns the number of its entry."""
-        with self._issuing:  # other threads than the training thread issue collectives too
-            order = self._order_of.get(group)
-            if order is None:
-                order = self._add_group(group)
+        # Other threads than the training thread issue collectives too. A `with` block of the lock
+        # takes longer, and it is the same.
+        self._issuing.acquire()
+        try:
+            order = self._last_order
+            if group is not self._last_group:
+                order = self._order_of.get(group) or self._add_group(group)
+                self._last_group, self._last_order = group, order
+            assert order is not None
             sequence, digest = _RANK_LOCAL, order.last
             if kind != _POINT_TO_POINT:
                 sequence = order.digests.first + len(order.digests) - 1
@@ -184,12 +220,13 @@ class BlackBoxWriter:
             )
             self.num_issued = number
             return number
+        finally:
+            self._issuing.release()
 
     def finish(self, number: int, ns: int) -> None:
         """Note the end of an entry."""
         if self.num_issued - number < CAPACITY:
-            place = HEADER_BYTES + number % CAPACITY * _ENTRY_BYTES + FINISHED_OFFSET
-            _TIME.pack_into(self._buffer, place, ns)
+            self._words[_FINISHED_WORD + number % CAPACITY * _ENTRY_WORDS] = ns
         self.num_finished += 1
 
     def follow(self, number: int, communication: Pending) -> None:
@@ -257,6 +294,7 @@ class BlackBoxWriter:
     def release(self) -> None:
         """Drop every reference to a process group and a collective."""
         self._order_of.clear()
+        self._last_group = self._last_order = None
         self._pending.clear()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -341,11 +379,17 @@ def _new_memory() -> tuple[int | None, mmap.mmap]:
 def num_oom_kills() -> int:
     """Processes of this cgroup that the kernel has killed for memory; 0 if unknown."""
     try:
-        text = Path("/sys/fs/cgroup/memory.events").read_text()
+        descriptor = os.open("/sys/fs/cgroup/memory.events", os.O_RDONLY)
     except OSError:
         return 0
+    try:
+        text = os.read(descriptor, 4096)
+    except OSError:
+        return 0
+    finally:
+        os.close(descriptor)
     for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name == "oom_kill" and value.isdecimal():
+        name, _, value = line.partition(b" ")
+        if name == b"oom_kill" and value.isdigit():
             return int(value)
     return 0

@@ -89,7 +89,7 @@ class HostClock:
     name = "host"
     immediate = True
     uncertainty_ns = 0
-    mark = staticmethod(time.perf_counter_ns)
+    mark = host_now = staticmethod(time.perf_counter_ns)
 
     def current_stream(self) -> None:
         """Return None, because a CPU has no streams."""
@@ -102,10 +102,6 @@ class HostClock:
     def read(self, mark: int) -> int:
         """Return the mark itself."""
         return mark
-
-    def host_now(self) -> int:
-        """The current time, ns."""
-        return time.perf_counter_ns()
 
     def advance(self) -> None:
         """Do nothing, because the host clock needs no anchor."""

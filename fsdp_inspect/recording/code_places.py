@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple, TypeAlias
 
 from fsdp_inspect.trace.black_box import CodePlace
 
@@ -47,6 +49,20 @@ def package_of(frame: FrameType) -> str | None:
     return None if file.startswith(("<", _STANDARD_LIBRARY)) else ""
 
 
+class _Stack(NamedTuple):
+    """The frames of a place, with their distances from the frame of the walk's start."""
+
+    user: FrameType | None
+    levels: int
+    inner: FrameType | None
+    inner_levels: int
+
+
+_LastPlace: TypeAlias = tuple[int, int, CodeType, int, int, CodeType | None, int]
+"""The last place of a unit: its number; the level on the stack, the code and the instruction of the
+user's frame; and those of the library's frame, if there is one."""
+
+
 class CodePlaces:
     """Numbers the lines of code that lead to collectives, from 1.
 
@@ -62,12 +78,51 @@ class CodePlaces:
         self._numbers: dict[tuple[int, int, int, int], int] = {}
         self._kept: list[CodeType] = []
         """The code objects whose ids are in `_numbers`, so that no other object gets these ids."""
+        self._last: dict[int, _LastPlace] = {}
+        """The frames of the last place of each unit."""
         self.new: list[tuple[int, CodePlace]] = []
         """Places found since this list was last emptied."""
 
+    def find_again(self, unit: int) -> int:
+        """The number of the place of the caller's caller, which issues a collective of a unit.
+
+        A unit is nearly always called from the same line, at the same depth of the stack. So this
+        looks at the frames of the unit's last place first. A walk over all frames takes 20 µs or
+        more with cold caches.
+        """
+        last = self._last.get(unit)
+        if last is not None:
+            number, levels, code, instruction, inner_levels, inner_code, inner_instruction = last
+            try:
+                frame = sys._getframe(levels)
+                if frame.f_code is code and frame.f_lasti == instruction:
+                    if inner_code is None:
+                        return number
+                    frame = sys._getframe(inner_levels)
+                    if frame.f_code is inner_code and frame.f_lasti == inner_instruction:
+                        return number
+            except ValueError:  # the stack is not that deep
+                pass
+        place = self._walk(sys._getframe(2))
+        user, inner, number = place.user, place.inner, self._number(place)
+        if user is None or not number:
+            self._last.pop(unit, None)
+            return number
+        within = (None, 0) if inner is None else (inner.f_code, inner.f_lasti)
+        self._last[unit] = (
+            *(number, place.levels + 2, user.f_code, user.f_lasti),
+            *(place.inner_levels + 2, *within),
+        )
+        return number
+
     def find(self, frame: FrameType | None) -> int:
         """The number of the place of a frame; 0: no such line, or there are too many places."""
+        return self._number(self._walk(frame))
+
+    def _walk(self, frame: FrameType | None) -> _Stack:
+        """Find the innermost frame of the user's code, and the innermost frame of a library."""
         inner: FrameType | None = None
+        levels = inner_levels = 0
         sorts = self._sorts
         while frame is not None:
             sort = sorts.get(frame.f_code.co_filename)
@@ -76,8 +131,13 @@ class CodePlaces:
             if sort == _USER:
                 break
             if sort == _LIBRARY and inner is None:
-                inner = frame
+                inner, inner_levels = frame, levels
             frame = frame.f_back
+            levels += 1
+        return _Stack(frame, levels, inner, inner_levels)
+
+    def _number(self, place: _Stack) -> int:
+        frame, inner = place.user, place.inner
         if frame is None:
             frame, inner = inner, None
             if frame is None:

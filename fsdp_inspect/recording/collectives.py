@@ -7,14 +7,15 @@ isinstance checks and later calls of the setters therefore still work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from fsdp_inspect.recording.journal import NOT_NEEDED, Completion, host_ns_of, later_of
-from fsdp_inspect.recording.units import dtype_code
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
     WAIT_OF,
@@ -36,6 +37,14 @@ _WAIT_OF = {int(kind): int(wait) for kind, wait in WAIT_OF.items()}
 _OTHER_WAIT = int(EventKind.OTHER_WAIT)
 _ASYNC, _UNUSED = int(EventFlag.ASYNC), int(EventFlag.UNUSED)
 _LATEST_END, _MEMORY_STEP = int(EventFlag.LATEST_END), int(EventFlag.MEMORY_STEP)
+_OUTSIDE = Phase.OUTSIDE
+_ALL_GATHER, _REDUCE_SCATTER = EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER
+
+Issue: TypeAlias = tuple[int, int, dist.ProcessGroup, int, Any]
+"""What is noted right before a collective: the bytes and the dtype of its message, its process
+group, its number in the black box (0: none), and a mark."""
+Allocation: TypeAlias = tuple[Sequence[int], torch.dtype]
+"""The size and the dtype of a tensor."""
 
 
 class Communication:
@@ -75,7 +84,7 @@ class Communication:
         self.microbatch = session.microbatch
         self.phase = session.communication_phase()
         self.issued_by = session.issuing_unit()
-        self.identity = session.next_collective()
+        session.num_collectives = self.identity = session.num_collectives + 1
         self.flags = _MEMORY_STEP if session.is_memory_step else 0
         self.method = _MEASURED
         self.group = -1
@@ -102,15 +111,11 @@ class Communication:
         self.is_background = True
         self.phase, self.issued_by = Phase.OUTSIDE, NO_UNIT
 
-    def begin(
-        self, session: Session, message: torch.Tensor, group: dist.ProcessGroup, start: Any
-    ) -> None:
-        """Note the message and the start: `start` is a mark taken right before the collective."""
-        self.bytes = message.nbytes
-        self.dtype = dtype_code(message.dtype)
+    def begin(self, session: Session, issue: Issue) -> None:
+        """Note the message and the start."""
+        self.bytes, self.dtype, group, _, self.start = issue
         self.group, self.sequence = session.process_groups.issue(group)
-        self.start = start
-        self.issue_ns = host_ns_of(start)
+        self.issue_ns = host_ns_of(self.start)
 
     def block_host(self) -> None:
         """Note that it blocked the host: needed from its start, waited for until its end."""
@@ -212,6 +217,89 @@ class Communication:
             )
 
 
+def write_blocking(
+    session: Session, kind: int, unit: int, flags: int, issue: Issue, end: int
+) -> int:
+    """Write a collective that blocked the host, and the wait for it, at once.
+
+    The rows are those of a `Communication` after `block_host`, without that object: see
+    [Note: Cold code] in `unit_timing`.
+
+    Args:
+        session: The recording.
+        kind: The kind of collective.
+        unit: Its unit.
+        flags: Its flags.
+        issue: What was noted before it.
+        end: Its end on the host, ns.
+
+    Returns:
+        The number that connects its rows.
+    """
+    num_bytes, dtype, group, number, start = issue
+    if number and session.black_box is not None:
+        session.black_box.finish(number, end)
+    group_index, sequence = session.process_groups.issue(group)
+    session.num_collectives = identity = session.num_collectives + 1
+    issued_by = session.issuing_unit()
+    step, microbatch, source = session.step, session.microbatch, session.source
+    phase = session.phase
+    if phase is _OUTSIDE:
+        phase = session.communication_phase()
+    if session.is_memory_step:
+        flags |= _MEMORY_STEP
+    append = session.append
+    append(
+        (
+            step,
+            microbatch,
+            phase,
+            kind,
+            unit,
+            issued_by,
+            _HOST_STREAM,
+            group_index,
+            dtype,
+            source,
+            _HOST_BLOCKING,
+            flags,
+            sequence,
+            identity,
+            num_bytes,
+            start,
+            start,
+            end,
+            start,
+        )
+    )
+    if session.numerics is not None:
+        flags |= _MEMORY_STEP
+    append(
+        (
+            step,
+            microbatch,
+            phase,
+            _WAIT_OF.get(kind, _OTHER_WAIT),
+            unit,
+            issued_by,
+            session.compute_stream,
+            -1,
+            0,
+            source,
+            _HOST_BLOCKING,
+            flags & _MEMORY_STEP,
+            -1,
+            identity,
+            -1,
+            start,
+            start,
+            end,
+            NOT_NEEDED,
+        )
+    )
+    return identity
+
+
 class TimedWork(dist.Work):
     """The handle of an asynchronous collective that records when the host waits for it.
 
@@ -269,29 +357,33 @@ _OWN_OF_TIMED_WORK = frozenset(
 class CollectiveHooks(Protocol):
     """The callbacks for a unit's collectives; `UnitHooks` implements them."""
 
-    def all_gather(
-        self, collective: Callable[[], Any], output: torch.Tensor, group: dist.ProcessGroup
-    ) -> Any:
-        """Run and time the unit's all-gather; returns the original result."""
+    allocated: Allocation | None
+    """The size and dtype of the message that is allocated for the next collective."""
+
+    def before_collective(
+        self, kind: int, message: torch.Tensor, group: dist.ProcessGroup
+    ) -> Issue | None:
+        """Note a collective that is issued next; None: the recording is inactive."""
+
+    def after_all_gather(self, work: Any, issue: Issue) -> Any:
+        """Record an all-gather that returned `work`; returns the handle to wait for."""
 
     def gather_allocated(self, buffer: torch.Tensor) -> None:
-        """Called after the output buffer of the all-gather was allocated."""
+        """Classify the output buffer of the all-gather; only in a memory step."""
 
-    def reduce_scatter(
-        self, collective: Callable[[], Any], message: torch.Tensor, group: dist.ProcessGroup
-    ) -> Any:
-        """Run and time the unit's reduce-scatter; returns the original result."""
+    def after_reduce_scatter(self, issue: Issue) -> None:
+        """Record a reduce-scatter that has returned."""
 
-    def before_reduce_allocation(self) -> None:
+    def before_reduce_allocation(self, size: Sequence[int], dtype: torch.dtype) -> None:
         """Called before the input or the output of the reduce-scatter is allocated."""
 
     def reduce_allocated(self, buffer: torch.Tensor) -> None:
-        """Called after a buffer of the reduce-scatter was allocated."""
+        """Classify a buffer of the reduce-scatter; only in a memory step."""
 
 
-def recorded_all_gather(inner: Any, hooks: CollectiveHooks) -> Any:
+def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) -> Any:
     """Return an all-gather object like `inner` whose calls `hooks` times."""
-    base = type(inner)
+    original, original_allocate = type(inner).__call__, type(inner).allocate
 
     def call(
         self: Any,
@@ -300,28 +392,32 @@ def recorded_all_gather(inner: Any, hooks: CollectiveHooks) -> Any:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        def collective() -> Any:
-            return base.__call__(
-                self,
-                output_tensor=output_tensor,
-                input_tensor=input_tensor,
-                group=group,
-                async_op=async_op,
-            )
-
-        return hooks.all_gather(collective, output_tensor, group)
+        collective = partial(
+            original,
+            self,
+            output_tensor=output_tensor,
+            input_tensor=input_tensor,
+            group=group,
+            async_op=async_op,
+        )
+        issue = hooks.before_collective(_ALL_GATHER, output_tensor, group)
+        if issue is None:
+            return collective()
+        return hooks.after_all_gather(run_inside_collective(session, collective), issue)
 
     def allocate(self: Any, size: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
-        buffer = base.allocate(self, size, dtype=dtype, device=device)
-        hooks.gather_allocated(buffer)
+        hooks.allocated = size, dtype
+        buffer = original_allocate(self, size, dtype=dtype, device=device)
+        if session.watches_memory:
+            hooks.gather_allocated(buffer)
         return buffer
 
     return _like(inner, {"__call__": call, "allocate": allocate})
 
 
-def recorded_reduce_scatter(inner: Any, hooks: CollectiveHooks) -> Any:
+def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks) -> Any:
     """Return a reduce-scatter object like `inner` whose calls `hooks` times."""
-    base = type(inner)
+    original, original_allocate = type(inner).__call__, type(inner).allocate
 
     def call(
         self: Any,
@@ -331,22 +427,27 @@ def recorded_reduce_scatter(inner: Any, hooks: CollectiveHooks) -> Any:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        def collective() -> Any:
-            return base.__call__(
-                self,
-                output_tensor=output_tensor,
-                input_tensor=input_tensor,
-                group=group,
-                op=op,
-                async_op=async_op,
-            )
-
-        return hooks.reduce_scatter(collective, input_tensor, group)
+        collective = partial(
+            original,
+            self,
+            output_tensor=output_tensor,
+            input_tensor=input_tensor,
+            group=group,
+            op=op,
+            async_op=async_op,
+        )
+        issue = hooks.before_collective(_REDUCE_SCATTER, input_tensor, group)
+        if issue is None:
+            return collective()
+        work = run_inside_collective(session, collective)
+        hooks.after_reduce_scatter(issue)
+        return work
 
     def allocate(self: Any, size: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
-        hooks.before_reduce_allocation()
-        buffer = base.allocate(self, size, dtype=dtype, device=device)
-        hooks.reduce_allocated(buffer)
+        hooks.before_reduce_allocation(size, dtype)
+        buffer = original_allocate(self, size, dtype=dtype, device=device)
+        if session.watches_memory:
+            hooks.reduce_allocated(buffer)
         return buffer
 
     return _like(inner, {"__call__": call, "allocate": allocate})
@@ -354,14 +455,14 @@ def recorded_reduce_scatter(inner: Any, hooks: CollectiveHooks) -> Any:
 
 def run_inside_collective(session: Session, collective: Callable[[], Any]) -> Any:
     """Call a collective without recording the inner collectives that it issues."""
-    depth = session.depth
-    depth.collectives += 1
+    depths, thread = session.depths, get_ident()
+    depth = depths.get(thread, 0)
+    depths[thread] = depth + 1
     try:
         result = collective()
     finally:
-        depth.collectives -= 1
-    is_outer = session.tracker is not None and depth.collectives == 0
-    if is_outer and session.tracker is not None and not session.is_background():
+        depths[thread] = depth
+    if session.tracker is not None and depth == 0 and not session.is_background():
         # An asynchronous collective, also a functional one, still uses its tensors.
         session.tracker.collective_ended(is_blocking=result is None)
     return result

@@ -40,6 +40,7 @@ from fsdp_inspect.recording.journal import Completion
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.unit_timing import Reductions
+from fsdp_inspect.recording.units import dtype_code
 from fsdp_inspect.sharding.torch_collectives import (
     FUNCTIONALS,
     FUNCTIONS,
@@ -168,10 +169,8 @@ class DistCalls:
         if is_background:
             communication.leave_training()
         tensors = tensors_of(message)
-        communication.begin(
-            session, tensors[0] if tensors else torch.empty(0), group, session.clock.mark()
-        )
-        communication.bytes = bytes_of(tensors)
+        dtype = dtype_code((tensors[0] if tensors else torch.empty(0)).dtype)
+        communication.begin(session, (bytes_of(tensors), dtype, group, 0, session.clock.mark()))
         if not (is_functional and uses_compile()):
             self._note_issue(communication, group)
         return communication

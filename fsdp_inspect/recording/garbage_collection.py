@@ -57,13 +57,13 @@ class GarbageCollections:
         if moment == "start":
             self._started_ns = self._now()
             if is_full:
-                self._note_start(sys._getframe(1))
+                self._note_start(sys._getframe().f_back)  # None at the end of the interpreter
             return
         start, end = self._started_ns, self._now()
         if is_full or end - start >= LEAST_NS:
             self._note_end(start, end, is_full=is_full)
 
-    def _note_start(self, frame: FrameType) -> None:
+    def _note_start(self, frame: FrameType | None) -> None:
         box = self._session.black_box
         if box is not None and os.getpid() == self._pid:
             box.begin_collection(time.time_ns(), _place_of(frame))

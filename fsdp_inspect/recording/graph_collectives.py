@@ -22,6 +22,7 @@ from fsdp_inspect.recording.dispatcher_kernels import Issue, observe
 from fsdp_inspect.recording.journal import Completion
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.units import dtype_code
 from fsdp_inspect.sharding.torch_collectives import address_of, bytes_of, tensors_of
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Stream
 
@@ -148,10 +149,10 @@ class GraphCollectives:
         communication.flags |= EventFlag.ASYNC
         if unit != NO_UNIT:
             communication.flags |= EventFlag.UNIT_INFERRED
-        communication.begin(session, tensors[0], group, session.clock.mark())
-        communication.bytes = bytes_of(tensors)
+        num_bytes, dtype = bytes_of(tensors), dtype_code(tensors[0].dtype)
+        communication.begin(session, (num_bytes, dtype, group, 0, session.clock.mark()))
         if self._units is not None:
-            number = session.note_issue(kind, unit, group, communication.bytes, communication.dtype)
+            number = session.note_issue(kind, unit, group, num_bytes, dtype)
         return communication, number
 
     def _issued(

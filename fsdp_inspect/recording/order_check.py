@@ -75,6 +75,8 @@ class OrderCheck:
         self._unit_names = unit_names
         self._published: dict[Communicator, tuple[int, bool]] = {}
         self._found: set[Communicator] = set()
+        self._has_leader: set[Communicator] = set()
+        """The communicators whose leader has published."""
         self._agreements = 0
         self.is_stopped = False
         """Whether this rank no longer records all of its collectives."""
@@ -131,8 +133,12 @@ class OrderCheck:
     def _follow(self, order: Order) -> bool:
         """Compare with the leader's digests; returns whether any rank has found a difference."""
         key = self._key(order, "leader")
-        if self.is_stopped or not self._store.check([key]):
+        if self.is_stopped:
             return False
+        if order.group not in self._has_leader:
+            if not self._store.check([key]):
+                return False
+            self._has_leader.add(order.group)
         published = self._store.get(key)
         mark, count, length, state = _HEAD.unpack_from(published)
         if state & 1:

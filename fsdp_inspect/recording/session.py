@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.recording.code_places import CodePlaces
 from fsdp_inspect.recording.journal import NOT_NEEDED, Journal, host_ns_of
 from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.recording.position import Position
 from fsdp_inspect.recording.reference_passes import PassKey, ReferencePasses
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.units import ProcessGroups
@@ -46,44 +47,35 @@ logger = logging.getLogger("fsdp_inspect")
 # flags 2 µs, on each access.
 _MEASURED = int(Method.MEASURED)
 _MEMORY_STEP = int(EventFlag.MEMORY_STEP)
+_OUTSIDE, _FORWARD, _EVALUATION = Phase.OUTSIDE, Phase.FORWARD, Phase.EVALUATION
 
 
-class _Depth(threading.local):
-    """The state of one thread."""
-
-    collectives = 0
-    """Above 0 inside a recorded collective: inner calls are part of it."""
-
-
-class Session:
+class Session(Position):
     """The recording's position in the training, and the conversion of marks to rows."""
 
-    loss_dtype = ""
-    """Dtype of the tensor of the first backward: `float32`; empty before it."""
-    inputs = ""
-    """The tensors that the first unit received in the last memory step: `4 x 2048 int64`."""
-    skips_reduction = False
-    """Whether a backward left gradients unreduced (`set_requires_gradient_sync(False)`)."""
-    unit_depths: Sequence[int] = ()
-    """The depth of each unit's first module in the model."""
-    _backward_place = 0
-    """The number in `places` of the line that called the running backward."""
-    loader_ended_ns = 0
-    """The time at which the training's data loader last ended; 0: never."""
-    loader_ended_step = -1
-    opened_ns: int | None = None
-    """The host time at which step 0 began; None before it."""
-    _next_collective = 0
-    samples_boundaries = False
-    """Whether this step reads the allocator's counters at unit boundaries."""
-    numerics: StepObserver | None = None
-    """Observes the values of this step; None: it is not a numerics step."""
-    watches_memory = False
-    """Whether this step records any memory data at unit boundaries."""
-    in_outer_optimizer = False
-    """Whether an outer optimizer is in its step, which contains steps of a torch optimizer."""
-    will_repeat = False
-    """Whether the first forward of a reentrant checkpoint runs, which has no gradients."""
+    __slots__ = (
+        "_backward_place",
+        "_evaluation",
+        "_forward_start",
+        "_has_trained",
+        "_is_paused",
+        "_last_forward_end",
+        "_reference_passes",
+        "active",
+        "append",
+        "black_box",
+        "clock",
+        "compute_stream",
+        "emulation",
+        "journal",
+        "numerics",
+        "on_host",
+        "places",
+        "problems",
+        "process_groups",
+        "source",
+        "tracker",
+    )
 
     def __init__(
         self,
@@ -94,10 +86,13 @@ class Session:
         emulation: Emulation | None = None,
         black_box: BlackBoxWriter | None = None,
     ) -> None:
+        super().__init__()
         self.clock = clock
         self.black_box = black_box
         """The last collectives; None under emulation, which cannot hang."""
         self.places = CodePlaces()
+        self.append = append
+        """Writes a row whose times are plain integers."""
         self.journal = Journal(clock, append, None if black_box is None else black_box.ended)
         self.process_groups = process_groups
         self.source = source
@@ -107,49 +102,24 @@ class Session:
         """False after detach, after an internal error and during a pause: hooks then only call
         the original functions."""
         self._is_paused = False
-        self.training_thread = threading.get_ident()
-        """The thread of the last forward of a unit; before that, the thread that attached."""
         self.problems: list[str] = []
-        self.step = self.microbatch = 0
-        self.phase: Phase = Phase.OUTSIDE
-        self.in_step = self.explicit_steps = self.in_backward = False
-        """Whether `recorder.step()` is open. Whether the script uses it at all; otherwise steps end
-        at the optimizer's step. Whether a backward runs."""
-        self.hook_unit = NO_UNIT
-        """The unit whose FSDP hook is on the host's stack; -1: none."""
-        self.open_units: list[int] = []
-        """Units whose forward or backward is open, outermost first. In backward, a unit around
-        the last one opens after it."""
         self.tracker: StorageTracker | None = None
         """The tracker of a memory step, or of all steps under a limit of memory; see
         `follow_storages`."""
-        self.is_memory_step = False
-        """Whether the times of this step do not count."""
-        self.depth = _Depth()
-        self.execution_order: list[int] = []
-        """Units in the order of the first recorded forward."""
-        self.execution_known = False
-        self.step_start: Any = None
+        self.numerics: StepObserver | None = None
+        """Observes the values of this step; None: it is not a numerics step."""
         self.on_host = clock.immediate
-        self._compute_stream = int(Stream.HOST if clock.immediate else Stream.COMPUTE)
+        self.compute_stream = int(Stream.HOST if clock.immediate else Stream.COMPUTE)
+        """The stream of a unit's passes."""
         self._has_trained = False
         """Whether a unit ran a training forward since the last step ended."""
         self._forward_start = self._last_forward_end = None
         self._evaluation: tuple[Any, Any] | None = None
         self._reference_passes = ReferencePasses()
+        self._backward_place = 0
+        """The number in `places` of the line that called the running backward."""
 
     # --- the position
-
-    @property
-    def collective_depth(self) -> int:
-        """Above 0 inside a recorded collective of this thread."""
-        return self.depth.collectives
-
-    def is_background(self) -> bool:
-        """Whether this is a thread of the script other than the training and autograd threads."""
-        if threading.get_ident() == self.training_thread:
-            return False
-        return not isinstance(threading.current_thread(), threading._DummyThread)
 
     def position(self) -> tuple[int, int]:
         """The innermost unit on the host's stack, or -1, and the phase."""
@@ -182,42 +152,6 @@ class Session:
         is_whole = not (self.in_backward or self.in_outer_optimizer)
         return not self.explicit_steps and self._has_trained and is_whole
 
-    def issuing_unit(self) -> int:
-        """The unit whose hook is issuing now; -1 means the training script."""
-        if self.hook_unit != NO_UNIT:
-            return self.hook_unit
-        return self.open_units[-1] if self.open_units else NO_UNIT
-
-    def repeating_unit(self) -> int:
-        """The innermost open unit by its depth in the model; -1: none."""
-        depths = self.unit_depths
-        return max(
-            reversed(self.open_units),
-            key=lambda unit: depths[unit] if unit < len(depths) else 0,
-            default=NO_UNIT,
-        )
-
-    def close_unit(self, unit: int) -> None:
-        """Take a unit off the stack; backward does not close units strictly in nested order."""
-        opened = self.open_units
-        if opened and opened[-1] == unit:
-            opened.pop()
-            return
-        for place in range(len(opened) - 1, -1, -1):
-            if opened[place] == unit:
-                del opened[place]
-                return
-
-    def note_execution(self, unit: int) -> None:
-        """Record that a unit runs in the first forward."""
-        if unit not in self.execution_order:
-            self.execution_order.append(unit)
-
-    def next_collective(self) -> int:
-        """A number that connects the rows of one collective."""
-        self._next_collective += 1
-        return self._next_collective
-
     def take_transfer(self) -> Transfer | None:
         """The times of an emulated collective that was just issued; None: measure them."""
         return None if self.emulation is None else self.emulation.take_transfer()
@@ -234,15 +168,6 @@ class Session:
 
     # --- the black box
 
-    def place(self) -> int:
-        """The number of the line of code that issues a collective now; 0: unknown.
-
-        In backward it is the line that called `backward`.
-        """
-        if self.in_backward and self._backward_place:
-            return self._backward_place
-        return self.places.find(sys._getframe(2))
-
     def note_issue(
         self,
         kind: int,
@@ -253,24 +178,34 @@ class Session:
         *,
         is_background: bool = False,
     ) -> int:
-        """Note a collective in the black box before it is issued; returns its number there."""
+        """Note a collective in the black box before it is issued; returns its number there.
+
+        Its line of code is that of the caller. In backward it is the line that called `backward`.
+        """
         box = self.black_box
         if box is None:
             return 0
-        place = self.places.find(sys._getframe(1)) if is_background else self.place()
-        if self.places.new:
-            box.add_places(self.places.new)
+        phase, place = self.phase, self._backward_place
+        if is_background or not (self.in_backward and place):
+            places = self.places
+            place = places.find(sys._getframe(1)) if unit == NO_UNIT else places.find_again(unit)
+            if places.new:
+                box.add_places(places.new)
+        if is_background:
+            phase = _OUTSIDE
+        elif phase is _OUTSIDE:
+            phase = self.communication_phase()
         return box.issue(
             kind,
             unit,
             group,
             message_bytes,
             dtype,
-            Phase.OUTSIDE if is_background else self.communication_phase(),
+            phase,
             self.step,
             self.microbatch,
             place,
-            int(is_background),
+            is_background,
         )
 
     # --- rows
@@ -303,7 +238,8 @@ class Session:
         """
         if self.is_memory_step or self.numerics is not None:
             flags |= _MEMORY_STEP
-        self.journal.add(
+        is_known = type(start) is int and type(end) is int and type(need) is int
+        (self.append if is_known else self.journal.add)(
             (
                 self.step if step is None else step,
                 self.microbatch if microbatch is None else microbatch,
@@ -311,7 +247,7 @@ class Session:
                 kind,
                 unit,
                 issued_by,
-                self._compute_stream if stream is None else stream,
+                self.compute_stream if stream is None else stream,
                 group,
                 dtype,
                 self.source,
@@ -367,19 +303,20 @@ class Session:
             key: The unit and its mode; default: the whole model.
         """
         self.training_thread = threading.get_ident()
-        self.open_step()
+        if self.step_start is None:
+            self.open_step()
         if not grad_enabled and not self._is_in_step(key):
-            self.phase = Phase.EVALUATION
+            self.phase = _EVALUATION
             begin = self._evaluation[0] if self._evaluation else mark
             self._evaluation = (begin, mark)
-            return Phase.EVALUATION
+            return _EVALUATION
         if self._evaluation:
             self._close_evaluation()
         if self._forward_start is None:
             self._forward_start = mark
-        self.phase = Phase.FORWARD
+        self.phase = _FORWARD
         self._has_trained |= grad_enabled
-        return Phase.FORWARD
+        return _FORWARD
 
     def _is_in_step(self, key: PassKey) -> bool:
         """Whether a forward without gradients that begins now is part of the step."""
@@ -391,7 +328,7 @@ class Session:
 
     def leave_forward(self, mark: Any) -> None:
         """End a unit's forward."""
-        if self.phase == Phase.EVALUATION and self._evaluation:
+        if self._evaluation and self.phase is _EVALUATION:
             self._evaluation = (self._evaluation[0], mark)
             if not self.open_units:
                 self.phase = Phase.OUTSIDE
@@ -403,6 +340,8 @@ class Session:
         mark = self.clock.mark()
         self._close_forward(mark)
         self._backward_place = self.places.find(sys._getframe(1))
+        if self.places.new and self.black_box is not None:
+            self.black_box.add_places(self.places.new)
         self.phase = Phase.BACKWARD
         self.in_backward = True
         return mark

@@ -24,22 +24,23 @@ The order of calls, torch 2.13 (`_fsdp_state.py`, `_fsdp_param_group.py`):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fsdp_inspect.recording.collectives import (
     Communication,
+    Issue,
     is_recorded,
     recorded_all_gather,
     recorded_reduce_scatter,
     unrecorded,
+    write_blocking,
 )
-from fsdp_inspect.recording.patches import Patches, wrap_call
+from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.unit_timing import Reductions, UnitTimer
 from fsdp_inspect.sharding.torch_fsdp import num_reduce_scatters_in_flight
 from fsdp_inspect.trace.codes import (
@@ -124,18 +125,17 @@ class UnitHooks(UnitTimer):
 
     def attach(self, patches: Patches) -> None:
         """Wrap the group's methods and install the timed collectives."""
-        pairs: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], None] | None]] = {
-            "unshard": (self._before_unshard, None),
-            "wait_for_unshard": (self._before_wait, self._after_wait),
-            "pre_forward": (self._before_pre_forward, self._after_pre_forward),
-            "post_forward": (self._before_post_forward, None),
-            "pre_backward": (self._before_pre_backward, self._after_pre_backward),
-            "post_backward": (self._before_post_backward, self._after_post_backward),
-            "finalize_backward": (self._before_finalize, None),
+        wraps: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+            "unshard": self._wrap_unshard,
+            "wait_for_unshard": self._wrap_wait,
+            "pre_forward": self._wrap_pre_forward,
+            "post_forward": self._wrap_post_forward,
+            "pre_backward": self._wrap_pre_backward,
+            "post_backward": self._wrap_post_backward,
+            "finalize_backward": self._wrap_finalize,
         }
         for name in WRAPPED_METHODS:
-            before, after = pairs[name]
-            wrapped = wrap_call(getattr(self._group, name), before, after, self._session)
+            wrapped = wraps[name](getattr(self._group, name))
             patches.set_attribute(self._group, name, wrapped)
         patches.on_undo(self._restore_collectives)
         self.install_collectives()
@@ -147,10 +147,10 @@ class UnitHooks(UnitTimer):
         """
         gather = self._group._all_gather_comm
         if not is_recorded(gather):
-            self._set_all_gather(recorded_all_gather(gather, self))
+            self._set_all_gather(recorded_all_gather(gather, self._session, self))
         reduce = self._group._reduce_scatter_comm
         if not is_recorded(reduce):
-            self._set_reduce_scatter(recorded_reduce_scatter(reduce, self))
+            self._set_reduce_scatter(recorded_reduce_scatter(reduce, self._session, self))
 
     def _restore_collectives(self) -> None:
         gather, reduce = self._group._all_gather_comm, self._group._reduce_scatter_comm
@@ -173,17 +173,22 @@ class UnitHooks(UnitTimer):
 
     # --- all-gather
 
-    def _before_unshard(self, async_op: bool = False) -> None:
-        group = self._group
-        if group._all_gather_result is not None or group.is_unsharded:
-            return
-        if self._copy_in is not None:  # no all-gather followed: a group of one rank
-            self._clock.release(self._copy_in[0])
-        if self._session.on_host:
-            self._copy_in = (self._clock.mark(), None)
-        else:
-            stream = self._copy_in_stream(async_op)
-            self._copy_in = (self._clock.mark(stream), stream)
+    def _wrap_unshard(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        session, group = self._session, self._group
+
+        def unshard(async_op: bool = False) -> Any:
+            if session.active and group._all_gather_result is None and not group.is_unsharded:
+                try:
+                    if self._copy_in is not None:  # no all-gather followed: a group of one rank
+                        self._clock.release(self._copy_in[0])
+                    stream = None if session.on_host else self._copy_in_stream(async_op)
+                    start = self._mark() if stream is None else self._mark(stream)
+                    self._copy_in = start, stream
+                except Exception as error:
+                    session.fail(error)
+            return original(async_op)
+
+        return unshard
 
     def _copy_in_stream(self, async_op: bool) -> Any:
         """The stream on which torch copies the shards into the all-gather's input."""
@@ -193,44 +198,75 @@ class UnitHooks(UnitTimer):
         return context.get_all_gather_streams(async_op, self._group._training_state)[0]
 
     def gather_allocated(self, buffer: torch.Tensor) -> None:
-        """Called after the all-gather's output buffer was allocated."""
-        if self._session.watches_memory:
-            self._memory.gather_buffer(buffer, self.index)
+        """Classify the output buffer of the all-gather; only in a memory step."""
+        self._memory.gather_buffer(buffer, self.index)
 
     # --- the wait for the all-gather, and the copy out of its buffer
 
-    def _before_wait(self) -> Any:
-        return None if self._group._all_gather_result is None else self._clock.mark()
+    def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        session, group = self._session, self._group
+        method = _MEASURED if session.on_host else _INFERRED
 
-    def _after_wait(self, begin: Any, result: None) -> None:
-        if begin is None:
-            return
-        session, gather = self._session, self._gather
-        self._gather = None
-        copy_start: Any = begin
-        if gather is not None:
-            copy_start = self._close_gather(gather, begin)
-        end = self._clock.mark()
-        session.add(
-            _ALL_GATHER_COPY_OUT,
-            copy_start,
-            end,
-            unit=self.index,
-            collective=-1 if gather is None else gather.identity,
-            method=_MEASURED if session.on_host else _INFERRED,
-        )
-        if session.watches_memory:
-            self._memory.unsharded(self._unit, self.index)
-            self._memory.sample(_AFTER_UNSHARD, self.index)
+        def wait_for_unshard() -> Any:
+            if not session.active or group._all_gather_result is None:
+                return original()
+            begin = None
+            try:
+                begin = self._mark()
+            except Exception as error:
+                session.fail(error)
+            result = original()
+            if session.active:
+                try:
+                    gather, identity, self._gathered = self._gather, self._gathered, -1
+                    if gather is not None:
+                        self._gather, identity = None, gather.identity
+                        begin = self._close_gather(gather, begin)
+                    session.add(
+                        _ALL_GATHER_COPY_OUT,
+                        begin,
+                        self._mark(),
+                        unit=self.index,
+                        collective=identity,
+                        method=method,
+                    )
+                    if session.watches_memory:
+                        self._memory.unsharded(self._unit, self.index)
+                        self._memory.sample(_AFTER_UNSHARD, self.index)
+                except Exception as error:
+                    session.fail(error)
+            return result
+
+        return wait_for_unshard
 
     # --- forward
 
-    def _before_pre_forward(self, module: Any, args: Any, kwargs: Any) -> bool:
-        self._enter_hook()
-        if self._group._training_state is _TORCH_FORWARD and not self._close_evaluation():
-            return False  # another module of the same unit has opened this forward
-        self._begin_forward(args, kwargs)
-        return True
+    def _wrap_pre_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        session, group = self._session, self._group
+
+        def pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
+            if not session.active:
+                return original(module, args, kwargs)
+            outer, is_opened = session.hook_unit, False
+            try:
+                session.hook_unit = self.index
+                # In the state of a forward, another module of the same unit has opened it.
+                if group._training_state is not _TORCH_FORWARD or self._close_evaluation():
+                    self._begin_forward(args, kwargs)
+                    is_opened = True
+            except Exception as error:
+                session.fail(error)
+            result = original(module, args, kwargs)
+            if session.active:
+                try:
+                    session.hook_unit = outer
+                    if is_opened:
+                        self._open_forward()
+                except Exception as error:
+                    session.fail(error)
+            return result
+
+        return pre_forward
 
     def _close_evaluation(self) -> bool:
         """Drop a forward that an evaluation left open; returns whether there was one.
@@ -245,63 +281,94 @@ class UnitHooks(UnitTimer):
         self._session.close_unit(self.index)
         return True
 
-    def _after_pre_forward(self, opened: bool, result: Any) -> None:
-        self._leave_hook()
-        if opened:
-            self._open_forward()
+    def _wrap_post_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        session = self._session
 
-    def _before_post_forward(self, *args: Any, **kwargs: Any) -> None:
-        self._close_forward(args[-1] if args else kwargs.get("output"))
+        def post_forward(module: Any, args: Any, output: Any) -> Any:
+            if session.active:
+                try:
+                    self._close_forward(output)
+                except Exception as error:
+                    session.fail(error)
+            return original(module, args, output)
+
+        return post_forward
 
     # --- backward
 
-    def _before_pre_backward(self, *args: Any, **kwargs: Any) -> bool:
-        if self._group._training_state is _TORCH_PRE_BACKWARD:
-            return False
-        self._session.phase = _BACKWARD_PHASE
-        self._enter_hook()
-        return True
+    def _wrap_pre_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        session, group = self._session, self._group
 
-    def _after_pre_backward(self, opened: bool, result: Any) -> None:
-        if opened:
-            self._leave_hook()
-            self._open_backward()
+        def pre_backward(*args: Any) -> Any:
+            if not session.active or group._training_state is _TORCH_PRE_BACKWARD:
+                return original(*args)
+            outer, session.hook_unit = session.hook_unit, self.index
+            session.phase = _BACKWARD_PHASE
+            result = original(*args)
+            if session.active:
+                try:
+                    session.hook_unit = outer
+                    self._open_backward()
+                except Exception as error:
+                    session.fail(error)
+            return result
 
-    def _before_post_backward(self, *args: Any, **kwargs: Any) -> Any:
-        end = self._close_backward()
-        self._enter_hook()
-        self._reduce_copy_in = self._reduce_copied = None
-        # torch 2.13, `post_backward`: only some modules of the group ran.
-        is_partial = len(self._group.modules) > 1
-        self._reduces_at_once = is_partial and self._group._training_state is _TORCH_FORWARD
-        return end
+        return pre_backward
 
-    def _after_post_backward(self, end: Any, result: None) -> None:
-        session = self._session
-        if session.watches_memory:
-            self._memory.sharded_gradients(self._unit, self.index)
+    def _wrap_post_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        session, group = self._session, self._group
+
+        def post_backward(*args: Any) -> Any:
+            if not session.active:
+                return original(*args)
+            outer, end = session.hook_unit, None
+            try:
+                end = self._close_backward()
+                session.hook_unit = self.index
+                self._reduce_copied = self._reduce_copy_in = None
+                # torch 2.13, `post_backward`: only some modules of the group ran.
+                is_partial = len(group.modules) > 1
+                self._reduces_at_once = is_partial and group._training_state is _TORCH_FORWARD
+            except Exception as error:
+                session.fail(error)
+            result = original(*args)
+            if session.active:
+                try:
+                    if session.watches_memory:
+                        self._memory.sharded_gradients(self._unit, self.index)
+                    if not self._blocks_host:
+                        self._await_reductions(end)
+                    session.hook_unit = outer
+                except Exception as error:
+                    session.fail(error)
+            return result
+
+        return post_backward
+
+    def _await_reductions(self, end: Any) -> None:
+        """Note the waits for earlier reductions in torch's `post_backward`, from `end` on."""
         waiting = self.reductions.reduce_scatters
         if waiting:
             kept = num_reduce_scatters_in_flight(self._group)
             self._wait_for_reductions(end, len(waiting) - kept)
         if self._reduces_at_once and self._reduce_copied is not None:
-            self.reductions.wait_for_all(session, self._reduce_copied)
-        self._leave_hook()
+            self.reductions.wait_for_all(self._session, self._reduce_copied)
 
     # --- reduce-scatter
 
-    def before_reduce_allocation(self) -> None:
+    def before_reduce_allocation(self, size: Sequence[int], dtype: torch.dtype) -> None:
         """Called before the reduce-scatter's input or output is allocated."""
         session = self._session
         if not session.active:
             return
         try:
             if self._reduce_copy_in is None:
-                stream = self._clock.current_stream()
-                self._reduce_copy_in = (self._clock.mark(), stream)
+                self.allocated = size, dtype
+                stream = None if session.on_host else self._clock.current_stream()
+                self._reduce_copy_in = (self._mark(), stream)
             else:
                 start, stream = self._reduce_copy_in
-                end = self._clock.mark() if stream is None else self._clock.mark(stream)
+                end = self._mark() if stream is None else self._mark(stream)
                 self._reduce_copied = end
                 session.add(
                     _REDUCE_SCATTER_COPY_IN,
@@ -314,31 +381,26 @@ class UnitHooks(UnitTimer):
             session.fail(error)
 
     def reduce_allocated(self, buffer: torch.Tensor) -> None:
-        """Called after a buffer of the reduce-scatter was allocated."""
-        if self._session.watches_memory:
-            self._memory.reduce_buffer(buffer, self.index)
+        """Classify a buffer of the reduce-scatter; only in a memory step."""
+        self._memory.reduce_buffer(buffer, self.index)
 
-    def reduce_scatter(
-        self, collective: Callable[[], Any], message: torch.Tensor, group: dist.ProcessGroup
-    ) -> Any:
-        """Run and time the unit's reduce-scatter; returns the original result."""
-        work, start, number = self._run(collective, _REDUCE_SCATTER, message, group)
-        if start is not None:
-            try:
-                self._reduction_issued(start, message, group, number)
-            except Exception as error:
-                self._session.fail(error)
-        return work
+    def after_reduce_scatter(self, issue: Issue) -> None:
+        """Record a reduce-scatter that has returned."""
+        try:
+            self._reduction_issued(issue)
+        except Exception as error:
+            self._session.fail(error)
 
-    def _reduction_issued(
-        self, start: Any, message: torch.Tensor, group: dist.ProcessGroup, number: int
-    ) -> None:
-        session, end = self._session, self._clock.mark()
+    def _reduction_issued(self, issue: Issue) -> None:
+        session, end = self._session, self._mark()
+        if self._blocks_host:
+            write_blocking(session, _REDUCE_SCATTER, self.index, 0, issue, end)
+            return
         transfer = session.take_transfer()
         communication = Communication(session, _REDUCE_SCATTER, self.index, _REDUCE_SCATTER_STREAM)
-        communication.begin(session, message, group, start)
+        communication.begin(session, issue)
         communication.end = end
-        communication.note_end(session, number)
+        communication.note_end(session, issue[3])
         if transfer is not None:
             communication.follow(transfer)
         if session.on_host and transfer is None:
@@ -362,7 +424,17 @@ class UnitHooks(UnitTimer):
             self._context, self._own_reductions = context, self._all_reductions.of(context)
         return self._own_reductions
 
-    def _before_finalize(self) -> None:
+    def _wrap_finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Begin the compute stream's wait for all remaining reductions."""
-        if self.reductions.reduce_scatters or self.reductions.all_reduces:
-            self.reductions.wait_for_all(self._session, self._clock.mark())
+        session = self._session
+
+        def finalize_backward() -> Any:
+            if session.active and not self._blocks_host:
+                try:
+                    if self.reductions.reduce_scatters or self.reductions.all_reduces:
+                        self.reductions.wait_for_all(session, self._mark())
+                except Exception as error:
+                    session.fail(error)
+            return original()
+
+        return finalize_backward

@@ -2,24 +2,35 @@
 
 The hooks of a sharder call these methods at the boundaries of a unit. The methods turn the marks
 into rows: see `sharders.fsdp2` and `sharders.fsdp1` for the order of the calls.
+
+[Note: Cold code]
+A hook runs between two long operations of torch, which evict Python's code and objects from the
+processor's caches. Each function, object and dictionary that the hook then touches costs about a
+microsecond, several times its cost in a loop. So the methods that run for each unit call few
+functions, use slots and local variables, and write their rows without intermediate objects.
+`tests/benchmarks/hot_path.py` measures them with cold caches, too.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_inspect.recording.collectives import (
+    Allocation,
     Communication,
+    Issue,
     TimedWork,
     close_unwaited,
     run_inside_collective,
+    write_blocking,
 )
-from fsdp_inspect.recording.units import dtype_code
+from fsdp_inspect.recording.units import code_and_size
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
     EventFlag,
@@ -47,11 +58,7 @@ _FORWARD_START, _FORWARD_END = MemoryPoint.FORWARD_START, MemoryPoint.FORWARD_EN
 _BACKWARD_START, _BACKWARD_END = MemoryPoint.BACKWARD_START, MemoryPoint.BACKWARD_END
 _ASYNC, _PREFETCHED = int(EventFlag.ASYNC), int(EventFlag.PREFETCHED)
 _RECOMPUTE, _NO_GRAD = int(EventFlag.RECOMPUTE), int(EventFlag.NO_GRAD)
-
-
-def _keeps_graph(session: Session) -> bool:
-    """Whether a forward that starts now has a backward."""
-    return torch.is_grad_enabled() or session.will_repeat
+_is_grad_enabled, _current_graph_task_id = torch.is_grad_enabled, torch._C._current_graph_task_id
 
 
 class Reductions:
@@ -89,6 +96,13 @@ class UnitTimer:
         self.index = index
         self._session = session
         self._clock = session.clock
+        self._mark = session.clock.mark
+        self._blocks_host = session.on_host and session.emulation is None
+        """Whether a collective without a handle has ended when it returns."""
+        self.allocated: Allocation | None = None
+        """The message that is allocated for the next collective; None: unknown."""
+        self._gathered = -1
+        """The number of the unit's last all-gather that blocked the host."""
         self._unit = handle
         self._module = next(iter(handle.owned_modules), None)
         self._memory = memory
@@ -118,46 +132,61 @@ class UnitTimer:
         self, collective: Callable[[], Any], output: torch.Tensor, group: dist.ProcessGroup
     ) -> Any:
         """Run and time the unit's all-gather; returns the original result."""
-        work, start, number = self._run(collective, _ALL_GATHER, output, group)
-        if start is None:
-            return work
-        try:
-            return self._gather_issued(work, start, output, group, number)
-        except Exception as error:
-            self._session.fail(error)
-            return work
+        issue = self.before_collective(_ALL_GATHER, output, group)
+        if issue is None:
+            return collective()
+        return self.after_all_gather(run_inside_collective(self._session, collective), issue)
 
-    def _run(
-        self,
-        collective: Callable[[], Any],
-        kind: int,
-        message: torch.Tensor,
-        group: dist.ProcessGroup,
-    ) -> tuple[Any, Any, int]:
-        """Run a collective.
+    def before_collective(
+        self, kind: int, message: torch.Tensor, group: dist.ProcessGroup
+    ) -> Issue | None:
+        """Note a collective that is issued next; None: the recording is inactive.
 
-        Only the black box and the start are noted before the call. A hook between two pieces of
-        torch's work runs with cold processor caches, which cost more than the hook.
-
-        Returns:
-            Its result, a mark from right before it (None: inactive), its number in the black box.
+        Only the black box and the start are noted before it: see [Note: Cold code].
         """
         session = self._session
         if not session.active:
-            return collective(), None, 0
+            return None
         try:
-            code = dtype_code(message.dtype)
-            number = session.note_issue(kind, self.index, group, message.nbytes, code)
-            start = self._clock.mark()
+            # The sizes from Python: attributes of a tensor take 12 µs with cold caches.
+            size, dtype_of_message = self.allocated or (message.shape, message.dtype)
+            self.allocated = None
+            dtype, itemsize = code_and_size(dtype_of_message)
+            num_bytes = prod(size) * itemsize
+            number = session.note_issue(kind, self.index, group, num_bytes, dtype)
+            return num_bytes, dtype, group, number, self._mark()
         except Exception as error:
             session.fail(error)
-            return collective(), None, 0
-        return run_inside_collective(session, collective), start, number
+            return None
 
-    def _gather_issued(
-        self, work: Any, start: Any, output: torch.Tensor, group: dist.ProcessGroup, number: int
-    ) -> Any:
+    def after_all_gather(self, work: Any, issue: Issue) -> Any:
+        """Record the unit's all-gather, which returned `work`; returns the handle to wait for."""
         session = self._session
+        try:
+            if work is not None or not self._blocks_host:
+                return self._gather_issued(work, issue)
+            end, start = self._mark(), issue[-1]
+            if self._gather is not None:
+                self._drop_unused_gather()
+            unit = self.index
+            flags = 0 if session.hook_unit == unit else _PREFETCHED
+            self._gathered = write_blocking(session, _ALL_GATHER, unit, flags, issue, end)
+            if self._copy_in is not None:
+                copy_start, self._copy_in = self._copy_in[0], None
+                session.add(
+                    _ALL_GATHER_COPY_IN,
+                    copy_start,
+                    start,
+                    unit=unit,
+                    issued_by=session.issuing_unit(),
+                    collective=self._gathered,
+                )
+        except Exception as error:
+            session.fail(error)
+        return work
+
+    def _gather_issued(self, work: Any, issue: Issue) -> Any:
+        session, number = self._session, issue[3]
         transfer = session.take_transfer()
         end = None if isinstance(work, dist.Work) else self._clock.mark()
         if self._gather is not None:
@@ -165,7 +194,7 @@ class UnitTimer:
         communication = Communication(session, _ALL_GATHER, self.index, _ALL_GATHER_STREAM)
         if session.hook_unit != self.index:
             communication.flags |= _PREFETCHED
-        communication.begin(session, output, group, start)
+        communication.begin(session, issue)
         if transfer is not None:
             communication.follow(transfer)
         if self._copy_in is not None:
@@ -224,11 +253,13 @@ class UnitTimer:
     def _begin_forward(self, args: Any, kwargs: Any) -> None:
         """Begin a forward: the unshard of its parameters."""
         session = self._session
-        if torch._C._current_graph_task_id() == -1:
-            mark = self._clock.mark()
+        if _current_graph_task_id() == -1:
+            mark = self._mark()
             is_training = self._module is None or self._module.training
             phase = session.enter_forward(
-                mark, grad_enabled=_keeps_graph(session), key=(self.index, is_training)
+                mark,
+                grad_enabled=_is_grad_enabled() or session.will_repeat,
+                key=(self.index, is_training),
             )
             if not session.execution_known and phase == _FORWARD_PHASE:
                 session.note_execution(self.index)
@@ -238,10 +269,12 @@ class UnitTimer:
     def _open_forward(self, flags: int = 0) -> None:
         """Begin the unit's own forward: its parameters are ready."""
         session = self._session
-        flags |= 0 if _keeps_graph(session) else _NO_GRAD
-        if session.phase == _BACKWARD_PHASE:
+        phase = session.phase
+        if not (_is_grad_enabled() or session.will_repeat):
+            flags |= _NO_GRAD
+        if phase is _BACKWARD_PHASE:
             flags |= _RECOMPUTE
-        self._forwards.append((self._clock.mark(), session.phase, flags))
+        self._forwards.append((self._mark(), phase, flags))
         session.open_units.append(self.index)
         if session.watches_memory:
             self._memory.sample(_FORWARD_START, self.index)
@@ -252,7 +285,7 @@ class UnitTimer:
             return
         session = self._session
         start, phase, flags = self._forwards.pop()
-        end = self._clock.mark()
+        end = self._mark()
         if session.watches_memory:
             self._memory.sample(_FORWARD_END, self.index)
         if session.numerics is not None:
@@ -265,7 +298,7 @@ class UnitTimer:
         """Begin the unit's own backward: its parameters are ready."""
         session = self._session
         self._backward_flags = flags
-        self._backward_start = self._clock.mark()
+        self._backward_start = self._mark()
         session.open_units.append(self.index)
         if session.watches_memory:
             self._memory.sample(_BACKWARD_START, self.index)
@@ -273,7 +306,7 @@ class UnitTimer:
     def _close_backward(self) -> Any:
         """End the backward: the gradients are complete. Returns the mark of that moment."""
         session = self._session
-        end = self._clock.mark()
+        end = self._mark()
         if self._backward_start is not None:
             session.add(
                 _BACKWARD,

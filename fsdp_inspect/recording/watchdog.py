@@ -37,6 +37,8 @@ SHORTEST_HANG_S = 60.0
 _HANG_STEPS = 20
 """A hang is a time without progress of this many mean steps, and at least `SHORTEST_HANG_S`."""
 _LONGEST_INTERVAL_S = 1.0
+_ASK_S = 1.0
+"""The interval in which a rank looks for the request of another rank for stacks."""
 _STOP_S = 2.0
 """The time that the end of a recording waits for the thread and the process."""
 _GATHER_S = 2.0
@@ -110,6 +112,7 @@ class Watchdog:
         self._hang_seen_ns = 0
         self._has_explained = False
         self._oom_kills = num_oom_kills()
+        self._asked_ns = 0
         self._is_closed = False
         self.standstills: deque[tuple[int, int]] = deque(maxlen=MOST_SPANS)
         """Hangs that ended, as (start, end) in ns."""
@@ -195,9 +198,10 @@ class Watchdog:
     def _tick(self) -> None:
         now = self._now()
         self._watch_progress(now)
+        sees_hang = self._sees_hang(now)
         self._save()
         if self._store is None:
-            if self._sees_hang(now):
+            if sees_hang:
                 self._explain()
             return
         try:
@@ -207,7 +211,9 @@ class Watchdog:
                 for sentence in self._order.compare():
                     tell(sentence, self._rank)
                     self._session.problem(sentence)
-            self._handle_hang(self._store, now)
+            if sees_hang or now - self._asked_ns >= _ASK_S * 1e9:
+                self._asked_ns = now
+                self._handle_hang(self._store, sees_hang=sees_hang)
         except (RuntimeError, OSError) as error:  # DistStoreError and others: rank 0 has exited
             self._store = None
             first = " ".join(str(error).split())[:200]
@@ -249,9 +255,9 @@ class Watchdog:
         self._hang_seen_ns = now
         return True
 
-    def _handle_hang(self, store: StoreClient, now: int) -> None:
+    def _handle_hang(self, store: StoreClient, *, sees_hang: bool) -> None:
         """Request the stacks of all ranks if this rank is stuck, and answer a request."""
-        if self._sees_hang(now) and store.add(self._hang_key, 0) == self._num_requests:
+        if sees_hang and store.add(self._hang_key, 0) == self._num_requests:
             store.add(self._hang_key, 1)
         requests = store.add(self._hang_key, 0)
         if requests > self._num_requests:

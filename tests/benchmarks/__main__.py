@@ -1,4 +1,4 @@
-"""Measure the published figures: `make bench`, or `python -m tests.benchmarks --rounds 200`.
+"""Measure the published figures: `make bench`, or `python -m tests.benchmarks --rounds 120`.
 
 This takes about half an hour with the defaults, and requires an otherwise idle machine. Nothing
 passes or fails here: the numbers are printed next to the project's aims.
@@ -132,8 +132,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench ARGS=...", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, help="default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    _add_count(parser, "--rounds", 200, "paired rounds of the overhead benchmark")
-    _add_count(parser, "--steps-per-window", 4, "steps of one mode in one round")
+    _add_count(parser, "--rounds", 120, "paired rounds of the overhead benchmark")
+    _add_count(parser, "--steps-per-window", 8, "steps of one mode in one round")
     _add_count(parser, "--repeats", 1000, "pairs of the event benchmark")
     _add_count(parser, "--accuracy-steps", 20, "profiled steps of the accuracy benchmark")
     _add_count(parser, "--size-steps", 120, "steps of the longer run of the size benchmark", 6)

@@ -2,8 +2,9 @@
 
 In a training step, noise hides the cost of recording. Here a stand-in replaces torch's
 `FSDPParamGroup`. It makes the same calls in the same order, and they do nothing. The remaining time
-is the recorder's. All caches are warm. The work of a real step evicts them, so recording costs more
-there; the paired rounds of `overhead` contain that cost.
+is the recorder's. It is measured with warm caches, and again after a copy of `EVICTED_BYTES` before
+each call. The work of a real step evicts a part of the caches, so its cost is between the two. The
+paired rounds of `overhead` contain that cost.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.devices import DeviceSampler
 from fsdp_inspect.recording.instruments import Instruments
@@ -36,6 +40,9 @@ from tests.benchmarks.workload import NUM_BLOCKS
 
 ROWS_OF_A_FLUSH = 2048
 """About one second of a step of 60 ms with 135 events."""
+EVICTED_BYTES = 48 << 20
+"""The bytes that a copy reads and writes to evict the caches: more than most processors have."""
+_COLD_REPEATS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,9 @@ class HotPathCost:
     """CPU time of one event row, ns."""
 
     hot_path_ns: float
-    """Time on the training thread: hooks, marks and the row."""
+    """Time on the training thread with warm caches: hooks, marks, the black box and the row."""
+    cold_ns: float
+    """The same with cold caches."""
     encoding_ns: float
     """Time on the writer's thread: packing, checksum, compression and the write."""
     device_sample_ns: float
@@ -73,6 +82,15 @@ def event_figures(cost: HotPathCost, repeats: int) -> list[Figure]:
             numbers={"ns": cost.hot_path_ns},
         ),
         Figure(
+            name="the same with cold caches",
+            value=format_ns(cost.cold_ns),
+            how=(
+                f"Measured: the same after a copy of {EVICTED_BYTES >> 20} MiB before each call of "
+                f"torch; wall time of the calls, medians of {_COLD_REPEATS} pairs."
+            ),
+            numbers={"ns": cost.cold_ns},
+        ),
+        Figure(
             name="cost of an event on the writer's thread",
             value=format_ns(cost.encoding_ns),
             how=(
@@ -86,7 +104,9 @@ def event_figures(cost: HotPathCost, repeats: int) -> list[Figure]:
 
 def _measure(repeats: int) -> HotPathCost:
     rows: list[Row] = []
-    session = Session(HostClock(), rows.append, ProcessGroups())
+    clock = HostClock()
+    box = BlackBoxWriter(clock.host_now)
+    session = Session(clock, rows.append, ProcessGroups(), black_box=box)
     probe = MemoryProbe(session, lambda row: None, None)
     groups = [StandInGroup() for _ in range(NUM_BLOCKS + 2)]
     handles: list[Any] = [
@@ -102,11 +122,14 @@ def _measure(repeats: int) -> HotPathCost:
         rows.clear()
         recorded_ns.append(_time_step(groups, session))
         instruments.detach()
+    events = rows[:]
+    cold_ns = _cold_difference_ns(groups, instruments)
     assert session.active, session.problems
     difference = statistics.median(recorded_ns) - statistics.median(bare_ns)
     return HotPathCost(
-        hot_path_ns=difference / len(rows),
-        encoding_ns=_encoding_ns(rows, repeats),
+        hot_path_ns=difference / len(events),
+        cold_ns=cold_ns / len(events),
+        encoding_ns=_encoding_ns(events, repeats),
         device_sample_ns=_device_sample_ns(),
     )
 
@@ -124,6 +147,39 @@ def _time_step(groups: list[StandInGroup], session: Session | None = None) -> in
     if session is not None:
         session.end_step()
     return time.thread_time_ns() - start
+
+
+def _cold_difference_ns(groups: list[StandInGroup], instruments: Instruments) -> float:
+    """What the hooks add to a step of the stand-in whose calls begin with cold caches, ns."""
+    source = np.zeros(EVICTED_BYTES // 2, np.uint8)
+    target = np.empty_like(source)
+    spent = 0
+
+    def cold(call: Callable[..., Any], *arguments: Any) -> None:
+        nonlocal spent
+        np.copyto(target, source)
+        start = time.perf_counter_ns()
+        call(*arguments)
+        spent += time.perf_counter_ns() - start
+
+    def run_step() -> int:
+        nonlocal spent
+        spent = 0
+        for group in groups:
+            cold(group.pre_forward, None, (), {})
+            cold(group.post_forward, None, (), None)
+        for place in range(len(groups) - 1, -1, -1):
+            cold(groups[place].pre_backward, groups[place - 1] if place else None)
+            cold(groups[place].post_backward)
+        return spent
+
+    bare_ns, recorded_ns = [], []
+    for _ in range(_COLD_REPEATS):
+        bare_ns.append(run_step())
+        instruments.attach()
+        recorded_ns.append(run_step())
+        instruments.detach()
+    return statistics.median(recorded_ns) - statistics.median(bare_ns)
 
 
 def _encoding_ns(rows: list[Row], repeats: int) -> float:

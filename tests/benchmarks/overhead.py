@@ -6,11 +6,19 @@ after two steps that are not timed. Recording is on in its own windows only. Hoo
 the window. The window contains the steps, the background threads and one flush of all recorded data
 to disk (the recorder flushes once a second by default). `torch.profiler` starts before its window
 and stops after it. Nothing is exported, so only its collection is measured.
+
+[Note: CPU time by thread]
+The clock of the whole process is too noisy: the threads of gloo vary by more than the recorder
+costs. So the CPU time is the sum of three parts. The training thread is compared between two
+windows of a round. The recorder's threads, and its process that keeps the black box, count in full
+in the recorded windows, and not in the others, although they run there too. The other threads count
+as in the bare window of the round; a row of the table compares them.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,8 +49,20 @@ patching."""
 _DEVICE_INTERVAL_S = 0.5
 """The default of the recorder."""
 
+_TRAINING, _OWN, _OTHERS, _WALL = "training", "own", "others", "wall"
+"""The clocks of a window: the training thread, the threads of the recorder, all other threads of
+the process, and the wall. On CUDA, autograd has threads, so `training` contains the others."""
+_THREADS = "fsdp-inspect"
+"""How the names of the recorder's threads begin."""
+
+_CPU_MEANING = (
+    "CPU time is that of all ranks: the training thread, compared with the bare window of the "
+    "round, and in full the recorder's threads and the process that keeps the black box. Other "
+    "threads count as in the bare window."
+)
+
 Samples = dict[str, dict[str, list[int]]]
-"""Mode to clock (`cpu`, `wall`) to the ns of each round."""
+"""Mode to clock to the ns of each round."""
 
 
 class Mode(Protocol):
@@ -113,6 +133,13 @@ class Recorded:
         self._writer = attachment._writer
         self._instruments.detach()
 
+    @property
+    def keepers(self) -> list[int]:
+        """The process that keeps the black box, by id; empty if this system has none."""
+        box = self._instruments._session.black_box
+        keeper = None if box is None else box._keeper
+        return [] if keeper is None else [keeper.pid]
+
     @contextmanager
     def around(self) -> Iterator[None]:
         sampler = DeviceSampler(
@@ -144,36 +171,70 @@ def run_rounds(modes: dict[str, Mode], *, rounds: int, steps: int, device: torch
     """Measure each mode once a round, each time `steps` steps.
 
     Returns:
-        CPU time of the whole process and wall time of each window, ns, without warm-up rounds.
+        The times of each window by clock, ns, without warm-up rounds.
     """
+    keepers = [pid for mode in modes.values() if isinstance(mode, Recorded) for pid in mode.keepers]
     order = random.Random(0)  # equal on every rank
     names = list(modes)
     taken = _LEAD_IN_STEPS + steps
-    samples: Samples = {name: {"cpu": [], "wall": []} for name in names}
+    samples: Samples = {
+        name: {clock: [] for clock in (_TRAINING, _OWN, _OTHERS, _WALL)} for name in names
+    }
     step = 0
     for number in range(WARMUP_ROUNDS + rounds):
         for name in order.sample(names, len(names)):
-            cpu_ns, wall_ns = _window(modes[name], range(step, step + taken), device)
+            spent = _window(modes[name], range(step, step + taken), device, keepers)
             step += taken
             if number >= WARMUP_ROUNDS:
-                samples[name]["cpu"].append(cpu_ns)
-                samples[name]["wall"].append(wall_ns)
+                for clock, ns in spent.items():
+                    samples[name][clock].append(ns)
     return samples
 
 
-def _window(mode: Mode, steps: range, device: torch.device) -> tuple[int, int]:
+def _window(
+    mode: Mode, steps: range, device: torch.device, keepers: Sequence[int]
+) -> dict[str, int]:
     with mode.around():
         for step in steps[:_LEAD_IN_STEPS]:
             mode.loop.run_step(step)
         mode.finish()
         _settle(device)
         dist.barrier()
-        cpu, wall = time.process_time_ns(), time.perf_counter_ns()
+        clocks = Clocks(device, keepers)
         for step in steps[_LEAD_IN_STEPS:]:
             mode.loop.run_step(step)
         _settle(device)
         mode.finish()
-        return time.process_time_ns() - cpu, time.perf_counter_ns() - wall
+        return clocks.read()
+
+
+class Clocks:
+    """The clocks of one window, from its start on; see [Note: CPU time by thread]."""
+
+    def __init__(self, device: torch.device, keepers: Sequence[int]) -> None:
+        """Start the clocks; `keepers` are the processes that keep a black box, by id."""
+        self._is_cuda = device.type == "cuda"
+        self._threads = [
+            time.pthread_getcpuclockid(thread.ident)
+            for thread in threading.enumerate()
+            if thread.name.startswith(_THREADS) and thread.ident is not None
+        ]
+        self._keepers = [Path(f"/proc/{pid}/schedstat") for pid in keepers]
+        self._start = self._now()
+
+    def read(self) -> dict[str, int]:
+        """The ns since the start, by clock."""
+        training, own, process, wall = (
+            now - start for now, start in zip(self._now(), self._start, strict=True)
+        )
+        return {_TRAINING: training, _OWN: own, _OTHERS: process - training, _WALL: wall}
+
+    def _now(self) -> tuple[int, int, int, int]:
+        threads_ns = sum(map(time.clock_gettime_ns, self._threads))
+        keepers_ns = sum(int(each.read_text().split()[0]) for each in self._keepers)
+        process_ns = time.process_time_ns() - threads_ns
+        training_ns = process_ns if self._is_cuda else time.thread_time_ns()
+        return training_ns, threads_ns + keepers_ns, process_ns, time.perf_counter_ns()
 
 
 def _settle(device: torch.device) -> None:
@@ -208,8 +269,9 @@ def measure_overhead(
     events = len(run.events(0)) / run.ranks[0].num_steps
     what = (
         f"Measured: {rounds} rounds of {steps} steps a mode in one session, {NUM_RANKS} gloo "
-        "ranks, trainer preset tiny with 8 blocks, modes in random order within a round; median "
-        "ratio to the bare window of the same round, bootstrap over rounds."
+        "ranks, trainer preset tiny with 8 blocks, modes in random order within a round; hooks are "
+        f"set and {_LEAD_IN_STEPS} steps run untimed before each window; median ratio to the bare "
+        "window of the same round, bootstrap over rounds."
     )
     return [
         *compare_modes(samples, what),
@@ -220,15 +282,15 @@ def measure_overhead(
 def compare_modes(samples: Samples, what: str) -> list[Figure]:
     """Compare recorder and profiler with the bare step, by CPU and wall time, with the control."""
     figures = []
-    for clock, label, meaning in (
-        ("cpu", "CPU time", "CPU time is that of all threads of all ranks."),
-        ("wall", "wall time", "Wall time is the mean over ranks."),
+    for label, times, meaning in (
+        ("CPU time", _cpu_ns(samples), _CPU_MEANING),
+        ("wall time", _wall_ns(samples), "Wall time is the mean over ranks."),
     ):
+        is_cpu = label == "CPU time"
         bare, again, recorded, profiled = (
-            samples[mode][clock] for mode in (BARE, BARE_AGAIN, RECORDED, PROFILED)
+            times[mode] for mode in (BARE, BARE_AGAIN, RECORDED, PROFILED)
         )
         how = f"{what} {meaning}"
-        is_cpu = clock == "cpu"
         figures += [
             overhead_figure(
                 f"recorder, {label}",
@@ -245,6 +307,45 @@ def compare_modes(samples: Samples, what: str) -> list[Figure]:
                 how=how,
             ),
         ]
+    return [*figures, *_parts_of_cpu(samples, what)]
+
+
+def _cpu_ns(samples: Samples) -> dict[str, list[int]]:
+    """The CPU time of each window by mode; see [Note: CPU time by thread]."""
+    others = samples[BARE][_OTHERS]
+    return {
+        mode: [
+            training + other + (own if mode == RECORDED else 0)
+            for training, other, own in zip(clocks[_TRAINING], others, clocks[_OWN], strict=True)
+        ]
+        for mode, clocks in samples.items()
+    }
+
+
+def _wall_ns(samples: Samples) -> dict[str, list[int]]:
+    return {mode: clocks[_WALL] for mode, clocks in samples.items()}
+
+
+def _parts_of_cpu(samples: Samples, what: str) -> list[Figure]:
+    """The parts of the recorder's CPU time, each relative to the CPU time of the bare window."""
+    bare = _cpu_ns(samples)[BARE]
+    figures = []
+    parts = (_TRAINING, "training thread"), (_OWN, "own threads"), (_OTHERS, "other threads")
+    for clock, label in parts:
+        before = [0] * len(bare) if clock == _OWN else samples[BARE][clock]
+        with_part = [
+            whole + recorded - reference
+            for whole, recorded, reference in zip(
+                bare, samples[RECORDED][clock], before, strict=True
+            )
+        ]
+        figures.append(
+            overhead_figure(
+                f"recorder, part of CPU time: {label}",
+                median_ratio(with_part, bare),
+                how=f"{what} The part of this clock, relative to the CPU time of the bare window.",
+            )
+        )
     return figures
 
 
@@ -263,7 +364,7 @@ def _arithmetic_figure(
     samples: Samples, cost: HotPathCost, *, events_per_step: float, steps: int
 ) -> Figure:
     """Estimate events times their cost, relative to the bare step, without the windows' noise."""
-    cpu, wall = (sorted(samples[BARE][clock]) for clock in ("cpu", "wall"))
+    cpu, wall = sorted(_cpu_ns(samples)[BARE]), sorted(samples[BARE][_WALL])
     step_cpu_ns = cpu[len(cpu) // 2] / steps / NUM_RANKS
     step_wall_ns = wall[len(wall) // 2] / steps / NUM_RANKS
     recording_ns = events_per_step * (cost.hot_path_ns + cost.encoding_ns)

@@ -1,8 +1,9 @@
 """The README's pictures of every page, light and dark: `make screenshots`.
 
 Two emulated runs of the trainer that differ in one setting, a run that hung in its data loader, and
-the samples, in one folder; one more run is being recorded while its Live page is pictured. Trends
-shows synthetic runs. Pictures are reduced to 256 colours.
+the samples, in one folder; one more run is being recorded while its Live page is pictured. What-if
+shows a run on virtual time, so that its predicted step does not depend on the load of the machine.
+Trends shows synthetic runs. Pictures are reduced to 256 colours.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def main() -> None:
         sys.exit("There is no chromium on PATH. Install it: apt-get install chromium")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         runs = Path(folder) / "runs"
-        base, other = record_runs(runs)
+        base, other, virtual = record_runs(runs)
         hung = Path(folder) / "hung"
         run_case(Case("data", "llama", num_ranks=4, rank=1, step=3), hung)
         shutil.copytree(next((hung / "runs").iterdir()), runs / _HUNG)
@@ -58,30 +59,39 @@ def main() -> None:
             dashboard = Dashboard(page, address)
             for scheme in ("light", "dark"):
                 picture_pages(dashboard, scheme, base, other, out)
+                picture_what_if(dashboard, scheme, virtual, out)
             picture_live(dashboard, runs, out)
         with serve(write_nights(Path(folder) / "nights"), free_port(), log) as address:
             picture_trends(Dashboard(page, address), out)
         browser.close()
 
 
-def record_runs(runs: Path) -> tuple[str, str]:
-    """Record two emulated runs next to the samples; returns the ids of the emulated runs."""
+def record_runs(runs: Path) -> tuple[str, str, str]:
+    """Record emulated runs next to the samples: two that differ, and one on virtual time.
+
+    Returns:
+        Their ids.
+    """
     for sample in list_runs(SAMPLES):
         shutil.copytree(sample.path, runs / sample.path.parent.name)
     write_traces(runs / "traces")
     before = {entry.id for entry in list_runs(runs)}
     found = []
-    for settings in ((), ("--forward-prefetch", "1")):
-        with training(runs, *settings, "--steps", "16") as child:
+    for settings, is_virtual in (((), False), (("--forward-prefetch", "1"), False), ((), True)):
+        with training(runs, *settings, "--steps", "16", is_virtual=is_virtual) as child:
             if child.wait() != 0:
                 sys.exit("A run for the pictures could not be recorded.")
         found += [e.id for e in list_runs(runs) if e.id not in {*before, *found}]
-    return found[0], found[1]
+    base, other, virtual = found
+    return base, other, virtual
 
 
 @contextmanager
-def training(runs: Path, *settings: str) -> "Iterator[subprocess.Popen[bytes]]":
-    command = [sys.executable, "-m", "instrumented_trainer", *TRAINING, *settings]
+def training(
+    runs: Path, *settings: str, is_virtual: bool = False
+) -> "Iterator[subprocess.Popen[bytes]]":
+    clock = ["tests.validation.virtual_time"] if is_virtual else []
+    command = [sys.executable, "-m", *clock, "instrumented_trainer", *TRAINING, *settings]
     child = subprocess.Popen(
         [*command, "--runs-dir", str(runs)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -105,12 +115,16 @@ def picture_pages(dashboard: Dashboard, scheme: Scheme, base: str, other: str, o
         "ranks": ("ranks", {"run": _SEVERAL_RANKS}),
         "compare": ("compare", {"run": base, "with": other, "baseline": base}),
         "advice": ("advice", {"run": base}),
-        "what-if": ("what_if", {"run": base, "forward_prefetch": "1"}),
         "import": ("imports", {}),
     }
     for name, (path, parameters) in pages.items():
         dashboard.open(path, **parameters)
         save(dashboard, out / f"{name}{'' if scheme == 'light' else '-dark'}.png")
+
+
+def picture_what_if(dashboard: Dashboard, scheme: Scheme, run: str, out: Path) -> None:
+    dashboard.open("what_if", run=run, forward_prefetch="1")
+    save(dashboard, out / f"what-if{'' if scheme == 'light' else '-dark'}.png")
 
 
 def picture_trends(dashboard: Dashboard, out: Path) -> None:

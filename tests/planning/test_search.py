@@ -21,7 +21,7 @@ from tests.cases import mark_slow
 from tests.planning.jobs import make_job
 
 GIB = 1 << 30
-SHAPES = [("small", 4, 1024, 2.25), ("llama-1b", 4, 2048, 14.0), ("llama-8b", 3, 2048, 17.0)]
+SHAPES = [("small", 4, 1024, 2.3), ("llama-1b", 4, 2048, 14.0), ("llama-8b", 3, 2048, 17.0)]
 """Preset, blocks, tokens of a sequence, and a budget in GiB that excludes a part of the grid."""
 LINKS = ["h100-nvlink", "a100-eth100"]
 

@@ -21,6 +21,7 @@ from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording import unit_hooks
 from fsdp_inspect.recording.failure import describe_allocated
 from fsdp_inspect.recording.memory import AllocatorReading
+from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.store.reader import open_run
@@ -140,7 +141,7 @@ def test_a_bug_of_the_recorder_stops_the_recording_and_not_the_training(
     def broken(self: Any, *args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(unit_hooks.UnitHooks, "_before_post_forward", broken)
+    monkeypatch.setattr(unit_hooks.UnitHooks, "_close_forward", broken)
     recorder = quiet(model, tmp_path / "run")
     with pytest.warns(RuntimeWarning, match="recording stopped at step 0.*planted") as caught:
         train(model, recorder)
@@ -187,7 +188,7 @@ def test_where_warnings_are_errors_its_failure_still_does_not_reach_the_training
     model = sharded_model()
     recorder = quiet(model, tmp_path / "run")
     assert recorder._attachment is not None
-    monkeypatch.setattr(recorder._attachment.session, "end_step", lambda: 1 / 0)
+    monkeypatch.setattr(Session, "end_step", lambda _: 1 / 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, recorder)

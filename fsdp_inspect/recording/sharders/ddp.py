@@ -285,12 +285,12 @@ class BucketHooks:
         session = self._session
         if session.watches_memory:
             self._memory.reduce_buffer(message, unit)
-        code = dtype_code(message.dtype)
-        number = session.note_issue(_ALL_REDUCE, unit, group, message.nbytes, code)
+        num_bytes, dtype = message.nbytes, dtype_code(message.dtype)
+        number = session.note_issue(_ALL_REDUCE, unit, group, num_bytes, dtype)
         communication = Communication(session, _ALL_REDUCE, unit, Stream.ALL_REDUCE)
         communication.flags |= _ASYNC
         communication.wait_method = Method.INFERRED
-        communication.begin(session, message, group, self._clock.mark())
+        communication.begin(session, (num_bytes, dtype, group, number, self._clock.mark()))
         return communication, number
 
     def _follow(self, communication: Communication, work: dist.Work, number: int) -> None:

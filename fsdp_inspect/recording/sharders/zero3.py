@@ -251,13 +251,12 @@ class SubmoduleHooks(ZeroHooks):
         unit = max(units) if session.phase == Phase.BACKWARD else min(units)
         if session.hook_unit in units:
             unit = session.hook_unit
-        number = session.note_issue(
-            EventKind.ALL_GATHER, unit, group, output.nbytes, dtype_code(output.dtype)
-        )
+        num_bytes, dtype = output.nbytes, dtype_code(output.dtype)
+        number = session.note_issue(EventKind.ALL_GATHER, unit, group, num_bytes, dtype)
         communication = Communication(session, EventKind.ALL_GATHER, unit, Stream.ALL_GATHER)
         if session.hook_unit != unit:
             communication.flags |= EventFlag.PREFETCHED
-        communication.begin(session, output, group, session.clock.mark())
+        communication.begin(session, (num_bytes, dtype, group, number, session.clock.mark()))
         return communication, number
 
     def _issued(
