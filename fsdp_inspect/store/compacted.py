@@ -37,6 +37,7 @@ from fsdp_inspect.store.schema import (
     FOOTER_CHECKSUM_KEY,
     FOOTER_KEY,
     ROW_GROUP_ROWS,
+    STATISTICS,
     SUMMARY,
     TableFile,
     TableT,
@@ -58,6 +59,16 @@ Group = tuple[NonNegativeInt, int, int, str]
 """A row group: rows, lowest step, highest step, checksum."""
 
 
+class Condensed(Record):
+    """The summary and the settings for which statistics are valid; see `store.schema`."""
+
+    version: int
+    summary: str
+    num_warmup: int
+    memory: tuple[int, ...]
+    numerics_every: int
+
+
 class Footer(Record):
     """The fields of the footer; `store.schema` defines them."""
 
@@ -67,6 +78,9 @@ class Footer(Record):
     kinds: tuple[tuple[int, ...], ...] | None = None
     reduction: int | None = None
     ranks: dict[NonNegativeInt, tuple[NonNegativeInt, ...]] = Field(default_factory=dict)
+    condensed: Condensed | None = None
+    checksum: str = Field(default="", exclude=True)
+    """The checksum of the footer, which identifies the contents of the file."""
 
     @model_validator(mode="after")
     def _check_kinds(self) -> Self:
@@ -337,7 +351,7 @@ def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Fo
             f"rows. Expected {file.name!r} in {len(footer.groups)} row groups of "
             f"{sum(group[0] for group in footer.groups):,} rows. {_remedy(file)}"
         )
-    return footer
+    return footer.model_copy(update={"checksum": stored})
 
 
 def _decoded_bytes(parquet: pq.ParquetFile, numbers: Sequence[int]) -> int:
@@ -384,4 +398,4 @@ def _read_group(
 
 
 def _remedy(file: TableFile[Any]) -> str:
-    return _SUMMARY_REMEDY if file.name == SUMMARY.name else _REMEDY
+    return _SUMMARY_REMEDY if file.name in (SUMMARY.name, STATISTICS.name) else _REMEDY

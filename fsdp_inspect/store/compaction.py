@@ -35,6 +35,7 @@ from fsdp_inspect.store.schema import (
     TableFile,
     TableT,
 )
+from fsdp_inspect.store.statistics_files import write_statistics
 from fsdp_inspect.store.summary_files import (
     Place,
     folder_of,
@@ -200,7 +201,7 @@ def compact_rank(
 
 
 def write_run_summary(path: Path) -> bool:
-    """Write the run's summary from the summaries of the ranks, if all ranks in the folder have one.
+    """Write the run's summary and statistics, if all ranks in the folder have a summary.
 
     This reads only the rows of whole steps and takes a few seconds for a thousand ranks.
 
@@ -214,6 +215,7 @@ def write_run_summary(path: Path) -> bool:
     if not places or any(_has_open_stream(path, place) for place in places):
         return False
     if _summed_up(path) == set(places):
+        write_statistics(path)
         return True
     tables = []
     for place in places:
@@ -222,6 +224,7 @@ def write_run_summary(path: Path) -> bool:
             return False
         tables.append(rows)
     write_run_summary_file(path, SummaryTable.concat(tables), places)
+    write_statistics(path)
     return True
 
 

@@ -40,6 +40,8 @@ class SummaryFile:
     """The ranks that the summary covers; empty without a current summary."""
     is_whole: bool
     """Whether `rows` has the rows of all kinds."""
+    checksum: str = ""
+    """Identifies the contents of the file."""
 
 
 def write_rank_summary(folder: Path, rows: SummaryTable) -> None:
@@ -123,7 +125,7 @@ def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -
     rows = SummaryTable.empty()
     if places:
         rows = check_values(contents.table, f"{files.label.rstrip('/')}/{SUMMARY.compacted_name}")
-    return SummaryFile(rows, places, is_whole=contents.is_whole)
+    return SummaryFile(rows, places, is_whole=contents.is_whole, checksum=contents.details.checksum)
 
 
 def has_rank_summary(files: RunFiles, place: Place) -> bool:
