@@ -179,27 +179,51 @@ def _measure_breakdown(run: RunSource) -> Breakdown:
     return Breakdown(headline, parts, lambda: describe(timed.members))
 
 
+def measure_dimensions(run: RunSource) -> dict[int, tuple[DimensionTime, ...]]:
+    """Split the collectives of the typical step of each rank by dimension of the mesh, by rank."""
+    return remember(run, "dimensions of ranks", partial(_measure_dimensions, run))
+
+
+def _measure_dimensions(run: RunSource) -> dict[int, tuple[DimensionTime, ...]]:
+    parts, typical = measure_breakdown(run).parts, timed_ranks(run).typical
+    return _split_by_rank(run, typical, parts, np.arange(len(parts.rank)))
+
+
+def _split_by_rank(
+    run: RunSource, typical: TypicalSteps, parts: TypicalParts, places: _Int64
+) -> dict[int, tuple[DimensionTime, ...]]:
+    """Split the collectives of the ranks at some places of the columns, by rank."""
+    groups = typical.by_group()
+    columns = (parts.rank, typical.num_steps, parts.exposed_ns, parts.step_time_ns)
+    return {
+        rank: _split_by_dimension(
+            groups.get(rank, StatisticsTable.empty()),
+            group_dimensions(run, rank),
+            num_steps=num_steps,
+            exposed_ns=exposed,
+            step_time_ns=step_time,
+        )
+        for rank, num_steps, exposed, step_time in zip(
+            *(column[places].tolist() for column in columns), strict=True
+        )
+    }
+
+
 def _describe_ranks(
     run: RunSource, members: Sequence[RankSteps], typical: TypicalSteps, parts: TypicalParts
 ) -> Iterator[StepBreakdown]:
     closest = typical.closest_step.tolist()
     communication, between = (typical.rounded(kind).tolist() for kind in _OVERLAPPING)
-    groups = typical.by_group()
-    for member in members:
-        place = int(np.searchsorted(typical.rank, member.rank))
+    places = np.searchsorted(typical.rank, [member.rank for member in members])
+    dimensions = _split_by_rank(run, typical, parts, places)
+    for place, member in zip(places.tolist(), members, strict=True):
         yield _describe(
             parts,
             place,
             steps=member.typical_steps,
             closest_step=closest[place],
             overlapping=(communication[place], between[place]),
-            dimensions=_split_by_dimension(
-                groups.get(member.rank, StatisticsTable.empty()),
-                group_dimensions(run, member.rank),
-                num_steps=len(member.typical_steps),
-                exposed_ns=int(parts.exposed_ns[place]),
-                step_time_ns=int(parts.step_time_ns[place]),
-            ),
+            dimensions=dimensions[member.rank],
         )
 
 
