@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import ClassVar
 
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.step_selection import (
     TypicalSteps,
     select_steps,
@@ -80,6 +82,10 @@ class StepTimes(TableResult):
 
 def measure_step_times(run: RunSource) -> StepTimes:
     """Measure the step time over the timed steps of each rank and of the median rank."""
+    return remember(run, "step times", partial(_measure_step_times, run))
+
+
+def _measure_step_times(run: RunSource) -> StepTimes:
     selection = select_steps(run)
     timed = timed_ranks(run)
     ranks = tuple(_measure_ranks(timed.typical, run.statistics()))

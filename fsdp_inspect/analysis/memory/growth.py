@@ -63,7 +63,7 @@ def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryG
     chosen = _find_largest_rise(firsts, lasts) if rank is None else rank
     if chosen is None or chosen not in firsts.rank:
         return None
-    parts = memory_parts(run, rank=chosen)
+    parts = memory_parts(run, ranks=[chosen])
     first, last = (int(ends.step[np.searchsorted(ends.rank, chosen)]) for ends in (firsts, lasts))
     is_warm = (parts.step >= first) & (parts.step <= last)
     series = parts.where(is_warm & (parts.kind == StepPart.ALLOCATED_AT_END))

@@ -336,7 +336,7 @@ def _of(parts: SummaryTable, part: StepPart) -> SummaryTable:
 
 
 def _steps_of(run: RunSource, rank: int, left_out: Collection[int]) -> Iterator[MemoryOfStep]:
-    parts = memory_parts(run, rank=rank)
+    parts = memory_parts(run, ranks=[rank])
     parts = parts.where(~np.isin(parts.step, list(left_out)))
     reserved = _by_step(_of(parts, StepPart.PEAK_RESERVED))
     at_end = _by_step(_of(parts, StepPart.ALLOCATED_AT_END))

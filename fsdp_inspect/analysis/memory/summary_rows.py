@@ -16,19 +16,18 @@ from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of
 
 
-def memory_parts(run: RunSource, *, rank: int | None = None) -> SummaryTable:
-    """Return the memory rows of a rank, or of all ranks; `reduction.memory_parts` defines them.
+def memory_parts(run: RunSource, *, ranks: Collection[int] | None = None) -> SummaryTable:
+    """Return the memory rows of some ranks, or of all; `reduction.memory_parts` defines them.
 
     Returns:
         Rows of the kinds `MEMORY_PARTS`, by rank and step. A rank with damaged samples has none.
     """
-    ranks = None if rank is None else [rank]
     rows = run.summary(ranks=ranks, kinds=[int(part) for part in MEMORY_PARTS])
     if len(rows):
         return rows
     parts = []
     for record in run.ranks:
-        if rank not in (None, record.rank):
+        if ranks is not None and record.rank not in ranks:
             continue
         with contextlib.suppress(StoreError):
             samples = run.memory(record.rank)

@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.breakdown import DimensionTime, measure_dimensions
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.collectives.matching import Matching
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, rank_coordinates
 from fsdp_inspect.analysis.rank_sets import name_rank_sets
 from fsdp_inspect.analysis.step_selection import (
@@ -335,6 +336,10 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
     `MAX_SAMPLED_STEPS` steps. These are the ranks that communicate least, because a straggler does
     not wait for other ranks, and other ranks spread evenly.
     """
+    return remember(run, ("ranks", max_ranks), partial(_measure_ranks, run, max_ranks))
+
+
+def _measure_ranks(run: RunSource, max_ranks: int) -> Ranks:
     timed = timed_ranks(run)
     members = timed.members
     here = [record.rank for record in run.ranks]
