@@ -6,7 +6,7 @@ error or has no effect, but never other numbers.
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -124,25 +124,60 @@ def write_compacted(
     Raises:
         OSError: Writing failed; no temporary file is left.
     """
-    columns = _to_stored(file, _sorted(file, table))
-    bounds = _find_bounds(len(table), breaks)
-    footer = json.dumps(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "table": file.name,
-            "covered_rows": covered_rows,
-            "groups": _describe_groups(columns, bounds),
-            **_list_values(file, columns, bounds),
-            **(details or {}),
-        },
-        separators=(",", ":"),
-    )
+    write_compacted_parts(path, file, [(table, breaks)], covered_rows=covered_rows, details=details)
+
+
+def write_compacted_parts(
+    path: Path,
+    file: TableFile[TableT],
+    parts: Iterable[tuple[TableT, Sequence[int]]],
+    *,
+    covered_rows: int,
+    details: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a table like `write_compacted`, of which only one part is in memory.
+
+    Args:
+        path: The file; its folder must exist.
+        file: The specification of the table.
+        parts: Consecutive rows, each part with its `breaks`.
+        covered_rows: Number of rows of the stream that this file replaces.
+        details: More fields for the footer.
+
+    Raises:
+        OSError: Writing failed; no temporary file is left.
+    """
     unfinished = unfinished_path(path)
+    groups: list[list[int | str]] = []
+    listed: dict[str, list[list[int]]] = {}
     try:
         with unfinished.open("wb") as sink:
-            with _open_parquet(columns, footer, file, sink) as writer:
-                for bound in bounds:
-                    writer.write_table(_arrow_table(_slice(columns, bound)), ROW_GROUP_ROWS)
+            with _open_parquet(file, sink) as writer:
+                for table, breaks in parts:
+                    columns = _to_stored(file, _sorted(file, table))
+                    bounds = _find_bounds(len(table), breaks)
+                    groups += _describe_groups(columns, bounds)
+                    for name, values in _list_values(file, columns, bounds).items():
+                        listed.setdefault(name, []).extend(values)
+                    for bound in bounds:
+                        writer.write_table(_arrow_table(_slice(columns, bound)), ROW_GROUP_ROWS)
+                footer = json.dumps(
+                    {
+                        "schema_version": SCHEMA_VERSION,
+                        "table": file.name,
+                        "covered_rows": covered_rows,
+                        "groups": groups,
+                        **listed,
+                        **(details or {}),
+                    },
+                    separators=(",", ":"),
+                )
+                writer.add_key_value_metadata(
+                    {
+                        FOOTER_KEY.decode(): footer,
+                        FOOTER_CHECKSUM_KEY.decode(): checksum_text(footer),
+                    }
+                )
             sink.flush()
             os.fsync(sink.fileno())
         unfinished.replace(path)
@@ -292,9 +327,8 @@ def _arrow_table(columns: Columns) -> pa.Table:
 
 
 @contextmanager
-def _open_parquet(
-    columns: Columns, footer: str, file: TableFile[Any], sink: BinaryIO
-) -> Iterator[pq.ParquetWriter]:
+def _open_parquet(file: TableFile[Any], sink: BinaryIO) -> Iterator[pq.ParquetWriter]:
+    columns = _to_stored(file, file.table.empty())
     relative = [column.stored_name for column in file.relative_columns]
     encodings = dict.fromkeys([*relative, *file.split_columns], "BYTE_STREAM_SPLIT")
     if file.sort_by:
@@ -302,7 +336,7 @@ def _open_parquet(
     with_dictionary: Any = [name for name in columns if name not in encodings]
     with pq.ParquetWriter(
         sink,
-        _arrow_table(_slice(columns, (0, 0))).schema,
+        _arrow_table(columns).schema,
         compression="zstd",
         compression_level=_ZSTD_LEVEL,
         use_dictionary=with_dictionary,
@@ -311,12 +345,6 @@ def _open_parquet(
         write_statistics=[name for name in ("step", file.sort_by) if name in columns],
         store_schema=False,
     ) as writer:
-        writer.add_key_value_metadata(
-            {
-                FOOTER_KEY.decode(): footer,
-                FOOTER_CHECKSUM_KEY.decode(): checksum_text(footer),
-            }
-        )
         yield writer
 
 

@@ -88,8 +88,9 @@ lose more, because the writer does not wait for the disk.
 one row for each of these kinds in a step, of kind 140 one for each process group) and rows of units
 (all other kinds). A rank's summary has the rows of whole steps first, by kind and step. The rows of
 units follow, by step, in new row groups. The run's summary repeats the rows of whole steps of all
-ranks, by attempt, kind, rank and step. It has no rows of units: for 1,000 ranks of 64 units they
-would be 50 times as many.
+ranks, by attempt, kind, rank and step; of a large run, this holds for the row groups of some ranks,
+then of the next ranks. It has no rows of units: for 1,000 ranks of 64 units they would be 50 times
+as many.
 
 The run's statistics (`statistics.parquet`) condense the run's summary, so that reading all ranks
 does not depend on the number of steps. They are valid for one `summary.parquet` and for the
