@@ -199,8 +199,10 @@ def read_compacted(
         source: The open file; only the necessary parts are read.
         file: The specification of the table.
         name: The file's name, for messages.
-        steps: Row groups without any of these steps are skipped; rows of other steps may remain.
-        kinds: The same for kinds, if the file lists the kinds of its row groups.
+        steps: Row groups without any of these steps are skipped. If there are any, rows of other
+            steps are left out, too.
+        kinds: Row groups without any of these kinds are skipped, if the file lists the kinds of its
+            row groups; rows of other kinds may remain.
 
     Raises:
         CorruptFileError: The file is foreign, cut off, or changed since it was written.
@@ -218,8 +220,13 @@ def read_compacted(
         footer = _read_footer(parquet, file, name)
         chosen = _choose_groups(footer, steps, kinds)
         check_decoded_size(_decoded_bytes(parquet, chosen), size, name)
+        is_whole = len(chosen) == len(footer.groups)  # all rows are kept for other steps, too
+        wanted = None if is_whole else steps
         batches = [
-            _from_stored(file, _read_group(parquet, number, footer.groups[number], name, file))
+            _from_stored(
+                file,
+                _of_steps(_read_group(parquet, number, footer.groups[number], name, file), wanted),
+            )
             for number in chosen
         ]
     except FsdpInspectError:
@@ -238,7 +245,7 @@ def read_compacted(
         table,
         covered_rows=footer.covered_rows,
         details=footer,
-        is_whole=len(chosen) == len(footer.groups),
+        is_whole=is_whole,
     )
 
 
@@ -423,6 +430,16 @@ def _read_group(
             f"has changed since it was written. {_remedy(file)}"
         )
     return columns
+
+
+def _of_steps(columns: Columns, steps: Collection[int] | None) -> Columns:
+    """The rows of these steps; tables without a step are left as they are."""
+    if steps is None or "step" not in columns:
+        return columns
+    chosen = np.isin(columns["step"], list(steps))
+    if chosen.all():
+        return columns
+    return {name: values[chosen] for name, values in columns.items()}
 
 
 def _remedy(file: TableFile[Any]) -> str:
