@@ -24,6 +24,7 @@ from fsdp_inspect.store.files import LocalFiles, RunFiles
 from fsdp_inspect.store.folder import list_rank_places, rank_folder, read_rank_record
 from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.rank_tables import read_table
+from fsdp_inspect.store.record_bundle import write_record_bundle
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import (
     EVENTS,
@@ -218,14 +219,20 @@ def write_run_summary(path: Path) -> bool:
     if not places or any(_has_open_stream(path, place) for place in places):
         return False
     if _summed_up(path) == set(places):
-        write_statistics(path)
+        _write_rest(path, places)
         return True
     try:
         write_run_summary_file(path, _read_parts(files, places), places)
     except StoreError:
         return False
-    write_statistics(path)
+    _write_rest(path, places)
     return True
+
+
+def _write_rest(path: Path, places: Sequence[Place]) -> None:
+    """Write what serves the reading of all ranks, besides their summary."""
+    write_statistics(path)
+    write_record_bundle(path, [f"{folder_of(place)}/{RANK_FILE}" for place in places])
 
 
 def _has_open_stream(path: Path, place: Place) -> bool:

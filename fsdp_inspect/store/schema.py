@@ -12,6 +12,7 @@ file of an earlier attempt::
       summary.parquet                 the whole steps of all ranks of all attempts; only after
                                       compaction
       statistics.parquet              a few rows for each rank, computed from summary.parquet
+      rank_records.json.gz            copies of all rank.json, for object stores; only of many ranks
       attempt-000/                    three digits or more, from 0
         rank-00000/                   five digits or more, the global rank
           rank.json                   one rank of one attempt; rewritten during the recording
@@ -144,6 +145,8 @@ from fsdp_inspect.trace.tables import (
 MANIFEST_FILE = "run.json"
 PROBE_FILE = "network.json"
 RANK_FILE = "rank.json"
+RECORDS_FILE = "rank_records.json.gz"
+"""In the run folder: the text of each `rank.json` by its path, of runs with many ranks."""
 NUMERICS_FILE = "numerics.jsonl"
 """In a rank's folder: its numerics steps, see `trace.numerics`."""
 BLACK_BOX_FILE = "black_box.bin"

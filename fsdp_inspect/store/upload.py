@@ -27,6 +27,7 @@ from fsdp_inspect.store.schema import (
     PLAN_FILE,
     PROBE_FILE,
     RANK_FILE,
+    RECORDS_FILE,
     SIGTERM_FILE,
     STACKS_FILE,
     STATISTICS,
@@ -49,6 +50,7 @@ RUN_FILES = (
     PROBE_FILE,
     SUMMARY.compacted_name,
     STATISTICS.compacted_name,
+    RECORDS_FILE,
 )
 """The files of the run itself, which rank 0 writes."""
 MAX_SEGMENT_BYTES = 64 << 20
