@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.errors import CorruptFileError, IncompleteRunError
 from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.reduction.run_statistics import classify_finished
 from fsdp_inspect.reduction.timed_steps import StepRules, StepSelection
@@ -313,12 +313,17 @@ def _timed_ranks(run: RunSource) -> TimedRanks:
     return TimedRanks(
         typical=typical,
         median=None if median is None else _read_members(run, [median])[0],
-        read_members=partial(_read_members, run, None),
+        read_members=lambda: _read_members(run, typical.rank.tolist()),
     )
 
 
-def _read_members(run: RunSource, ranks: Sequence[int] | None) -> tuple[RankSteps, ...]:
-    """Read the timed steps of some ranks, or of all."""
+def _read_members(run: RunSource, expected: Sequence[int]) -> tuple[RankSteps, ...]:
+    """Read the timed steps of one rank, or of all ranks that have any.
+
+    Raises:
+        CorruptFileError: Other ranks have timed steps than the statistics of the run state.
+    """
+    ranks = expected if len(expected) == 1 else None
     timed = select_steps(run).timed
     steps, communication = (
         _of_steps(run.summary(ranks=ranks, kinds=[kind]), timed)
@@ -329,7 +334,14 @@ def _read_members(run: RunSource, ranks: Sequence[int] | None) -> tuple[RankStep
     def rows_of_rank(rank: int) -> SummaryTable:
         return _of_steps(run.summary(ranks=[rank]), timed)
 
-    return tuple(_members(steps, communication, rows_of_rank))
+    members = tuple(_members(steps, communication, rows_of_rank))
+    if [member.rank for member in members] != list(expected):
+        raise CorruptFileError(
+            f"statistics.parquet of run {run.manifest.run_id!r} states timed steps of "
+            f"{len(expected):,} ranks, and its summaries those of {len(members):,}. Expected the "
+            "same ranks. Remove statistics.parquet, and run `fsdp-inspect compact` on the run."
+        )
+    return members
 
 
 def _of_steps(rows: SummaryTable, steps: Collection[int]) -> SummaryTable:

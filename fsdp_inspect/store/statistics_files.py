@@ -8,7 +8,9 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_inspect.errors import StoreError
+import numpy as np
+
+from fsdp_inspect.errors import CorruptFileError, StoreError
 from fsdp_inspect.reduction.run_statistics import STATISTICS_VERSION, condense_run
 from fsdp_inspect.reduction.timed_steps import StepRules
 from fsdp_inspect.store.compacted import Condensed, write_compacted
@@ -18,6 +20,7 @@ from fsdp_inspect.store.records import decode_record
 from fsdp_inspect.store.schema import MANIFEST_FILE, STATISTICS
 from fsdp_inspect.store.summary_files import SummaryFile, read_run_summary
 from fsdp_inspect.store.table_values import check_values
+from fsdp_inspect.trace.codes import EventKind, Statistic
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of
 
@@ -74,7 +77,40 @@ def read_statistics(
     contents = read_compacted_table(files, "", STATISTICS)
     if contents is None or contents.details.condensed != _describe(of_summary, rules):
         return None
-    return check_values(contents.table, f"{files.label.rstrip('/')}/{STATISTICS.compacted_name}")
+    name = f"{files.label.rstrip('/')}/{STATISTICS.compacted_name}"
+    table = check_values(contents.table, name)
+    for attempt in np.unique(table.attempt).tolist():
+        _check_ranks(table.where(table.attempt == attempt), name)
+    return table
+
+
+def _check_ranks(rows: StatisticsTable, name: str) -> None:
+    """Check that the rows of an attempt belong to the ranks with a typical step.
+
+    Raises:
+        CorruptFileError: They do not.
+    """
+    of_step = rows.where((rows.statistic == Statistic.TYPICAL) & (rows.kind == EventKind.STEP))
+    ranks = of_step.rank
+    warm = [
+        rows.rank[rows.statistic == each] for each in (Statistic.FIRST_WARM, Statistic.LAST_WARM)
+    ]
+    is_valid = (
+        np.all(np.diff(ranks) > 0)
+        and np.all(of_step.num_steps > 0)
+        and np.isin(rows.rank[rows.statistic == Statistic.TYPICAL], ranks).all()
+        and all(np.array_equal(rows.rank[rows.statistic == each], ranks) for each in _PER_RANK)
+        and np.array_equal(*warm)
+        and np.all(np.diff(warm[0]) > 0)
+    )
+    if not is_valid:
+        raise CorruptFileError(
+            f"{name} has other ranks in its rows. Expected the ranks with a typical step. Remove "
+            "the file: it is computed again from the summary."
+        )
+
+
+_PER_RANK = (Statistic.LOW, Statistic.MIDDLE, Statistic.HIGH)
 
 
 def _describe(of_summary: str, rules: StepRules) -> Condensed:

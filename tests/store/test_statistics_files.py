@@ -3,16 +3,21 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.results import to_plain
 from fsdp_inspect.store import summary_reader
+from fsdp_inspect.store.compacted import read_compacted, write_compacted
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import rank_folder
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.records import decode_record, encode_record
+from fsdp_inspect.store.schema import STATISTICS
+from fsdp_inspect.trace.codes import EventKind, Statistic
 from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.tables import StatisticsTable
 from tests.builders import steady_run
 from tests.builders import write_run as write_built_run
 from tests.store.run_files import assert_same_rows, write_run
@@ -124,3 +129,26 @@ def test_a_rank_is_read_from_its_own_files(tmp_path: Path) -> None:
     expected = to_plain(measure_summary(open_run(path)))
     (path / "summary.parquet").unlink()
     assert to_plain(measure_summary(open_run(path))) == expected
+
+
+def test_statistics_with_other_ranks_in_their_rows_are_refused(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = run_folder / "statistics.parquet"
+    with file.open("rb") as source:
+        contents = read_compacted(source, STATISTICS, file.name)
+    table, condensed = contents.table, contents.details.condensed
+    expected = open_run(run_folder).statistics()
+    chosen = (table.statistic == Statistic.TYPICAL) & (table.kind == EventKind.STEP)
+    wrong = {**table.columns(), "rank": np.where(chosen, table.rank + 5, table.rank)}
+    write_compacted(
+        file,
+        STATISTICS,
+        StatisticsTable.from_columns(wrong),
+        covered_rows=0,
+        details={"condensed": condensed.model_dump() if condensed else {}},
+    )
+    run = open_run(run_folder)
+    assert not uses_its_statistics(run, monkeypatch)
+    assert_same_rows(run.statistics(), expected)
+    assert any("other ranks" in note for note in run.notes)
