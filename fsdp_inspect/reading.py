@@ -37,7 +37,7 @@ class InvalidTextError(ValueError):
     """
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path | str) -> BinaryIO:
     """Open a regular file for reading. A pipe would block, and a device has no end.
 
     Raises:
@@ -53,7 +53,7 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def read_regular(path: Path, max_bytes: int) -> bytes:
+def read_regular(path: Path | str, max_bytes: int) -> bytes:
     """All bytes of a regular file.
 
     Raises:

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.run_heading import Heading, RunHeading
     from fsdp_inspect.analysis.run_list import RunKeyNumbers
     from fsdp_inspect.analysis.scalars import ScalarSeries
-    from fsdp_inspect.analysis.step_selection import StepSelection
     from fsdp_inspect.analysis.step_times import StepPoint, StepTimes
     from fsdp_inspect.analysis.step_waits import EventFacts
     from fsdp_inspect.analysis.stragglers.dimension_waits import DimensionWait
@@ -81,6 +80,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.predictions.records import Prediction
     from fsdp_inspect.predictions.track_record import VerifiedPrediction
     from fsdp_inspect.predictions.verification import Verification
+    from fsdp_inspect.reduction.timed_steps import StepSelection
     from fsdp_inspect.simulation.changes import Changes
     from fsdp_inspect.simulation.memory import Held
     from fsdp_inspect.simulation.network import NodeLink
@@ -281,7 +281,7 @@ _HOMES = {
     "StepBreakdown": "fsdp_inspect.analysis.breakdown",
     "StepMemory": "fsdp_inspect.analysis.memory.step",
     "StepPoint": "fsdp_inspect.analysis.step_times",
-    "StepSelection": "fsdp_inspect.analysis.step_selection",
+    "StepSelection": "fsdp_inspect.reduction.timed_steps",
     "StepTimes": "fsdp_inspect.analysis.step_times",
     "Suggestion": "fsdp_inspect.advice.suggestions",
     "Summary": "fsdp_inspect.analysis.summary",

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsdp_inspect.analysis.context import RunContext
-from fsdp_inspect.analysis.step_selection import StepSelection, select_steps, timed_ranks
+from fsdp_inspect.analysis.step_selection import select_steps, timed_ranks
+from fsdp_inspect.reduction.timed_steps import StepSelection
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
 
 if TYPE_CHECKING:

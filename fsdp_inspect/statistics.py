@@ -72,13 +72,23 @@ def apportion(shares: NDArray[np.floating], total: int) -> NDArray[np.int64]:
     Returns:
         Shape (n,); each is the share rounded down or up. Empty if there are no shares.
     """
+    whole: NDArray[np.int64] = apportion_rows(shares[np.newaxis], np.array([total]))[0]
+    return whole
+
+
+def apportion_rows(shares: NDArray[np.floating], totals: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Do the same as `apportion` for each row of `shares`, shape (rows, n)."""
     whole: NDArray[np.int64] = np.floor(shares).astype(np.int64)
-    missing = total - int(whole.sum())
-    if missing > 0:
-        largest = np.argsort(-(shares - whole), kind="stable")
-        whole[largest[:missing]] += 1
-    elif missing < 0 and len(whole):
-        whole[np.argmax(whole)] += missing
+    if not whole.size:
+        return whole
+    missing = totals - whole.sum(axis=1)
+    largest_first = np.argsort(-(shares - whole), axis=1, kind="stable")
+    is_raised = np.arange(whole.shape[1]) < missing[:, np.newaxis]
+    np.put_along_axis(
+        whole, largest_first, np.take_along_axis(whole, largest_first, axis=1) + is_raised, axis=1
+    )
+    too_many = np.flatnonzero(missing < 0)
+    whole[too_many, np.argmax(whole[too_many], axis=1)] += missing[too_many]
     return whole
 
 
@@ -117,6 +127,10 @@ def _sorted(values: Integers) -> NDArray[np.int64]:
     return ordered
 
 
+def position_of_percent(counts: NDArray[np.int64], percent: int) -> NDArray[np.int64]:
+    """The position of a percentile among this number of ordered values, for each count."""
+    return np.maximum((counts * percent + 99) // 100 - 1, 0)
+
+
 def _at_percent(ordered: NDArray[np.int64], percent: int) -> int:
-    position = (len(ordered) * percent + 99) // 100 - 1
-    return int(ordered[max(position, 0)])
+    return int(ordered[int(position_of_percent(np.array(len(ordered)), percent))])

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from fsdp_inspect.reduction.rank_rows import summarise_rank
+from fsdp_inspect.reduction.run_statistics import condense_run
+from fsdp_inspect.reduction.timed_steps import StepRules
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.allocations import AllocationHistory
@@ -55,6 +57,7 @@ from fsdp_inspect.trace.tables import (
     EventTable,
     MemoryTable,
     ScalarTable,
+    StatisticsTable,
     SummaryTable,
     Table,
     limit_summary,
@@ -140,6 +143,9 @@ class InMemoryRun:
         kinds: Collection[int] | None = None,
     ) -> SummaryTable:
         return limit_summary(self._summary, ranks=ranks, kinds=kinds)
+
+    def statistics(self) -> StatisticsTable:
+        return condense_run(lambda kind: self.summary(kinds=[kind]), StepRules.of(self.manifest))
 
     @cached_property
     def _summary(self) -> SummaryTable:

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.result_types import Finding, Limit, PlanCheck, RankWaits, RunEntry, Verdict
-from fsdp_inspect_app import loading
+from fsdp_inspect.result_types import Finding, Limit, PlanCheck, Verdict
 from fsdp_inspect_app.cards import show_text
 from fsdp_inspect_app.pages import find_page
 from fsdp_inspect_app.selection import page_link
@@ -23,14 +21,6 @@ _PAGE_OF_LIMIT = {
     Limit.STRAGGLER: "ranks",
     Limit.SLOW_GROUP: "ranks",
 }
-
-
-def find_waits(entry: RunEntry) -> RankWaits | None:
-    """The exposed waits of a run; None if its events are damaged, which the notes report."""
-    try:
-        return loading.open_entry(entry).exposed()
-    except StoreError:
-        return None
 
 
 def page_of_limit(verdict: Verdict) -> str:

@@ -344,7 +344,7 @@ def _find_torn(path: str, folder: str, state: _State) -> tuple[str, ...]:
 def _is_torn(table: str) -> bool:
     """Whether a Parquet file does not end as such files do."""
     try:
-        with Path(table).open("rb") as file:
+        with open(table, "rb", buffering=0) as file:  # noqa: PTH123 - faster for thousands of files
             file.seek(-len(_TABLE_END), os.SEEK_END)
             return file.read() != _TABLE_END
     except OSError:

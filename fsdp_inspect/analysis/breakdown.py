@@ -6,23 +6,25 @@ in `analysis.step_selection`), rounded to nanoseconds so that the parts still ad
 parts are also split by dimension of the device mesh.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.mesh_dimensions import GroupDimensions, group_dimensions
-from fsdp_inspect.analysis.step_selection import RankSteps, split_by_rank, timed_ranks
+from fsdp_inspect.analysis.step_selection import RankSteps, TypicalSteps, timed_ranks
 from fsdp_inspect.columns import TableSpec, metric_column, text_column, value_column
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.statistics import apportion
+from fsdp_inspect.statistics import apportion, apportion_rows
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, StepPart
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.tables import SummaryTable, rows_of
+from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of
+
+_Int64 = NDArray[np.int64]
 
 _KINDS = (
     EventKind.STEP,
@@ -32,6 +34,7 @@ _KINDS = (
     StepPart.GROUP,
 )
 """The summary rows that a breakdown reads."""
+_OVERLAPPING = (StepPart.COMMUNICATION, StepPart.BETWEEN_STEPS)
 _IS_EXPOSED = np.isin([int(part) for part in PARTS_OF_STEP], list(EXPOSED_PART_CODES))
 
 
@@ -125,13 +128,34 @@ class StepBreakdown:
 
 
 @dataclass(frozen=True, slots=True)
+class TypicalParts:
+    """The parts of the typical step of every rank, as arrays over the ranks."""
+
+    rank: NDArray[np.int32]
+    """Shape (R,), ascending."""
+    step_time_ns: _Int64
+    """Shape (R,)."""
+    exposed_ns: _Int64
+    """Shape (R,)."""
+    durations_ns: _Int64
+    """Shape (R, len(PARTS_OF_STEP)). Each row adds up to the step time exactly."""
+
+
+@dataclass(frozen=True)
 class Breakdown:
     """The typical step of the run and of each rank."""
 
     headline: StepBreakdown | None
     """The typical step of the median rank; None without a timed step."""
-    ranks: tuple[StepBreakdown, ...]
-    """The typical step of each rank, by rank."""
+    parts: TypicalParts
+    """The parts of the typical step of each rank."""
+    read_ranks: Callable[[], tuple[StepBreakdown, ...]] = field(repr=False, compare=False)
+    """Reads `ranks`."""
+
+    @cached_property
+    def ranks(self) -> tuple[StepBreakdown, ...]:
+        """The typical step of each rank, by rank. The steps are read on first access."""
+        return self.read_ranks()
 
 
 def measure_breakdown(run: RunSource) -> Breakdown:
@@ -141,12 +165,66 @@ def measure_breakdown(run: RunSource) -> Breakdown:
 
 def _measure_breakdown(run: RunSource) -> Breakdown:
     timed = timed_ranks(run)
-    ranks = tuple(_split_typical_steps(run, timed.members))
-    median = timed.median
-    return Breakdown(
-        headline=next((row for row in ranks if median and row.rank == median.rank), None),
-        ranks=ranks,
+    typical = timed.typical
+    parts = _split_sums(
+        typical.rank,
+        np.stack([typical.sums(kind) for kind in _KINDS[:-1]], axis=1),
+        typical.num_steps,
     )
+
+    def describe(members: Sequence[RankSteps]) -> tuple[StepBreakdown, ...]:
+        return tuple(_describe_ranks(run, members, typical, parts))
+
+    headline = describe([timed.median])[0] if timed.median else None
+    return Breakdown(headline, parts, lambda: describe(timed.members))
+
+
+def measure_dimensions(run: RunSource) -> dict[int, tuple[DimensionTime, ...]]:
+    """Split the collectives of the typical step of each rank by dimension of the mesh, by rank."""
+    return remember(run, "dimensions of ranks", partial(_measure_dimensions, run))
+
+
+def _measure_dimensions(run: RunSource) -> dict[int, tuple[DimensionTime, ...]]:
+    parts, typical = measure_breakdown(run).parts, timed_ranks(run).typical
+    return _split_by_rank(run, typical, parts, np.arange(len(parts.rank)))
+
+
+def _split_by_rank(
+    run: RunSource, typical: TypicalSteps, parts: TypicalParts, places: _Int64
+) -> dict[int, tuple[DimensionTime, ...]]:
+    """Split the collectives of the ranks at some places of the columns, by rank."""
+    groups = typical.by_group()
+    columns = (parts.rank, typical.num_steps, parts.exposed_ns, parts.step_time_ns)
+    return {
+        rank: _split_by_dimension(
+            groups.get(rank, StatisticsTable.empty()),
+            group_dimensions(run, rank),
+            num_steps=num_steps,
+            exposed_ns=exposed,
+            step_time_ns=step_time,
+        )
+        for rank, num_steps, exposed, step_time in zip(
+            *(column[places].tolist() for column in columns), strict=True
+        )
+    }
+
+
+def _describe_ranks(
+    run: RunSource, members: Sequence[RankSteps], typical: TypicalSteps, parts: TypicalParts
+) -> Iterator[StepBreakdown]:
+    closest = typical.closest_step.tolist()
+    communication, between = (typical.rounded(kind).tolist() for kind in _OVERLAPPING)
+    places = np.searchsorted(typical.rank, [member.rank for member in members])
+    dimensions = _split_by_rank(run, typical, parts, places)
+    for place, member in zip(places.tolist(), members, strict=True):
+        yield _describe(
+            parts,
+            place,
+            steps=member.typical_steps,
+            closest_step=closest[place],
+            overlapping=(communication[place], between[place]),
+            dimensions=dimensions[member.rank],
+        )
 
 
 def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreakdown:
@@ -178,35 +256,6 @@ def split_typical_step(run: RunSource, member: RankSteps) -> StepBreakdown:
     return _split(chosen, group_dimensions(run, member.rank))
 
 
-def _split_typical_steps(run: RunSource, members: Sequence[RankSteps]) -> Iterator[StepBreakdown]:
-    """Split the typical step of each rank. The summary is read by kind, which limits memory."""
-    keys = np.sort(
-        np.concatenate(
-            [_keys(np.int64(member.rank), member.typical_steps) for member in members]
-            or [np.empty(0, dtype=np.int64)]
-        )
-    )
-    rows = SummaryTable.concat(
-        [_at(run.summary(kinds=[kind]), keys) for kind in _KINDS if len(members)]
-    )
-    ordered = rows.where(np.argsort(rows.rank, kind="stable"))
-    for rank, own in split_by_rank(ordered).items():
-        yield _split(own, group_dimensions(run, rank))
-
-
-def _keys(rank: NDArray[np.int64] | np.int64, step: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return one number for each pair of rank and step."""
-    keys: NDArray[np.int64] = (rank << 32) + step
-    return keys
-
-
-def _at(rows: SummaryTable, keys: NDArray[np.int64]) -> SummaryTable:
-    """Return the rows with these keys; the keys ascend."""
-    own = _keys(rows.rank.astype(np.int64), rows.step)
-    place = np.minimum(np.searchsorted(keys, own), len(keys) - 1)
-    return rows.where(keys[place] == own)
-
-
 def _split(rows: SummaryTable, dimensions: GroupDimensions) -> StepBreakdown:
     """Split the mean over the steps of the rows, which belong to one rank."""
     is_whole = rows.kind == EventKind.STEP
@@ -214,38 +263,90 @@ def _split(rows: SummaryTable, dimensions: GroupDimensions) -> StepBreakdown:
     steps = np.unique(rows.step)
     by_kind = np.zeros(max(_KINDS) + 1, dtype=np.int64)
     np.add.at(by_kind, rows.kind, rows.duration_ns)
+    parts = _split_sums(
+        rows.rank[:1], by_kind[list(_KINDS[:-1])][np.newaxis], np.array([len(steps)])
+    )
+    communication, between = (round(float(by_kind[kind] / len(steps))) for kind in _OVERLAPPING)
+    return _describe(
+        parts,
+        0,
+        steps=steps,
+        closest_step=int(whole_steps[np.argmin(np.abs(whole_ns - whole_ns.mean()))]),
+        overlapping=(communication, between),
+        dimensions=_split_by_dimension(
+            rows_of(rows, kinds=[StepPart.GROUP]),
+            dimensions,
+            num_steps=len(steps),
+            exposed_ns=int(parts.exposed_ns[0]),
+            step_time_ns=int(parts.step_time_ns[0]),
+        ),
+    )
 
-    def mean(kind: int) -> int:
-        return round(float(by_kind[kind] / len(steps)))
 
-    total = mean(EventKind.STEP)
-    sums = by_kind[list(PARTS_OF_STEP)]
-    exposed = round(float(sums[_IS_EXPOSED].sum() / len(steps)))
-    durations = np.zeros(len(sums), dtype=np.int64)
-    durations[_IS_EXPOSED] = apportion(sums[_IS_EXPOSED] / len(steps), exposed)
-    durations[~_IS_EXPOSED] = apportion(sums[~_IS_EXPOSED] / len(steps), total - exposed)
+def _split_sums(
+    rank: NDArray[np.int32], sums: _Int64, num_steps: NDArray[np.integer]
+) -> TypicalParts:
+    """Split mean steps into parts.
+
+    Args:
+        rank: Shape (R,).
+        sums: Sums over the steps, shape (R, n): the kinds of `_KINDS` without GROUP.
+        num_steps: The number of these steps, shape (R,).
+    """
+    of_parts = sums[:, 1 : 1 + len(PARTS_OF_STEP)]
+    total = np.rint(sums[:, 0] / num_steps).astype(np.int64)
+    exposed = np.rint(of_parts[:, _IS_EXPOSED].sum(axis=1) / num_steps).astype(np.int64)
+    durations = np.zeros_like(of_parts)
+    for chosen, part_of in ((_IS_EXPOSED, exposed), (~_IS_EXPOSED, total - exposed)):
+        shares = of_parts[:, chosen] / num_steps[:, np.newaxis]
+        durations[:, chosen] = apportion_rows(shares, part_of)
+    return TypicalParts(rank, total, exposed, durations)
+
+
+def _describe(
+    parts: TypicalParts,
+    place: int,
+    *,
+    steps: NDArray[np.int32],
+    closest_step: int,
+    overlapping: tuple[int, int],
+    dimensions: tuple[DimensionTime, ...],
+) -> StepBreakdown:
+    total, durations = int(parts.step_time_ns[place]), parts.durations_ns[place].tolist()
+    communication, between = overlapping
     return StepBreakdown(
-        rank=int(rows.rank[0]),
+        rank=int(parts.rank[place]),
         steps=tuple(steps.tolist()),
         step_time_ns=total,
         parts=tuple(
             PartTime(part.label, duration, duration / total if total else 0.0)
-            for part, duration in zip(PARTS_OF_STEP, durations.tolist(), strict=True)
+            for part, duration in zip(PARTS_OF_STEP, durations, strict=True)
         ),
-        exposed_ns=exposed,
-        closest_step=int(whole_steps[np.argmin(np.abs(whole_ns - whole_ns.mean()))]),
-        communication_ns=mean(StepPart.COMMUNICATION),
-        between_ns=mean(StepPart.BETWEEN_STEPS),
-        dimensions=_split_by_dimension(rows, dimensions, exposed_ns=exposed, step_time_ns=total),
+        exposed_ns=int(parts.exposed_ns[place]),
+        closest_step=closest_step,
+        communication_ns=communication,
+        between_ns=between,
+        dimensions=dimensions,
     )
 
 
 def _split_by_dimension(
-    rows: SummaryTable, dimensions: GroupDimensions, *, exposed_ns: int, step_time_ns: int
+    rows: SummaryTable | StatisticsTable,
+    dimensions: GroupDimensions,
+    *,
+    num_steps: int,
+    exposed_ns: int,
+    step_time_ns: int,
 ) -> tuple[DimensionTime, ...]:
-    """Split the collectives of the steps of the rows by dimension of the mesh."""
-    num_steps = len(np.unique(rows.step))
-    rows = rows_of(rows, kinds=[StepPart.GROUP])
+    """Split the collectives of some steps of a rank by dimension of the mesh.
+
+    Args:
+        rows: The GROUP rows of the rank in these steps, or their sums.
+        dimensions: The dimensions of the groups of the rank.
+        num_steps: The number of the steps.
+        exposed_ns: The exposed time of their mean.
+        step_time_ns: The step time of their mean.
+    """
     by_label = dimensions.by_label(rows.group)
     means = {
         name: np.array([getattr(rows, name)[own].sum() / num_steps for own in by_label.values()])

@@ -18,11 +18,13 @@ no result, but a reason.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.step_selection import RankSteps, timed_rank
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
@@ -119,6 +121,11 @@ def measure_contention(
     member = timed_rank(run, rank)
     if member is None:
         return None
+    key = ("contention", member.rank, unit)
+    return remember(run, key, partial(_measure_contention, run, member, unit))
+
+
+def _measure_contention(run: RunSource, member: RankSteps, unit: int | None) -> Contention:
     events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(_NEEDED))
     uncertain = np.isin(events.kind, list(COLLECTIVES)) & (
         (events.flags & EventFlag.LATEST_END) != 0

@@ -24,6 +24,7 @@ from fsdp_inspect.trace.tables import (
     EventTable,
     MemoryTable,
     ScalarTable,
+    StatisticsTable,
     SummaryTable,
 )
 
@@ -143,6 +144,10 @@ class RunContext:
     ) -> SummaryTable:
         """See `RunSource`."""
         return self.source.summary(ranks=ranks, kinds=kinds)
+
+    def statistics(self) -> StatisticsTable:
+        """See `RunSource`."""
+        return self.remember("statistics", self.source.statistics)
 
 
 def remember(run: RunSource, key: Hashable, compute: Callable[[], T]) -> T:

@@ -131,6 +131,7 @@ def _find_gathers(events: EventTable, fqns: dict[int, str]) -> list[DelayedGathe
         & (events.phase == Phase.FORWARD)
     )
     first = np.searchsorted(gathers.start_ns, updates.end_ns)
+    steps = events.where(events.kind == EventKind.STEP)
     found = []
     for position in np.unique(first[first < len(gathers)]).tolist():
         # If several optimizers of one step end one after the other, the last one counts.
@@ -138,31 +139,43 @@ def _find_gathers(events: EventTable, fqns: dict[int, str]) -> list[DelayedGathe
         is_next = 0 <= gathers.step[position] - updates.step[last] <= 1
         if is_next:
             first_two = gathers.where(np.arange(position, min(position + 2, len(gathers))))
-            found.append(_follow(events, first_two, int(updates.end_ns[last]), fqns))
+            optimizer_end = int(updates.end_ns[last])
+            low = np.searchsorted(events.start_ns, optimizer_end, side="left")
+            high = np.searchsorted(events.start_ns, gathers.start_ns[position], side="right")
+            between = events.between(int(low), max(int(low), int(high)))
+            found.append(_follow(between, steps, first_two, optimizer_end, fqns))
     return found
 
 
 def _follow(
-    events: EventTable, first_two: EventTable, optimizer_end: int, fqns: dict[int, str]
+    between: EventTable,
+    steps: EventTable,
+    first_two: EventTable,
+    optimizer_end: int,
+    fqns: dict[int, str],
 ) -> DelayedGather | None:
-    """Describe the all-gather after an optimizer step; None if an evaluation is between them."""
+    """Describe the all-gather after an optimizer step; None if an evaluation is between them.
+
+    Args:
+        between: The events that start from the end of the optimizer to the start of the all-gather.
+        steps: All STEP events of the rank.
+        first_two: The all-gather, and the next one if there is any.
+        optimizer_end: The end of the optimizer step.
+        fqns: The names of the units by index.
+    """
     gather, behind = first_two.where(np.array([0])), first_two.where(np.arange(1, len(first_two)))
     behind = behind.where(behind.step == gather.step[0])
     step, unit = int(gather.step[0]), int(gather.unit[0])
-    between = (events.start_ns >= optimizer_end) & (events.start_ns <= gather.start_ns[0])
-    if np.any(between & (events.phase == Phase.EVALUATION)):
+    if np.any(between.phase == Phase.EVALUATION):
         return None
-    copies = events.where(
-        between & (events.kind == EventKind.ALL_GATHER_COPY_IN) & (events.unit == unit)
-    )
+    copies = between.where((between.kind == EventKind.ALL_GATHER_COPY_IN) & (between.unit == unit))
     begin = int(min(copies.start_ns.min(initial=gather.start_ns[0]), gather.start_ns[0]))
     issue = int(min(copies.issue_ns.min(initial=gather.issue_ns[0]), gather.issue_ns[0]))
     since = max(optimizer_end, issue)
-    others = events.where(between & np.isin(events.kind, list(COLLECTIVES)))
+    others = between.where(np.isin(between.kind, list(COLLECTIVES)))
     others = others.where(others.start_ns < gather.start_ns[0])
     busy = Intervals.of(others.start_ns, others.end_ns).clip(since, max(begin, since))
-    steps = events.where((events.kind == EventKind.STEP) & (events.step == step))
-    origin = int(steps.start_ns.min(initial=begin))
+    origin = int(steps.start_ns[steps.step == step].min(initial=begin))
     return DelayedGather(
         step=step,
         fqn=fqns.get(unit, ""),

@@ -1,9 +1,9 @@
 """Measure how much communication hides behind compute, on each rank."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fsdp_inspect.analysis.step_selection import RankSteps, timed_ranks
+from fsdp_inspect.analysis.step_selection import timed_ranks
+from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunSource
 
 
@@ -44,27 +44,35 @@ def measure_overlap(run: RunSource) -> Overlap:
         The complement of HTA's communication/computation overlap: 1 - exposed / communication.
     """
     timed = timed_ranks(run)
-    hosts = {record.rank: record.host for record in run.ranks}
+    typical, hosts = timed.typical, {record.rank: record.host for record in run.ranks}
     is_sized = not run.manifest.num_unsized_collectives
-    ranks = tuple(_measure_rank(member, hosts, is_sized=is_sized) for member in timed.members)
+    columns = (
+        typical.rank,
+        typical.num_timed,
+        typical.step_time_ns,
+        typical.communication_ns,
+        typical.exposed_ns,
+        typical.rounded(EventKind.STEP, "bytes"),
+        typical.means(EventKind.STEP, "count"),
+    )
+    ranks = tuple(
+        RankOverlap(
+            rank=rank,
+            host=hosts.get(rank, ""),
+            num_steps=num_steps,
+            step_time_ns=step_time,
+            communication_ns=communication,
+            exposed_ns=exposed,
+            overlap_ratio=1 - exposed / communication if communication else 1.0,
+            communication_bytes=num_bytes if is_sized else None,
+            collectives_per_step=count,
+        )
+        for rank, num_steps, step_time, communication, exposed, num_bytes, count in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    )
     median_rank = timed.median.rank if timed.median else None
     return Overlap(
         run=next((overlap for overlap in ranks if overlap.rank == median_rank), None),
         ranks=ranks,
-    )
-
-
-def _measure_rank(member: RankSteps, hosts: Mapping[int, str], *, is_sized: bool) -> RankOverlap:
-    communication = member.typical(member.communication_ns)
-    exposed = member.typical(member.exposed_ns)
-    return RankOverlap(
-        rank=member.rank,
-        host=hosts.get(member.rank, ""),
-        num_steps=len(member.steps),
-        step_time_ns=member.typical(member.step_time_ns),
-        communication_ns=communication,
-        exposed_ns=exposed,
-        overlap_ratio=1 - exposed / communication if communication else 1.0,
-        communication_bytes=member.typical(member.communication_bytes) if is_sized else None,
-        collectives_per_step=member.typical_mean(member.num_collectives),
     )

@@ -110,10 +110,10 @@ def _peaks(run: RunSource) -> RankGrid:
 
 def _lateness(run: RunSource) -> RankGrid:
     """Lay out the median time from the first arrival to the rank's arrival, for each step."""
-    members = timed_ranks(run).members
-    here = {record.rank for record in run.ranks}
-    sample = sample_ranks([one for one in members if one.rank in here], MAX_LATE_RANKS)
-    steps = spread(common_steps([one for one in members if one.rank in sample]), MAX_LATE_STEPS)
+    timed = timed_ranks(run)
+    sample = sample_ranks(timed.typical, [record.rank for record in run.ranks], MAX_LATE_RANKS)
+    members = [member for member in timed.members if member.rank in sample]
+    steps = spread(common_steps(members), MAX_LATE_STEPS)
     alignment = align_clocks(run, sample)
     arrivals = find_arrivals(run, sample, steps, alignment).aligned()
     values = np.full((len(sample), len(steps)), np.nan)

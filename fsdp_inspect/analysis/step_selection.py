@@ -2,9 +2,7 @@
 
 Timed steps are the completed steps that are neither warm-up steps nor memory steps.
 
-[Note: the typical step] Every scalar over steps is the mean over the typical steps of one rank:
-the middle half of its timed steps by step time. All quantities use the same steps, so parts add up
-to their total, on every page and in every command.
+[Note: the typical step] is in `reduction.run_statistics`.
 
 [Note: the median rank] Collectives synchronise the ranks, so a step takes the same time on all of
 them; they differ in how long they wait. So the rank that represents the run is the one whose
@@ -22,69 +20,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.errors import CorruptFileError, IncompleteRunError
 from fsdp_inspect.formatting import format_numbers
+from fsdp_inspect.reduction.run_statistics import classify_finished
+from fsdp_inspect.reduction.timed_steps import StepRules, StepSelection
 from fsdp_inspect.statistics import middle_half
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, StepFlag, StepPart
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Statistic, StepPart
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.tables import SummaryTable, rows_of
-
-
-@dataclass(frozen=True, slots=True)
-class StepSelection:
-    """The completed steps of a run: timed steps, and steps that no time uses."""
-
-    finished: tuple[int, ...]
-    """Steps that at least one rank completed."""
-    timed: tuple[int, ...]
-    """Steps that times use."""
-    warmup: tuple[int, ...]
-    """Warm-up steps, which contain allocator growth, communicator set-up and compilation."""
-    memory: tuple[int, ...]
-    """Memory steps, which the storage tracker slows."""
-    numerics: tuple[int, ...] = ()
-    """Numerics steps, in which the recorder looks at the values of the model."""
-
-    @property
-    def sentence(self) -> str:
-        """The number of timed steps and the steps that are left out, as a sentence."""
-        left_out = [
-            f"{_numbered(steps)} {reason}"
-            for steps, reason in (
-                (self.warmup, "(warm-up)"),
-                (self.memory, "(memory)"),
-                (self.numerics, "(numerics)"),
-            )
-            if steps
-        ]
-        counted = f"{len(self.timed)} of {len(self.finished)} completed steps are timed"
-        return f"{counted}; left out: {', '.join(left_out)}." if left_out else f"{counted}."
+from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of
 
 
 def select_steps(run: RunSource) -> StepSelection:
     """Classify the completed steps: timed, warm-up, memory or numerics. Warm-up comes first."""
-    return remember(run, "step selection", partial(_select_steps, run))
-
-
-def _select_steps(run: RunSource) -> StepSelection:
-    rows = run.summary(kinds=[EventKind.STEP])
-    finished = [int(step) for step in np.unique(rows.step)]
-    first = finished[0] if finished else 0
-    flagged = rows.step[(rows.flags & StepFlag.MEMORY_STEP) != 0]
-    planned = set(run.manifest.memory_steps)
-    every = run.manifest.recorder.get("numerics_every")
-    every = every if type(every) is int and every > 0 else 0
-    slowed = {int(step) for step in np.unique(flagged)} - planned
-    numerics = {step for step in slowed if every and step % every == 0}
-    memory = planned | (slowed - numerics)
-    warmup = [step for step in finished if step < first + run.manifest.warmup_steps]
-    rest = finished[len(warmup) :]
-    return StepSelection(
-        finished=tuple(finished),
-        timed=tuple(step for step in rest if step not in memory and step not in numerics),
-        warmup=tuple(warmup),
-        memory=tuple(step for step in rest if step in memory),
-        numerics=tuple(step for step in rest if step in numerics),
+    return remember(
+        run,
+        "step selection",
+        lambda: classify_finished(run.statistics(), StepRules.of(run.manifest)),
     )
 
 
@@ -159,7 +110,10 @@ class RankSteps:
 
     @cached_property
     def is_typical(self) -> NDArray[np.bool_]:
-        """Whether each step is in the middle half by step time. See [Note: the typical step]."""
+        """Whether each step is in the middle half by step time.
+
+        See [Note: the typical step] in `reduction.run_statistics`.
+        """
         return middle_half(self.step_time_ns)
 
     @cached_property
@@ -240,15 +194,106 @@ def _ordered(rows: SummaryTable) -> SummaryTable:
     return rows if is_ordered.all() else rows.where(np.lexsort((rows.step, rows.rank)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class TypicalSteps:
+    """The typical step of every rank, as arrays of shape (R,), by rank.
+
+    Ranks without a timed step are absent.
+    """
+
+    rows: StatisticsTable
+    """The TYPICAL rows of the ranks."""
+
+    @cached_property
+    def _of_step(self) -> StatisticsTable:
+        return self._of(EventKind.STEP)
+
+    def _of(self, kind: int) -> StatisticsTable:
+        return self.rows.where(self.rows.kind == kind)
+
+    @property
+    def rank(self) -> NDArray[np.int32]:
+        """The ranks, ascending."""
+        return self._of_step.rank
+
+    @property
+    def num_timed(self) -> NDArray[np.int32]:
+        """The number of timed steps."""
+        return self._of_step.out_of
+
+    @property
+    def num_steps(self) -> NDArray[np.int32]:
+        """The number of typical steps."""
+        return self._of_step.num_steps
+
+    @property
+    def closest_step(self) -> NDArray[np.int32]:
+        """The typical step whose time is closest to their mean. In a tie, it is the earliest."""
+        return self._of_step.step
+
+    def sums(self, kind: int, column: str = "duration_ns") -> NDArray[np.int64]:
+        """The sum of a column over the typical steps, for a kind with one row in each step.
+
+        It is 0 for ranks without such rows.
+        """
+        rows = self._of(kind)
+        sums = np.zeros(len(self.rank), dtype=np.int64)
+        sums[np.searchsorted(self.rank, rows.rank)] = getattr(rows, column)
+        return sums
+
+    def means(self, kind: int, column: str = "duration_ns") -> NDArray[np.float64]:
+        """The mean of a column over the typical steps."""
+        means: NDArray[np.float64] = self.sums(kind, column) / self.num_steps
+        return means
+
+    def rounded(self, kind: int, column: str = "duration_ns") -> NDArray[np.int64]:
+        """The mean like `means`, rounded to an integer."""
+        return np.rint(self.means(kind, column)).astype(np.int64)
+
+    @cached_property
+    def step_time_ns(self) -> NDArray[np.int64]:
+        """The time of the typical step."""
+        return self.rounded(EventKind.STEP)
+
+    @cached_property
+    def exposed_ns(self) -> NDArray[np.int64]:
+        """The exposed communication of the typical step."""
+        return self.rounded(EventKind.STEP, "exposed_ns")
+
+    @cached_property
+    def communication_ns(self) -> NDArray[np.int64]:
+        """The union of the running collectives of the typical step."""
+        return self.rounded(StepPart.COMMUNICATION)
+
+    def by_group(self) -> dict[int, StatisticsTable]:
+        """The sums of each rank by process group, by rank."""
+        rows = self._of(StepPart.GROUP)
+        ranks, firsts = np.unique(rows.rank, return_index=True)
+        bounds = pairwise([*firsts.tolist(), len(rows)])
+        return {
+            rank: rows.between(*bound) for rank, bound in zip(ranks.tolist(), bounds, strict=True)
+        }
+
+
+@dataclass(frozen=True)
 class TimedRanks:
     """The timed steps of every rank."""
 
-    members: tuple[RankSteps, ...]
-    """The ranks, ascending. Ranks without a timed step are absent."""
+    typical: TypicalSteps
+    """The typical step of each rank."""
     median: RankSteps | None
-    """The median rank, which represents the run; None without members. See
+    """The median rank, which represents the run; None without a timed step. See
     [Note: the median rank]."""
+    read_members: Callable[[], tuple[RankSteps, ...]] = field(repr=False, compare=False)
+    """Reads `members`."""
+
+    @cached_property
+    def members(self) -> tuple[RankSteps, ...]:
+        """The single steps of all ranks, by rank. They are read on first access.
+
+        Ranks without a timed step are absent.
+        """
+        return self.read_members()
 
 
 def timed_ranks(run: RunSource) -> TimedRanks:
@@ -261,18 +306,42 @@ def timed_ranks(run: RunSource) -> TimedRanks:
 
 
 def _timed_ranks(run: RunSource) -> TimedRanks:
+    statistics = run.statistics()
+    typical = TypicalSteps(statistics.where(statistics.statistic == Statistic.TYPICAL))
+    here = [record.rank for record in run.ranks]
+    median = _select_median(typical, here)
+    return TimedRanks(
+        typical=typical,
+        median=None if median is None else _read_members(run, [median])[0],
+        read_members=lambda: _read_members(run, typical.rank.tolist()),
+    )
+
+
+def _read_members(run: RunSource, expected: Sequence[int]) -> tuple[RankSteps, ...]:
+    """Read the timed steps of one rank, or of all ranks that have any.
+
+    Raises:
+        CorruptFileError: Other ranks have timed steps than the statistics of the run state.
+    """
+    ranks = expected if len(expected) == 1 else None
     timed = select_steps(run).timed
-    steps = _of_steps(run.summary(kinds=[EventKind.STEP]), timed)
-    communication = _of_steps(run.summary(kinds=[StepPart.COMMUNICATION]), timed)
+    steps, communication = (
+        _of_steps(run.summary(ranks=ranks, kinds=[kind]), timed)
+        for kind in (EventKind.STEP, StepPart.COMMUNICATION)
+    )
     steps, communication = _in_both(steps, communication), _in_both(communication, steps)
 
     def rows_of_rank(rank: int) -> SummaryTable:
         return _of_steps(run.summary(ranks=[rank]), timed)
 
     members = tuple(_members(steps, communication, rows_of_rank))
-    here = {record.rank for record in run.ranks}
-    candidates = [member for member in members if member.rank in here] or members
-    return TimedRanks(members, _select_median(candidates))
+    if [member.rank for member in members] != list(expected):
+        raise CorruptFileError(
+            f"statistics.parquet of run {run.manifest.run_id!r} states timed steps of "
+            f"{len(expected):,} ranks, and its summaries those of {len(members):,}. Expected the "
+            "same ranks. Remove statistics.parquet, and run `fsdp-inspect compact` on the run."
+        )
+    return members
 
 
 def _of_steps(rows: SummaryTable, steps: Collection[int]) -> SummaryTable:
@@ -297,34 +366,33 @@ def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
         IncompleteRunError: The run has no data of the rank.
     """
     ranks = timed_ranks(run)
-    if rank is None:
+    if rank is None or (ranks.median is not None and ranks.median.rank == rank):
         return ranks.median
-    found = [member for member in ranks.members if member.rank == rank]
+    if rank in ranks.typical.rank:
+        return remember(run, ("timed rank", rank), lambda: _read_members(run, [rank])[0])
     known = sorted({record.rank for record in run.ranks})
-    if not found and rank not in known:
+    if rank not in known:
         raise IncompleteRunError(
             f"Rank {rank} not found in run {run.manifest.run_id!r}. The run has the ranks "
             f"{format_numbers(known)}. Choose one of them."
         )
-    return found[0] if found else None
+    return None
 
 
-def _select_median(members: Sequence[RankSteps]) -> RankSteps | None:
-    """Return the median rank of these ranks. See [Note: the median rank]."""
-    if not members:
+def _select_median(typical: TypicalSteps, here: Collection[int]) -> int | None:
+    """Return the median rank among the ranks that are here. See [Note: the median rank]."""
+    is_here = np.isin(typical.rank, list(here))
+    candidates = np.flatnonzero(is_here) if is_here.any() else np.arange(len(is_here))
+    if not len(candidates):
         return None
-    by_rank = {member.rank: member for member in members}
     standings = (
-        (
-            member.typical(member.exposed_ns),
-            member.typical(member.step_time_ns),
-            member.typical(member.communication_ns),
-            member.rank,
-        )
-        for member in members
+        typical.rank,
+        typical.communication_ns,
+        typical.step_time_ns,
+        typical.exposed_ns,
     )
-    *_, rank = sorted(standings)[(len(members) - 1) // 2]
-    return by_rank[rank]
+    order = np.lexsort([standing[candidates] for standing in standings])
+    return int(typical.rank[candidates[order[(len(order) - 1) // 2]]])
 
 
 def sum_per_step(
@@ -346,8 +414,3 @@ def sum_per_step(
     is_known[is_known] = steps[places[is_known]] == rows_step[is_known]
     np.add.at(sums, places[is_known], values[is_known])
     return sums
-
-
-def _numbered(steps: Sequence[int]) -> str:
-    """`step 4`, `steps 0-2`, `steps 0-2, 7`."""
-    return f"{'step' if len(steps) == 1 else 'steps'} {format_numbers(steps)}"

@@ -1,21 +1,25 @@
 """Measure step time: the typical step, and its spread over the timed steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import ClassVar
 
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.step_selection import (
-    StepSelection,
+    TypicalSteps,
     select_steps,
     steps_by_rank,
     timed_ranks,
 )
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
+from fsdp_inspect.reduction.timed_steps import StepSelection
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import Distribution
-from fsdp_inspect.trace.codes import EventKind, StepPart
+from fsdp_inspect.trace.codes import EventKind, Statistic, StepPart
 from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import StatisticsTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,13 @@ class StepTimes(TableResult):
 
 def measure_step_times(run: RunSource) -> StepTimes:
     """Measure the step time over the timed steps of each rank and of the median rank."""
+    return remember(run, "step times", partial(_measure_step_times, run))
+
+
+def _measure_step_times(run: RunSource) -> StepTimes:
     selection = select_steps(run)
     timed = timed_ranks(run)
-    ranks = tuple(
-        RankStepTime(member.rank, distribution, member.closest_step)
-        for member in timed.members
-        if (distribution := Distribution.of(member.step_time_ns)) is not None
-    )
+    ranks = tuple(_measure_ranks(timed.typical, run.statistics()))
     chosen = timed.median
     return StepTimes(
         selection=selection,
@@ -94,6 +98,24 @@ def measure_step_times(run: RunSource) -> StepTimes:
         ranks=ranks,
         over_steps=_over_steps(run, selection, chosen.rank if chosen else None),
     )
+
+
+def _measure_ranks(typical: TypicalSteps, statistics: StatisticsTable) -> Iterator[RankStepTime]:
+    middle, low, high = (
+        statistics.duration_ns[statistics.statistic == each]
+        for each in (Statistic.MIDDLE, Statistic.LOW, Statistic.HIGH)
+    )
+    columns = (
+        typical.rank,
+        typical.closest_step,
+        typical.step_time_ns,
+        middle,
+        low,
+        high,
+        typical.num_timed,
+    )
+    for rank, closest, *numbers in zip(*(column.tolist() for column in columns), strict=True):
+        yield RankStepTime(rank, Distribution(*numbers), closest)
 
 
 def _over_steps(

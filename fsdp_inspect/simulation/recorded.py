@@ -5,7 +5,7 @@ same under another plan, but waits change.
 
 [Note: means] The recorded step time is that of the rank's typical step, as in every other command.
 Every duration of the work is the mean over its typical steps ([Note: the typical step] in
-`analysis.step_selection`), so that parts add up to the step. Two kinds of typical steps are left
+`reduction.run_statistics`), so that parts add up to the step. Two kinds of typical steps are left
 out of the work: those with other passes or collectives than most timed steps, and, if there are
 more than `MAX_STEPS`, those farthest from the typical step time. If they differ from the rest, the
 replay error shows it.

@@ -6,7 +6,7 @@ error or has no effect, but never other numbers.
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,6 +37,7 @@ from fsdp_inspect.store.schema import (
     FOOTER_CHECKSUM_KEY,
     FOOTER_KEY,
     ROW_GROUP_ROWS,
+    STATISTICS,
     SUMMARY,
     TableFile,
     TableT,
@@ -58,6 +59,16 @@ Group = tuple[NonNegativeInt, int, int, str]
 """A row group: rows, lowest step, highest step, checksum."""
 
 
+class Condensed(Record):
+    """The summary and the settings for which statistics are valid; see `store.schema`."""
+
+    version: int
+    summary: str
+    num_warmup: int
+    memory: tuple[int, ...]
+    numerics_every: int
+
+
 class Footer(Record):
     """The fields of the footer; `store.schema` defines them."""
 
@@ -67,6 +78,9 @@ class Footer(Record):
     kinds: tuple[tuple[int, ...], ...] | None = None
     reduction: int | None = None
     ranks: dict[NonNegativeInt, tuple[NonNegativeInt, ...]] = Field(default_factory=dict)
+    condensed: Condensed | None = None
+    checksum: str = Field(default="", exclude=True)
+    """The checksum of the footer, which identifies the contents of the file."""
 
     @model_validator(mode="after")
     def _check_kinds(self) -> Self:
@@ -110,25 +124,60 @@ def write_compacted(
     Raises:
         OSError: Writing failed; no temporary file is left.
     """
-    columns = _to_stored(file, _sorted(file, table))
-    bounds = _find_bounds(len(table), breaks)
-    footer = json.dumps(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "table": file.name,
-            "covered_rows": covered_rows,
-            "groups": _describe_groups(columns, bounds),
-            **_list_values(file, columns, bounds),
-            **(details or {}),
-        },
-        separators=(",", ":"),
-    )
+    write_compacted_parts(path, file, [(table, breaks)], covered_rows=covered_rows, details=details)
+
+
+def write_compacted_parts(
+    path: Path,
+    file: TableFile[TableT],
+    parts: Iterable[tuple[TableT, Sequence[int]]],
+    *,
+    covered_rows: int,
+    details: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a table like `write_compacted`, of which only one part is in memory.
+
+    Args:
+        path: The file; its folder must exist.
+        file: The specification of the table.
+        parts: Consecutive rows, each part with its `breaks`.
+        covered_rows: Number of rows of the stream that this file replaces.
+        details: More fields for the footer.
+
+    Raises:
+        OSError: Writing failed; no temporary file is left.
+    """
     unfinished = unfinished_path(path)
+    groups: list[list[int | str]] = []
+    listed: dict[str, list[list[int]]] = {}
     try:
         with unfinished.open("wb") as sink:
-            with _open_parquet(columns, footer, file, sink) as writer:
-                for bound in bounds:
-                    writer.write_table(_arrow_table(_slice(columns, bound)), ROW_GROUP_ROWS)
+            with _open_parquet(file, sink) as writer:
+                for table, breaks in parts:
+                    columns = _to_stored(file, _sorted(file, table))
+                    bounds = _find_bounds(len(table), breaks)
+                    groups += _describe_groups(columns, bounds)
+                    for name, values in _list_values(file, columns, bounds).items():
+                        listed.setdefault(name, []).extend(values)
+                    for bound in bounds:
+                        writer.write_table(_arrow_table(_slice(columns, bound)), ROW_GROUP_ROWS)
+                footer = json.dumps(
+                    {
+                        "schema_version": SCHEMA_VERSION,
+                        "table": file.name,
+                        "covered_rows": covered_rows,
+                        "groups": groups,
+                        **listed,
+                        **(details or {}),
+                    },
+                    separators=(",", ":"),
+                )
+                writer.add_key_value_metadata(
+                    {
+                        FOOTER_KEY.decode(): footer,
+                        FOOTER_CHECKSUM_KEY.decode(): checksum_text(footer),
+                    }
+                )
             sink.flush()
             os.fsync(sink.fileno())
         unfinished.replace(path)
@@ -150,8 +199,10 @@ def read_compacted(
         source: The open file; only the necessary parts are read.
         file: The specification of the table.
         name: The file's name, for messages.
-        steps: Row groups without any of these steps are skipped; rows of other steps may remain.
-        kinds: The same for kinds, if the file lists the kinds of its row groups.
+        steps: Row groups without any of these steps are skipped. If there are any, rows of other
+            steps are left out, too.
+        kinds: Row groups without any of these kinds are skipped, if the file lists the kinds of its
+            row groups; rows of other kinds may remain.
 
     Raises:
         CorruptFileError: The file is foreign, cut off, or changed since it was written.
@@ -169,8 +220,13 @@ def read_compacted(
         footer = _read_footer(parquet, file, name)
         chosen = _choose_groups(footer, steps, kinds)
         check_decoded_size(_decoded_bytes(parquet, chosen), size, name)
+        is_whole = len(chosen) == len(footer.groups)  # all rows are kept for other steps, too
+        wanted = None if is_whole else steps
         batches = [
-            _from_stored(file, _read_group(parquet, number, footer.groups[number], name, file))
+            _from_stored(
+                file,
+                _of_steps(_read_group(parquet, number, footer.groups[number], name, file), wanted),
+            )
             for number in chosen
         ]
     except FsdpInspectError:
@@ -189,7 +245,7 @@ def read_compacted(
         table,
         covered_rows=footer.covered_rows,
         details=footer,
-        is_whole=len(chosen) == len(footer.groups),
+        is_whole=is_whole,
     )
 
 
@@ -278,9 +334,8 @@ def _arrow_table(columns: Columns) -> pa.Table:
 
 
 @contextmanager
-def _open_parquet(
-    columns: Columns, footer: str, file: TableFile[Any], sink: BinaryIO
-) -> Iterator[pq.ParquetWriter]:
+def _open_parquet(file: TableFile[Any], sink: BinaryIO) -> Iterator[pq.ParquetWriter]:
+    columns = _to_stored(file, file.table.empty())
     relative = [column.stored_name for column in file.relative_columns]
     encodings = dict.fromkeys([*relative, *file.split_columns], "BYTE_STREAM_SPLIT")
     if file.sort_by:
@@ -288,7 +343,7 @@ def _open_parquet(
     with_dictionary: Any = [name for name in columns if name not in encodings]
     with pq.ParquetWriter(
         sink,
-        _arrow_table(_slice(columns, (0, 0))).schema,
+        _arrow_table(columns).schema,
         compression="zstd",
         compression_level=_ZSTD_LEVEL,
         use_dictionary=with_dictionary,
@@ -297,12 +352,6 @@ def _open_parquet(
         write_statistics=[name for name in ("step", file.sort_by) if name in columns],
         store_schema=False,
     ) as writer:
-        writer.add_key_value_metadata(
-            {
-                FOOTER_KEY.decode(): footer,
-                FOOTER_CHECKSUM_KEY.decode(): checksum_text(footer),
-            }
-        )
         yield writer
 
 
@@ -337,7 +386,7 @@ def _read_footer(parquet: pq.ParquetFile, file: TableFile[Any], name: str) -> Fo
             f"rows. Expected {file.name!r} in {len(footer.groups)} row groups of "
             f"{sum(group[0] for group in footer.groups):,} rows. {_remedy(file)}"
         )
-    return footer
+    return footer.model_copy(update={"checksum": stored})
 
 
 def _decoded_bytes(parquet: pq.ParquetFile, numbers: Sequence[int]) -> int:
@@ -383,5 +432,15 @@ def _read_group(
     return columns
 
 
+def _of_steps(columns: Columns, steps: Collection[int] | None) -> Columns:
+    """The rows of these steps; tables without a step are left as they are."""
+    if steps is None or "step" not in columns:
+        return columns
+    chosen = np.isin(columns["step"], list(steps))
+    if chosen.all():
+        return columns
+    return {name: values[chosen] for name, values in columns.items()}
+
+
 def _remedy(file: TableFile[Any]) -> str:
-    return _SUMMARY_REMEDY if file.name == SUMMARY.name else _REMEDY
+    return _SUMMARY_REMEDY if file.name in (SUMMARY.name, STATISTICS.name) else _REMEDY

@@ -10,7 +10,7 @@ that several nodes wrote: it checks that they belong to one run, copies them, an
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from fsdp_inspect.store.files import LocalFiles, RunFiles
 from fsdp_inspect.store.folder import list_rank_places, rank_folder, read_rank_record
 from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.rank_tables import read_table
+from fsdp_inspect.store.record_bundle import write_record_bundle
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import (
     EVENTS,
@@ -35,6 +36,7 @@ from fsdp_inspect.store.schema import (
     TableFile,
     TableT,
 )
+from fsdp_inspect.store.statistics_files import write_statistics
 from fsdp_inspect.store.summary_files import (
     Place,
     folder_of,
@@ -51,6 +53,8 @@ MAX_BYTES_AT_END = 64 << 20
 """Larger streams of a rank are not compacted when its training ends."""
 
 _UNFINISHED_AGE_S = 60.0
+_ROWS_AT_ONCE = 1 << 22
+"""Rows of the run's summary that are ordered together, 240 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +204,10 @@ def compact_rank(
 
 
 def write_run_summary(path: Path) -> bool:
-    """Write the run's summary from the summaries of the ranks, if all ranks in the folder have one.
+    """Write the run's summary and statistics, if all ranks in the folder have a summary.
 
-    This reads only the rows of whole steps and takes a few seconds for a thousand ranks.
+    This reads only the rows of whole steps and takes a few seconds for a thousand ranks. Memory
+    holds the rows of `_ROWS_AT_ONCE`, for any number of ranks.
 
     Returns:
         Whether the run has a current summary now.
@@ -214,15 +219,20 @@ def write_run_summary(path: Path) -> bool:
     if not places or any(_has_open_stream(path, place) for place in places):
         return False
     if _summed_up(path) == set(places):
+        _write_rest(path, places)
         return True
-    tables = []
-    for place in places:
-        rows = _read_whole_steps(files, place)
-        if rows is None:
-            return False
-        tables.append(rows)
-    write_run_summary_file(path, SummaryTable.concat(tables), places)
+    try:
+        write_run_summary_file(path, _read_parts(files, places), places)
+    except StoreError:
+        return False
+    _write_rest(path, places)
     return True
+
+
+def _write_rest(path: Path, places: Sequence[Place]) -> None:
+    """Write what serves the reading of all ranks, besides their summary."""
+    write_statistics(path)
+    write_record_bundle(path, [f"{folder_of(place)}/{RANK_FILE}" for place in places])
 
 
 def _has_open_stream(path: Path, place: Place) -> bool:
@@ -231,12 +241,24 @@ def _has_open_stream(path: Path, place: Place) -> bool:
     return any((folder / file.live_name).exists() for file in (EVENTS, MEMORY))
 
 
-def _read_whole_steps(files: RunFiles, place: Place) -> SummaryTable | None:
-    """A rank's rows of whole steps; None without a current summary."""
-    with contextlib.suppress(StoreError):
+def _read_parts(files: RunFiles, places: Sequence[Place]) -> Iterator[SummaryTable]:
+    """The rows of whole steps of these ranks, some ranks at a time.
+
+    Raises:
+        StoreError: A rank has no current summary.
+    """
+    part: list[SummaryTable] = []
+    num_rows = 0
+    for place in places:
         rows = read_rank_summary(files, place, kinds=WHOLE_STEP_KINDS)
-        return None if rows is None else rows.where(is_of_whole_step(rows))
-    return None
+        if rows is None:
+            raise StoreError(f"{folder_of(place)} has no current summary.")
+        part.append(rows.where(is_of_whole_step(rows)))
+        num_rows += len(part[-1])
+        if num_rows >= _ROWS_AT_ONCE:
+            yield SummaryTable.concat(part)
+            part, num_rows = [], 0
+    yield SummaryTable.concat(part)
 
 
 def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT]) -> int:

@@ -107,7 +107,7 @@ class FinishedRun:
         return f"{_PARTS}/{number}"
 
     def finish(self, manifest: RunManifest) -> None:
-        """Write the summaries of all ranks and the manifest.
+        """Write the manifest, and the summaries of all ranks.
 
         Raises:
             OSError: Writing failed.
@@ -115,8 +115,8 @@ class FinishedRun:
         shutil.rmtree(self.path / _PARTS, ignore_errors=True)
         for left_over in self.path.rglob("*.tmp-*"):  # of processes that were killed
             left_over.unlink(missing_ok=True)
-        compact_run(self.path)
         write_manifest_if_absent(self.path, manifest)
+        compact_run(self.path)
 
 
 @contextmanager

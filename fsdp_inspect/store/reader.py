@@ -21,6 +21,7 @@ from fsdp_inspect.errors import (
 from fsdp_inspect.formatting import format_numbers, format_ranks
 from fsdp_inspect.parallel.tasks import Tasks, require_shared_folder
 from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, join_memory
+from fsdp_inspect.reduction.timed_steps import StepRules
 from fsdp_inspect.store.files import LocalFiles, RunFiles, is_url, open_files
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.liveness import is_alive, last_sign_unix_ns
@@ -78,6 +79,7 @@ from fsdp_inspect.trace.tables import (
     EventTable,
     MemoryTable,
     ScalarTable,
+    StatisticsTable,
     SummaryTable,
     is_any_of,
 )
@@ -364,6 +366,10 @@ class StoredRun:
         files has no rows, and a note reports it.
         """
         return self._summary.rows(ranks, kinds)
+
+    def statistics(self) -> StatisticsTable:
+        """The statistics of all ranks; their file, if it is current, is small."""
+        return self._summary.statistics(StepRules.of(self._manifest))
 
     @cached_property
     def _summary(self) -> SummaryReader:

@@ -16,10 +16,11 @@ from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.store.downloads import DOWNLOADS
 from fsdp_inspect.store.object_cache import open_user_cache
 from fsdp_inspect.store.read_limits import max_memory_bytes
+from fsdp_inspect.store.record_bundle import LEAST_RECORDS, has_tag, read_record_bundle
 from fsdp_inspect.store.remote_blocks import RemoteBlocks
 from fsdp_inspect.store.remote_listing import RemoteEntry, RemoteListing
 from fsdp_inspect.store.remote_system import is_missing_bucket, open_system, remote_error, retry
-from fsdp_inspect.store.schema import LIVE_SUFFIX, attempt_name, attempt_numbers
+from fsdp_inspect.store.schema import LIVE_SUFFIX, RECORDS_FILE, attempt_name, attempt_numbers
 from fsdp_inspect.store.segments import (
     StreamSegment,
     file_of_segment,
@@ -85,9 +86,15 @@ class RemoteFiles:
         return self._answer(name, lambda: self._read(name), None)
 
     def read_many(self, names: Sequence[str]) -> list[bytes | UnreadableFileError | None]:
-        """All bytes of each file, in order, or its error; with concurrent requests."""
+        """All bytes of each file, in order, or its error; with concurrent requests.
+
+        Records of many ranks come from the file that joins them.
+        """
+        known = self._joined_records(names) if len(names) >= LEAST_RECORDS else {}
+        others = [name for name in names if name not in known]
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            return list(pool.map(self._read_or_error, names))
+            contents = dict(zip(others, pool.map(self._read_or_error, others), strict=True))
+        return [known[name] if name in known else contents[name] for name in names]
 
     def open(self, name: str) -> BinaryIO | None:
         """A file for reading in parts; None if it is missing."""
@@ -164,6 +171,16 @@ class RemoteFiles:
         if key and self._cache is not None and entry is not None and len(content) == entry.size:
             self._cache.keep(key, content)
         return content
+
+    def _joined_records(self, names: Sequence[str]) -> dict[str, bytes]:
+        """The records that are joined in one file and have not changed since, by name."""
+        joined = self._read_or_error(RECORDS_FILE)
+        records = read_record_bundle(joined if isinstance(joined, bytes) else None)
+        return {
+            name: records[name]
+            for name in names
+            if name in records and has_tag(records[name], self.tag_of(name) or "")
+        }
 
     def _fetch(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         parts = {} if start is None else {"start": start, "end": end}

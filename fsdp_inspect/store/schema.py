@@ -11,6 +11,8 @@ file of an earlier attempt::
       network.json                    a probe of the network (optional)
       summary.parquet                 the whole steps of all ranks of all attempts; only after
                                       compaction
+      statistics.parquet              a few rows for each rank, computed from summary.parquet
+      rank_records.json.gz            copies of all rank.json, for object stores; only of many ranks
       attempt-000/                    three digits or more, from 0
         rank-00000/                   five digits or more, the global rank
           rank.json                   one rank of one attempt; rewritten during the recording
@@ -51,15 +53,16 @@ the attribute docstrings define their meaning. Codes are in `trace.codes` and, f
 on the recording rank's monotonic clock; `rank.json` contains pairs of that clock and the wall
 clock. Sizes are bytes.
 
-======== ============================ ============================================ ===============
-file     class                        one row is                                   parquet order
-======== ============================ ============================================ ===============
-events   `trace.tables.EventTable`    an event with a duration                     `start_ns`
-memory   `trace.tables.MemoryTable`   a reading of the memory counters             `time_ns`
-device   `trace.tables.DeviceTable`   a sample of the device and the host          `time_ns`
-scalars  `trace.tables.ScalarTable`   a number that the training loop logged       `time_ns`
-summary  `trace.tables.SummaryTable`  sums of a rank, step, unit, kind, group      see below
-======== ============================ ============================================ ===============
+========== ============================== ======================================= ===============
+file       class                          one row is                              parquet order
+========== ============================== ======================================= ===============
+events     `trace.tables.EventTable`      an event with a duration                `start_ns`
+memory     `trace.tables.MemoryTable`     a reading of the memory counters        `time_ns`
+device     `trace.tables.DeviceTable`     a sample of the device and the host     `time_ns`
+scalars    `trace.tables.ScalarTable`     a number that the training loop logged  `time_ns`
+summary    `trace.tables.SummaryTable`    sums of a rank, step, unit, kind, group see below
+statistics `trace.tables.StatisticsTable` sums and extremes of a rank over steps  see below
+========== ============================== ======================================= ===============
 
 Rows with equal values keep the order in which they were recorded.
 
@@ -86,8 +89,13 @@ lose more, because the writer does not wait for the disk.
 one row for each of these kinds in a step, of kind 140 one for each process group) and rows of units
 (all other kinds). A rank's summary has the rows of whole steps first, by kind and step. The rows of
 units follow, by step, in new row groups. The run's summary repeats the rows of whole steps of all
-ranks, by attempt, kind, rank and step. It has no rows of units: for 1,000 ranks of 64 units they
-would be 50 times as many.
+ranks, by attempt, kind, rank and step; of a large run, this holds for the row groups of some ranks,
+then of the next ranks. It has no rows of units: for 1,000 ranks of 64 units they would be 50 times
+as many.
+
+The run's statistics (`statistics.parquet`) condense the run's summary, so that reading all ranks
+does not depend on the number of steps. They are valid for one `summary.parquet` and for the
+settings in their footer. A reader computes them from the summary otherwise.
 
 **Compacted files** (`.parquet`) are compressed with zstd, in row groups of at most 65,536 rows,
 with page checksums. A column named `X_minus_Y` stores X - Y, wrapping around at 64 bits, and the
@@ -103,7 +111,9 @@ halves the size of `events`. The key-value pair `fsdp_inspect` is a JSON object:
 * summaries also have `kinds`, the `kind`s of the rows of each row group, ascending, and
   `reduction`, the version of the formulas that computed it. A reader with other formulas computes
   the summary from events and memory samples instead. The summary of the run also has `ranks`: for
-  each attempt (a decimal string) the list of ranks that it covers. It has no data of other ranks.
+  each attempt (a decimal string) the list of ranks that it covers. It has no data of other ranks;
+* `statistics` have `condensed`: `version` of the formulas, `summary` (the `fsdp_inspect_crc32` of
+  the summary that they condense), and the settings `num_warmup`, `memory` and `numerics_every`.
 
 The pair `fsdp_inspect_crc32` is the CRC-32 of that JSON text, in hexadecimal digits.
 
@@ -127,6 +137,7 @@ from fsdp_inspect.trace.tables import (
     EventTable,
     MemoryTable,
     ScalarTable,
+    StatisticsTable,
     SummaryTable,
     Table,
 )
@@ -134,6 +145,8 @@ from fsdp_inspect.trace.tables import (
 MANIFEST_FILE = "run.json"
 PROBE_FILE = "network.json"
 RANK_FILE = "rank.json"
+RECORDS_FILE = "rank_records.json.gz"
+"""In the run folder: the text of each `rank.json` by its path, of runs with many ranks."""
 NUMERICS_FILE = "numerics.jsonl"
 """In a rank's folder: its numerics steps, see `trace.numerics`."""
 BLACK_BOX_FILE = "black_box.bin"
@@ -249,6 +262,7 @@ SUMMARY = TableFile(
     split_columns=("bytes", "duration_ns"),
     lists_kinds=True,
 )
+STATISTICS = TableFile("statistics", StatisticsTable)
 
 RECORDED_TABLES: tuple[
     TableFile[EventTable], TableFile[MemoryTable], TableFile[DeviceTable], TableFile[ScalarTable]

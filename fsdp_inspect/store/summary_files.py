@@ -6,14 +6,19 @@ all ranks therefore opens one file and decodes only the kinds that it needs. A s
 `REDUCTION_VERSION` counts as missing.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from fsdp_inspect.reduction.rank_rows import is_of_whole_step
-from fsdp_inspect.store.compacted import Footer, read_footer, write_compacted
+from fsdp_inspect.store.compacted import (
+    Footer,
+    read_footer,
+    write_compacted,
+    write_compacted_parts,
+)
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.rank_tables import read_compacted_table
 from fsdp_inspect.store.schema import (
@@ -35,11 +40,13 @@ class SummaryFile:
     """The contents of the run's own summary."""
 
     rows: SummaryTable
-    """Rows of whole steps, by attempt, kind, rank and step."""
+    """Rows of whole steps; those of one kind are by attempt, rank and step."""
     places: frozenset[Place]
     """The ranks that the summary covers; empty without a current summary."""
     is_whole: bool
     """Whether `rows` has the rows of all kinds."""
+    checksum: str = ""
+    """Identifies the contents of the file."""
 
 
 def write_rank_summary(folder: Path, rows: SummaryTable) -> None:
@@ -60,12 +67,15 @@ def write_rank_summary(folder: Path, rows: SummaryTable) -> None:
     )
 
 
-def write_run_summary_file(path: Path, rows: SummaryTable, places: Collection[Place]) -> None:
+def write_run_summary_file(
+    path: Path, parts: Iterable[SummaryTable], places: Collection[Place]
+) -> None:
     """Write the run's summary.
 
     Args:
         path: The run folder.
-        rows: Rows of whole steps, in any order.
+        parts: Rows of whole steps of some ranks; each part has the next ranks, its rows in any
+            order. Only one part is in memory.
         places: The ranks that the rows cover, including ranks without a row.
 
     Raises:
@@ -74,14 +84,13 @@ def write_run_summary_file(path: Path, rows: SummaryTable, places: Collection[Pl
     listed: dict[str, list[int]] = {}
     for attempt, rank in sorted(places):
         listed.setdefault(str(attempt), []).append(rank)
-    ordered = _by_kind(rows)
-    write_compacted(
+    ordered = map(_by_kind, parts)
+    write_compacted_parts(
         path / SUMMARY.compacted_name,
         SUMMARY,
-        ordered,
+        ((rows, _changes_of_kind(rows)) for rows in ordered),
         covered_rows=0,
         details={"reduction": REDUCTION_VERSION, "ranks": listed},
-        breaks=_changes_of_kind(ordered),
     )
 
 
@@ -89,6 +98,8 @@ def read_rank_summary(
     files: RunFiles, place: Place, *, kinds: Collection[int] | None = None
 ) -> SummaryTable | None:
     """Read a rank's summary, by step, with the STEP row first in each step.
+
+    The rows are those of this rank, whatever the file states.
 
     Args:
         files: The run.
@@ -106,7 +117,9 @@ def read_rank_summary(
     if contents is None or contents.details.reduction != REDUCTION_VERSION:
         return None
     rows = check_values(contents.table, f"{folder_of(place)}/{SUMMARY.compacted_name}")
-    return rows.where(np.argsort(rows.step, kind="stable"))
+    attempt, rank = (np.full(len(rows), number) for number in place)
+    own = SummaryTable.from_columns({**rows.columns(), "attempt": attempt, "rank": rank})
+    return own.where(np.argsort(own.step, kind="stable"))
 
 
 def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -> SummaryFile:
@@ -123,7 +136,7 @@ def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -
     rows = SummaryTable.empty()
     if places:
         rows = check_values(contents.table, f"{files.label.rstrip('/')}/{SUMMARY.compacted_name}")
-    return SummaryFile(rows, places, is_whole=contents.is_whole)
+    return SummaryFile(rows, places, is_whole=contents.is_whole, checksum=contents.details.checksum)
 
 
 def has_rank_summary(files: RunFiles, place: Place) -> bool:

@@ -5,25 +5,40 @@ summary of each rank. A summary without a current file is computed from the rank
 that has not ended, from those of all ranks.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, is_of_whole_step
+from fsdp_inspect.reduction.run_statistics import condense_run
+from fsdp_inspect.reduction.timed_steps import StepRules
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.notes import noting
-from fsdp_inspect.store.schema import EVENTS, MEMORY
+from fsdp_inspect.store.schema import EVENTS, MEMORY, ROW_GROUP_ROWS
+from fsdp_inspect.store.statistics_files import read_statistics
 from fsdp_inspect.store.summary_files import (
     Place,
+    SummaryFile,
     folder_of,
     read_rank_summary,
     read_run_summary,
 )
-from fsdp_inspect.trace.tables import SummaryTable, limit_summary, positions_by_value, rows_of
+from fsdp_inspect.trace.codes import EventKind, StepPart
+from fsdp_inspect.trace.tables import (
+    StatisticsTable,
+    SummaryTable,
+    limit_summary,
+    positions_by_value,
+    rows_of,
+)
 
 _MAX_CACHED_RANKS = 16
+_OFTEN_READ = (EventKind.STEP, StepPart.COMMUNICATION, StepPart.PEAK_ALLOCATED)
+"""Kinds that several analyses of all ranks read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +88,8 @@ class SummaryReader:
         self._run_rows: dict[int, SummaryTable] = {}
         """Rows of the run's summary, by kind."""
         self._whole_by_rank: dict[int, SummaryTable] = {}
-        """Rows of whole steps of ranks that the run's summary does not cover."""
+        """Rows of whole steps of ranks, from their own files."""
+        self._statistics: StatisticsTable | None = None
 
     def rows(self, ranks: Collection[int] | None, kinds: Collection[int] | None) -> SummaryTable:
         """The rows of the given ranks and kinds, by rank and step; None selects all.
@@ -87,13 +103,63 @@ class SummaryReader:
             [limit_summary(self._rows_of_rank(rank), kinds=kinds) for rank in wanted]
         )
 
+    def statistics(self, rules: StepRules) -> StatisticsTable:
+        """The statistics of all ranks, from their file if it is current, else from the summary.
+
+        Args:
+            rules: The settings of the run.
+        """
+        if self._statistics is None:
+            self._statistics = self._stored_statistics(rules)
+        if self._statistics is None:
+            self._statistics = condense_run(self._read_once, rules, attempt=self._attempt)
+        return self._statistics
+
+    def _stored_statistics(self, rules: StepRules) -> StatisticsTable | None:
+        """The rows of this attempt; None unless the file describes these ranks as they are."""
+        summary = self._run_summary
+        listed = {rank for attempt, rank in summary.places if attempt == self._attempt}
+        if not listed or not (listed == {*self._ranks} == self._covered):
+            return None
+        with noting(self._found):
+            rows = read_statistics(self._files, of_summary=summary.checksum, rules=rules)
+            return None if rows is None else rows.where(rows.attempt == self._attempt)
+        return None
+
+    def _read_once(self, kind: int) -> SummaryTable:
+        """The rows of one kind of all ranks, which are kept only if they are few."""
+        rows = self._of_kind(kind)
+        if len(rows) > ROW_GROUP_ROWS and kind not in _OFTEN_READ:
+            self._by_kind.pop(kind)
+            self._run_rows.pop(kind, None)
+        return rows
+
     def _whole_steps(self, ranks: Sequence[int], kinds: Collection[int]) -> SummaryTable:
         chosen = sorted({*kinds})
         if len(ranks) == len(self._ranks):
             return _in_order([self._of_kind(kind) for kind in chosen])
-        parts = [limit_summary(self._from_run(kind), ranks=ranks) for kind in chosen]
-        others = [self._whole_steps_of(rank) for rank in ranks if rank not in self._covered]
+        alone = [rank for rank in ranks if self._has_own_rows(rank, len(ranks))]
+        together = [rank for rank in ranks if rank not in alone]
+        parts = [limit_summary(self._from_run(kind), ranks=together) for kind in chosen if together]
+        others = [self._whole_steps_of(rank) for rank in alone]
         return _in_order([*parts, *(rows_of(part, kinds=chosen) for part in others)])
+
+    def _has_own_rows(self, rank: int, num_ranks: int) -> bool:
+        """Whether the whole steps of a rank come from its own files, not from the run's summary.
+
+        The own summary of a few ranks is smaller than the summary of the run.
+        """
+        if rank not in self._covered or rank in self._whole_by_rank:
+            return True
+        if num_ranks > _MAX_CACHED_RANKS or self._run_rows:
+            return False
+        with contextlib.suppress(StoreError):
+            place = self._attempt, rank
+            rows = read_rank_summary(self._files, place, kinds=WHOLE_STEP_KINDS)
+            if rows is not None:
+                self._whole_by_rank[rank] = rows.where(is_of_whole_step(rows))
+                return True
+        return False
 
     def _of_kind(self, kind: int) -> SummaryTable:
         """The rows of one kind of all ranks."""
@@ -108,9 +174,14 @@ class SummaryReader:
     @cached_property
     def _covered(self) -> frozenset[int]:
         """The ranks whose rows of whole steps come from the run's summary."""
+        return self._covered_by(self._run_summary.places)
+
+    @cached_property
+    def _run_summary(self) -> SummaryFile:
+        """The run's summary without its rows; it covers no rank if it is damaged."""
         with noting(self._found):
-            return self._covered_by(read_run_summary(self._files, kinds=()).places)
-        return frozenset()
+            return read_run_summary(self._files, kinds=())
+        return SummaryFile(SummaryTable.empty(), frozenset(), is_whole=True)
 
     def _covered_by(self, places: Iterable[Place]) -> frozenset[int]:
         listed = {rank for attempt, rank in places if attempt == self._attempt}
@@ -177,7 +248,8 @@ class SummaryReader:
             with noting(self._found):
                 rows = self._summarise(rank)
         if not rows and rank in self._covered:
-            return self._whole_steps([rank], WHOLE_STEP_KINDS)
+            kinds = sorted(WHOLE_STEP_KINDS)
+            return limit_summary(_in_order([self._from_run(kind) for kind in kinds]), ranks=[rank])
         return SummaryTable.empty() if rows is None else rows
 
     def _grows(self, rank: int) -> bool:

@@ -29,6 +29,7 @@ _MAX_SPAN_NS = 1 << 55
 """Longest time that the events of one rank span: more than a year."""
 _LOWEST, _HIGHEST = -1, 1 << 53
 """Range of sizes, counts and durations; -1 means missing."""
+_SUMS = frozenset({"count", "bytes", "duration_ns", "exposed_ns"})
 _EVENT_KINDS = [int(code) for code in EventKind]
 _SUMMARY_KINDS = [*_EVENT_KINDS, *(int(code) for code in StepPart)]
 _CODES: Mapping[str, tuple[type[IntEnum], int]] = {
@@ -38,6 +39,7 @@ _CODES: Mapping[str, tuple[type[IntEnum], int]] = {
     "method": (Method, Method.INFERRED),
 }
 """Other codes with their neutral value, by column."""
+_KEYS = ("attempt", "statistic", "kind", "rank", "step", "group")
 _TIMES = frozenset({"issue_ns", "start_ns", "end_ns", "need_ns", "time_ns"})
 
 Columns = dict[str, NDArray[Any]]
@@ -54,9 +56,10 @@ def check_values(table: TableT, name: str) -> TableT:
         CorruptFileError: A value is outside of the range that any recording can have.
     """
     columns: Columns = dict(table.columns())
+    is_sum = "statistic" in columns
     for column, values in columns.items():
         if len(values) and values.dtype.kind == "i":
-            low, high = _range_of(column)
+            low, high = (-1, MAX_NS) if is_sum and column in _SUMS else _range_of(column)
             _check_range(column, values, low, high, name)
     if "start_ns" in columns and len(columns["start_ns"]):
         # Two clock readings of one short event may be reversed.
@@ -107,13 +110,27 @@ def _with_known(values: NDArray[Any], codes: type[IntEnum], neutral: int) -> NDA
 
 
 def _check_unique(columns: Columns, name: str) -> None:
-    """Check that a summary has each kind of a whole step of a rank, and each group, once."""
+    """Check that each kind of a whole step of a rank, and each group, has one row.
+
+    Rows of statistics have one for each statistic.
+    """
     is_whole = (columns["kind"] == EventKind.STEP) | (columns["kind"] >= min(StepPart))
-    parts = [columns[column][is_whole] for column in ("attempt", "rank", "step", "kind", "group")]
-    order = np.lexsort(parts)
-    is_same = [np.diff(part[order].astype(np.int64)) == 0 for part in parts]
-    if np.logical_and.reduce(is_same).any():
+    keys = [column for column in _KEYS if column in columns]
+    parts = [columns[column][is_whole] for column in keys]
+    if not _ascends(parts):
+        order = np.lexsort(parts[::-1])
+        parts = [part[order] for part in parts]
+    if np.logical_and.reduce([part[1:] == part[:-1] for part in parts]).any():
         raise _corrupt(name, "a step of a rank has two rows of one kind", "one row of each kind")
+
+
+def _ascends(parts: Sequence[NDArray[Any]]) -> bool:
+    """Whether rows are sorted by these columns, as files store them."""
+    later, same = np.zeros(max(len(parts[0]) - 1, 0), dtype=bool), True
+    for part in parts:
+        later |= same & (part[1:] > part[:-1])
+        same = same & (part[1:] == part[:-1])
+    return bool((later | same).all())
 
 
 def _only_known(columns: Columns, column: str, known: Sequence[int]) -> Columns:

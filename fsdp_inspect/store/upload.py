@@ -27,8 +27,10 @@ from fsdp_inspect.store.schema import (
     PLAN_FILE,
     PROBE_FILE,
     RANK_FILE,
+    RECORDS_FILE,
     SIGTERM_FILE,
     STACKS_FILE,
+    STATISTICS,
     SUMMARY,
 )
 from fsdp_inspect.store.segments import (
@@ -42,7 +44,14 @@ from fsdp_inspect.store.upload_target import UploadTarget
 
 UPLOAD_FILE = "upload.json"
 """In the run folder on the disk: the URL of the run in the object store."""
-RUN_FILES = (MANIFEST_FILE, PLAN_FILE, PROBE_FILE, SUMMARY.compacted_name)
+RUN_FILES = (
+    MANIFEST_FILE,
+    PLAN_FILE,
+    PROBE_FILE,
+    SUMMARY.compacted_name,
+    STATISTICS.compacted_name,
+    RECORDS_FILE,
+)
 """The files of the run itself, which rank 0 writes."""
 MAX_SEGMENT_BYTES = 64 << 20
 MAX_SEGMENTS = 64

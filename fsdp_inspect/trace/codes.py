@@ -324,3 +324,28 @@ class StepFlag(NamedCode):
 
     MEMORY_STEP = 1
     HAS_BETWEEN = 2
+
+
+class Statistic(NamedCode):
+    """The meaning of a row of the run's statistics (`reduction.run_statistics`)."""
+
+    FINISHED = 0
+    """A step that at least one rank completed, with its flags. `count`: number of ranks."""
+    MEDIAN = 1
+    """Over all steps, of all ranks if `rank` is -1: the lower median of the step time."""
+    TYPICAL = 2
+    """Sums over the typical steps of a rank; on the STEP row, `step` is the closest step."""
+    LOW = 3
+    """The 10th percentile of the step time over the timed steps of a rank."""
+    MIDDLE = 4
+    """The median of the same step times."""
+    HIGH = 5
+    """The 90th percentile of the same step times."""
+    HIGHEST = 6
+    """The highest memory of a rank over all of its steps."""
+    LAST = 7
+    """The memory of the last step of a rank."""
+    FIRST_WARM = 8
+    """The memory of the first step of a rank after warm-up, if it has two such steps."""
+    LAST_WARM = 9
+    """The memory of the last step of a rank after warm-up, if it has two such steps."""

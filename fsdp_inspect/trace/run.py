@@ -26,6 +26,7 @@ from fsdp_inspect.trace.tables import (
     EventTable,
     MemoryTable,
     ScalarTable,
+    StatisticsTable,
     SummaryTable,
 )
 from fsdp_inspect.trace.training_code import TrainingCode
@@ -477,4 +478,8 @@ class RunSource(Protocol):
         kinds: Collection[int] | None = None,
     ) -> SummaryTable:
         """The summary, by rank and step. `ranks` and `kinds` limit the rows; None reads all."""
+        ...
+
+    def statistics(self) -> StatisticsTable:
+        """The statistics of all ranks (`reduction.run_statistics`)."""
         ...

@@ -385,6 +385,53 @@ class SummaryTable(Table):
     """Exposed communication owned by the row's collectives."""
 
 
+@dataclass(frozen=True, slots=True)
+class StatisticsTable(Table):
+    """The statistics of a run: few rows for each rank, however many steps it has.
+
+    `reduction.run_statistics` computes them from the rows of whole steps. Sums are over the typical
+    steps of the rank.
+    """
+
+    DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
+        "attempt": np.int16,
+        "rank": np.int32,
+        "statistic": np.int8,
+        "kind": np.int16,
+        "group": np.int16,
+        "step": np.int32,
+        "flags": np.int16,
+        "num_steps": np.int32,
+        "out_of": np.int32,
+        "count": np.int64,
+        "bytes": np.int64,
+        "duration_ns": np.int64,
+        "exposed_ns": np.int64,
+    }
+
+    attempt: NDArray[np.int16]
+    rank: NDArray[np.int32]
+    """-1: a row of the whole attempt."""
+    statistic: NDArray[np.int8]
+    """A `Statistic`."""
+    kind: NDArray[np.int16]
+    """The kind of the summary rows behind the statistic."""
+    group: NDArray[np.int16]
+    """Their process group on GROUP rows; -1 on all others."""
+    step: NDArray[np.int32]
+    """The step of the value; -1: none."""
+    flags: NDArray[np.int16]
+    """On FINISHED rows: bits of `codes.StepFlag`, of any rank."""
+    num_steps: NDArray[np.int32]
+    """The number of summed steps."""
+    out_of: NDArray[np.int32]
+    """The number of steps from which they were chosen."""
+    count: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+    duration_ns: NDArray[np.int64]
+    exposed_ns: NDArray[np.int64]
+
+
 _FEW_KINDS = 4
 """Up to this number of kinds, separate comparisons are faster than `np.isin`."""
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_inspect.reduction.rank_rows import summarise_rank
+from fsdp_inspect.reduction.run_statistics import condense_run
+from fsdp_inspect.reduction.timed_steps import StepRules
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import (
@@ -40,6 +42,7 @@ from fsdp_inspect.trace.tables import (
     EventTable,
     MemoryTable,
     ScalarTable,
+    StatisticsTable,
     SummaryTable,
     limit_summary,
 )
@@ -390,6 +393,12 @@ class SyntheticRun:
             for record in self.ranks
         ]
         return limit_summary(SummaryTable.concat(tables), ranks=ranks, kinds=kinds)
+
+    def statistics(self) -> StatisticsTable:
+        rows = self.summary()
+        return condense_run(
+            lambda kind: limit_summary(rows, kinds=[kind]), StepRules.of(self.manifest)
+        )
 
 
 def make_run(*, num_ranks: int = 2, num_steps: int = 6) -> SyntheticRun:

@@ -25,13 +25,14 @@ def curve_of(highest):
 
 
 def curves_of(run, step):
-    sampled = find_sampled_ranks(run, step)
+    sampled = find_sampled_ranks(run, step, range(2))
     return [read_curve(run, record, step, sampled) for record in run.ranks]
 
 
 def test_the_readings_of_a_step_are_found_by_rank():
     run = make_run()
-    assert find_sampled_ranks(run, 3) == {0, 1}
+    assert find_sampled_ranks(run, 3, [0, 1]) == {0, 1}
+    assert find_sampled_ranks(run, 3, [1]) == {1}
     curves = curves_of(run, 3)
     assert len(curves) == 2
     assert None not in curves

@@ -69,6 +69,12 @@ def _scale(options: argparse.Namespace, folder: Path) -> list[Figure]:
     return measure_scale(folder, ranks=options.ranks)
 
 
+def _growth(_: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.growth import measure_growth
+
+    return measure_growth(folder)
+
+
 def _imports(options: argparse.Namespace, folder: Path) -> list[Figure]:
     from tests.benchmarks.imports import measure_imports
 
@@ -115,6 +121,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "startup": _startup,
     "imports": _imports,
     "scale": _scale,
+    "growth": _growth,
     "dashboard": _dashboard,
     "gate": _gate,
     "order": _order,

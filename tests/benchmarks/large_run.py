@@ -23,11 +23,9 @@ from numpy.typing import NDArray
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.store.compacted import write_compacted
 from fsdp_inspect.store.compaction import compact_rank, write_run_summary
-from fsdp_inspect.store.files import open_files
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import EVENTS, MEMORY, RANK_FILE, SCALARS, TableFile, TableT
-from fsdp_inspect.store.summary_files import read_rank_summary, write_rank_summary
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, MemoryPoint, Phase, Stream
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import (
@@ -44,7 +42,6 @@ from fsdp_inspect.trace.tables import (
     EventTable,
     MemoryTable,
     ScalarTable,
-    SummaryTable,
 )
 
 UNIT_PARAMETERS = 218_000_000
@@ -253,16 +250,12 @@ def write_rank(
 def repeat_rank(
     folder: Path, shape: Shape, rank: int, source: int, *, clock_of: int | None = None
 ) -> None:
-    """Write a rank with the linked tables of another rank and its own summary."""
+    """Write a rank with the linked tables and the linked summary of another rank."""
     target = rank_folder(folder, 0, rank)
     target.mkdir(exist_ok=True)
     write_record(folder, shape, rank, clock_of=clock_of)
-    for file in (EVENTS, MEMORY, SCALARS):
-        os.link(rank_folder(folder, 0, source) / file.compacted_name, target / file.compacted_name)
-    rows = read_rank_summary(open_files(folder), (0, source))
-    assert rows is not None
-    columns = {**rows.columns(), "rank": np.full(len(rows), rank)}
-    write_rank_summary(target, SummaryTable.from_columns(columns))
+    for table in rank_folder(folder, 0, source).glob("*.parquet"):
+        os.link(table, target / table.name)
 
 
 def _write_table(target: Path, file: TableFile[TableT], table: TableT) -> None:

@@ -33,7 +33,8 @@ from pathlib import Path
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cpus}])
 def tell():
     peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
-    print("cost", time.process_time_ns(), peak, file=sys.stderr)
+    read = re.search(r"rchar: (\\d+)", Path("/proc/self/io").read_text())[1]
+    print("cost", time.process_time_ns(), peak, read, file=sys.stderr)
 atexit.register(tell)
 sys.argv = ["fsdp-inspect", *{arguments!r}]
 runpy.run_module("fsdp_inspect", run_name="__main__")
@@ -49,6 +50,8 @@ class Cost:
     """User and system time of all threads, which other work on the machine hardly changes."""
     peak_bytes: int
     """The peak of resident memory, as the kernel counts it for the process (VmHWM)."""
+    read_bytes: int
+    """Bytes that the process read, also from sockets (rchar)."""
 
 
 def measure_scale(
@@ -168,10 +171,10 @@ def run_command(arguments: Sequence[str], folder: Path) -> tuple[Cost, str]:
         env=_environment(folder),
     )
     wall_ns = time.perf_counter_ns() - began
-    told = re.search(r"^cost (\d+) (\d+)$", done.stderr, re.MULTILINE)
+    told = re.search(r"^cost (\d+) (\d+) (\d+)$", done.stderr, re.MULTILINE)
     if told is None:
         raise RuntimeError(f"The command did not tell its cost: {done.stderr[-500:]!r}.")
-    return Cost(wall_ns, int(told[1]), int(told[2]) << 10), done.stdout
+    return Cost(wall_ns, int(told[1]), int(told[2]) << 10, int(told[3])), done.stdout
 
 
 def _environment(folder: Path) -> dict[str, str]:

@@ -96,7 +96,7 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serve(folder: Path, port: int, log: Path, *options: str) -> Iterator[str]:
+def serve(folder: Path | str, port: int, log: Path, *options: str) -> Iterator[str]:
     """Serve the dashboard of a folder, and end the server afterwards in any case."""
     command = [sys.executable, "-m", "fsdp_inspect_app", str(folder), "--port", str(port)]
     command += options or ["--no-token"]

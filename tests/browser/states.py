@@ -152,7 +152,7 @@ def write_many_ranks(path: Path, few: Path) -> None:
         )
         replace_file(target / RANK_FILE, encode_record(record))
     rows = open_run(few).summary(ranks=[0], kinds=WHOLE_STEP_KINDS)
-    write_run_summary_file(path, _for_ranks(rows), [(0, rank) for rank in range(NUM_RANKS)])
+    write_run_summary_file(path, [_for_ranks(rows)], [(0, rank) for rank in range(NUM_RANKS)])
 
 
 def _for_ranks(rows: SummaryTable) -> SummaryTable:

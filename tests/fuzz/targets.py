@@ -191,6 +191,11 @@ def _read_run_summary(corpus: Corpus, content: bytes) -> None:
         _analyse(path.parent, content)
 
 
+def _read_statistics(corpus: Corpus, content: bytes) -> None:
+    with corpus.replaced("compacted/statistics.parquet", content) as path:
+        _analyse(path.parent, content)
+
+
 def _bytes_of(name: str) -> Callable[[Corpus, random.Random], bytes]:
     return lambda corpus, rng: mutate_bytes(rng, corpus.content(name))
 
@@ -490,6 +495,7 @@ TARGETS = (
         _reader_of("compacted", "summary.parquet"),
     ),
     Target("run summary", 4, _bytes_of("compacted/summary.parquet"), _read_run_summary),
+    Target("statistics", 4, _bytes_of("compacted/statistics.parquet"), _read_statistics),
     Target("false footer", 4, _false_footer, _reader_of("compacted", "events.parquet")),
     Target(
         "event values",

@@ -26,7 +26,7 @@ from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import EVENTS, MEMORY
 from fsdp_inspect.store.streams import LiveStream
 from fsdp_inspect.store.summary_files import read_rank_summary, read_run_summary
-from fsdp_inspect.trace.codes import StepPart
+from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable, SummaryTable
 from tests.store.run_files import (
@@ -307,3 +307,27 @@ def test_rank_of_its_own_can_be_compacted(tmp_path: Path) -> None:
     assert compact_rank(tmp_path, 0, 1).rows == 18
     assert "events.arrows" in names(rank_folder(tmp_path, 0, 0))
     assert not compaction.write_run_summary(tmp_path)
+
+
+def test_the_summary_of_a_large_run_is_written_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "whole", ranks=range(5))
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    compact_run(tmp_path / "whole")
+    monkeypatch.setattr(compaction, "_ROWS_AT_ONCE", 1)
+    (tmp_path / "parts" / "summary.parquet").unlink(missing_ok=True)
+    compact_run(tmp_path / "parts")
+    one, other = (open_run(tmp_path / name) for name in ("whole", "parts"))
+    for kind in (EventKind.STEP, StepPart.OTHER):
+        assert_same_rows(one.summary(kinds=[kind]), other.summary(kinds=[kind]))
+    assert_same_rows(one.statistics(), other.statistics())
+    assert_same_rows(other.statistics(), open_run(tmp_path / "parts").statistics())
+
+
+def test_a_copied_summary_counts_for_the_rank_of_its_folder(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    source, target = (rank_folder(tmp_path, 0, rank) for rank in (0, 1))
+    shutil.copy(source / "summary.parquet", target)
+    (tmp_path / "summary.parquet").unlink(missing_ok=True)
+    assert set(open_run(tmp_path).summary(ranks=[1]).rank.tolist()) == {1}

@@ -1,5 +1,6 @@
 """Runs in a real S3 server on loopback: reading, caching, faults and errors."""
 
+import gzip
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,15 @@ from fsdp_inspect.analysis.run_list import measure_key_numbers
 from fsdp_inspect.errors import FsdpInspectError, NotARunError, StoreError
 from fsdp_inspect.run import Run
 from fsdp_inspect.store import remote_files
+from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.downloads import DOWNLOADS
-from fsdp_inspect.store.folder import create_run, list_runs, rewrite_manifest
+from fsdp_inspect.store.folder import create_run, list_runs, rank_folder, rewrite_manifest
 from fsdp_inspect.store.object_cache import SIZE_VARIABLE, ObjectCache
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.record_bundle import LEAST_RECORDS, read_record_bundle
+from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.run_upload import upload_run
+from fsdp_inspect.store.schema import RANK_FILE, RECORDS_FILE
 from tests.s3_server import FaultyProxy
 from tests.store.run_files import assert_same_rows, make_manifest, write_rank, write_run
 
@@ -79,6 +84,37 @@ def test_summary_reads_neither_events_nor_memory(remote: str, proxy: FaultyProxy
     asked = {path.rpartition("/")[2] for method, path in proxy.requests if method == "GET"}
     assert not [name for name in asked if name.startswith(("events", "memory", "device"))]
     assert "summary.parquet" in asked
+
+
+def test_records_of_many_ranks_take_one_request(
+    proxy: FaultyProxy, s3_bucket: str, tmp_path: Path
+) -> None:
+    local = write_run(tmp_path / "run", ranks=range(LEAST_RECORDS))
+    compact_run(local)
+    upload_run(local, s3_bucket)
+    proxy.requests.clear()
+    assert open_run(f"{s3_bucket}/run").ranks == open_run(local).ranks
+    asked = [path.rpartition("/")[2] for method, path in proxy.requests if method == "GET"]
+    assert (asked.count(RECORDS_FILE), asked.count(RANK_FILE)) == (1, 0)
+
+
+def test_a_record_that_changed_is_read_from_its_own_file(
+    proxy: FaultyProxy, s3_bucket: str, tmp_path: Path
+) -> None:
+    local = write_run(tmp_path / "run", ranks=range(LEAST_RECORDS))
+    compact_run(local)
+    record = open_run(local).ranks[3].model_copy(update={"host": "another"})
+    (rank_folder(local, 0, 3) / RANK_FILE).write_bytes(encode_record(record))
+    upload_run(local, s3_bucket)
+    proxy.requests.clear()
+    assert open_run(f"{s3_bucket}/run").ranks[3].host == "another"
+    asked = [path for method, path in proxy.requests if path.endswith(RANK_FILE)]
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b"[]")])
+def test_a_damaged_file_of_records_is_ignored(content: bytes) -> None:
+    assert read_record_bundle(content) == {}
 
 
 def test_second_upload_sends_nothing(remote: str, local: Path) -> None:

@@ -142,7 +142,7 @@ def write_large_run_summary(path: Path, *, rows_of_a_kind: int) -> None:
     columns["kind"][rows_of_a_kind:] = StepPart.DATA
     columns["step"] = np.tile(np.arange(rows_of_a_kind), 2)
     columns["duration_ns"] = np.random.default_rng(0).integers(0, 1 << 40, 2 * rows_of_a_kind)
-    write_run_summary_file(path, SummaryTable.from_columns(columns), [(0, 0)])
+    write_run_summary_file(path, [SummaryTable.from_columns(columns)], [(0, 0)])
 
 
 def test_damaged_memory_samples_leave_the_sums_of_events(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ from fsdp_inspect_app.cards import (
 from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.exports import show_export_button, show_share_button
-from fsdp_inspect_app.finding_list import find_waits, page_of_limit, show_findings
+from fsdp_inspect_app.finding_list import page_of_limit, show_findings
 from fsdp_inspect_app.frames.overview import (
     frame_breakdown,
     frame_peak,
@@ -88,12 +88,11 @@ def show_page(entry: RunEntry, run: Run) -> None:
     show_run_header(manifest, summary, beside=partial(_show_buttons, run))
     _show_answer(entry, summary)
     _show_key_numbers(summary)
-    waits = find_waits(entry)
     _show_step(summary)
     _show_dimensions(summary)
     left, right = st.columns(2)
     with left:
-        _show_owners(waits, summary)
+        _show_owners(summary)
     with right:
         _show_step_times(summary, times)
     left, right = st.columns(2)
@@ -316,8 +315,8 @@ def _describe_causes(exposed: Exposed) -> str:
     return f"Causes: {causes}"
 
 
-def _show_owners(waits: RankWaits | None, summary: Summary) -> None:
-    exposed = waits.exposed if waits is not None else None
+def _show_owners(summary: Summary) -> None:
+    exposed = summary.exposed
     if exposed is None or not any(owner.exposed_ns for owner in exposed.owners):
         show_empty_card("Exposed waits by unit", "No exposed wait.", key="owners")
         return

@@ -13,7 +13,6 @@ from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import column_formats, show_card, show_csv_button, show_headline
 from fsdp_inspect_app.drawn_chart import show_chart
-from fsdp_inspect_app.finding_list import find_waits
 from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
 from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, open_unit
@@ -38,8 +37,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     if unit is not None:
         show_unit(run, unit, answer)
         return
-    waits = find_waits(entry)
-    owners = waits.exposed.owners if waits is not None and waits.exposed is not None else ()
+    owners = summary.exposed.owners if summary.exposed is not None else ()
     with answer:
         show_headline(wording.describe_longest_wait(summary, owners))
     _show_bars(summary)

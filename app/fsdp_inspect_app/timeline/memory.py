@@ -79,9 +79,9 @@ class MemoryCurve:
         return self.at(np.unique([first, *tops, last - 1]))
 
 
-def find_sampled_ranks(run: RunSource, step: int) -> set[int]:
-    """The ranks that read their memory in a step, according to the run's summary."""
-    rows = memory_parts(run)
+def find_sampled_ranks(run: RunSource, step: int, ranks: Collection[int]) -> set[int]:
+    """Those of some ranks that read their memory in a step, according to the run's summary."""
+    rows = memory_parts(run, ranks=ranks)
     is_known = (rows.step == step) & (rows.kind == StepPart.PEAK_ALLOCATED)
     return set(rows.rank[is_known].tolist())
 

@@ -126,7 +126,7 @@ def build_timeline(run: RunSource, *, step: int, ranks: Sequence[int]) -> StepTi
     """
     recorded = {one.rank: one for one in run.ranks}
     asked = [recorded[rank] for rank in ranks if rank in recorded]
-    lay_out = partial(_lay_out_recorded, run, step, find_sampled_ranks(run, step))
+    lay_out = partial(_lay_out_recorded, run, step, find_sampled_ranks(run, step, ranks))
     with ThreadPoolExecutor(_RANKS_AT_ONCE) as pool:
         layouts = [layout for layout in pool.map(lay_out, asked) if layout is not None]
     if not layouts:

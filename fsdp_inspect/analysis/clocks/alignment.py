@@ -30,9 +30,9 @@ from fsdp_inspect.analysis.collectives.synchronisation import (
     Synchronisations,
 )
 from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.formatting import format_ns, format_ratio
-from fsdp_inspect.statistics import median
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
+from fsdp_inspect.trace.codes import COLLECTIVES, Statistic
 from fsdp_inspect.trace.run import IMPORTED_CLOCK, UNPLACED_CLOCK, RankRecord, RunSource
 from fsdp_inspect.trace.tables import EventTable
 
@@ -234,17 +234,17 @@ def _choose_steps(run: RunSource, steps: Collection[int] | None) -> list[int] | 
     """Return steps spread over the run, including the first and the last; None: all."""
     if steps is not None:
         return sorted(steps)
-    finished = np.unique(run.summary(kinds=[EventKind.STEP]).step)
-    if len(finished) == 0:
+    finished = select_steps(run).finished
+    if not finished:
         return None
     places = np.linspace(0, len(finished) - 1, min(_MAX_STEPS, len(finished)))
-    return [int(finished[round(place)]) for place in places.tolist()]
+    return [finished[round(place)] for place in places.tolist()]
 
 
 def _uncertainty_limit(run: RunSource) -> float:
-    steps = run.summary(kinds=[EventKind.STEP])
-    typical = median(steps.duration_ns)
-    return math.inf if typical is None else MAX_UNCERTAINTY_RATIO * typical
+    statistics = run.statistics()
+    of_all = statistics.duration_ns[statistics.statistic == Statistic.MEDIAN]
+    return MAX_UNCERTAINTY_RATIO * int(of_all[0]) if len(of_all) else math.inf
 
 
 class _Placing:

@@ -10,7 +10,7 @@ from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.analysis.provenance import measure_provenance
 from fsdp_inspect.analysis.rank_numbers import RankNumbers, measure_rank_numbers
-from fsdp_inspect.analysis.step_selection import steps_by_rank, timed_ranks
+from fsdp_inspect.analysis.step_selection import steps_by_rank, timed_rank
 from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
 
@@ -78,7 +78,6 @@ def choose_ranks(run: RunSource, asked: Collection[int] | None) -> tuple[int, ..
 
 def monitor_run(run: RunSource, ranks: Collection[int]) -> MonitoredRun:
     """Measure the numbers of an ended run: the typical step of its timed steps."""
-    members = {member.rank: member for member in timed_ranks(run).members}
     memory = {row.rank: row for row in measure_memory(run).ranks}
     provenance = measure_provenance(run)
     methods = provenance.methods if provenance else {}
@@ -86,7 +85,7 @@ def monitor_run(run: RunSource, ranks: Collection[int]) -> MonitoredRun:
     for record in run.ranks:
         if record.rank not in ranks:
             continue
-        member, held = members.get(record.rank), memory.get(record.rank)
+        member, held = timed_rank(run, record.rank), memory.get(record.rank)
         use = measure_allocator(run, rank=record.rank)
         monitored.append(
             MonitoredRank(

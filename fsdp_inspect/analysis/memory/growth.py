@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.memory.summary_rows import memory_parts
-from fsdp_inspect.trace.codes import StepPart
+from fsdp_inspect.analysis.memory.summary_rows import memory_parts, memory_statistics
+from fsdp_inspect.trace.codes import Statistic, StepPart
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.tables import SummaryTable
+from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable
 
 MIN_STEPS = 6
 """The smallest number of steps that can reach `SIGNIFICANCE`."""
@@ -59,12 +59,15 @@ def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryG
     Returns:
         None if fewer than two steps after warm-up have a sample at their end.
     """
-    parts = memory_parts(run)
-    ends = _after_warmup(parts.where(parts.kind == StepPart.ALLOCATED_AT_END), run)
-    series = _pick(ends, rank)
-    if series is None:
+    firsts, lasts = _warm_ends(run)
+    chosen = _find_largest_rise(firsts, lasts) if rank is None else rank
+    if chosen is None or chosen not in firsts.rank:
         return None
-    chosen, steps, values = series
+    parts = memory_parts(run, ranks=[chosen])
+    first, last = (int(ends.step[np.searchsorted(ends.rank, chosen)]) for ends in (firsts, lasts))
+    is_warm = (parts.step >= first) & (parts.step <= last)
+    series = parts.where(is_warm & (parts.kind == StepPart.ALLOCATED_AT_END))
+    steps, values = series.step.astype(np.int64), series.bytes
     growth = _test(steps, values)
     slope = growth[0] if growth else None
     grows = None if growth is None else bool(slope and slope > 0 and growth[1] < SIGNIFICANCE)
@@ -80,32 +83,23 @@ def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryG
     )
 
 
-def _after_warmup(ends: SummaryTable, run: RunSource) -> SummaryTable:
-    """Return the rows of steps after warm-up, by rank and step.
+def _warm_ends(run: RunSource) -> tuple[StatisticsTable, StatisticsTable]:
+    """Return the first and the last memory of each rank after warm-up, for ranks with both.
 
-    All rows count if all belong to warm-up steps (memory steps on CPU).
+    All steps count if all belong to warm-up (memory steps on CPU).
     """
-    order = np.lexsort((ends.step, ends.rank))
-    ends = ends.where(order)
-    if len(ends) == 0:
-        return ends
-    warm = ends.step >= int(ends.step.min()) + run.manifest.warmup_steps
-    return ends.where(warm) if np.any(warm) else ends
+    rows = memory_statistics(run)
+    return (
+        rows.where(rows.statistic == Statistic.FIRST_WARM),
+        rows.where(rows.statistic == Statistic.LAST_WARM),
+    )
 
 
-def _pick(
-    ends: SummaryTable, rank: int | None
-) -> tuple[int, NDArray[np.int64], NDArray[np.int64]] | None:
-    """Return the rank with the largest rise (or the given one), its steps and their memory."""
-    ranks, firsts = np.unique(ends.rank, return_index=True)
-    lasts = np.append(firsts[1:], len(ends)) - 1
-    eligible = lasts > firsts if rank is None else (lasts > firsts) & (ranks == rank)
-    if not np.any(eligible):
+def _find_largest_rise(firsts: StatisticsTable, lasts: StatisticsTable) -> int | None:
+    """Return the rank with the largest rise of memory; None without a rank."""
+    if not len(firsts):
         return None
-    rise = np.where(eligible, ends.bytes[lasts] - ends.bytes[firsts], np.iinfo(np.int64).min)
-    place = int(np.argmax(rise))
-    own = ends.between(int(firsts[place]), int(lasts[place]) + 1)
-    return int(ranks[place]), own.step.astype(np.int64), own.bytes
+    return int(firsts.rank[np.argmax(lasts.bytes - firsts.bytes)])
 
 
 def _test(steps: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[float, float] | None:

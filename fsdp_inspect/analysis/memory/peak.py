@@ -9,15 +9,14 @@ Peaks of all ranks come from the run's summary. Samples are read for one rank on
 ranks are fast.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.memory.summary_rows import memory_parts
-from fsdp_inspect.analysis.step_selection import select_steps, split_by_rank
+from fsdp_inspect.analysis.memory.summary_rows import memory_parts, memory_statistics
+from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.columns import (
     TableSpec,
     metric_column,
@@ -30,9 +29,9 @@ from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.reduction.memory_parts import STORAGE_TRACKER, UNATTRIBUTED, samples_of
 from fsdp_inspect.statistics import median
-from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase, StepPart
+from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase, Statistic, StepPart
 from fsdp_inspect.trace.run import FailedRequest, RankRecord, RunSource
-from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, SummaryTable
+from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, StatisticsTable, SummaryTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +243,7 @@ def measure_memory(run: RunSource, *, rank: int | None = None, with_warmup: bool
         IncompleteRunError: The run has no data of the rank.
     """
     left_out = () if with_warmup else select_steps(run).warmup
-    parts = memory_parts(run)
-    parts = parts.where(~np.isin(parts.step, left_out))
-    of_rank, nothing = split_by_rank(parts), SummaryTable.empty()
-    ranks = [_measure_rank(record, of_rank.get(record.rank, nothing)) for record in run.ranks]
+    ranks = list(_measure_ranks(run.ranks, memory_statistics(run, without=left_out)))
     top = max(
         (row for row in ranks if row.peak_allocated_bytes is not None),
         key=lambda row: row.peak_allocated_bytes or 0,
@@ -266,7 +262,7 @@ def measure_memory(run: RunSource, *, rank: int | None = None, with_warmup: bool
         device_ratio=max((row.device_ratio for row in ranks if row.device_ratio), default=None),
         peak=peak,
         ranks=tuple(ranks),
-        over_steps=tuple(_steps_of(parts.where(parts.rank == shown))) if shown is not None else (),
+        over_steps=tuple(_steps_of(run, shown, left_out)) if shown is not None else (),
         unreadable=unreadable,
         shown_rank=shown,
         positions=_positions(run, samples_of(table, method), method),
@@ -297,11 +293,31 @@ def _read(run: RunSource, rank: int | None) -> tuple[MemoryTable, tuple[str, ...
         return MemoryTable.empty(), (str(error),)
 
 
-def _measure_rank(record: RankRecord, own: SummaryTable) -> RankMemory:
-    peak = _maximum(own.bytes[own.kind == StepPart.PEAK_ALLOCATED])
-    ends = np.flatnonzero(own.kind == StepPart.ALLOCATED_AT_END)
-    resting = int(own.bytes[ends[np.argmax(own.step[ends])]]) if len(ends) else None
-    reserved = _maximum(own.bytes[own.kind == StepPart.PEAK_RESERVED])
+def _measure_ranks(
+    records: Sequence[RankRecord], statistics: StatisticsTable
+) -> Iterator[RankMemory]:
+    peaks, reserved, ends = (
+        _by_rank(statistics, statistic, part)
+        for statistic, part in (
+            (Statistic.HIGHEST, StepPart.PEAK_ALLOCATED),
+            (Statistic.HIGHEST, StepPart.PEAK_RESERVED),
+            (Statistic.LAST, StepPart.ALLOCATED_AT_END),
+        )
+    )
+    for record in records:
+        yield _measure_rank(
+            record, peaks.get(record.rank), reserved.get(record.rank), ends.get(record.rank)
+        )
+
+
+def _by_rank(rows: StatisticsTable, statistic: Statistic, part: StepPart) -> dict[int, int]:
+    own = rows.where((rows.statistic == statistic) & (rows.kind == part))
+    return dict(zip(own.rank.tolist(), own.bytes.tolist(), strict=True))
+
+
+def _measure_rank(
+    record: RankRecord, peak: int | None, reserved: int | None, resting: int | None
+) -> RankMemory:
     device = record.device_memory_bytes
     return RankMemory(
         rank=record.rank,
@@ -319,7 +335,9 @@ def _of(parts: SummaryTable, part: StepPart) -> SummaryTable:
     return parts.where(parts.kind == part)
 
 
-def _steps_of(parts: SummaryTable) -> Iterator[MemoryOfStep]:
+def _steps_of(run: RunSource, rank: int, left_out: Collection[int]) -> Iterator[MemoryOfStep]:
+    parts = memory_parts(run, ranks=[rank])
+    parts = parts.where(~np.isin(parts.step, list(left_out)))
     reserved = _by_step(_of(parts, StepPart.PEAK_RESERVED))
     at_end = _by_step(_of(parts, StepPart.ALLOCATED_AT_END))
     for step, highest in _by_step(_of(parts, StepPart.PEAK_ALLOCATED)).items():
@@ -447,12 +465,6 @@ def _categories(rows: MemoryTable, position: int) -> tuple[CategoryBytes, ...]:
     named = [CategoryBytes(category.label, amount) for category, amount in held.items()]
     named.append(CategoryBytes(UNATTRIBUTED, int(rows.allocated[position]) - inside))
     return tuple(sorted((row for row in named if row.bytes > 0), key=lambda row: -row.bytes))
-
-
-def _maximum(column: NDArray[np.int64]) -> int | None:
-    """Return the highest measured value; None if none was measured."""
-    measured = column[column != MISSING_INT]
-    return int(measured.max()) if len(measured) else None
 
 
 def _highest(values: Iterable[int | None]) -> int | None:

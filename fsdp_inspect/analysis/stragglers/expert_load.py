@@ -22,7 +22,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.breakdown import measure_breakdown
+from fsdp_inspect.analysis.breakdown import measure_dimensions
 from fsdp_inspect.analysis.mesh_dimensions import dimension_members, group_dimensions
 from fsdp_inspect.analysis.step_selection import timed_ranks
 from fsdp_inspect.analysis.stragglers.sampling import common_steps, spread
@@ -120,11 +120,10 @@ def measure_expert_load(run: RunSource) -> ExpertLoad | None:
     Returns:
         None if no rank exchanges tokens along the dimension `ep` in its typical step.
     """
-    steps = measure_breakdown(run).ranks
     own = {
-        step.rank: ExpertRank(step.rank, row.bytes_per_step, row.exposed_ns)
-        for step in steps
-        for row in step.dimensions
+        rank: ExpertRank(rank, row.bytes_per_step, row.exposed_ns)
+        for rank, dimensions in measure_dimensions(run).items()
+        for row in dimensions
         if row.dimension == EXPERTS
     }
     if not own or not _exchanges_tokens(run, min(own)):
@@ -132,7 +131,7 @@ def measure_expert_load(run: RunSource) -> ExpertLoad | None:
     groups: dict[tuple[int, ...], list[ExpertRank]] = defaultdict(list)
     for rank, member in sorted(own.items()):
         groups[dimension_members(run, EXPERTS, rank) or (rank,)].append(member)
-    step_time = max(step.step_time_ns for step in steps)
+    step_time = int(timed_ranks(run).typical.step_time_ns.max())
     timed = [member for member in timed_ranks(run).members if member.rank in own]
     sampled = spread(common_steps(timed), MAX_SAMPLED_STEPS)
     ordered = sorted(groups.items(), key=lambda group: -_extra_wait(group[1]))

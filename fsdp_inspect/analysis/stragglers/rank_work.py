@@ -66,7 +66,9 @@ class RankWork:
         steps = common_steps(members)
         self._ranks = [member.rank for member in members]
         work = [
-            (member.step_time_ns - member.exposed_ns)[np.isin(member.steps, steps)]
+            (member.step_time_ns - member.exposed_ns)[
+                slice(None) if len(member.steps) == len(steps) else np.isin(member.steps, steps)
+            ]
             for member in members
         ]
         self._work_ns: NDArray[np.int64] = np.array(work, dtype=np.int64).reshape(

@@ -37,13 +37,15 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.breakdown import DimensionTime, measure_breakdown
+from fsdp_inspect.analysis.breakdown import DimensionTime, measure_dimensions
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.collectives.matching import Matching
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, rank_coordinates
 from fsdp_inspect.analysis.rank_sets import name_rank_sets
 from fsdp_inspect.analysis.step_selection import (
     RankSteps,
+    TimedRanks,
     split_by_rank,
     sum_per_step,
     timed_ranks,
@@ -83,7 +85,6 @@ from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.mesh_dimensions import DIMENSIONS, OTHER, WORLD
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.tables import SummaryTable, rows_of
 
 _Int64 = NDArray[np.int64]
 
@@ -335,16 +336,20 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
     `MAX_SAMPLED_STEPS` steps. These are the ranks that communicate least, because a straggler does
     not wait for other ranks, and other ranks spread evenly.
     """
+    return remember(run, ("ranks", max_ranks), partial(_measure_ranks, run, max_ranks))
+
+
+def _measure_ranks(run: RunSource, max_ranks: int) -> Ranks:
     timed = timed_ranks(run)
     members = timed.members
-    here = {record.rank for record in run.ranks}
-    sample = sample_ranks([member for member in members if member.rank in here], max_ranks)
+    here = [record.rank for record in run.ranks]
+    sample = sample_ranks(timed.typical, here, max_ranks)
     steps = common_steps([member for member in members if member.rank in sample])
     sampled_steps = spread(steps, MAX_SAMPLED_STEPS)
     alignment = align_clocks(run, sample)
     arrivals = find_arrivals(run, sample, sampled_steps, alignment)
     replayed = consecutive(steps, MAX_REPLAYED_STEPS)
-    rows = _rank_rows(run, members, arrivals)
+    rows = _rank_rows(run, timed, arrivals)
     pricing = RankPricing(run, sample, replayed, alignment)
     step_time = timed.median.typical(timed.median.step_time_ns) if timed.median else None
     evidence = StragglerEvidence(
@@ -356,7 +361,7 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
         pricing,
         alignment.uncertainty_ns,
         step_time or 0,
-        _own_parts(run, members),
+        np.stack([timed.typical.means(part) for part in OWN_PARTS], axis=1),
         cache(partial(_message_waits, run, members)),
     )
     slow_group, group_refusal = find_slow_group(evidence, name_rank_sets(run, evidence.ranks))
@@ -378,22 +383,6 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
     )
 
 
-def _own_parts(run: RunSource, members: Sequence[RankSteps]) -> NDArray[np.float64]:
-    """Return each of `OWN_PARTS` in the typical step of each rank, shape (ranks, parts)."""
-    rows = timed_summary(run, kinds=OWN_PARTS)
-    ranks = [member.rank for member in members]
-    typical = np.zeros((len(members), len(OWN_PARTS)))
-    for column, part in enumerate(OWN_PARTS):
-        own = rows_of(rows, kinds=[part])
-        lows, highs = (np.searchsorted(own.rank, ranks, side=side) for side in ("left", "right"))
-        for place, (member, low, high) in enumerate(
-            zip(members, lows.tolist(), highs.tolist(), strict=True)
-        ):
-            durations = sum_per_step(own.step[low:high], own.duration_ns[low:high], member.steps)
-            typical[place, column] = member.typical_mean(durations)
-    return typical
-
-
 def _message_waits(run: RunSource, members: Sequence[RankSteps]) -> dict[int, int]:
     """Return the exposed sends and receives in the typical step of each rank; empty without any."""
     sends = split_by_rank(timed_summary(run, kinds=[EventKind.POINT_TO_POINT]))
@@ -404,59 +393,36 @@ def _message_waits(run: RunSource, members: Sequence[RankSteps]) -> dict[int, in
     }
 
 
-def _rank_rows(
-    run: RunSource, members: Sequence[RankSteps], arrivals: Arrivals
-) -> tuple[RankRow, ...]:
+def _rank_rows(run: RunSource, timed: TimedRanks, arrivals: Arrivals) -> tuple[RankRow, ...]:
     hosts = {record.rank: record.host for record in run.ranks}
-    peaks = split_by_rank(run.summary(kinds=[StepPart.PEAK_ALLOCATED]))
-    busiest = _busiest_ratios(members)
+    peaks = run.statistics()
+    peaks = peaks.where(peaks.kind == StepPart.PEAK_ALLOCATED)
+    peak_bytes = dict(zip(peaks.rank.tolist(), peaks.bytes.tolist(), strict=True))
+    busiest = _busiest_ratios(timed.members)
     lateness = Lateness(arrivals)
-    dimensions = {step.rank: step.dimensions for step in measure_breakdown(run).ranks}
+    dimensions = measure_dimensions(run)
+    typical = timed.typical
+    columns = (typical.rank, typical.step_time_ns, typical.communication_ns, typical.exposed_ns)
     return tuple(
-        _rank_row(
-            member,
-            _Place(
-                hosts.get(member.rank, ""),
-                rank_coordinates(run, member.rank),
-                dimensions.get(member.rank, ()),
-            ),
-            busiest[member.rank],
-            peaks.get(member.rank, SummaryTable.empty()),
-            lateness,
+        RankRow(
+            rank=rank,
+            host=hosts.get(rank, ""),
+            step_time_ns=step_time,
+            communication_ns=communication,
+            exposed_ns=exposed,
+            overlap_ratio=1 - exposed / communication if communication else 1.0,
+            own_work_ns=step_time - exposed,
+            busiest_ratio=busiest[rank],
+            peak_allocated_bytes=peak_bytes.get(rank),
+            last_ratio=lateness.last_ratio(rank),
+            lateness_ns=lateness.typical_ns(rank),
+            shortest_ratio=lateness.shortest_ratio(rank),
+            coordinates=rank_coordinates(run, rank),
+            dimensions=dimensions[rank],
         )
-        for member in members
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The machine of a rank, and its place in the mesh."""
-
-    host: str
-    coordinates: dict[str, int]
-    dimensions: tuple[DimensionTime, ...]
-
-
-def _rank_row(
-    member: RankSteps, place: _Place, busiest: float, peaks: SummaryTable, lateness: Lateness
-) -> RankRow:
-    communication = member.typical(member.communication_ns)
-    exposed, step_time = member.typical(member.exposed_ns), member.typical(member.step_time_ns)
-    return RankRow(
-        rank=member.rank,
-        host=place.host,
-        step_time_ns=step_time,
-        communication_ns=communication,
-        exposed_ns=exposed,
-        overlap_ratio=1 - exposed / communication if communication else 1.0,
-        own_work_ns=step_time - exposed,
-        busiest_ratio=busiest,
-        peak_allocated_bytes=int(peaks.bytes.max()) if len(peaks) else None,
-        last_ratio=lateness.last_ratio(member.rank),
-        lateness_ns=lateness.typical_ns(member.rank),
-        shortest_ratio=lateness.shortest_ratio(member.rank),
-        coordinates=place.coordinates,
-        dimensions=place.dimensions,
+        for rank, step_time, communication, exposed in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
     )
 
 

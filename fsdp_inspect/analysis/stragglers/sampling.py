@@ -1,25 +1,29 @@
 """Sample ranks and steps of a large run for analyses that read events."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 import numpy as np
 
-from fsdp_inspect.analysis.step_selection import RankSteps
+from fsdp_inspect.analysis.step_selection import RankSteps, TypicalSteps
 
 
-def sample_ranks(members: Sequence[RankSteps], most: int) -> list[int]:
-    """Return at most `most` ranks: those that communicate least, and others spread evenly.
+def sample_ranks(typical: TypicalSteps, here: Collection[int], most: int) -> list[int]:
+    """Return at most `most` of the ranks: those that communicate least, and others spread evenly.
 
     A straggler does not wait for other ranks, so it is one of the ranks that communicate least.
+
+    Args:
+        typical: The typical steps of all ranks.
+        here: The ranks to choose from.
+        most: The number of ranks.
     """
-    ranks = [member.rank for member in members]
+    is_here = np.isin(typical.rank, list(here))
+    ranks: list[int] = typical.rank[is_here].tolist()
     if len(ranks) <= most:
         return ranks
-    by_communication = sorted(
-        members, key=lambda member: (member.typical(member.communication_ns), member.rank)
-    )
-    least = [member.rank for member in by_communication[: most // 3]]
+    by_communication = np.argsort(typical.communication_ns[is_here], kind="stable")
+    least = [ranks[place] for place in by_communication[: most // 3].tolist()]
     rest = [rank for rank in ranks if rank not in least]
     return sorted([*least, *spread(rest, most - len(least))])
 
@@ -28,10 +32,12 @@ def common_steps(members: Sequence[RankSteps]) -> list[int]:
     """Return the steps that all of these ranks have, ascending."""
     if not members:
         return []
-    common = set(members[0].steps.tolist())
+    common = members[0].steps
     for member in members[1:]:
-        common &= set(member.steps.tolist())
-    return sorted(common)
+        if not np.array_equal(member.steps, common):
+            common = np.intersect1d(member.steps, common)
+    steps: list[int] = common.tolist()
+    return steps
 
 
 def spread(values: Sequence[int], most: int) -> list[int]:

@@ -6,6 +6,7 @@ ranks read the events of one rank.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from fsdp_inspect.analysis.breakdown import Breakdown, StepBreakdown
 from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner
@@ -30,7 +31,7 @@ from fsdp_inspect.analysis.verdict import (
 )
 from fsdp_inspect.analysis.verdict.trace_doubts import find_doubt
 from fsdp_inspect.analysis.wait_causes import Cause
-from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, EventKind, Phase, StepPart
+from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
 from fsdp_inspect.trace.run import RunManifest
 
 _PASSES = frozenset({Phase.FORWARD.label, Phase.BACKWARD.label})
@@ -64,26 +65,38 @@ def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
     doubt = find_doubt(answers.manifest, headline)
     if doubt is not None:
         return doubt, ()
-    verdict = give_verdict(_facts_of_run(answers, headline))
-    memory = {row.rank: row for row in answers.memory.ranks}
+    of_step = _facts_of_step(answers, headline)
+    verdict = give_verdict(_facts_of_run(answers, of_step, headline))
+    memory, parts = {row.rank: row for row in answers.memory.ranks}, answers.breakdown.parts
+    columns = (parts.rank, parts.step_time_ns, parts.exposed_ns, parts.durations_ns)
     ranks = tuple(
         give_rank_verdict(
-            step.rank,
-            answers.hosts.get(step.rank, ""),
-            _facts_of_rank(answers, step, memory.get(step.rank)),
+            rank,
+            answers.hosts.get(rank, ""),
+            _facts_of_rank(answers, of_step, _Times(rank, *times), memory.get(rank)),
             verdict,
         )
-        for step in answers.breakdown.ranks
+        for rank, *times in zip(*(column.tolist() for column in columns), strict=True)
     )
     return verdict, ranks
 
 
-def _facts_of_run(answers: Answers, step: StepBreakdown) -> StepFacts:
+class _Times(NamedTuple):
+    """The times of the typical step of a rank."""
+
+    rank: int
+    step_time_ns: int
+    exposed_ns: int
+    durations_ns: list[int]
+    """The parts in the order of `PARTS_OF_STEP`."""
+
+
+def _facts_of_run(answers: Answers, facts: StepFacts, step: StepBreakdown) -> StepFacts:
     exposed, memory = answers.exposed, answers.memory
     allocator, plan_check = answers.allocator, answers.plan_check
     contradicts = plan_check is not None and plan_check.is_consistent is False
     return replace(
-        _facts_of_step(answers, step),
+        facts,
         exposed_by_kind_ns={
             part.label.removeprefix("exposed_"): step.duration_ns(part)
             for part in sorted(EXPOSED_PART_CODES)
@@ -106,13 +119,24 @@ def _facts_of_run(answers: Answers, step: StepBreakdown) -> StepFacts:
     )
 
 
-def _facts_of_rank(answers: Answers, step: StepBreakdown, memory: RankMemory | None) -> StepFacts:
-    facts = _facts_of_step(answers, step)
+def _facts_of_rank(
+    answers: Answers, facts: StepFacts, times: _Times, memory: RankMemory | None
+) -> StepFacts:
+    """Return the facts of a rank.
+
+    Args:
+        answers: The results of the analyses.
+        facts: The facts of the typical step of another rank; what all ranks share is kept.
+        times: The times of this rank.
+        memory: The memory of this rank.
+    """
+    own = _measure_times(answers, times)
     if memory is None:
-        return facts
+        return replace(facts, **own)
     device, reserved = memory.device_bytes, memory.peak_reserved_bytes
     return replace(
         facts,
+        **own,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_reserved_bytes=reserved,
         device_bytes=device,
@@ -120,25 +144,34 @@ def _facts_of_rank(answers: Answers, step: StepBreakdown, memory: RankMemory | N
     )
 
 
-def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
-    """Return the facts of a rank's typical step; in a kernel trace, `other` counts as compute."""
-    manifest = answers.manifest
-    is_kernel_trace = manifest.is_kernel_trace
-    compute = sum(step.duration_ns(part) for part in _COMPUTE_PARTS)
-    other = step.duration_ns(StepPart.OTHER)
+def _measure_times(answers: Answers, times: _Times) -> dict[str, Any]:
+    """The times among the facts of a step; in a kernel trace, `other` counts as compute."""
+    parts = dict(zip(PARTS_OF_STEP, times.durations_ns, strict=True))
+    compute, other = sum(parts[part] for part in _COMPUTE_PARTS), parts[StepPart.OTHER]
+    is_kernel_trace = answers.manifest.is_kernel_trace
     floor = answers.exposed.floor_ns if answers.exposed else 0
+    return {
+        "rank": times.rank,
+        "step_time_ns": times.step_time_ns,
+        "compute_ns": compute + other if is_kernel_trace else compute,
+        "data_ns": parts[StepPart.DATA],
+        "host_bound_ns": parts[StepPart.HOST_BOUND],
+        "exposed_ns": times.exposed_ns,
+        "floor_ns": min(floor, times.exposed_ns),
+        "other_ns": 0 if is_kernel_trace else other,
+    }
+
+
+def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
+    """Return the facts of the typical step of a rank, without its memory."""
+    manifest = answers.manifest
     parameters = [unit.num_parameters for unit in manifest.units]
+    durations = [part.duration_ns for part in step.parts]
+    times = _Times(step.rank, step.step_time_ns, step.exposed_ns, durations)
     return StepFacts(
-        rank=step.rank,
-        step_time_ns=step.step_time_ns,
-        compute_ns=compute + other if is_kernel_trace else compute,
-        data_ns=step.duration_ns(StepPart.DATA),
-        host_bound_ns=step.duration_ns(StepPart.HOST_BOUND),
-        exposed_ns=step.exposed_ns,
-        floor_ns=min(floor, step.exposed_ns),
-        other_ns=0 if is_kernel_trace else other,
+        **_measure_times(answers, times),
         backend=manifest.backend,
-        is_kernel_trace=is_kernel_trace,
+        is_kernel_trace=manifest.is_kernel_trace,
         sharder=manifest.sharder_traits,
         knows_fsdp=manifest.knows_fsdp,
         has_plan=manifest.can_rank_plans,

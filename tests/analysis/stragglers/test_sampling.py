@@ -11,15 +11,20 @@ from tests.builders import steady_run
 
 
 def test_few_ranks_are_all_taken():
-    members = timed_ranks(steady_run(world_size=4)).members
-    assert sample_ranks(members, 8) == [0, 1, 2, 3]
+    typical = timed_ranks(steady_run(world_size=4)).typical
+    assert sample_ranks(typical, range(4), 8) == [0, 1, 2, 3]
 
 
 def test_many_ranks_are_thinned_out_evenly():
-    members = timed_ranks(steady_run(world_size=12, num_steps=2)).members
-    chosen = sample_ranks(members, 6)
+    typical = timed_ranks(steady_run(world_size=12, num_steps=2)).typical
+    chosen = sample_ranks(typical, range(12), 6)
     assert len(chosen) == 6
     assert {0, 1, 11} <= set(chosen)
+
+
+def test_ranks_without_files_are_not_taken():
+    typical = timed_ranks(steady_run(world_size=4)).typical
+    assert sample_ranks(typical, [0, 3], 8) == [0, 3]
 
 
 def test_common_steps_are_those_that_every_rank_finished():
