@@ -8,22 +8,24 @@ from fsdp_inspect.simulation.recorded import RecordedWork, measure_work
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 _SETTINGS = ("seq_len", "batch_size")
+_QUERY_NAMES = ("q_proj.weight", "wq.weight")
+"""The ends of the names of a query projection, whose matrix has one row for each query channel."""
 
 
 def measure_calibration(run: RunSource) -> Calibration:
     """The operations per second of a run's forward and backward, without waits.
 
     Operations are counted as in `planning.transformer`: 2 for each element of a matrix and token in
-    forward, twice that in backward, without attention. So the rate of a run with long sequences is
-    a little low.
+    forward and twice that in backward, with causal attention if the model has a query projection
+    with a known name. Otherwise the rate leaves attention out and is too low for long sequences.
 
     Raises:
         MissingDataError: The run lacks its shapes, its batch, or the data of a simulation.
     """
     manifest = run.manifest
     work = measure_work(run)
-    numel = _matrix_numel(manifest)
-    tokens = _tokens(manifest)
+    seq_len, batch_size = _settings(manifest)
+    numel = _matrix_numel(manifest) + seq_len * _query_channels(manifest)
     spent = sum(
         piece.forward_ns + piece.backward_ns + piece.recompute_ns for piece in work.workload.pieces
     )
@@ -32,7 +34,7 @@ def measure_calibration(run: RunSource) -> Calibration:
     if not numel or not spent:
         raise _missing(manifest, "the shapes of its parameters or the time of its compute")
     return Calibration(
-        flops=2.0 * numel * tokens * passes / spent * 1e9,
+        flops=2.0 * numel * seq_len * batch_size * passes / spent * 1e9,
         spread_ratio=_spread(work),
         run_id=manifest.run_id,
         device_name=manifest.device_name or manifest.device_type,
@@ -54,12 +56,24 @@ def _matrix_numel(manifest: RunManifest) -> int:
     )
 
 
-def _tokens(manifest: RunManifest) -> int:
-    """Tokens of a microbatch of one rank."""
+def _query_channels(manifest: RunManifest) -> int:
+    """The query channels of all blocks: for each token, causal attention multiplies each by half
+    of the sequence, twice."""
+    return sum(
+        shape[0]
+        for unit in manifest.units
+        for name, shape in unit.parameters.items()
+        if len(shape) == 2 and name.endswith(_QUERY_NAMES)
+    )
+
+
+def _settings(manifest: RunManifest) -> list[int]:
+    """Tokens of a sequence, and sequences of a microbatch of one rank."""
     values = [manifest.config.get(name) for name in _SETTINGS]
-    if not all(isinstance(value, int) and value > 0 for value in values):
+    found = [value for value in values if isinstance(value, int) and value > 0]
+    if len(found) < len(_SETTINGS):
         raise _missing(manifest, "the settings seq_len and batch_size")
-    return math.prod(value for value in values if isinstance(value, int))
+    return found
 
 
 def _missing(manifest: RunManifest, what: str) -> MissingDataError:
