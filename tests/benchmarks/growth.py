@@ -138,7 +138,7 @@ def _summary_figure(shape: Shape, costs: Sequence[Cost], place: str = "the disk"
         aim="< 5 s, < 1 GB" if shape == LARGEST and place == "the disk" else "",
         how=(
             f"Measured: wall time (CPU time in brackets; medians of {len(costs)}), highest "
-            "resident memory, and bytes that the process read, imported modules included. Fresh "
+            "resident memory, and bytes read from files, imported modules included. Fresh "
             "processes on 2 CPUs, warm file cache; S3 without a cache."
         ),
         numbers={"wall_ns": wall_ns, "cpu_ns": cpu_ns, "peak_bytes": peak, "read_bytes": read},
