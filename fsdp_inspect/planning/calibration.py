@@ -57,8 +57,10 @@ def _matrix_numel(manifest: RunManifest) -> int:
 
 
 def _query_channels(manifest: RunManifest) -> int:
-    """The query channels of all blocks: for each token, causal attention multiplies each by half
-    of the sequence, twice."""
+    """The query channels of all blocks.
+
+    For each token, causal attention multiplies each channel by half of the sequence, twice.
+    """
     return sum(
         shape[0]
         for unit in manifest.units
