@@ -17,6 +17,8 @@ from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.parallel.tasks import Tasks
+from fsdp_inspect.reduction.run_statistics import condense_run
+from fsdp_inspect.reduction.timed_steps import StepRules
 from fsdp_inspect.simulation.recorded import (
     RecordedWork,
     measure_work,
@@ -25,6 +27,7 @@ from fsdp_inspect.simulation.recorded import (
 from fsdp_inspect.trace.codes import Phase
 from fsdp_inspect.trace.out_of_memory import STORAGE_TRACKER
 from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.tables import StatisticsTable
 
 NUM_PLANS = 3
 _LEAST_MARGIN = 0.02
@@ -169,3 +172,10 @@ class _WithoutWarmup(RunContext):
     @property
     def manifest(self) -> RunManifest:
         return self.source.manifest.model_copy(update={"warmup_steps": 0, "memory_steps": []})
+
+    def statistics(self) -> StatisticsTable:
+        """The statistics of the run with these timed steps; the stored ones have fewer."""
+        rules = StepRules.of(self.manifest)
+        return self.remember(
+            "statistics", lambda: condense_run(lambda kind: self.summary(kinds=[kind]), rules)
+        )
