@@ -145,6 +145,10 @@ class InMemoryRun:
         return limit_summary(self._summary, ranks=ranks, kinds=kinds)
 
     def statistics(self) -> StatisticsTable:
+        return self._statistics
+
+    @cached_property
+    def _statistics(self) -> StatisticsTable:
         return condense_run(lambda kind: self.summary(kinds=[kind]), StepRules.of(self.manifest))
 
     @cached_property

@@ -6,6 +6,7 @@ its reduce-scatter follows its backward. The step waits for `norm, lm_head`, whi
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -395,6 +396,10 @@ class SyntheticRun:
         return limit_summary(SummaryTable.concat(tables), ranks=ranks, kinds=kinds)
 
     def statistics(self) -> StatisticsTable:
+        return self._statistics
+
+    @cached_property
+    def _statistics(self) -> StatisticsTable:
         rows = self.summary()
         return condense_run(
             lambda kind: limit_summary(rows, kinds=[kind]), StepRules.of(self.manifest)
