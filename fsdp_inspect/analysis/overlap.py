@@ -37,6 +37,11 @@ class Overlap:
     """The ranks, ascending. Ranks without a timed step are absent."""
 
 
+def ratio_of_overlap(exposed_ns: int, communication_ns: int) -> float:
+    """The part of communication that is not exposed, 0 to 1; 1.0 without communication."""
+    return 1 - exposed_ns / communication_ns if communication_ns else 1.0
+
+
 def measure_overlap(run: RunSource) -> Overlap:
     """Measure the communication of each rank and its exposed part.
 
@@ -63,7 +68,7 @@ def measure_overlap(run: RunSource) -> Overlap:
             step_time_ns=step_time,
             communication_ns=communication,
             exposed_ns=exposed,
-            overlap_ratio=1 - exposed / communication if communication else 1.0,
+            overlap_ratio=ratio_of_overlap(exposed, communication),
             communication_bytes=num_bytes if is_sized else None,
             collectives_per_step=count,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fsdp_inspect.analysis.live.feed import LiveFeed, LiveStatus
 from fsdp_inspect.analysis.live.view import LiveStep
+from fsdp_inspect.analysis.overlap import ratio_of_overlap
 from fsdp_inspect.store.reader import StoredRun
 
 _LOGGED = {
@@ -55,9 +56,7 @@ def _values_of(step: LiveStep, status: LiveStatus) -> dict[str, float]:
     values = {
         "step_time_s": step.step_time_ns / 1e9,
         "exposed_s": step.exposed_ns / 1e9,
-        "overlap_ratio": (
-            1 - step.exposed_ns / step.communication_ns if step.communication_ns else 1.0
-        ),
+        "overlap_ratio": ratio_of_overlap(step.exposed_ns, step.communication_ns),
         "is_memory_step": float(step.is_memory_step),
     }
     memory = next((each for each in view.memory if each.step == step.step), None)

@@ -42,6 +42,7 @@ from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.collectives.matching import Matching
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, rank_coordinates
+from fsdp_inspect.analysis.overlap import ratio_of_overlap
 from fsdp_inspect.analysis.rank_sets import name_rank_sets
 from fsdp_inspect.analysis.step_selection import (
     RankSteps,
@@ -410,7 +411,7 @@ def _rank_rows(run: RunSource, timed: TimedRanks, arrivals: Arrivals) -> tuple[R
             step_time_ns=step_time,
             communication_ns=communication,
             exposed_ns=exposed,
-            overlap_ratio=1 - exposed / communication if communication else 1.0,
+            overlap_ratio=ratio_of_overlap(exposed, communication),
             own_work_ns=step_time - exposed,
             busiest_ratio=busiest[rank],
             peak_allocated_bytes=peak_bytes.get(rank),
