@@ -24,6 +24,7 @@ MAX_KEY_PARTS = 64
 
 _INT64 = range(-(2**63), 2**63)
 _KEY_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _LONG_KEY = re.compile(
     rf"(?<![\w.\"'-]){_KEY_PART}(?:[ \t]*+\.[ \t]*+{_KEY_PART}){{{MAX_KEY_PARTS}}}"
 )
@@ -80,7 +81,14 @@ def parse_json(encoded: bytes | str) -> Any:
         value = from_json(encoded)
     except ValueError as error:
         raise InvalidTextError(f"invalid JSON: {error}") from error
-    return _limited(value)
+    return value if _is_within_limits(encoded) else _limited(value)
+
+
+def _is_within_limits(encoded: bytes | str) -> bool:
+    """Whether a JSON text certainly has no long integer and no deep nesting; a fast check."""
+    text = encoded.encode(errors="replace") if isinstance(encoded, str) else encoded
+    brackets = text.count(b"[") + text.count(b"{")
+    return brackets <= MAX_DEPTH and _LONG_NUMBER.search(text) is None
 
 
 def parse_toml(encoded: bytes | str) -> dict[str, Any]:

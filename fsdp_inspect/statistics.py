@@ -62,6 +62,25 @@ def middle_half(values: Integers) -> NDArray[np.bool_]:
     return chosen
 
 
+def spread_blocks(count: int, *, num_blocks: int, length: int) -> NDArray[np.int64]:
+    """Choose blocks of consecutive positions that are evenly spread over `count` positions.
+
+    The first and the last position are chosen.
+
+    Args:
+        count: The number of positions.
+        num_blocks: At least 2.
+        length: The number of positions in each block.
+
+    Returns:
+        Ascending positions, shape (min(count, num_blocks * length),).
+    """
+    if count <= num_blocks * length:
+        return np.arange(count)
+    starts = np.rint(np.linspace(0, count - length, num_blocks)).astype(np.int64)
+    return (starts[:, np.newaxis] + np.arange(length)).reshape(-1)
+
+
 def apportion(shares: NDArray[np.floating], total: int) -> NDArray[np.int64]:
     """Round shares to integers that add up to a total (the method of largest remainders).
 

@@ -141,8 +141,10 @@ class InMemoryRun:
         *,
         ranks: Collection[int] | None = None,
         kinds: Collection[int] | None = None,
+        steps: Collection[int] | None = None,
     ) -> SummaryTable:
-        return limit_summary(self._summary, ranks=ranks, kinds=kinds)
+        rows = limit_summary(self._summary, ranks=ranks, kinds=kinds)
+        return rows if steps is None else rows.where(np.isin(rows.step, list(steps)))
 
     def statistics(self) -> StatisticsTable:
         return self._statistics

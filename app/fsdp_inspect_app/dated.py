@@ -19,8 +19,13 @@ class Dated(Generic[T]):
 
     value: T
     at_s: float = field(default_factory=lambda: time.monotonic())
+    took_s: float = 0.0
+    """The time that computing it took."""
 
 
 def is_younger_than(seconds: float) -> Callable[[Dated[T]], bool]:
-    """Make the option `validate` of `st.cache_resource` from an age limit."""
-    return lambda dated: time.monotonic() - dated.at_s < seconds
+    """Make the option `validate` of `st.cache_resource` from an age limit.
+
+    A value that takes long to compute lives longer, so that it takes at most 5% of the time.
+    """
+    return lambda dated: time.monotonic() - dated.at_s < max(seconds, 20 * dated.took_s)

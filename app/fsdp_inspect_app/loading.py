@@ -63,6 +63,14 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
+class _RemoteRun:
+    """A run at a URL at one moment."""
+
+    state: _State
+    files: RemoteFiles
+
+
+@dataclass(frozen=True, slots=True)
 class _Listing:
     """The contents of the folder of runs."""
 
@@ -268,7 +276,8 @@ def _open(path: str, state: _State) -> _OpenRun:
     opening = _opening(path)
     with opening.lock:
         if opening.last is None or opening.last.state != state:
-            stored = open_run(path, reuse=ReaderCache(opening.growing, _tables()))
+            files = _list_remote_run(path).value.files if is_url(path) else None
+            stored = open_run(path, reuse=ReaderCache(opening.growing, files, _tables()))
             opening.last = _OpenRun(state, stored, Run(stored))
         return opening.last
 
@@ -359,20 +368,21 @@ def contents_of(entry: RunEntry) -> tuple[int, int]:
 
 def _state_of(path: Path | str) -> _State:
     if isinstance(path, str):
-        return _read_remote_state(path).value
+        return _list_remote_run(path).value.state
     return _read_state(str(path), str(runs_folder())).value
 
 
 @st.cache_resource(validate=is_younger_than(_REMOTE_LIFE_S), max_entries=512, show_spinner=False)
-def _read_remote_state(url: str) -> Dated[_State]:
-    """The state of the files at a URL.
+def _list_remote_run(url: str) -> Dated[_RemoteRun]:
+    """The state of the files at a URL. The files keep their listing, which takes seconds.
 
     Raises:
         StoreError: The URL cannot be listed.
     """
-    extent = RemoteFiles(url).extent()
+    files = RemoteFiles(url)
+    extent = files.extent()
     moment = int(time.time() / _LIVE_LIFE_S) if extent.has_streams else 0
-    return Dated(_State(extent.newest_ns, extent.num_bytes, moment))
+    return Dated(_RemoteRun(_State(extent.newest_ns, extent.num_bytes, moment), files))
 
 
 @st.cache_resource(validate=is_younger_than(_STATE_LIFE_S), max_entries=512, show_spinner=False)
@@ -382,6 +392,7 @@ def _read_state(path: str, folder: str) -> Dated[_State]:
     Raises:
         StoreError: A file is a link to a place outside the folder of runs.
     """
+    begun_s = time.monotonic()
     newest_ns, num_bytes, is_live = 0, 0, False
     for file in files_of_run(Path(path), Path(folder)):
         try:
@@ -392,4 +403,5 @@ def _read_state(path: str, folder: str) -> Dated[_State]:
         num_bytes += status.st_size
         is_live = is_live or file.name.endswith(LIVE_SUFFIX)
     moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
-    return Dated(_State(newest_ns, num_bytes, moment))
+    took_s = time.monotonic() - begun_s
+    return Dated(_State(newest_ns, num_bytes, moment), took_s=took_s)

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fsdp_inspect.analysis.run_list import measure_key_numbers
 from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.reduction.run_statistics import STATISTICS_VERSION
 from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunStatus
 from fsdp_inspect.store.boundary import refuse_links_out
 from fsdp_inspect.store.files import is_url
@@ -256,5 +257,6 @@ def _kept_for(folder: Path) -> FindingsCache | None:
     file = findings_file()
     if file is None:
         return None
-    version = f"{__version__} {SCHEMA_VERSION} {REDUCTION_VERSION} {_ROW_VERSION}"
+    numbers = (SCHEMA_VERSION, REDUCTION_VERSION, STATISTICS_VERSION, _ROW_VERSION)
+    version = f"{__version__} {' '.join(map(str, numbers))}"
     return FindingsCache(file, version, folder.resolve())

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.link_fit import LinkFit, fit_link
-from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
+from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_per_step
 from fsdp_inspect.analysis.wait_causes import Waits, read_waits
 from fsdp_inspect.columns import Column, TableSpec, metric_column, number_column, text_column
 from fsdp_inspect.metrics import MetricUnit
@@ -133,7 +133,7 @@ def measure_bandwidth(
     Raises:
         IncompleteRunError: The run has no data of the rank.
     """
-    member = timed_rank(run, rank)
+    member = inspected_rank(run, rank)
     if member is None:
         return None
     transfers = _Transfers.of(read_waits(run, member), transfer_ns)

@@ -2,7 +2,7 @@
 
 All parts lie on one clock of one rank, the compute stream (CPU: the main thread), and are split by
 `reduction.step_parts`. The breakdown of a run is that of its typical step ([Note: the typical step]
-in `analysis.step_selection`), rounded to nanoseconds so that the parts still add up. Its exposed
+in `reduction.typical_steps`), rounded to nanoseconds so that the parts still add up. Its exposed
 parts are also split by dimension of the device mesh.
 """
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.step_selection import RankSteps, timed_rank
+from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
@@ -118,7 +118,7 @@ def measure_contention(
     Raises:
         IncompleteRunError: The run has no data of the rank.
     """
-    member = timed_rank(run, rank)
+    member = inspected_rank(run, rank)
     if member is None:
         return None
     key = ("contention", member.rank, unit)

@@ -141,9 +141,10 @@ class RunContext:
         *,
         ranks: Collection[int] | None = None,
         kinds: Collection[int] | None = None,
+        steps: Collection[int] | None = None,
     ) -> SummaryTable:
         """See `RunSource`."""
-        return self.source.summary(ranks=ranks, kinds=kinds)
+        return self.source.summary(ranks=ranks, kinds=kinds, steps=steps)
 
     def statistics(self) -> StatisticsTable:
         """See `RunSource`."""

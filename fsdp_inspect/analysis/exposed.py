@@ -3,7 +3,7 @@
 Exposed time belongs to the collective that is waited for, and so to the unit that owns it. If a
 rank waits for two collectives at once, the time counts for both. So the owners can add up to more
 than the step's exposed time, which is a union. `analysis.wait_causes` defines the causes. Every
-time is a time of the rank's typical step ([Note: the typical step] in `analysis.step_selection`),
+time is a time of the rank's typical step ([Note: the typical step] in `reduction.typical_steps`),
 so causes add up to the exposed time, and kinds to the exposed time of the breakdown.
 """
 
@@ -342,8 +342,7 @@ def measure_exposed(
     member = timed_rank(run, rank)
     if member is None:
         return None
-    if step is not None:
-        member = member.only(step)
+    member = member.inspected if step is None else member.only(step)
     waits = read_waits(run, member, last_arrival_ns=last_arrival_ns)
     split = split_typical_step(run, member)
     dimensions = group_dimensions(run, member.rank)

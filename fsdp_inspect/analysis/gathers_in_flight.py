@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.run import RunSource
 
@@ -50,7 +50,7 @@ def measure_gathers_in_flight(run: RunSource, *, rank: int | None = None) -> Gat
     Raises:
         IncompleteRunError: The run has no data of the rank.
     """
-    member = timed_rank(run, rank)
+    member = inspected_rank(run, rank)
     if member is None:
         return None
     kinds = (EventKind.ALL_GATHER, EventKind.STEP)

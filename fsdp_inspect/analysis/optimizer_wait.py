@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.statistics import median, percentile
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.intervals import Intervals
@@ -101,7 +101,7 @@ def measure_optimizer_wait(run: RunSource, *, rank: int | None = None) -> Optimi
     Raises:
         IncompleteRunError: The run has no data of the rank.
     """
-    member = timed_rank(run, rank)
+    member = inspected_rank(run, rank)
     if member is None or run.manifest.device_type == "cpu":
         return None
     events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(_KINDS))

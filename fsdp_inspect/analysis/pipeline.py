@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
+from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_per_step
 from fsdp_inspect.analysis.wait_causes import Waits, read_waits
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
@@ -64,7 +64,7 @@ def measure_pipeline(run: RunSource, *, rank: int | None = None) -> Pipeline | N
     Raises:
         IncompleteRunError: The run has no data of the rank.
     """
-    member = timed_rank(run, rank)
+    member = inspected_rank(run, rank)
     if member is None or not len(run.summary(ranks=[member.rank], kinds=[_SENDS])):
         return None
     kinds = (_SENDS, EventKind.FORWARD)

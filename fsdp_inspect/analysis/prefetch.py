@@ -18,7 +18,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
+from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_per_step
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, read_waits
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
 from fsdp_inspect.formatting import format_unit
@@ -145,7 +145,7 @@ def measure_prefetch(
     Raises:
         IncompleteRunError: The run has no data of the rank.
     """
-    member = timed_rank(run, rank)
+    member = inspected_rank(run, rank)
     if member is None:
         return None
     waits = read_waits(run, member)

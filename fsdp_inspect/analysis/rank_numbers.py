@@ -49,8 +49,9 @@ def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumber
         member: The steps of the rank, at least one.
         units: The units of the model.
     """
-    data = rows_of(member.rows, kinds=[StepPart.DATA])
-    trained = member.rows.where(member.rows.phase != Phase.EVALUATION)
+    inspected = member.inspected
+    data = rows_of(inspected.rows, kinds=[StepPart.DATA])
+    trained = inspected.rows.where(inspected.rows.phase != Phase.EVALUATION)
     collectives = rows_of(trained, kinds=sorted(COLLECTIVES))
     gathers = rows_of(trained, kinds=[EventKind.ALL_GATHER])
     num_units = Counter(unit.fqn for unit in units)
@@ -60,14 +61,14 @@ def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumber
         step_time_ns=member.typical(member.step_time_ns),
         exposed_ns=member.typical(member.exposed_ns),
         communication_ns=member.typical(member.communication_ns),
-        data_ns=member.typical_per_step(data, "duration_ns"),
+        data_ns=inspected.typical_per_step(data, "duration_ns"),
         units=tuple(
             UnitNumbers(
                 name=_name(unit, is_unique=num_units[unit.fqn] == 1),
-                exposed_ns=member.typical_per_step(
+                exposed_ns=inspected.typical_per_step(
                     collectives.where(collectives.unit == unit.index), "exposed_ns"
                 ),
-                all_gather_ns=member.typical_per_step(
+                all_gather_ns=inspected.typical_per_step(
                     gathers.where(gathers.unit == unit.index), "duration_ns"
                 ),
             )

@@ -13,7 +13,7 @@ from fsdp_inspect.analysis.contention import Contention, measure_contention
 from fsdp_inspect.analysis.exposed import OWNERS, Exposed, ExposedOwner, measure_exposed
 from fsdp_inspect.analysis.last_arrivals import ArrivalsKnown, find_last_arrivals, read_transfers
 from fsdp_inspect.analysis.prefetch import Prefetch, measure_prefetch
-from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
+from fsdp_inspect.analysis.step_selection import inspected_rank, select_steps
 from fsdp_inspect.analysis.unit_names import find_unit
 from fsdp_inspect.analysis.wait_causes import timed_collectives
 from fsdp_inspect.columns import TableSpec
@@ -64,7 +64,7 @@ def measure_rank_waits(
     """
     chosen = None if unit is None else find_unit(run.manifest, unit)
     index = None if chosen is None else chosen.index
-    member = timed_rank(run, rank)
+    member = inspected_rank(run, rank)
     arrivals, last_arrival_ns, transfer_ns = None, None, None
     if member is not None:
         collectives = timed_collectives(run, member)

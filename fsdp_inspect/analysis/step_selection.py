@@ -2,7 +2,7 @@
 
 Timed steps are the completed steps that are neither warm-up steps nor memory steps.
 
-[Note: the typical step] is in `reduction.run_statistics`.
+[Note: the typical step] and [Note: long runs] are in `reduction.typical_steps`.
 
 [Note: the median rank] Collectives synchronise the ranks, so a step takes the same time on all of
 them; they differ in how long they wait. So the rank that represents the run is the one whose
@@ -12,7 +12,7 @@ communication, then rank.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ from fsdp_inspect.errors import CorruptFileError, IncompleteRunError
 from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.reduction.run_statistics import classify_finished
 from fsdp_inspect.reduction.timed_steps import StepRules, StepSelection
-from fsdp_inspect.statistics import middle_half
+from fsdp_inspect.reduction.typical_steps import MAX_TYPICAL_STEPS, choose_typical
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Statistic, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of
@@ -83,17 +83,34 @@ class RankSteps:
     """Sum of the messages of the step's collectives, without evaluation passes."""
     num_collectives: NDArray[np.int32]
     """Number of collectives in the step, without evaluation passes."""
-    read_rows: Callable[[], SummaryTable] = field(repr=False, compare=False)
-    """Reads `rows`."""
+    read_rows: Callable[[NDArray[np.int32] | None], SummaryTable] = field(repr=False, compare=False)
+    """Reads the rows of some of the steps; None: of all."""
+    is_typical: NDArray[np.bool_]
+    """Whether each step is a typical step. See [Note: the typical step]."""
 
     @cached_property
     def rows(self) -> SummaryTable:
         """All summary rows of the rank in these steps, by step. They are read on first access."""
-        return self.read_rows()
+        return self.read_rows(None)
 
     def only(self, step: int) -> "RankSteps":
-        """Return the same rank with one of its steps."""
-        return self._where(self.steps == step)
+        """Return the same rank with one of its steps, which is then the typical step."""
+        chosen = self.steps == step
+        return replace(self._where(chosen), is_typical=np.ones(int(chosen.sum()), dtype=bool))
+
+    @cached_property
+    def inspected(self) -> "RankSteps":
+        """The same rank with the steps whose events and units an analysis reads.
+
+        These are all steps, or in a long run the typical steps and the timed steps next to them.
+        See [Note: long runs].
+        """
+        if len(self.steps) <= 2 * MAX_TYPICAL_STEPS:
+            return self
+        chosen = self.is_typical.copy()
+        chosen[1:] |= self.is_typical[:-1]
+        chosen[:-1] |= self.is_typical[1:]
+        return self._where(chosen)
 
     def _where(self, chosen: NDArray[np.bool_]) -> "RankSteps":
         steps = self.steps[chosen]
@@ -105,20 +122,13 @@ class RankSteps:
             communication_ns=self.communication_ns[chosen],
             communication_bytes=self.communication_bytes[chosen],
             num_collectives=self.num_collectives[chosen],
-            read_rows=lambda: self.rows.where(np.isin(self.rows.step, steps)),
+            read_rows=lambda asked: self.read_rows(steps if asked is None else asked),
+            is_typical=self.is_typical[chosen],
         )
 
     @cached_property
-    def is_typical(self) -> NDArray[np.bool_]:
-        """Whether each step is in the middle half by step time.
-
-        See [Note: the typical step] in `reduction.run_statistics`.
-        """
-        return middle_half(self.step_time_ns)
-
-    @cached_property
     def typical_steps(self) -> NDArray[np.int32]:
-        """The steps in the middle half, ascending; empty only if there is no step."""
+        """The typical steps, ascending; empty only if there is no step."""
         return self.steps[self.is_typical]
 
     def typical(self, values: NDArray[np.integer]) -> int:
@@ -154,9 +164,10 @@ def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
     """Yield the completed steps in the rows, rank by rank. Ranks without one are left out."""
     ordered = _ordered(rows)
 
-    def rows_of_rank(rank: int) -> SummaryTable:
+    def rows_of_rank(rank: int, asked: NDArray[np.int32] | None) -> SummaryTable:
         low, high = np.searchsorted(ordered.rank, [rank, rank + 1]).tolist()
-        return ordered.between(low, high)
+        own = ordered.between(low, high)
+        return own if asked is None else own.where(np.isin(own.step, asked))
 
     yield from _members(
         ordered.where(ordered.kind == EventKind.STEP),
@@ -168,7 +179,7 @@ def steps_by_rank(rows: SummaryTable) -> Iterator[RankSteps]:
 def _members(
     steps: SummaryTable,
     communication: SummaryTable,
-    rows_of_rank: Callable[[int], SummaryTable],
+    rows_of_rank: Callable[[int, NDArray[np.int32] | None], SummaryTable],
 ) -> Iterator[RankSteps]:
     """Yield the steps of each rank. Both tables are by rank and step, and have the same steps."""
     ranks, firsts = np.unique(steps.rank, return_index=True)
@@ -184,6 +195,7 @@ def _members(
             communication_bytes=steps.bytes[own],
             num_collectives=steps.count[own],
             read_rows=partial(rows_of_rank, rank),
+            is_typical=choose_typical(steps.duration_ns[own]),
         )
 
 
@@ -331,8 +343,10 @@ def _read_members(run: RunSource, expected: Sequence[int]) -> tuple[RankSteps, .
     )
     steps, communication = _in_both(steps, communication), _in_both(communication, steps)
 
-    def rows_of_rank(rank: int) -> SummaryTable:
-        return _of_steps(run.summary(ranks=[rank]), timed)
+    def rows_of_rank(rank: int, asked: NDArray[np.int32] | None) -> SummaryTable:
+        if asked is None:
+            return _of_steps(run.summary(ranks=[rank]), timed)
+        return run.summary(ranks=[rank], steps=asked.tolist())
 
     members = tuple(_members(steps, communication, rows_of_rank))
     if [member.rank for member in members] != list(expected):
@@ -377,6 +391,12 @@ def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
             f"{format_numbers(known)}. Choose one of them."
         )
     return None
+
+
+def inspected_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
+    """Return a rank with the steps whose events an analysis reads; raises as `timed_rank`."""
+    member = timed_rank(run, rank)
+    return None if member is None else member.inspected
 
 
 def _select_median(typical: TypicalSteps, here: Collection[int]) -> int | None:

@@ -90,13 +90,14 @@ def _measure_step_times(run: RunSource) -> StepTimes:
     timed = timed_ranks(run)
     ranks = tuple(_measure_ranks(timed.typical, run.statistics()))
     chosen = timed.median
+    median_rank = chosen.rank if chosen else None
     return StepTimes(
         selection=selection,
-        median_rank=chosen.rank if chosen else None,
+        median_rank=median_rank,
         closest_step=chosen.closest_step if chosen else None,
-        step_time_ns=Distribution.of(chosen.step_time_ns) if chosen else None,
+        step_time_ns=next((row.step_time_ns for row in ranks if row.rank == median_rank), None),
         ranks=ranks,
-        over_steps=_over_steps(run, selection, chosen.rank if chosen else None),
+        over_steps=_over_steps(run, selection, median_rank),
     )
 
 

@@ -3,7 +3,7 @@
 `fsdp-inspect summary`, the dashboard's Overview and the end of a recording show this object. Its
 fields are the keys of `summary --json`, with the units in their names. Times are times of the
 typical step of the median rank, unless a field states otherwise ([Note: the typical step] in
-`analysis.step_selection`).
+`reduction.typical_steps`).
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from fsdp_inspect.analysis.plan_check.check import PlanCheck, check_plan
 from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
 from fsdp_inspect.analysis.run_identity import RunIdentity, identify
 from fsdp_inspect.analysis.scalars import measure_scalars
-from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.analysis.stragglers.straggler_search import find_late_ranks
 from fsdp_inspect.analysis.units import UnitCost, measure_units
@@ -184,7 +184,7 @@ def measure_summary(run: RunSource) -> Summary:
 
 def _measure_waits(run: RunSource) -> Exposed | None:
     """Measure the waits of the median rank. Waits for stragglers are those of its typical steps."""
-    member = timed_rank(run)
+    member = inspected_rank(run)
     if member is None:
         return None
     collectives = timed_collectives(run, member)

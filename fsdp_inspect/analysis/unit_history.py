@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.analysis.wait_causes import Waits, read_waits
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, value_column
 from fsdp_inspect.metrics import MetricUnit
@@ -124,7 +124,7 @@ def measure_unit_history(
     Raises:
         IncompleteRunError: The run has no data of the rank.
     """
-    member = timed_rank(run, rank)
+    member = inspected_rank(run, rank)
     if member is None:
         return None
     record = next(one for one in run.manifest.units if one.index == unit)

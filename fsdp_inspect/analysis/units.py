@@ -1,7 +1,7 @@
 """Measure the cost of each FSDP unit: its collectives, copies, forward and backward.
 
 All numbers are per step, in the typical step of one rank ([Note: the typical step] in
-`analysis.step_selection`), unless stated otherwise. Bus bandwidth is that of nccl-tests
+`reduction.typical_steps`), unless stated otherwise. Bus bandwidth is that of nccl-tests
 (`trace.bus_bandwidth`).
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.gather_distances import GatherDistances, measure_gather_distances
-from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.columns import (
     Column,
     TableSpec,
@@ -270,7 +270,7 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
     Raises:
         IncompleteRunError: The run has no data of the rank.
     """
-    member = timed_rank(run, rank)
+    member = inspected_rank(run, rank)
     if member is None:
         timed, gathers, steps = SummaryTable.empty(), EventTable.empty(), np.empty(0, np.int32)
     else:

@@ -33,6 +33,7 @@ from fsdp_inspect.catalog.tables import TABLES, CatalogTable
 from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import CatalogError, CorruptFileError
 from fsdp_inspect.reading import InvalidTextError, parse_json
+from fsdp_inspect.reduction.run_statistics import STATISTICS_VERSION
 from fsdp_inspect.store.read_limits import check_decoded_size
 from fsdp_inspect.store.schema import REDUCTION_VERSION
 from fsdp_inspect.trace.records import SCHEMA_VERSION
@@ -67,7 +68,8 @@ class CatalogHead(BaseModel):
 
 def code_version() -> str:
     """A text that changes whenever the same run may give other numbers."""
-    return f"{__version__} {SCHEMA_VERSION} {REDUCTION_VERSION} {CATALOG_VERSION}"
+    numbers = (SCHEMA_VERSION, REDUCTION_VERSION, STATISTICS_VERSION, CATALOG_VERSION)
+    return f"{__version__} {' '.join(map(str, numbers))}"
 
 
 def read_head(folder: CatalogFolder) -> CatalogHead | None:

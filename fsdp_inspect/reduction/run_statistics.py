@@ -4,11 +4,6 @@ An analysis of all ranks needs sums over the typical steps of each rank, not the
 The store writes these statistics once, next to the run's summary. Reading them then takes the same
 time for any number of steps. If they are missing or out of date, the reader computes them with this
 module, so the numbers are the same.
-
-[Note: the typical step] Every scalar over steps is the mean over the typical steps of one rank:
-the middle half of its timed steps by step time. All quantities use the same steps, so parts add up
-to their total, on every page and in every command. A timed step has rows of the step and of its
-communication.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.reduction.timed_steps import StepRules, StepSelection, classify_steps
+from fsdp_inspect.reduction.typical_steps import MAX_TYPICAL_STEPS, limit_middle
 from fsdp_inspect.statistics import median, position_of_percent
 from fsdp_inspect.trace.codes import PARTS_OF_STEP, EventKind, Statistic, StepFlag, StepPart
 from fsdp_inspect.trace.tables import MISSING_INT, StatisticsTable, SummaryTable
 
-STATISTICS_VERSION = 1
+STATISTICS_VERSION = 2
 """Increased when `condense_run` gives other rows for the same summary."""
 WHOLE_RUN = -1
 """The `rank` of rows that describe all ranks."""
@@ -196,11 +192,21 @@ class _TimedSteps:
 
     @cached_property
     def _typical(self) -> NDArray[np.int64]:
-        """Positions of the typical steps, ascending. See [Note: the typical step]."""
+        """Positions of the typical steps, ascending.
+
+        See [Note: the typical step] in `reduction.typical_steps`.
+        """
         within = np.arange(len(self.rank)) - np.repeat(self.firsts, self.counts)
         left_out = np.repeat(self.counts // 4, self.counts)
         inner = (within >= left_out) & (within < np.repeat(self.counts, self.counts) - left_out)
-        return np.sort(self.by_time[inner])
+        middle = np.sort(self.by_time[inner])
+        num_middle = self.counts - 2 * (self.counts // 4)
+        firsts = np.cumsum(num_middle) - num_middle
+        blocks = {count: limit_middle(count) for count in np.unique(num_middle).tolist()}
+        places = zip(firsts.tolist(), num_middle.tolist(), strict=True)
+        chosen = [first + blocks[count] for first, count in places]
+        typical: _Int64 = middle[np.concatenate([np.empty(0, np.int64), *chosen])]
+        return typical
 
     @cached_property
     def _typical_keys(self) -> _Int64:
@@ -229,7 +235,8 @@ def _sums(values: NDArray[np.integer], firsts: _Int64) -> _Int64:
 
 
 def _num_typical(counts: _Int64) -> _Int64:
-    return counts - 2 * (counts // 4)
+    num_typical: _Int64 = np.minimum(counts - 2 * (counts // 4), MAX_TYPICAL_STEPS)
+    return num_typical
 
 
 def _keys(rows: SummaryTable) -> _Int64:

@@ -5,7 +5,7 @@ same under another plan, but waits change.
 
 [Note: means] The recorded step time is that of the rank's typical step, as in every other command.
 Every duration of the work is the mean over its typical steps ([Note: the typical step] in
-`reduction.run_statistics`), so that parts add up to the step. Two kinds of typical steps are left
+`reduction.typical_steps`), so that parts add up to the step. Two kinds of typical steps are left
 out of the work: those with other passes or collectives than most timed steps, and, if there are
 more than `MAX_STEPS`, those farthest from the typical step time. If they differ from the rest, the
 replay error shows it.
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.collectives.queues import queue_up
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.run_delay import run_delay_of
-from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_rank
+from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_per_step
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.host_pace import HostPace, measure_host_pace
@@ -163,7 +163,7 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
             plan, or the durations of its units' collectives are only upper bounds.
     """
     expect_simulated_sharder(run.manifest)
-    member = timed_rank(run, rank)
+    member = inspected_rank(run, rank)
     usual = np.zeros(0, np.int32) if member is None else _usual_steps(run, member)
     read = [] if member is None else list(_readings(run, member.rank, usual))
     readings = _alike(read)
@@ -315,7 +315,7 @@ def _observe_plan(run: RunSource) -> Plan:
     plan = Plan.from_dict(run.manifest.plan)
     if plan.accumulation != Accumulation():
         return plan
-    member = timed_rank(run)
+    member = inspected_rank(run)
     if member is None:
         return plan
     events = run.events(member.rank, steps=[int(_usual_steps(run, member)[0])])

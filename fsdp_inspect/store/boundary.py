@@ -48,7 +48,16 @@ def files_of_run(path: Path, folder: Path) -> Iterator["os.DirEntry[str]"]:
     Raises:
         StoreError: The run contains a link to a place outside the folder of runs.
     """
-    yield from _files_in(str(path), folder, _DEPTH)
+    waiting = [(str(path), _DEPTH)]
+    while waiting:
+        place, depth = waiting.pop()
+        for entry in _list(place):
+            if entry.is_symlink():
+                _refuse_link_out(entry, folder)
+            if not entry.is_dir():
+                yield entry
+            elif depth:
+                waiting.append((entry.path, depth - 1))
 
 
 def refuse_links_out(path: Path, folder: Path) -> None:
@@ -57,20 +66,18 @@ def refuse_links_out(path: Path, folder: Path) -> None:
         pass
 
 
-def _files_in(path: str, folder: Path, depth: int) -> Iterator["os.DirEntry[str]"]:
+def _list(path: str) -> list["os.DirEntry[str]"]:
     try:
         with os.scandir(path) as listing:
-            entries = list(listing)
+            return list(listing)
     except OSError:
-        return
-    for entry in entries:
-        if entry.is_symlink() and not is_in_folder(Path(entry.path), folder):
-            raise StoreError(
-                f"{entry.path!r} is a link to a place outside the folder of runs. The server reads "
-                f"files in {str(folder)!r} only. Copy the target of the link there, or start the "
-                "server with a folder that contains both."
-            )
-        if not entry.is_dir():
-            yield entry
-        elif depth:
-            yield from _files_in(entry.path, folder, depth - 1)
+        return []
+
+
+def _refuse_link_out(link: "os.DirEntry[str]", folder: Path) -> None:
+    if not is_in_folder(Path(link.path), folder):
+        raise StoreError(
+            f"{link.path!r} is a link to a place outside the folder of runs. The server reads "
+            f"files in {str(folder)!r} only. Copy the target of the link there, or start the "
+            "server with a folder that contains both."
+        )

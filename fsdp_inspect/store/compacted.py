@@ -222,6 +222,8 @@ def read_compacted(
         check_decoded_size(_decoded_bytes(parquet, chosen), size, name)
         is_whole = len(chosen) == len(footer.groups)  # all rows are kept for other steps, too
         wanted = None if is_whole else steps
+        if isinstance(source, RemoteBlocks):
+            source.load_ahead(_extents(parquet, chosen))
         batches = [
             _from_stored(
                 file,
@@ -402,6 +404,24 @@ def _decoded_bytes(parquet: pq.ParquetFile, numbers: Sequence[int]) -> int:
         width += _WIDTHS[column.physical_type]
     rows = sum(parquet.metadata.row_group(number).num_rows for number in numbers)
     return rows * width
+
+
+def _extents(parquet: pq.ParquetFile, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first byte of each row group, and the byte after its last."""
+    for number in numbers:
+        group = parquet.metadata.row_group(number)
+        columns = [group.column(place) for place in range(group.num_columns)]
+        begins = [
+            column.data_page_offset
+            if column.dictionary_page_offset is None
+            else min(column.dictionary_page_offset, column.data_page_offset)
+            for column in columns
+        ]
+        ends = [
+            begin + column.total_compressed_size
+            for begin, column in zip(begins, columns, strict=True)
+        ]
+        yield min(begins), max(ends)
 
 
 def _choose_groups(

@@ -44,6 +44,10 @@ class RunFiles(Protocol):
         """Names of the folders in a folder."""
         ...
 
+    def names(self, folder: str) -> frozenset[str] | None:
+        """Names of the files in a folder; None if the files cannot be listed."""
+        ...
+
     def exists(self, name: str) -> bool:
         """Whether the file exists."""
         ...
@@ -116,6 +120,13 @@ class LocalFiles:
         with _accessing(place, _LOCAL_ERRORS), os.scandir(place) as children:
             return [child.name for child in children if child.is_dir()]
         return []
+
+    def names(self, folder: str) -> frozenset[str] | None:
+        """Names of the files and folders in a folder; None if it cannot be listed."""
+        try:
+            return frozenset(os.listdir(self._place(folder)))  # noqa: PTH208 - for many folders
+        except _LOCAL_ERRORS:
+            return None
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""

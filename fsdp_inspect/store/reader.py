@@ -123,7 +123,7 @@ def open_run(
         CorruptFileError: `run.json` is damaged.
         IncompleteRunError: The run does not have this attempt.
     """
-    files = open_files(path)
+    files = (reuse and reuse.files) or open_files(path)
     if isinstance(files, RemoteFiles):
         files.wait_for_listing(files.has_any)
     attempts = attempt_numbers(files.folders(""))
@@ -163,6 +163,8 @@ class StoredRun:
         self._reuse = reuse or ReaderCache()
         self._tasks = tasks
         self._only_rank = only_rank
+        self._names: dict[int, frozenset[str] | None] = {}
+        """The names of the files of ranks; None: unknown."""
         self.attempts = tuple(attempts)
         """The attempts with data, ascending."""
         self.attempt = attempt
@@ -246,7 +248,7 @@ class StoredRun:
         """The black box of a rank; None without one, or if it is damaged (see `notes`)."""
         name = f"{self._folder(rank)}/{BLACK_BOX_FILE}"
         with noting(self._found):
-            content = self._files.read(name)
+            content = self._read_optional(rank, BLACK_BOX_FILE)
             if content:
                 try:
                     return decode_black_box(content)
@@ -260,7 +262,7 @@ class StoredRun:
     def numerics(self, rank: int) -> Sequence[NumericsStep]:
         """The numerics steps of a rank; of a file beyond the limit, the first ones."""
         with noting(self._found):
-            content = self._files.read(f"{self._folder(rank)}/{NUMERICS_FILE}")
+            content = self._read_optional(rank, NUMERICS_FILE)
             found = decode_steps((content or b"")[:_MAX_NUMERICS_BYTES])
             return sorted(found, key=lambda each: each.step)
         return ()
@@ -270,7 +272,7 @@ class StoredRun:
         dumps = []
         for file, source in _STACK_FILES.items():
             with noting(self._found):
-                content = self._files.read(f"{self._folder(rank)}/{file}")
+                content = self._read_optional(rank, file)
                 text = (content or b"")[:_MAX_STACK_BYTES].decode(errors="replace")
                 dump = parse_dump(text, source)
                 if dump is not None:
@@ -300,7 +302,7 @@ class StoredRun:
         """A record in a rank's folder; None without one, or if it is damaged or of another run."""
         name = f"{self._folder(rank)}/{file}"
         with noting(self._found):
-            encoded = self._files.read(name)
+            encoded = self._read_optional(rank, file)
             if encoded is None:
                 return None
             label = _label(self._files, name)
@@ -314,6 +316,18 @@ class StoredRun:
                 f"attempt {self.attempt}. It is ignored."
             )
         return None
+
+    def _read_optional(self, rank: int, file: str) -> bytes | None:
+        """The bytes of a file that most ranks lack; None if it is missing.
+
+        Each folder is listed once, because a look for thousands of missing files takes longer.
+        """
+        if rank not in self._names:
+            self._names[rank] = self._files.names(self._folder(rank))
+        names = self._names[rank]
+        if names is not None and file not in names:
+            return None
+        return self._files.read(f"{self._folder(rank)}/{file}")
 
     def events(
         self,
@@ -357,15 +371,16 @@ class StoredRun:
         *,
         ranks: Collection[int] | None = None,
         kinds: Collection[int] | None = None,
+        steps: Collection[int] | None = None,
     ) -> SummaryTable:
-        """The summary, by rank and step; `ranks` and `kinds` limit the rows.
+        """The summary, by rank and step; `ranks`, `kinds` and `steps` limit the rows.
 
         Rows of whole steps (`reduction.rank_rows.WHOLE_STEP_KINDS`) of all ranks are in one file.
         Rows of units are in one file for each rank, so request them only for the ranks that you
         need. A summary without a current file is computed from the tables. A rank with damaged
         files has no rows, and a note reports it.
         """
-        return self._summary.rows(ranks, kinds)
+        return self._summary.rows(ranks, kinds, steps)
 
     def statistics(self) -> StatisticsTable:
         """The statistics of all ranks; their file, if it is current, is small."""

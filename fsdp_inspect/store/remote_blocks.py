@@ -3,10 +3,12 @@
 import io
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from fsdp_inspect.store.object_cache import ObjectCache
 
+_REQUESTS_AT_ONCE = 8
 BLOCK_BYTES = 256 << 10
 """A block: larger than the footer of most tables, small compared with a row group."""
 
@@ -67,27 +69,53 @@ class RemoteBlocks(io.RawIOBase):
         view[: len(content)] = content
         return len(content)
 
+    def load_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Load the blocks of these ranges with concurrent requests; one request for each gap.
+
+        Args:
+            ranges: The first byte of each range, and the byte after its last.
+        """
+        numbers: set[int] = set()
+        for start, end in ranges:  # those of a damaged file can be anywhere
+            first, last = max(start, 0) // BLOCK_BYTES, (min(end, self._size) - 1) // BLOCK_BYTES
+            numbers.update(range(first, last + 1))
+        with self._lock:
+            self._load(sorted(numbers))
+
     def _read_range(self, start: int, end: int) -> bytes:
         first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
         with self._lock:
-            self._load(first, last)
+            self._load(range(first, last + 1))
             joined = b"".join(self._blocks[number] for number in range(first, last + 1))
         return joined[start - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
-    def _load(self, first: int, last: int) -> None:
+    def _load(self, numbers: Iterable[int]) -> None:
         """Load these blocks from the cache, and the others with one request for each gap."""
-        missing = [number for number in range(first, last + 1) if not self._is_known(number)]
-        while missing:
-            run = [missing.pop(0)]
-            while missing and missing[0] == run[-1] + 1:
-                run.append(missing.pop(0))
-            begin = run[0] * BLOCK_BYTES
-            content = self._fetch(begin, min((run[-1] + 1) * BLOCK_BYTES, self._size))
-            for place, number in enumerate(run):
-                block = content[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
-                self._blocks[number] = block
-                if self._cache is not None:
-                    self._cache.keep(f"{self._key} {number}", block)
+        missing = [number for number in numbers if not self._is_known(number)]
+        gaps: list[list[int]] = []
+        for number in missing:
+            if gaps and gaps[-1][-1] == number - 1:
+                gaps[-1].append(number)
+            else:
+                gaps.append([number])
+        if len(gaps) == 1:
+            self._keep(gaps[0], self._fetch_blocks(gaps[0]))
+        elif gaps:
+            with ThreadPoolExecutor(min(len(gaps), _REQUESTS_AT_ONCE)) as pool:
+                for gap, content in zip(gaps, pool.map(self._fetch_blocks, gaps), strict=True):
+                    self._keep(gap, content)
+
+    def _fetch_blocks(self, numbers: Sequence[int]) -> bytes:
+        """Fetch adjacent blocks."""
+        end = min((numbers[-1] + 1) * BLOCK_BYTES, self._size)
+        return self._fetch(numbers[0] * BLOCK_BYTES, end)
+
+    def _keep(self, numbers: Sequence[int], content: bytes) -> None:
+        for place, number in enumerate(numbers):
+            block = content[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
+            self._blocks[number] = block
+            if self._cache is not None:
+                self._cache.keep(f"{self._key} {number}", block)
 
     def _is_known(self, number: int) -> bool:
         if number in self._blocks:

@@ -104,6 +104,14 @@ class RemoteFiles:
         """Names of the folders in a folder."""
         return self._answer(name, lambda: list(self._listing.folder(name).folders), [])
 
+    def names(self, folder: str) -> frozenset[str] | None:
+        """Names of the files in a folder, with those of growing files; None if unknown."""
+        listed = self._answer(folder, lambda: self._listing.folder(folder).files, None)
+        if listed is None or not self._listing.is_complete:
+            return None
+        growing = filter(None, map(file_of_segment, listed))
+        return frozenset({*listed, *growing})
+
     def exists(self, name: str) -> bool:
         """Whether the file exists."""
         return self._answer(name, lambda: self._exists(name), False)

@@ -4,8 +4,10 @@ Each file system of fsspec has separate exceptions. Their names and codes are co
 that no package of a cloud provider is imported here.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -74,8 +76,31 @@ def open_system(url: str, *, can_write: bool = False) -> tuple[Any, str]:
             f"that fsspec can open. {_how_to_install(protocol, error)}"
         ) from error
     if protocol in _EXTRAS:
+        _parse_dates_quickly(system)
         system.retries = _CLIENT_ATTEMPTS  # with 5, an unreachable server takes 12 s
     return system, str(path)
+
+
+def _parse_dates_quickly(system: Any) -> None:
+    """Let the client parse the dates of a listing without `dateutil`.
+
+    Half of the time of a listing of 20,000 objects was the parsing of their dates (botocore 1.43).
+    """
+    from aiobotocore.session import AioSession
+
+    if system.session is None:  # it connects later, with this session
+        system.session = AioSession(**system.kwargs)
+        factory = system.session.get_component("response_parser_factory")
+        factory.set_parser_defaults(timestamp_parser=_parse_date)
+
+
+def _parse_date(value: Any) -> Any:
+    from botocore.utils import parse_timestamp
+
+    if isinstance(value, str) and "T" in value:
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(value)
+    return parse_timestamp(value)
 
 
 def _how_to_install(protocol: str, error: Exception) -> str:

@@ -95,7 +95,11 @@ def write_run_summary_file(
 
 
 def read_rank_summary(
-    files: RunFiles, place: Place, *, kinds: Collection[int] | None = None
+    files: RunFiles,
+    place: Place,
+    *,
+    kinds: Collection[int] | None = None,
+    steps: Collection[int] | None = None,
 ) -> SummaryTable | None:
     """Read a rank's summary, by step, with the STEP row first in each step.
 
@@ -105,6 +109,7 @@ def read_rank_summary(
         files: The run.
         place: The attempt and the rank.
         kinds: Rows of whole steps or rows of units are left out if none has one of these kinds.
+        steps: Rows of other steps may be left out.
 
     Returns:
         None if the summary is missing or out of date.
@@ -113,7 +118,7 @@ def read_rank_summary(
         CorruptFileError: The file is damaged.
         SchemaVersionError: A newer version of FSDP Inspect wrote it.
     """
-    contents = read_compacted_table(files, folder_of(place), SUMMARY, kinds=kinds)
+    contents = read_compacted_table(files, folder_of(place), SUMMARY, kinds=kinds, steps=steps)
     if contents is None or contents.details.reduction != REDUCTION_VERSION:
         return None
     rows = check_values(contents.table, f"{folder_of(place)}/{SUMMARY.compacted_name}")

@@ -91,17 +91,23 @@ class SummaryReader:
         """Rows of whole steps of ranks, from their own files."""
         self._statistics: StatisticsTable | None = None
 
-    def rows(self, ranks: Collection[int] | None, kinds: Collection[int] | None) -> SummaryTable:
-        """The rows of the given ranks and kinds, by rank and step; None selects all.
+    def rows(
+        self,
+        ranks: Collection[int] | None,
+        kinds: Collection[int] | None,
+        steps: Collection[int] | None = None,
+    ) -> SummaryTable:
+        """The rows of the given ranks, kinds and steps, by rank and step; None selects all.
 
         A rank with damaged files has no rows.
         """
         wanted = self._ranks if ranks is None else sorted({*self._ranks}.intersection(ranks))
         if kinds is not None and WHOLE_STEP_KINDS.issuperset(kinds):
-            return self._whole_steps(wanted, [int(kind) for kind in kinds])
-        return SummaryTable.concat(
-            [limit_summary(self._rows_of_rank(rank), kinds=kinds) for rank in wanted]
-        )
+            rows = self._whole_steps(wanted, [int(kind) for kind in kinds])
+        else:
+            parts = (self._rows_of_rank(rank, steps) for rank in wanted)
+            rows = SummaryTable.concat([limit_summary(part, kinds=kinds) for part in parts])
+        return rows if steps is None else rows.where(np.isin(rows.step, list(steps)))
 
     def statistics(self, rules: StepRules) -> StatisticsTable:
         """The statistics of all ranks, from their file if it is current, else from the summary.
@@ -229,21 +235,27 @@ class SummaryReader:
             self._whole_by_rank[rank] = rows.where(is_of_whole_step(rows))
         return self._whole_by_rank[rank]
 
-    def _rows_of_rank(self, rank: int) -> SummaryTable:
+    def _rows_of_rank(self, rank: int, steps: Collection[int] | None = None) -> SummaryTable:
+        """All rows of a rank, or at least those of some steps, which are not kept."""
         rows = self._by_rank.pop(rank, None)
         if rows is None:
-            rows = self._read_rank(rank, None)
+            rows = self._read_rank(rank, None, steps)
+            if steps is not None:
+                return rows
         self._by_rank[rank] = rows  # the most recently used rank comes last
         if len(self._by_rank) > _MAX_CACHED_RANKS:
             del self._by_rank[next(iter(self._by_rank))]
         return rows
 
-    def _read_rank(self, rank: int, kinds: Collection[int] | None) -> SummaryTable:
-        """A rank's rows with at least these kinds; no rows if its files are damaged."""
+    def _read_rank(
+        self, rank: int, kinds: Collection[int] | None, steps: Collection[int] | None = None
+    ) -> SummaryTable:
+        """A rank's rows with at least these kinds and steps; no rows if its files are damaged."""
         rows = None
         if not self._grows(rank):
             with noting(self._found):
-                rows = read_rank_summary(self._files, (self._attempt, rank), kinds=kinds)
+                place = self._attempt, rank
+                rows = read_rank_summary(self._files, place, kinds=kinds, steps=steps)
         if rows is None:  # missing, out of date or damaged: the events still have all of it
             with noting(self._found):
                 rows = self._summarise(rank)

@@ -476,8 +476,9 @@ class RunSource(Protocol):
         *,
         ranks: Collection[int] | None = None,
         kinds: Collection[int] | None = None,
+        steps: Collection[int] | None = None,
     ) -> SummaryTable:
-        """The summary, by rank and step. `ranks` and `kinds` limit the rows; None reads all."""
+        """The summary, by rank and step. `ranks`, `kinds` and `steps` limit the rows; None: all."""
         ...
 
     def statistics(self) -> StatisticsTable:

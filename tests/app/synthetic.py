@@ -383,6 +383,7 @@ class SyntheticRun:
         *,
         ranks: Collection[int] | None = None,
         kinds: Collection[int] | None = None,
+        steps: Collection[int] | None = None,
     ) -> SummaryTable:
         tables = [
             summarise_rank(
@@ -393,7 +394,8 @@ class SyntheticRun:
             )
             for record in self.ranks
         ]
-        return limit_summary(SummaryTable.concat(tables), ranks=ranks, kinds=kinds)
+        rows = limit_summary(SummaryTable.concat(tables), ranks=ranks, kinds=kinds)
+        return rows if steps is None else rows.where(np.isin(rows.step, list(steps)))
 
     def statistics(self) -> StatisticsTable:
         return self._statistics

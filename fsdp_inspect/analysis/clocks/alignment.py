@@ -30,8 +30,10 @@ from fsdp_inspect.analysis.collectives.synchronisation import (
     Synchronisations,
 )
 from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.rank_events import read_ranks
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.formatting import format_ns, format_ratio
+from fsdp_inspect.statistics import spread_blocks
 from fsdp_inspect.trace.codes import COLLECTIVES, Statistic
 from fsdp_inspect.trace.run import IMPORTED_CLOCK, UNPLACED_CLOCK, RankRecord, RunSource
 from fsdp_inspect.trace.tables import EventTable
@@ -40,7 +42,8 @@ _Int64 = NDArray[np.int64]
 
 MAX_UNCERTAINTY_RATIO = 0.1
 """Highest accepted uncertainty / median step time. A less certain clock cannot show late ranks."""
-_MAX_STEPS = 16
+_NUM_BLOCKS, _BLOCK_LENGTH = 4, 4
+"""The steps whose collectives are used: blocks, and the steps of each."""
 _MAX_RANKS_READ = 64
 _MAX_PARENTS = 8
 
@@ -175,8 +178,8 @@ def last_arrivals(run: RunSource, rank: int, events: EventTable, alignment: Alig
     keys = matching.keys(own, rank)
     latest, is_known = queue_up(own).turn_ns.copy(), np.zeros(len(own), dtype=bool)
     steps = np.unique(own.step).tolist()
-    for other in _partners(matching, own, rank) & set(alignment.ranks) - {rank}:
-        theirs = run.events(other, steps=steps, kinds=sorted(COLLECTIVES))
+    others = _partners(matching, own, rank) & set(alignment.ranks) - {rank}
+    for other, theirs in read_ranks(run, sorted(others), steps=steps, kinds=sorted(COLLECTIVES)):
         arrivals = alignment.to_reference(other, queue_up(theirs).turn_ns)
         arrivals = alignment.from_reference(rank, arrivals) - alignment.between_ns(rank, other)
         place, found = _look_up(keys, matching.keys(theirs, other))
@@ -231,14 +234,17 @@ def _to_read(
 
 
 def _choose_steps(run: RunSource, steps: Collection[int] | None) -> list[int] | None:
-    """Return steps spread over the run, including the first and the last; None: all."""
+    """Return steps spread over the run, including the first and the last; None: all.
+
+    In a long run, some of them follow one another, so that most row groups are not read.
+    """
     if steps is not None:
         return sorted(steps)
     finished = select_steps(run).finished
     if not finished:
         return None
-    places = np.linspace(0, len(finished) - 1, min(_MAX_STEPS, len(finished)))
-    return [finished[round(place)] for place in places.tolist()]
+    places = spread_blocks(len(finished), num_blocks=_NUM_BLOCKS, length=_BLOCK_LENGTH)
+    return [finished[place] for place in places.tolist()]
 
 
 def _uncertainty_limit(run: RunSource) -> float:

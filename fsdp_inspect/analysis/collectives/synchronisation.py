@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching
+from fsdp_inspect.analysis.rank_events import read_ranks
 from fsdp_inspect.trace.codes import EventKind, Method
 from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import EventTable
 
 _Int64 = NDArray[np.int64]
 
@@ -69,8 +71,8 @@ class SynchronisationReader:
         """
         named = {rank: machine or f"rank {rank}" for rank, machine in machines.items()}
         by_machine: dict[str, list[int]] = defaultdict(list)
-        for rank in ranks:
-            self._read[rank] = self._read_rank(rank)
+        self._read_ranks(ranks)
+        for rank in self._read:
             by_machine[named[rank]].append(rank)
         contradictory = {
             machine
@@ -91,16 +93,19 @@ class SynchronisationReader:
     def read_more(self, machine: str, machines: Mapping[int, str]) -> bool:
         """Read other ranks of a machine. Return whether more ranks were found."""
         others = [rank for rank in machines if machines[rank] == machine and rank not in self._read]
-        for rank in others[:_MAX_READ_MORE]:
-            self._read[rank] = self._read_rank(rank)
+        self._read_ranks(others[:_MAX_READ_MORE])
         return bool(others)
 
     def has_read(self, machine: str, machines: Mapping[int, str]) -> bool:
         """Return whether a rank of the machine was read."""
         return any(machines[rank] == machine for rank in self._read)
 
-    def _read_rank(self, rank: int) -> Synchronisations:
-        events = self._run.events(rank, steps=self._steps, kinds=sorted(SYNCHRONISING))
+    def _read_ranks(self, ranks: Iterable[int]) -> None:
+        kinds = sorted(SYNCHRONISING)
+        for rank, events in read_ranks(self._run, ranks, steps=self._steps, kinds=kinds):
+            self._read[rank] = self._synchronisations(rank, events)
+
+    def _synchronisations(self, rank: int, events: EventTable) -> Synchronisations:
         events = events.where(events.method != Method.INFERRED)
         keys = self._matching.keys(events, rank)
         events, keys = events.where(keys != NO_KEY), keys[keys != NO_KEY]

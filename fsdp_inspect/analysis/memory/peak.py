@@ -374,20 +374,20 @@ def _positions(run: RunSource, samples: MemoryTable, method: str) -> tuple[Posit
     if method == STORAGE_TRACKER:  # the tracker's peaks count from the previous reading
         reached = np.maximum(reached, samples.peak_allocated)
     known = np.flatnonzero(reached != MISSING_INT)
-    # The highest row comes last, so that the dictionary keeps it. Of equals, it keeps the first.
-    order = known[np.lexsort((-known, reached[known]))]
-    places = zip(samples.unit[order].tolist(), samples.phase[order].tolist(), strict=True)
-    highest = dict(zip(places, order.tolist(), strict=True))
+    # The highest row of each place comes first; of equals, the first row.
+    order = known[np.lexsort((known, -reached[known]))]
+    place = (samples.unit[order].astype(np.int64) << 8) + samples.phase[order]
+    highest = order[np.unique(place, return_index=True)[1]]
     fqns = _fqns(run)
     rows = [
         PositionBytes(
-            unit=unit,
-            fqn=fqns.get(unit),
-            phase=Phase(phase).label,
+            unit=int(samples.unit[row]),
+            fqn=fqns.get(int(samples.unit[row])),
+            phase=Phase(int(samples.phase[row])).label,
             step=int(samples.step[row]),
             bytes=int(reached[row]),
         )
-        for (unit, phase), row in highest.items()
+        for row in highest.tolist()
     ]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 

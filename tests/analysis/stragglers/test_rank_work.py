@@ -18,7 +18,10 @@ def member(rank, works, first_step=0):
     numbers = np.arange(first_step, first_step + len(works))
     none = np.zeros(len(works), dtype=np.int64)
     step_time = np.full(len(works), 1000)
-    return RankSteps(rank, numbers, step_time, step_time - works, none, none, none, lambda: None)
+    is_typical = np.ones(len(works), dtype=bool)
+    return RankSteps(
+        rank, numbers, step_time, step_time - works, none, none, none, lambda: None, is_typical
+    )
 
 
 @pytest.mark.parametrize(("num_ranks", "num_steps"), [(2, 5), (3, 4), (4, 3)])
