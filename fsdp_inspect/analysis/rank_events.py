@@ -10,7 +10,7 @@ from fsdp_inspect.trace.tables import EventTable
 _RANKS_AT_ONCE = 8
 
 
-def read_ranks(
+def events_of_ranks(
     run: RunSource,
     ranks: Iterable[int],
     *,

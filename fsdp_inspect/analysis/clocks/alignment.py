@@ -30,7 +30,7 @@ from fsdp_inspect.analysis.collectives.synchronisation import (
     Synchronisations,
 )
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.rank_events import read_ranks
+from fsdp_inspect.analysis.rank_events import events_of_ranks
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.statistics import spread_blocks
@@ -179,7 +179,9 @@ def last_arrivals(run: RunSource, rank: int, events: EventTable, alignment: Alig
     latest, is_known = queue_up(own).turn_ns.copy(), np.zeros(len(own), dtype=bool)
     steps = np.unique(own.step).tolist()
     others = _partners(matching, own, rank) & set(alignment.ranks) - {rank}
-    for other, theirs in read_ranks(run, sorted(others), steps=steps, kinds=sorted(COLLECTIVES)):
+    for other, theirs in events_of_ranks(
+        run, sorted(others), steps=steps, kinds=sorted(COLLECTIVES)
+    ):
         arrivals = alignment.to_reference(other, queue_up(theirs).turn_ns)
         arrivals = alignment.from_reference(rank, arrivals) - alignment.between_ns(rank, other)
         place, found = _look_up(keys, matching.keys(theirs, other))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching
-from fsdp_inspect.analysis.rank_events import read_ranks
+from fsdp_inspect.analysis.rank_events import events_of_ranks
 from fsdp_inspect.trace.codes import EventKind, Method
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
@@ -102,7 +102,7 @@ class SynchronisationReader:
 
     def _read_ranks(self, ranks: Iterable[int]) -> None:
         kinds = sorted(SYNCHRONISING)
-        for rank, events in read_ranks(self._run, ranks, steps=self._steps, kinds=kinds):
+        for rank, events in events_of_ranks(self._run, ranks, steps=self._steps, kinds=kinds):
             self._read[rank] = self._synchronisations(rank, events)
 
     def _synchronisations(self, rank: int, events: EventTable) -> Synchronisations:

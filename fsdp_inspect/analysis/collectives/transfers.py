@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching
 from fsdp_inspect.analysis.collectives.queues import queue_up
 from fsdp_inspect.analysis.collectives.synchronisation import SYNCHRONISING
-from fsdp_inspect.analysis.rank_events import read_ranks
+from fsdp_inspect.analysis.rank_events import events_of_ranks
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 
@@ -44,7 +44,7 @@ def find_transfers(
     groups = np.unique(collectives.group).tolist()
     partners = {member for group in groups for member in matching.members(group, rank)}
     others, kinds = sorted(partners & set(ranks) - {rank}), sorted(SYNCHRONISING)
-    for other, theirs in read_ranks(run, others, steps=steps, kinds=kinds):
+    for other, theirs in events_of_ranks(run, others, steps=steps, kinds=kinds):
         _, own_place, place = np.intersect1d(
             keys, matching.keys(theirs, other), return_indices=True
         )
