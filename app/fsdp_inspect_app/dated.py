@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+_LONGEST_LIFE_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class Dated(Generic[T]):
@@ -23,9 +25,22 @@ class Dated(Generic[T]):
     """The time that computing it took."""
 
 
+def dated(compute: Callable[[], T]) -> Dated[T]:
+    """Compute a value, and measure the time that it takes."""
+    begun_s = time.monotonic()
+    value = compute()
+    return Dated(value, took_s=time.monotonic() - begun_s)
+
+
 def is_younger_than(seconds: float) -> Callable[[Dated[T]], bool]:
     """Make the option `validate` of `st.cache_resource` from an age limit.
 
-    A value that takes long to compute lives longer, so that it takes at most 5% of the time.
+    A value that takes long to compute lives longer, up to `_LONGEST_LIFE_S`, so that it takes about
+    5% of the time.
     """
-    return lambda dated: time.monotonic() - dated.at_s < max(seconds, 20 * dated.took_s)
+
+    def is_young(dated: Dated[T]) -> bool:
+        life_s = max(seconds, min(20 * dated.took_s, _LONGEST_LIFE_S))
+        return time.monotonic() - dated.at_s < life_s
+
+    return is_young

@@ -30,7 +30,7 @@ from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.remote_files import RemoteFiles
 from fsdp_inspect.store.schema import COMPACTED_SUFFIX, LIVE_SUFFIX
 from fsdp_inspect.store.table_cache import TableCache
-from fsdp_inspect_app.dated import Dated, is_younger_than
+from fsdp_inspect_app.dated import Dated, dated, is_younger_than
 from fsdp_inspect_app.run_names import name_runs
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import build_timeline
@@ -131,18 +131,22 @@ def _listing() -> _Listing:
     validate=is_younger_than(_LISTING_LIFE_S), max_entries=4, show_spinner="Looking for runs"
 )
 def _list_entries(folder: str) -> Dated[_Listing]:
+    return dated(lambda: _look_for_entries(folder))
+
+
+def _look_for_entries(folder: str) -> _Listing:
     entries = list_runs(Path(folder))
     inside = [entry for entry in entries if is_in_folder(Path(entry.path), Path(folder))]
     known = {entry.id for entry in inside}
     foreign = [entry.id for entry in entries if entry.id not in known]
-    return Dated(_Listing(inside, foreign, name_runs(inside)))
+    return _Listing(inside, foreign, name_runs(inside))
 
 
 @st.cache_resource(validate=is_younger_than(_LISTING_LIFE_S), max_entries=4, show_spinner=False)
 def _find_without_manifest(folder: str) -> Dated[list[str]]:
     """Separate from the listing, because most pages do not need it."""
-    return Dated(
-        [
+    return dated(
+        lambda: [
             name
             for name in list_without_manifest_in(Path(folder))
             if is_in_folder(Path(folder, name), Path(folder))
@@ -392,7 +396,10 @@ def _read_state(path: str, folder: str) -> Dated[_State]:
     Raises:
         StoreError: A file is a link to a place outside the folder of runs.
     """
-    begun_s = time.monotonic()
+    return dated(lambda: _look_at_files(path, folder))
+
+
+def _look_at_files(path: str, folder: str) -> _State:
     newest_ns, num_bytes, is_live = 0, 0, False
     for file in files_of_run(Path(path), Path(folder)):
         try:
@@ -403,5 +410,4 @@ def _read_state(path: str, folder: str) -> Dated[_State]:
         num_bytes += status.st_size
         is_live = is_live or file.name.endswith(LIVE_SUFFIX)
     moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
-    took_s = time.monotonic() - begun_s
-    return Dated(_State(newest_ns, num_bytes, moment), took_s=took_s)
+    return _State(newest_ns, num_bytes, moment)
