@@ -35,6 +35,8 @@ PATIENCE_S = 0.5
 """The time for which the list of runs waits for runs that are not read yet."""
 LOOK_AGAIN_S = 5.0
 """The time after which the files are checked again."""
+_SLOW_S = 1.0
+"""A check of all files that takes longer is repeated less often: at most 5% of the time."""
 LOOK_AGAIN_AT_URL_S = 60.0
 """The same at a URL, where the check of each run takes two requests."""
 _KEEP_EVERY = 100
@@ -113,6 +115,8 @@ class Summaries:
         self._idle = threading.Event()
         self._idle.set()
         self._looked_at = float("-inf")
+        self._took_s = 0.0
+        """The time that the last check of all files took."""
         self._generation: str | None = None
         """The generation of the catalog whose rows are used."""
 
@@ -150,6 +154,8 @@ class Summaries:
         with self._lock:
             is_new = any(entry.id not in self._known for entry in entries)
             life_s = LOOK_AGAIN_AT_URL_S if isinstance(self._folder, str) else LOOK_AGAIN_S
+            if self._took_s > _SLOW_S:
+                life_s = max(life_s, 20 * self._took_s)
             is_old = time.monotonic() - self._looked_at > life_s
             if self._idle.is_set() and (is_new or is_old):
                 self._idle.clear()
@@ -157,6 +163,7 @@ class Summaries:
 
     def _read(self, entries: Sequence[RunEntry]) -> None:
         new: dict[str, CachedFinding] = {}
+        begun_s = time.monotonic()
         try:
             if self._earlier is None:
                 self._earlier = self._kept.load() if self._kept else {}
@@ -167,6 +174,7 @@ class Summaries:
             self._keep(new)
         finally:
             self._looked_at = time.monotonic()
+            self._took_s = self._looked_at - begun_s
             self._idle.set()
 
     def _read_one(self, entry: RunEntry) -> dict[str, CachedFinding]:

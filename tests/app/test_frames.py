@@ -1,13 +1,18 @@
 """Test that tables hold the numbers of the results, and that their CSV is safe."""
 
 import io
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from fsdp_inspect_app.frames.overview import frame_breakdown
+from fsdp_inspect_app.frames.runs import STEP_TIMES_COLUMN, frame_runs
 from fsdp_inspect_app.frames.timeline import frame_spans
 from fsdp_inspect_app.frames.units import frame_collectives
 from fsdp_inspect_app.frames.values import frame_of, gb_per_s, mib, ms, to_csv
+from fsdp_inspect_app.summaries import KnownRuns, RunRow
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
 from fsdp_inspect import result_types
@@ -104,3 +109,30 @@ def test_missing_numbers_stay_missing():
     assert ms(None) is None
     assert mib(None) is None
     assert gb_per_s(None) is None
+
+
+def list_of_runs(count):
+    """Runs with 40 step times, except the last one, which is not read yet."""
+    entries = [result_types.RunEntry(f"run-{n}", Path("/runs"), 1 + n) for n in range(count)]
+    rows = {}
+    for number, entry in enumerate(entries[:-1]):
+        times = tuple(range(number, number + 40_000_000, 1_000_000))
+        numbers = result_types.RunKeyNumbers(
+            "complete", "recorded", 42, 10**7, 10**6, 0.5, None, times
+        )
+        rows[entry.id] = RunRow(numbers, entry.id, "Llama", 8, "root", 2, ("main",))
+    return frame_runs(entries, KnownRuns(rows, {}, is_complete=False), {}, {})
+
+
+def test_a_long_list_of_runs_has_shorter_lines_and_the_same_texts():
+    short, long = list_of_runs(1_000), list_of_runs(1_001)
+    assert [len(line) for line in short[STEP_TIMES_COLUMN].iloc[:2]] == [40, 40]
+    line = long[STEP_TIMES_COLUMN].iloc[0]
+    assert (len(line), line.dtype) == (14, np.float32)
+    assert line.tolist() == list(range(0, 40, 3))
+    assert pd.isna(long[STEP_TIMES_COLUMN].iloc[-1])
+    for name in ("status", "model", "plan", "source", "tags"):
+        assert long[name].dtype == "category"
+        assert long[name].iloc[:999].tolist() == short[name].iloc[:999].tolist()
+    assert to_csv(long).startswith(b"run,status")
+    assert pa.Table.from_pandas(long)[STEP_TIMES_COLUMN].null_count == 1

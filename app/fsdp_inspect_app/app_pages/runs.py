@@ -17,6 +17,7 @@ from fsdp_inspect_app.catalog_reading import find_catalog
 from fsdp_inspect_app.empty_states import show_no_runs
 from fsdp_inspect_app.frames.runs import (
     NAME_COLUMN,
+    STEP_TIMES_COLUMN,
     frame_runs,
     is_starred,
     matching_runs,
@@ -183,7 +184,7 @@ def _show_table(frame: pd.DataFrame, ids: Sequence[str]) -> list[str]:
         column_config={
             **column_formats(frame),
             "mark": st.column_config.TextColumn(width=90),
-            "step times": st.column_config.LineChartColumn(
+            STEP_TIMES_COLUMN: st.column_config.LineChartColumn(
                 width=110,
                 help="Step time of the timed steps of the median rank, from the first to the "
                 "last. Each line has its own scale.",

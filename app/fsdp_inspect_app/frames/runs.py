@@ -3,7 +3,9 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.run_list import change_ratio
 from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunManifest, Summary
@@ -16,6 +18,13 @@ NAME_COLUMN, FOLDER_COLUMN = "run", "folder"
 BASELINE_MARK, PIN_MARK, STAR_MARK = "baseline", "pinned", "starred"
 _BASELINE_SUFFIX = "vs baseline (%)"
 READING, UNREADABLE = "being read", "unreadable"
+STEP_TIMES_COLUMN = "step times"
+_LONG_LIST = 1_000
+"""Rows of a list that is sent with fewer details."""
+_FEW_POINTS = 16
+"""Points of a line in a long list."""
+_REPEATED = ("status", "model", "plan", "source", "tags")
+"""Columns of texts that many runs share."""
 _COMPARED = {
     "step time": "step_time_ns",
     "exposed": "exposed_ns",
@@ -66,10 +75,25 @@ def frame_runs(
     frame = pd.DataFrame(rows, columns=columns)
     unused = [name for name in ("mark", "note") if not frame.get(name, pd.Series()).any()]
     frame = frame.drop(columns=unused, errors="ignore")
+    if len(frame) > _LONG_LIST:
+        frame = _shrink(frame)
     frame.attrs["definitions"] = {
         name: words for name, words in _DEFINITIONS.items() if name in frame
     }
     return frame
+
+
+def _shrink(frame: pd.DataFrame) -> pd.DataFrame:
+    """Shorten the lines, and send each text once, because the browser gets every row."""
+    shorter = {name: frame[name].astype("category") for name in _REPEATED if name in frame}
+    if STEP_TIMES_COLUMN in frame:
+        shorter[STEP_TIMES_COLUMN] = frame[STEP_TIMES_COLUMN].map(_shorten, na_action="ignore")
+    return frame.assign(**shorter)
+
+
+def _shorten(values: Sequence[float]) -> NDArray[np.float32]:
+    every = -(-len(values) // _FEW_POINTS)
+    return np.array(values[::every], dtype=np.float32)
 
 
 def _run_row(entry: RunEntry, found: KnownRuns, reference: RunKeyNumbers | None) -> dict[str, Any]:
@@ -83,7 +107,7 @@ def _run_row(entry: RunEntry, found: KnownRuns, reference: RunKeyNumbers | None)
     return {
         "status": summary.status,
         "step time (ms)": ms(summary.step_time_ns),
-        "step times": [ms(value) for value in summary.step_times_ns] or None,
+        STEP_TIMES_COLUMN: [ms(value) for value in summary.step_times_ns] or None,
         "exposed (ms)": ms(summary.exposed_ns),
         "overlap (%)": percent(summary.overlap_ratio),
         "peak allocated (MiB)": mib(summary.peak_allocated_bytes),
