@@ -483,6 +483,29 @@ _ALL = (
         "steps that the replay was read from; not the error of a prediction",
     ),
     Metric(
+        "tokens_per_s",
+        "tokens per second",
+        _COUNT,
+        "tokens of all ranks in a step / step time, or the rate that the training loop logs; the "
+        "tokens come from a logged total or from the settings seq_len, batch_size and microbatches",
+        Better.HIGHER,
+    ),
+    Metric(
+        "mfu_ratio",
+        "MFU",
+        _RATIO,
+        "model FLOPs per second / peak FLOPs of all devices, as the training loop logs it, or for "
+        "dense decoders in bfloat16: tokens per second x (6 x matrix elements + causal attention)",
+        Better.HIGHER,
+    ),
+    Metric(
+        "device_utilisation_ratio",
+        "device utilisation",
+        _RATIO,
+        "fraction of the time in which a kernel ran (NVML), mean over the readings in timed steps",
+        Better.HIGHER,
+    ),
+    Metric(
         "goodput_ratio",
         "goodput",
         _RATIO,

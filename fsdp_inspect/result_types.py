@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.stragglers.dimension_waits import DimensionWait
     from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks
     from fsdp_inspect.analysis.summary import Summary
+    from fsdp_inspect.analysis.throughput import Throughput
     from fsdp_inspect.analysis.unit_history import (
         CollectiveHistory,
         Hold,
@@ -180,6 +181,7 @@ __all__ = [
     "StepTimes",
     "Suggestion",
     "Summary",
+    "Throughput",
     "Unit",
     "UnitChange",
     "UnitCollective",
@@ -285,6 +287,7 @@ _HOMES = {
     "StepTimes": "fsdp_inspect.analysis.step_times",
     "Suggestion": "fsdp_inspect.advice.suggestions",
     "Summary": "fsdp_inspect.analysis.summary",
+    "Throughput": "fsdp_inspect.analysis.throughput",
     "Unit": "fsdp_inspect.trace.run",
     "UnitChange": "fsdp_inspect.comparison.differences",
     "UnitCollective": "fsdp_inspect.analysis.units",

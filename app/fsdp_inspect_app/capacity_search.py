@@ -11,9 +11,9 @@ import pandas as pd
 import streamlit as st
 
 from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.hardware import GPUS
 from fsdp_inspect.planning.candidates import Job
 from fsdp_inspect.planning.capacity_plan import CapacityPlan, make_capacity_plan
-from fsdp_inspect.planning.hardware import GPUS
 from fsdp_inspect.planning.machines import make_machine
 from fsdp_inspect.planning.models import list_presets, load_model
 from fsdp_inspect.quantities import parse_bytes

@@ -106,11 +106,12 @@ def metric_tiles(names: Sequence[str], result: object) -> list[Tile]:
     ]
 
 
-def show_tiles(tiles: Sequence[Tile], *, border: bool = True) -> None:
-    """Show key numbers in a row."""
+def show_tiles(tiles: Sequence[Tile], *, border: bool = True, num_columns: int = 0) -> None:
+    """Show key numbers in a row, with the widths of a row of at least `num_columns` tiles."""
     shown = tuple((tile.label, tile.value, tile.detail or "") for tile in tiles)
     page_sheet().add(SheetTiles(shown))
-    for column, tile in zip(st.columns(len(tiles)), tiles, strict=True):
+    columns = st.columns(max(len(tiles), num_columns))
+    for column, tile in zip(columns, tiles, strict=False):
         column.metric(
             plain(tile.label),
             tile.value,

@@ -27,6 +27,7 @@ from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.analysis.stragglers.straggler_search import find_late_ranks
+from fsdp_inspect.analysis.throughput import Throughput, measure_throughput
 from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.analysis.verdict.run_facts import Answers, judge
@@ -80,6 +81,8 @@ class Summary(Result):
     provenance: Provenance | None
     goodput_ratio: float | None
     """Time of the phase training / wall time; None for imports and old runs."""
+    throughput: Throughput | None
+    """Tokens per second, MFU and the utilisation of the device; None if all are unknown."""
     wall_ns: int | None
     """Wall time of the run, over all attempts; None for imports and old runs."""
     step_time_ns: Distribution | None
@@ -128,6 +131,7 @@ def measure_summary(run: RunSource) -> Summary:
     drift = try_measure(measure_drift, run, damage)
     lifetime = try_measure(_measure_lifetime, run, damage)
     loss = try_measure(_find_loss, run, damage)
+    throughput = try_measure(measure_throughput, run, damage)
     plan_check = try_measure(check_plan, run, damage)
     verdict, rank_verdicts = judge(
         Answers(
@@ -159,6 +163,7 @@ def measure_summary(run: RunSource) -> Summary:
         median_rank=times.median_rank,
         provenance=provenance,
         goodput_ratio=lifetime.goodput_ratio if lifetime else None,
+        throughput=throughput,
         wall_ns=lifetime.wall_ns if lifetime else None,
         step_time_ns=times.step_time_ns,
         drift=drift,

@@ -256,7 +256,7 @@ def _machine(
     calibrate: str | None,
 ) -> "PlannedMachine":
     from fsdp_inspect.error_text import suggest
-    from fsdp_inspect.planning.hardware import GPUS
+    from fsdp_inspect.hardware import GPUS
     from fsdp_inspect.planning.machines import make_machine
 
     if preset not in GPUS:

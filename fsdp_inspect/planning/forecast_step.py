@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_inspect.analysis.capacity.forecasts import row_of
 from fsdp_inspect.errors import ForecastError
-from fsdp_inspect.planning.hardware import LAUNCH_NS
+from fsdp_inspect.hardware import LAUNCH_NS
 from fsdp_inspect.planning.links import Ring
 from fsdp_inspect.planning.workload import (
     LAUNCH_OF_COLLECTIVE_NS,

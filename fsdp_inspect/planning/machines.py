@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.planning.estimates import ValueOrigin
-from fsdp_inspect.planning.hardware import (
+from fsdp_inspect.hardware import (
     GPUS,
     HOST_OPTIMIZER_S_PER_BILLION,
     NETWORK_RATIO,
 )
+from fsdp_inspect.planning.estimates import ValueOrigin
 from fsdp_inspect.planning.links import Links
 from fsdp_inspect.planning.workload import Speed
 from fsdp_inspect.trace.link_presets import PRESETS

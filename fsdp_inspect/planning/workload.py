@@ -8,14 +8,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.planning.candidates import Candidate, Job
-from fsdp_inspect.planning.hardware import (
+from fsdp_inspect.hardware import (
     BACKWARD_KERNELS,
     FORWARD_KERNELS,
     LAUNCH_NS,
     TENSOR_PARALLEL_RATIO,
     Gpu,
 )
+from fsdp_inspect.planning.candidates import Candidate, Job
 from fsdp_inspect.planning.links import Links
 from fsdp_inspect.planning.reserved import UnreusedBytes
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory

@@ -36,6 +36,7 @@ from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.breakdown import parts_table
 from fsdp_inspect.report.drift import render_drift
 from fsdp_inspect.report.layout import dim, new_table, render_table, section
+from fsdp_inspect.report.throughput import list_throughput
 from fsdp_inspect.report.values import format_kind, format_method, format_metric
 from fsdp_inspect.report.wording import name_backend
 
@@ -249,6 +250,8 @@ def _numbers_table(digest: Summary) -> Table:
             format_metric("loss", value) for value in (digest.loss.first, digest.loss.last)
         )
         table.add_row(find_metric("loss").label, last, f"from {first}")
+    for name, value, origin in list_throughput(digest.throughput):
+        table.add_row(find_metric(name).label, format_metric(name, value), origin)
     if digest.goodput_ratio is not None:
         wall = format_metric("wall_ns", digest.wall_ns)
         table.add_row(

@@ -28,11 +28,11 @@ from typing import TypeVar
 
 from fsdp_inspect import forecast_memory
 from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.hardware import GPUS
 from fsdp_inspect.planning.calibration import measure_calibration
 from fsdp_inspect.planning.candidates import Candidate, Job, list_candidates
 from fsdp_inspect.planning.estimates import ValueOrigin
 from fsdp_inspect.planning.forecast_step import ForecastStep, read_forecast
-from fsdp_inspect.planning.hardware import GPUS
 from fsdp_inspect.planning.links import Links
 from fsdp_inspect.planning.machines import PlannedMachine, make_machine
 from fsdp_inspect.planning.models import load_model

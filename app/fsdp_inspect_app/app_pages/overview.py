@@ -23,7 +23,8 @@ from fsdp_inspect.report.charts.results import (
     draw_scalar,
     draw_step_times,
 )
-from fsdp_inspect.report.values import format_kind
+from fsdp_inspect.report.throughput import list_throughput
+from fsdp_inspect.report.values import format_kind, format_metric
 from fsdp_inspect.result_types import (
     BreakdownCauses,
     Exposed,
@@ -88,6 +89,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     show_run_header(manifest, summary, beside=partial(_show_buttons, run))
     _show_answer(entry, summary)
     _show_key_numbers(summary)
+    _show_throughput(summary)
     _show_step(summary)
     _show_dimensions(summary)
     left, right = st.columns(2)
@@ -238,6 +240,27 @@ def _show_key_numbers(summary: Summary) -> None:
             for name, value, detail in numbers
         ]
     )
+
+
+def _show_throughput(summary: Summary) -> None:
+    """Show tokens per second, MFU, utilisation and goodput, as far as they are known."""
+    numbers = [*list_throughput(summary.throughput)]
+    if summary.goodput_ratio is not None:
+        wall = f"of {format_ns(summary.wall_ns)} wall time"
+        numbers.append(("goodput_ratio", summary.goodput_ratio, wall))
+    if numbers:
+        show_tiles(
+            [
+                Tile(
+                    find_metric(name).label[0].upper() + find_metric(name).label[1:],
+                    format_metric(name, value),
+                    origin,
+                    define_metric(name, in_kernel_trace=summary.is_kernel_trace),
+                )
+                for name, value, origin in numbers
+            ],
+            num_columns=4,
+        )
 
 
 def _memory_detail(summary: Summary) -> str | None:

@@ -37,6 +37,8 @@ class Gpu:
     efficiency: tuple[float, float]
     """Lowest and highest published efficiency."""
     source: str
+    device_names: tuple[str, ...]
+    """The names that `torch.cuda.get_device_name` gives it."""
 
     @property
     def typical_efficiency(self) -> float:
@@ -58,6 +60,7 @@ GPUS = {
         system_power_w=1275.0,
         efficiency=(0.33, 0.62),
         source=_HOPPER,
+        device_names=("NVIDIA H100 80GB HBM3",),
     ),
     "h200-ib400": Gpu(
         name="H200 SXM",
@@ -70,6 +73,7 @@ GPUS = {
         system_power_w=1275.0,
         efficiency=(0.33, 0.62),
         source=_HOPPER,
+        device_names=("NVIDIA H200",),
     ),
     "a100-eth100": Gpu(
         name="A100 SXM 80 GB",
@@ -82,6 +86,7 @@ GPUS = {
         system_power_w=812.5,
         efficiency=(0.33, 0.68),
         source="NVIDIA A100 datasheet (SXM); DGX A100: 6.5 kW for eight GPUs",
+        device_names=("NVIDIA A100-SXM4-80GB",),
     ),
     "rtx4090-pcie": Gpu(
         name="RTX 4090",
@@ -94,6 +99,7 @@ GPUS = {
         system_power_w=850.0,
         efficiency=(0.33, 0.68),
         source="NVIDIA Ada GPU architecture paper, appendix A; 850 W: NVIDIA's system requirement",
+        device_names=("NVIDIA GeForce RTX 4090",),
     ),
 }
 """The GPU of each link preset."""

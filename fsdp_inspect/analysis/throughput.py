@@ -1,0 +1,176 @@
+"""Measure tokens per second, MFU and the utilisation of the device.
+
+The recorder does not know which tensors are tokens. Tokens come from numbers that the training loop
+logs, or from recorded settings. Every value states its origin.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
+from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank
+from fsdp_inspect.hardware import GPUS
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.run import RunManifest, RunSource
+
+_COUNTS = ("num_input_tokens_seen", "num_tokens", "n_tokens_seen")
+"""Tokens of all ranks since the start: Transformers' Trainer (5.23), TRL (1.16), and torchtitan
+(0.3)."""
+_RATES = ("tokens_per_s", "tokens_per_second")
+_RATE_OF_RANK = "throughput(tps)"
+"""Tokens per second and device: torchtitan (0.3), `components/metrics.py`."""
+_MFU = {"mfu(%)": 0.01, "mfu": 1.0}
+"""Logged MFU, and its unit. The first is that of torchtitan."""
+_QUERY_NAMES = ("q_proj.weight", "wq.weight")
+_EXPERTS = ("expert", "router")
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """The throughput of a run in its typical step."""
+
+    tokens_per_s: float | None
+    """Tokens of all ranks per second."""
+    tokens_origin: str
+    """`logged as num_tokens` or `from the settings of the run`; empty if tokens are unknown."""
+    mfu_ratio: float | None
+    """Model FLOPs / (time x peak FLOPs of all devices)."""
+    mfu_origin: str
+    """`logged as mfu(%)`, or the device and its peak; empty if MFU is unknown."""
+    device_utilisation_ratio: float | None
+    """Mean over the timed steps of the fraction of time in which a kernel ran (NVML)."""
+
+
+def measure_throughput(run: RunSource) -> Throughput | None:
+    """Measure the throughput of a run; None without a timed step, or if nothing is known."""
+    member = inspected_rank(run)
+    if member is None or not len(member.typical_steps):
+        return None
+    scalars = {series.name: series for series in measure_scalars(run)}
+    step_time_ns = member.typical(member.step_time_ns)
+    tokens_per_s, tokens_origin = _measure_tokens(run.manifest, scalars, member, step_time_ns)
+    mfu, mfu_origin = _measure_mfu(run.manifest, scalars, member, tokens_per_s)
+    found = Throughput(
+        tokens_per_s=tokens_per_s,
+        tokens_origin=tokens_origin,
+        mfu_ratio=mfu,
+        mfu_origin=mfu_origin,
+        device_utilisation_ratio=_measure_utilisation(run, member),
+    )
+    known = (found.tokens_per_s, found.mfu_ratio, found.device_utilisation_ratio)
+    return found if any(value is not None for value in known) else None
+
+
+def _measure_tokens(
+    manifest: RunManifest,
+    scalars: Mapping[str, ScalarSeries],
+    member: RankSteps,
+    step_time_ns: int,
+) -> tuple[float | None, str]:
+    for name in _COUNTS:
+        tokens = _per_step(scalars.get(name))
+        if tokens and step_time_ns:
+            return tokens / step_time_ns * 1e9, f"logged as {name}"
+    for name in (*_RATES, _RATE_OF_RANK):
+        rate = _logged(scalars.get(name), member)
+        if rate is not None and rate > 0:
+            is_of_rank = name == _RATE_OF_RANK
+            origin = f"logged as {name}{' of each rank' if is_of_rank else ''}"
+            return rate * (manifest.world_size if is_of_rank else 1), origin
+    tokens = _tokens_of_settings(manifest)
+    if tokens and step_time_ns:
+        return tokens / step_time_ns * 1e9, "from the settings of the run"
+    return None, ""
+
+
+def _per_step(series: ScalarSeries | None) -> float | None:
+    """The mean increase of a total per step; None if it was logged less than twice."""
+    if series is None or len(series.steps) < 2:
+        return None
+    total = series.values[-1] - series.values[0]
+    return total / (series.steps[-1] - series.steps[0]) if math.isfinite(total) else None
+
+
+def _logged(series: ScalarSeries | None, member: RankSteps) -> float | None:
+    """The median of a logged number after warm-up; None if it was not logged."""
+    if series is None:
+        return None
+    first = int(member.steps[0])
+    pairs = zip(series.steps, series.values, strict=True)
+    values = [value for step, value in pairs if step >= first and math.isfinite(value)]
+    return float(np.median(values)) if values else None
+
+
+def _tokens_of_settings(manifest: RunManifest) -> int | None:
+    """Tokens of a step of all ranks; None if a setting is missing.
+
+    `batch_size` counts the sequences of a microbatch of one rank, as in `planning.calibration`.
+    """
+    values = [manifest.config.get(name) for name in ("seq_len", "batch_size", "microbatches")]
+    seq_len, batch_size, microbatches = values
+    if not isinstance(seq_len, int) or not isinstance(batch_size, int):
+        return None
+    if not isinstance(microbatches, int) or not {*manifest.mesh} <= {"shard", "replicate"}:
+        return None  # ranks of another dimension share their tokens
+    return seq_len * batch_size * microbatches * manifest.world_size
+
+
+def _measure_mfu(
+    manifest: RunManifest,
+    scalars: Mapping[str, ScalarSeries],
+    member: RankSteps,
+    tokens_per_s: float | None,
+) -> tuple[float | None, str]:
+    for name, unit in _MFU.items():
+        logged = _logged(scalars.get(name), member)
+        if logged is not None:
+            return logged * unit, f"logged as {name}"
+    gpu = next((each for each in GPUS.values() if manifest.device_name in each.device_names), None)
+    flops = _flops_per_token(manifest)
+    if gpu is None or flops is None or tokens_per_s is None:
+        return None, ""
+    ratio = tokens_per_s * flops / (gpu.bf16_flops * manifest.world_size)
+    return ratio, f"of {gpu.bf16_flops / 1e12:.0f} TFLOP/s of {gpu.name}, bfloat16"
+
+
+def _flops_per_token(manifest: RunManifest) -> float | None:
+    """Model FLOPs of forward and backward for a token; None if they are not certain.
+
+    6 for each element of a matrix that is not an embedding, and causal attention: for each query
+    channel half of the sequence, in two products, each with its backward (PaLM, arXiv 2204.02311,
+    appendix B). Known for dense decoders in bfloat16 of which every parameter is trained.
+    """
+    shapes = [(name, shape) for unit in manifest.units for name, shape in unit.parameters.items()]
+    seq_len = manifest.config.get("seq_len")
+    is_dense = not any(part in name for name, _ in shapes for part in _EXPERTS)
+    queries = [shape[0] for name, shape in shapes if name.endswith(_QUERY_NAMES)]
+    model = manifest.model
+    is_known = (
+        is_dense
+        and bool(queries)
+        and isinstance(seq_len, int)
+        and all(len(shape) <= 2 for _, shape in shapes)
+        and model.num_trainable_parameters == model.num_parameters
+        and all(unit.param_dtype == "bfloat16" for unit in manifest.units)
+    )
+    if not is_known or not isinstance(seq_len, int):
+        return None
+    matrices = [shape for name, shape in shapes if len(shape) == 2 and "embed" not in name]
+    return 6.0 * (sum(map(math.prod, matrices)) + seq_len * sum(queries))
+
+
+def _measure_utilisation(run: RunSource, member: RankSteps) -> float | None:
+    """The mean reading of the device during the inspected steps; None without a reading."""
+    devices = run.devices(member.rank)
+    is_known = devices.gpu_utilisation_pct >= 0
+    if not is_known.any():
+        return None
+    steps = run.events(member.rank, steps=member.steps.tolist(), kinds=[EventKind.STEP])
+    spans = Intervals.of(steps.start_ns, steps.end_ns)
+    is_inside = spans.covered_ns(devices.time_ns, devices.time_ns + 1) > 0
+    readings = devices.gpu_utilisation_pct[is_known & is_inside]
+    return float(readings.mean()) / 100 if len(readings) else None
