@@ -24,7 +24,8 @@ MAX_KEY_PARTS = 64
 
 _INT64 = range(-(2**63), 2**63)
 _KEY_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_LONG_NUMBER = re.compile(rb"9[0-9]{18}|[0-9]{20}")
+"""Occurs in each integer of more than 64 bits, and not in times until the year 2255."""
 _LONG_KEY = re.compile(
     rf"(?<![\w.\"'-]){_KEY_PART}(?:[ \t]*+\.[ \t]*+{_KEY_PART}){{{MAX_KEY_PARTS}}}"
 )

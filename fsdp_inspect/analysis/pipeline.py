@@ -16,7 +16,7 @@ from fsdp_inspect.analysis.wait_causes import Waits, read_waits
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.tables import EventTable, rows_of
 
 _SENDS = EventKind.POINT_TO_POINT
 
@@ -65,7 +65,7 @@ def measure_pipeline(run: RunSource, *, rank: int | None = None) -> Pipeline | N
         IncompleteRunError: The run has no data of the rank.
     """
     member = inspected_rank(run, rank)
-    if member is None or not len(run.summary(ranks=[member.rank], kinds=[_SENDS])):
+    if member is None or not len(rows_of(member.rows, kinds=[_SENDS])):
         return None
     kinds = (_SENDS, EventKind.FORWARD)
     events = run.events(member.rank, steps=member.steps.tolist(), kinds=kinds)
