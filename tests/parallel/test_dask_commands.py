@@ -64,18 +64,52 @@ def test_advice_is_that_of_one_process(invoke: Invoke, cluster: Cluster) -> None
     assert ended.code == 0, ended.err
 
 
-def test_tune_chooses_the_plans_of_one_process(
-    invoke: Invoke, cluster: Cluster, tmp_path: Path
-) -> None:
-    copy = 'cp -r "$0" "$1/$2"'  # instead of a training
+def tune(folder: Path, *options: object, **variables: str) -> list[str]:
+    """Tune with a copy of a recorded run in place of each training; returns the plans."""
+    copy = 'cp -r "$0" "$1/$2"'
     command = ("--", "sh", "-c", copy, SAMPLE, "{runs}", "{name}", "{plan}")
-    plans = []
-    for name, options in (("alone", ()), ("cluster", ("--dask", cluster.address))):
-        folder = tmp_path / name
-        ended = invoke("tune", "--budget", 1, "--runs-dir", folder, *options, *command)
-        assert ended.code == 0, ended.err
-        plans.append([plan.read_text() for plan in sorted(folder.rglob("plan-*.toml"))])
-    assert plans[0] == plans[1] != []
+    words = ("tune", "--budget", 1, "--runs-dir", folder, *options, *command)
+    ended = subprocess.run(
+        [sys.executable, "-m", "fsdp_inspect", *map(str, words)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [plan.read_text() for plan in sorted(folder.rglob("plan-*.toml"))]
+
+
+def test_tune_starts_its_workers_once_and_chooses_the_plans_of_one_process(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    started.mkdir()
+    preload = tmp_path / "preload.py"
+    preload.write_text(
+        f"import os, pathlib\npathlib.Path({str(started)!r}, str(os.getpid())).touch()\n"
+    )
+    alone = tune(tmp_path / "alone")
+    on_dask = tune(
+        tmp_path / "dask", "--dask", "local:1", DASK_DISTRIBUTED__WORKER__PRELOAD=str(preload)
+    )
+    assert alone == on_dask != []
+    assert len(list(started.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("local:0", "Invalid --dask"),
+        ("host:8786", "Invalid --dask"),
+        pytest.param("tcp://127.0.0.1:9", "does not answer", marks=pytest.mark.slow),
+    ],
+)
+def test_tune_reports_an_unusable_cluster_before_any_training(
+    invoke: Invoke, tmp_path: Path, address: str, message: str
+) -> None:
+    command = ("--", "touch", tmp_path / "trained", "{runs}", "{plan}")
+    ended = invoke("tune", "--runs-dir", tmp_path / "runs", "--dask", address, *command)
+    assert ended.code == 1
+    assert message in ended.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_compacted_files_are_those_of_one_process_although_a_worker_is_killed_while_it_writes(
