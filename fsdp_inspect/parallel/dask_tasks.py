@@ -40,6 +40,9 @@ _SETTINGS = {
     "distributed.worker.memory.target": False,  # results are small, so spilling frees nothing
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,  # all workers could wait for each other
+    # Dask lets local workers return all freed memory at once. A third of an import's time went to
+    # the page faults that this causes, and the import returns its large arrays itself.
+    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": None,
     "distributed.admin.log-format": "%(message)s",
 }
 
