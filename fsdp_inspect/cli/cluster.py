@@ -35,6 +35,18 @@ def open_tasks(dask: str | None) -> "Iterator[Tasks | None]":
         yield tasks
 
 
+def require_cluster(dask: str | None) -> None:
+    """Check the cluster of `--dask` before long work that needs it later.
+
+    Raises:
+        ClusterError: The cluster cannot be used.
+    """
+    if dask is not None:
+        from fsdp_inspect.parallel.dask_tasks import require_dask
+
+        require_dask(dask)
+
+
 def show_bars(tasks: "Tasks | None") -> "Tasks | None":
     """The same tasks, with a progress bar on a terminal for each group of tasks."""
     return None if tasks is None else _ShownTasks(tasks)

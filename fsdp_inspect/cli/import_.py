@@ -157,7 +157,8 @@ def _progress() -> "Iterator[OnProgress]":
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
 
         def show(name: str, share: float) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+from fsdp_inspect.cli.cluster import show_count
 
 
 def merge(
@@ -22,21 +23,13 @@ def merge(
 
     Example: `fsdp-inspect merge node-0/run node-1/run --out runs/merged`
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.report.merging import render_merge
     from fsdp_inspect.store.merging import merge_runs
     from fsdp_inspect.store.reader import open_run
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("Copying ranks", total=None)
-        result = merge_runs(
-            parts,
-            out,
-            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+    with show_count("Copying ranks") as on_progress:
+        result = merge_runs(parts, out, on_progress=on_progress)
     if as_json:
         print(render_run_json(open_run(out), result))
     else:

@@ -14,7 +14,7 @@ from fsdp_inspect.cli.arguments import (
     require_new_file,
     whole_number,
 )
-from fsdp_inspect.cli.cluster import DaskOption, open_tasks
+from fsdp_inspect.cli.cluster import DaskOption, require_cluster
 
 if TYPE_CHECKING:
     from fsdp_inspect.cli.tuner import Tuner
@@ -121,8 +121,7 @@ def tune(  # noqa: PLR0913 - one argument an option
     Example: `fsdp-inspect tune --budget 3 -- torchrun train.py --plan {plan} --runs-dir {runs}`
     """
     require_new_file("--write", write)
-    with open_tasks(dask):  # an unusable cluster is reported before any training
-        pass
+    require_cluster(dask)
     if resume is not None:
         _refuse_with_resume(
             {

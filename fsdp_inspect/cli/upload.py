@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+from fsdp_inspect.cli.cluster import show_count
 
 
 def upload(
@@ -29,9 +30,6 @@ def upload(
 
     Example: `fsdp-inspect upload runs/demo s3://bucket/runs`
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.uploading import render_upload
     from fsdp_inspect.store.run_upload import upload_run
@@ -42,13 +40,8 @@ def upload(
             "s3://bucket/runs.",
             param_hint="URL",
         )
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("Uploading ranks", total=None)
-        result = upload_run(
-            run,
-            url,
-            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+    with show_count("Uploading ranks") as on_progress:
+        result = upload_run(run, url, on_progress=on_progress)
     if as_json:
         print(render_json(result))
     else:

@@ -15,7 +15,7 @@ from fsdp_inspect.advice.run_advice import RunnablePlan, find_fitting_plans
 from fsdp_inspect.analysis.context import RunContext
 from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory
-from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.errors import ClusterError, FsdpInspectError
 from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.reduction.run_statistics import condense_run
 from fsdp_inspect.reduction.timed_steps import StepRules
@@ -102,6 +102,9 @@ def search_plans(
         found: The failed allocation of the run.
         name_file: Returns the file of the n-th plan, from 1, as the commands name it.
         tasks: Runs the simulations; default in this process.
+
+    Raises:
+        ClusterError: The cluster failed; the message names the missing plans.
     """
     record = found.record
     reason = _refusal(run, found)
@@ -111,6 +114,8 @@ def search_plans(
     source = run if has_timed_steps else _WithoutWarmup(run)
     try:
         work, ratio = _work_of_failure(source, found)
+    except ClusterError:
+        raise
     except FsdpInspectError as error:
         return PlanSearch(record.limit_bytes, (), NoPlans.NOT_SIMULATED, str(error))
     peak = work.play().peak_bytes
@@ -133,6 +138,8 @@ def search_plans(
         fitting = find_fitting_plans(
             source, work, limit, count=NUM_PLANS, name_file=name_file, tasks=tasks
         )
+    except ClusterError:
+        raise
     except FsdpInspectError as error:
         return replace(searched, reason=NoPlans.NOT_SIMULATED, detail=str(error))
     return replace(

@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdp_inspect.errors import CorruptFileError
 from fsdp_inspect.importing.kernel_names import kind_of
+from fsdp_inspect.importing.message_fields import read_ranks, read_whole
 from fsdp_inspect.importing.messages import dtype_code_of_name
 from fsdp_inspect.importing.snapshot_pickle import read_plain_pickle
 from fsdp_inspect.trace.black_box import CodePlace
@@ -24,7 +25,6 @@ from fsdp_inspect.trace.stack_dumps import StackFrame
 MAX_FILE_BYTES = 256 << 20
 """A dump of 2,000 collectives with stacks takes 1 to 5 MB."""
 MAX_MEMORY_BYTES = 2 << 30
-_MAX_INT = 1 << 62
 _MAX_SEQUENCE = 1 << 31
 _FSDP_FILE = "_fsdp_collectives.py"
 _PHASES = (
@@ -136,23 +136,15 @@ def _decode(content: bytes, name: str) -> Any:
 def _groups(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The groups that list their ranks, which a dump writes as the text `[0, 1]`."""
     for key, group in config.items() if isinstance(config, dict) else ():
-        if not isinstance(group, dict):
-            continue
-        try:
-            ranks = json.loads(str(group.get("ranks", "[]")))
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(ranks, list) and ranks and all(map(_is_rank, ranks)):
+        ranks = read_ranks(group.get("ranks")) if isinstance(group, dict) else None
+        if ranks:
             yield str(key or group.get("name") or "0"), tuple(sorted(ranks))
-
-
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_WORLD_SIZE
 
 
 def _parse(entry: Mapping[str, Any]) -> tuple[int, Collective] | None:
     """An entry with its record number; None if its position in its group is missing."""
-    number, sequence = _int(entry, "record_id"), _int(entry, "collective_seq_id")
+    number = read_whole(entry.get("record_id"))
+    sequence = read_whole(entry.get("collective_seq_id"))
     group = entry.get("process_group")
     name = group[0] if isinstance(group, (list, tuple)) and group else group
     if (
@@ -168,8 +160,8 @@ def _parse(entry: Mapping[str, Any]) -> tuple[int, Collective] | None:
     inputs, outputs = _elements(entry, "input_sizes"), _elements(entry, "output_sizes")
     dtype = dtype_code_of_name(_first(entry.get("input_dtypes")))
     itemsize = ITEMSIZE.get(DTYPES[dtype], 0)
-    time_ns = _int(entry, "time_created_ns") or 0
-    completed = _int(entry, "time_discovered_completed_ns") or 0
+    time_ns = read_whole(entry.get("time_created_ns")) or 0
+    completed = read_whole(entry.get("time_discovered_completed_ns")) or 0
     if entry.get("state") == "completed":
         completed = completed or time_ns + 1
     frames = list(_frames(entry.get("frames")))
@@ -189,11 +181,6 @@ def _parse(entry: Mapping[str, Any]) -> tuple[int, Collective] | None:
         place=_place(frames),
         has_stack=bool(frames),
     )
-
-
-def _int(entry: Mapping[str, Any], key: str) -> int | None:
-    value = entry.get(key)
-    return value if type(value) is int and 0 <= value < _MAX_INT else None
 
 
 def _elements(entry: Mapping[str, Any], key: str) -> int:

@@ -14,7 +14,7 @@ from fsdp_inspect.importing.host_rows import HostRows
 from fsdp_inspect.importing.implied_units import imply_by_order, imply_by_size
 from fsdp_inspect.importing.kineto_events import Category, KinetoTrace
 from fsdp_inspect.importing.lost_work import TraceGaps, find_gaps
-from fsdp_inspect.importing.message_fields import NOTHING
+from fsdp_inspect.importing.message_fields import NOTHING, read_whole
 from fsdp_inspect.importing.messages import GroupNames
 from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.phases import PhaseRanges
@@ -99,12 +99,12 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
     origin_ns = int(min(events.start_ns.min(), events.issue_ns.min()))
     device = _device(trace.other_values)
     return RankTrace(
-        rank=_whole(distributed.get("rank")),
+        rank=read_whole(distributed.get("rank")),
         world_size=groups.world_size or None,
         backend=backend or ("nccl" if has_kernels else "gloo"),
         device_type="cuda" if has_kernels else "cpu",
         device_name=str(device.get("name", "")),
-        device_memory_bytes=_whole(device.get("totalGlobalMem")),
+        device_memory_bytes=read_whole(device.get("totalGlobalMem")),
         host=str(trace.other_values.get("host_name", "")),
         versions=_versions(trace.other_values, distributed),
         events=_shifted(events, origin_ns),
@@ -177,9 +177,9 @@ def _shifted(events: EventTable, origin_ns: int) -> EventTable:
 def _wall_ns(other_values: dict[str, Any], origin_ns: int) -> int | None:
     if origin_ns > _UNIX_AGE_NS:
         return origin_ns
-    base = _whole(other_values.get("baseTimeNanoseconds"))
+    base = read_whole(other_values.get("baseTimeNanoseconds"))
     wall_ns = base + origin_ns if base and base > _UNIX_AGE_NS else None
-    return _whole(wall_ns)
+    return read_whole(wall_ns)
 
 
 def _device(other_values: dict[str, Any]) -> dict[str, Any]:
@@ -198,10 +198,6 @@ def _versions(other_values: dict[str, Any], distributed: dict[str, Any]) -> dict
         "hip_driver": other_values.get("hip_driver_version"),
     }
     return {name: str(value) for name, value in known.items() if value not in (None, "")}
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and 0 <= value < 1 << 62 else None
 
 
 def _notes(

@@ -40,6 +40,9 @@ _SETTINGS = {
     "distributed.worker.memory.target": False,  # results are small, so spilling frees nothing
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,  # all workers could wait for each other
+    # Dask lets local workers return all freed memory at once. A third of an import's time went to
+    # the page faults that this causes, and the import returns its large arrays itself.
+    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": None,
     "distributed.admin.log-format": "%(message)s",
 }
 
@@ -178,6 +181,33 @@ def connect_dask(address: str) -> Iterator[DaskTasks]:
         ClusterError: Dask is not installed, the scheduler does not answer, or its workers have
             another version of FSDP Inspect.
     """
+    dask = _import_dask()
+    _silence_logs()
+    with dask.config.set(_SETTINGS):
+        if _is_local(address):
+            with _local_client(_num_workers(address)) as client:
+                yield DaskTasks(client, address)
+        else:
+            with _client_of(address) as client:
+                _check_workers(client, address)
+                yield DaskTasks(client, address)
+
+
+def require_dask(address: str) -> None:
+    """Check that a cluster can be used, without starting workers.
+
+    Raises:
+        ClusterError: `connect_dask` would fail.
+    """
+    if _is_local(address):
+        _import_dask()
+        _num_workers(address)
+    else:
+        with connect_dask(address):
+            pass
+
+
+def _import_dask() -> Any:
     try:
         import dask
         import distributed  # noqa: F401
@@ -186,15 +216,11 @@ def connect_dask(address: str) -> Iterator[DaskTasks]:
             "Dask is not installed. Expected the package dask.distributed for --dask. Install it "
             "with: pip install 'fsdp-inspect[dask]'"
         ) from error
-    _silence_logs()
-    with dask.config.set(_SETTINGS):
-        if address.partition(":")[0] == LOCAL:
-            with _local_client(_num_workers(address)) as client:
-                yield DaskTasks(client, address)
-        else:
-            with _client_of(address) as client:
-                _check_workers(client, address)
-                yield DaskTasks(client, address)
+    return dask
+
+
+def _is_local(address: str) -> bool:
+    return address.partition(":")[0] == LOCAL
 
 
 def _silence_logs() -> None:

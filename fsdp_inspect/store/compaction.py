@@ -113,12 +113,12 @@ class _RankToCompact:
     """Absolute."""
     label: str
     """The path of the run, for messages."""
-    attempt: int
-    rank: int
+    place: Place
     max_bytes: int | None
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of attempt {self.attempt}"
+        attempt, rank = self.place
+        return f"rank {rank} of attempt {attempt}"
 
 
 def compact_run(
@@ -153,7 +153,7 @@ def compact_run(
         )
     _forget_stale_summary(path, places)
     result = CompactionResult(path)
-    asked = [_RankToCompact(path.absolute(), str(path), *place, max_bytes) for place in places]
+    asked = [_RankToCompact(path.absolute(), str(path), place, max_bytes) for place in places]
     with contextlib.nullcontext() if tasks is None else _removing_unfinished(path, places):
         for done in (tasks or InProcess()).map(_compact, asked, "ranks", on_progress):
             if isinstance(done, SkippedRank):
@@ -168,38 +168,40 @@ def _compact(asked: _RankToCompact) -> RankCompaction | SkippedRank:
     """Compact one rank; a task of `compact_run`."""
     require_shared_folder(asked.run)
     try:
-        return compact_rank(asked.run, asked.attempt, asked.rank, max_bytes=asked.max_bytes)
+        return _compact_rank(LocalFiles(asked.run, asked.label), asked.place, asked.max_bytes)
     except StoreError as error:
-        reason = str(error).replace(str(asked.run), asked.label)
-        return SkippedRank(asked.attempt, asked.rank, reason)
+        return SkippedRank(*asked.place, str(error))
 
 
-def compact_rank(
-    path: Path, attempt: int, rank: int, *, max_bytes: int | None = None
-) -> RankCompaction:
+def compact_rank(path: Path, attempt: int, rank: int) -> RankCompaction:
     """Compact one rank and write its summary; tables that are compacted already stay unchanged.
 
     Raises:
-        StoreError: The rank still records, its streams are larger than `max_bytes`, or one of its
-            files is damaged.
+        StoreError: The rank still records, or one of its files is damaged.
         OSError: Writing failed; the rank is as readable as before.
     """
+    return _compact_rank(LocalFiles(path), (attempt, rank), None)
+
+
+def _compact_rank(files: LocalFiles, place: Place, max_bytes: int | None) -> RankCompaction:
+    """Compact one rank; also fails if its streams are larger than `max_bytes`."""
+    path, (attempt, rank) = files.path, place
     _check_size(path, attempt, rank, max_bytes)
     folder = rank_folder(path, attempt, rank)
     record = read_rank_record(folder)  # the tables can be compacted without it
     if record is not None and record.status is RunStatus.RUNNING:
-        if is_alive(record, LocalFiles(path), folder_of((attempt, rank))):
+        if is_alive(record, files, folder_of(place)):
             raise StoreError(
                 f"Rank {rank} of attempt {attempt} is still recording (process {record.pid} on "
                 f"{record.host!r}). Expected a rank that has ended. Compact when the job is over."
             )
         _mark_crashed(folder, record)
     _remove_unfinished(folder)
-    _forget_stale_summary(path, [(attempt, rank)])
+    _forget_stale_summary(path, [place])
     before = _size_of_tables(folder)
     tables: tuple[TableFile[Any], ...] = RECORDED_TABLES
-    rows = sum(_compact_table(path, attempt, rank, file) for file in tables)
-    _summarise(path, (attempt, rank), record.memory_from if record else "")
+    rows = sum(_compact_table(files, place, file) for file in tables)
+    _summarise(files, place, record.memory_from if record else "")
     return RankCompaction(attempt, rank, rows, before, _size_of_tables(folder))
 
 
@@ -261,13 +263,13 @@ def _read_parts(files: RunFiles, places: Sequence[Place]) -> Iterator[SummaryTab
     yield SummaryTable.concat(part)
 
 
-def _compact_table(path: Path, attempt: int, rank: int, file: TableFile[TableT]) -> int:
+def _compact_table(files: LocalFiles, place: Place, file: TableFile[TableT]) -> int:
     """Compact one table; returns its number of rows."""
-    folder = rank_folder(path, attempt, rank)
+    folder = rank_folder(files.path, *place)
     live, compacted = folder / file.live_name, folder / file.compacted_name
     if not live.exists():
-        return _count_rows(compacted, file)
-    recorded = read_table(LocalFiles(path), folder_of((attempt, rank)), file)
+        return _count_rows(files, f"{folder_of(place)}/{file.compacted_name}", file)
+    recorded = read_table(files, folder_of(place), file)
     write_compacted(compacted, file, recorded.table, covered_rows=recorded.covered_rows)
     if file.name in (EVENTS.name, MEMORY.name):
         (folder / SUMMARY.compacted_name).unlink(missing_ok=True)
@@ -299,9 +301,9 @@ def _check_size(path: Path, attempt: int, rank: int, max_bytes: int | None) -> N
         )
 
 
-def _summarise(path: Path, place: Place, memory_from: str) -> None:
+def _summarise(files: LocalFiles, place: Place, memory_from: str) -> None:
     """Write the rank's summary, unless it has a current one."""
-    files, folder = LocalFiles(path), folder_of(place)
+    folder = folder_of(place)
     with contextlib.suppress(StoreError):
         if has_rank_summary(files, place):
             return
@@ -313,14 +315,14 @@ def _summarise(path: Path, place: Place, memory_from: str) -> None:
         rank=rank,
         attempt=attempt,
     )
-    write_rank_summary(rank_folder(path, attempt, rank), rows)
+    write_rank_summary(rank_folder(files.path, attempt, rank), rows)
 
 
-def _count_rows(path: Path, file: TableFile[TableT]) -> int:
-    if not path.exists():
+def _count_rows(files: LocalFiles, name: str, file: TableFile[TableT]) -> int:
+    if not (files.path / name).exists():
         return 0
-    with path.open("rb") as source:
-        return sum(group[0] for group in read_footer(source, file, str(path)).groups)
+    with (files.path / name).open("rb") as source:
+        return sum(group[0] for group in read_footer(source, file, f"{files.label}/{name}").groups)
 
 
 def _mark_crashed(folder: Path, record: RankRecord) -> None:

@@ -91,15 +91,21 @@ class LocalFiles:
 
     delay_s = 0.0
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, label: str | None = None) -> None:
+        """Access the files of a folder.
+
+        Args:
+            path: The folder.
+            label: The folder as messages name it; default `path`.
+        """
         self.path = path
-        self.label = str(path)
+        self.label = str(path) if label is None else label
+        self._root = str(path)
 
     def read(self, name: str) -> bytes | None:
         """All bytes of a file; None if it is missing."""
-        place = self._place(name)
-        with _accessing(place, _LOCAL_ERRORS):
-            return read_regular(place, max_memory_bytes())
+        with _accessing(self._named(name), _LOCAL_ERRORS):
+            return read_regular(self._place(name), max_memory_bytes())
         return None
 
     def read_many(self, names: Sequence[str]) -> list[bytes | UnreadableFileError | None]:
@@ -110,14 +116,16 @@ class LocalFiles:
         """A file for reading in parts; None if it is missing."""
         # Open it twice: Arrow waits for the other end of a pipe.
         place = self._place(name)
-        with _accessing(place, _LOCAL_ERRORS), open_regular(place):
+        with _accessing(self._named(name), _LOCAL_ERRORS), open_regular(place):
             return pa.OSFile(place, "rb")
         return None
 
     def folders(self, name: str) -> list[str]:
         """Names of the folders in a folder."""
-        place = self._place(name)
-        with _accessing(place, _LOCAL_ERRORS), os.scandir(place) as children:
+        with (
+            _accessing(self._named(name), _LOCAL_ERRORS),
+            os.scandir(self._place(name)) as children,
+        ):
             return [child.name for child in children if child.is_dir()]
         return []
 
@@ -141,6 +149,10 @@ class LocalFiles:
 
     def _place(self, name: str) -> str:
         """The path of a file; thousands of files are read, and pathlib takes longer than that."""
+        return f"{self._root}/{name}" if name else self._root
+
+    def _named(self, name: str) -> str:
+        """The path of a file for messages."""
         return f"{self.label}/{name}" if name else self.label
 
 
@@ -156,12 +168,16 @@ def is_url(path: str | Path) -> bool:
     return isinstance(path, str) and "://" in path and not path.startswith("file://")
 
 
-def open_files(path: str | Path) -> RunFiles:
+def open_files(path: str | Path, label: str | None = None) -> RunFiles:
     """Access the files at a path or URL.
+
+    Args:
+        path: The folder, or its URL.
+        label: The folder as messages name it; default `path`. Messages always name a URL itself.
 
     Raises:
         NotARunError: fsspec cannot open the URL.
     """
     if is_url(path):
         return RemoteFiles(str(path))
-    return LocalFiles(Path(str(path).removeprefix("file://")))
+    return LocalFiles(Path(str(path).removeprefix("file://")), label)

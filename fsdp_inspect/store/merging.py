@@ -12,12 +12,13 @@ of two runs with one name would mix, and a rank that was recorded twice would be
 import filecmp
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.parallel.tasks import OnDone
 from fsdp_inspect.store.compaction import SkippedRank, compact_run
 from fsdp_inspect.store.folder import (
     describe_job_differences,
@@ -74,7 +75,7 @@ def merge_runs(
     parts: Sequence[Path],
     out: Path,
     *,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnDone = lambda done, total: None,
 ) -> MergeResult:
     """Join the parts of one run to one new run folder.
 
@@ -325,7 +326,7 @@ def _copy(
     parts: Sequence[_Part],
     sources: Mapping[Place, Path],
     target: Path,
-    on_progress: Callable[[int, int], None],
+    on_progress: OnDone,
 ) -> None:
     target.mkdir(parents=True)
     for manifest in _manifest_files(parts):

@@ -103,6 +103,7 @@ def open_run(
     attempt: int | None = None,
     reuse: ReaderCache | None = None,
     tasks: Tasks | None = None,
+    label: str | None = None,
 ) -> "StoredRun":
     """Open a recorded run.
 
@@ -113,6 +114,7 @@ def open_run(
             open runs repeatedly.
         tasks: Computes the summary of a run that has not ended, by rank; default in this process,
             one rank after the other.
+        label: The folder as messages name it; default `path`.
 
     Returns:
         The run in any state; `status` and `notes` describe missing data.
@@ -123,7 +125,7 @@ def open_run(
         CorruptFileError: `run.json` is damaged.
         IncompleteRunError: The run does not have this attempt.
     """
-    files = (reuse and reuse.files) or open_files(path)
+    files = (reuse and reuse.files) or open_files(path, label)
     if isinstance(files, RemoteFiles):
         files.wait_for_listing(files.has_any)
     attempts = attempt_numbers(files.folders(""))
@@ -545,16 +547,8 @@ def _read_whole_steps(asked: _RanksToRead) -> list[WholeSteps]:
     """Read the whole steps of some ranks, one after the other."""
     if not is_url(asked.place):
         require_shared_folder(Path(asked.place))
-    run = open_run(asked.place, attempt=asked.attempt)
-    found = [run.whole_steps_of(rank) for rank in asked.ranks]
-    return [
-        WholeSteps(
-            each.rank,
-            each.rows,
-            tuple(note.replace(asked.place, asked.label) for note in each.notes),
-        )
-        for each in found
-    ]
+    run = open_run(asked.place, attempt=asked.attempt, label=asked.label)
+    return [run.whole_steps_of(rank) for rank in asked.ranks]
 
 
 def _read_manifest(files: RunFiles, *, can_omit: bool) -> tuple[bytes | None, str]:

@@ -1,6 +1,6 @@
 """Finish the upload of a run that its recorders left incomplete; may be repeated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fsdp_inspect.errors import FsdpInspectError, NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.parallel.tasks import OnDone
 from fsdp_inspect.store.files import LocalFiles, open_files
 from fsdp_inspect.store.folder import list_rank_places, rank_folder, read_rank_record
 from fsdp_inspect.store.liveness import is_alive
@@ -48,7 +49,7 @@ class UploadResult:
 def upload_run(
     path: Path,
     url: str | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnDone = lambda done, total: None,
 ) -> UploadResult:
     """Upload what a URL lacks of a run, and verify the sizes of all files there.
 
@@ -137,9 +138,7 @@ def _is_recording(path: Path, place: Place) -> bool:
     return is_alive(record, LocalFiles(path), folder_of(place))
 
 
-def _upload_all(
-    uploads: Sequence[FolderUpload], url: str, on_progress: Callable[[int, int], None]
-) -> None:
+def _upload_all(uploads: Sequence[FolderUpload], url: str, on_progress: OnDone) -> None:
     done, missing = 0, LeftOver()
     try:
         with ThreadPoolExecutor(_RANKS_AT_ONCE) as pool:

@@ -81,6 +81,17 @@ def _imports(options: argparse.Namespace, folder: Path) -> list[Figure]:
     return measure_imports(folder, num_events=options.trace_events, rounds=options.import_rounds)
 
 
+def _dask_import(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.benchmarks.dask_import import measure_dask_import
+
+    return measure_dask_import(
+        folder,
+        ranks=options.import_ranks,
+        events_per_trace=options.rank_events,
+        rounds=options.import_rounds,
+    )
+
+
 def _dashboard(options: argparse.Namespace, folder: Path) -> list[Figure]:
     from tests.benchmarks.dashboard import FULL, QUICK, measure_dashboard
 
@@ -120,6 +131,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "size": _size,
     "startup": _startup,
     "imports": _imports,
+    "dask-import": _dask_import,
     "scale": _scale,
     "growth": _growth,
     "dashboard": _dashboard,
@@ -148,7 +160,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_count(parser, "--ranks", 1000, "ranks of the scale, order and search benchmarks", 8)
     _add_count(parser, "--search-steps", 100, "steps of the large run of the search benchmark", 5)
     _add_count(parser, "--trace-events", 200_000, "least events of the trace that is imported")
-    _add_count(parser, "--import-rounds", 5, "rounds of the import benchmark, in turn with HTA")
+    _add_count(
+        parser, "--import-rounds", 5, "rounds of the import benchmarks, of each mode in turn"
+    )
+    _add_count(parser, "--import-ranks", 64, "traces of the import with Dask", 8)
+    _add_count(parser, "--rank-events", 100_000, "least events of each of these traces")
     parser.add_argument(
         "--quick", action="store_true", help="the dashboard benchmark once, on small runs"
     )

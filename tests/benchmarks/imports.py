@@ -91,9 +91,17 @@ def measure_imports(folder: Path, *, num_events: int, rounds: int) -> list[Figur
     ]
 
 
-def write_large_trace(path: Path, num_events: int) -> tuple[Path, int]:
-    """Write a trace of equal steps; returns its path and its number of events."""
-    trace = TraceWriter()
+def write_large_trace(
+    path: Path, num_events: int, trace: TraceWriter | None = None
+) -> tuple[Path, int]:
+    """Write a trace of equal steps; returns its path and its number of events.
+
+    Args:
+        path: The file to write.
+        num_events: The lowest number of events.
+        trace: The empty trace with its metadata; default that of rank 0 of two.
+    """
+    trace = trace or TraceWriter()
     number = 0
     while len(trace.events) < _SHARE_WITHOUT_FLOWS * num_events:
         at = number * STEP_US

@@ -34,6 +34,7 @@ def test_import_says_what_came_of_it_and_what_to_do_next(trace, tmp_path):
 
 def test_import_as_json_names_the_run(trace, tmp_path):
     result = run_import(trace, "--out", tmp_path / "run", "--name", "theirs", "--json")
+    assert result.stderr == ""  # no progress without a terminal
     imported = json.loads(result.stdout)
     assert imported["path"] == str(tmp_path / "run")
     assert (imported["num_collectives"], imported["units"]) == (5, ["", "layers.0"])

@@ -60,15 +60,20 @@ class Cluster:
                     process.wait()
 
     def hold(self, name: str) -> None:
-        """Let each task that reads a trace with this text in its name wait for `release`."""
-        (self.folder / "hold").write_text(name)
+        """Let each task that has this text in its name wait for `release`; see `worker_faults`."""
+        self._order("hold", name)
 
     def hold_writing(self, name: str) -> None:
         """Let each task that compacts a table with this text in its path wait in the middle."""
-        (self.folder / "hold-writing").write_text(name)
+        self._order("hold-writing", name)
+
+    def _order(self, order: str, name: str) -> None:
+        for earlier in (self.folder / "released", *self.folder.glob("held-*")):
+            earlier.unlink(missing_ok=True)
+        (self.folder / order).write_text(name)
 
     def release(self) -> None:
-        """Let the waiting tasks continue."""
+        """Let the waiting tasks, and all later ones, continue."""
         (self.folder / "released").touch()
 
     def wait_for_held(self, command: subprocess.Popen[str]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.store.folder import rank_folder
-from tests.conftest import Ended, Invoke
+from tests.conftest import Ended, Invoke, Torchrun
 from tests.parallel.cluster import Cluster, files_of
 from tests.store.run_files import write_run
 
@@ -21,8 +21,8 @@ SAMPLE = Path(__file__).resolve().parents[2] / "samples" / "tiny-2-ranks" / "run
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two workers, of which one test kills one."""
-    with Cluster(tmp_path_factory.mktemp("cluster")) as started:
+    """Three workers, of which two tests kill one each."""
+    with Cluster(tmp_path_factory.mktemp("cluster"), num_workers=3) as started:
         yield started
 
 
@@ -64,18 +64,52 @@ def test_advice_is_that_of_one_process(invoke: Invoke, cluster: Cluster) -> None
     assert ended.code == 0, ended.err
 
 
-def test_tune_chooses_the_plans_of_one_process(
-    invoke: Invoke, cluster: Cluster, tmp_path: Path
-) -> None:
-    copy = 'cp -r "$0" "$1/$2"'  # instead of a training
+def tune(folder: Path, *options: object, **variables: str) -> list[str]:
+    """Tune with a copy of a recorded run in place of each training; returns the plans."""
+    copy = 'cp -r "$0" "$1/$2"'
     command = ("--", "sh", "-c", copy, SAMPLE, "{runs}", "{name}", "{plan}")
-    plans = []
-    for name, options in (("alone", ()), ("cluster", ("--dask", cluster.address))):
-        folder = tmp_path / name
-        ended = invoke("tune", "--budget", 1, "--runs-dir", folder, *options, *command)
-        assert ended.code == 0, ended.err
-        plans.append([plan.read_text() for plan in sorted(folder.rglob("plan-*.toml"))])
-    assert plans[0] == plans[1] != []
+    words = ("tune", "--budget", 1, "--runs-dir", folder, *options, *command)
+    ended = subprocess.run(
+        [sys.executable, "-m", "fsdp_inspect", *map(str, words)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [plan.read_text() for plan in sorted(folder.rglob("plan-*.toml"))]
+
+
+def test_tune_starts_its_workers_once_and_chooses_the_plans_of_one_process(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    started.mkdir()
+    preload = tmp_path / "preload.py"
+    preload.write_text(
+        f"import os, pathlib\npathlib.Path({str(started)!r}, str(os.getpid())).touch()\n"
+    )
+    alone = tune(tmp_path / "alone")
+    on_dask = tune(
+        tmp_path / "dask", "--dask", "local:1", DASK_DISTRIBUTED__WORKER__PRELOAD=str(preload)
+    )
+    assert alone == on_dask != []
+    assert len(list(started.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("local:0", "Invalid --dask"),
+        ("host:8786", "Invalid --dask"),
+        pytest.param("tcp://127.0.0.1:9", "does not answer", marks=pytest.mark.slow),
+    ],
+)
+def test_tune_reports_an_unusable_cluster_before_any_training(
+    invoke: Invoke, tmp_path: Path, address: str, message: str
+) -> None:
+    command = ("--", "touch", tmp_path / "trained", "{runs}", "{plan}")
+    ended = invoke("tune", "--runs-dir", tmp_path / "runs", "--dask", address, *command)
+    assert ended.code == 1
+    assert message in ended.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_compacted_files_are_those_of_one_process_although_a_worker_is_killed_while_it_writes(
@@ -102,3 +136,69 @@ def test_compacted_files_are_those_of_one_process_although_a_worker_is_killed_wh
         assert compacting.returncode == 0, errors
     assert printed["first"] == printed["second"]
     assert files_of(tmp_path / "first" / "run") == files_of(tmp_path / "second" / "run")
+
+
+@pytest.fixture(scope="module")
+def failed(run_python: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An emulated training that ran out of memory."""
+    runs = tmp_path_factory.mktemp("failed")
+    training = ("--emulate", "world_size=4,bandwidth=1GB/s", "--steps", "6")
+    limit = ("--runs-dir", runs, "--device-memory", "20.5MiB")
+    run_python("-m", "instrumented_trainer", *training, *limit, check=False)
+    [run] = runs.iterdir()
+    return run
+
+
+def start_diagnosis(run: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
+    """Start a diagnosis that writes the plans that would have fitted into a folder."""
+    command = ("diagnose", str(run), "--json", "--write", "plan.toml", *options)
+    return subprocess.Popen(
+        [sys.executable, "-m", "fsdp_inspect", *command],
+        cwd=folder,
+        env={**os.environ, "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5s"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_plans_after_out_of_memory_are_those_of_one_process_although_a_worker_is_killed(
+    cluster: Cluster, failed: Path, tmp_path: Path
+) -> None:
+    printed = {}
+    cluster.hold("plan")
+    for name, options in (("alone", ()), ("cluster", ("--dask", cluster.address))):
+        (tmp_path / name).mkdir()
+        diagnosing = start_diagnosis(failed, tmp_path / name, *options)
+        if options:
+            cluster.kill(cluster.wait_for_held(diagnosing))
+            cluster.release()
+        printed[name] = diagnosing.communicate()
+        assert diagnosing.returncode == 1, printed[name]
+    assert printed["alone"] == printed["cluster"]
+    assert '"class": "out of memory"' in printed["alone"][0]
+    assert "plan-3.toml" in files_of(tmp_path / "alone")
+    assert files_of(tmp_path / "alone") == files_of(tmp_path / "cluster")
+
+
+@pytest.mark.parametrize(
+    ("order", "options"),
+    [
+        ("die", ("--nanny",)),
+        pytest.param("fill", ("--nanny", "--memory-limit", "700MB"), marks=pytest.mark.slow),
+    ],
+)
+def test_diagnosis_names_the_plans_whose_simulation_kills_each_worker_and_writes_none(
+    failed: Path, tmp_path: Path, order: str, options: tuple[str, ...]
+) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "cluster" / order).write_text("plan")
+    with Cluster(tmp_path / "cluster", num_workers=1, options=options) as cluster:
+        diagnosing = start_diagnosis(failed, tmp_path / "out", "--dask", cluster.address)
+        printed, errors = diagnosing.communicate()
+    assert (diagnosing.returncode, printed) == (2, ""), errors  # cannot tell
+    assert "Dask workers were killed, or ran out of memory, each time" in errors
+    assert "plan" in errors.partition("are missing: ")[2]
+    assert len(errors.strip().splitlines()) == 1
+    assert files_of(tmp_path / "out") == {}
