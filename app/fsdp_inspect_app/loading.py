@@ -63,6 +63,15 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
+class _LocalRun:
+    """A run on a disk at one moment."""
+
+    state: _State
+    tables: tuple[str, ...]
+    """The paths of its Parquet files."""
+
+
+@dataclass(frozen=True, slots=True)
 class _RemoteRun:
     """A run at a URL at one moment."""
 
@@ -340,18 +349,16 @@ def _timeline(path: str, state: _State, step: int, ranks: tuple[int, ...]) -> Tr
 
 def torn_files(entry: RunEntry) -> tuple[str, ...]:
     """The tables of a run that end in the middle, by their paths in the run."""
-    state = replace(_state_of(entry.path), moment=0)  # only the files matter
-    return _find_torn(str(entry.path), str(runs_folder()), state)
+    if isinstance(entry.path, str):
+        return ()
+    known = _look_at(entry.path)
+    state = replace(known.state, moment=0)  # only the files matter
+    return _find_torn(str(entry.path), state, known.tables)
 
 
 @st.cache_resource(max_entries=512, show_spinner=False)
-def _find_torn(path: str, folder: str, state: _State) -> tuple[str, ...]:
-    tables = [
-        file.path
-        for file in files_of_run(Path(path), Path(folder))
-        if file.name.endswith(COMPACTED_SUFFIX)
-    ]
-    return tuple(sorted(os.path.relpath(table, path) for table in tables if _is_torn(table)))
+def _find_torn(path: str, state: _State, _tables: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(os.path.relpath(table, path) for table in _tables if _is_torn(table)))
 
 
 def _is_torn(table: str) -> bool:
@@ -373,7 +380,11 @@ def contents_of(entry: RunEntry) -> tuple[int, int]:
 def _state_of(path: Path | str) -> _State:
     if isinstance(path, str):
         return _list_remote_run(path).value.state
-    return _read_state(str(path), str(runs_folder())).value
+    return _look_at(path).state
+
+
+def _look_at(path: Path) -> _LocalRun:
+    return _read_local_run(str(path), str(runs_folder())).value
 
 
 @st.cache_resource(validate=is_younger_than(_REMOTE_LIFE_S), max_entries=512, show_spinner=False)
@@ -390,7 +401,7 @@ def _list_remote_run(url: str) -> Dated[_RemoteRun]:
 
 
 @st.cache_resource(validate=is_younger_than(_STATE_LIFE_S), max_entries=512, show_spinner=False)
-def _read_state(path: str, folder: str) -> Dated[_State]:
+def _read_local_run(path: str, folder: str) -> Dated[_LocalRun]:
     """The state of a run's files; files that are removed meanwhile do not count.
 
     Raises:
@@ -399,8 +410,8 @@ def _read_state(path: str, folder: str) -> Dated[_State]:
     return dated(lambda: _look_at_files(path, folder))
 
 
-def _look_at_files(path: str, folder: str) -> _State:
-    newest_ns, num_bytes, is_live = 0, 0, False
+def _look_at_files(path: str, folder: str) -> _LocalRun:
+    newest_ns, num_bytes, is_live, tables = 0, 0, False, []
     for file in files_of_run(Path(path), Path(folder)):
         try:
             status = file.stat()
@@ -409,5 +420,7 @@ def _look_at_files(path: str, folder: str) -> _State:
         newest_ns = max(newest_ns, status.st_mtime_ns)
         num_bytes += status.st_size
         is_live = is_live or file.name.endswith(LIVE_SUFFIX)
+        if file.name.endswith(COMPACTED_SUFFIX):
+            tables.append(file.path)
     moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
-    return _State(newest_ns, num_bytes, moment)
+    return _LocalRun(_State(newest_ns, num_bytes, moment), tuple(tables))
