@@ -248,9 +248,11 @@ class StoredRun:
 
     def black_box(self, rank: int) -> BlackBox | None:
         """The black box of a rank; None without one, or if it is damaged (see `notes`)."""
+        if not self._may_have(rank, BLACK_BOX_FILE):
+            return None
         name = f"{self._folder(rank)}/{BLACK_BOX_FILE}"
         with noting(self._found):
-            content = self._read_optional(rank, BLACK_BOX_FILE)
+            content = self._files.read(name)
             if content:
                 try:
                     return decode_black_box(content)
@@ -263,8 +265,10 @@ class StoredRun:
 
     def numerics(self, rank: int) -> Sequence[NumericsStep]:
         """The numerics steps of a rank; of a file beyond the limit, the first ones."""
+        if not self._may_have(rank, NUMERICS_FILE):
+            return ()
         with noting(self._found):
-            content = self._read_optional(rank, NUMERICS_FILE)
+            content = self._files.read(f"{self._folder(rank)}/{NUMERICS_FILE}")
             found = decode_steps((content or b"")[:_MAX_NUMERICS_BYTES])
             return sorted(found, key=lambda each: each.step)
         return ()
@@ -273,8 +277,10 @@ class StoredRun:
         """The stacks that a rank wrote: at a crash, for the watchdog, at SIGTERM."""
         dumps = []
         for file, source in _STACK_FILES.items():
+            if not self._may_have(rank, file):
+                continue
             with noting(self._found):
-                content = self._read_optional(rank, file)
+                content = self._files.read(f"{self._folder(rank)}/{file}")
                 text = (content or b"")[:_MAX_STACK_BYTES].decode(errors="replace")
                 dump = parse_dump(text, source)
                 if dump is not None:
@@ -302,9 +308,11 @@ class StoredRun:
 
     def _record_of(self, rank: int, file: str, kind: type[_RecordT]) -> _RecordT | None:
         """A record in a rank's folder; None without one, or if it is damaged or of another run."""
+        if not self._may_have(rank, file):
+            return None
         name = f"{self._folder(rank)}/{file}"
         with noting(self._found):
-            encoded = self._read_optional(rank, file)
+            encoded = self._files.read(name)
             if encoded is None:
                 return None
             label = _label(self._files, name)
@@ -319,17 +327,15 @@ class StoredRun:
             )
         return None
 
-    def _read_optional(self, rank: int, file: str) -> bytes | None:
-        """The bytes of a file that most ranks lack; None if it is missing.
+    def _may_have(self, rank: int, file: str) -> bool:
+        """Whether a rank may have a file that most ranks lack.
 
         Each folder is listed once, because a look for thousands of missing files takes longer.
         """
         if rank not in self._names:
             self._names[rank] = self._files.names(self._folder(rank))
         names = self._names[rank]
-        if names is not None and file not in names:
-            return None
-        return self._files.read(f"{self._folder(rank)}/{file}")
+        return names is None or file in names
 
     def events(
         self,
