@@ -132,6 +132,22 @@ def wait_until_healthy(address: str, server: subprocess.Popen[Any], log: Path) -
     pytest.fail(f"the dashboard did not come up:\n{log.read_text()[-3000:]}", pytrace=False)
 
 
+_COVERED = """() => [...document.querySelectorAll("[data-testid=stMain] [data-testid=stHeading]")]
+  .filter((heading) => {
+    const below = heading.closest("[data-testid=stElementContainer]")?.nextElementSibling;
+    if (!below || !below.getBoundingClientRect().height) return false;
+    const title = heading.getBoundingClientRect(), next = below.getBoundingClientRect();
+    return next.left < title.right && next.top >= title.top && next.top < title.bottom - 1;
+  })
+  .map((heading) => heading.textContent)"""
+
+
+def covered_titles(page: Page) -> list[str]:
+    """The titles that the next element of the page covers."""
+    found: list[str] = page.evaluate(_COVERED)
+    return found
+
+
 def fits_the_window(page: Page) -> bool:
     """Whether no visible part of the page requires scrolling sideways, once tables have resized."""
     fits = """() => {

@@ -7,7 +7,7 @@ import pytest
 from fsdp_inspect_app.pages import SECTIONS
 
 from fsdp_inspect.store.folder import list_runs
-from tests.browser.conftest import fits_the_window
+from tests.browser.conftest import covered_titles, fits_the_window
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -38,6 +38,7 @@ def check(dashboard, widths, screenshots, name, scheme):
         dashboard.widen(width)
         assert fits_the_window(dashboard.page), width
         assert dashboard.page.get_by_test_id("stException").count() == 0
+        assert covered_titles(dashboard.page) == [], width
     picture = screenshots / f"{name}-{scheme}-{widths[0]}.png"
     dashboard.widen(widths[0])
     dashboard.screenshot(picture)
