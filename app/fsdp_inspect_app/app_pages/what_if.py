@@ -33,11 +33,10 @@ from fsdp_inspect_app.cards import (
     Tile,
     show_card,
     show_chart_card,
-    show_csv_button,
     show_empty_card,
     show_headline,
     show_note,
-    show_table,
+    show_table_button,
     show_tiles,
 )
 from fsdp_inspect_app.charts.stacks import draw_peaks, draw_steps
@@ -62,7 +61,7 @@ from fsdp_inspect_app.knobs import (
 )
 from fsdp_inspect_app.page_sheet import sheet_section
 from fsdp_inspect_app.plan_links import unpack_plan
-from fsdp_inspect_app.selection import entry_or_stop, page_link
+from fsdp_inspect_app.selection import entry_or_stop, link, page_link
 from fsdp_inspect_app.timeline.component import show_timeline
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import draw_events
@@ -121,7 +120,6 @@ def _show_bench(entry: RunEntry, run: Run, bench: PreparedRun) -> None:
         _show_peaks(simulation)
         _show_keep(entry, simulation, chosen, knobs, is_linked=start is not None)
     _show_timelines(entry, run, simulation)
-    _show_units(simulation)
     show_note(plain(describe_simulation(simulation)))
 
 
@@ -157,7 +155,13 @@ def _show_knobs(
             page_link("what_if", "Use the recorded plan", icon=":material/undo:")
         for name, knobs, is_open in groups:
             turned = any(knob.name in st.query_params for knob in knobs)
-            with st.expander(name, expanded=is_open or turned):
+            panel = st.expander(
+                name, expanded=is_open or turned, key=f"knobs of {name}", on_change="rerun"
+            )
+            if not panel.open:  # its widgets are made when it is opened
+                chosen |= _linked_knobs(knobs)
+                continue
+            with panel:
                 for knob in knobs:
                     text = show_knob(knob, recorded.get(knob.name))
                     if text is not None:
@@ -176,9 +180,16 @@ def _show_knobs(
     return chosen, all_knobs
 
 
+def _linked_knobs(knobs: Sequence[Knob]) -> dict[str, str]:
+    """The legal values of some settings in the address, by setting."""
+    linked = {knob.name: st.query_params.get(knob.name, "") for knob in knobs}
+    return {knob.name: linked[knob.name] for knob in knobs if linked[knob.name] in knob.options}
+
+
 def _reset(names: Sequence[str]) -> None:
     for name in names:
         st.session_state[name] = AS_RECORDED
+        link(name, None)
 
 
 def _describe_network(work: RecordedWork) -> str:
@@ -276,17 +287,15 @@ def _show_timelines(entry: RunEntry, run: Run, simulation: Simulation) -> None:
         drawn = draw_events(after.events, rank=simulation.rank)
         named = run.manifest.model_copy(update={"units": list(after.event_units)})
         tracks.append(TrackSet(drawn, named, title="This plan, predicted"))
-    note = "Both start at 0 and zoom together. Hatching marks exposed waits."
-    with show_card("Recorded and predicted timeline", key="timelines", note=note):
-        show_timeline(tracks, key="timelines")
-
-
-def _show_units(simulation: Simulation) -> None:
-    frame = frame_played_units(simulation.predicted)
-    with show_card("Predicted units", key="units") as header:
+    note = (
+        "Both start at 0 and zoom together. Hatching marks exposed waits. The table has the "
+        "predicted times of each unit."
+    )
+    with show_card("Recorded and predicted timeline", key="timelines", note=note) as header:
         with header:
-            show_csv_button(frame, key="units")
-        show_table(frame, key="units", alt="Units of this plan, one row each")
+            frame = frame_played_units(simulation.predicted)
+            show_table_button(frame, key="units", alt="Units of this plan, one row each")
+        show_timeline(tracks, key="timelines")
 
 
 def _show_keep(
