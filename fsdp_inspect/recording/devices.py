@@ -36,6 +36,9 @@ _MAX_FAILURES = 3
 _ALL_LINKS = 0xFFFFFFFF
 """The NVLink scope that sums over all links (nvml.h: "a scopeId of UINT_MAX")."""
 
+_MOST_FILE_BYTES = 16384
+"""More than the size of any file of proc(5) that is read here: `status` has 2 KB."""
+
 Reading = Callable[[], Mapping[str, int]]
 """Columns of `DeviceTable` from one call to the system."""
 
@@ -197,12 +200,12 @@ class _Probe:
 
 def _open_host(training_thread: int, note: Callable[[str], None]) -> list[_Probe]:
     probes = [_Probe("This process's CPU time", _CpuShare())]
-    scheduled = Path(f"/proc/self/task/{training_thread}/schedstat")
-    if scheduled.exists():  # Linux with scheduler statistics
+    scheduled = f"/proc/self/task/{training_thread}/schedstat"
+    if Path(scheduled).exists():  # Linux with scheduler statistics
         probes.append(_Probe("The wait for a core", partial(_read_run_delay, scheduled)))
     probes.append(_Probe("Page faults", _read_major_faults))
-    status = Path("/proc/self/status")
-    if status.exists():
+    status = "/proc/self/status"
+    if Path(status).exists():
         probes.append(_Probe("Swapped memory", partial(_read_swap, status)))
     try:
         import psutil
@@ -232,9 +235,9 @@ def _open_host(training_thread: int, note: Callable[[str], None]) -> list[_Probe
     ]
 
 
-def _read_run_delay(scheduled: Path) -> Mapping[str, int]:
+def _read_run_delay(scheduled: str) -> Mapping[str, int]:
     """A thread's `schedstat`: time on a core, time ready without one (ns), slices (proc(5))."""
-    return {"run_delay_ns": int(scheduled.read_text().split()[1])}
+    return {"run_delay_ns": int(_read_file(scheduled).split()[1])}
 
 
 def _read_major_faults() -> Mapping[str, int]:
@@ -244,10 +247,19 @@ def _read_major_faults() -> Mapping[str, int]:
     return {"major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt}
 
 
-def _read_swap(status: Path) -> Mapping[str, int]:
+def _read_swap(status: str) -> Mapping[str, int]:
     """`VmSwap` of proc(5); missing if the kernel has no swap."""
-    _, found, rest = status.read_text().partition("VmSwap:")
+    _, found, rest = _read_file(status).partition(b"VmSwap:")
     return {"process_swap": int(rest.split()[0]) << 10} if found else {}
+
+
+def _read_file(path: str) -> bytes:
+    """A small file of proc(5). `Path.read_text` takes about 80 µs more with cold caches."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, _MOST_FILE_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 class _CpuShare:

@@ -26,6 +26,7 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,8 @@ CLOSED_OFFSET = 97
 """Offset of `is_closed` in the header."""
 HEADER_STRUCT = struct.Struct("<8sIIIIqQqqqqqqiiBBHIq")
 _TIME = struct.Struct("<q")
+_LAYOUT_FIELDS = ("magic", "entry_bytes", "capacity", "text_bytes")
+"""The fields that are no attribute of a `Header`."""
 _HEADER_FIELDS = (
     "magic",
     "entry_bytes",
@@ -111,6 +114,9 @@ _HEADER_FIELDS = (
     "oom_kills",
     "hang_after_ns",
 )
+_values_of = attrgetter(*(name for name in _HEADER_FIELDS if name not in _LAYOUT_FIELDS))
+"""The fields of a `Header`, in the order of `_HEADER_FIELDS`; one call, because the watchdog
+encodes five headers a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,14 +301,9 @@ def encode(box: BlackBox) -> bytes:
 
 def encode_header(header: Header, text_bytes: int) -> bytes:
     """Encode the header."""
-    values = {
-        "magic": MAGIC,
-        "entry_bytes": ENTRY.itemsize,
-        "capacity": CAPACITY,
-        "text_bytes": text_bytes,
-        **{name: getattr(header, name) for name in Header.__slots__ if name in _HEADER_FIELDS},
-    }
-    return HEADER_STRUCT.pack(*(values[name] for name in _HEADER_FIELDS))
+    rank, pid, *others = _values_of(header)
+    layout = MAGIC, ENTRY.itemsize, CAPACITY
+    return HEADER_STRUCT.pack(*layout, rank, pid, text_bytes, *others)
 
 
 def encode_collection(began_unix_ns: int, place: str) -> bytes:
