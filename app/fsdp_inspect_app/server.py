@@ -25,7 +25,12 @@ _NEEDED = (
 
 
 def main() -> None:
-    """Serve until interrupted."""
+    """Serve until interrupted.
+
+    Python's own garbage collections are rarer than by default, because they took 10% of the time in
+    which a run of 4,096 ranks opens. Streamlit collects garbage after every run of the script.
+    """
+    gc.set_threshold(_ALLOCATIONS_PER_COLLECTION)
     from streamlit.web import cli  # the server starts before the modules of pages load
 
     threading.Thread(target=load_ahead, name="load-ahead", daemon=True).start()
@@ -37,8 +42,7 @@ def load_ahead() -> None:
 
     Streamlit collects garbage after every run of the script, with the interpreter's lock held. The
     modules are never garbage, but scanning them took 150 ms, and a click runs two scripts. They are
-    therefore excluded from the collection. Python's own collections are rarer than by default,
-    because they took 10% of the time in which a run of 4,096 ranks opens.
+    therefore excluded from the collection.
     """
     for name in _NEEDED:
         try:
@@ -46,7 +50,6 @@ def load_ahead() -> None:
         except ImportError:
             return
     gc.freeze()
-    gc.set_threshold(_ALLOCATIONS_PER_COLLECTION)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from functools import partial
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 
-_RANKS_AT_ONCE = 8
+_RANKS_AT_ONCE = 4
 
 
 def events_of_ranks(

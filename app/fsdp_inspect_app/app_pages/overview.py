@@ -1,9 +1,10 @@
 """Page Overview: the verdict, key numbers, the typical step, exposed waits and findings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
+import pandas as pd
 import streamlit as st
 
 from fsdp_inspect import Run
@@ -81,6 +82,7 @@ from fsdp_inspect_app.wording import code, plain
 _MOST_OWNERS = 8
 _TOP_UNITS = 3
 _FEW_STEPS = 3
+_MANY_STEPS = 300
 
 
 def show_page(entry: RunEntry, run: Run) -> None:
@@ -386,7 +388,7 @@ def _show_step_times(summary: Summary, times: StepTimes) -> None:
     show_chart_card(
         "Step time over steps",
         draw_step_times(times),
-        frame_of(StepTimes.TABLE, times.over_steps),
+        _table(partial(frame_of, StepTimes.TABLE, times.over_steps), len(times.over_steps)),
         key="step-times",
         alt=f"Step time of {len(times.over_steps)} steps and the exposed part of each",
         note=(
@@ -435,12 +437,19 @@ def _show_scalar(scalars: Mapping[str, ScalarSeries], times: StepTimes) -> None:
     show_chart_card(
         f"{first.name.capitalize()} over steps",
         draw_scalar(first, times.selection.warmup),
-        frame_scalar(first),
+        _table(partial(frame_scalar, first), len(first.steps)),
         key="loss",
         alt=f"{first.name} from {first.values[0]:.4g} to {first.values[-1]:.4g} "
         f"over {len(first.steps)} steps",
         note=f"As the training loop logged it on rank {first.rank}.",
     )
+
+
+def _table(
+    make: Callable[[], pd.DataFrame], num_rows: int
+) -> pd.DataFrame | Callable[[], pd.DataFrame]:
+    """The table of a chart over steps; a long one is made when it is opened."""
+    return make if num_rows > _MANY_STEPS else make()
 
 
 def _show_memory(summary: Summary, times: StepTimes) -> None:
@@ -458,10 +467,14 @@ def _show_memory(summary: Summary, times: StepTimes) -> None:
         show_chart_card(
             "Memory over steps",
             draw_memory(memory.over_steps, times.selection.warmup),
-            frame_of(
-                MemoryOfStep.TABLE,
-                memory.over_steps,
-                *("step", "highest_allocated_bytes", "highest_reserved_bytes"),
+            _table(
+                partial(
+                    frame_of,
+                    MemoryOfStep.TABLE,
+                    memory.over_steps,
+                    *("step", "highest_allocated_bytes", "highest_reserved_bytes"),
+                ),
+                len(memory.over_steps),
             ),
             key="memory",
             alt=f"Highest memory of {len(memory.over_steps)} steps; peak allocated "
