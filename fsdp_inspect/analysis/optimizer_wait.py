@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_inspect.analysis.step_selection import inspected_rank
+from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.statistics import median, percentile
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.intervals import Intervals
@@ -101,10 +101,12 @@ def measure_optimizer_wait(run: RunSource, *, rank: int | None = None) -> Optimi
     Raises:
         IncompleteRunError: The run has no data of the rank.
     """
-    member = inspected_rank(run, rank)
+    member = timed_rank(run, rank)
     if member is None or run.manifest.device_type == "cpu":
         return None
-    events = run.events(member.rank, steps=member.steps.tolist(), kinds=sorted(_KINDS))
+    is_read = np.isin(member.steps, member.inspected.steps)
+    is_read[1:] |= is_read[:-1]  # the all-gather is in the step after the optimizer's
+    events = run.events(member.rank, steps=member.steps[is_read].tolist(), kinds=sorted(_KINDS))
     fqns = {unit.index: unit.fqn for unit in run.manifest.units}
     gathers = [gather for gather in _find_gathers(events, fqns) if gather is not None]
     if len(gathers) < MIN_STEPS:

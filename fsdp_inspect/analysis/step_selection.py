@@ -102,15 +102,10 @@ class RankSteps:
     def inspected(self) -> "RankSteps":
         """The same rank with the steps whose events and units an analysis reads.
 
-        These are all steps, or in a long run the typical steps and the timed steps next to them.
-        See [Note: long runs].
+        These are all steps, or in a long run the typical steps. See [Note: long runs].
         """
-        if len(self.steps) <= 2 * MAX_TYPICAL_STEPS:
-            return self
-        chosen = self.is_typical.copy()
-        chosen[1:] |= self.is_typical[:-1]
-        chosen[:-1] |= self.is_typical[1:]
-        return self._where(chosen)
+        is_long = len(self.steps) > 2 * MAX_TYPICAL_STEPS
+        return self._where(self.is_typical) if is_long else self
 
     def _where(self, chosen: NDArray[np.bool_]) -> "RankSteps":
         steps = self.steps[chosen]

@@ -43,6 +43,12 @@ def test_the_delay_is_from_the_optimizers_end_to_the_copy_in():
     )  # fmt: skip
 
 
+def test_of_a_long_run_each_typical_step_and_the_step_after_it_is_read():
+    # The steps are equal, so the earliest and the latest quarter of 400 are not typical.
+    found = measure_optimizer_wait(run_of(delay=130, issue=-300, steps=400))
+    assert (found.delay_ns, len(found.gathers)) == (130, 96)
+
+
 def test_the_gain_is_no_more_than_what_the_gather_is_waited_for():
     found = measure_optimizer_wait(run_of(delay=130, issue=-300))
     assert (found.gain_low_ns, found.gain_ns, found.gain_high_ns) == (60, 60, 60)
