@@ -34,6 +34,8 @@ _HERE = Path(__file__).parent
 _ICON = str(_HERE / "icon.svg")
 _SIDEBAR_PX = 264
 _MOST_LETTERS = 200
+_MOST_PICKED = 500
+"""The most runs of the picker, whose names are all sent to the browser."""
 _NO_MANIFEST = (
     "Its folder has no run\\.json\\. Copy the file from the machine that recorded the run\\."
 )
@@ -47,8 +49,14 @@ def show_sidebar(pages: list[PageFile], shown: PageFile) -> None:
         return
     follow_run(ids)
     with st.sidebar:
+        picked = [*dict.fromkeys([*ids[:_MOST_PICKED], st.session_state[RUN_KEY]])]
         chosen = st.selectbox(
-            "Run", ids, key=RUN_KEY, on_change=forget_lost_run, format_func=run_namer()
+            "Run",
+            picked,
+            key=RUN_KEY,
+            on_change=forget_lost_run,
+            format_func=run_namer(),
+            help=None if len(ids) <= _MOST_PICKED else _describe_picked(len(ids)),
         )
     link(RUN_KEY, chosen)
     if is_about_one_run(shown):
@@ -62,6 +70,13 @@ def show_sidebar(pages: list[PageFile], shown: PageFile) -> None:
             show_download(sheet)
     _show_lost(chosen)
     make_room_for_notices()
+
+
+def _describe_picked(num_runs: int) -> str:
+    return (
+        f"The newest {_MOST_PICKED:,} of {num_runs:,} runs. Find the others with Ctrl+K or on the "
+        "page Runs."
+    )
 
 
 def _show_lost(chosen: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import expect
 
 from fsdp_inspect.analysis.summary import measure_summary
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_run
+from fsdp_inspect.formatting import format_bytes, format_count, format_ns, format_ratio, format_run
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 
@@ -50,6 +50,8 @@ def test_overview_shows_the_verdict_and_the_numbers_of_the_digest(server, tab, e
         format_ns(digest.exposed_ns),
         format_ratio(digest.overlap_ratio),
         format_bytes(digest.peak_allocated_bytes),
+        format_count(digest.throughput.tokens_per_s),
+        format_ratio(digest.goodput_ratio),
     ]
 
 
