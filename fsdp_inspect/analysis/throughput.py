@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp_inspect.analysis.model_operations import count_matrix_elements, count_query_channels
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank
 from fsdp_inspect.hardware import GPUS
@@ -25,7 +26,6 @@ _RATE_OF_RANK = "throughput(tps)"
 """Tokens per second and device: torchtitan (0.3), `components/metrics.py`."""
 _MFU = {"mfu(%)": 0.01, "mfu": 1.0}
 """Logged MFU, and its unit. The first is that of torchtitan."""
-_QUERY_NAMES = ("q_proj.weight", "wq.weight")
 _EXPERTS = ("expert", "router")
 
 
@@ -147,11 +147,11 @@ def _flops_per_token(manifest: RunManifest) -> float | None:
     shapes = [(name, shape) for unit in manifest.units for name, shape in unit.parameters.items()]
     seq_len = manifest.config.get("seq_len")
     is_dense = not any(part in name for name, _ in shapes for part in _EXPERTS)
-    queries = [shape[0] for name, shape in shapes if name.endswith(_QUERY_NAMES)]
+    queries = count_query_channels(manifest)
     model = manifest.model
     is_known = (
         is_dense
-        and bool(queries)
+        and queries > 0
         and isinstance(seq_len, int)
         and all(len(shape) <= 2 for _, shape in shapes)
         and model.num_trainable_parameters == model.num_parameters
@@ -159,8 +159,7 @@ def _flops_per_token(manifest: RunManifest) -> float | None:
     )
     if not is_known or not isinstance(seq_len, int):
         return None
-    matrices = [shape for name, shape in shapes if len(shape) == 2 and "embed" not in name]
-    return 6.0 * (sum(map(math.prod, matrices)) + seq_len * sum(queries))
+    return 6.0 * (count_matrix_elements(manifest) + seq_len * queries)
 
 
 def _measure_utilisation(run: RunSource, member: RankSteps) -> float | None:

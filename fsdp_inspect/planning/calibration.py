@@ -2,14 +2,13 @@
 
 import math
 
+from fsdp_inspect.analysis.model_operations import count_matrix_elements, count_query_channels
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.planning.machines import Calibration
 from fsdp_inspect.simulation.recorded import RecordedWork, measure_work
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 _SETTINGS = ("seq_len", "batch_size")
-_QUERY_NAMES = ("q_proj.weight", "wq.weight")
-"""The ends of the names of a query projection, whose matrix has one row for each query channel."""
 
 
 def measure_calibration(run: RunSource) -> Calibration:
@@ -25,7 +24,7 @@ def measure_calibration(run: RunSource) -> Calibration:
     manifest = run.manifest
     work = measure_work(run)
     seq_len, batch_size = _settings(manifest)
-    numel = _matrix_numel(manifest) + seq_len * _query_channels(manifest)
+    numel = count_matrix_elements(manifest) + seq_len * count_query_channels(manifest)
     spent = sum(
         piece.forward_ns + piece.backward_ns + piece.recompute_ns for piece in work.workload.pieces
     )
@@ -44,29 +43,6 @@ def measure_calibration(run: RunSource) -> Calibration:
 def _spread(work: RecordedWork) -> float:
     """Half the interval: the range of the steps, and the spread between equal processes."""
     return math.hypot(work.spread_ratio, 0.04, work.run_delay_ratio)
-
-
-def _matrix_numel(manifest: RunManifest) -> int:
-    """Elements of the matrices that a token multiplies: all but embeddings."""
-    return sum(
-        math.prod(shape)
-        for unit in manifest.units
-        for name, shape in unit.parameters.items()
-        if len(shape) == 2 and "embed" not in name
-    )
-
-
-def _query_channels(manifest: RunManifest) -> int:
-    """The query channels of all blocks.
-
-    For each token, causal attention multiplies each channel by half of the sequence, twice.
-    """
-    return sum(
-        shape[0]
-        for unit in manifest.units
-        for name, shape in unit.parameters.items()
-        if len(shape) == 2 and name.endswith(_QUERY_NAMES)
-    )
 
 
 def _settings(manifest: RunManifest) -> list[int]:
