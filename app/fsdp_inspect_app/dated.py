@@ -35,12 +35,14 @@ def dated(compute: Callable[[], T]) -> Dated[T]:
 def is_younger_than(seconds: float) -> Callable[[Dated[T]], bool]:
     """Make the option `validate` of `st.cache_resource` from an age limit.
 
-    A value that takes long to compute lives longer, up to `_LONGEST_LIFE_S`, so that it takes about
-    5% of the time.
+    A value that takes long to compute lives longer: see `prolong`.
     """
+    return lambda dated: time.monotonic() - dated.at_s < prolong(seconds, dated.took_s)
 
-    def is_young(dated: Dated[T]) -> bool:
-        life_s = max(seconds, min(20 * dated.took_s, _LONGEST_LIFE_S))
-        return time.monotonic() - dated.at_s < life_s
 
-    return is_young
+def prolong(seconds: float, took_s: float) -> float:
+    """The life of a value that took so long to compute: computing it takes about 5% of the time.
+
+    The life is never prolonged beyond `_LONGEST_LIFE_S`.
+    """
+    return max(seconds, min(20 * took_s, _LONGEST_LIFE_S))

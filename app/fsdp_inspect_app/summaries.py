@@ -17,17 +17,15 @@ import streamlit as st
 from pydantic import TypeAdapter, ValidationError
 
 from fsdp_inspect.analysis.run_list import measure_key_numbers
+from fsdp_inspect.catalog.generations import code_version
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.reduction.run_statistics import STATISTICS_VERSION
 from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunStatus
 from fsdp_inspect.store.boundary import refuse_links_out
 from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.fingerprints import fingerprint_run
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.store.schema import REDUCTION_VERSION
-from fsdp_inspect.trace.records import SCHEMA_VERSION
-from fsdp_inspect.version import __version__
 from fsdp_inspect_app.catalog_reading import find_catalog
+from fsdp_inspect_app.dated import prolong
 from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache, findings_file
 from fsdp_inspect_app.wording import describe_sharding
 
@@ -36,7 +34,7 @@ PATIENCE_S = 0.5
 LOOK_AGAIN_S = 5.0
 """The time after which the files are checked again."""
 _SLOW_S = 1.0
-"""A check of all files that takes longer is repeated less often: at most 5% of the time."""
+"""A check of all files that takes longer is repeated less often; see `prolong`."""
 LOOK_AGAIN_AT_URL_S = 60.0
 """The same at a URL, where the check of each run takes two requests."""
 _KEEP_EVERY = 100
@@ -155,7 +153,7 @@ class Summaries:
             is_new = any(entry.id not in self._known for entry in entries)
             life_s = LOOK_AGAIN_AT_URL_S if isinstance(self._folder, str) else LOOK_AGAIN_S
             if self._took_s > _SLOW_S:
-                life_s = max(life_s, 20 * self._took_s)
+                life_s = prolong(life_s, self._took_s)
             is_old = time.monotonic() - self._looked_at > life_s
             if self._idle.is_set() and (is_new or is_old):
                 self._idle.clear()
@@ -265,6 +263,4 @@ def _kept_for(folder: Path) -> FindingsCache | None:
     file = findings_file()
     if file is None:
         return None
-    numbers = (SCHEMA_VERSION, REDUCTION_VERSION, STATISTICS_VERSION, _ROW_VERSION)
-    version = f"{__version__} {' '.join(map(str, numbers))}"
-    return FindingsCache(file, version, folder.resolve())
+    return FindingsCache(file, f"{code_version()} {_ROW_VERSION}", folder.resolve())
