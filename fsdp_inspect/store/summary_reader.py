@@ -239,9 +239,9 @@ class SummaryReader:
         """All rows of a rank, or at least those of some steps, which are not kept."""
         rows = self._by_rank.pop(rank, None)
         if rows is None:
-            rows = self._read_rank(rank, None, steps)
-            if steps is not None:
-                return rows
+            if steps is not None and rank in self._covered:
+                return self._read_rank(rank, None, steps)
+            rows = self._read_rank(rank, None)  # possibly computed from the events
         self._by_rank[rank] = rows  # the most recently used rank comes last
         if len(self._by_rank) > _MAX_CACHED_RANKS:
             del self._by_rank[next(iter(self._by_rank))]
