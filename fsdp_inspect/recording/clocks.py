@@ -33,6 +33,8 @@ from typing import Any, Protocol
 _DRIFT_RATIO = 20e-6
 """Largest difference in rate between the clocks of host and device. Quartz oscillators are
 specified to tens of parts per million."""
+_PRIORITY_OF_FSDP = -1
+"""torch 2.13, `FSDPCommContext.lazy_init`: the priority of its all-gather and reduce streams."""
 _PAUSE_S = 0.0005
 """Time between two queries of events that have not completed, at the end of a recording."""
 
@@ -188,8 +190,16 @@ class TorchCudaBackend:
         return self._cuda.current_stream(self._device)
 
     def new_stream(self) -> Any:
-        """A stream from torch's pool, of normal priority."""
-        return self._cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        """A stream from torch's pool of the highest priority.
+
+        torch hands out the 32 streams of a priority in turn, and FSDP2 takes one of normal and four
+        of the next priority for each root: the 33rd request returns a stream that is in use. A
+        device with two priorities has no other pool. A stream that is shared runs its anchors late,
+        which `CudaClock.uncertainty_ns` shows.
+        """
+        stream: Any = self._cuda.Stream
+        _, highest = stream.priority_range()
+        return stream(self._device, priority=highest if highest < _PRIORITY_OF_FSDP else 0)
 
     def host_ns(self) -> int:
         """The result of `time.perf_counter_ns`."""
@@ -267,13 +277,18 @@ class CudaClock:
         return self._backend.current_stream()
 
     def ready(self, mark: CudaMark) -> bool:
-        """Whether the mark's event, and the anchor it is read against, have completed."""
-        if mark.read_ns is not None:
+        """Whether the mark's event, and the anchor it is read against, have completed.
+
+        Another thread may read or release the mark meanwhile, which takes its event and anchor.
+        """
+        event, anchor = mark.event, mark.anchor
+        if event is None or anchor is None:
             return True
-        anchor = mark.anchor
-        assert anchor is not None
-        anchored = anchor.device_ns is not None or self._backend.query(anchor.event)
-        return anchored and self._backend.query(mark.event)
+        anchor_event = anchor.event
+        is_anchored = anchor.device_ns is not None or (
+            anchor_event is not None and self._backend.query(anchor_event)
+        )
+        return is_anchored and self._backend.query(event)
 
     def read(self, mark: CudaMark) -> int:
         """The mark's time; the first call returns its event to the pool."""

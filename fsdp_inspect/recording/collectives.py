@@ -323,14 +323,20 @@ class TimedWork(dist.Work):
             def done(_: object) -> None:
                 completion.ended_by(clock.host_now())
 
-            inner.get_future().add_done_callback(done)
+            try:
+                inner.get_future().add_done_callback(done)
+            except (RuntimeError, NotImplementedError):  # a backend without futures
+                communication.end = None
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """Wait as the original handle does, between two marks on the compute stream."""
-        clock, communication = self._session.clock, self._communication
-        before = clock.mark()
+        session, communication = self._session, self._communication
+        if not session.active:  # a mark would become part of a graph that is captured
+            communication.was_written |= session.is_paused  # the run notes the pause
+            return self._inner.wait(*args, **kwargs)
+        before = session.clock.mark()
         result = self._inner.wait(*args, **kwargs)
-        after = clock.mark()
+        after = session.clock.mark()
         communication.waited(before, after)
         return result
 

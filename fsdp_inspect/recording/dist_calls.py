@@ -21,6 +21,7 @@ import contextlib
 import functools
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -36,7 +37,6 @@ from fsdp_inspect.recording.collectives import (
     TimedWork,
     run_inside_collective,
 )
-from fsdp_inspect.recording.journal import Completion
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.unit_timing import Reductions
@@ -92,6 +92,8 @@ class DistCalls:
         self._reductions_of = reductions_of
         self._unwaited: dict[int, Communication] = {}
         """Functional collectives in flight, by the address of their result."""
+        self._waiting: deque[Communication] = deque()
+        """Asynchronous calls of the script, by their issue; waited for or not."""
         self._of_thread = _Coalesced()
 
     def attach(self, patches: Patches) -> None:
@@ -134,10 +136,29 @@ class DistCalls:
         ]
         for address in stale:
             del self._unwaited[address]
-            self._session.problem(
-                "A functional collective was never waited for: its end is unknown and it is not "
-                "recorded."
-            )
+            self._note_unwaited("A functional collective")
+        self._close_waiting(self._session.step - 1)
+
+    def close(self) -> None:
+        """Write the asynchronous calls that the script has not waited for."""
+        self._close_waiting(self._session.step + 1)
+
+    def _close_waiting(self, before_step: int) -> None:
+        """Write the calls of earlier steps; the wait for a call may come a step later."""
+        session, waiting = self._session, self._waiting
+        while waiting and waiting[0].step < before_step:
+            communication = waiting.popleft()
+            if communication.was_written:
+                continue
+            if communication.end is None:  # no future marks it
+                self._note_unwaited("An asynchronous collective or message of the script")
+            else:
+                communication.write(session)
+
+    def _note_unwaited(self, what: str) -> None:
+        self._session.problem(
+            f"{what} was never waited for: its end is unknown and it is not recorded."
+        )
 
     def _is_passing(self) -> bool:
         """Whether to call the original function without recording it."""
@@ -209,12 +230,10 @@ class DistCalls:
             result = run_inside_collective(
                 self._session, functools.partial(original, *args, **kwargs)
             )
-            if communication is not None:
-                try:
-                    self._issued(communication, result)
-                except Exception as error:
-                    self._session.fail(error)
-            return result
+            if communication is None:
+                return result
+            issued = functools.partial(self._issued, communication, result)
+            return self._guarded(issued) or result
 
         return recorded
 
@@ -238,7 +257,7 @@ class DistCalls:
             )
             if communication is None or not isinstance(work, dist.Work):
                 return work
-            return MessageWork(work, self._session, communication)
+            return self._script_work(communication, work)
 
         return recorded
 
@@ -290,7 +309,10 @@ class DistCalls:
         return self._begin(kind, [tensor for _, tensors, _ in queued for tensor in tensors], group)
 
     def _coalesced_issued(self, communication: Communication, manager: Any) -> None:
-        self._issued(communication, manager.works[-1] if manager.works else None)
+        works = manager.works
+        work = self._issued(communication, works[-1] if works else None)
+        if work is not None:
+            works[-1] = work
 
     def _guarded(self, action: Callable[[], Any]) -> Any:
         """Run recorder code; an exception only ends the recording."""
@@ -300,27 +322,33 @@ class DistCalls:
             self._session.fail(error)
             return None
 
-    def _issued(self, communication: Communication, result: Any) -> None:
+    def _issued(self, communication: Communication, result: Any) -> Any:
+        """Record a collective that has returned; returns the handle to use instead of its own."""
         session = self._session
         transfer = session.take_transfer()
         if transfer is not None:
             self._issued_emulated(communication, transfer, result)
-            return
+            return None
         if isinstance(result, dist.Work):
-            self._issued_async(communication, result)
-            return
+            return self._script_work(communication, result)
         communication.end = session.clock.mark()
         if communication.is_background:
             communication.write(session)
-            return
+            return None
         if session.on_host:
             communication.block_host()
         elif communication.unit != NO_UNIT:
             self._reductions_of(communication.unit).add(communication)
-            return
+            return None
         else:  # the issuing stream itself waits for the collective
             communication.need_from(communication.start, communication.end)
         communication.write(session)
+        return None
+
+    def _script_work(self, communication: Communication, work: dist.Work) -> dist.Work:
+        """The handle that records the script's wait for an asynchronous call."""
+        self._waiting.append(communication)
+        return ScriptWork(work, self._session, communication)
 
     def _issued_emulated(
         self, communication: Communication, transfer: Transfer, result: Any
@@ -335,24 +363,6 @@ class DistCalls:
         else:
             communication.needed(transfer.need_ns)
         communication.write(self._session)
-
-    def _issued_async(self, communication: Communication, work: dist.Work) -> None:
-        """Record an asynchronous call of the script: on CPU its future marks the end."""
-        session = self._session
-        communication.flags |= EventFlag.ASYNC
-        if not session.on_host:
-            session.problem(
-                "Asynchronous collectives of the training script (async_op=True) are not recorded "
-                "on CUDA: their end cannot be measured there."
-            )
-            return
-        communication.end = completion = Completion()
-
-        def done(_: object) -> None:
-            completion.ended_by(session.clock.host_now())
-
-        work.get_future().add_done_callback(done)
-        communication.write(session)
 
     def _wrap_functional(self, original: Callable[..., Any], kind: EventKind) -> Callable[..., Any]:
         pick = ArgumentPicker(original).pick
@@ -430,29 +440,32 @@ class DistCalls:
         return communication
 
 
-class MessageWork(TimedWork):
-    """The handle of an asynchronous send or receive.
+class ScriptWork(TimedWork):
+    """The handle of an asynchronous collective, send or receive of the training script.
 
-    No future marks its end. The end of the first wait for it is an upper bound.
+    Its row is written at the first wait for it. On CPU the future of a collective marks its end.
+    On CUDA, and for a message, the end of that wait is an upper bound.
     """
 
     def __init__(self, inner: dist.Work, session: Session, communication: Communication) -> None:
-        dist.Work.__init__(self)
-        self._inner = inner
-        self._session = session
-        self._communication = communication
-        communication.flags |= EventFlag.ASYNC
+        if communication.kind == EventKind.POINT_TO_POINT:  # gloo gives it no future
+            dist.Work.__init__(self)
+            self._inner, self._session, self._communication = inner, session, communication
+            communication.flags |= EventFlag.ASYNC
+        else:
+            super().__init__(inner, session, communication)
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """Wait as the original handle does, and write the row at the first wait."""
         communication, session = self._communication, self._session
-        if communication.was_written or not session.active:
+        if communication.was_written:
             return self._inner.wait(*args, **kwargs)
         result = super().wait(*args, **kwargs)
-        try:
-            communication.write(session)
-        except Exception as error:
-            session.fail(error)
+        if session.active and not communication.was_written:
+            try:
+                communication.write(session)
+            except Exception as error:
+                session.fail(error)
         return result
 
 

@@ -69,6 +69,7 @@ class Instruments:
     def detach(self) -> None:
         """Remove all hooks and write their pending events."""
         self._units.close()
+        self._dist_calls.close()
         self._patches.undo()
         self._session.process_groups.forget()
         if self._session.black_box is not None:

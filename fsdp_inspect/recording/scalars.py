@@ -70,6 +70,25 @@ class ScalarLog:
                 waiting.append(item)
         self._pending = waiting
 
+    def close(self, timeout_s: float) -> None:
+        """Write the last values; a value whose copy does not complete in time is noted as lost.
+
+        Args:
+            timeout_s: The longest wait, seconds.
+        """
+        clock = self._clock
+        deadline_ns = clock.host_now() + round(timeout_s * 1e9)
+        self.drain()
+        while self._pending and clock.host_now() < deadline_ns:
+            clock.pause()
+            self.drain()
+        if self._pending:
+            self._problem(
+                f"{len(self._pending)} logged values of the last steps are missing: the device had "
+                f"not computed them {timeout_s:.1g} s after the end of the recording."
+            )
+        self._pending.clear()
+
     def _note(self, step: int, name: str, now: int, value: float | torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             self._append((step, self._code(name), now, float(value)))

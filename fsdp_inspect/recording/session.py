@@ -368,6 +368,11 @@ class Session(Position):
 
     # --- pauses
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is recorded until `resume`, because a CUDA graph is captured."""
+        return self._is_paused
+
     def pause(self, reason: str) -> None:
         """Record nothing until `resume`; the reason is stored with the run."""
         if self.active:

@@ -42,7 +42,7 @@ from fsdp_inspect.recording.collectives import (
 )
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.unit_timing import Reductions, UnitTimer
-from fsdp_inspect.sharding.torch_fsdp import num_reduce_scatters_in_flight
+from fsdp_inspect.sharding.torch_fsdp import STREAM_WAIT, num_reduce_scatters_in_flight
 from fsdp_inspect.trace.codes import (
     EventKind,
     MemoryPoint,
@@ -137,6 +137,9 @@ class UnitHooks(UnitTimer):
         for name in WRAPPED_METHODS:
             wrapped = wraps[name](getattr(self._group, name))
             patches.set_attribute(self._group, name, wrapped)
+        stream_wait = getattr(self._group, STREAM_WAIT, None)
+        if stream_wait is not None:
+            patches.set_attribute(self._group, STREAM_WAIT, self._wrap_stream_wait(stream_wait))
         patches.on_undo(self._restore_collectives)
         self.install_collectives()
 
@@ -189,6 +192,27 @@ class UnitHooks(UnitTimer):
             return original(async_op)
 
         return unshard
+
+    def _wrap_stream_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Start the copy into the all-gather after its stream's wait for an earlier reshard.
+
+        With `reshard_after_forward=<int>` the copy stream waits for the shards that the forward
+        has made, so the copy begins later than the stream was free.
+        """
+
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._session.active and self._copy_in is not None:
+                try:
+                    start, stream = self._copy_in
+                    if stream is not None:
+                        self._clock.release(start)
+                        self._copy_in = self._mark(stream), stream
+                except Exception as error:
+                    self._session.fail(error)
+            return result
+
+        return wait
 
     def _copy_in_stream(self, async_op: bool) -> Any:
         """The stream on which torch copies the shards into the all-gather's input."""

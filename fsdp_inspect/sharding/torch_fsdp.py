@@ -31,6 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.sharding.engine_names import is_engine
 
+STREAM_WAIT = "_wait_all_gather_streams_on_event"
+"""The method of a group that makes the all-gather's streams wait for an event."""
 WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 """Path segments that activation checkpointing, torch.compile and FSDP1 insert."""
 

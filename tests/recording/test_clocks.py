@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 
 import pytest
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
-from fsdp_inspect.recording.clocks import CudaClock
+from fsdp_inspect.recording.clocks import CudaClock, TorchCudaBackend
 
 from .virtual_device import MS, VirtualDevice, VirtualEvent
 
@@ -139,3 +142,34 @@ def test_two_threads_never_get_one_event() -> None:
         thread.join()
     everything = [*taken[0], *taken[1]]
     assert len(set(everything)) == len(everything) == 4000
+
+
+def test_a_mark_that_is_read_meanwhile_is_ready_for_every_thread() -> None:
+    """The watchdog asks about marks that the training thread reads or drops at the same moment."""
+    device = VirtualDevice()
+    clock = CudaClock(device)
+    read, dropped = clock.mark(), clock.mark()
+    device.spend(MS)
+    clock.read(read)
+    clock.release(dropped)
+    assert clock.ready(read)
+    assert clock.ready(dropped)
+
+
+@pytest.mark.parametrize(("priorities", "chosen"), [((0, -5), -5), ((0, -1), 0)])
+def test_the_idle_stream_is_of_a_priority_that_fsdp_does_not_use(
+    monkeypatch: pytest.MonkeyPatch, priorities: tuple[int, int], chosen: int
+) -> None:
+    # Pinned: torch 2.13, `FSDPCommContext.lazy_init` uses the priorities 0 and -1.
+    class Stream:
+        def __init__(self, device: object, priority: int) -> None:
+            self.priority = priority
+
+        @staticmethod
+        def priority_range() -> tuple[int, int]:
+            return priorities
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    assert TorchCudaBackend("cuda:0").new_stream().priority == chosen
+    source = inspect.getsource(FSDPCommContext.lazy_init)
+    assert "high_priority = -1" in source

@@ -20,7 +20,12 @@ from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, StepPart
 from fsdp_inspect.trace.run import ProcessGroup
 
 from .virtual_device import MS, VirtualDevice
-from .virtual_training import WORLD_SIZE, Replay, shard_without_root
+from .virtual_training import (
+    WORLD_SIZE,
+    Replay,
+    shard_to_pairs_after_forward,
+    shard_without_root,
+)
 
 COMPUTE = ("forward", "backward")
 
@@ -165,6 +170,20 @@ def test_copies_into_a_gather_have_the_length_they_had_on_their_stream(prepare: 
     for unit in replay.units:
         for start, end in replay.recorded(EventKind.ALL_GATHER_COPY_IN, unit):
             assert end - start == pytest.approx(2 * MS, abs=200), unit
+
+
+def test_a_copy_begins_after_its_wait_for_the_shards_that_the_forward_has_made() -> None:
+    # The host runs ahead: at the call of the backward's gather, the forward is not computed yet.
+    replay = Replay(
+        gather_ms=1, scatter_ms=1, forward_ms=6, copy_ms=0.05, shard=shard_to_pairs_after_forward
+    )
+    lengths = [
+        end - start
+        for unit in replay.units[1:]
+        for start, end in replay.recorded(EventKind.ALL_GATHER_COPY_IN, unit)
+    ]
+    assert lengths == [pytest.approx(0.05 * MS, abs=200)] * len(lengths)
+    assert len(lengths) >= 2 * len(replay.units[1:]) - 1
 
 
 @pytest.fixture(scope="module")

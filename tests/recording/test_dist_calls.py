@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from fsdp_inspect.recording.clocks import HostClock
+from fsdp_inspect.recording.clocks import CudaClock, HostClock
 from fsdp_inspect.recording.dist_calls import DistCalls
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.recording.units import ProcessGroups
-from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, Phase
+from fsdp_inspect.trace.codes import WAIT_OF, EventFlag, EventKind, Method, Phase
 from fsdp_inspect.trace.tables import EventTable
+
+from .virtual_device import MS, VirtualDevice
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +34,14 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 class Recorded:
     """The rows of the collectives that run in the block."""
 
-    def __enter__(self) -> Recorded:
+    def __init__(self, clock: Any = None) -> None:
         self._rows: list[tuple[int, ...]] = []
-        self.session = Session(HostClock(), self._rows.append, ProcessGroups())
+        self.session = Session(clock or HostClock(), self._rows.append, ProcessGroups())
         self._patches = Patches()
-        DistCalls(self.session, lambda unit: Reductions()).attach(self._patches)
+        self.calls = DistCalls(self.session, lambda unit: Reductions())
+
+    def __enter__(self) -> Recorded:
+        self.calls.attach(self._patches)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -43,8 +49,14 @@ class Recorded:
         assert self.session.journal.settle(5.0) == 0
 
     def collectives(self) -> list[dict[str, int]]:
-        named = [dict(zip(EventTable.DTYPES, row, strict=True)) for row in self._rows]
-        return [row for row in named if row["kind"] != EventKind.OTHER_WAIT and row["bytes"] >= 0]
+        return [row for row in self._named() if row["bytes"] >= 0]
+
+    def waits(self) -> list[dict[str, int]]:
+        kinds = {EventKind.OTHER_WAIT, *WAIT_OF.values()}
+        return [row for row in self._named() if row["kind"] in kinds]
+
+    def _named(self) -> list[dict[str, int]]:
+        return [dict(zip(EventTable.DTYPES, row, strict=True)) for row in self._rows]
 
 
 def manager(**options: Any) -> Any:
@@ -73,6 +85,63 @@ def test_an_asynchronous_coalesced_collective_ends_with_its_work() -> None:
     [row] = recorded.collectives()
     assert row["bytes"] == 64
     assert row["flags"] & EventFlag.ASYNC
+
+
+def test_the_wait_for_an_asynchronous_collective_is_where_the_script_waits() -> None:
+    with Recorded() as recorded:
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+        issued_ns = time.perf_counter_ns()
+        assert recorded.collectives() == []
+        work.wait()
+        work.wait()
+    [row] = recorded.collectives()
+    [wait] = recorded.waits()
+    assert row["flags"] & EventFlag.ASYNC
+    assert row["start_ns"] < row["end_ns"]
+    assert row["start_ns"] < issued_ns <= row["need_ns"] == wait["start_ns"]
+    assert wait["collective"] == row["collective"]
+
+
+def test_an_asynchronous_collective_that_is_never_waited_for_ends_with_its_future() -> None:
+    with Recorded() as recorded:
+        future = dist.all_reduce(torch.ones(8), async_op=True).get_future()
+        future.wait()
+        recorded.calls.close()
+    [row] = recorded.collectives()
+    assert row["end_ns"] > row["start_ns"]
+    assert recorded.waits() == []
+    assert recorded.session.problems == []
+
+
+def test_on_a_device_an_asynchronous_collective_ends_with_the_wait_for_it() -> None:
+    device = VirtualDevice()
+    with Recorded(CudaClock(device)) as recorded:
+        issued_ns = device.host_ns()
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+        device.run("forward", "x", 3 * MS)
+        device.now_ns += 3 * MS
+        work.wait()
+        device.now_ns += MS
+        dist.all_reduce(torch.ones(4), async_op=True)
+        recorded.calls.close()
+    [row] = recorded.collectives()
+    assert row["method"] == Method.INFERRED
+    assert row["flags"] & EventFlag.LATEST_END
+    assert row["start_ns"] == pytest.approx(issued_ns, abs=200)
+    assert row["end_ns"] == pytest.approx(issued_ns + 3 * MS, abs=200)
+    [problem] = recorded.session.problems
+    assert "was never waited for" in problem
+
+
+def test_a_wait_during_the_capture_of_a_graph_takes_no_mark() -> None:
+    with Recorded() as recorded:
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+        recorded.session.pause("A graph is captured.")
+        work.wait()
+        recorded.session.resume()
+        recorded.calls.close()
+    assert recorded.collectives() == []
+    assert recorded.session.problems == ["A graph is captured."]
 
 
 def test_a_call_after_the_manager_is_a_row_of_its_own() -> None:

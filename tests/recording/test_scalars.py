@@ -107,3 +107,30 @@ def test_the_event_behind_a_copy_goes_back_to_the_pool(monkeypatch: pytest.Monke
         logged.log.drain()
     assert len(clock._pool) == 1
     assert [row[3] for row in logged.rows] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_value_that_is_not_computed_at_the_end_is_noted_as_missing() -> None:
+    device = VirtualDevice()
+    logged = Logged(CudaClock(device))
+    ready, late = logged.log._clock.mark(), None
+    device.run("forward", "x", 20 * MS)
+    late = logged.log._clock.mark()
+    logged.log._pending = [
+        (3, logged.log._code("loss"), 0, torch.tensor(2.0), ready),
+        (4, logged.log._code("loss"), 0, torch.tensor(1.0), late),
+    ]
+    logged.log.close(0.01)
+    assert [row[0] for row in logged.rows] == [3]
+    [problem] = logged.problems
+    assert problem.startswith("1 logged values of the last steps are missing")
+
+
+def test_a_value_logged_after_the_last_step_is_awaited() -> None:
+    device = VirtualDevice()
+    logged = Logged(CudaClock(device))
+    device.run("forward", "x", 20 * MS)
+    mark = logged.log._clock.mark()
+    logged.log._pending = [(4, logged.log._code("loss"), 0, torch.tensor(1.0), mark)]
+    logged.log.close(1.0)
+    assert logged.values() == {"loss": 1.0}
+    assert not logged.problems

@@ -33,6 +33,14 @@ def shard_blocks_and_root(model: TimedModel) -> None:
     fully_shard(model, mesh=mesh)
 
 
+def shard_to_pairs_after_forward(model: TimedModel) -> None:
+    """Keep the parameters of each block on pairs of ranks between its forward and backward."""
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh)
+
+
 def shard_without_root(model: TimedModel) -> None:
     """Make each block and the head a root, so there are as many communication contexts as units."""
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
