@@ -48,11 +48,11 @@ import instrumented_trainer.trainer
 # A busy machine stalls processes for some seconds. The recorder must not take this for a disk or a
 # rank that does not respond. Tests of these limits set their own.
 fsdp_inspect.recording.attachment._SETTLE_S = 60.0
+fsdp_inspect.recording.attachment._FAILED_END_S = 60.0
 fsdp_inspect.recording.devices._STOP_TIMEOUT_S = 60.0
 fsdp_inspect.recording.order_check._EXCHANGE_S = 60.0
 fsdp_inspect.recording.storage_tracker._LONGEST_RELEASE_S = 20.0
 fsdp_inspect.recording.store_client.ANSWER_S = 60.0
-fsdp_inspect.recording.verdict._DIAGNOSIS_S = 60.0
 fsdp_inspect.recording.verdict._TIMEOUT_S = 60.0
 fsdp_inspect.store.writer.STALL_TIMEOUT_S = 60.0
 fsdp_inspect.store.writer._FLUSH_TIMEOUT_S = 60.0

@@ -61,12 +61,13 @@ NodeLatencyOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def open_run_argument(run: str, tasks: "Tasks | None" = None) -> "Run":
+def open_run_argument(run: str, tasks: "Tasks | None" = None, attempt: int | None = None) -> "Run":
     """Open the run that RUN names.
 
     Args:
         run: The argument.
         tasks: Computes the summary of a run that has not ended, by rank.
+        attempt: The start of the job; None: the last one.
 
     Raises:
         NotARunError: There is no run, or more than one.
@@ -74,15 +75,18 @@ def open_run_argument(run: str, tasks: "Tasks | None" = None) -> "Run":
     """
     from fsdp_inspect.run import Run
 
-    return Run(open_stored_argument(run, tasks))
+    return Run(open_stored_argument(run, tasks, attempt))
 
 
-def open_stored_argument(run: str, tasks: "Tasks | None" = None) -> "StoredRun":
+def open_stored_argument(
+    run: str, tasks: "Tasks | None" = None, attempt: int | None = None
+) -> "StoredRun":
     """Open the run that RUN names, for commands that need its files.
 
     Args:
         run: The argument.
         tasks: Computes the summary of a run that has not ended, by rank.
+        attempt: The start of the job; None: the last one.
 
     Raises:
         NotARunError: There is no run, or more than one; the message names those nearby.
@@ -93,12 +97,12 @@ def open_stored_argument(run: str, tasks: "Tasks | None" = None) -> "StoredRun":
     from fsdp_inspect.store.reader import open_run
 
     try:
-        return open_run(run, tasks=tasks)
+        return open_run(run, attempt=attempt, tasks=tasks)
     except NotARunError:
         inside = list_runs(run)
         if len(inside) != 1:
             raise
-        return open_run(inside[0].path, tasks=tasks)
+        return open_run(inside[0].path, attempt=attempt, tasks=tasks)
 
 
 def require_new_file(option: str, path: Path | None) -> None:

@@ -1,5 +1,6 @@
 """`fsdp-inspect diagnose`: explain why a run hung, died or went wrong."""
 
+import contextlib
 import shlex
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from fsdp_inspect.cli.arguments import (
     require_new_file,
 )
 from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
+from fsdp_inspect.cli.job_end import EndWithOption, Job
 
 if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.diagnose import Diagnosis
@@ -25,22 +27,35 @@ if TYPE_CHECKING:
 HEALTHY, PROBLEM, CANNOT_TELL = range(3)
 SETTLE_S = 1.5
 """Time to wait for ranks that still write. The black box of a rank is saved each second."""
+_LAST_SETTLE_S = 0.1
+"""The same time if this command took long to start."""
+_HINT = "The training failed. To see which rank failed first, and why: fsdp-inspect diagnose"
 
 
-def diagnose(
+def diagnose(  # noqa: PLR0913 - one argument an option
     run: RunArgument,
     as_json: JsonOption = False,
     brief: Annotated[
         bool, typer.Option("--brief", help="Show only the sentence and the next steps.")
     ] = False,
-    is_end: Annotated[
-        bool,
+    attempt: Annotated[
+        int | None,
+        typer.Option(
+            help="The start of an elastic job to diagnose, counted from 0. Default: the last one.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
+    at_end: Annotated[
+        Path | None,
         typer.Option(
             "--at-end",
             hidden=True,
-            help="For the end of a training: wait for ranks that still write, and name the tool.",
+            help="For the end of a training: wait for ranks that still write, name the tool, and "
+            "create this file.",
         ),
-    ] = False,
+    ] = None,
+    end_with: EndWithOption = -1,
     write: Annotated[
         Path | None,
         typer.Option(
@@ -73,21 +88,29 @@ def diagnose(
 
     from fsdp_inspect.report.diagnosis import diagnosis_to_dict, render_diagnosis
 
-    if is_end:
-        time.sleep(SETTLE_S)
+    begun_s = time.monotonic()
+    job = Job(end_with, f"fsdp_inspect: {_HINT} {shlex.quote(run)}")
+    if at_end is not None:
+        import fsdp_inspect.run  # noqa: F401 - loaded while the ranks still write
+
+        job.wait_for_end(max(begun_s + SETTLE_S - time.monotonic(), _LAST_SETTLE_S))
     with open_tasks(dask) as connected:
         tasks = show_bars(connected)
-        opened = open_run_argument(run, tasks)
+        opened = open_run_argument(run, tasks, attempt)
         found = opened.diagnose(with_plans=False)
         if not brief or write is not None:
             found = _with_plans(opened, found, write, tasks)
+    job.finish()
     if as_json:
         head = {"run_id": opened.id, "source": opened.manifest.source, "notes": list(opened.notes)}
         print(json.dumps({**head, **diagnosis_to_dict(found)}, indent=2, allow_nan=False))
     else:
-        if is_end:
+        if at_end is not None:
             print("fsdp_inspect: ", end="")
         print_renderable(render_diagnosis(found, brief=brief, run=run))
+        if at_end is not None:
+            with contextlib.suppress(OSError):
+                at_end.touch()  # no other process explains the same end
     codes = {"healthy": HEALTHY, "problem": PROBLEM}
     raise typer.Exit(codes.get(found.status.value, CANNOT_TELL))
 

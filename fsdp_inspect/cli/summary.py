@@ -1,11 +1,14 @@
 """`fsdp-inspect summary`: show the limit of the step, its parts, memory and ranks."""
 
+import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
 from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
+from fsdp_inspect.cli.job_end import EndWithOption, Job
 
 
 def summary(
@@ -18,6 +21,15 @@ def summary(
         ),
     ] = False,
     dask: DaskOption = None,
+    at_end: Annotated[
+        bool,
+        typer.Option(
+            "--at-end",
+            hidden=True,
+            help="For the end of a training: wait for ranks that still write, and compact the run.",
+        ),
+    ] = False,
+    end_with: EndWithOption = -1,
 ) -> None:
     """Show one run: the limit of the step, its parts, memory and ranks.
 
@@ -33,10 +45,16 @@ def summary(
     """
     from fsdp_inspect.report.json import render_run_json
 
+    job = Job(end_with, f"To see the result: fsdp-inspect summary {shlex.quote(run)}")
+    if at_end:
+        from fsdp_inspect.store.compaction import compact_at_end
+
+        compact_at_end(Path(run))
     with open_tasks(dask) as tasks:
         opened = open_run_argument(run, show_bars(tasks))
         digest = opened.summary()
         found = None if as_json else opened.diagnose(with_plans=False)
+    job.finish()
     if found is None:
         print(render_run_json(opened.source, digest.verdict if verdict else digest))
         return

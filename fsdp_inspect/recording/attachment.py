@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import socket
@@ -68,20 +69,11 @@ from fsdp_inspect.recording.units import (
     mark_released,
     refuse_recorded_units,
 )
-from fsdp_inspect.recording.verdict import (
-    claim_explanation,
-    print_diagnosis_of_failure,
-    print_verdict,
-)
+from fsdp_inspect.recording.verdict import conclude, conclude_in_background
 from fsdp_inspect.recording.watchdog import WatchSettings, tell
 from fsdp_inspect.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.store import folder
-from fsdp_inspect.store.background_upload import (
-    FINISH_AFTER_ERROR_S,
-    FINISH_TIMEOUT_S,
-    BackgroundUpload,
-)
-from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_run
+from fsdp_inspect.store.background_upload import FINISH_TIMEOUT_S, BackgroundUpload
 from fsdp_inspect.store.schema import (
     LIVE_MEMORY_FILE,
     MANIFEST_FILE,
@@ -99,11 +91,11 @@ from fsdp_inspect.trace.mesh_dimensions import find_coordinates
 from fsdp_inspect.trace.run import GroupDimension, RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.training_code import TrainingCode
 
-_OTHER_RANKS_TIMEOUT_S = 15.0
 _SETTLE_S = 10.0
 """The time that the end of a recording waits for pending work on the device."""
-_SETTLE_AFTER_ERROR_S = 1.0
-"""The same time if an exception ends the training: the traceback must not be delayed. After a
+_FAILED_END_S = 0.3
+"""The time that all waits at the end of a recording take together if an exception ends the
+training. A launcher soon ends all ranks, and a rank that is late loses its traceback. After a
 desync or the crash of another rank, a collective may never complete."""
 
 
@@ -429,7 +421,14 @@ class Attachment:
     def _start_history(self) -> MemoryHistory:
         history = MemoryHistory()
         if self._options.memory_snapshot and self._device.type == "cuda":
-            history.start()
+            try:
+                history.start()
+            except RuntimeError as error:  # the allocator keeps no history: cudaMallocAsync
+                reason = " ".join(str(error).split())[:200]
+                self.session.problem(
+                    f"There will be no memory snapshot: this CUDA allocator records no history "
+                    f"({reason}). Expected PYTORCH_ALLOC_CONF without backend:cudaMallocAsync."
+                )
         return history
 
     def _start_sampler(self) -> DeviceSampler | None:
@@ -639,48 +638,53 @@ class Attachment:
             Exception: An internal error. Hooks are removed and files are closed first.
         """
         status = RunStatus.COMPLETE if error is None or _is_clean_exit(error) else RunStatus.FAILED
+        has_failed = status == RunStatus.FAILED
+        end_s = time.monotonic() + (_FAILED_END_S if has_failed else math.inf)
         failure: str | None = None
         try:
             try:
                 if error is not None:
                     failure = self._describe_failure(error)  # before the memory state is released
             finally:
-                self._stop(_SETTLE_AFTER_ERROR_S if error is not None else _SETTLE_S)
+                self._stop(end_s, is_explained=has_failed and self._needs_explanation(error))
             self._write_manifest()
             self._report_problems()
             self._describe_rank()
-            if self._trackers is not None and error is None:
+            if self._trackers is not None and not has_failed:
                 self._writer.flush()
                 self._trackers.read_last()  # the writer closes the live files
         finally:
-            self._writer.close(status, failure if status == RunStatus.FAILED else None)
+            self._writer.close(
+                status,
+                failure if has_failed else None,
+                compact=not has_failed,
+                timeout_s=_left(end_s) if has_failed else None,
+            )
             self._release()
             if self._trackers is not None:
-                self._trackers.close()
-        if error is not None and status == RunStatus.FAILED:
-            self._explain(error)
-        if self._rank == 0 and status == RunStatus.COMPLETE and not self._writer.is_stalled:
+                self._trackers.close(_left(end_s))
+        if self._rank == 0 and not has_failed and not self._writer.is_stalled:
             self._conclude(show=show and self._options.print_verdict)
-        self._finish_upload(has_failed=status == RunStatus.FAILED)
+        self._finish_upload(_left(end_s) if has_failed else None)
 
-    def _finish_upload(self, *, has_failed: bool) -> None:
+    def _finish_upload(self, timeout_s: float | None) -> None:
+        """Upload the rest; after a failure, another process does what takes longer."""
         if self._upload is None:
             return
-        is_complete = self._upload.finish(FINISH_AFTER_ERROR_S if has_failed else FINISH_TIMEOUT_S)
+        if timeout_s is not None:
+            self._upload.leave(timeout_s)
+            return
+        is_complete = self._upload.finish(FINISH_TIMEOUT_S)
         if is_complete and self._rank == 0 and self._options.print_verdict:
             url = self._upload.url
             tell(f"uploaded to {url}. To read it: fsdp-inspect summary {shlex.quote(url)}", 0)
 
-    def _explain(self, error: BaseException) -> None:
-        """Print the reason of the failure, on the first rank that failed."""
+    def _needs_explanation(self, error: BaseException | None) -> bool:
+        """Whether the failure is not explained by the error itself."""
         is_own_end = isinstance(error, DesyncError | KeyboardInterrupt | SystemExit)
-        is_wanted = self._options.print_verdict and self._manifest.world_size > 1
-        if is_own_end or self._surveillance is None or not is_wanted:
-            return
-        if claim_explanation(self._writer.folder):
-            print_diagnosis_of_failure(self.folder.path)
+        return not is_own_end and self._options.print_verdict and self._manifest.world_size > 1
 
-    def _stop(self, timeout_s: float) -> None:
+    def _stop(self, end_s: float, *, is_explained: bool) -> None:
         session = self.session
         was_active, session.active = session.active, False
         try:
@@ -690,14 +694,14 @@ class Attachment:
                 self._cuda_limit.stop()
         finally:
             if self._surveillance is not None:
-                self._surveillance.stop()
+                self._surveillance.stop(_left(end_s), has_failed=is_explained)
             self._instruments.detach()
         if self._sampler is not None:
-            self._sampler.stop()
+            self._sampler.stop(_left(end_s))
             session.problems.extend(self._sampler.problems)
         self._history.stop()
         if was_active:
-            self._settle(timeout_s)
+            self._settle(end_s)
 
     def _describe_rank(self) -> None:
         self._describe_life()
@@ -717,15 +721,16 @@ class Attachment:
         self._sharder.units.clear()
         del self._instruments, self._memory_steps, self._numerics
 
-    def _settle(self, timeout_s: float) -> None:
+    def _settle(self, end_s: float) -> None:
         try:
+            timeout_s = min(_left(end_s), _SETTLE_S)
             lost = self.session.journal.settle(timeout_s)
             if lost:
                 self.session.problem(
-                    f"{lost} events had not completed {timeout_s:.0f} s after the end of the "
+                    f"{lost} events had not completed {timeout_s:.1g} s after the end of the "
                     "recording; they are missing."
                 )
-            self._scalars.drain()
+            self._scalars.close(min(_left(end_s), _SETTLE_S))
         except Exception as error:  # the device may be unusable after the training failed
             self.session.problem(f"Reading the last events failed: {error!r}.")
 
@@ -796,27 +801,19 @@ class Attachment:
         self._writer.write_record(LIVE_MEMORY_FILE, record)
 
     def _conclude(self, *, show: bool) -> None:
-        """Wait briefly for the other ranks' files, write the summary, print the verdict."""
-        if not (self.folder.path / MANIFEST_FILE).exists():
-            return  # a disk error, already reported
-        try:
-            self._wait_for_other_ranks()
-            compact_run(self.folder.path, max_bytes=MAX_BYTES_AT_END)
-        except Exception as error:
-            warn(f"the run could not be summarized: {error}")
-            return
-        if show and self.session.step > 0:
-            emulation = self._emulation
-            print_verdict(
-                self.folder.path, None if emulation is None else str(emulation.specification)
-            )
+        """Write the summary and print the verdict."""
+        show = show and self.session.step > 0
+        emulation, folder = self._emulation, self.folder.path
+        if self._manifest.world_size > 1 and self.session.source == Source.RECORDED:
+            conclude_in_background(folder, show=show)
+        else:
+            text = None if emulation is None else str(emulation.specification)
+            conclude(folder, show=show, emulated=text)
 
-    def _wait_for_other_ranks(self) -> None:
-        deadline = time.monotonic() + _OTHER_RANKS_TIMEOUT_S
-        while time.monotonic() < deadline and folder.has_running_ranks(
-            self.folder.path, self.folder.attempt
-        ):
-            time.sleep(0.05)
+
+def _left(end_s: float) -> float:
+    """The seconds until a time of `time.monotonic`."""
+    return max(end_s - time.monotonic(), 0.0)
 
 
 def _is_clean_exit(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from fsdp_inspect.recording import black_box_keeper
 from fsdp_inspect.trace import black_box as layout
 from fsdp_inspect.trace.black_box import (
     CAPACITY,
@@ -47,7 +48,7 @@ _POINT_TO_POINT = int(EventKind.POINT_TO_POINT)
 _UNEVEN = frozenset({int(EventKind.ALL_TO_ALL)})
 """Collectives whose sizes may differ between ranks."""
 _RANK_LOCAL = -1
-_KEEPER = Path(__file__).with_name("black_box_keeper.py")
+_KEEPER = Path(black_box_keeper.__file__)
 
 
 class Pending(Protocol):
@@ -332,14 +333,15 @@ class BlackBoxWriter:
 
         Args:
             path: The file, in the rank's folder.
-            explained_run: The run whose diagnosis the process prints if this rank ends without
-                closing its recording; None: it prints nothing.
+            explained_run: The run whose diagnosis the process prints if this rank fails or ends
+                without closing its recording; None: it prints nothing.
             path_to_copy: A file that it copies to stderr when this rank has ended; None: none.
         """
         if self._descriptor is None or not self.can_be_kept:
             return False
         run, copied = (str(each or "") for each in (explained_run, path_to_copy))
-        arguments = (str(self._descriptor), str(os.getpid()), str(path), run, copied)
+        pids = (str(os.getpid()), str(os.getppid()))
+        arguments = (str(self._descriptor), *pids, str(path), run, copied)
         try:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_KEEPER), *arguments],
@@ -353,15 +355,22 @@ class BlackBoxWriter:
             return False
         return True
 
-    def stop_keeper(self, timeout_s: float) -> None:
-        """Let the process save once more and end; waits at most `timeout_s`."""
+    def stop_keeper(self, timeout_s: float, *, has_failed: bool) -> None:
+        """Let the process save once more; waits at most `timeout_s` for its end.
+
+        Args:
+            timeout_s: Seconds.
+            has_failed: The training failed: the process waits for the end of this one, and
+                explains it.
+        """
         keeper, self._keeper = self._keeper, None
         if keeper is None or keeper.stdin is None:
             return
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            keeper.stdin.write(b"q")
+            keeper.stdin.write(black_box_keeper.FAILED if has_failed else black_box_keeper.STOP)
             keeper.stdin.close()
-            keeper.wait(timeout_s)
+            if not has_failed:
+                keeper.wait(timeout_s)
         if keeper.poll() is None:  # a busy machine: end its entry in the process table later
             threading.Thread(target=keeper.wait, daemon=True).start()
 

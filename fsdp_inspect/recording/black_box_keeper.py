@@ -1,18 +1,25 @@
 """Copy a rank's black box into its folder, from a small process that outlives the rank.
 
-The rank starts `python -I -S black_box_keeper.py DESCRIPTOR PID FILE RUN COPIED` with the memory of
-its black box as an open descriptor. Every second this process writes the blocks that changed. It
-writes once more after the rank has ended in any way. The rank itself never waits for the disk, and
-a rank whose Python is blocked by native code is saved too. The process ends with the rank, or when
-a byte arrives on its standard input. It imports the standard library only.
+The rank starts `python -I -S black_box_keeper.py DESCRIPTOR PID JOB FILE RUN COPIED` with the
+memory of its black box as an open descriptor. Every second this process writes the blocks that
+changed. It writes once more after the rank has ended in any way. The rank itself never waits for
+the disk, and a rank whose Python is blocked by native code is saved too. The process ends with the
+rank, or when `STOP` arrives on its standard input. It imports the standard library only.
 
-If the rank ended without closing its recording, for example by SIGKILL, it has not reported a
-reason. The first such process of a run then becomes `fsdp-inspect diagnose RUN`, which prints on
-the rank's stderr. Before that, each process copies its rank's file COPIED to stderr. The file has
-the stacks of a crash, which Python would print without the recorder.
+If the rank failed (`FAILED` on its standard input) or ended without closing its recording, for
+example by SIGKILL, the reason is explained after the end of the rank, which waits for nothing. One
+such process of a run becomes `fsdp-inspect diagnose RUN`. It prints on the rank's stderr and ends
+with the process JOB, the launcher of the ranks. Before that, each process copies its rank's file
+COPIED to stderr. The file has the stacks of a crash, which Python would print without the recorder.
+
+[Note: One explanation]
+The process that explains holds a lock on `LOCK_FILE`, and creates `EXPLAINED_FILE` after it has
+printed. If it is killed before that, its lock is released, and the process of the next rank
+explains. A watchdog that explains a hang does the same.
 """
 
 import contextlib
+import fcntl
 import mmap
 import os
 import select
@@ -32,8 +39,20 @@ RING_OFFSET = 512
 """See `trace.black_box`."""
 CLOSED_OFFSET = 97
 """See `trace.black_box`."""
+LOCK_FILE = "explaining"
+"""A file next to the folders of the ranks, locked by the process that explains."""
 EXPLAINED_FILE = "explained"
-"""See `recording.verdict`."""
+"""A file next to it: the run's end, or a hang, is explained on stderr."""
+STOP, FAILED = b"q", b"f"
+"""Messages of the rank: its recording is closed; its training failed, and it will end."""
+_NICE = 10
+"""The explanation takes no processor from the ranks that end, or from their launcher."""
+_CAUGHT_S = 5.0
+"""The time for which the explanation of a failure waits for the end of the rank."""
+_TURN_S = 0.1
+"""The interval in which a process looks whether it is its turn to explain."""
+_AFTER_JOB_S = 1.5
+"""The time for which it looks after the end of the job."""
 _BLOCK = 4096
 
 
@@ -46,7 +65,8 @@ def keep(descriptor: int, pid: int, target: str) -> bool:
         target: The file to write.
 
     Returns:
-        Whether the rank ended without closing its recording.
+        Whether the end of the rank needs an explanation: it failed, or it did not close its
+        recording.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole job: the rank must end first
@@ -54,45 +74,96 @@ def keep(descriptor: int, pid: int, target: str) -> bool:
     memory = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
     ends = select.poll()
     ends.register(0, select.POLLIN)
-    try:
-        process = os.pidfd_open(pid)
-        ends.register(process, select.POLLIN)
-    except OSError:  # the process has already ended
+    process = open_process(pid)
+    if process < 0:  # it has already ended
         _save(_with_end(memory[:]), bytes(size), target)
         return not memory[CLOSED_OFFSET]
+    ends.register(process, select.POLLIN)
     saved = bytes(size)
     watch = Watch(pid)
-    is_over = is_asked = False
-    while not is_over:
+    is_over = is_asked = has_failed = False
+    while not (is_over or has_failed):
         events = [descriptor for descriptor, _ in ends.poll(INTERVAL_MS)]
-        is_over = bool(events)
         # The pipe of a rank that dies closes shortly before the process ends.
-        is_asked = 0 in events and os.read(0, 1) != b""
+        message = os.read(0, 1) if 0 in events else b""
+        is_asked, has_failed, is_over = message == STOP, message == FAILED, bool(events)
         content = watch.look(memory[:], is_over=is_over)
-        if is_over and not is_asked:
+        if is_over and not (is_asked or has_failed):
             content = _with_end(content)
         if not os.path.exists(target):  # noqa: PTH110 - pathlib takes 10 ms to import
             saved = bytes(size)
         with contextlib.suppress(OSError):  # the disk may work again next time
             _save(content, saved, target)
             saved = content
-    return not is_asked and not memory[CLOSED_OFFSET]
+    if has_failed:
+        _await_end(process, _CAUGHT_S)
+    return has_failed or not (is_asked or memory[CLOSED_OFFSET])
 
 
-def explain(run_folder: str, marker: str) -> None:
-    """Become `fsdp-inspect diagnose`, unless another rank of the run has explained its end.
+def open_process(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1: it has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
+def _await_end(process: int, timeout_s: float) -> None:
+    """Wait for the end of a process; it lives on if the script has caught its error."""
+    select.select([process], [], [], timeout_s)
+
+
+def explain(run_folder: str, folder: str, job: int) -> None:
+    """Become `fsdp-inspect diagnose` when no other process explains the end of the run.
 
     Args:
         run_folder: The run.
-        marker: The file that the first rank creates.
+        folder: The folder of the attempt, with the folders of the ranks.
+        job: A descriptor of the launcher's process; -1: it has ended.
     """
     try:
-        os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         os.dup2(2, 1)
+        os.nice(_NICE)
+        if not _wait_for_turn(folder, job):
+            return
     except OSError:
         return
-    command = ("-m", "fsdp_inspect", "diagnose", run_folder, "--brief", "--at-end")
-    os.execv(sys.executable, [sys.executable, *command])
+    attempt = str(int(folder.rpartition("-")[2]))
+    marker = os.path.join(folder, EXPLAINED_FILE)  # noqa: PTH118
+    command = ("-m", "fsdp_inspect", "diagnose", run_folder, "--brief", "--attempt", attempt)
+    options = ("--at-end", marker, "--end-with", str(job))
+    os.execv(sys.executable, [sys.executable, *command, *options])
+
+
+def _wait_for_turn(folder: str, job: int) -> bool:
+    """Wait for the lock; returns whether the end still has to be explained.
+
+    The lock and the descriptor of the job are kept by the program that this process becomes.
+    """
+    lock = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o644)  # noqa: PTH118
+    os.set_inheritable(lock, True)
+    ended_s = None
+    while True:
+        if os.path.exists(os.path.join(folder, EXPLAINED_FILE)):  # noqa: PTH110, PTH118
+            return False
+        if take_lock(lock):
+            return not os.path.exists(os.path.join(folder, EXPLAINED_FILE))  # noqa: PTH110, PTH118
+        if job < 0 or select.select([job], [], [], _TURN_S)[0]:
+            ended_s = ended_s or time.monotonic()
+            if time.monotonic() - ended_s > _AFTER_JOB_S:
+                return False
+            time.sleep(_TURN_S)
+
+
+def take_lock(lock: int) -> bool:
+    """Lock a file unless another process has; True also if the file system has no locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def copy_to_stderr(path: str) -> None:
@@ -162,10 +233,12 @@ def _save(content: bytes, saved: bytes, target: str) -> None:
 
 
 if __name__ == "__main__":
-    _, memory_descriptor, rank_pid, box_file, run, copied = sys.argv
-    has_vanished = keep(int(memory_descriptor), int(rank_pid), box_file)
-    if has_vanished and copied:
+    _, memory_descriptor, rank_pid, job_pid, box_file, run, copied = sys.argv
+    launcher = open_process(int(job_pid)) if run else -1
+    needs_explanation = keep(int(memory_descriptor), int(rank_pid), box_file)
+    if needs_explanation and copied:
         copy_to_stderr(copied)
-    if has_vanished and run:
-        rank_folder = os.path.dirname(box_file)  # noqa: PTH120
-        explain(run, os.path.join(os.path.dirname(rank_folder), EXPLAINED_FILE))  # noqa: PTH118, PTH120
+    if needs_explanation and run:
+        if launcher >= 0:
+            os.set_inheritable(launcher, True)
+        explain(run, os.path.dirname(os.path.dirname(box_file)), launcher)  # noqa: PTH120

@@ -17,6 +17,7 @@ If both lead to a GPU in MIG mode, the sampler takes its only instance. If there
 instances, it samples none.
 """
 
+import math
 import os
 import threading
 import time
@@ -84,13 +85,16 @@ class DeviceSampler:
         self._thread = threading.Thread(target=self._run, name="fsdp-inspect-devices", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Take a last sample and end the thread; does nothing in a forked child."""
+    def stop(self, timeout_s: float = math.inf) -> None:
+        """Take a last sample and end the thread; does nothing in a forked child.
+
+        It waits at most `timeout_s`, and at most two seconds.
+        """
         # A forked child does not have this thread, and a lock that it held stays locked.
         if self._thread is None or os.getpid() != self._pid:
             return
         self._stop.set()
-        self._thread.join(_STOP_TIMEOUT_S)
+        self._thread.join(min(timeout_s, _STOP_TIMEOUT_S))
 
     def _run(self) -> None:
         nvml = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from fsdp_inspect.trace.run import Unit
 SNAPSHOT_FILE = "memory_snapshot.pickle"
 MAX_HISTORY_ENTRIES = 50_000
 """Length of a snapshot's history of allocations and frees: a few KB each, about 100 MB."""
+_OWN_FOLDER = f"{Path(__file__).parent}{os.sep}"
 _SNAPSHOT_PROTOCOL = 4  # the pickle protocol that torch's memory_viz page reads
 
 
@@ -69,8 +72,17 @@ def describe_failure(error: BaseException, session: Session, units: Sequence[Uni
     place = "" if phase == Phase.OUTSIDE else f", {Phase(phase).label}"
     if unit >= 0:
         place = f"{place or ','} of {format_unit(units[unit].fqn)}"
-    message = f": {error}" if str(error) else ""  # a KeyboardInterrupt has none
+    text = _text_of(error)  # a KeyboardInterrupt has none
+    message = f": {text}" if text else ""
     return f"{type(error).__name__} at step {session.step}{place}{message}"
+
+
+def _text_of(error: BaseException) -> str:
+    """The text of an error of the script; empty if its `__str__` fails."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def find_failing_line(error: BaseException) -> str:
@@ -80,6 +92,35 @@ def find_failing_line(error: BaseException) -> str:
         if package_of(frame) == "":
             found = f"{frame.f_code.co_filename}:{line}"
     return found
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Remove the recorder's wraps from an error's tracebacks, and from those of its causes.
+
+    Python then prints what it prints without the recorder. A frame of the recorder stays if the
+    error arose in it.
+    """
+    left: list[BaseException | None] = [error]
+    seen = set()
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = _without_own_frames(each.__traceback__)
+            left += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+
+
+def _without_own_frames(first: TracebackType | None) -> TracebackType | None:
+    places, place = [], first
+    while place is not None:
+        places.append(place)
+        place = place.tb_next
+    kept = None
+    for place in reversed(places):
+        if kept is None or not place.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+            place.tb_next = kept
+            kept = place
+    return kept
 
 
 def describe_allocated(

@@ -9,6 +9,7 @@ therefore keeps its part on its own disk, with a copy of the manifest.
 import contextlib
 import itertools
 import json
+import os
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -71,7 +72,7 @@ def agree_on_folder(path: Path, manifest: RunManifest, rank: int) -> RecordingFo
     Raises:
         OSError: Rank 0 cannot create the folder; the other ranks continue with its name.
     """
-    key = f"fsdp_inspect/recording/{next(_recordings)}"
+    key = f"fsdp_inspect/{_num_restarts()}/recording/{next(_recordings)}"
     alone = manifest.world_size == 1 or manifest.source == "emulated"
     if rank != 0 and not alone:
         return _follow_rank_0(key, path, manifest)._replace(key=key)
@@ -87,6 +88,11 @@ def agree_on_folder(path: Path, manifest: RunManifest, rank: int) -> RecordingFo
             }
             c10d._get_default_store().set(key, json.dumps(message))
     return chosen._replace(key=key)
+
+
+def _num_restarts() -> str:
+    """The number of restarts of an elastic job, which may keep its store over all of them."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFolder:

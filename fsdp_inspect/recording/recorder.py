@@ -18,6 +18,7 @@ from torch import nn
 from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.attachment import Attachment, Options
+from fsdp_inspect.recording.failure import hide_own_frames
 from fsdp_inspect.recording.models import as_one_module
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.process_life import note_process
@@ -268,6 +269,8 @@ class Recorder:
         self._cancel_at_exit()
         try:
             self._attachment.finish(error, show=show)
+            if error is not None:
+                hide_own_frames(error)
         except Exception as failure:  # an internal error must not reach the training
             logging.getLogger("fsdp_inspect").debug("not finished", exc_info=failure)
             warn(

@@ -72,9 +72,9 @@ class Surveillance:
         self._writer.update(crash_stacks=self._stacks.catches_crashes)
         self._watchdog.start(self._stacks.path_to_copy)
 
-    def stop(self) -> None:
-        """Stop the watchers."""
-        self._watchdog.stop()
+    def stop(self, timeout_s: float, *, has_failed: bool) -> None:
+        """Stop the watchers; see `Watchdog.stop`."""
+        self._watchdog.stop(timeout_s, has_failed=has_failed)
         self._stacks.uninstall()
 
     def before_update(self) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fsdp_inspect.recording.black_box import num_oom_kills
 from fsdp_inspect.recording.order_check import OrderCheck, interval_s
 from fsdp_inspect.recording.process_life import MOST_SPANS
-from fsdp_inspect.recording.verdict import claim_explanation, run_command
+from fsdp_inspect.recording.verdict import Explanation, run_command
 from fsdp_inspect.store.schema import BLACK_BOX_FILE
 from fsdp_inspect.trace.black_box import Header
 
@@ -147,14 +147,19 @@ class Watchdog:
         self._save()
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stop the thread, and save the black box once more."""
+    def stop(self, timeout_s: float, *, has_failed: bool) -> None:
+        """Stop the thread, and save the black box once more.
+
+        Args:
+            timeout_s: The longest wait, seconds.
+            has_failed: See `BlackBoxWriter.stop_keeper`.
+        """
         self._stop.set()
-        self._thread.join(timeout=_STOP_S)
+        self._thread.join(min(timeout_s, _STOP_S))
         self._watch_progress(self._now())  # a hang may have ended since the thread last looked
         self._is_closed = True
         self._save()
-        self._box.stop_keeper(_STOP_S)
+        self._box.stop_keeper(_STOP_S, has_failed=has_failed)
 
     def header(self) -> Header:
         """The state of this rank now."""
@@ -271,7 +276,8 @@ class Watchdog:
         """Write the stacks of this rank; the first rank then explains the hang."""
         self._hang_seen_ns = self._hang_seen_ns or self._now()
         self._has_explained = True
-        self._box.look_at_pending(self._has_ended)
+        if not self._session.is_paused:  # a query of an event can end the capture of a graph
+            self._box.look_at_pending(self._has_ended)
         self._save()
         try:
             self._stacks.write_now(self._session.training_thread, self._now())
@@ -281,15 +287,20 @@ class Watchdog:
         is_other = self._rank != 0 and self._store is not None
         if self._stop.wait(_GATHER_S + (_TAKE_OVER_S if is_other else 0.0)):
             return
-        if self._is_first():
-            claim_explanation(self._writer.folder)  # the rank's end needs no second explanation
-            _print_diagnosis(self._run_folder)
+        if self._store is not None and not self._is_first(self._store):
+            return
+        explanation = Explanation(self._writer.folder.parent)
+        try:
+            # Without the store, the folder decides. Rank 0 also explains a second hang.
+            if explanation.take() and (is_other or self._rank == 0 or not explanation.exists):
+                _print_diagnosis(self._run_folder)
+                explanation.note_printed()
+        finally:
+            explanation.release()
 
-    def _is_first(self) -> bool:
-        """Whether no other rank explains this hang; without the store, the run's folder decides."""
-        if self._store is None:
-            return self._rank == 0 or claim_explanation(self._writer.folder)
-        return self._store.add(f"{self._hang_key}/explained/{self._num_requests}", 1) == 1
+    def _is_first(self, store: StoreClient) -> bool:
+        """Whether no other rank explains this hang."""
+        return store.add(f"{self._hang_key}/explained/{self._num_requests}", 1) == 1
 
     def _save(self) -> None:
         """Note the state of the rank; without a keeper, let the next flush write the black box."""

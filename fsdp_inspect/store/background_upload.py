@@ -9,6 +9,8 @@ minute. What is not uploaded at the end stays on the disk; `fsdp-inspect upload`
 import contextlib
 import logging
 import shlex
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Collection
@@ -25,8 +27,14 @@ INTERVAL_S = 30.0
 """Time between two uploads; a node that is lost loses at most this much, and a running upload."""
 FINISH_TIMEOUT_S = 30.0
 """The time that the end of a recording waits for its upload."""
-FINISH_AFTER_ERROR_S = 5.0
-"""The same time if an exception ends the training: the traceback must not be delayed."""
+_LEFT_UPLOAD_S = 60
+"""The time for which another process uploads the rest after a failure of the training."""
+_LEFT_UPLOAD = f"""
+import runpy, signal, sys
+signal.alarm({_LEFT_UPLOAD_S})
+sys.argv[:] = ["fsdp-inspect", "upload", sys.argv[1]]
+runpy.run_module("fsdp_inspect", run_name="__main__")
+"""
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
 
@@ -82,6 +90,30 @@ class BackgroundUpload:
         self._is_overdue = True
         self._report_rest(timeout_s)
         return False
+
+    def leave(self, timeout_s: float) -> None:
+        """Upload the rest for at most this time; another process then does what is missing."""
+        self._is_ending = True
+        self._wake.set()
+        if self._is_complete.wait(timeout_s):
+            return
+        self._is_overdue = True
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.Popen(
+                [sys.executable, "-c", _LEFT_UPLOAD, str(self._run_folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            ).returncode = 0  # it outlives this process: no warning that it still runs
+        self._log(
+            "Rank %d: another process uploads the rest of the run to %s, for at most %d s. To "
+            "check and finish it: fsdp-inspect upload %s",
+            self._rank,
+            self.url,
+            _LEFT_UPLOAD_S,
+            shlex.quote(str(self._run_folder)),
+        )
 
     def _work(self) -> None:
         with contextlib.suppress(OSError):  # the disk fails; the writer reports it

@@ -21,7 +21,12 @@ from fsdp_inspect.parallel.tasks import InProcess, OnDone, Tasks, require_shared
 from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
 from fsdp_inspect.store.compacted import read_footer, write_compacted
 from fsdp_inspect.store.files import LocalFiles, RunFiles
-from fsdp_inspect.store.folder import list_rank_places, rank_folder, read_rank_record
+from fsdp_inspect.store.folder import (
+    has_running_ranks,
+    list_rank_places,
+    rank_folder,
+    read_rank_record,
+)
 from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.record_bundle import write_record_bundle
@@ -52,6 +57,8 @@ from fsdp_inspect.trace.tables import SummaryTable
 MAX_BYTES_AT_END = 64 << 20
 """Larger streams of a rank are not compacted when its training ends."""
 
+_OTHER_RANKS_S = 15.0
+"""The time that the end of a run waits for ranks that still record."""
 _UNFINISHED_AGE_S = 60.0
 _ROWS_AT_ONCE = 1 << 22
 """Rows of the run's summary that are ordered together, 240 MB."""
@@ -162,6 +169,20 @@ def compact_run(
                 result.compacted.append(done)
     has_summary = not result.skipped and write_run_summary(path)
     return CompactionResult(path, result.compacted, result.skipped, has_summary)
+
+
+def compact_at_end(path: Path) -> None:
+    """Wait a limited time for the ranks of the last attempt, and compact the run.
+
+    Does nothing if the run has no manifest, after an error of the disk. Raises as `compact_run`.
+    """
+    if not (path / MANIFEST_FILE).exists():
+        return
+    attempt = max((attempt for attempt, _ in list_rank_places(path)), default=0)
+    deadline = time.monotonic() + _OTHER_RANKS_S
+    while has_running_ranks(path, attempt) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    compact_run(path, max_bytes=MAX_BYTES_AT_END)
 
 
 def _compact(asked: _RankToCompact) -> RankCompaction | SkippedRank:

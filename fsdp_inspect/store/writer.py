@@ -212,6 +212,7 @@ class RankWriter:
         status: RunStatus = RunStatus.COMPLETE,
         failure: str | None = None,
         compact: bool = True,
+        timeout_s: float | None = None,
     ) -> None:
         """Write the remaining rows and close the streams; further calls do nothing.
 
@@ -222,6 +223,8 @@ class RankWriter:
             status: The final status of the rank.
             failure: The error that ended the training.
             compact: Also convert the streams to Parquet files, unless they are very large.
+            timeout_s: The longest wait, seconds. The background thread continues after it, as long
+                as the process lives. None: the limits above.
         """
         if not self._is_owner() or self._is_closed:
             return
@@ -230,10 +233,12 @@ class RankWriter:
         self._cancel_at_exit()
         self._ending = (status, failure, compact)
         self._wake.set()
-        if self._thread.is_alive():
+        if not self._thread.is_alive():
+            self._end()
+        elif timeout_s is None:
             self._await_end()
         else:
-            self._end()
+            self._has_written_all.wait(timeout_s)
 
     def _start(self) -> None:
         try:

@@ -182,7 +182,7 @@ def test_the_keeper_ends_when_it_is_asked_to(tmp_path: Path, group: dist.Process
     box.write_header(HEADER)
     assert box.start_keeper(tmp_path / "black_box.bin", None, None)
 
-    box.stop_keeper(500)
+    box.stop_keeper(500, has_failed=False)
 
     assert decode((tmp_path / "black_box.bin").read_bytes()).entries["unit"].tolist() == [7]
     assert decode((tmp_path / "black_box.bin").read_bytes()).header.ended_unix_ns == 0

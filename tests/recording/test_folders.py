@@ -83,6 +83,21 @@ def test_a_restart_is_the_next_attempt_on_every_rank(
     assert {each[:2] for each in chosen} == {(tmp_path / "run", 1)}
 
 
+def test_no_rank_of_a_restarted_job_joins_the_attempt_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A static rendezvous keeps the store: the key of the first attempt still exists.
+    agree(tmp_path / "run", 0, monkeypatch)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    with pytest.warns(RuntimeWarning, match="rank 0 sent no run folder"):
+        agree(tmp_path / "run", 1, monkeypatch)
+    restarted = {agree(tmp_path / "run", rank, monkeypatch) for rank in (0, 1)}
+
+    assert {each[:2] for each in restarted} == {(tmp_path / "run", 1)}
+    assert all("/1/" in each.key for each in restarted)
+
+
 def test_a_disk_that_rank_0_cannot_use_does_not_keep_the_others_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

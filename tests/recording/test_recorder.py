@@ -425,7 +425,7 @@ def test_torch_keeps_the_names_that_the_recorder_attaches_to() -> None:
     assert callable(torch.utils.data.dataloader._BaseDataLoaderIter.__next__)
 
 
-@pytest.mark.parametrize(("fails", "timeout_s"), [(False, 10.0), (True, 1.0)])
+@pytest.mark.parametrize(("fails", "timeout_s"), [(False, 10.0), (True, 0.3)])
 def test_the_end_waits_for_the_device_and_only_briefly_behind_an_error(
     fake_ranks: None, tmp_path: Path, fails: bool, timeout_s: float
 ) -> None:
@@ -436,4 +436,4 @@ def test_the_end_waits_for_the_device_and_only_briefly_behind_an_error(
     with contextlib.suppress(ValueError), recorder:
         if fails:
             raise ValueError("the training's own error")
-    assert settled == [timeout_s]
+    assert settled == [pytest.approx(timeout_s, rel=0.5)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,3 +103,28 @@ def test_named_folder_gets_the_time_of_the_run_at_the_url() -> None:
     assert named.remote_name == "llama-20260101-000000"
     unique = named._replace(path=Path("runs/20260101-000000-llama-1a2b"))
     assert unique.remote_name == "20260101-000000-llama-1a2b"
+
+
+class HangingUpload:
+    """An upload that never returns."""
+
+    def upload(self) -> None:
+        threading.Event().wait()
+
+
+def test_after_a_failure_another_process_uploads_the_rest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path / "run", upload=None)
+    url = f"file://{tmp_path}/remote/run"
+    uploads: list[Any] = [HangingUpload()]
+    upload = background_upload.BackgroundUpload(tmp_path / "run", url, uploads, rank=0)
+    started_s = time.monotonic()
+
+    upload.leave(0.2)
+
+    assert time.monotonic() - started_s < 5
+    assert "another process uploads the rest" in caplog.text
+    rank = tmp_path / "remote" / "run" / "attempt-000" / "rank-00000" / "rank.json"
+    while not rank.exists():
+        time.sleep(0.05)

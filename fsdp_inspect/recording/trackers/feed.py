@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -90,21 +91,21 @@ class TrackerFeed:
                 "recording itself is complete."
             )
 
-    def close(self) -> None:
-        """End the child, and wait a limited time for the trackers."""
+    def close(self, timeout_s: float = math.inf) -> None:
+        """End the child, and wait for the trackers: at most `timeout_s`, and at most 30 s."""
+        end_s = time.monotonic() + min(timeout_s, _CLOSE_S)
         if self._child.poll() is None:
             self._child.kill()
         self._child.wait()
-        self._thread.join(1.0)
+        self._thread.join(min(max(end_s - time.monotonic(), 0.0), 1.0))
         for pipe in (self._child.stdin, self._child.stdout):
             with contextlib.suppress(OSError):
                 if pipe is not None and not self._thread.is_alive():
                     pipe.close()
         for delivery in self._deliveries:
             delivery.end()
-        deadline_s = time.monotonic() + _CLOSE_S
         for delivery in self._deliveries:
-            delivery.close(deadline_s)
+            delivery.close(end_s)
 
     def _read(self, lines: IO[str]) -> None:
         for line in lines:

@@ -1,0 +1,1 @@
+"""Ends of trainings under torchrun, with and without the recorder."""

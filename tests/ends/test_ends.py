@@ -1,0 +1,184 @@
+"""An end of a training is the same with and without the recorder, and is explained after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fsdp_inspect.recording.black_box_keeper import EXPLAINED_FILE, LOCK_FILE, take_lock
+from tests.browser.states import write_crashed
+from tests.cases import mark_slow
+
+from .ending_script import ENDS
+from .running import MOST_LATER_S, MOST_OUTLIVED_S, JobEnd, Recorded, find_differences, run_end
+
+pytestmark = pytest.mark.distributed
+
+_PAIRS = 3
+"""The number of tries to be equal. The machine has other work, and without the recorder a rank that
+fails in backward aborts instead at times, in the threads of gloo."""
+_GUARD = (("two-errors", "recorder"), ("two-errors", "launcher"), ("sigkill", "launcher"),
+          ("exception-after-training-on-rank-0", "recorder"))  # fmt: skip
+_CASES = [(name, how) for name in ENDS if name != "hang" for how in ("recorder", "launcher")]
+_EXPLAINED = (
+    *("exception", "exception-on-rank-0", "exception-in-first-step", "exception-in-forward"),
+    *("exception-in-backward", "data-worker", "two-errors", "two-errors-on-rank-0-first"),
+    *("sigkill", "abort", "hard-exit", "restart-in-vain"),
+)
+
+
+def end_of(name: str, recorded: Recorded, folder: Path) -> JobEnd:
+    folder.mkdir(parents=True)
+    options = ("--max-restarts=1",) if name.startswith("restart") else ()
+    return run_end(name, recorded, folder, options)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", mark_slow(_CASES, but=_GUARD), ids=" ".join)
+def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path: Path) -> None:
+    (name, how), differences = case, []
+    for pair in range(_PAIRS):
+        plain = end_of(name, "no", tmp_path / f"{pair}-plain")
+        recorded = end_of(name, how, tmp_path / f"{pair}-recorded")
+        found = find_differences(plain, recorded)
+        later_s = recorded.after_s - plain.after_s
+        if later_s > MOST_LATER_S and plain.code:  # a normal end waits for the verdict
+            found.append(f"{later_s:.2f} s later")
+        assert recorded.outlived_s <= MOST_OUTLIVED_S
+        if name in _EXPLAINED:
+            attempts = 1 + name.startswith("restart")
+            assert recorded.stderr.count("fsdp_inspect: Rank") == attempts, recorded.stderr
+        if not found:
+            return
+        differences += found
+    pytest.fail("\n".join(differences))
+
+
+def test_no_explanation_is_printed_where_none_is_wanted(tmp_path: Path) -> None:
+    end = run_end("exception", "launcher", tmp_path, launcher_options=["--no-verdict"])
+    assert end.code == 1
+    assert "fsdp_inspect: Rank" not in end.stderr
+    assert not list(tmp_path.glob(f"runs/*/attempt-000/{EXPLAINED_FILE}"))
+
+
+# --- the right to explain
+
+_WAITS_FOR_LOCK = """
+import sys, time
+import torch.distributed as dist
+from pathlib import Path
+from fsdp_inspect.recording.black_box import BlackBoxWriter
+from fsdp_inspect.trace.black_box import EMPTY_HEADER
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+box = BlackBoxWriter(time.perf_counter_ns)
+box.write_header(EMPTY_HEADER)
+run = Path(sys.argv[1])
+assert box.start_keeper(run / "attempt-000" / "rank-00000" / "black_box.bin", run, None)
+box.stop_keeper(1.0, has_failed=True)
+"""
+_HOLDS_LOCK = """
+import os, sys, time
+from fsdp_inspect.recording.black_box_keeper import take_lock
+assert take_lock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT))
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def claimed(tmp_path: Path) -> subprocess.Popen[str]:
+    """A process that has taken the right to explain a run, and prints nothing."""
+    write_crashed(tmp_path / "run")
+    folder = tmp_path / "run" / "attempt-000"
+    command = [sys.executable, "-c", _HOLDS_LOCK, str(folder / LOCK_FILE)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.kill()
+
+
+def test_if_the_process_that_explains_is_killed_the_next_one_explains(
+    claimed: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with (tmp_path / "stderr").open("w") as stderr:
+        subprocess.run(
+            [sys.executable, "-c", _WAITS_FOR_LOCK, str(run)],
+            stderr=stderr, check=True, timeout=120,
+        )  # fmt: skip
+    waiting = _keeper_of(run)
+    time.sleep(0.5)
+    assert waiting.is_running()
+    assert "diagnose" not in waiting.cmdline()
+
+    claimed.kill()
+
+    waiting.wait(120)
+    assert (run / "attempt-000" / EXPLAINED_FILE).exists()
+    assert (tmp_path / "stderr").read_text().count("fsdp_inspect: ") == 1
+
+
+def test_nothing_is_explained_twice(claimed: subprocess.Popen[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with (tmp_path / "stderr").open("w") as stderr:
+        subprocess.run(
+            [sys.executable, "-c", _WAITS_FOR_LOCK, str(run)],
+            stderr=stderr, check=True, timeout=120,
+        )  # fmt: skip
+    waiting = _keeper_of(run)
+
+    (run / "attempt-000" / EXPLAINED_FILE).touch()
+
+    waiting.wait(60)
+    assert (tmp_path / "stderr").read_text() == ""
+
+
+def test_a_lock_belongs_to_one_process(tmp_path: Path) -> None:
+    first, second = (os.open(tmp_path / LOCK_FILE, os.O_RDWR | os.O_CREAT) for _ in range(2))
+    assert take_lock(first)
+    assert not take_lock(second)
+    os.close(first)
+    assert take_lock(second)
+    os.close(second)
+
+
+def _keeper_of(run: Path) -> psutil.Process:
+    return next(
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if str(run) in " ".join(each.info["cmdline"] or ())
+        and any("black_box_keeper.py" in word for word in each.info["cmdline"])
+    )
+
+
+# --- a hang
+
+
+@pytest.mark.slow
+def test_a_hang_that_is_killed_while_it_is_explained_is_explained_after_it(tmp_path: Path) -> None:
+    def kill_when_explained(job: int) -> None:
+        """Kill the job at the moment at which the diagnosis of the hang begins."""
+        while True:
+            ranks = psutil.Process(job).children()
+            inner = [child for rank in ranks for child in rank.children()]
+            if any("diagnose" in child.cmdline() for child in inner):
+                for each in (*ranks, psutil.Process(job)):
+                    os.kill(each.pid, signal.SIGKILL)
+                return
+            time.sleep(0.02)
+
+    end = run_end(
+        "hang", "launcher", tmp_path,
+        launcher_options=["--hang-after", "1"], during=kill_when_explained,
+    )  # fmt: skip
+
+    assert end.stderr.count("fsdp_inspect: ") == 1
+    assert "fsdp_inspect: Rank 1 never reached the all-gather" in end.stderr
