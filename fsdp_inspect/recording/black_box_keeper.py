@@ -46,7 +46,6 @@ EXPLAINED_FILE = "explained"
 STOP, FAILED = b"q", b"f"
 """Messages of the rank: its recording is closed; its training failed, and it will end."""
 _NICE = 10
-"""The explanation takes no processor from the ranks that end, or from their launcher."""
 _CAUGHT_S = 5.0
 """The time for which the explanation of a failure waits for the end of the rank."""
 _TURN_S = 0.1
@@ -100,6 +99,17 @@ def keep(descriptor: int, pid: int, target: str) -> bool:
     return has_failed or not (is_asked or memory[CLOSED_OFFSET])
 
 
+def give_way() -> None:
+    """Leave the processors to the ranks that end, and to their launcher.
+
+    Linux may group processes by session (sched(7), autogroup): a priority then counts only within
+    the session, and the session has one of its own.
+    """
+    os.nice(_NICE)
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:  # noqa: PTH123
+        file.write(str(_NICE))
+
+
 def open_process(pid: int) -> int:
     """A descriptor that becomes readable when the process ends; -1: it has ended."""
     try:
@@ -123,7 +133,7 @@ def explain(run_folder: str, folder: str, job: int) -> None:
     """
     try:
         os.dup2(2, 1)
-        os.nice(_NICE)
+        give_way()
         if not _wait_for_turn(folder, job):
             return
     except OSError:

@@ -31,6 +31,15 @@ _AT_EXIT_S = 75.0
 """The time that a normal exit waits for the verdict: for the files of other ranks, and to read."""
 
 
+_IN_BACKGROUND = """
+import runpy, sys
+from fsdp_inspect.recording.black_box_keeper import give_way
+give_way()
+sys.argv[0] = "fsdp-inspect"
+runpy.run_module("fsdp_inspect", run_name="__main__")
+"""
+
+
 def conclude(run_folder: Path, *, show: bool, emulated: str | None = None) -> None:
     """Compact a finished run and print its verdict; the caller is its only rank.
 
@@ -75,7 +84,7 @@ def _start_verdict(run_folder: Path) -> "subprocess.Popen[bytes] | None":
     try:
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", "fsdp_inspect", "summary", str(run_folder), "--verdict"),
+                *(sys.executable, "-c", _IN_BACKGROUND, "summary", str(run_folder), "--verdict"),
                 *("--at-end", "--end-with", str(job)),
             ],
             stdin=subprocess.DEVNULL,

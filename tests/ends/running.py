@@ -25,6 +25,8 @@ _ROOT = re.compile(r"Root Cause \(first observed failure\):.*?\n=+", re.DOTALL)
 _FIELD = re.compile(r"^ *(rank|exitcode) *: (\S+)", re.MULTILINE)
 _CHANGING = re.compile(r"0x[0-9a-f]+|\]:\d+|pid:? ?\d+|\d+\.\d+ ?s\b", re.IGNORECASE)
 _BEGIN = re.compile(r"(\[rank\d+\]: )?\s*(\+ Exception Group )?Traceback \(most recent call last\)")
+_PREFIX = re.compile(r"\[rank\d+\]:")
+"""torch puts the rank before the lines of a traceback while there is a process group."""
 _IDLE_S = 0.02
 MOST_LATER_S = 0.5
 """The time by which an end with the recorder may be later."""
@@ -154,6 +156,7 @@ def _traceback(text: str) -> str:
         is_own = line.startswith("fsdp_inspect: ") or (is_own and not _BEGIN.match(line))
         if not is_own:
             lines.append(line)
+    lines = [line for line in lines if _PREFIX.match(line)] or lines
     begins = [at for at, line in enumerate(lines) if _BEGIN.match(line)]
     return _CHANGING.sub("", "\n".join(lines[begins[0] :])) if begins else ""
 

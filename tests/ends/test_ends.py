@@ -17,7 +17,15 @@ from tests.browser.states import write_crashed
 from tests.cases import mark_slow
 
 from .ending_script import ENDS
-from .running import MOST_LATER_S, MOST_OUTLIVED_S, JobEnd, Recorded, find_differences, run_end
+from .running import (
+    MOST_LATER_S,
+    MOST_OUTLIVED_S,
+    SCRIPT,
+    JobEnd,
+    Recorded,
+    find_differences,
+    run_end,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -43,12 +51,13 @@ def end_of(name: str, recorded: Recorded, folder: Path) -> JobEnd:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", mark_slow(_CASES, but=_GUARD), ids=" ".join)
 def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path: Path) -> None:
-    (name, how), differences = case, []
+    (name, how), differences, plain_s = case, [], 0.0
     for pair in range(_PAIRS):
         plain = end_of(name, "no", tmp_path / f"{pair}-plain")
         recorded = end_of(name, how, tmp_path / f"{pair}-recorded")
         found = find_differences(plain, recorded)
-        later_s = recorded.after_s - plain.after_s
+        plain_s = max(plain_s, plain.after_s)
+        later_s = recorded.after_s - plain_s
         if later_s > MOST_LATER_S and plain.code:  # a normal end waits for the verdict
             found.append(f"{later_s:.2f} s later")
         assert recorded.outlived_s <= MOST_OUTLIVED_S
@@ -59,6 +68,18 @@ def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path:
             return
         differences += found
     pytest.fail("\n".join(differences))
+
+
+def test_an_exception_is_explained_once_with_its_line_and_who_waited(tmp_path: Path) -> None:
+    end = run_end("exception", "launcher", tmp_path)
+    text = " ".join(end.stderr.split())
+    lines = SCRIPT.read_text().splitlines()
+    line = 1 + lines.index("    raise ValueError(message)")
+    assert (
+        "fsdp_inspect: Rank 1 failed with ValueError at step 4: no label "
+        f"(ends/ending_script.py:{line}). 1 rank waited for it in the all-gather of 0 in forward."
+    ) in text
+    assert text.count("fsdp_inspect: Rank") == 1
 
 
 def test_no_explanation_is_printed_where_none_is_wanted(tmp_path: Path) -> None:
