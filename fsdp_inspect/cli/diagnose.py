@@ -1,8 +1,10 @@
 """`fsdp-inspect diagnose`: explain why a run hung, died or went wrong."""
 
 import contextlib
+import select
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +19,6 @@ from fsdp_inspect.cli.arguments import (
     require_new_file,
 )
 from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
-from fsdp_inspect.cli.job_end import EndWithOption, Job
 
 if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.diagnose import Diagnosis
@@ -29,7 +30,6 @@ SETTLE_S = 1.5
 """Time to wait for ranks that still write. The black box of a rank is saved each second."""
 _LAST_SETTLE_S = 0.1
 """The same time if this command took long to start."""
-_HINT = "The training failed. To see which rank failed first, and why: fsdp-inspect diagnose"
 
 
 def diagnose(  # noqa: PLR0913 - one argument an option
@@ -55,7 +55,10 @@ def diagnose(  # noqa: PLR0913 - one argument an option
             "create this file.",
         ),
     ] = None,
-    end_with: EndWithOption = -1,
+    job: Annotated[
+        int,
+        typer.Option("--job", hidden=True, help="The descriptor of the launcher's process."),
+    ] = -1,
     write: Annotated[
         Path | None,
         typer.Option(
@@ -84,23 +87,20 @@ def diagnose(  # noqa: PLR0913 - one argument an option
     Example: `fsdp-inspect diagnose runs/llama-1b`
     """
     import json
-    import time
 
     from fsdp_inspect.report.diagnosis import diagnosis_to_dict, render_diagnosis
 
     begun_s = time.monotonic()
-    job = Job(end_with, f"fsdp_inspect: {_HINT} {shlex.quote(run)}")
     if at_end is not None:
         import fsdp_inspect.run  # noqa: F401 - loaded while the ranks still write
 
-        job.wait_for_end(max(begun_s + SETTLE_S - time.monotonic(), _LAST_SETTLE_S))
+        _await_ranks(job, max(begun_s + SETTLE_S - time.monotonic(), _LAST_SETTLE_S))
     with open_tasks(dask) as connected:
         tasks = show_bars(connected)
         opened = open_run_argument(run, tasks, attempt)
         found = opened.diagnose(with_plans=False)
         if not brief or write is not None:
             found = _with_plans(opened, found, write, tasks)
-    job.finish()
     if as_json:
         head = {"run_id": opened.id, "source": opened.manifest.source, "notes": list(opened.notes)}
         print(json.dumps({**head, **diagnosis_to_dict(found)}, indent=2, allow_nan=False))
@@ -113,6 +113,14 @@ def diagnose(  # noqa: PLR0913 - one argument an option
                 at_end.touch()  # no other process explains the same end
     codes = {"healthy": HEALTHY, "problem": PROBLEM}
     raise typer.Exit(codes.get(found.status.value, CANNOT_TELL))
+
+
+def _await_ranks(job: int, timeout_s: float) -> None:
+    """Wait for ranks that still write, at most until the end of the job."""
+    if job < 0:
+        time.sleep(timeout_s)
+    else:
+        select.select([job], [], [], timeout_s)
 
 
 def _with_plans(

@@ -1,6 +1,5 @@
 """`fsdp-inspect summary`: show the limit of the step, its parts, memory and ranks."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,6 @@ import typer
 
 from fsdp_inspect.cli.arguments import JsonOption, RunArgument, open_run_argument, print_renderable
 from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
-from fsdp_inspect.cli.job_end import EndWithOption, Job
 
 
 def summary(
@@ -29,7 +27,6 @@ def summary(
             help="For the end of a training: wait for ranks that still write, and compact the run.",
         ),
     ] = False,
-    end_with: EndWithOption = -1,
 ) -> None:
     """Show one run: the limit of the step, its parts, memory and ranks.
 
@@ -45,7 +42,6 @@ def summary(
     """
     from fsdp_inspect.report.json import render_run_json
 
-    job = Job(end_with, f"To see the result: fsdp-inspect summary {shlex.quote(run)}")
     if at_end:
         from fsdp_inspect.store.compaction import compact_at_end
 
@@ -54,7 +50,6 @@ def summary(
         opened = open_run_argument(run, show_bars(tasks))
         digest = opened.summary()
         found = None if as_json else opened.diagnose(with_plans=False)
-    job.finish()
     if found is None:
         print(render_run_json(opened.source, digest.verdict if verdict else digest))
         return

@@ -37,7 +37,12 @@ from fsdp_inspect.recording.failure import (
     is_out_of_memory,
     keep_snapshot,
 )
-from fsdp_inspect.recording.folders import RecordingFolder, agree_on_folder, default_path
+from fsdp_inspect.recording.folders import (
+    RecordingFolder,
+    agree_on_folder,
+    default_path,
+    this_launch,
+)
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.launch_command import describe_launch
 from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
@@ -93,6 +98,8 @@ from fsdp_inspect.trace.training_code import TrainingCode
 
 _SETTLE_S = 10.0
 """The time that the end of a recording waits for pending work on the device."""
+_LAST_WRITE_S = 0.1
+"""The time of the last write after a failure, also if the other waits took all of theirs."""
 _FAILED_END_S = 0.3
 """The time that all waits at the end of a recording take together if an exception ends the
 training. A launcher soon ends all ranks, and a rank that is late loses its traceback. After a
@@ -104,6 +111,7 @@ class Options:
     """The validated arguments of `Recorder`."""
 
     path: Path | None
+    resume: bool
     name: str
     config: dict[str, Any]
     tags: list[str]
@@ -288,7 +296,8 @@ class Attachment:
         # Use an absolute path, because the script may change its working directory.
         path = (self._options.path or default_path(self._manifest.name)).absolute()
         try:
-            return agree_on_folder(path, self._manifest, self._rank)
+            resume = self._options.resume
+            return agree_on_folder(path, self._manifest, self._rank, resume=resume)
         except OSError:  # the writer gets the same error, reports it once and retries
             return RecordingFolder(path, 0)
 
@@ -301,6 +310,7 @@ class Attachment:
             rank=self._rank,
             world_size=dist.get_world_size(),
             attempt=self.folder.attempt,
+            launch=this_launch(),
             local_rank=dist.get_node_local_rank(fallback_rank=self._rank),
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -658,7 +668,7 @@ class Attachment:
                 status,
                 failure if has_failed else None,
                 compact=not has_failed,
-                timeout_s=_left(end_s) if has_failed else None,
+                timeout_s=max(_left(end_s), _LAST_WRITE_S) if has_failed else None,
             )
             self._release()
             if self._trackers is not None:

@@ -8,9 +8,10 @@ rank, or when `STOP` arrives on its standard input. It imports the standard libr
 
 If the rank failed (`FAILED` on its standard input) or ended without closing its recording, for
 example by SIGKILL, the reason is explained after the end of the rank, which waits for nothing. One
-such process of a run becomes `fsdp-inspect diagnose RUN`. It prints on the rank's stderr and ends
-with the process JOB, the launcher of the ranks. Before that, each process copies its rank's file
-COPIED to stderr. The file has the stacks of a crash, which Python would print without the recorder.
+such process of a run starts `fsdp-inspect diagnose RUN`, which prints on the rank's stderr, and
+ends it soon after the process JOB, the launcher of the ranks. Before that, each process copies its
+rank's file COPIED to stderr. The file has the stacks of a crash, which Python would print without
+the recorder.
 
 [Note: One explanation]
 The process that explains holds a lock on `LOCK_FILE`, and creates `EXPLAINED_FILE` after it has
@@ -45,13 +46,14 @@ EXPLAINED_FILE = "explained"
 """A file next to it: the run's end, or a hang, is explained on stderr."""
 STOP, FAILED = b"q", b"f"
 """Messages of the rank: its recording is closed; its training failed, and it will end."""
-_NICE = 10
+_NICE = 5
 _CAUGHT_S = 5.0
 """The time for which the explanation of a failure waits for the end of the rank."""
 _TURN_S = 0.1
 """The interval in which a process looks whether it is its turn to explain."""
 _AFTER_JOB_S = 1.5
-"""The time for which it looks after the end of the job."""
+"""The time for which it looks, and the explanation runs, after the end of the job."""
+_HINT = "The training failed. To see which rank failed first, and why: fsdp-inspect diagnose"
 _BLOCK = 4096
 
 
@@ -124,34 +126,53 @@ def _await_end(process: int, timeout_s: float) -> None:
 
 
 def explain(run_folder: str, folder: str, job: int) -> None:
-    """Become `fsdp-inspect diagnose` when no other process explains the end of the run.
+    """Run `fsdp-inspect diagnose` when no other process explains the end of the run.
 
     Args:
         run_folder: The run.
         folder: The folder of the attempt, with the folders of the ranks.
         job: A descriptor of the launcher's process; -1: it has ended.
     """
-    try:
-        os.dup2(2, 1)
-        give_way()
-        if not _wait_for_turn(folder, job):
-            return
-    except OSError:
+    if not _wait_for_turn(folder, job):
         return
     attempt = str(int(folder.rpartition("-")[2]))
     marker = os.path.join(folder, EXPLAINED_FILE)  # noqa: PTH118
-    command = ("-m", "fsdp_inspect", "diagnose", run_folder, "--brief", "--attempt", attempt)
-    options = ("--at-end", marker, "--end-with", str(job))
-    os.execv(sys.executable, [sys.executable, *command, *options])
+    command = (sys.executable, "-m", "fsdp_inspect", "diagnose", run_folder, "--brief")
+    options = ("--attempt", attempt, "--at-end", marker, "--job", str(job))
+    run_with_job([*command, *options], job, f"{_HINT} {run_folder}")
+
+
+def run_with_job(command: list[str], job: int, last_words: str) -> None:
+    """Run a command that prints on stderr, and end it soon after the job.
+
+    Args:
+        command: The program and its arguments.
+        job: A descriptor of the job's process; -1: the job has ended.
+        last_words: Printed if the command is ended.
+    """
+    if job >= 0:
+        os.set_inheritable(job, True)
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            os.dup2(2, 1)
+            give_way()
+            os.execv(command[0], command)
+        os._exit(1)
+    child = os.pidfd_open(pid)
+    ended = select.select([child, *([job] if job >= 0 else ())], [], [])[0]
+    if child not in ended and not select.select([child], [], [], _AFTER_JOB_S)[0]:
+        os.kill(pid, signal.SIGKILL)
+        os.write(2, f"fsdp_inspect: {last_words}\n".encode())
+    os.waitpid(pid, 0)
 
 
 def _wait_for_turn(folder: str, job: int) -> bool:
-    """Wait for the lock; returns whether the end still has to be explained.
-
-    The lock and the descriptor of the job are kept by the program that this process becomes.
-    """
-    lock = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o644)  # noqa: PTH118
-    os.set_inheritable(lock, True)
+    """Wait for the lock; returns whether the end still has to be explained."""
+    try:
+        lock = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o644)  # noqa: PTH118
+    except OSError:
+        return False
     ended_s = None
     while True:
         if os.path.exists(os.path.join(folder, EXPLAINED_FILE)):  # noqa: PTH110, PTH118
@@ -243,12 +264,13 @@ def _save(content: bytes, saved: bytes, target: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "with-job":
+        run_with_job(sys.argv[4:], open_process(int(sys.argv[2])), sys.argv[3])
+        sys.exit()
     _, memory_descriptor, rank_pid, job_pid, box_file, run, copied = sys.argv
     launcher = open_process(int(job_pid)) if run else -1
     needs_explanation = keep(int(memory_descriptor), int(rank_pid), box_file)
     if needs_explanation and copied:
         copy_to_stderr(copied)
     if needs_explanation and run:
-        if launcher >= 0:
-            os.set_inheritable(launcher, True)
         explain(run, os.path.dirname(os.path.dirname(box_file)), launcher)  # noqa: PTH120

@@ -11,9 +11,11 @@ import itertools
 import json
 import os
 import re
+import socket
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch.distributed.distributed_c10d as c10d
@@ -23,10 +25,12 @@ from fsdp_inspect.recording.environment import find_script_commit
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.store import folder
 from fsdp_inspect.store.schema import MANIFEST_FILE
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.run import Launch, RunManifest, RunStatus
 
 _recordings = itertools.count()
 _MAX_SUFFIX = 1000
+_MAX_EARLIER = 100
+"""The number of runs among which a restarted job looks for its earlier start."""
 _UNIQUE = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{4}")
 """The names of `default_path`."""
 
@@ -61,24 +65,27 @@ def default_path(name: str, directory: Path = Path("runs")) -> Path:
     return directory / f"{stamp}-{safe}-{uuid4().hex[:4]}"
 
 
-def agree_on_folder(path: Path, manifest: RunManifest, rank: int) -> RecordingFolder:
+def agree_on_folder(
+    path: Path, manifest: RunManifest, rank: int, *, resume: bool = False
+) -> RecordingFolder:
     """Create the run on rank 0 and share its name and attempt with every rank.
 
     Args:
         path: The configured run folder of this rank; only rank 0's last component counts.
         manifest: Written if the folder has none.
         rank: This rank.
+        resume: Continue any run of the same job in the folder.
 
     Raises:
         OSError: Rank 0 cannot create the folder; the other ranks continue with its name.
     """
-    key = f"fsdp_inspect/{_num_restarts()}/recording/{next(_recordings)}"
+    key = f"fsdp_inspect/{this_launch().num_restarts}/recording/{next(_recordings)}"
     alone = manifest.world_size == 1 or manifest.source == "emulated"
     if rank != 0 and not alone:
         return _follow_rank_0(key, path, manifest)._replace(key=key)
     chosen = RecordingFolder(path, 0, created_unix_ns=manifest.created_unix_ns)
     try:
-        chosen = _create(path, manifest)
+        chosen = _create(path, manifest, resume=resume)
     finally:
         if not alone:
             message = {
@@ -90,9 +97,18 @@ def agree_on_folder(path: Path, manifest: RunManifest, rank: int) -> RecordingFo
     return chosen._replace(key=key)
 
 
-def _num_restarts() -> str:
-    """The number of restarts of an elastic job, which may keep its store over all of them."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+def this_launch() -> Launch:
+    """The start of this process; a job without an elastic agent has no id."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    if not restarts.isdecimal():
+        return Launch()
+    with contextlib.suppress(Exception):  # no psutil, or the launcher has ended
+        import psutil
+
+        agent = psutil.Process(os.getppid())
+        launcher = f"{socket.gethostname()}/{agent.pid}/{agent.create_time():.2f}"
+        return Launch(id=launcher, num_restarts=int(restarts))
+    return Launch(num_restarts=int(restarts))
 
 
 def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFolder:
@@ -110,13 +126,25 @@ def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFold
     return RecordingFolder(chosen, answer["attempt"], created_unix_ns=created_unix_ns)
 
 
-def _create(path: Path, manifest: RunManifest) -> RecordingFolder:
-    """Create the run folder, under a new name if it holds a run of another model or world size."""
+def _create(path: Path, manifest: RunManifest, *, resume: bool) -> RecordingFolder:
+    """Create the run folder, under a new name if it holds a run that this job does not continue."""
+    launch = this_launch()
+    path = _earlier_start(path, launch) or path
+
+    def check(candidate: Path, there: RunManifest) -> None:
+        if not resume:
+            refusal = _refusal(candidate, there, manifest, launch)
+            if refusal:
+                raise StoreError(
+                    f"{str(candidate)!r} contains {refusal}. Expected a run that this job "
+                    "continues; Recorder(resume=True) continues it."
+                )
+
     for number in range(1, _MAX_SUFFIX):
         candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
         named = manifest.model_copy(update={"run_id": candidate.name})
         try:
-            attempt = folder.create_run(candidate, named)
+            attempt = folder.create_run(candidate, named, partial(check, candidate))
         except StoreError as error:
             if number == 1:
                 warn(f"{error} Recording into a new folder next to it.")
@@ -127,3 +155,46 @@ def _create(path: Path, manifest: RunManifest) -> RecordingFolder:
                 created_unix_ns = folder.read_manifest(candidate).created_unix_ns
         return RecordingFolder(candidate, attempt, created_unix_ns=created_unix_ns)
     raise OSError(f"no free folder name next to {path}")
+
+
+def _refusal(path: Path, there: RunManifest, new: RunManifest, launch: Launch) -> str:
+    """The reason why a job does not continue the run in a folder; empty: it does.
+
+    It continues its own earlier starts by the same launcher. It also continues a run that ended
+    without completing, if it has the same command and plan.
+    """
+    status, last = folder.last_attempt(path)
+    if launch.id and launch.id == last.id and launch.num_restarts > last.num_restarts:
+        return ""
+    if status is RunStatus.RUNNING:
+        return "a run that still records"
+    if status is RunStatus.COMPLETE:
+        return f"a complete run, started at {there.created}"
+    differences = [
+        name
+        for name, one, two in (
+            ("command", there.command, new.command),
+            ("configuration", there.config, new.config),
+            ("plan", _plan_of(there), _plan_of(new)),
+        )
+        if one != two
+    ]
+    return f"a run with another {' and '.join(differences)}" if differences else ""
+
+
+def _plan_of(manifest: RunManifest) -> list[dict[str, Any]]:
+    """What is known of the plan before the first forward."""
+    fields = {"fqn", "param_dtype", "reduce_dtype", "offload", "shard_group", "replicate_group"}
+    return [unit.model_dump(include=fields) for unit in manifest.units]
+
+
+def _earlier_start(path: Path, launch: Launch) -> Path | None:
+    """The run that an earlier start of this launch recorded under a name with its own time."""
+    if not launch.num_restarts or not launch.id or not _UNIQUE.fullmatch(path.name):
+        return None
+    names = sorted(each.name for each in path.parent.glob("*") if _UNIQUE.fullmatch(each.name))
+    for name in reversed(names[-_MAX_EARLIER:]):
+        with contextlib.suppress(StoreError, OSError):
+            if folder.last_attempt(path.with_name(name))[1].id == launch.id:
+                return path.with_name(name)
+    return None

@@ -62,8 +62,12 @@ class Recorder:
         optimizer: The optimizer to record; its step ends a training step. With several optimizers
             or models, a step ends when each optimizer has stepped. None means any optimizer that
             steps in this process.
-        path: The run folder. If it holds a run of the same model, the recording is a new attempt.
-            None means `runs/<time>-<name>-<random>`.
+        path: The run folder. If it holds an earlier run, the recording goes into a new folder, such
+            as `llama-1b-2`, and one line states it. A restart by an elastic agent is a new attempt
+            of the same run, and so is a start after a run that did not complete, with the same
+            command, configuration and plan. None means `runs/<time>-<name>-<random>`.
+        resume: Continue the run in `path` in any case, as a new attempt, if it has the same model
+            and world size.
         name: The display name of the run; None means the model's class.
         config: Settings of the script to store with the run; JSON values.
         tags: Words by which to find the run.
@@ -113,6 +117,7 @@ class Recorder:
         *,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         path: str | os.PathLike[str] | None = None,
+        resume: bool = False,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
         tags: Sequence[str] = (),
@@ -144,6 +149,7 @@ class Recorder:
         _check_upload(upload)
         options = Options(
             path=None if path is None else Path(path),
+            resume=resume,
             name=name or "",
             config=dict(config or {}),
             tags=list(tags),

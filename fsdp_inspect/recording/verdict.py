@@ -16,12 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fsdp_inspect.recording.black_box_keeper import (
-    EXPLAINED_FILE,
-    LOCK_FILE,
-    open_process,
-    take_lock,
-)
+from fsdp_inspect.recording import black_box_keeper
+from fsdp_inspect.recording.black_box_keeper import EXPLAINED_FILE, LOCK_FILE, take_lock
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.store.compaction import compact_at_end
@@ -29,15 +25,6 @@ from fsdp_inspect.store.compaction import compact_at_end
 _TIMEOUT_S = 60.0
 _AT_EXIT_S = 75.0
 """The time that a normal exit waits for the verdict: for the files of other ranks, and to read."""
-
-
-_IN_BACKGROUND = """
-import runpy, sys
-from fsdp_inspect.recording.black_box_keeper import give_way
-give_way()
-sys.argv[0] = "fsdp-inspect"
-runpy.run_module("fsdp_inspect", run_name="__main__")
-"""
 
 
 def conclude(run_folder: Path, *, show: bool, emulated: str | None = None) -> None:
@@ -67,36 +54,33 @@ def conclude_in_background(run_folder: Path, *, show: bool) -> None:
     child = _start_verdict(run_folder) if show else None
 
     def finish() -> None:
-        if _has_failed():
-            return
-        if child is None:
-            _compact(run_folder)
-        else:
+        if child is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_AT_EXIT_S)
+                child.wait(0 if _has_failed() else _AT_EXIT_S)
+            child.returncode = 0  # it may outlive this process: no warning that it still runs
+        elif not _has_failed():
+            _compact(run_folder)
 
     call_at_exit(finish)
 
 
 def _start_verdict(run_folder: Path) -> "subprocess.Popen[bytes] | None":
-    """Start the child process that prints the verdict on this rank's stderr."""
-    job = open_process(os.getppid())
+    """Start the process that prints the verdict on this rank's stderr."""
+    run = str(run_folder)
+    hint = f"To see the result: fsdp-inspect summary {run}"
     try:
         return subprocess.Popen(
             [
-                *(sys.executable, "-c", _IN_BACKGROUND, "summary", str(run_folder), "--verdict"),
-                *("--at-end", "--end-with", str(job)),
+                *(sys.executable, "-I", "-S", black_box_keeper.__file__),
+                *("with-job", str(os.getppid()), hint),
+                *(sys.executable, "-m", "fsdp_inspect", "summary", run, "--verdict", "--at-end"),
             ],
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
+            stdout=subprocess.DEVNULL,
             start_new_session=True,  # a launcher ends the process group of its rank
-            pass_fds=[job] if job >= 0 else [],
         )
-    except (OSError, AttributeError, ValueError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    finally:
-        if job >= 0:
-            os.close(job)
 
 
 def _has_failed() -> bool:

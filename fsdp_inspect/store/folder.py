@@ -3,13 +3,14 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.store.files import LocalFiles, is_url, open_files
-from fsdp_inspect.store.liveness import is_alive
+from fsdp_inspect.store.liveness import SILENCE_S, is_alive
 from fsdp_inspect.store.records import decode_record, encode_record, replace_file
 from fsdp_inspect.store.remote_runs import find_remote_runs
 from fsdp_inspect.store.schema import (
@@ -20,7 +21,7 @@ from fsdp_inspect.store.schema import (
     rank_name,
     rank_numbers,
 )
-from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
+from fsdp_inspect.trace.run import Launch, RankRecord, RunManifest, RunStatus
 
 _CREATED = re.compile(rb'"created_unix_ns"\s*:\s*(\d{1,19})\b')
 _TEXT = rb'("(?:[^"\\]|\\.)*")'
@@ -31,6 +32,7 @@ _HEAD = re.compile(
     + _TEXT
 )
 """The first fields of `run.json`, in the order in which the recorder writes them."""
+_MANIFEST_S = 5.0
 LISTING_DEPTH = 2
 """Levels below the listed folder that are searched (`samples/<name>/run` has two)."""
 
@@ -67,29 +69,76 @@ class RunEntry:
             return None, str(error)
 
 
-def create_run(path: Path, manifest: RunManifest) -> int:
+def create_run(
+    path: Path,
+    manifest: RunManifest,
+    check: Callable[[RunManifest], None] = lambda there: None,
+) -> int:
     """Create a run, or the next attempt of an existing run.
 
     Args:
         path: The run folder; created with its parents.
         manifest: Written once; a restart keeps the manifest of the first attempt.
+        check: Called with the manifest of an existing run of the same job; raises a `StoreError`
+            if it is not to be continued.
 
     Returns:
         The number of the new attempt, whose folder now exists.
 
     Raises:
-        StoreError: The folder contains a run of another model, sharding or world size.
+        StoreError: The folder contains a run of another model, sharding or world size, or one that
+            `check` refuses.
         OSError: The folder cannot be created.
     """
     path.mkdir(parents=True, exist_ok=True)
-    if not write_manifest_if_absent(path, manifest):
-        _check_same_run(path, manifest)
+    if not (path / MANIFEST_FILE).exists():
+        with contextlib.suppress(FileExistsError):
+            (path / attempt_name(0)).mkdir()  # of several jobs, one creates the run
+            write_manifest_if_absent(path, manifest)
+            return 0
+        _await_manifest(path)
+    there = read_manifest(path)
+    differences = describe_job_differences(there, manifest)
+    if differences:
+        raise StoreError(f"{str(path)!r} contains another run: {'; '.join(differences)}.")
+    check(there)
     while True:
         names = [entry.name for entry in path.iterdir()]
         attempt = max(attempt_numbers(names), default=-1) + 1
         with contextlib.suppress(FileExistsError):
             (path / attempt_name(attempt)).mkdir()
             return attempt
+
+
+def _await_manifest(path: Path) -> None:
+    """Wait a short time for the manifest of a run that another process has just created."""
+    deadline = time.monotonic() + _MANIFEST_S
+    while not (path / MANIFEST_FILE).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def last_attempt(path: Path) -> tuple[RunStatus, Launch]:
+    """The status of the last attempt of a run in this folder, and its start.
+
+    An attempt without any record is running: its ranks have just started. After a minute it has
+    crashed.
+    """
+    files = LocalFiles(path)
+    number = max(attempt_numbers(files.folders("")), default=0)
+    name = attempt_name(number)
+    places = {rank: f"{name}/{rank_name(rank)}" for rank in rank_numbers(files.folders(name))}
+    found = {rank: read_rank_record(path / place) for rank, place in places.items()}
+    records = {rank: record for rank, record in found.items() if record is not None}
+    if not records:
+        age_s = time.time() - (path / name).stat().st_mtime
+        return RunStatus.RUNNING if age_s < SILENCE_S else RunStatus.CRASHED, Launch()
+    launch = records[min(records)].launch
+    for rank, record in records.items():
+        if record.status is RunStatus.RUNNING:
+            is_running = is_alive(record, files, places[rank])
+            return RunStatus.RUNNING if is_running else RunStatus.CRASHED, launch
+    is_complete = all(record.status is RunStatus.COMPLETE for record in records.values())
+    return RunStatus.COMPLETE if is_complete else RunStatus.FAILED, launch
 
 
 def write_manifest_if_absent(path: Path, manifest: RunManifest) -> bool:
@@ -271,15 +320,6 @@ def describe_job_differences(there: RunManifest, new: RunManifest) -> list[str]:
     return [
         f"{name} is {one[name]} there and {two[name]} now" for name in one if one[name] != two[name]
     ]
-
-
-def _check_same_run(path: Path, manifest: RunManifest) -> None:
-    differences = describe_job_differences(read_manifest(path), manifest)
-    if differences:
-        raise StoreError(
-            f"{str(path)!r} contains another run: {'; '.join(differences)}. Expected a restart of "
-            "the same job. Record into another folder."
-        )
 
 
 def _identity(manifest: RunManifest) -> dict[str, object]:

@@ -193,6 +193,15 @@ class OperationCount(Record):
     """Operators that are no views."""
 
 
+class Launch(Record):
+    """The start of a job's processes by a launcher."""
+
+    id: str = ""
+    """The launcher's process; its restarts of the ranks have the same one. Empty: unknown."""
+    num_restarts: Index = 0
+    """The number of restarts of the ranks before this start."""
+
+
 class RunManifest(Record):
     """`run.json`: rank 0 writes it before any event."""
 
@@ -337,6 +346,8 @@ class RankRecord(Record):
     rank: Index
     world_size: WorldSize
     attempt: Index = 0
+    launch: Launch = Launch()
+    """The start of this attempt; runs of earlier versions have no id."""
     local_rank: int = 0
     host: str = ""
     pid: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +20,15 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
 from fsdp_inspect.recording import folders
+from fsdp_inspect.recording.environment import read_clock_pair
 from fsdp_inspect.recording.folders import RecordingFolder, agree_on_folder, default_path
-from fsdp_inspect.store.folder import read_manifest
+from fsdp_inspect.store.folder import rank_folder, read_manifest
+from fsdp_inspect.store.liveness import pid_scope
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.trace.run import RunManifest, RunStatus
+from fsdp_inspect.store.records import encode_record
+from fsdp_inspect.store.schema import RANK_FILE
+from fsdp_inspect.trace.run import Launch, RankRecord, RunManifest, RunStatus
+from tests.store.run_files import make_manifest
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +40,12 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return store
 
 
-def agree(path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> RecordingFolder:
+def agree(path: Path, rank: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> RecordingFolder:
     """Agree on a folder like the first recording of a rank's process."""
     monkeypatch.setattr(folders, "_recordings", itertools.count())
     manifest = RunManifest(
         run_id=path.name, created="", created_unix_ns=0, world_size=2, backend="gloo",
-        device_type="cpu",
+        device_type="cpu", **fields,
     )  # fmt: skip
     return agree_on_folder(path, manifest, rank)
 
@@ -73,14 +81,94 @@ def test_ranks_of_a_shared_disk_meet_in_one_folder(
     assert len(chosen) == 1
 
 
-def test_a_restart_is_the_next_attempt_on_every_rank(
+class Job:
+    """The starts of a job's ranks, one after the other, like those of an elastic agent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, agent: str) -> None:
+        self._monkeypatch = monkeypatch
+        self._agent = agent
+        self._num_restarts = -1
+
+    def start(self, path: Path, status: RunStatus | None = None, **fields: Any) -> RecordingFolder:
+        """Record an attempt on both ranks; `status` is that of rank 0 after it, None: it runs."""
+        self._num_restarts += 1
+        launch = Launch(id=self._agent, num_restarts=self._num_restarts)
+        self._monkeypatch.setattr(folders, "this_launch", lambda: launch)
+        first, second = (agree(path, rank, self._monkeypatch, **fields) for rank in (0, 1))
+        assert first[:2] == second[:2]
+        record = RankRecord(
+            rank=0, world_size=2, attempt=first.attempt, launch=launch, pid=os.getpid(),
+            clock_start=read_clock_pair(), status=status or RunStatus.RUNNING,
+        )  # fmt: skip
+        target = rank_folder(first.path, first.attempt, 0)
+        target.mkdir()
+        (target / RANK_FILE).write_bytes(encode_record(record.model_copy(update=_OF_THIS_PROCESS)))
+        return first
+
+
+_OF_THIS_PROCESS = {"pid_scope": pid_scope()}
+
+
+def test_a_restart_by_the_same_agent_is_the_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agree(tmp_path / "run", 0, monkeypatch)
+    job = Job(monkeypatch, "agent")
+    # A rank of another node may seem to run for a minute after the agent has ended it.
+    starts = [job.start(tmp_path / "run") for _ in range(3)]
+    assert [each[:2] for each in starts] == [(tmp_path / "run", n) for n in range(3)]
 
-    chosen = {agree(tmp_path / "run", rank, monkeypatch) for rank in (0, 1)}
 
-    assert {each[:2] for each in chosen} == {(tmp_path / "run", 1)}
+def test_a_restart_finds_its_run_under_a_name_with_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, other = Job(monkeypatch, "agent"), Job(monkeypatch, "another agent")
+    first = job.start(default_path("llama", tmp_path))
+    other.start(default_path("llama", tmp_path))
+    second = job.start(default_path("llama", tmp_path))
+    assert second[:2] == (first.path, 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "fields", "reason"),
+    [
+        (None, {}, "a run that still records"),
+        (RunStatus.COMPLETE, {}, "a complete run"),
+        (RunStatus.FAILED, {"command": ["train.py", "--lr", "2"]}, "a run with another command"),
+        (RunStatus.FAILED, {"config": {"lr": 2}}, "a run with another configuration"),
+    ],
+)
+def test_another_job_never_joins_a_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: RunStatus | None,
+    fields: dict[str, Any],
+    reason: str,
+) -> None:
+    Job(monkeypatch, "yesterday").start(tmp_path / "llama", status)
+    with pytest.warns(RuntimeWarning, match=reason):
+        today = Job(monkeypatch, "today").start(tmp_path / "llama", **fields)
+    assert today[:2] == (tmp_path / "llama-2", 0)
+    assert read_manifest(today.path).run_id == "llama-2"
+
+
+def test_the_same_job_continues_a_run_that_did_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Job(monkeypatch, "yesterday").start(tmp_path / "llama", RunStatus.FAILED)
+    today = Job(monkeypatch, "today").start(tmp_path / "llama")
+    assert today[:2] == (tmp_path / "llama", 1)
+
+
+def test_jobs_that_start_at_once_share_no_run(tmp_path: Path) -> None:
+    def start(number: int) -> tuple[Path, int]:
+        manifest = make_manifest(run_id="x", world_size=1)
+        return agree_on_folder(tmp_path / "x", manifest, 0)[:2]
+
+    with ThreadPoolExecutor(8) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chosen = list(pool.map(start, range(8)))
+    assert len(set(chosen)) == 8
+    assert {attempt for _, attempt in chosen} == {0}
 
 
 def test_no_rank_of_a_restarted_job_joins_the_attempt_before(
@@ -92,10 +180,6 @@ def test_no_rank_of_a_restarted_job_joins_the_attempt_before(
 
     with pytest.warns(RuntimeWarning, match="rank 0 sent no run folder"):
         agree(tmp_path / "run", 1, monkeypatch)
-    restarted = {agree(tmp_path / "run", rank, monkeypatch) for rank in (0, 1)}
-
-    assert {each[:2] for each in restarted} == {(tmp_path / "run", 1)}
-    assert all("/1/" in each.key for each in restarted)
 
 
 def test_a_disk_that_rank_0_cannot_use_does_not_keep_the_others_waiting(

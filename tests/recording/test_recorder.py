@@ -281,11 +281,25 @@ def test_what_fills_memory_is_told_largest_first(fake_ranks: None) -> None:
 # --- folders, attempts
 
 
-def test_a_restart_is_the_next_attempt(fake_ranks: None, tmp_path: Path) -> None:
+def record_twice(path: Path, **options: Any) -> None:
     for _ in range(2):
         model = sharded_model()
-        with quiet(model, tmp_path / "run") as recorder:
+        with quiet(model, path, **options) as recorder:
             train(model, recorder)
+
+
+def test_a_second_recording_is_a_run_of_its_own(
+    fake_ranks: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record_twice(tmp_path / "run")
+    assert list(open_run(tmp_path / "run").attempts) == [0]
+    assert open_run(tmp_path / "run-2").ranks[0].num_steps == 3
+    assert "contains a complete run" in caplog.text
+    assert "Recorder(resume=True)" in caplog.text
+
+
+def test_a_resumed_run_has_another_attempt(fake_ranks: None, tmp_path: Path) -> None:
+    record_twice(tmp_path / "run", resume=True)
     run = open_run(tmp_path / "run")
     assert list(run.attempts) == [0, 1]
     assert open_run(tmp_path / "run", attempt=0).ranks[0].num_steps == 3

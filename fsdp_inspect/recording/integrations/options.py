@@ -9,6 +9,7 @@ class RecorderOptions(TypedDict, total=False):
     """See `fsdp_inspect.Recorder`; every key is optional."""
 
     path: str | os.PathLike[str] | None
+    resume: bool
     name: str | None
     config: Mapping[str, Any] | None
     tags: Sequence[str]
