@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from fsdp_inspect.forecast.forecast import forecast_memory
     from fsdp_inspect.forecast.target import ForecastTarget
     from fsdp_inspect.recording.recorder import Recorder
+    from fsdp_inspect.recording.torch_api.apply import apply_plan
+    from fsdp_inspect.recording.torch_api.observe import observe_plan
     from fsdp_inspect.run import Run, open_run
-    from fsdp_inspect.sharding.apply import apply_plan
-    from fsdp_inspect.sharding.observe import observe_plan
     from fsdp_inspect.trace.plan import Plan
 
 __all__ = [
@@ -47,10 +47,10 @@ _HOMES = {
     "Plan": "fsdp_inspect.trace.plan",
     "Recorder": "fsdp_inspect.recording.recorder",
     "Run": "fsdp_inspect.run",
-    "apply_plan": "fsdp_inspect.sharding.apply",
+    "apply_plan": "fsdp_inspect.recording.torch_api.apply",
     "forecast_memory": "fsdp_inspect.forecast.forecast",
     "index_runs": "fsdp_inspect.catalog.index",
-    "observe_plan": "fsdp_inspect.sharding.observe",
+    "observe_plan": "fsdp_inspect.recording.torch_api.observe",
     "open_catalog": "fsdp_inspect.catalog.catalog",
     "open_run": "fsdp_inspect.run",
 }

@@ -19,12 +19,13 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
-from fsdp_inspect.emulation.network import EmulatedNetwork, Transfer
+from fsdp_inspect.emulation.network import EmulatedNetwork
 from fsdp_inspect.emulation.unit_waits import UnitWaits
 from fsdp_inspect.emulation.wires import CudaWire, EmulatedMessage, HostWire, SpinningDevice, Wire
 from fsdp_inspect.errors import EmulationError
-from fsdp_inspect.sharding.attributes import set_attribute
-from fsdp_inspect.sharding.torch_collectives import (
+from fsdp_inspect.recording.emulated_network import Transfer
+from fsdp_inspect.recording.torch_api.attributes import set_attribute
+from fsdp_inspect.recording.torch_api.c10d import (
     FUNCTIONALS,
     FUNCTIONS,
     ArgumentPicker,

@@ -7,9 +7,9 @@ later. Times are absolute, so a late sleeper delays only itself and not the link
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from fsdp_inspect.emulation.specification import Specification
+from fsdp_inspect.recording.emulated_network import Transfer
 from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
 
@@ -19,19 +19,6 @@ _SPIN_NS = 150_000
 # Bus bytes for each byte of a message, for kinds that trace.bandwidth does not measure. Source:
 # nccl-tests, doc/PERFORMANCE.md. OTHER_COLLECTIVE covers reduce, gather and scatter.
 _ONE_WAY_KINDS = (EventKind.BROADCAST, EventKind.OTHER_COLLECTIVE)
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """One collective on its link, with times in ns on the clock of `time.perf_counter_ns`."""
-
-    kind: EventKind
-    num_bytes: int
-    issue_ns: int
-    start_ns: int
-    end_ns: int
-    need_ns: int = -1
-    """The time of the first wait for it; -1 if there was none."""
 
 
 class EmulatedNetwork:

@@ -14,15 +14,15 @@ import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as c10d
 
 from fsdp_inspect.emulation.collectives import Collectives
-from fsdp_inspect.emulation.network import EmulatedNetwork, Transfer
+from fsdp_inspect.emulation.network import EmulatedNetwork
 from fsdp_inspect.emulation.specification import Specification
 from fsdp_inspect.emulation.unit_waits import UnitWaits
 from fsdp_inspect.emulation.wires import SpinningDevice
 from fsdp_inspect.errors import EmulationError
-from fsdp_inspect.sharding.attributes import set_attribute
-from fsdp_inspect.sharding.torch_collectives import ArgumentPicker
-
-_active: Emulation | None = None
+from fsdp_inspect.recording import emulated_network
+from fsdp_inspect.recording.emulated_network import Transfer, announce_emulation
+from fsdp_inspect.recording.torch_api.attributes import set_attribute
+from fsdp_inspect.recording.torch_api.c10d import ArgumentPicker
 
 
 class Emulation:
@@ -83,7 +83,8 @@ class Emulation:
 
 def active_emulation() -> Emulation | None:
     """The emulation of this process; None on a real rank."""
-    return _active
+    found = emulated_network.active_emulation()
+    return found if isinstance(found, Emulation) else None
 
 
 @contextmanager
@@ -96,25 +97,19 @@ def emulate(specification: Specification) -> Iterator[Emulation]:
     Raises:
         EmulationError: This process already has a process group, or is one of several ranks.
     """
-    global _active
     _expect_alone(specification)
     emulation = Emulation(specification)
     with emulation.undo as undo:
         emulation.attach()
         _replace_process_groups(undo, specification)
         _set_environment(undo, specification)
-        _active = emulation
-        undo.callback(_deactivate)
+        announce_emulation(emulation)
+        undo.callback(announce_emulation, None)
         yield emulation
 
 
-def _deactivate() -> None:
-    global _active
-    _active = None
-
-
 def _expect_alone(specification: Specification) -> None:
-    if _active is not None or dist.is_initialized():
+    if active_emulation() is not None or dist.is_initialized():
         raise EmulationError(
             "This process already has a process group. Expected none: emulation replaces it. "
             "Start the emulation before init_process_group."

@@ -27,9 +27,10 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from fsdp_inspect.emulation.network import EmulatedNetwork, Transfer
-from fsdp_inspect.sharding.attributes import set_attribute
-from fsdp_inspect.sharding.torch_fsdp import num_reduce_scatters_in_flight
+from fsdp_inspect.emulation.network import EmulatedNetwork
+from fsdp_inspect.recording.emulated_network import Transfer
+from fsdp_inspect.recording.torch_api.attributes import set_attribute
+from fsdp_inspect.recording.torch_api.fsdp2 import num_reduce_scatters_in_flight
 
 
 class UnitWaits:

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_inspect.emulation.network import EmulatedNetwork, Transfer
+from fsdp_inspect.emulation.network import EmulatedNetwork
 from fsdp_inspect.emulation.spinning import CudaSpinBackend, make_spin
+from fsdp_inspect.recording.emulated_network import Transfer
 from fsdp_inspect.trace.codes import EventKind
 
 

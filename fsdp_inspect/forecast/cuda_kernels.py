@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fsdp_inspect.sharding.attributes import replace_everywhere
+from fsdp_inspect.recording.torch_api.attributes import replace_everywhere
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_FLASH_HEAD_DIM = 256

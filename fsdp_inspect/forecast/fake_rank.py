@@ -34,7 +34,7 @@ from fsdp_inspect.forecast.compiled_regions import compile_without_fusion
 from fsdp_inspect.forecast.cuda_kernels import choose_cuda_kernels
 from fsdp_inspect.forecast.fake_values import ValuelessTensors
 from fsdp_inspect.forecast.one_device import host_for, use_one_device
-from fsdp_inspect.sharding.attributes import replace_everywhere, set_attribute
+from fsdp_inspect.recording.torch_api.attributes import replace_everywhere, set_attribute
 
 _FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
 from fsdp_inspect.recording.tensors import local_part
-from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.trace.run import HostMemory
 
 
@@ -24,7 +24,7 @@ def count_host_memory(
         sharder: Its units.
         optimizer: After its first step; None: its state is not counted.
     """
-    groups = [each.group for each in sharder.units if torch_fsdp.offloads_to_cpu(each.group)]
+    groups = [each.group for each in sharder.units if fsdp2.offloads_to_cpu(each.group)]
     whole = chain(model.parameters(), model.buffers())
     return HostMemory(
         offloaded_bytes=sum(
@@ -33,8 +33,8 @@ def count_host_memory(
             + (0 if optimizer is None else _num_bytes(_states(optimizer, param)))
             for group in groups
             for param, numel in zip(
-                torch_fsdp.sharded_parameters_of(group),
-                torch_fsdp.padded_shard_numels(group),
+                fsdp2.sharded_parameters_of(group),
+                fsdp2.padded_shard_numels(group),
                 strict=True,
             )
         ),

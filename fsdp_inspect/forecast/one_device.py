@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
-from fsdp_inspect.sharding.attributes import set_attribute
+from fsdp_inspect.recording.torch_api.attributes import set_attribute
 
 _WITHOUT_EFFECT = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
 """Functions of `torch.cuda` that training scripts call and that allocate nothing."""

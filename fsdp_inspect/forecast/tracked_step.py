@@ -29,9 +29,9 @@ from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
 from fsdp_inspect.recording.storage_log import StorageLog
+from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.recording.units import ProcessGroups, describe_model
-from fsdp_inspect.sharding import torch_fsdp
-from fsdp_inspect.sharding.observe import observe_plan
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.codes import MemoryPoint, Source
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
@@ -101,9 +101,7 @@ def track_step(  # noqa: PLR0915 - one pass over one step
     kept: list[tuple[list[LiveMoment], LiveHistory | None]] = []
     probe = MemoryProbe(session, rows.append, None)
     offloaded = [
-        index
-        for index, handle in enumerate(sharder.units)
-        if torch_fsdp.offloads_to_cpu(handle.group)
+        index for index, handle in enumerate(sharder.units) if fsdp2.offloads_to_cpu(handle.group)
     ]
     memory_steps = MemorySteps(
         session,

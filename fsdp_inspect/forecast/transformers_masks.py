@@ -12,7 +12,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_inspect.forecast.fake_values import ValuelessTensors
-from fsdp_inspect.sharding.attributes import replace_everywhere
+from fsdp_inspect.recording.torch_api.attributes import replace_everywhere
 
 NOTE = (
     "Each row of a batch is assumed to be one sequence. If the training packs several sequences "

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.errors import DesyncError, RecordingError
 from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import Clock, CudaClock, HostClock, TorchCudaBackend
 from fsdp_inspect.recording.devices import DeviceSampler
+from fsdp_inspect.recording.emulated_network import active_emulation
 from fsdp_inspect.recording.environment import (
     describe_environment,
     find_script_commit,

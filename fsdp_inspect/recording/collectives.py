@@ -27,7 +27,7 @@ from fsdp_inspect.trace.codes import (
 )
 
 if TYPE_CHECKING:
-    from fsdp_inspect.emulation.network import Transfer
+    from fsdp_inspect.recording.emulated_network import Transfer
     from fsdp_inspect.recording.session import Session
 
 # Looked up once, because the hot path uses them; see `unit_hooks`.

@@ -31,17 +31,15 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
-from fsdp_inspect.emulation.network import Transfer
 from fsdp_inspect.recording.collectives import (
     Communication,
     TimedWork,
     run_inside_collective,
 )
+from fsdp_inspect.recording.emulated_network import Transfer
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.unit_timing import Reductions
-from fsdp_inspect.recording.units import dtype_code
-from fsdp_inspect.sharding.torch_collectives import (
+from fsdp_inspect.recording.torch_api.c10d import (
     FUNCTIONALS,
     FUNCTIONS,
     POINT_TO_POINT,
@@ -51,6 +49,8 @@ from fsdp_inspect.sharding.torch_collectives import (
     resolve_group,
     tensors_of,
 )
+from fsdp_inspect.recording.unit_timing import Reductions
+from fsdp_inspect.recording.units import dtype_code
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase, Stream
 
 _KIND_OF_BACKWARD = {

@@ -22,8 +22,8 @@ from fsdp_inspect.recording.dispatcher_kernels import Issue, observe
 from fsdp_inspect.recording.journal import Completion
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.torch_api.c10d import address_of, bytes_of, tensors_of
 from fsdp_inspect.recording.units import dtype_code
-from fsdp_inspect.sharding.torch_collectives import address_of, bytes_of, tensors_of
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Stream
 
 _OPERATORS = {

@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from fsdp_inspect.sharding.attributes import set_attribute
+from fsdp_inspect.recording.torch_api.attributes import set_attribute
 
 
 class Patches:
     """Attributes set on objects of other libraries, and callbacks that undo other changes.
 
-    `undo` restores in reverse order, by the rules of `sharding.attributes`.
+    `undo` restores in reverse order, by the rules of `torch_api.attributes`.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.recording.import_hook import call_after_import
-from fsdp_inspect.sharding.attributes import set_attribute
+from fsdp_inspect.recording.torch_api.attributes import set_attribute
 from fsdp_inspect.trace.process_life import HostMemoryMark, ProcessLife, TimeSpan
 
 MOST_SPANS = 100

@@ -15,9 +15,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.attachment import Attachment, Options
+from fsdp_inspect.recording.emulated_network import active_emulation
 from fsdp_inspect.recording.failure import hide_own_frames
 from fsdp_inspect.recording.models import as_one_module
 from fsdp_inspect.recording.patches import warn

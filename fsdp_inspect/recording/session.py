@@ -34,9 +34,8 @@ from fsdp_inspect.trace.codes import (
 )
 
 if TYPE_CHECKING:
-    from fsdp_inspect.emulation.network import Transfer
-    from fsdp_inspect.emulation.process import Emulation
     from fsdp_inspect.recording.black_box import BlackBoxWriter
+    from fsdp_inspect.recording.emulated_network import Emulation, Transfer
     from fsdp_inspect.recording.numerics import StepObserver
     from fsdp_inspect.recording.storage_tracker import StorageTracker
 

@@ -103,7 +103,7 @@ def read_noted_calls(model: nn.Module, *, with_source: bool = True) -> NotedCall
         model: The recorded model.
         with_source: Whether to read source lines.
     """
-    from fsdp_inspect.sharding.torch_fsdp import find_states
+    from fsdp_inspect.recording.torch_api.fsdp2 import find_states
 
     units: dict[tuple[str, int], list[str]] = {}
     places: dict[tuple[str, int], _Place] = {}

@@ -15,7 +15,7 @@ class UnitHandle(Protocol):
     """A communication group of parameters: the object of the sharder with its names.
 
     Implemented by `GroupHandle` (FSDP2), `FlatHandle` (FSDP1) and `BucketHandle` (DDP) in
-    `sharding`.
+    `torch_api`.
     """
 
     @property

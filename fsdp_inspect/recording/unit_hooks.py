@@ -41,8 +41,8 @@ from fsdp_inspect.recording.collectives import (
     write_blocking,
 )
 from fsdp_inspect.recording.patches import Patches
+from fsdp_inspect.recording.torch_api.fsdp2 import STREAM_WAIT, num_reduce_scatters_in_flight
 from fsdp_inspect.recording.unit_timing import Reductions, UnitTimer
-from fsdp_inspect.sharding.torch_fsdp import STREAM_WAIT, num_reduce_scatters_in_flight
 from fsdp_inspect.trace.codes import (
     EventKind,
     MemoryPoint,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from fsdp_inspect.recording.memory import MemoryProbe
     from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.sharding.torch_fsdp import GroupHandle
+    from fsdp_inspect.recording.torch_api.fsdp2 import GroupHandle
 
 # Looked up once, because the hot path uses them; see `unit_timing`.
 _ALL_GATHER_COPY_OUT = EventKind.ALL_GATHER_COPY_OUT

@@ -1,8 +1,8 @@
 """Define the plan: how a model is sharded, as a file that people can read, change and apply.
 
 A plan lists the `fully_shard` calls (units) with their settings, the mesh, the prefetch order and
-the training loop's settings. It contains module names, not modules: `sharding.apply_plan` applies
-it to a model, `sharding.observe_plan` reads it from a model. None means "torch decides" and is
+the training loop's settings. It contains module names, not modules: `torch_api.apply_plan` applies
+it to a model, `torch_api.observe_plan` reads it from a model. None means "torch decides" and is
 written "auto" in the file.
 
 Module names are fully qualified, without wrapper segments; the model itself has the empty name.

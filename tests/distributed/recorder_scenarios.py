@@ -28,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fsdp_inspect import Recorder
-from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.recording.torch_api import fsdp2
 
 WIDTH = 32
 STEPS = 5
@@ -382,7 +382,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
             "gather": type(handle.group._all_gather_comm).__mro__[0].__module__,
             "scatter": type(handle.group._reduce_scatter_comm).__mro__[0].__module__,
         }
-        for handle in torch_fsdp.find_groups(model)
+        for handle in fsdp2.find_groups(model)
     ]
     functions = [
         id(function)
@@ -476,4 +476,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    torch_fsdp.release_process_groups()
+    fsdp2.release_process_groups()

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_inspect.sharding.observe import observe_plan
-from fsdp_inspect.sharding.torch_fsdp import strip_wrappers
+from fsdp_inspect.recording.torch_api.fsdp2 import strip_wrappers
+from fsdp_inspect.recording.torch_api.observe import observe_plan
 from instrumented_trainer.command_line import check_settings
 from instrumented_trainer.models import materialize
 from instrumented_trainer.optimization import make_optimizer

@@ -23,7 +23,9 @@ _OUTLIVES_S = 20.0
 """The time for which processes of the recorder are watched after the end of the job."""
 _ROOT = re.compile(r"Root Cause \(first observed failure\):.*?\n=+", re.DOTALL)
 _FIELD = re.compile(r"^ *(rank|exitcode) *: (\S+)", re.MULTILINE)
-_CHANGING = re.compile(r"RuntimeError: \[\S*gloo.*|0x[0-9a-f]+|\]:\d+|pid:? ?\d+|\d+\.\d+ ?s\b", re.IGNORECASE)
+_CHANGING = re.compile(
+    r"RuntimeError: \[\S*gloo.*|0x[0-9a-f]+|\]:\d+|pid:? ?\d+|\d+\.\d+ ?s\b", re.IGNORECASE
+)
 _BEGIN = re.compile(r"(\[rank\d+\]: )?\s*(\+ Exception Group )?Traceback \(most recent call last\)")
 _PREFIX = re.compile(r"\[rank\d+\]:")
 """torch puts the rank before the lines of a traceback while there is a process group."""

@@ -4,8 +4,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.sharding import torch_fsdp
-from fsdp_inspect.sharding.apply import apply_plan
+from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.apply import apply_plan
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 
 BLOCKS = Plan.from_dict(
@@ -21,14 +21,14 @@ BLOCKS = Plan.from_dict(
 
 
 def names(model):
-    return [handle.name for handle in torch_fsdp.find_states(model)]
+    return [handle.name for handle in fsdp2.find_states(model)]
 
 
 def test_a_plan_becomes_fully_shard_calls(fake_world_of_4, decoder):
     resolved = apply_plan(decoder, BLOCKS)
     assert names(decoder) == ["", "embedding", "layers.0", "layers.1", "layers.2", "norm, head"]
     assert list(resolved.unit_names) == names(decoder)
-    assert [group.reshard_after_forward for group in torch_fsdp.find_groups(decoder)] == [
+    assert [group.reshard_after_forward for group in fsdp2.find_groups(decoder)] == [
         *[True] * 4,
         False,
     ]
@@ -38,28 +38,28 @@ def test_inner_modules_are_sharded_before_outer_ones_whatever_the_order(fake_wor
     apply_plan(
         decoder, Plan(units=tuple(UnitPlan(modules=(m,)) for m in ("", "layers.0", "layers.0.ffn")))
     )
-    sizes = {g.name: len(g.group.fsdp_params) for g in torch_fsdp.find_groups(decoder)}
+    sizes = {g.name: len(g.group.fsdp_params) for g in fsdp2.find_groups(decoder)}
     assert sizes == {"": 16, "layers.0": 5, "layers.0.ffn": 1}
 
 
 def test_the_mesh_of_the_plan_is_built(fake_world_of_4, decoder):
     apply_plan(decoder, BLOCKS.model_copy(update={"mesh": {"replicate": 2, "shard": 2}}))
-    (group, *_) = torch_fsdp.find_groups(decoder)
-    assert torch_fsdp.mesh_sizes(group.group) == {"replicate": 2, "shard": 2}
+    (group, *_) = fsdp2.find_groups(decoder)
+    assert fsdp2.mesh_sizes(group.group) == {"replicate": 2, "shard": 2}
 
 
 def test_a_mesh_of_the_caller_is_used(fake_world_of_4, decoder):
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
     apply_plan(decoder, BLOCKS, mesh)
-    assert torch_fsdp.find_groups(decoder)[0].shard_group is mesh.get_group()
+    assert fsdp2.find_groups(decoder)[0].shard_group is mesh.get_group()
 
 
 def test_a_prefetch_depth_skips_a_root_without_parameters(fake_world_of_4, decoder):
     apply_plan(decoder, BLOCKS.model_copy(update={"forward_prefetch": 2}))
-    by_name = {handle.name: handle for handle in torch_fsdp.find_states(decoder)}
+    by_name = {handle.name: handle for handle in fsdp2.find_states(decoder)}
     named = {id(handle.state): name for name, handle in by_name.items()}
     ahead = {
-        name: [named[id(s)] for s in torch_fsdp.prefetched_states(handle.state, forward=True)]
+        name: [named[id(s)] for s in fsdp2.prefetched_states(handle.state, forward=True)]
         for name, handle in by_name.items()
     }
     assert ahead == {

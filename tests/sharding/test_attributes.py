@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from fsdp_inspect.sharding.attributes import replace_everywhere, set_attribute
+from fsdp_inspect.recording.torch_api.attributes import replace_everywhere, set_attribute
 
 
 class Machine:

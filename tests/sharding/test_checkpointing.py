@@ -5,7 +5,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.sharding.checkpointing import apply_checkpointing, observe_checkpointing
+from fsdp_inspect.recording.torch_api.checkpointing import (
+    apply_checkpointing,
+    observe_checkpointing,
+)
 from fsdp_inspect.trace.plan import Checkpointing
 
 pytestmark = pytest.mark.filterwarnings(  # torch's own, at import

@@ -4,8 +4,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.sharding.apply import apply_plan
-from fsdp_inspect.sharding.observe import observe_plan
+from fsdp_inspect.recording.torch_api.apply import apply_plan
+from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.trace.plan import Plan
 
 from .conftest import Decoder

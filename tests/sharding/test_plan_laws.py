@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_inspect.sharding import torch_fsdp
-from fsdp_inspect.sharding.apply import apply_plan
-from fsdp_inspect.sharding.observe import observe_plan
+from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.apply import apply_plan
+from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.trace.plan import Plan
 
 WIDTH = 8
@@ -138,8 +138,8 @@ def run_of(model: nn.Module) -> list[tuple[str, int, int]]:
 
 def sizes_of(model: nn.Module) -> list[tuple[str, dict[str, int], dict[str, list[int]]]]:
     return [
-        (handle.name, torch_fsdp.mesh_sizes(handle.group), torch_fsdp.parameter_shapes(handle))
-        for handle in torch_fsdp.find_groups(model)
+        (handle.name, fsdp2.mesh_sizes(handle.group), fsdp2.parameter_shapes(handle))
+        for handle in fsdp2.find_groups(model)
     ]
 
 

@@ -7,17 +7,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.sharding import torch_fsdp
+from fsdp_inspect.recording.torch_api import fsdp2
 
 pytestmark = pytest.mark.usefixtures("fake_world_of_4")
 
 
 def test_the_private_attributes_are_those_of_the_pinned_torch():
-    assert torch.__version__.split("+")[0] == "2.13.0", "read torch_fsdp.py against this torch"
+    assert torch.__version__.split("+")[0] == "2.13.0", "read fsdp2.py against this torch"
 
 
 def test_a_plain_model_has_no_units(decoder):
-    assert torch_fsdp.find_groups(decoder) == []
+    assert fsdp2.find_groups(decoder) == []
 
 
 def test_units_come_in_the_order_of_the_modules_and_groups_once(decoder):
@@ -25,7 +25,7 @@ def test_units_come_in_the_order_of_the_modules_and_groups_once(decoder):
     fully_shard(decoder.layers[1])
     fully_shard([decoder.norm, decoder.head])
     fully_shard(decoder)
-    groups = torch_fsdp.find_groups(decoder)
+    groups = fsdp2.find_groups(decoder)
     assert [group.name for group in groups] == ["", "layers.0", "layers.1", "norm, head"]
     assert [group.is_root for group in groups] == [True, False, False, False]
     assert groups[3].modules == (decoder.norm, decoder.head)
@@ -35,7 +35,7 @@ def test_unit_names_are_those_of_torch(decoder, tokens):
     fully_shard([decoder.norm, decoder.head])
     fully_shard(decoder)
     decoder(tokens)
-    for handle in torch_fsdp.find_groups(decoder):
+    for handle in fsdp2.find_groups(decoder):
         assert handle.name == handle.group._module_fqn
 
 
@@ -47,8 +47,8 @@ def test_wrapper_segments_are_left_out_of_names(decoder):
     decoder.layers[1] = torch.compile(decoder.layers[1])
     for layer in decoder.layers[:2]:
         fully_shard(layer)
-    assert [group.name for group in torch_fsdp.find_groups(decoder)] == ["layers.0", "layers.1"]
-    assert torch_fsdp.strip_wrappers("_orig_mod.layers.0._checkpoint_wrapped_module.ffn") == (
+    assert [group.name for group in fsdp2.find_groups(decoder)] == ["layers.0", "layers.1"]
+    assert fsdp2.strip_wrappers("_orig_mod.layers.0._checkpoint_wrapped_module.ffn") == (
         "layers.0.ffn"
     )
 
@@ -56,7 +56,7 @@ def test_wrapper_segments_are_left_out_of_names(decoder):
 def test_a_model_without_a_unit_at_its_top_has_several_roots(decoder):
     for layer in decoder.layers:
         fully_shard(layer)
-    assert [group.is_root for group in torch_fsdp.find_groups(decoder)] == [True] * 3
+    assert [group.is_root for group in fsdp2.find_groups(decoder)] == [True] * 3
 
 
 def test_a_call_without_own_parameters_is_a_state_but_no_unit():
@@ -64,12 +64,12 @@ def test_a_call_without_own_parameters_is_a_state_but_no_unit():
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    assert [handle.name for handle in torch_fsdp.find_states(model)] == ["", "0", "1"]
-    assert [handle.name for handle in torch_fsdp.find_groups(model)] == ["0", "1"]
+    assert [handle.name for handle in fsdp2.find_states(model)] == ["", "0", "1"]
+    assert [handle.name for handle in fsdp2.find_groups(model)] == ["0", "1"]
 
 
 def test_several_groups_of_one_call_are_told_apart_by_mesh_size(two_meshes_in_one_unit):
-    groups = torch_fsdp.find_groups(two_meshes_in_one_unit)
+    groups = fsdp2.find_groups(two_meshes_in_one_unit)
     assert [group.name for group in groups] == [" [pg=4]", " [pg=2]"]
     assert [(group.index, group.num_groups) for group in groups] == [(0, 2), (1, 2)]
 
@@ -77,12 +77,12 @@ def test_several_groups_of_one_call_are_told_apart_by_mesh_size(two_meshes_in_on
 @pytest.mark.parametrize(("asked", "found"), [(True, True), (False, False), (2, 2)])
 def test_reshard_after_forward_is_found_as_it_was_asked(decoder, asked, found):
     fully_shard(decoder, reshard_after_forward=asked)
-    assert torch_fsdp.find_groups(decoder)[0].reshard_after_forward == found
+    assert fsdp2.find_groups(decoder)[0].reshard_after_forward == found
 
 
 def test_an_automatic_root_is_undecided_until_the_first_forward(decoder, tokens):
     fully_shard(decoder)
-    (group,) = torch_fsdp.find_groups(decoder)
+    (group,) = fsdp2.find_groups(decoder)
     assert group.reshard_after_forward is None
     decoder(tokens)
     assert group.reshard_after_forward is False
@@ -91,55 +91,55 @@ def test_an_automatic_root_is_undecided_until_the_first_forward(decoder, tokens)
 def test_the_process_groups_of_a_unit_are_told_apart_by_their_work(decoder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
-    (group,) = torch_fsdp.find_groups(decoder)
+    (group,) = fsdp2.find_groups(decoder)
     assert group.shard_group is mesh.get_group("shard")
     assert group.reduce_scatter_group is group.shard_group
     assert group.replicate_group is mesh.get_group("replicate")
     assert group.post_forward_group is None
-    torch_fsdp.separate_reduce_scatter_groups([decoder])
+    fsdp2.separate_reduce_scatter_groups([decoder])
     assert group.reduce_scatter_group is not group.shard_group
 
 
 def test_a_smaller_group_after_forward_has_its_own_process_group(decoder):
     fully_shard(decoder, reshard_after_forward=2)
-    (group,) = torch_fsdp.find_groups(decoder)
+    (group,) = fsdp2.find_groups(decoder)
     assert group.post_forward_group is not None
     assert group.post_forward_group.size() == 2
 
 
 def test_offload_and_pinning_are_found(decoder):
     fully_shard(decoder, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    (group,) = torch_fsdp.find_groups(decoder)
-    assert torch_fsdp.offloads_to_cpu(group.group)
-    assert not torch_fsdp.pins_offloaded_memory(group.group)
+    (group,) = fsdp2.find_groups(decoder)
+    assert fsdp2.offloads_to_cpu(group.group)
+    assert not fsdp2.pins_offloaded_memory(group.group)
 
 
 def test_padded_shards_cover_the_original_sizes():
     model = nn.Linear(8, 5, bias=False)
     fully_shard(model)
-    (group,) = torch_fsdp.find_groups(model)
-    assert torch_fsdp.original_sizes(group.group) == [torch.Size([5, 8])]
-    assert torch_fsdp.padded_shard_numels(group.group) == [16]
-    assert torch_fsdp.sharded_parameters_of(group.group) == [model.weight]
+    (group,) = fsdp2.find_groups(model)
+    assert fsdp2.original_sizes(group.group) == [torch.Size([5, 8])]
+    assert fsdp2.padded_shard_numels(group.group) == [16]
+    assert fsdp2.sharded_parameters_of(group.group) == [model.weight]
 
 
 def test_a_setting_reaches_its_own_call_and_none_inside(decoder):
     fully_shard(decoder.layers[0])
     fully_shard(decoder)
-    torch_fsdp.configure(decoder, unshard_async_op=True)
-    root, inner = torch_fsdp.find_groups(decoder)
+    fsdp2.configure(decoder, unshard_async_op=True)
+    root, inner = fsdp2.find_groups(decoder)
     assert root.group.unshard_async_op
     assert not inner.group.unshard_async_op
 
 
 def test_a_setting_that_an_older_torch_lacks_is_refused(decoder):
     fully_shard(decoder)
-    (group,) = torch_fsdp.find_groups(decoder)
+    (group,) = fsdp2.find_groups(decoder)
     del group.group.reduce_scatter_max_input_buffers
-    torch_fsdp.configure(decoder, reduce_scatter_max_input_buffers=1)
-    assert torch_fsdp.reduce_scatter_max_input_buffers(group.group) == 1
+    fsdp2.configure(decoder, reduce_scatter_max_input_buffers=1)
+    assert fsdp2.reduce_scatter_max_input_buffers(group.group) == 1
     with pytest.raises(PlanError, match=r"is 2, which torch .* does not support. Install"):
-        torch_fsdp.configure(decoder, reduce_scatter_max_input_buffers=2)
+        fsdp2.configure(decoder, reduce_scatter_max_input_buffers=2)
 
 
 def test_the_whole_shape_of_every_parameter_is_known_before_and_after_a_forward(decoder, tokens):
@@ -147,8 +147,8 @@ def test_the_whole_shape_of_every_parameter_is_known_before_and_after_a_forward(
     fully_shard([decoder.norm, decoder.head])
     fully_shard(decoder)
     for _ in range(2):
-        groups = torch_fsdp.find_groups(decoder)
-        found = [torch_fsdp.parameter_shapes(group) for group in groups]
+        groups = fsdp2.find_groups(decoder)
+        found = [fsdp2.parameter_shapes(group) for group in groups]
         assert {name: shape for shapes in found for name, shape in shapes.items()} == whole
         assert all(name.startswith(("norm", "head")) for name in found[1])
         decoder(tokens)
@@ -165,6 +165,6 @@ def test_a_tensor_that_gathers_its_own_dtype_has_the_size_of_what_it_gathers():
     )
     group = SimpleNamespace(fsdp_params=[plain, float8])
 
-    assert torch_fsdp.gathered_bytes(group, 2, 4) == 2 * 64
+    assert fsdp2.gathered_bytes(group, 2, 4) == 2 * 64
     float8.all_gather_outputs = [torch.empty(16, dtype=torch.float8_e4m3fn)]
-    assert torch_fsdp.gathered_bytes(group, 2, 4) == 64 + 16
+    assert fsdp2.gathered_bytes(group, 2, 4) == 64 + 16

@@ -47,8 +47,8 @@ from fsdp_inspect.recording.equivalence.random_states import (
 )
 from fsdp_inspect.recording.equivalence.unsharded import cast_parameters, replace_fully_shard
 from fsdp_inspect.recording.tensors import local_part, tensors_in
+from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.units import dtype_name
-from fsdp_inspect.sharding import torch_fsdp
 from fsdp_inspect.trace.step_dump import (
     FINGERPRINT_LENGTH,
     INDEX_FILE,
@@ -139,7 +139,7 @@ class _Dumper:
             parts = list(module.modules())
             if not any(isinstance(part, FSDPModule) for part in parts):
                 return
-            kind = torch_fsdp.original_class(module).__name__
+            kind = fsdp2.original_class(module).__name__
             prefix = f"{kind}-{len(self._models)}" if self._models else ""
             self._models[prefix] = module
             self._known.update(map(id, parts))
@@ -151,7 +151,7 @@ class _Dumper:
 
     def _observe(self, prefix: str, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            fqn = _join(prefix, torch_fsdp.strip_wrappers(name))
+            fqn = _join(prefix, fsdp2.strip_wrappers(name))
             if module._parameters:
                 module.register_forward_pre_hook(self._parameter_watch(fqn))
             if module is model or issubclass(type(module), FSDPModule):
@@ -476,12 +476,12 @@ class _Dumper:
         """The units of a model, and the unit of each parameter."""
         units: list[DumpedUnit] = []
         unit_of: dict[str, str] = {}
-        for handle in torch_fsdp.find_groups(model):
+        for handle in fsdp2.find_groups(model):
             name, group = _join(prefix, handle.name), handle.group
             policy = group.mp_policy
-            stored = {_name(each.dtype) for each in torch_fsdp.sharded_parameters_of(group)}
+            stored = {_name(each.dtype) for each in fsdp2.sharded_parameters_of(group)}
             param_dtype = _name(policy.param_dtype) or ", ".join(sorted(stored))
-            sizes = torch_fsdp.mesh_sizes(group)
+            sizes = fsdp2.mesh_sizes(group)
             units.append(
                 DumpedUnit(
                     name=name,
@@ -491,7 +491,7 @@ class _Dumper:
                     num_ranks=int(np.prod(list(sizes.values()))),
                 )
             )
-            own = torch_fsdp.parameter_shapes(handle)
+            own = fsdp2.parameter_shapes(handle)
             unit_of |= {_join(prefix, parameter): name for parameter in own}
         return units, unit_of
 
@@ -516,14 +516,14 @@ def _join(prefix: str, name: str) -> str:
 def _sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     sharded = {
         name: parameter
-        for handle in torch_fsdp.find_groups(model)
+        for handle in fsdp2.find_groups(model)
         for name, parameter in zip(
-            torch_fsdp.parameter_shapes(handle),
-            torch_fsdp.sharded_parameters_of(handle.group),
+            fsdp2.parameter_shapes(handle),
+            fsdp2.sharded_parameters_of(handle.group),
             strict=True,
         )
     }
-    names = ((torch_fsdp.strip_wrappers(name), each) for name, each in model.named_parameters())
+    names = ((fsdp2.strip_wrappers(name), each) for name, each in model.named_parameters())
     return [(name, sharded.get(name, each)) for name, each in names]
 
 

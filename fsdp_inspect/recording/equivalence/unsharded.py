@@ -39,12 +39,12 @@ def replace_fully_shard() -> None:
         for name in ("register_fsdp_forward_method", "share_comm_ctx"):
             if hasattr(place, name):
                 setattr(place, name, _do_nothing)
-    from fsdp_inspect.sharding import torch_fsdp
+    from fsdp_inspect.recording.torch_api import fsdp2
 
     for name in ("to_local", "full_tensor"):  # scripts call them on parameters and gradients
         setattr(torch.Tensor, name, _itself)
-    torch_fsdp.configure = _do_nothing
-    torch_fsdp.separate_reduce_scatter_groups = _do_nothing
+    fsdp2.configure = _do_nothing
+    fsdp2.separate_reduce_scatter_groups = _do_nothing
 
 
 _LATE = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")

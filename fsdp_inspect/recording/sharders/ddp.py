@@ -30,9 +30,7 @@ from fsdp_inspect.recording.collectives import Communication, run_inside_collect
 from fsdp_inspect.recording.journal import Completion, later_of
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.base import Sharder
-from fsdp_inspect.recording.unit_timing import Reductions
-from fsdp_inspect.recording.units import dtype_code, dtype_name
-from fsdp_inspect.sharding.torch_ddp import (
+from fsdp_inspect.recording.torch_api.ddp import (
     BucketHandle,
     comm_hooks_of,
     ddp_settings_of,
@@ -41,6 +39,8 @@ from fsdp_inspect.sharding.torch_ddp import (
     has_final_buckets,
     has_rebuilt_buckets,
 )
+from fsdp_inspect.recording.unit_timing import Reductions
+from fsdp_inspect.recording.units import dtype_code, dtype_name
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, MemoryPoint, Method, Stream
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.sharders import DDP

@@ -38,10 +38,10 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.base import Sharder
+from fsdp_inspect.recording.torch_api.fsdp1 import FlatHandle, find_flat_handles, schedule_of
+from fsdp_inspect.recording.torch_api.fsdp2 import original_class
 from fsdp_inspect.recording.unit_timing import Reductions, UnitTimer
 from fsdp_inspect.recording.units import dtype_name
-from fsdp_inspect.sharding.torch_fsdp import original_class
-from fsdp_inspect.sharding.torch_fsdp1 import FlatHandle, find_flat_handles, schedule_of
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, MemoryPoint, Phase
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.sharders import FSDP1

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.sharders.base import Sharder
+from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.fsdp2 import GroupHandle
+from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.recording.unit_hooks import ReductionsByContext, UnitHooks
 from fsdp_inspect.recording.units import dtype_name
-from fsdp_inspect.sharding import torch_fsdp
-from fsdp_inspect.sharding.observe import observe_plan
-from fsdp_inspect.sharding.torch_fsdp import GroupHandle
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.sharders import FSDP2
@@ -41,7 +41,7 @@ class Fsdp2(Sharder[GroupHandle]):
     @classmethod
     def find(cls, model: nn.Module) -> Self | None:
         """The groups of a model; see `Sharder.find`."""
-        groups = torch_fsdp.find_groups(model)
+        groups = fsdp2.find_groups(model)
         if groups:
             return cls(groups)
         if any(map(cls.marks, model.modules())):
@@ -108,18 +108,18 @@ class Fsdp2(Sharder[GroupHandle]):
         original = parameters[0].dtype
         param_dtype = group.mp_policy.param_dtype or original
         reduce_dtype = group.mp_policy.reduce_dtype or param_dtype
-        padded = torch_fsdp.padded_shard_numels(group)
+        padded = fsdp2.padded_shard_numels(group)
         padded_trained = sum(numel for numel, wanted in zip(padded, trained, strict=True) if wanted)
         return Unit(
             index=index,
             fqn=name,
             modules=list(handle.fqns),
-            module_class=torch_fsdp.original_class(handle.modules[0]).__name__,
+            module_class=fsdp2.original_class(handle.modules[0]).__name__,
             num_parameters=sum(numels),
             num_trainable_parameters=sum(trained_numels),
             num_tensors=len(parameters),
-            parameters=torch_fsdp.parameter_shapes(handle),
-            unsharded_bytes=torch_fsdp.gathered_bytes(group, shard_size, param_dtype.itemsize),
+            parameters=fsdp2.parameter_shapes(handle),
+            unsharded_bytes=fsdp2.gathered_bytes(group, shard_size, param_dtype.itemsize),
             sharded_bytes=sum(padded) * original.itemsize,
             reduce_bytes=padded_trained * shard_size * reduce_dtype.itemsize,
             param_dtype=dtype_name(param_dtype),
@@ -128,7 +128,7 @@ class Fsdp2(Sharder[GroupHandle]):
             shard_group=groups.find(handle.shard_group, "shard"),
             replicate_group=groups.find(handle.replicate_group, "replicate"),
             is_root=handle.is_root,
-            offload=torch_fsdp.offloads_to_cpu(group),
+            offload=fsdp2.offloads_to_cpu(group),
             recorded_by="custom_comm" if handle.num_groups == 1 else "param_group",
         )
 

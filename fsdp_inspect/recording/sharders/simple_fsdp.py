@@ -29,14 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.sharders.base import Sharder, ShardingHooks
-from fsdp_inspect.recording.unit_timing import Reductions
-from fsdp_inspect.recording.units import dtype_name
-from fsdp_inspect.sharding.simple_fsdp import (
+from fsdp_inspect.recording.torch_api.fsdp2 import original_class
+from fsdp_inspect.recording.torch_api.simple_fsdp import (
     ParametrizedHandle,
     find_parametrized,
     is_parametrized,
 )
-from fsdp_inspect.sharding.torch_fsdp import original_class
+from fsdp_inspect.recording.unit_timing import Reductions
+from fsdp_inspect.recording.units import dtype_name
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.sharders import SIMPLE_FSDP

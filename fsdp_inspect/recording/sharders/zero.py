@@ -29,9 +29,9 @@ from torch import nn
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.base import Sharder
+from fsdp_inspect.recording.torch_api import deepspeed_zero
+from fsdp_inspect.recording.torch_api.engine_names import is_engine
 from fsdp_inspect.recording.unit_timing import Reductions
-from fsdp_inspect.sharding import deepspeed_zero
-from fsdp_inspect.sharding.engine_names import is_engine
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryPoint, Phase
 from fsdp_inspect.trace.sharders import traits_of
 

@@ -18,10 +18,13 @@ import torch
 
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.zero import Zero, ZeroHooks
+from fsdp_inspect.recording.torch_api import deepspeed_zero
+from fsdp_inspect.recording.torch_api.deepspeed_zero import (
+    GradientBucketHandle,
+    ParameterGroupHandle,
+)
 from fsdp_inspect.recording.unit_timing import UnitTimer
 from fsdp_inspect.recording.units import dtype_name
-from fsdp_inspect.sharding import deepspeed_zero
-from fsdp_inspect.sharding.deepspeed_zero import GradientBucketHandle, ParameterGroupHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.sharders import ZERO1, ZERO2

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from fsdp_inspect.recording.collectives import Communication, TimedWork, run_inside_collective
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.zero import Zero, ZeroHooks
+from fsdp_inspect.recording.torch_api import deepspeed_zero
+from fsdp_inspect.recording.torch_api.deepspeed_zero import ModuleHandle
+from fsdp_inspect.recording.torch_api.fsdp2 import original_class
 from fsdp_inspect.recording.unit_timing import UnitTimer
 from fsdp_inspect.recording.units import dtype_code, dtype_name
-from fsdp_inspect.sharding import deepspeed_zero
-from fsdp_inspect.sharding.deepspeed_zero import ModuleHandle
-from fsdp_inspect.sharding.torch_fsdp import original_class
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
     EventFlag,

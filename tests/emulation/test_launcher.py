@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.recording.emulating_launcher import parse_emulation_arguments
+from fsdp_inspect.emulation.launcher import parse_emulation_arguments
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus

@@ -29,7 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.sharding.engine_names import is_engine
+from fsdp_inspect.recording.torch_api.engine_names import is_engine
 
 STREAM_WAIT = "_wait_all_gather_streams_on_event"
 """The method of a group that makes the all-gather's streams wait for an event."""

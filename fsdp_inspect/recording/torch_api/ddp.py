@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_inspect.sharding.bucket import WholeParameterBucket
-from fsdp_inspect.sharding.torch_fsdp import strip_wrappers
+from fsdp_inspect.recording.torch_api.bucket import WholeParameterBucket
+from fsdp_inspect.recording.torch_api.fsdp2 import strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.sharding import torch_fsdp
-from fsdp_inspect.sharding.checkpointing import observe_checkpointing
-from fsdp_inspect.sharding.torch_fsdp import StateHandle
+from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.checkpointing import observe_checkpointing
+from fsdp_inspect.recording.torch_api.fsdp2 import StateHandle
 from fsdp_inspect.trace.plan import Plan, Prefetch, UnitPlan, lists_of_depth
 
 
@@ -27,7 +27,7 @@ def observe_plan(model: nn.Module) -> Plan:
     Raises:
         PlanError: `fully_shard` was never called on the model.
     """
-    handles = torch_fsdp.find_states(model)
+    handles = fsdp2.find_states(model)
     if not handles:
         raise PlanError(
             f"{type(model).__name__} has no plan: fully_shard was never called on it or on a "
@@ -48,7 +48,7 @@ def observe_plan(model: nn.Module) -> Plan:
 
 def _most_common_mesh(handles: Sequence[StateHandle]) -> dict[str, int]:
     """The mesh of most units; empty if no unit has parameters."""
-    meshes = [torch_fsdp.mesh_sizes(handle.groups[0]) for handle in handles if handle.groups]
+    meshes = [fsdp2.mesh_sizes(handle.groups[0]) for handle in handles if handle.groups]
     return max(meshes, key=meshes.count, default={})
 
 
@@ -63,27 +63,27 @@ def _observe_unit(handle: StateHandle, plan_mesh: dict[str, int]) -> UnitPlan:
     }
     if handle.groups:
         group = handle.groups[0]
-        is_automatic = handle.is_root and torch_fsdp.is_reshard_automatic(handle.state)
+        is_automatic = handle.is_root and fsdp2.is_reshard_automatic(handle.state)
         settings |= _observe_group(group)
-        mesh = torch_fsdp.mesh_sizes(group)
+        mesh = fsdp2.mesh_sizes(group)
         settings["mesh"] = {} if mesh == plan_mesh else mesh
         settings["reshard_after_forward"] = (
             None
-            if is_automatic or torch_fsdp.is_replicated(group)
-            else torch_fsdp.reshard_after_forward_of(group)
+            if is_automatic or fsdp2.is_replicated(group)
+            else fsdp2.reshard_after_forward_of(group)
         )
     return UnitPlan.model_validate(settings)
 
 
 def _observe_group(group: FSDPParamGroup) -> dict[str, Any]:
-    offload = "cpu_pinned" if torch_fsdp.pins_offloaded_memory(group) else "cpu"
+    offload = "cpu_pinned" if fsdp2.pins_offloaded_memory(group) else "cpu"
     return {
         "reshard_after_backward": group.reshard_after_backward,
         "unshard_in_backward": group.unshard_in_backward,
         "unshard_async_op": group.unshard_async_op,
-        "reduce_scatter_max_input_buffers": torch_fsdp.reduce_scatter_max_input_buffers(group),
-        "separate_reduce_scatter_group": torch_fsdp.has_separate_reduce_scatter_group(group),
-        "offload": offload if torch_fsdp.offloads_to_cpu(group) else "none",
+        "reduce_scatter_max_input_buffers": fsdp2.reduce_scatter_max_input_buffers(group),
+        "separate_reduce_scatter_group": fsdp2.has_separate_reduce_scatter_group(group),
+        "offload": offload if fsdp2.offloads_to_cpu(group) else "none",
     }
 
 
@@ -100,7 +100,7 @@ def _observe_prefetch(
     lists = {
         handle.name: tuple(
             names[id(target)]
-            for target in torch_fsdp.prefetched_states(handle.state, forward=direction == "forward")
+            for target in fsdp2.prefetched_states(handle.state, forward=direction == "forward")
             if id(target) in names
         )
         for handle in handles
@@ -119,7 +119,7 @@ def _find_inexpressible(model: nn.Module, handles: Sequence[StateHandle]) -> lis
     notes: list[str] = []
     checks: tuple[Callable[[StateHandle], str | None], ...] = (_several_groups, _other_dimension)
     notes += [note for handle in handles for check in checks if (note := check(handle))]
-    ignored = torch_fsdp.unmanaged_parameters(model)
+    ignored = fsdp2.unmanaged_parameters(model)
     if ignored:
         shown = ", ".join(ignored[:3]) + (", ..." if len(ignored) > 3 else "")
         notes.append(f"Parameters in units that fully_shard ignores: {shown}.")
@@ -136,7 +136,7 @@ def _several_groups(handle: StateHandle) -> str | None:
 
 
 def _other_dimension(handle: StateHandle) -> str | None:
-    dims = {dim for group in handle.groups for dim in torch_fsdp.shard_dimensions(group)}
+    dims = {dim for group in handle.groups for dim in fsdp2.shard_dimensions(group)}
     if dims <= {0}:
         return None
     return f"Unit {handle.name or '(root)'} shards parameters on dimension {max(dims)}, not 0."

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_inspect.sharding.bucket import WholeParameterBucket
-from fsdp_inspect.sharding.engine_names import is_engine
-from fsdp_inspect.sharding.module_unit import ModuleUnit
-from fsdp_inspect.sharding.torch_ddp import enclosing_modules
-from fsdp_inspect.sharding.torch_fsdp import strip_wrappers
+from fsdp_inspect.recording.torch_api.bucket import WholeParameterBucket
+from fsdp_inspect.recording.torch_api.ddp import enclosing_modules
+from fsdp_inspect.recording.torch_api.engine_names import is_engine
+from fsdp_inspect.recording.torch_api.fsdp2 import strip_wrappers
+from fsdp_inspect.recording.torch_api.module_unit import ModuleUnit
 from fsdp_inspect.trace.codes import MemoryCategory
 
 _STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
