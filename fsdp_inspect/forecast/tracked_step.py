@@ -162,7 +162,7 @@ def track_step(  # noqa: PLR0915 - one pass over one step
             session.inputs,
             skips_reduction=session.skips_reduction,
         ),
-        notes=(_OFFLOADED,) if has_host and offloaded else (),
+        notes=(*((_OFFLOADED,) if has_host and offloaded else ()), *counter.notes()),
         rows=rows,
         moments=[moment for moments, _ in kept for moment in moments],
         history=build_history(logs[0]),

@@ -351,7 +351,7 @@ class UnitHooks(UnitTimer):
                 session.hook_unit = self.index
                 self._reduce_copied = self._reduce_copy_in = None
                 # torch 2.13, `post_backward`: only some modules of the group ran.
-                is_partial = len(group.modules) > 1
+                is_partial = len(group.modules) > 1 and waits_for_partial_units(group)
                 self._reduces_at_once = is_partial and group._training_state is _TORCH_FORWARD
             except Exception as error:
                 session.fail(error)

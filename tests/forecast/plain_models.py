@@ -10,12 +10,13 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from fsdp_inspect import ForecastTarget
+from tests.torch_versions import placement_result_or_skip
 
 WIDTH, VOCABULARY, BATCH, TOKENS, LAYERS = 64, 128, 2, 16, 3
 EXPERTS = 4
@@ -201,12 +202,13 @@ def several_modules_in_a_unit() -> ForecastTarget:
 
 
 def several_groups_in_a_module() -> ForecastTarget:
+    placement_result = placement_result_or_skip()
     whole = init_device_mesh("cpu", (4,))
     inner = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))["inner"]
     large, small = FSDPMeshInfo(whole, 0), FSDPMeshInfo(inner, 0)
 
-    def place(parameter: nn.Parameter) -> ShardPlacementResult:
-        return ShardPlacementResult(Shard(0), small if parameter.ndim == 1 else large)
+    def place(parameter: nn.Parameter) -> Any:
+        return placement_result(Shard(0), small if parameter.ndim == 1 else large)
 
     model = Model()
     for layer in model.layers:

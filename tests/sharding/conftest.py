@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -6,8 +7,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import Shard
+
+from tests.torch_versions import placement_result_or_skip
 
 
 class Block(nn.Module):
@@ -59,13 +62,14 @@ def fake_world_of_4() -> Iterator[None]:
 @pytest.fixture
 def two_meshes_in_one_unit(fake_world_of_4: None) -> nn.Module:
     """A root unit with two groups: the last layer, like an expert, shards over 2 of 4 ranks."""
+    placement_result = placement_result_or_skip()
     experts = FSDPMeshInfo(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], 0)
     dense = FSDPMeshInfo(init_device_mesh("cpu", (4,)), 0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
     expert = model[1].weight
 
-    def place(parameter: nn.Parameter) -> ShardPlacementResult:
-        return ShardPlacementResult(Shard(0), experts if parameter is expert else dense)
+    def place(parameter: nn.Parameter) -> Any:
+        return placement_result(Shard(0), experts if parameter is expert else dense)
 
     fully_shard(model, mesh=dense.mesh, shard_placement_fn=place)
     return model

@@ -1,8 +1,8 @@
 """Read and write FSDP2's private state in torch. No other file uses its private attributes.
 
 Written for torch 2.13 (`torch/distributed/fsdp/_fully_shard`); `tests/sharding` pins that version,
-so a new torch version must be checked first. torch before 2.11 stores one group of a module
-(`_fsdp_param_group`) instead of a list; both are supported.
+so a new torch version must be checked first. torch 2.11 stores one group of a module
+(`_fsdp_param_group`), torch 2.13 a list; both are supported.
 
 Terms: a *state* (`FSDPState`) belongs to one `fully_shard` call. A *group* (`FSDPParamGroup`)
 communicates together and is a unit of FSDP Inspect. A state usually has one group. It has none if
@@ -244,7 +244,7 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 def groups_of(state: FSDPState) -> tuple[FSDPParamGroup, ...]:
     """The communication groups of one `fully_shard` call."""
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.11
+    if groups is None:  # torch 2.11 and older
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return tuple(groups)
 
@@ -482,6 +482,14 @@ def num_reduce_scatters_in_flight(group: FSDPParamGroup) -> int:
     return len(states)
 
 
+def waits_for_partial_units(group: FSDPParamGroup) -> bool:
+    """Whether `post_backward` waits for the reductions of a unit of which only some modules ran.
+
+    torch 2.13 does, torch 2.11 does not. Its list of reduce-scatters tells them apart.
+    """
+    return hasattr(group.comm_ctx, "reduce_scatter_states")
+
+
 def has_separate_reduce_scatter_group(group: FSDPParamGroup) -> bool:
     """Whether the reduce-scatter has its own communicator."""
     return getattr(group.mesh_info, "reduce_scatter_process_group", None) is not None
@@ -499,11 +507,8 @@ def configure(module: nn.Module, **settings: bool | int) -> None:
         for name, value in settings.items():
             if hasattr(group, name):
                 setattr(group, name, value)
-            elif value != _DEFAULTS_BEFORE_TORCH_2_13[name]:
-                raise PlanError(
-                    f"{name} is {value!r}, which torch {torch.__version__} does not support. "
-                    "Install torch 2.13 or newer, or remove the setting from the plan."
-                )
+            elif value != _DEFAULTS_BEFORE_TORCH_2_13.get(name):
+                raise _unsupported(name, value)
 
 
 def separate_reduce_scatter_groups(modules: Iterable[nn.Module]) -> None:
@@ -516,6 +521,8 @@ def separate_reduce_scatter_groups(modules: Iterable[nn.Module]) -> None:
         state = _get_module_fsdp_state(module)
         assert state is not None
         for group in groups_of(state):
+            if not hasattr(group, "_set_separate_reduce_scatter_group"):
+                raise _unsupported("separate_reduce_scatter_group", True)
             group._set_separate_reduce_scatter_group(True, communicators)
 
 
@@ -532,6 +539,13 @@ def release_process_groups() -> None:
     for mesh in [held for held in gc.get_objects() if type(held) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()
     gc.collect()
+
+
+def _unsupported(name: str, value: bool | int) -> PlanError:
+    return PlanError(
+        f"{name} is {value!r}, which torch {torch.__version__} does not support. "
+        "Install torch 2.13 or newer, or remove the setting from the plan."
+    )
 
 
 def _group_suffix(group: FSDPParamGroup, num_groups: int) -> str:
