@@ -10,6 +10,7 @@
 Importing this package imports neither torch nor streamlit: the public names load on first use.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,21 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except (ImportError, AttributeError, TypeError) as error:
+        if name != "Recorder" or not _is_of_torch(error):
+            raise
+        from fsdp_inspect.disabled_recorder import DisabledRecorder
+
+        DisabledRecorder.reason = error
+        return DisabledRecorder
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Whether torch is installed, and a name in it is missing or differs."""
+    is_absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    return "torch" in sys.modules and not is_absent
 
 
 def __dir__() -> list[str]:

@@ -64,7 +64,7 @@ def test_every_import_goes_down_the_layers() -> None:
         pytest.param(
             "fsdp_inspect/store",
             "def hide() -> None:\n    import torch",
-            "Only recording, emulation and forecast import torch: traces open on a laptop without it",
+            "Only code beside a model imports torch: traces open on a laptop without it",
             id="the store imports torch, inside a function",
         ),
         pytest.param(
@@ -82,7 +82,7 @@ def test_every_import_goes_down_the_layers() -> None:
         pytest.param(
             "app/fsdp_inspect_app",
             "import torch",
-            "Only recording, emulation and forecast import torch: traces open on a laptop without it",
+            "Only code beside a model imports torch: traces open on a laptop without it",
             id="the app imports torch",
         ),
         pytest.param(

@@ -9,7 +9,7 @@ import shlex
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -147,6 +147,18 @@ class Attachment:
         optimizers: Sequence[torch.optim.Optimizer] | None,
         options: Options,
     ) -> None:
+        try:
+            self._attach(model, optimizers, options)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _attach(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer] | None,
+        options: Options,
+    ) -> None:
         if not dist.is_initialized():
             raise RecordingError(
                 "No process group is initialized. The recorder requires torch.distributed. Call "
@@ -216,6 +228,22 @@ class Attachment:
         if self._surveillance is not None:
             self._surveillance.start()
         self._guarded(self._begin_options)
+
+    def _abandon(self) -> None:
+        """Undo an attachment that failed, as far as it went; the model is as before."""
+        undo: list[Callable[[], object]] = [
+            lambda: setattr(self.session, "active", False),
+            lambda: self._instruments.abandon(),
+            lambda: self._memory_steps.close(),
+            lambda: self._surveillance.stop(0.0, has_failed=False),  # type: ignore[union-attr]
+            lambda: self._sampler.stop(0.0),  # type: ignore[union-attr]
+            lambda: self._history.stop(),
+            lambda: mark_released(self._sharder.units),
+            lambda: self._writer.close(RunStatus.FAILED, "attaching failed", compact=False),
+        ]
+        for each in undo:
+            with contextlib.suppress(Exception):  # a part that was not made
+                each()
 
     # --- starting
 

@@ -33,6 +33,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
 )
 
+from fsdp_inspect.disabled_recorder import describe_unsupported
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.recording.models import Models, class_name_of, name_models
@@ -146,13 +147,22 @@ class Discovery:
         self._search_patches.on_undo(_without_torch_compile_warning())
 
     def _look(self, module: nn.Module, args: Any) -> None:
-        from fsdp_inspect.recording.sharders.find import is_sharded
-
-        if torch.compiler.is_compiling() or not is_sharded(module):
+        if torch.compiler.is_compiling() or not self._is_sharded(module):
             return
         if torch.is_grad_enabled() and any(part.requires_grad for part in module.parameters()):
             self._search_patches.undo()
             self._attach(module)
+
+    def _is_sharded(self, module: nn.Module) -> bool:
+        try:
+            from fsdp_inspect.recording.sharders.find import is_sharded
+
+            return is_sharded(module)
+        except Exception as error:  # a name that this version of torch has changed
+            raise_if_of_signal(error)
+            self._search_patches.undo()
+            self._refuse_with(describe_unsupported(error))
+            return False
 
     # --- found
 
@@ -172,11 +182,14 @@ class Discovery:
             self._refuse(str(error))
         except Exception as error:
             raise_if_of_signal(error)
-            self._refuse(f"attaching the recorder failed: {error!r}. The script continues.")
+            self._refuse_with(describe_unsupported(error))
 
     def _refuse(self, reason: str) -> None:
+        self._refuse_with(f"nothing is recorded: {reason}")
+
+    def _refuse_with(self, sentence: str) -> None:
         self._has_said_why = True
-        self._say(f"nothing is recorded: {reason}")
+        self._say(sentence)
 
     def _watch_for_another(self, model: nn.Module) -> None:
         """Report once when an unrecorded unit runs."""

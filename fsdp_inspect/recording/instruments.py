@@ -66,6 +66,12 @@ class Instruments:
         if not self._graphs.is_attached and uses_compile():
             self._graphs.attach(self._patches)
 
+    def abandon(self) -> None:
+        """Remove all hooks without writing anything, after an error while they were installed."""
+        self._patches.undo()
+        if self._session.black_box is not None:
+            self._session.black_box.release()
+
     def detach(self) -> None:
         """Remove all hooks and write their pending events."""
         self._units.close()

@@ -15,6 +15,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
+from fsdp_inspect.disabled_recorder import describe_unsupported
+from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.attachment import Attachment, Options
 from fsdp_inspect.recording.emulated_network import active_emulation
@@ -23,6 +25,7 @@ from fsdp_inspect.recording.models import as_one_module
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.process_life import note_process
 from fsdp_inspect.recording.sharding_calls import note_sharding_calls
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.trackers.feed import check_trackers
 from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
@@ -32,7 +35,8 @@ from fsdp_inspect.trace.step_dump import ENVIRONMENT_VARIABLE
 DEFAULT_WARMUP_STEPS = 2
 
 note_process()
-note_sharding_calls()  # a script imports the recorder before it shards its model
+with contextlib.suppress(Exception):  # the lines of the calls only help to word advice
+    note_sharding_calls()  # a script imports the recorder before it shards its model
 
 
 class Recorder:
@@ -171,9 +175,18 @@ class Recorder:
         # The optimizer of a DeepSpeed engine is not a torch optimizer.
         is_single = optimizer is not None and not isinstance(optimizer, Iterable)
         optimizers: Any = [optimizer] if is_single else optimizer
-        self._attachment = Attachment(
-            as_one_module(model), None if optimizers is None else list(optimizers), options
-        )
+        try:
+            self._attachment = Attachment(
+                as_one_module(model), None if optimizers is None else list(optimizers), options
+            )
+        except FsdpInspectError:
+            raise
+        except Exception as error:  # a name that this version of torch has changed, or a bug
+            raise_if_of_signal(error)
+            logging.getLogger("fsdp_inspect").debug("not attached", exc_info=error)
+            self._closed = True
+            warn(describe_unsupported(error))
+            return
         emulation = active_emulation()
         if emulation is not None:
             # Not `self.note`: the emulation must not keep an unclosed recorder alive.

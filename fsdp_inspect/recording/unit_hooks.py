@@ -24,7 +24,7 @@ The order of calls, torch 2.13 (`_fsdp_state.py`, `_fsdp_param_group.py`):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -41,7 +41,11 @@ from fsdp_inspect.recording.collectives import (
     write_blocking,
 )
 from fsdp_inspect.recording.patches import Patches
-from fsdp_inspect.recording.torch_api.fsdp2 import STREAM_WAIT, num_reduce_scatters_in_flight
+from fsdp_inspect.recording.torch_api.fsdp2 import (
+    STREAM_WAIT,
+    num_reduce_scatters_in_flight,
+    waits_for_partial_units,
+)
 from fsdp_inspect.recording.unit_timing import Reductions, UnitTimer
 from fsdp_inspect.trace.codes import (
     EventKind,
@@ -179,17 +183,18 @@ class UnitHooks(UnitTimer):
     def _wrap_unshard(self, original: Callable[..., Any]) -> Callable[..., Any]:
         session, group = self._session, self._group
 
-        def unshard(async_op: bool = False) -> Any:
+        def unshard(*args: Any, **kwargs: Any) -> Any:
             if session.active and group._all_gather_result is None and not group.is_unsharded:
                 try:
                     if self._copy_in is not None:  # no all-gather followed: a group of one rank
                         self._clock.release(self._copy_in[0])
+                    async_op = _given(args, kwargs, 0, "async_op", default=False)
                     stream = None if session.on_host else self._copy_in_stream(async_op)
                     start = self._mark() if stream is None else self._mark(stream)
                     self._copy_in = start, stream
                 except Exception as error:
                     session.fail(error)
-            return original(async_op)
+            return original(*args, **kwargs)
 
         return unshard
 
@@ -231,15 +236,15 @@ class UnitHooks(UnitTimer):
         session, group = self._session, self._group
         method = _MEASURED if session.on_host else _INFERRED
 
-        def wait_for_unshard() -> Any:
+        def wait_for_unshard(*args: Any, **kwargs: Any) -> Any:
             if not session.active or group._all_gather_result is None:
-                return original()
+                return original(*args, **kwargs)
             begin = None
             try:
                 begin = self._mark()
             except Exception as error:
                 session.fail(error)
-            result = original()
+            result = original(*args, **kwargs)
             if session.active:
                 try:
                     gather, identity, self._gathered = self._gather, self._gathered, -1
@@ -268,19 +273,21 @@ class UnitHooks(UnitTimer):
     def _wrap_pre_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         session, group = self._session, self._group
 
-        def pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
+        def pre_forward(*args: Any, **kwargs: Any) -> Any:
             if not session.active:
-                return original(module, args, kwargs)
+                return original(*args, **kwargs)
             outer, is_opened = session.hook_unit, False
             try:
                 session.hook_unit = self.index
                 # In the state of a forward, another module of the same unit has opened it.
                 if group._training_state is not _TORCH_FORWARD or self._close_evaluation():
-                    self._begin_forward(args, kwargs)
+                    inputs = _given(args, kwargs, 1, "args", default=())
+                    named = _given(args, kwargs, 2, "kwargs", default={})
+                    self._begin_forward(inputs, named)
                     is_opened = True
             except Exception as error:
                 session.fail(error)
-            result = original(module, args, kwargs)
+            result = original(*args, **kwargs)
             if session.active:
                 try:
                     session.hook_unit = outer
@@ -308,13 +315,13 @@ class UnitHooks(UnitTimer):
     def _wrap_post_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         session = self._session
 
-        def post_forward(module: Any, args: Any, output: Any) -> Any:
+        def post_forward(*args: Any, **kwargs: Any) -> Any:
             if session.active:
                 try:
-                    self._close_forward(output)
+                    self._close_forward(_given(args, kwargs, 2, "output"))
                 except Exception as error:
                     session.fail(error)
-            return original(module, args, output)
+            return original(*args, **kwargs)
 
         return post_forward
 
@@ -323,12 +330,12 @@ class UnitHooks(UnitTimer):
     def _wrap_pre_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         session, group = self._session, self._group
 
-        def pre_backward(*args: Any) -> Any:
+        def pre_backward(*args: Any, **kwargs: Any) -> Any:
             if not session.active or group._training_state is _TORCH_PRE_BACKWARD:
-                return original(*args)
+                return original(*args, **kwargs)
             outer, session.hook_unit = session.hook_unit, self.index
             session.phase = _BACKWARD_PHASE
-            result = original(*args)
+            result = original(*args, **kwargs)
             if session.active:
                 try:
                     session.hook_unit = outer
@@ -342,9 +349,9 @@ class UnitHooks(UnitTimer):
     def _wrap_post_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         session, group = self._session, self._group
 
-        def post_backward(*args: Any) -> Any:
+        def post_backward(*args: Any, **kwargs: Any) -> Any:
             if not session.active:
-                return original(*args)
+                return original(*args, **kwargs)
             outer, end = session.hook_unit, None
             try:
                 end = self._close_backward()
@@ -355,7 +362,7 @@ class UnitHooks(UnitTimer):
                 self._reduces_at_once = is_partial and group._training_state is _TORCH_FORWARD
             except Exception as error:
                 session.fail(error)
-            result = original(*args)
+            result = original(*args, **kwargs)
             if session.active:
                 try:
                     if session.watches_memory:
@@ -452,13 +459,20 @@ class UnitHooks(UnitTimer):
         """Begin the compute stream's wait for all remaining reductions."""
         session = self._session
 
-        def finalize_backward() -> Any:
+        def finalize_backward(*args: Any, **kwargs: Any) -> Any:
             if session.active and not self._blocks_host:
                 try:
                     if self.reductions.reduce_scatters or self.reductions.all_reduces:
                         self.reductions.wait_for_all(session, self._mark())
                 except Exception as error:
                     session.fail(error)
-            return original()
+            return original(*args, **kwargs)
 
         return finalize_backward
+
+
+def _given(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None
+) -> Any:
+    """An argument of torch's call, by place or name; the default if another torch omits it."""
+    return args[place] if len(args) > place else kwargs.get(name, default)

@@ -102,23 +102,23 @@ def test_the_process_groups_of_a_unit_are_told_apart_by_their_work(decoder):
 
 def test_a_separate_group_that_torch_2_11_lacks_is_a_clear_error(decoder, monkeypatch):
     fully_shard(decoder)
-    monkeypatch.delattr(torch_fsdp.FSDPParamGroup, "_set_separate_reduce_scatter_group")
+    monkeypatch.delattr(fsdp2.FSDPParamGroup, "_set_separate_reduce_scatter_group")
     with pytest.raises(PlanError, match=r"separate_reduce_scatter_group is True, which torch .*"):
-        torch_fsdp.separate_reduce_scatter_groups([decoder])
+        fsdp2.separate_reduce_scatter_groups([decoder])
 
 
 def test_a_setting_that_torch_lacks_is_a_clear_error_unless_it_is_off(decoder):
     fully_shard(decoder)
     with pytest.raises(PlanError, match="newer_setting is 2, which torch"):
-        torch_fsdp.configure(decoder, newer_setting=2)
+        fsdp2.configure(decoder, newer_setting=2)
 
 
 def test_torch_2_11_waits_for_no_partly_run_unit(decoder):
     fully_shard(decoder)
-    (group,) = torch_fsdp.find_groups(decoder)
-    assert torch_fsdp.waits_for_partial_units(group.group)
+    (group,) = fsdp2.find_groups(decoder)
+    assert fsdp2.waits_for_partial_units(group.group)
     del group.group.comm_ctx.reduce_scatter_states
-    assert not torch_fsdp.waits_for_partial_units(group.group)
+    assert not fsdp2.waits_for_partial_units(group.group)
 
 
 def test_a_smaller_group_after_forward_has_its_own_process_group(decoder):

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.all_reduce_kernel import Issue, observe_all_reduces
 from fsdp_inspect.recording.collectives import Communication, run_inside_collective
 from fsdp_inspect.recording.journal import Completion, later_of
@@ -70,15 +69,7 @@ class Ddp(Sharder[BucketHandle]):
     def find(cls, model: nn.Module) -> Self | None:
         """The buckets of a model; see `Sharder.find`."""
         wrappers = find_wrappers(model)
-        if not wrappers:
-            return None
-        try:
-            return cls(wrappers)
-        except Exception as error:  # private functions of torch
-            raise RecordingError(
-                f"The buckets of DDP cannot be found with torch {torch.__version__}: {error!r}. "
-                "Expected torch 2.13. The training can continue without a recorder."
-            ) from error
+        return cls(wrappers) if wrappers else None
 
     @classmethod
     def marks(cls, module: nn.Module) -> bool:
