@@ -83,7 +83,7 @@ class Emulation:
 
 def active_emulation() -> Emulation | None:
     """The emulation of this process; None on a real rank."""
-    found = emulated_network.active_emulation()
+    found = emulated_network.announced_emulation()
     return found if isinstance(found, Emulation) else None
 
 

@@ -23,7 +23,7 @@ from fsdp_inspect.errors import DesyncError, RecordingError
 from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import Clock, CudaClock, HostClock, TorchCudaBackend
 from fsdp_inspect.recording.devices import DeviceSampler
-from fsdp_inspect.recording.emulated_network import active_emulation
+from fsdp_inspect.recording.emulated_network import announced_emulation
 from fsdp_inspect.recording.environment import (
     describe_environment,
     find_script_commit,
@@ -74,7 +74,7 @@ from fsdp_inspect.recording.units import (
     mark_released,
     refuse_recorded_units,
 )
-from fsdp_inspect.recording.verdict import conclude, conclude_in_background
+from fsdp_inspect.recording.verdict import close_run, close_run_in_background
 from fsdp_inspect.recording.watchdog import WatchSettings, tell
 from fsdp_inspect.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.store import folder
@@ -171,7 +171,7 @@ class Attachment:
         self._options = options
         self._model = model
         self._rank = dist.get_rank()
-        self._emulation = active_emulation()
+        self._emulation = announced_emulation()
         self._refuse_emulation()
         self._process_groups = self._number_groups()
         self._manifest = self._first_manifest()
@@ -843,10 +843,10 @@ class Attachment:
         show = show and self.session.step > 0
         emulation, folder = self._emulation, self.folder.path
         if self._manifest.world_size > 1 and self.session.source == Source.RECORDED:
-            conclude_in_background(folder, show=show)
+            close_run_in_background(folder, show=show)
         else:
             text = None if emulation is None else str(emulation.specification)
-            conclude(folder, show=show, emulated=text)
+            close_run(folder, show=show, emulated=text)
 
 
 def _left(end_s: float) -> float:

@@ -26,7 +26,7 @@ class Transfer:
     """The time of the first wait for it; -1 if there was none."""
 
 
-class Emulation(Protocol):
+class LinkModel(Protocol):
     """A model of the network in place of the real one; `emulation.process.Emulation`."""
 
     specification: Any
@@ -45,15 +45,15 @@ class Emulation(Protocol):
         ...
 
 
-_active: Emulation | None = None
+_active: LinkModel | None = None
 
 
-def active_emulation() -> Emulation | None:
+def announced_emulation() -> LinkModel | None:
     """The emulated network of this process; None on a real rank."""
     return _active
 
 
-def announce_emulation(network: Emulation | None) -> None:
+def announce_emulation(network: LinkModel | None) -> None:
     """Set the emulated network of this process; None: it has ended."""
     global _active
     _active = network

@@ -25,7 +25,7 @@ from fsdp_inspect.recording.environment import find_script_commit
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.store import folder
 from fsdp_inspect.store.schema import MANIFEST_FILE
-from fsdp_inspect.trace.run import Launch, RunManifest, RunStatus
+from fsdp_inspect.trace.run import JobLaunch, RunManifest, RunStatus
 
 _recordings = itertools.count()
 _MAX_SUFFIX = 1000
@@ -97,18 +97,18 @@ def agree_on_folder(
     return chosen._replace(key=key)
 
 
-def this_launch() -> Launch:
+def this_launch() -> JobLaunch:
     """The start of this process; a job without an elastic agent has no id."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if not restarts.isdecimal():
-        return Launch()
+        return JobLaunch()
     with contextlib.suppress(Exception):  # no psutil, or the launcher has ended
         import psutil
 
         agent = psutil.Process(os.getppid())
         launcher = f"{socket.gethostname()}/{agent.pid}/{agent.create_time():.2f}"
-        return Launch(id=launcher, num_restarts=int(restarts))
-    return Launch(num_restarts=int(restarts))
+        return JobLaunch(id=launcher, num_restarts=int(restarts))
+    return JobLaunch(num_restarts=int(restarts))
 
 
 def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFolder:
@@ -157,7 +157,7 @@ def _create(path: Path, manifest: RunManifest, *, resume: bool) -> RecordingFold
     raise OSError(f"no free folder name next to {path}")
 
 
-def _refusal(path: Path, there: RunManifest, new: RunManifest, launch: Launch) -> str:
+def _refusal(path: Path, there: RunManifest, new: RunManifest, launch: JobLaunch) -> str:
     """The reason why a job does not continue the run in a folder; empty: it does.
 
     It continues its own earlier starts by the same launcher. It also continues a run that ended
@@ -188,7 +188,7 @@ def _plan_of(manifest: RunManifest) -> list[dict[str, Any]]:
     return [unit.model_dump(include=fields) for unit in manifest.units]
 
 
-def _earlier_start(path: Path, launch: Launch) -> Path | None:
+def _earlier_start(path: Path, launch: JobLaunch) -> Path | None:
     """The run that an earlier start of this launch recorded under a name with its own time."""
     if not launch.num_restarts or not launch.id or not _UNIQUE.fullmatch(path.name):
         return None

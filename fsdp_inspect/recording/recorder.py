@@ -19,7 +19,7 @@ from fsdp_inspect.disabled_recorder import describe_unsupported
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.attachment import Attachment, Options
-from fsdp_inspect.recording.emulated_network import active_emulation
+from fsdp_inspect.recording.emulated_network import announced_emulation
 from fsdp_inspect.recording.failure import hide_own_frames
 from fsdp_inspect.recording.models import as_one_module
 from fsdp_inspect.recording.patches import warn
@@ -187,7 +187,7 @@ class Recorder:
             self._closed = True
             warn(describe_unsupported(error))
             return
-        emulation = active_emulation()
+        emulation = announced_emulation()
         if emulation is not None:
             # Not `self.note`: the emulation must not keep an unclosed recorder alive.
             emulation.send_notes(self._attachment.session.problem)

@@ -35,7 +35,7 @@ from fsdp_inspect.trace.codes import (
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.black_box import BlackBoxWriter
-    from fsdp_inspect.recording.emulated_network import Emulation, Transfer
+    from fsdp_inspect.recording.emulated_network import LinkModel, Transfer
     from fsdp_inspect.recording.numerics import StepObserver
     from fsdp_inspect.recording.storage_tracker import StorageTracker
 
@@ -82,7 +82,7 @@ class Session(Position):
         append: Callable[[tuple[int, ...]], None],
         process_groups: ProcessGroups,
         source: Source = Source.RECORDED,
-        emulation: Emulation | None = None,
+        emulation: LinkModel | None = None,
         black_box: BlackBoxWriter | None = None,
     ) -> None:
         super().__init__()

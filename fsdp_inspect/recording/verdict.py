@@ -27,7 +27,7 @@ _AT_EXIT_S = 75.0
 """The time that a normal exit waits for the verdict: for the files of other ranks, and to read."""
 
 
-def conclude(run_folder: Path, *, show: bool, emulated: str | None = None) -> None:
+def close_run(run_folder: Path, *, show: bool, emulated: str | None = None) -> None:
     """Compact a finished run and print its verdict; the caller is its only rank.
 
     Args:
@@ -46,7 +46,7 @@ def conclude(run_folder: Path, *, show: bool, emulated: str | None = None) -> No
         print(text.rstrip(), file=sys.stderr, flush=True)
 
 
-def conclude_in_background(run_folder: Path, *, show: bool) -> None:
+def close_run_in_background(run_folder: Path, *, show: bool) -> None:
     """Compact a finished run of several ranks and print its verdict, at the latest at the exit.
 
     It waits for the ranks that still record. See [Note: The training's end waits for nothing].

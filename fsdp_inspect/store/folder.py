@@ -21,7 +21,7 @@ from fsdp_inspect.store.schema import (
     rank_name,
     rank_numbers,
 )
-from fsdp_inspect.trace.run import Launch, RankRecord, RunManifest, RunStatus
+from fsdp_inspect.trace.run import JobLaunch, RankRecord, RunManifest, RunStatus
 
 _CREATED = re.compile(rb'"created_unix_ns"\s*:\s*(\d{1,19})\b')
 _TEXT = rb'("(?:[^"\\]|\\.)*")'
@@ -117,7 +117,7 @@ def _await_manifest(path: Path) -> None:
         time.sleep(0.02)
 
 
-def last_attempt(path: Path) -> tuple[RunStatus, Launch]:
+def last_attempt(path: Path) -> tuple[RunStatus, JobLaunch]:
     """The status of the last attempt of a run in this folder, and its start.
 
     An attempt without any record is running: its ranks have just started. After a minute it has
@@ -131,7 +131,7 @@ def last_attempt(path: Path) -> tuple[RunStatus, Launch]:
     records = {rank: record for rank, record in found.items() if record is not None}
     if not records:
         age_s = time.time() - (path / name).stat().st_mtime
-        return RunStatus.RUNNING if age_s < SILENCE_S else RunStatus.CRASHED, Launch()
+        return RunStatus.RUNNING if age_s < SILENCE_S else RunStatus.CRASHED, JobLaunch()
     launch = records[min(records)].launch
     for rank, record in records.items():
         if record.status is RunStatus.RUNNING:

@@ -193,7 +193,7 @@ class OperationCount(Record):
     """Operators that are no views."""
 
 
-class Launch(Record):
+class JobLaunch(Record):
     """The start of a job's processes by a launcher."""
 
     id: str = ""
@@ -346,7 +346,7 @@ class RankRecord(Record):
     rank: Index
     world_size: WorldSize
     attempt: Index = 0
-    launch: Launch = Launch()
+    launch: JobLaunch = JobLaunch()
     """The start of this attempt; runs of earlier versions have no id."""
     local_rank: int = 0
     host: str = ""

@@ -27,7 +27,7 @@ from fsdp_inspect.store.liveness import pid_scope
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import RANK_FILE
-from fsdp_inspect.trace.run import Launch, RankRecord, RunManifest, RunStatus
+from fsdp_inspect.trace.run import JobLaunch, RankRecord, RunManifest, RunStatus
 from tests.store.run_files import make_manifest
 
 
@@ -92,7 +92,7 @@ class Job:
     def start(self, path: Path, status: RunStatus | None = None, **fields: Any) -> RecordingFolder:
         """Record an attempt on both ranks; `status` is that of rank 0 after it, None: it runs."""
         self._num_restarts += 1
-        launch = Launch(id=self._agent, num_restarts=self._num_restarts)
+        launch = JobLaunch(id=self._agent, num_restarts=self._num_restarts)
         self._monkeypatch.setattr(folders, "this_launch", lambda: launch)
         first, second = (agree(path, rank, self._monkeypatch, **fields) for rank in (0, 1))
         assert first[:2] == second[:2]
