@@ -15,11 +15,11 @@ def describe_unsupported(error: BaseException) -> str:
     """One sentence: the name that is missing or differs, the version of torch, and what is lost."""
     torch: Any = sys.modules.get("torch")
     version = getattr(torch, "__version__", "of an unknown version")
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = " ".join(repr(error).split())
     return (
-        f"nothing is recorded: the recorder does not support torch {version} ({reason}). The "
-        "training continues unchanged. Install a newer fsdp-inspect, or a version of torch that it "
-        "supports."
+        f"nothing is recorded: the recorder could not start with torch {version}: {reason}. The "
+        "training continues unchanged. If torch lacks this name, install a newer fsdp-inspect, or "
+        "a version of torch that it supports."
     )
 
 
