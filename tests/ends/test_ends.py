@@ -32,7 +32,7 @@ pytestmark = pytest.mark.distributed
 _PAIRS = 3
 """The number of tries to be equal. The machine has other work, and without the recorder a rank that
 fails in backward aborts instead at times, in the threads of gloo."""
-_GUARD = (("two-errors", "recorder"), ("two-errors", "launcher"), ("sigkill", "launcher"),)  # fmt: skip
+_GUARD = [("two-errors", "recorder"), ("two-errors", "launcher"), ("sigkill", "launcher")]
 _CASES = [(name, how) for name in ENDS if name != "hang" for how in ("recorder", "launcher")]
 _EXPLAINED = (
     *("exception", "exception-on-rank-0", "exception-in-first-step", "exception-in-forward"),
