@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_inspect.analysis.drift import ChangePoint, measure_drift
 from fsdp_inspect.analysis.loss_spikes import LossSpike, find_loss_spikes
@@ -18,7 +18,6 @@ from fsdp_inspect.analysis.numerics import Numerics, measure_numerics
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind, find_activity
 from fsdp_inspect.diagnosis.collective_grid import CollectiveGrid, lay_out_collectives
 from fsdp_inspect.diagnosis.ends import EndKind, RankEnd, find_ends, first_ends
-from fsdp_inspect.diagnosis.fitting_plans import PlanSearch, search_plans
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory, read_out_of_memory
 from fsdp_inspect.diagnosis.process_signs import ProcessSigns, find_collection, read_signs
 from fsdp_inspect.diagnosis.stack_groups import StackGroup, group_stacks
@@ -44,6 +43,9 @@ from fsdp_inspect.reduction.order_wording import name_unit
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
 from fsdp_inspect.trace.run import RunSource
+
+if TYPE_CHECKING:
+    from fsdp_inspect.diagnosis.fitting_plans import PlanSearch
 
 LOW_PRECISION = frozenset({"bfloat16", "float16"})
 MOST_LOST_RATIO = 0.5
@@ -224,6 +226,9 @@ def with_plans(
     """
     if found.out_of_memory is None:
         return found
+    # The advice takes longer to import than all else, and most ends do not need it.
+    from fsdp_inspect.diagnosis.fitting_plans import search_plans
+
     plans = search_plans(run, found.out_of_memory, name_file=name_file, tasks=tasks)
     return replace(found, plans=plans)
 

@@ -6,10 +6,8 @@ The text is plain: each report escapes it for its format.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp_inspect.advice.run_advice import RunnablePlan
-from fsdp_inspect.diagnosis.fitting_plans import NoPlans, PlanSearch
 from fsdp_inspect.diagnosis.out_of_memory import Filling, Growth, OutOfMemory
 from fsdp_inspect.formatting import (
     format_bytes,
@@ -23,6 +21,10 @@ from fsdp_inspect.report.memory_wording import describe_expandable
 from fsdp_inspect.results import to_plain
 from fsdp_inspect.trace.live_memory import LiveBytes
 from fsdp_inspect.trace.out_of_memory import TENSORS
+
+if TYPE_CHECKING:
+    from fsdp_inspect.advice.run_advice import RunnablePlan
+    from fsdp_inspect.diagnosis.fitting_plans import PlanSearch
 
 _MOST_LISTED = 5
 _MOST_ROWS = 200
@@ -196,6 +198,8 @@ def _assumptions(found: OutOfMemory, searched: PlanSearch) -> Iterator[str]:
 
 
 def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
+    from fsdp_inspect.diagnosis.fitting_plans import NoPlans  # slow to import
+
     record = found.record
     match searched.reason:
         case NoPlans.NONE_FITS:

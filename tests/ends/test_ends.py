@@ -29,7 +29,7 @@ from .running import (
 
 pytestmark = pytest.mark.distributed
 
-_PAIRS = 3
+_TRIES = 3
 """The number of tries to be equal. The machine has other work, and without the recorder a rank that
 fails in backward aborts instead at times, in the threads of gloo."""
 _GUARD = [("two-errors", "recorder"), ("two-errors", "launcher"), ("sigkill", "launcher")]
@@ -51,7 +51,7 @@ def end_of(name: str, recorded: Recorded, folder: Path) -> JobEnd:
 @pytest.mark.parametrize("case", mark_slow(_CASES, but=_GUARD), ids=" ".join)
 def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path: Path) -> None:
     (name, how), differences, plain_s = case, [], 0.0
-    for pair in range(_PAIRS):
+    for pair in range(_TRIES):
         plain = end_of(name, "no", tmp_path / f"{pair}-plain")
         recorded = end_of(name, how, tmp_path / f"{pair}-recorded")
         found = find_differences(plain, recorded)
@@ -62,7 +62,10 @@ def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path:
         assert recorded.outlived_s <= MOST_OUTLIVED_S
         if name in _EXPLAINED:
             attempts = 1 + name.startswith("restart")
-            assert recorded.stderr.count("fsdp_inspect: Rank") == attempts, recorded.stderr
+            explanations = recorded.stderr.count("fsdp_inspect: Rank")
+            assert explanations <= attempts, recorded.stderr
+            if explanations < attempts:  # ended 1.7 s after the job, before it could print
+                found.append(f"{explanations} explanations: {recorded.stderr}")
         if not found:
             return
         differences += found
@@ -70,8 +73,12 @@ def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path:
 
 
 def test_an_exception_is_explained_once_with_its_line_and_who_waited(tmp_path: Path) -> None:
-    end = run_end("exception", "launcher", tmp_path)
-    text = " ".join(end.stderr.split())
+    for pair in range(_TRIES):  # a busy machine may need longer than the end of the job
+        end = end_of("exception", "launcher", tmp_path / str(pair))
+        text = " ".join(end.stderr.split())
+        if "fsdp_inspect: Rank" in text:
+            break
+        assert "To see which rank failed first, and why" in text
     lines = SCRIPT.read_text().splitlines()
     line = 1 + lines.index("    raise ValueError(message)")
     assert (
