@@ -6,7 +6,7 @@ from fsdp_inspect.emulation.fixed_compute import FixedCompute
 from fsdp_inspect.emulation.fixed_times import FixedTimes, parse_fixed_times
 from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.errors import ConfigError
-from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.modules import modules_by_name
 from instrumented_trainer.config import TrainerConfig
 from instrumented_trainer.parts import ModelParts
 from instrumented_trainer.runtime import Runtime
@@ -58,7 +58,7 @@ def fix_compute(
     emulation = active_emulation()
     if times is None or emulation is None:
         return None
-    modules = fsdp2.modules_by_name(model)
+    modules = modules_by_name(model)
     fixed = FixedCompute(times, emulation, runtime.device)
     fixed.attach({name: modules[name] for name in names})
     return fixed

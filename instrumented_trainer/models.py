@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_inspect.errors import ConfigError
-from fsdp_inspect.recording.torch_api.fsdp2 import strip_wrappers
+from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 from instrumented_trainer import hf
 from instrumented_trainer.config import TrainerConfig
 from instrumented_trainer.model import PRESETS, Decoder, ModelShape

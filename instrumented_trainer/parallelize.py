@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_inspect.errors import ConfigError
-from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.apply import apply_plan
 from fsdp_inspect.recording.torch_api.checkpointing import apply_checkpointing
+from fsdp_inspect.recording.torch_api.modules import modules_by_name
 from fsdp_inspect.trace.plan import Plan
 from instrumented_trainer.config import TrainerConfig
 from instrumented_trainer.models import ModelRecipe, materialize
@@ -67,8 +67,8 @@ def compile_modules(model: nn.Module, names: tuple[str, ...]) -> None:
     """Replace modules by their compiled form, by name."""
     for name in names:
         path, _, attribute = name.rpartition(".")
-        parent = fsdp2.modules_by_name(model)[path]
-        compiled = torch.compile(fsdp2.modules_by_name(model)[name])
+        parent = modules_by_name(model)[path]
+        compiled = torch.compile(modules_by_name(model)[name])
         assert isinstance(compiled, nn.Module)
         parent.register_module(attribute, compiled)
 

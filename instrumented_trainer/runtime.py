@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import Specification, parse_specification
 from fsdp_inspect.errors import ConfigError
-from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 from instrumented_trainer.sharding_plan import Machine
 
 
@@ -98,7 +98,7 @@ def process_group(runtime: Runtime) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        fsdp2.release_process_groups()
+        release_process_groups()
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.formatting import format_count
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.sharders.find import find_sharder
-from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
+from fsdp_inspect.recording.torch_api.modules import fsdp_modules, modules_by_name
 from fsdp_inspect.trace.limits import MAX_NS
 from fsdp_inspect.trace.plan import Plan, owned_parameters
 from fsdp_inspect.trace.sharders import DDP, FSDP2, SIMPLE_FSDP, ZERO3, traits_of
@@ -279,7 +279,7 @@ class TrainingLoop:
             module.set_reshard_after_backward(is_last, recurse=False)
         if self._accumulation.sync == "every":
             return
-        for module in fsdp2.fsdp_modules(self._model):
+        for module in fsdp_modules(self._model):
             if self._accumulation.sync == "last":
                 module.set_requires_gradient_sync(is_last, recurse=False)
             else:
@@ -373,7 +373,7 @@ def compute_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def _kept_unsharded(plan: Plan, model: nn.Module) -> list[FSDPModule]:
     """The modules whose parameters stay full between the microbatches of a step."""
-    modules = fsdp2.modules_by_name(model)
+    modules = modules_by_name(model)
     kept = [modules[u.modules[0]] for u in plan.units if not u.reshard_after_backward]
     return [module for module in kept if isinstance(module, FSDPModule)]
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
-from fsdp_inspect.recording.torch_api.fsdp2 import modules_by_name
+from fsdp_inspect.recording.torch_api.modules import modules_by_name
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SIMPLE_FSDP, ZERO3, traits_of
 from instrumented_trainer.config import TrainerConfig

@@ -238,7 +238,7 @@ def find_other_models(model: nn.Module) -> list[nn.Module]:
 
 def _can_communicate(model: nn.Module) -> bool:
     from fsdp_inspect.recording.sharders.find import find_sharder
-    from fsdp_inspect.recording.torch_api.fsdp2 import is_live_process_group
+    from fsdp_inspect.recording.torch_api.process_groups import is_live_process_group
 
     try:
         groups = find_sharder(model).process_groups()

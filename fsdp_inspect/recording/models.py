@@ -26,7 +26,7 @@ def class_name_of(model: nn.Module) -> str:
     if isinstance(model, Models):
         return " + ".join(class_name_of(each) for each in model.children())
     # Imported here, because a launcher imports this file during the script's first import of torch.
-    from fsdp_inspect.recording.torch_api.fsdp2 import original_class
+    from fsdp_inspect.recording.torch_api.modules import original_class
 
     return original_class(model).__name__
 

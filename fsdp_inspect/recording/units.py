@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.models import class_name_of
-from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.process_groups import mesh_dimension_of, name_mesh_dimensions
 from fsdp_inspect.recording.unit_handle import UnitHandle
 from fsdp_inspect.trace.codes import DTYPES
 from fsdp_inspect.trace.mesh_dimensions import with_labels
@@ -55,7 +55,7 @@ class ProcessGroups:
                 name=name,
                 ranks=dist.get_process_group_ranks(group),
                 role=role,
-                dimension=self._dimensions.get(name) or fsdp2.mesh_dimension_of(group),
+                dimension=self._dimensions.get(name) or mesh_dimension_of(group),
             )
         )
         self._issued.append(0)
@@ -70,7 +70,7 @@ class ProcessGroups:
         Args:
             meshes: The meshes, in the same order on every rank.
         """
-        named = fsdp2.name_mesh_dimensions(meshes)
+        named = name_mesh_dimensions(meshes)
         self._dimensions |= {name: dimension for name, (_, dimension) in named.items()}
         self._groups = [
             group.model_copy(

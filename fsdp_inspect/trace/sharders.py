@@ -12,6 +12,8 @@ ZERO1, ZERO2, ZERO3 = "zero1", "zero2", "zero3"
 """`RunManifest.sharder`: DeepSpeed's engine, by the stage of ZeRO."""
 SIMPLE_FSDP = "simple_fsdp"
 """`RunManifest.sharder`: parameters that a parametrization shards, for torch.compile."""
+NO_UNITS = "no_units"
+"""`RunManifest.sharder`: a sharder whose units could not be read; a note of the run says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,17 @@ _TRAITS = {
         prefetch_ahead=None,
         separate_communicator=None,
         reduce_in_16_bits="a parametrization that casts gradients before their reduction",
+        owns_all=False,
+    ),
+    NO_UNITS: SharderTraits(
+        title="a sharder whose units were not recorded",
+        why_not_simulated="The units were not recorded; the notes of the run say why.",
+        units_have_passes=False,
+        hide_single_unit="",
+        keep_gathered=None,
+        prefetch_ahead=None,
+        separate_communicator=None,
+        reduce_in_16_bits="",
         owns_all=False,
     ),
 }

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect import Recorder
-from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 
 WIDTH, HIDDEN, BATCH, NUM_LAYERS = 8, 16, 4, 2
 NUM_STEPS, WARMUP_STEPS = 3, 1

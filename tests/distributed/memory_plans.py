@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_inspect import Recorder
-from fsdp_inspect.recording.torch_api.fsdp2 import fsdp_modules
+from fsdp_inspect.recording.torch_api.modules import fsdp_modules
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.tables import MemoryTable
 from instrumented_trainer.command_line import check_settings

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp_inspect import Recorder, apply_plan, observe_plan
-from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 
 WIDTH, VOCABULARY, NUM_STEPS = 128, 256, 8
 

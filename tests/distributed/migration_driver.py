@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_inspect import Recorder, apply_plan
 from fsdp_inspect.advice.migration import plan_migration
-from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 from fsdp_inspect.store.reader import open_run
 
 WIDTH, BATCH, NUM_STEPS, NUM_LAYERS = 30, 4, 4, 3

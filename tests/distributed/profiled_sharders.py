@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdp_inspect import Recorder
-from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 from instrumented_trainer.simple_fsdp import shard_by_parametrization
 from tests.distributed import dimension_driver
 from tests.distributed.dimension_driver import BATCH, LAYOUTS, WIDTH, Feedforward, Model, Training

@@ -29,6 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fsdp_inspect import Recorder
 from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 
 WIDTH = 32
 STEPS = 5
@@ -476,4 +477,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    fsdp2.release_process_groups()
+    release_process_groups()

@@ -77,7 +77,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+    from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 
     main()
     release_process_groups()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from fsdp_inspect.recording.torch_api.fsdp2 import strip_wrappers
+from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 from instrumented_trainer.command_line import check_settings
 from instrumented_trainer.optimization import make_optimizer
 from instrumented_trainer.parallelize import build_parallel_model

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_inspect.recording.torch_api.fsdp2 import strip_wrappers
+from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 from fsdp_inspect.recording.torch_api.observe import observe_plan
 from instrumented_trainer.command_line import check_settings
 from instrumented_trainer.models import materialize

@@ -56,7 +56,7 @@ def main(folder: Path, *, with_callback: bool) -> None:
 
 
 if __name__ == "__main__":
-    from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+    from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 
     main(Path(sys.argv[1]), with_callback="--callback" in sys.argv)
     release_process_groups()

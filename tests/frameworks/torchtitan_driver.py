@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 
-from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 from tests.frameworks import torchtitan_cpu
 
 RECORD = "fsdp_inspect.recording.integrations.torchtitan.record"

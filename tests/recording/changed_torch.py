@@ -1,7 +1,6 @@
-"""Train a few steps under a torch with one changed name: `changed_torch.py CHANGE RECORD FOLDER`.
+"""Train a few steps under a torch with one changed name: `changed_torch.py CHANGE RECORD FOLDER RANK WORLD`.
 
-`CHANGES` maps a change to the code that makes it; those of `AT_IMPORT` come before the import of
-the recorder. It prints the losses as hexadecimal numbers.
+`CHANGES` maps a change to the code that makes it before the import of the recorder. It prints the losses as hexadecimal numbers.
 """
 
 from __future__ import annotations
@@ -102,7 +101,6 @@ CHANGES: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: hide(DistributedDataParallel, "_module_parameters"),
     ),
 }
-AT_IMPORT = {name for name in CHANGES if name.endswith("is missing")}
 
 
 def make_model(sharder: str) -> nn.Module:
@@ -117,10 +115,10 @@ def make_model(sharder: str) -> nn.Module:
     return fully_shard(model)
 
 
-def main(change: str, record: str, folder: str) -> None:
+def main(change: str, record: str, folder: str, rank: str, world: str) -> None:
     sharder, apply = CHANGES[change]
-    store = dist.FileStore(f"{folder}-store-{record}", 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    store = dist.FileStore(f"{folder}-store-{record}", int(world))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world))
     model = make_model(sharder)
     apply()
     from fsdp_inspect import Recorder
@@ -131,12 +129,13 @@ def main(change: str, record: str, folder: str) -> None:
     ) as recorder:
         for step in range(4):
             with recorder.step():
-                loss = model(torch.full((2, 8), step / 7)).square().sum()
+                loss = model(torch.full((2, 8), (step + int(rank)) / 7)).square().sum()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
             recorder.log(loss=loss)
             print(loss.item().hex())
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -309,7 +309,7 @@ def test_after_a_forward_without_resharding_every_unit_is_still_whole():
 GLOO_SCRIPT = """
 import json, sys
 import torch.distributed as dist
-from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 from tests.recording.test_storage_tracker_fsdp import Training
 
 dist.init_process_group("gloo")

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 
 pytestmark = pytest.mark.usefixtures("fake_world_of_4")
 
@@ -48,9 +49,7 @@ def test_wrapper_segments_are_left_out_of_names(decoder):
     for layer in decoder.layers[:2]:
         fully_shard(layer)
     assert [group.name for group in fsdp2.find_groups(decoder)] == ["layers.0", "layers.1"]
-    assert fsdp2.strip_wrappers("_orig_mod.layers.0._checkpoint_wrapped_module.ffn") == (
-        "layers.0.ffn"
-    )
+    assert strip_wrappers("_orig_mod.layers.0._checkpoint_wrapped_module.ffn") == ("layers.0.ffn")
 
 
 def test_a_model_without_a_unit_at_its_top_has_several_roots(decoder):

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from fsdp_inspect import Plan, apply_plan
-from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 
 VOCABULARY, LENGTH, BATCH = 512, 64, 4
 

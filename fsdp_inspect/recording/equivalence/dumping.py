@@ -48,6 +48,7 @@ from fsdp_inspect.recording.equivalence.random_states import (
 from fsdp_inspect.recording.equivalence.unsharded import cast_parameters, replace_fully_shard
 from fsdp_inspect.recording.tensors import local_part, tensors_in
 from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.modules import original_class, strip_wrappers
 from fsdp_inspect.recording.units import dtype_name
 from fsdp_inspect.trace.step_dump import (
     FINGERPRINT_LENGTH,
@@ -139,7 +140,7 @@ class _Dumper:
             parts = list(module.modules())
             if not any(isinstance(part, FSDPModule) for part in parts):
                 return
-            kind = fsdp2.original_class(module).__name__
+            kind = original_class(module).__name__
             prefix = f"{kind}-{len(self._models)}" if self._models else ""
             self._models[prefix] = module
             self._known.update(map(id, parts))
@@ -151,7 +152,7 @@ class _Dumper:
 
     def _observe(self, prefix: str, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            fqn = _join(prefix, fsdp2.strip_wrappers(name))
+            fqn = _join(prefix, strip_wrappers(name))
             if module._parameters:
                 module.register_forward_pre_hook(self._parameter_watch(fqn))
             if module is model or issubclass(type(module), FSDPModule):
@@ -523,7 +524,7 @@ def _sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
             strict=True,
         )
     }
-    names = ((fsdp2.strip_wrappers(name), each) for name, each in model.named_parameters())
+    names = ((strip_wrappers(name), each) for name, each in model.named_parameters())
     return [(name, sharded.get(name, each)) for name, each in names]
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_inspect.recording.torch_api.marks import sharder_name_of
 from fsdp_inspect.trace.sharders import traits_of
 
 if TYPE_CHECKING:
@@ -87,11 +88,6 @@ class Sharder(ABC, Generic[HandleT]):
             RecordingError: The sharder did, but the model has no unit to record.
         """
 
-    @classmethod
-    @abstractmethod
-    def marks(cls, module: nn.Module) -> bool:
-        """Whether this sharder made this module or changed its class."""
-
     @property
     @abstractmethod
     def device(self) -> torch.device:
@@ -156,6 +152,11 @@ class Sharder(ABC, Generic[HandleT]):
         return ()
 
     # --- equal for every sharder
+
+    @classmethod
+    def marks(cls, module: nn.Module) -> bool:
+        """Whether this sharder made this module or changed its class."""
+        return sharder_name_of(module) == cls.name
 
     def register_groups(self, groups: ProcessGroups) -> None:
         """Give every process group of the units an index and a role."""

@@ -27,8 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_inspect.recording.all_reduce_kernel import Issue, observe_all_reduces
 from fsdp_inspect.recording.collectives import Communication, run_inside_collective
 from fsdp_inspect.recording.journal import Completion, later_of
-from fsdp_inspect.recording.patches import Patches, wrap_call
+from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.sharders.base import Sharder
+from fsdp_inspect.recording.sharders.model_forward import wrap_model_forward
 from fsdp_inspect.recording.torch_api.ddp import (
     BucketHandle,
     comm_hooks_of,
@@ -40,13 +41,14 @@ from fsdp_inspect.recording.torch_api.ddp import (
 )
 from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.recording.units import dtype_code, dtype_name
-from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, MemoryPoint, Method, Stream
+from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Stream
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.sharders import DDP
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.memory import MemoryProbe
     from fsdp_inspect.recording.session import Session
+    from fsdp_inspect.recording.sharders.no_units import NoUnits
     from fsdp_inspect.recording.units import ProcessGroups
 
 _ALL_REDUCE = EventKind.ALL_REDUCE
@@ -70,11 +72,6 @@ class Ddp(Sharder[BucketHandle]):
         """The buckets of a model; see `Sharder.find`."""
         wrappers = find_wrappers(model)
         return cls(wrappers) if wrappers else None
-
-    @classmethod
-    def marks(cls, module: nn.Module) -> bool:
-        """Whether the module is a `DistributedDataParallel`."""
-        return issubclass(type(module), DistributedDataParallel)
 
     @property
     def device(self) -> torch.device:
@@ -144,9 +141,12 @@ class Ddp(Sharder[BucketHandle]):
 
 
 class BucketHooks:
-    """The hooks on all buckets; see [Note: Where the recorder attaches to DDP]."""
+    """The hooks on all buckets; without known buckets, the all-reduces have no unit.
 
-    def __init__(self, session: Session, sharder: Ddp, memory: MemoryProbe) -> None:
+    See [Note: Where the recorder attaches to DDP].
+    """
+
+    def __init__(self, session: Session, sharder: Ddp | NoUnits, memory: MemoryProbe) -> None:
         self._session = session
         self._clock = session.clock
         self._sharder = sharder
@@ -188,27 +188,18 @@ class BucketHooks:
     # --- forward
 
     def _wrap_forward(self, wrapper: DistributedDataParallel) -> Callable[..., Any]:
-        def before(*args: Any, **kwargs: Any) -> None:
-            session = self._session
-            session.enter_forward(
-                self._clock.mark(),
-                grad_enabled=torch.is_grad_enabled(),
-                key=(id(wrapper), wrapper.training),
-            )
+        def begin() -> None:
             if torch.is_grad_enabled() and not wrapper.require_backward_grad_sync:
-                session.skips_reduction = True
-            if session.watches_memory:
-                self._memory.inputs(args, kwargs)
-                self._memory.sample(MemoryPoint.FORWARD_START)
+                self._session.skips_reduction = True
 
-        def after(token: None, result: Any) -> None:
-            session = self._session
-            self._sharder.update_units()
-            if session.watches_memory:
-                self._memory.sample(MemoryPoint.FORWARD_END)
-            session.leave_forward(self._clock.mark())
-
-        return wrap_call(wrapper.forward, before, after, self._session)
+        return wrap_model_forward(
+            wrapper.forward,
+            self._session,
+            self._memory,
+            key=lambda: (id(wrapper), wrapper.training),
+            on_begin=begin,
+            on_end=self._sharder.update_units,
+        )
 
     # --- all-reduce
 

@@ -4,39 +4,49 @@ from __future__ import annotations
 
 import gc
 import sys
+from importlib import import_module
 from typing import Any
 
 from torch import nn
 
-from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.errors import FsdpInspectError, RecordingError
 from fsdp_inspect.recording.sharders.base import Sharder
-from fsdp_inspect.recording.sharders.ddp import Ddp
-from fsdp_inspect.recording.sharders.fsdp1 import Fsdp1
-from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
-from fsdp_inspect.recording.sharders.simple_fsdp import SimpleFsdp
-from fsdp_inspect.recording.sharders.zero3 import Zero3
-from fsdp_inspect.recording.sharders.zero12 import Zero1, Zero2
+from fsdp_inspect.recording.sharders.no_units import NoUnits
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
+from fsdp_inspect.recording.torch_api.engine_names import is_engine
+from fsdp_inspect.recording.torch_api.marks import sharder_name_of
+from fsdp_inspect.recording.torch_api.needs import find_missing_name, find_missing_part
+from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SIMPLE_FSDP, ZERO1, ZERO2, ZERO3
 
-SHARDERS: tuple[type[Sharder[Any]], ...] = (
-    Fsdp2,
-    Fsdp1,
-    Ddp,
-    Zero1,
-    Zero2,
-    Zero3,
-    SimpleFsdp,
-)
-"""Every sharder that the recorder supports."""
+_CLASSES = {
+    FSDP2: "fsdp2.Fsdp2",
+    FSDP1: "fsdp1.Fsdp1",
+    DDP: "ddp.Ddp",
+    ZERO1: "zero12.Zero1",
+    ZERO2: "zero12.Zero2",
+    ZERO3: "zero3.Zero3",
+    SIMPLE_FSDP: "simple_fsdp.SimpleFsdp",
+}
+"""Every sharder that the recorder supports, with its class, which is imported for its first model:
+another version of torch may lack a name that it needs."""
 
 
 def find_sharder(model: nn.Module) -> Sharder[Any]:
     """Find the units of a model.
 
+    Returns:
+        The sharder with its units; `NoUnits` if this version of torch or DeepSpeed has changed a
+        name that they need.
+
     Raises:
         RecordingError: The model has no units, or units of several sharders. The message has the
             kind of model and the remedy.
     """
-    found = [each for each in (sharder.find(model) for sharder in SHARDERS) if each is not None]
+    marked = {sharder_name_of(module) for module in model.modules()}
+    if any(map(is_engine, model.modules())):
+        marked.add(ZERO1)  # it refuses an engine without ZeRO
+    searched = (_find(sharder, model) for sharder in _CLASSES if sharder in marked)
+    found = [each for each in searched if each is not None]
     name = type(model).__name__
     if len(found) > 1:
         titles = " and ".join(each.title for each in found)
@@ -57,9 +67,24 @@ def find_sharder(model: nn.Module) -> Sharder[Any]:
     )
 
 
-def sharder_class_of(module: nn.Module) -> type[Sharder[Any]] | None:
-    """The sharder that made this module or changed its class; None if no sharder did."""
-    return next((each for each in SHARDERS if each.marks(module)), None)
+def _find(sharder: str, model: nn.Module) -> Sharder[Any] | None:
+    """The units that a sharder has made of a model; None if it has made none."""
+    missing = find_missing_name(sharder)
+    if missing is not None:
+        return NoUnits(model, sharder, missing)
+    module, _, name = _CLASSES[sharder].partition(".")
+    try:
+        kind = getattr(import_module(f"{__package__}.{module}"), name)
+        found: Sharder[Any] | None = kind.find(model)
+        if found is None:
+            return None
+        missing = find_missing_part(sharder, found.units[0])
+    except FsdpInspectError:
+        raise
+    except Exception as error:  # a private name that has another meaning
+        raise_if_of_signal(error)
+        missing = " ".join(repr(error).split())
+    return found if missing is None else NoUnits(model, sharder, missing)
 
 
 def wrapper_around(model: nn.Module) -> nn.Module:
@@ -68,14 +93,14 @@ def wrapper_around(model: nn.Module) -> nn.Module:
     Training libraries pass the model that the user gave them, and keep the wrapper to themselves.
     With FSDP1 that model contains wrapped blocks, but the wrapper has the root's parameters.
     """
-    if sharder_class_of(model) is not None:
+    if sharder_name_of(model) is not None:
         return model
     alive = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     return next(
         (
             each
             for each in alive
-            if sharder_class_of(each) is not None and getattr(each, "module", None) is model
+            if sharder_name_of(each) is not None and getattr(each, "module", None) is model
         ),
         model,
     )
@@ -83,4 +108,4 @@ def wrapper_around(model: nn.Module) -> nn.Module:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether a module of the model belongs to a sharder."""
-    return any(sharder_class_of(module) is not None for module in model.modules())
+    return any(sharder_name_of(module) is not None for module in model.modules())

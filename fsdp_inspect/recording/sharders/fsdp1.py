@@ -23,6 +23,7 @@ There is no copy out of the all-gather, because the parameters are views of its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
@@ -30,7 +31,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
+from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp import fully_sharded_data_parallel as _wrapper_module
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle
@@ -39,7 +40,7 @@ from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.torch_api.fsdp1 import FlatHandle, find_flat_handles, schedule_of
-from fsdp_inspect.recording.torch_api.fsdp2 import original_class
+from fsdp_inspect.recording.torch_api.modules import original_class
 from fsdp_inspect.recording.unit_timing import Reductions, UnitTimer
 from fsdp_inspect.recording.units import dtype_name
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, MemoryPoint, Phase
@@ -90,11 +91,6 @@ class Fsdp1(Sharder[FlatHandle]):
                 "that own them."
             )
         return None
-
-    @classmethod
-    def marks(cls, module: nn.Module) -> bool:
-        """Whether the module is a `FullyShardedDataParallel`."""
-        return issubclass(type(module), FullyShardedDataParallel)
 
     @property
     def device(self) -> torch.device:
@@ -215,6 +211,8 @@ class FlatParamHooks:
         module: Any,
         args: Any,
         kwargs: Any,
+        *more: Any,
+        **named: Any,
     ) -> FlatUnitTimer | None:
         timer = self._timers.get(handle)
         # In a recompute of a unit that is already in backward, torch does nothing here.
@@ -231,18 +229,22 @@ class FlatParamHooks:
         module: Any,
         inputs: Any,
         output: Any,
+        *more: Any,
+        **named: Any,
     ) -> None:
         timer = self._timers.get(handle)
         if timer is not None and timer.handle._training_state is not _PRE_BACKWARD:
             timer.before_post_forward(output)
 
-    def _before_prefetch(self, state: Any, handle: FlatParamHandle | None, mode: Any) -> None:
+    def _before_prefetch(
+        self, state: Any, handle: FlatParamHandle | None, *more: Any, **named: Any
+    ) -> None:
         timer = self._timers.get(handle)
         if timer is not None:
             timer.unsharded()
 
     def _before_pre_backward(
-        self, state: Any, module: Any, handle: FlatParamHandle | None, *gradients: Any
+        self, state: Any, module: Any, handle: FlatParamHandle | None, *more: Any, **named: Any
     ) -> FlatUnitTimer | None:
         timer = self._timers.get(handle)
         if timer is None or getattr(timer.handle, "_ran_pre_backward_hook", False):
@@ -251,7 +253,7 @@ class FlatParamHooks:
         return timer
 
     def _before_post_backward(
-        self, state: Any, handle: FlatParamHandle | None, *unused: Any
+        self, state: Any, handle: FlatParamHandle | None, *more: Any, **named: Any
     ) -> FlatUnitTimer | None:
         timer = self._timers.get(handle)
         if timer is not None:
@@ -266,7 +268,7 @@ class FlatParamHooks:
         return None if unit == NO_UNIT else self._units[unit]
 
     def _before_padding(
-        self, state: Any, gradient: torch.Tensor
+        self, state: Any, gradient: torch.Tensor, *more: Any, **named: Any
     ) -> tuple[FlatUnitTimer, torch.Tensor, Any] | None:
         timer = self._running()
         return None if timer is None else (timer, gradient, self._session.clock.mark())
@@ -278,7 +280,7 @@ class FlatParamHooks:
             timer, gradient, start = begun
             timer.padded(start, gradient, *result)
 
-    def _before_final(self, state: Any, module: Any) -> None:
+    def _before_final(self, state: Any, *more: Any, **named: Any) -> None:
         reductions = self._of_schedule(schedule_of(state))
         if reductions.reduce_scatters or reductions.all_reduces:
             reductions.wait_for_all(self._session, self._session.clock.mark())
@@ -302,8 +304,9 @@ class FlatUnitTimer(UnitTimer):
         handle, session = self.handle, self._session
         gather = handle._all_gather_flat_param
 
-        def recorded(output: torch.Tensor) -> Any:
-            return self.all_gather(lambda: gather(output), output, handle.process_group)
+        def recorded(output: torch.Tensor, *more: Any, **named: Any) -> Any:
+            issue = functools.partial(gather, output, *more, **named)
+            return self.all_gather(issue, output, handle.process_group)
 
         patches.set_attribute(handle, "_all_gather_flat_param", recorded)
         for name, before, after in (
@@ -315,7 +318,7 @@ class FlatUnitTimer(UnitTimer):
 
     # --- unshard
 
-    def _before_pre_unshard(self) -> None:
+    def _before_pre_unshard(self, *more: Any, **named: Any) -> None:
         if not self._copies_before_gather or not self.handle.needs_unshard():
             return
         if self._copy_in is not None:  # no all-gather followed
@@ -417,5 +420,5 @@ def _after_post_backward(timer: FlatUnitTimer | None, result: Any) -> None:
         timer.after_post_backward()
 
 
-def _nothing() -> None:
+def _nothing(*more: Any, **named: Any) -> None:
     """Do nothing before a call."""

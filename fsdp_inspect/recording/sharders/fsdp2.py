@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +16,7 @@ from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.fsdp2 import GroupHandle
+from fsdp_inspect.recording.torch_api.modules import original_class
 from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.recording.unit_hooks import ReductionsByContext, UnitHooks
 from fsdp_inspect.recording.units import dtype_name
@@ -51,12 +51,6 @@ class Fsdp2(Sharder[GroupHandle]):
                 "the modules that own them."
             )
         return None
-
-    @classmethod
-    def marks(cls, module: nn.Module) -> bool:
-        """Whether `fully_shard` was called on the module."""
-        # Not isinstance, because an object of the script may compute its __class__.
-        return issubclass(type(module), FSDPModule)
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +108,7 @@ class Fsdp2(Sharder[GroupHandle]):
             index=index,
             fqn=name,
             modules=list(handle.fqns),
-            module_class=fsdp2.original_class(handle.modules[0]).__name__,
+            module_class=original_class(handle.modules[0]).__name__,
             num_parameters=sum(numels),
             num_trainable_parameters=sum(trained_numels),
             num_tensors=len(parameters),
@@ -143,10 +137,10 @@ class Fsdp2(Sharder[GroupHandle]):
         own = {id(handle.group) for handle in self.units}
         original = FSDPParamGroup.lazy_init
 
-        def lazy_init(group: FSDPParamGroup) -> None:
+        def lazy_init(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
             if id(group) not in own:
                 on_another(group.modules)
-            original(group)  # type: ignore[no-untyped-call]
+            return original(group, *args, **kwargs)  # type: ignore[no-untyped-call]
 
         patches.set_attribute(FSDPParamGroup, "lazy_init", lazy_init)
 

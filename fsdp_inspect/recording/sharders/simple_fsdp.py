@@ -29,11 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.sharders.base import Sharder, ShardingHooks
-from fsdp_inspect.recording.torch_api.fsdp2 import original_class
+from fsdp_inspect.recording.torch_api.modules import original_class
 from fsdp_inspect.recording.torch_api.simple_fsdp import (
     ParametrizedHandle,
     find_parametrized,
-    is_parametrized,
 )
 from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.recording.units import dtype_name
@@ -63,11 +62,6 @@ class SimpleFsdp(Sharder[ParametrizedHandle]):
         """The modules of a model; see `Sharder.find`."""
         handles = find_parametrized(model)
         return cls(handles, model) if handles else None
-
-    @classmethod
-    def marks(cls, module: nn.Module) -> bool:
-        """Whether the module has parameters that are gathered when they are read."""
-        return is_parametrized(module)
 
     @property
     def device(self) -> torch.device:

@@ -18,6 +18,7 @@ DeepSpeed is never imported: a model with an engine has imported it.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -29,11 +30,11 @@ from torch import nn
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.base import Sharder
+from fsdp_inspect.recording.sharders.model_forward import wrap_model_forward
 from fsdp_inspect.recording.torch_api import deepspeed_zero
-from fsdp_inspect.recording.torch_api.engine_names import is_engine
+from fsdp_inspect.recording.torch_api.marks import stage_of
 from fsdp_inspect.recording.unit_timing import Reductions
-from fsdp_inspect.trace.codes import NO_UNIT, MemoryPoint, Phase
-from fsdp_inspect.trace.sharders import traits_of
+from fsdp_inspect.trace.codes import NO_UNIT, Phase
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.memory import MemoryProbe
@@ -62,7 +63,7 @@ class Zero(Sharder[HandleT]):
     def find(cls, model: nn.Module) -> Self | None:
         """The units of a model; see `Sharder.find`."""
         engines = deepspeed_zero.find_engines(model)
-        stages = {deepspeed_zero.stage_of(engine) for _, engine in engines}
+        stages = {stage_of(engine) for _, engine in engines}
         if engines and stages - {1, 2, 3}:
             names = ", ".join(type(engine.optimizer).__name__ for _, engine in engines)
             raise RecordingError(
@@ -77,18 +78,7 @@ class Zero(Sharder[HandleT]):
                 f"The engines use {found}. Expected one stage in a recording. Record the models of "
                 "each stage in a run of their own."
             )
-        try:
-            return cls(engines)
-        except Exception as error:  # private attributes of DeepSpeed
-            raise RecordingError(
-                f"The units of {traits_of(cls.name).title} cannot be found: {error!r}. Expected "
-                f"DeepSpeed {_SUPPORTED}. The training can continue without a recorder."
-            ) from error
-
-    @classmethod
-    def marks(cls, module: nn.Module) -> bool:
-        """Whether the module is an engine of this stage."""
-        return is_engine(module) and deepspeed_zero.stage_of(module) == cls.stage
+        return cls(engines)
 
     @property
     def device(self) -> torch.device:
@@ -219,21 +209,8 @@ class ZeroHooks:
         return all_gather_into_tensor
 
     def _wrap_forward(self, engine: Any) -> Callable[..., Any]:
-        session = self._session
-
-        def before(*args: Any, **kwargs: Any) -> None:
-            session.enter_forward(session.clock.mark(), grad_enabled=torch.is_grad_enabled())
-            if session.watches_memory:
-                self._memory.inputs(args, kwargs)
-                self._memory.sample(MemoryPoint.FORWARD_START)
-            self.begin_forward(engine)
-
-        def after(token: None, result: Any) -> None:
-            if session.watches_memory:
-                self._memory.sample(MemoryPoint.FORWARD_END)
-            session.leave_forward(session.clock.mark())
-
-        return wrap_call(engine.forward, before, after, session)
+        begin = functools.partial(self.begin_forward, engine)
+        return wrap_model_forward(engine.forward, self._session, self._memory, on_begin=begin)
 
     def classify_gradients(self) -> None:
         """Classify the gradients of all units after a backward, in a memory step."""

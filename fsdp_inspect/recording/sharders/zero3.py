@@ -26,7 +26,7 @@ from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.zero import Zero, ZeroHooks
 from fsdp_inspect.recording.torch_api import deepspeed_zero
 from fsdp_inspect.recording.torch_api.deepspeed_zero import ModuleHandle
-from fsdp_inspect.recording.torch_api.fsdp2 import original_class
+from fsdp_inspect.recording.torch_api.modules import original_class
 from fsdp_inspect.recording.unit_timing import UnitTimer
 from fsdp_inspect.recording.units import dtype_code, dtype_name
 from fsdp_inspect.trace.codes import (

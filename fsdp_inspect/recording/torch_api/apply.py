@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.checkpointing import apply_checkpointing
+from fsdp_inspect.recording.torch_api.modules import modules_by_name, strip_wrappers
 from fsdp_inspect.trace.plan import (
     Plan,
     UnitPlan,
@@ -54,14 +55,14 @@ def apply_plan(
         PlanError: The plan has an unknown module or another number of ranks, or the model is
             already sharded. The model is unchanged.
     """
-    modules = fsdp2.modules_by_name(model)
+    modules = modules_by_name(model)
     _refuse_sharded(model)
     resolved = plan.resolve(modules)
     _refuse_containers(resolved, modules)
     meshes = _Meshes(resolved, mesh)
     _warn_of_risks(model, resolved, modules)
     apply_checkpointing(model, resolved.checkpointing)
-    modules = fsdp2.modules_by_name(model)
+    modules = modules_by_name(model)
     for unit in _inner_first(resolved.units):
         is_replicated = resolved.is_replicated(unit)
         _shard(unit, modules, meshes.of(unit), is_replicated=is_replicated)
@@ -168,8 +169,7 @@ def _device_type() -> str:
 
 def _warn_of_risks(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> None:
     shapes = {
-        fsdp2.strip_wrappers(name): tuple(parameter.shape)
-        for name, parameter in model.named_parameters()
+        strip_wrappers(name): tuple(parameter.shape) for name, parameter in model.named_parameters()
     }
     embeddings = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
     for risk in plan.find_risks(shapes, inputs_without_gradient=embeddings):
@@ -238,7 +238,7 @@ def _set_separate_groups(units: Iterable[UnitPlan], modules: dict[str, nn.Module
 def _set_prefetch(plan: Plan, modules: dict[str, nn.Module], model: nn.Module) -> None:
     first_modules = {unit.name: modules[unit.modules[0]] for unit in plan.units}
     owned = owned_parameters(
-        plan.units, (fsdp2.strip_wrappers(name) for name, _ in model.named_parameters())
+        plan.units, (strip_wrappers(name) for name, _ in model.named_parameters())
     )
     empty = {name for name, parameters in owned.items() if not parameters}
     for name, targets in plan.prefetch_lists("forward", without=empty).items():

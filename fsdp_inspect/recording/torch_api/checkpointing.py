@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.modules import modules_by_name
 from fsdp_inspect.trace.plan import Checkpointing
 
 _WRAPPER_MODULE = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
@@ -39,7 +39,7 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> None:
         PlanError: A module does not exist, or is the model itself, which has no parent to hold a
             wrapper.
     """
-    modules = fsdp2.modules_by_name(model)
+    modules = modules_by_name(model)
     for name in (*checkpointing.full, *checkpointing.selective):
         if not name or name not in modules:
             raise PlanError(
@@ -55,7 +55,7 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> None:
 def observe_checkpointing(model: nn.Module) -> Checkpointing:
     """Find the modules in torch's checkpoint wrappers; a wrapper with a policy is selective."""
     found: dict[bool, list[str]] = {False: [], True: []}
-    for name, module in fsdp2.modules_by_name(model).items():
+    for name, module in modules_by_name(model).items():
         if _is_wrapper(module):
             found[_has_policy(module)].append(name)
     return Checkpointing(full=tuple(found[False]), selective=tuple(found[True]))

@@ -10,7 +10,6 @@ order of ready gradients, it assigns them again. After that, buckets do not chan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect.recording.torch_api.bucket import WholeParameterBucket
-from fsdp_inspect.recording.torch_api.fsdp2 import strip_wrappers
+from fsdp_inspect.recording.torch_api.modules import enclosing_modules, strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
 
 
@@ -182,20 +181,3 @@ def ddp_settings_of(wrapper: DistributedDataParallel) -> dict[str, str]:
         "static_graph": str(bool(wrapper.static_graph)),
         "gradient_as_bucket_view": str(bool(wrapper.gradient_as_bucket_view)),
     }
-
-
-def enclosing_modules(root: nn.Module, parameters: Sequence[str], prefix: str) -> tuple[str, ...]:
-    """The outermost modules that hold only these parameters, in the order of the parameters."""
-    names = [strip_wrappers(name) for name, _ in root.named_parameters()]
-    own = {f"{prefix}.{name}".removeprefix(".") for name in names}
-    wanted = set(parameters)
-    found: dict[str, None] = {}
-    for name in parameters:
-        parts = name.split(".")[:-1]
-        for length in range(len(parts) + 1):
-            module = ".".join(parts[:length])
-            inside = {each for each in own if not module or each.startswith(f"{module}.")}
-            if inside <= wanted or length == len(parts):
-                found[module] = None
-                break
-    return tuple(found)

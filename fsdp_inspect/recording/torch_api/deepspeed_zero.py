@@ -21,14 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_inspect.recording.torch_api.bucket import WholeParameterBucket
-from fsdp_inspect.recording.torch_api.ddp import enclosing_modules
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
-from fsdp_inspect.recording.torch_api.fsdp2 import strip_wrappers
+from fsdp_inspect.recording.torch_api.marks import stage_of
 from fsdp_inspect.recording.torch_api.module_unit import ModuleUnit
+from fsdp_inspect.recording.torch_api.modules import enclosing_modules, strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
-
-_STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
-_STAGES_1_AND_2 = "DeepSpeedZeroOptimizer"
 
 
 def find_engines(model: nn.Module) -> list[tuple[str, Any]]:
@@ -38,16 +35,6 @@ def find_engines(model: nn.Module) -> list[tuple[str, Any]]:
         for name, module in model.named_modules()
         if is_engine(module)
     ]
-
-
-def stage_of(engine: Any) -> int | None:
-    """The ZeRO stage of an engine; None if its optimizer does not shard, or not by ZeRO."""
-    names = {each.__name__ for each in type(engine.optimizer).__mro__}
-    if _STAGE_3 in names:
-        return 3
-    if _STAGES_1_AND_2 in names:
-        return 2 if engine.optimizer.partition_gradients else 1
-    return None
 
 
 def group_of(engine: Any) -> dist.ProcessGroup:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp._flat_param import (
     HandleShardingStrategy,
 )
 
-from fsdp_inspect.recording.torch_api.fsdp2 import strip_wrappers
+from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
 
 

@@ -9,16 +9,14 @@ communicates together and is a unit of FSDP Inspect. A state usually has one gro
 all its parameters belong to nested calls, and several if its parameters are on several meshes.
 """
 
-import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup, distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DDPMeshInfo,
     FSDPMeshInfo,
@@ -26,15 +24,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.recording.torch_api.engine_names import is_engine
+from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 
 STREAM_WAIT = "_wait_all_gather_streams_on_event"
 """The method of a group that makes the all-gather's streams wait for an event."""
-WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
-"""Path segments that activation checkpointing, torch.compile and FSDP1 insert."""
 
 _DEFAULTS_BEFORE_TORCH_2_13 = {"reduce_scatter_max_input_buffers": 1}
 
@@ -233,48 +228,12 @@ def find_groups(model: nn.Module) -> list[GroupHandle]:
     ]
 
 
-def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model by fqn in the source code. For a wrapped module it is the wrapper."""
-    modules: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        modules.setdefault(strip_wrappers(name), module)
-    return modules
-
-
 def groups_of(state: FSDPState) -> tuple[FSDPParamGroup, ...]:
     """The communication groups of one `fully_shard` call."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11 and older
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return tuple(groups)
-
-
-def strip_wrappers(fqn: str) -> str:
-    """A module's name in the model's source code, without the segments of wrappers."""
-    return ".".join(part for part in fqn.split(".") if part not in WRAPPER_SEGMENTS)
-
-
-def original_class(module: nn.Module) -> type:
-    """The class from the model's source code, without `FSDP...` and wrapper classes."""
-    while isinstance(inner := _wrapped_module(module), nn.Module):
-        module = inner
-    # `fully_shard` and `replicate` put their own classes before the original class.
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
-
-
-def _wrapped_module(module: nn.Module) -> object:
-    """The module inside a wrapper; None for a module that is not a wrapper."""
-    if isinstance(module, DistributedDataParallel) or is_engine(module):
-        return module.module
-    return next(
-        (inner for name in WRAPPER_SEGMENTS if (inner := getattr(module, name, None)) is not None),
-        None,
-    )
-
-
-def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """All modules of a model on which `fully_shard` was called."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def is_lazily_initialized(state: FSDPState) -> bool:
@@ -311,57 +270,6 @@ def mesh_sizes(group: FSDPParamGroup) -> dict[str, int]:
 def is_replicated(group: FSDPParamGroup) -> bool:
     """Whether a group keeps whole parameters on every rank (torch's `replicate`)."""
     return not isinstance(group.mesh_info, FSDPMeshInfo)
-
-
-def is_live_process_group(group: ProcessGroup) -> bool:
-    """Whether a process group exists: `destroy_process_group` was not called since it was made."""
-    return group in distributed_c10d._world.pg_map
-
-
-def name_mesh_dimensions(
-    meshes: Iterable[DeviceMesh],
-) -> dict[str, tuple[ProcessGroup, str]]:
-    """The process groups of named mesh dimensions, with the dimension's name.
-
-    It covers all dimensions of the meshes that the given meshes were sliced from, and their
-    flattened dimensions. Dimensions of one rank, and meshes without this rank, are left out. If
-    dimensions share a process group, their names are joined. If meshes are equal, the first one
-    counts, because DTensor keeps the mesh of an earlier model with the same layout.
-
-    Args:
-        meshes: In the same order on every rank.
-
-    Returns:
-        The groups by name, in the order of the meshes.
-    """
-    found: dict[str, tuple[ProcessGroup, str]] = {}
-    for mesh in dict.fromkeys(mesh for held in meshes for mesh in _with_flattened(held)):
-        if mesh.get_coordinate() is None:
-            continue
-        for place, name in enumerate(mesh.mesh_dim_names or ()):
-            if mesh.size(place) > 1:
-                group = mesh.get_group(place)
-                before = found.get(group.group_name, (group, ""))[1]
-                names = dict.fromkeys([*filter(None, before.split(", ")), name])
-                found[group.group_name] = (group, ", ".join(names))
-    return found
-
-
-def _with_flattened(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """The mesh that a mesh was sliced from, and its flattened dimensions."""
-    root = mesh._get_root_mesh()
-    return [root, *getattr(root, "_flatten_mapping", {}).values()]
-
-
-def mesh_dimension_of(group: ProcessGroup) -> str:
-    """The name of a process group's dimension in its `DeviceMesh`; empty if it has none.
-
-    `DeviceMesh` (torch 2.13) describes the group of its dimension `tp` as `mesh_tp`, and that of
-    its second unnamed dimension as `mesh_dim_1`.
-    """
-    name = group.group_desc.removeprefix("mesh_")
-    is_named = name != group.group_desc and name != "default" and not name.startswith("dim_")
-    return name if is_named else ""
 
 
 def offloads_to_cpu(group: FSDPParamGroup) -> bool:
@@ -524,21 +432,6 @@ def separate_reduce_scatter_groups(modules: Iterable[nn.Module]) -> None:
             if not hasattr(group, "_set_separate_reduce_scatter_group"):
                 raise _unsupported("separate_reduce_scatter_group", True)
             group._set_separate_reduce_scatter_group(True, communicators)
-
-
-def release_process_groups() -> None:
-    """Release every process group that a device mesh still holds; the groups are destroyed already.
-
-    In torch 2.13 DTensor's caches keep the mesh of a sharded model, and with it the groups, after
-    `destroy_process_group` and after the model and the optimizer are gone. A gloo group that exists
-    at the interpreter's shutdown sometimes ends the process with SIGABRT: its threads then drop the
-    tensors of the last collective (pytorch issue 190489). If nothing refers to a group, it waits
-    for its threads and ends them. Models that still exist, for example in the frames of an error,
-    keep their groups.
-    """
-    for mesh in [held for held in gc.get_objects() if type(held) is DeviceMesh]:
-        getattr(mesh, "_pg_registry", {}).clear()
-    gc.collect()
 
 
 def _unsupported(name: str, value: bool | int) -> PlanError:

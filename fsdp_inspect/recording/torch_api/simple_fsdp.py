@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrize
 
-from fsdp_inspect.recording.torch_api.fsdp2 import strip_wrappers
 from fsdp_inspect.recording.torch_api.module_unit import ModuleUnit
+from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 
 CLASS_PREFIX = "SimpleFSDP"
 

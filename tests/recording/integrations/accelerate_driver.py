@@ -25,7 +25,7 @@ from torch import nn
 from fsdp_inspect import Recorder
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.integrations.accelerate import accelerate_recorder
-from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 
 OPTIONS: dict[str, Any] = {"device_interval_s": 0, "print_verdict": False}
 

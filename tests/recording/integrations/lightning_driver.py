@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect.recording.integrations.lightning import FsdpInspectCallback
-from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 
 OPTIONS: dict[str, Any] = {"device_interval_s": 0, "print_verdict": False}
 

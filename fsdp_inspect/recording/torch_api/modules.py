@@ -1,0 +1,65 @@
+"""Name the modules of a wrapped or sharded model as its source code does. All names are public."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_inspect.recording.torch_api.engine_names import is_engine
+
+WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+"""Path segments that activation checkpointing, torch.compile and FSDP1 insert."""
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by fqn in the source code. For a wrapped module it is the wrapper."""
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        modules.setdefault(strip_wrappers(name), module)
+    return modules
+
+
+def strip_wrappers(fqn: str) -> str:
+    """A module's name in the model's source code, without the segments of wrappers."""
+    return ".".join(part for part in fqn.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+def original_class(module: nn.Module) -> type:
+    """The class from the model's source code, without `FSDP...` and wrapper classes."""
+    while isinstance(inner := _wrapped_module(module), nn.Module):
+        module = inner
+    # `fully_shard` and `replicate` put their own classes before the original class.
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _wrapped_module(module: nn.Module) -> object:
+    """The module inside a wrapper; None for a module that is not a wrapper."""
+    if isinstance(module, DistributedDataParallel) or is_engine(module):
+        return module.module
+    return next(
+        (inner for name in WRAPPER_SEGMENTS if (inner := getattr(module, name, None)) is not None),
+        None,
+    )
+
+
+def enclosing_modules(root: nn.Module, parameters: Sequence[str], prefix: str) -> tuple[str, ...]:
+    """The outermost modules that hold only these parameters, in the order of the parameters."""
+    names = [strip_wrappers(name) for name, _ in root.named_parameters()]
+    own = {f"{prefix}.{name}".removeprefix(".") for name in names}
+    wanted = set(parameters)
+    found: dict[str, None] = {}
+    for name in parameters:
+        parts = name.split(".")[:-1]
+        for length in range(len(parts) + 1):
+            module = ".".join(parts[:length])
+            inside = {each for each in own if not module or each.startswith(f"{module}.")}
+            if inside <= wanted or length == len(parts):
+                found[module] = None
+                break
+    return tuple(found)
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """All modules of a model on which `fully_shard` was called."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -1,0 +1,83 @@
+"""Read the process groups of device meshes, and the store of the default group."""
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def default_store() -> Any:
+    """The store of the default process group.
+
+    Raises:
+        ValueError: No process group is initialized.
+    """
+    return distributed_c10d._get_default_store()
+
+
+def is_live_process_group(group: ProcessGroup) -> bool:
+    """Whether a process group exists: `destroy_process_group` was not called since it was made."""
+    return group in distributed_c10d._world.pg_map
+
+
+def name_mesh_dimensions(
+    meshes: Iterable[DeviceMesh],
+) -> dict[str, tuple[ProcessGroup, str]]:
+    """The process groups of named mesh dimensions, with the dimension's name.
+
+    It covers all dimensions of the meshes that the given meshes were sliced from, and their
+    flattened dimensions. Dimensions of one rank, and meshes without this rank, are left out. If
+    dimensions share a process group, their names are joined. If meshes are equal, the first one
+    counts, because DTensor keeps the mesh of an earlier model with the same layout.
+
+    Args:
+        meshes: In the same order on every rank.
+
+    Returns:
+        The groups by name, in the order of the meshes.
+    """
+    found: dict[str, tuple[ProcessGroup, str]] = {}
+    for mesh in dict.fromkeys(mesh for held in meshes for mesh in _with_flattened(held)):
+        if mesh.get_coordinate() is None:
+            continue
+        for place, name in enumerate(mesh.mesh_dim_names or ()):
+            if mesh.size(place) > 1:
+                group = mesh.get_group(place)
+                before = found.get(group.group_name, (group, ""))[1]
+                names = dict.fromkeys([*filter(None, before.split(", ")), name])
+                found[group.group_name] = (group, ", ".join(names))
+    return found
+
+
+def _with_flattened(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """The mesh that a mesh was sliced from, and its flattened dimensions."""
+    root = mesh._get_root_mesh()
+    return [root, *getattr(root, "_flatten_mapping", {}).values()]
+
+
+def mesh_dimension_of(group: ProcessGroup) -> str:
+    """The name of a process group's dimension in its `DeviceMesh`; empty if it has none.
+
+    `DeviceMesh` (torch 2.13) describes the group of its dimension `tp` as `mesh_tp`, and that of
+    its second unnamed dimension as `mesh_dim_1`.
+    """
+    name = group.group_desc.removeprefix("mesh_")
+    is_named = name != group.group_desc and name != "default" and not name.startswith("dim_")
+    return name if is_named else ""
+
+
+def release_process_groups() -> None:
+    """Release every process group that a device mesh still holds; the groups are destroyed already.
+
+    In torch 2.13 DTensor's caches keep the mesh of a sharded model, and with it the groups, after
+    `destroy_process_group` and after the model and the optimizer are gone. A gloo group that exists
+    at the interpreter's shutdown sometimes ends the process with SIGABRT: its threads then drop the
+    tensors of the last collective (pytorch issue 190489). If nothing refers to a group, it waits
+    for its threads and ends them. Models that still exist, for example in the frames of an error,
+    keep their groups.
+    """
+    for mesh in [held for held in gc.get_objects() if type(held) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()
+    gc.collect()
