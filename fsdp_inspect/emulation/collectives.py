@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
-from torch.utils._pytree import tree_leaves
 
 from fsdp_inspect.emulation.network import EmulatedNetwork
 from fsdp_inspect.emulation.unit_waits import UnitWaits
@@ -31,9 +29,11 @@ from fsdp_inspect.recording.torch_api.c10d import (
     ArgumentPicker,
     address_of,
     bytes_of,
+    functional,
     resolve_group,
     tensors_of,
 )
+from fsdp_inspect.recording.torch_api.dispatch import tree_leaves
 from fsdp_inspect.trace.codes import EventKind
 
 OF_OBJECTS = (

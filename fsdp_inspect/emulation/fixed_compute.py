@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from fsdp_inspect.emulation.fixed_times import FixedTimes
 from fsdp_inspect.emulation.network import sleep_until
 from fsdp_inspect.emulation.process import Emulation
+from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
+from fsdp_inspect.recording.torch_api.dispatch import tree_leaves
 
 
 class FixedCompute:
@@ -70,7 +71,7 @@ class FixedCompute:
     def leave_forward(self, begin_ns: int, num_parameters: int) -> None:
         """End the forward of a part; a forward repeated in backward is not part of its time."""
         self.last(begin_ns, self._times.forward.of(num_parameters))
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             self._recompute_ns += self.now_ns() - begin_ns
 
     def leave_backward(self, begin_ns: int, num_parameters: int) -> None:

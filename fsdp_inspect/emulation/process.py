@@ -143,7 +143,7 @@ def _fake_init(original: Callable[..., Any], specification: Specification) -> Ca
                 "ranks are emulated. Expected the same number, or none (WORLD_SIZE has it). "
                 f"Emulate world_size={asked}."
             )
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from fsdp_inspect.recording.torch_api.fake_ranks import FakeStore
 
         original("fake", store=FakeStore(), rank=0, world_size=specification.world_size)
 

@@ -24,6 +24,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fsdp_inspect.recording.torch_api.cuda_kernels import load_cuda_module, sleep_cycles
+
 SPIN_KERNEL = "fsdp_inspect_spin"
 
 SPIN_PTX = """\
@@ -146,11 +148,9 @@ class CudaSpinBackend:
         """Let the driver translate `SPIN_PTX` for the device."""
         if torch.version.hip is not None:
             raise RuntimeError("ROCm does not load PTX")
-        from torch.cuda._utils import _cuda_load_module
-
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # makes the context current for the driver's calls
-            module: Any = _cuda_load_module(SPIN_PTX, [SPIN_KERNEL])
+            module: Any = load_cuda_module(SPIN_PTX, [SPIN_KERNEL])
         kernel = module[SPIN_KERNEL]
         threads = threading.local()
 
@@ -167,7 +167,7 @@ class CudaSpinBackend:
     def spin_cycles(self, cycles: int, stream: Any) -> None:
         """`torch.cuda._sleep` on the stream."""
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            sleep_cycles(cycles)
 
     def measure_ns(self, enqueue: Callable[[Any], None]) -> float:
         """Time the work between two events on the current stream."""

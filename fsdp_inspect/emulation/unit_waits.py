@@ -25,12 +25,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
 from fsdp_inspect.emulation.network import EmulatedNetwork
 from fsdp_inspect.recording.emulated_network import Transfer
 from fsdp_inspect.recording.torch_api.attributes import set_attribute
-from fsdp_inspect.recording.torch_api.fsdp2 import num_reduce_scatters_in_flight
+from fsdp_inspect.recording.torch_api.fsdp2 import (
+    WAIT_FOR_REDUCE_SCATTERS,
+    FSDPParamGroup,
+    num_reduce_scatters_in_flight,
+)
 
 
 class UnitWaits:
@@ -59,7 +61,7 @@ class UnitWaits:
             "unshard": self._unshard,
             "wait_for_unshard": self._wait_for_unshard,
             "post_backward": self._post_backward,
-            "_wait_for_post_backward": self._wait_for_post_backward,
+            WAIT_FOR_REDUCE_SCATTERS: self._wait_for_post_backward,
             "finalize_backward": self._finalize_backward,
         }
         for name, wrap in wraps.items():

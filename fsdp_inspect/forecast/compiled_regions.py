@@ -14,9 +14,13 @@ import warnings
 from contextlib import ExitStack
 
 import torch
-from torch._dynamo import trace_rules
 
 from fsdp_inspect.error_text import causes_of
+from fsdp_inspect.recording.torch_api.compiler import (
+    compiler_error,
+    forget_compiled_code,
+    list_own_functions,
+)
 
 _BACKEND = "aot_eager_decomp_partition"
 COMPILED = (
@@ -35,10 +39,9 @@ def compile_without_fusion(undo: ExitStack) -> None:
     Compiled code of this process is forgotten before and after: it is counted towards torch's limit
     of compilations, and the sizes of an earlier forecast would become symbols.
     """
-    torch._dynamo.reset()
-    # torch lists its own functions once. The list must not contain replacements for a forecast.
-    trace_rules.get_torch_obj_rule_map()
-    undo.callback(torch._dynamo.reset)
+    forget_compiled_code()
+    list_own_functions()
+    undo.callback(forget_compiled_code)
     undo.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", module=r"torch\.")  # such as graph breaks at our hooks
     undo.enter_context(torch.compiler.set_stance("default", force_backend=_BACKEND))
@@ -46,5 +49,5 @@ def compile_without_fusion(undo: ExitStack) -> None:
 
 def find_compiler_error(error: BaseException) -> BaseException | None:
     """The error of torch's compiler in a chain of causes; None: there is none."""
-    of_compiler = torch._dynamo.exc.TorchDynamoException
+    of_compiler = compiler_error()
     return next((each for each in causes_of(error) if isinstance(each, of_compiler)), None)

@@ -27,6 +27,10 @@ import torch
 from torch.nn import functional as F
 
 from fsdp_inspect.recording.torch_api.attributes import replace_everywhere
+from fsdp_inspect.recording.torch_api.cuda_kernels import (
+    is_flash_enabled,
+    is_memory_efficient_enabled,
+)
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_FLASH_HEAD_DIM = 256
@@ -61,7 +65,7 @@ def _attend(
     if _is_flash(query, value, attn_mask):
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default
         result = flash(query, key, value, dropout_p, is_causal, False, scale=scale)
-    elif torch._C._get_mem_efficient_sdp_enabled() and query.dim() == 4 and not is_grouped:
+    elif is_memory_efficient_enabled() and query.dim() == 4 and not is_grouped:
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
         wanted = any(tensor.requires_grad for tensor in (query, key, value))
         mask = _additive(attn_mask, query, key)
@@ -75,7 +79,7 @@ def _attend(
 def _is_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     return (
         mask is None
-        and torch._C._get_flash_sdp_enabled()
+        and is_flash_enabled()
         and query.dim() == 4
         and query.dtype in _FLASH_DTYPES
         and query.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD_DIM

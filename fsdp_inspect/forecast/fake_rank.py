@@ -20,13 +20,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.utils._foreach_utils as foreach_utils
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import Link, Specification
@@ -35,6 +29,15 @@ from fsdp_inspect.forecast.cuda_kernels import choose_cuda_kernels
 from fsdp_inspect.forecast.fake_values import ValuelessTensors
 from fsdp_inspect.forecast.one_device import host_for, use_one_device
 from fsdp_inspect.recording.torch_api.attributes import replace_everywhere, set_attribute
+from fsdp_inspect.recording.torch_api.dispatch import FakeTensor, unset_fake_temporarily
+from fsdp_inspect.recording.torch_api.fake_ranks import (
+    PROPAGATE,
+    FSDPParam,
+    MeshLayout,
+    ShardingPropagator,
+    foreach_devices,
+    get_post_forward_mesh_info,
+)
 
 _FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
 
@@ -103,9 +106,9 @@ def _make_meshes_real(undo: ExitStack) -> None:
             initialise(mesh, *map(host_for, args), **kwargs)
 
     undo.callback(set_attribute(DeviceMesh, "__init__", init))
-    remap = _MeshLayout.remap_to_tensor
-    undo.callback(set_attribute(_MeshLayout, "remap_to_tensor", _outside(remap)))
-    replace_everywhere(undo, {_get_post_forward_mesh_info: _outside(_get_post_forward_mesh_info)})
+    remap = MeshLayout.remap_to_tensor
+    undo.callback(set_attribute(MeshLayout, "remap_to_tensor", _outside(remap)))
+    replace_everywhere(undo, {get_post_forward_mesh_info: _outside(get_post_forward_mesh_info)})
 
 
 def _keep_layouts_apart(undo: ExitStack) -> None:
@@ -115,10 +118,8 @@ def _keep_layouts_apart(undo: ExitStack) -> None:
     under the active fake mode. The storage tracker would count these tensors, but only the first
     time.
     """
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-    undo.callback(
-        set_attribute(ShardingPropagator, "_propagate_tensor_meta_non_cached", _outside(propagate))
-    )
+    propagate = getattr(ShardingPropagator, PROPAGATE)
+    undo.callback(set_attribute(ShardingPropagator, PROPAGATE, _outside(propagate)))
 
 
 def _let_tensors_be_swapped(undo: ExitStack, tensors: ValuelessTensors) -> None:
@@ -177,9 +178,8 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prefer_foreach(undo: ExitStack) -> None:
     """Make multi-tensor ("foreach") kernels torch's default, as on CUDA."""
-    supported = foreach_utils._get_foreach_kernels_supported_devices
 
     def with_cpu() -> list[str]:
-        return [*supported(), "cpu"]
+        return [*foreach_devices(), "cpu"]
 
-    replace_everywhere(undo, {supported: with_cpu})
+    replace_everywhere(undo, {foreach_devices: with_cpu})

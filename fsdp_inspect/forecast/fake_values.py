@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from fsdp_inspect.forecast.uniform_values import UniformValues
+from fsdp_inspect.recording.torch_api.dispatch import DataDependentOutputException, FakeTensorMode
 
 _ASKING = torch.ops.aten._local_scalar_dense.default
 _GROUPED = torch.ops.aten._grouped_mm.default

@@ -20,10 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 
 from fsdp_inspect.errors import ForecastError, FsdpInspectError, StoreError
 from fsdp_inspect.forecast.compiled_regions import COMPILED, NOT_COMPILED, find_compiler_error
@@ -34,6 +30,10 @@ from fsdp_inspect.forecast.tracked_step import TRACKED_STEP, TrackedStep, track_
 from fsdp_inspect.forecast.transformers_masks import mask_as_in_training
 from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
 from fsdp_inspect.recording.memory_steps import is_compiled
+from fsdp_inspect.recording.torch_api.dispatch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.schema import ALLOCATIONS_FILE, LIVE_MEMORY_FILE

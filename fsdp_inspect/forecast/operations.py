@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fsdp_inspect.recording.torch_api.dispatch import TorchDispatchMode, schema_of
 from fsdp_inspect.trace.run import OperationCount
 
 _LAUNCHES_NOTHING = frozenset(
@@ -90,7 +90,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_kernel(func: Any) -> bool:
     """Whether an operator computes: it is no view, and no allocation."""
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     if schema is None or func.overloadpacket.__name__ in _LAUNCHES_NOTHING:
         return False
     aliases = [each.alias_info for each in schema.returns]

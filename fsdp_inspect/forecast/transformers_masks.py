@@ -9,10 +9,9 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensor
-
 from fsdp_inspect.forecast.fake_values import ValuelessTensors
 from fsdp_inspect.recording.torch_api.attributes import replace_everywhere
+from fsdp_inspect.recording.torch_api.dispatch import FakeTensor
 
 NOTE = (
     "Each row of a batch is assumed to be one sequence. If the training packs several sequences "

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from fsdp_inspect.recording.torch_api.dispatch import FakeTensor, schema_of, storage_key
 
 _aten = torch.ops.aten
 _CREATED: Mapping[Any, Callable[..., Any]] = {
@@ -50,15 +51,15 @@ class UniformValues:
     def find(self, tensor: Any) -> Any:
         """The value of all elements of a fake tensor; None if it is unknown."""
         value = getattr(tensor, "uniform_value", None)
-        if value is None or tensor.untyped_storage()._cdata in self._changed:
+        if value is None or storage_key(tensor.untyped_storage()) in self._changed:
             return None
         return value
 
     def follow(self, operation: Any, arguments: tuple[Any, ...], result: Any) -> None:
         """Note how a completed operation affects the values of its result and its arguments."""
-        if operation._schema.is_mutable:
+        if schema_of(operation).is_mutable:
             self._changed.update(
-                tensor.untyped_storage()._cdata
+                storage_key(tensor.untyped_storage())
                 for tensor in arguments
                 if getattr(tensor, "uniform_value", None) is not None
             )

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from fsdp_inspect.recording.torch_api.dispatch import destroy_library, without_backend_select
+
 _KEY = "BackendSelect"
 
 Issue = Callable[[], Any]
@@ -43,14 +45,14 @@ class _Kernel:
     def remove(self, observer: Observer) -> None:
         self._observers.remove(observer)
         if not self._observers:
-            self._library._destroy()
+            destroy_library(self._library)
             self._library = None
 
     def _run(self, keys: Any, *arguments: Any) -> Any:
         operator = getattr(getattr(torch.ops, self._namespace), self._name).default
 
         def issue() -> Any:
-            below = keys.remove(torch._C.DispatchKey.BackendSelect)
+            below = without_backend_select(keys)
             return operator.redispatch(below, *arguments)
 
         for observer in list(self._observers):  # each observer calls the observers before it

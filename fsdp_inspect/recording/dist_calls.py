@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
 from fsdp_inspect.recording.collectives import (
@@ -40,15 +39,19 @@ from fsdp_inspect.recording.emulated_network import Transfer
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.torch_api.c10d import (
+    BROADCAST_COALESCED,
+    COALESCING_MANAGER,
     FUNCTIONALS,
     FUNCTIONS,
     POINT_TO_POINT,
     ArgumentPicker,
     address_of,
     bytes_of,
+    functional,
     resolve_group,
     tensors_of,
 )
+from fsdp_inspect.recording.torch_api.compiler import uses_compile
 from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.recording.units import dtype_code
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase, Stream
@@ -110,13 +113,13 @@ class DistCalls:
         for name in ("send", "recv"):
             original = getattr(dist.ProcessGroup, name)
             patches.set_attribute(dist.ProcessGroup, name, self._wrap_message(original))
-        broadcast = getattr(dist, "_broadcast_coalesced", None)
+        broadcast = getattr(dist, BROADCAST_COALESCED, None)
         if broadcast is not None:
-            patches.set_attribute(dist, "_broadcast_coalesced", self._wrap_broadcast(broadcast))
-        manager = getattr(c10d, "_coalescing_manager", None)
+            patches.set_attribute(dist, BROADCAST_COALESCED, self._wrap_broadcast(broadcast))
+        manager = getattr(c10d, COALESCING_MANAGER, None)
         if manager is not None:
-            patches.set_attribute(dist, "_coalescing_manager", self._wrap_manager(manager))
-            patches.set_attribute(c10d, "_coalescing_manager", self._wrap_manager(manager))
+            patches.set_attribute(dist, COALESCING_MANAGER, self._wrap_manager(manager))
+            patches.set_attribute(c10d, COALESCING_MANAGER, self._wrap_manager(manager))
 
     def _attach_functional(self, patches: Patches) -> None:
         for name, kind in FUNCTIONALS.items():
@@ -467,13 +470,3 @@ class ScriptWork(TimedWork):
             except Exception as error:
                 session.fail(error)
         return result
-
-
-def uses_compile() -> bool:
-    """Whether torch.compile has compiled a frame in this process.
-
-    Functional collectives in a compiled frame are not seen, and a rank whose frame is not compiled
-    issues them visibly. The order check leaves them out, so that such ranks do not seem to differ.
-    """
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and utils.counters["frames"]["total"] > 0

@@ -17,6 +17,12 @@ from fsdp_inspect.formatting import format_bytes, format_unit
 from fsdp_inspect.recording.code_places import package_of
 from fsdp_inspect.recording.memory import AllocatorCounters
 from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.torch_api.allocator import (
+    is_history_enabled,
+    start_history,
+    stop_history,
+    take_snapshot,
+)
 from fsdp_inspect.recording.unit_handle import UnitHandle
 from fsdp_inspect.trace.codes import Phase
 from fsdp_inspect.trace.run import Unit
@@ -43,22 +49,14 @@ class MemoryHistory:
         """Begin the history; does nothing if the training script records its own history."""
         if is_history_enabled():
             return
-        torch.cuda.memory._record_memory_history(
-            "all", context="alloc", stacks="python", max_entries=MAX_HISTORY_ENTRIES
-        )
+        start_history(MAX_HISTORY_ENTRIES)
         self._is_ours = True
 
     def stop(self) -> None:
         """End the history that `start` began; a second call does nothing."""
         if self._is_ours:
             self._is_ours = False
-            torch.cuda.memory._record_memory_history(None)
-
-
-def is_history_enabled() -> bool:
-    """Whether CUDA records a history of allocations now; False if torch does not report it."""
-    ask = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    return bool(ask()) if ask is not None else False
+            stop_history()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -170,7 +168,7 @@ def keep_snapshot(folder: Path) -> Path:
         RuntimeError: There is no CUDA device.
     """
     target = folder / SNAPSHOT_FILE
-    snapshot = torch.cuda.memory._snapshot()
+    snapshot = take_snapshot()
     with target.open("wb") as file:
         pickle.dump(snapshot, file, protocol=_SNAPSHOT_PROTOCOL)
     return target

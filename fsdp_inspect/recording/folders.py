@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-import torch.distributed.distributed_c10d as c10d
-
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.recording.environment import find_script_commit
 from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.recording.torch_api.process_groups import default_store
 from fsdp_inspect.store import folder
 from fsdp_inspect.store.schema import MANIFEST_FILE
 from fsdp_inspect.trace.run import JobLaunch, RunManifest, RunStatus
@@ -93,7 +92,7 @@ def agree_on_folder(
                 "attempt": chosen.attempt,
                 "created_unix_ns": chosen.created_unix_ns,
             }
-            c10d._get_default_store().set(key, json.dumps(message))
+            default_store().set(key, json.dumps(message))
     return chosen._replace(key=key)
 
 
@@ -113,7 +112,7 @@ def this_launch() -> JobLaunch:
 
 def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFolder:
     try:
-        answer = json.loads(c10d._get_default_store().get(key))
+        answer = json.loads(default_store().get(key))
     except RuntimeError as error:  # DistStoreError: a timeout, or rank 0 has exited
         warn(f"rank 0 sent no run folder ({error}). This rank records into {str(path)!r}.")
         return RecordingFolder(path, 0)

@@ -23,6 +23,7 @@ from fsdp_inspect.recording.journal import Completion
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.torch_api.c10d import address_of, bytes_of, tensors_of
+from fsdp_inspect.recording.torch_api.dispatch import FakeTensor
 from fsdp_inspect.recording.units import dtype_code
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Stream
 
@@ -168,7 +169,7 @@ class GraphCollectives:
     def _wait(self, arguments: tuple[Any, ...], issue: Issue) -> Any:
         session = self._session
         (tensor,) = arguments
-        if not session.active or isinstance(tensor, torch._subclasses.FakeTensor):
+        if not session.active or isinstance(tensor, FakeTensor):
             return issue()
         communication = before = None
         try:

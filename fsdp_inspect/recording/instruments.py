@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_inspect.recording.checkpoints import CheckpointHooks
-from fsdp_inspect.recording.dist_calls import DistCalls, uses_compile
+from fsdp_inspect.recording.dist_calls import DistCalls
 from fsdp_inspect.recording.garbage_collection import GarbageCollections
 from fsdp_inspect.recording.graph_capture import pause_during_capture
 from fsdp_inspect.recording.graph_collectives import GraphCollectives
@@ -17,6 +17,7 @@ from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.base import Sharder
+from fsdp_inspect.recording.torch_api.compiler import uses_compile
 
 
 class Instruments:

@@ -17,10 +17,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.torch_api.autograd import LoaderIterator, recomputation_hook
 from fsdp_inspect.trace.codes import EventKind, Phase
 
 
@@ -180,7 +180,7 @@ class LoopHooks:
     # --- data
 
     def _wrap_data_loader(self, patches: Patches) -> None:
-        original = _BaseDataLoaderIter.__next__
+        original = LoaderIterator.__next__
         session = self._session
 
         def following(iterator: Any) -> Any:
@@ -201,14 +201,14 @@ class LoopHooks:
                 except Exception as error:
                     session.fail(error)
 
-        patches.set_attribute(_BaseDataLoaderIter, "__next__", following)
+        patches.set_attribute(LoaderIterator, "__next__", following)
 
     # --- recomputation
 
     def _wrap_recomputation(self, patches: Patches) -> None:
         """Time the recompute of activation checkpointing in backward."""
         self._wrap_reentrant(patches)
-        hook = getattr(torch.utils.checkpoint, "_recomputation_hook", None)
+        hook = recomputation_hook()
         if hook is None:
             self._session.problem(
                 "This torch version has no torch.utils.checkpoint._recomputation_hook: recompute "

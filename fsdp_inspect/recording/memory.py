@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.tensors import describe_tensors
+from fsdp_inspect.recording.torch_api.dispatch import tree_leaves
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Method
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 

@@ -7,14 +7,18 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fsdp_inspect.recording.code_places import CodePlaces
 from fsdp_inspect.recording.out_of_memory import FollowedStep, LimitFailure, make_limit_error
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.storage_log import StorageLog
 from fsdp_inspect.recording.storage_tracker import FailedAllocation, MemoryLimit, StorageTracker
+from fsdp_inspect.recording.torch_api.dispatch import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    dispatch_modes,
+)
+from fsdp_inspect.recording.torch_api.modules import is_compiled_module
 from fsdp_inspect.recording.unit_handle import UnitHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
@@ -269,13 +273,10 @@ def _members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 def _other_modes() -> list[TorchDispatchMode]:
     """Other active dispatch modes, except fake tensors, which are followed like real ones."""
-    modes = _get_current_dispatch_mode_stack()
+    modes = dispatch_modes()
     return [mode for mode in modes if not isinstance(mode, FakeTensorMode)]
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile was applied to the model or to a module in it."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-        for module in model.modules()
-    )
+    return any(map(is_compiled_module, model.modules()))

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_inspect.recording.torch_api.modules import Dropout
+
 _IGNORED_OF_OPTIMIZERS = {"lr", "initial_lr", "weight_decay", "params", "eps", "betas"}
 """Settings that do not change memory, and settings that schedulers change."""
-_DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
 
 def observe_settings(
@@ -47,7 +48,7 @@ def observe_settings(
 def _describe_dropout(model: nn.Module) -> str:
     """The dropout, such as `0.1 in 12 modules`; `none` without dropout."""
     counts = Counter(
-        module.p for module in model.modules() if isinstance(module, _DROPOUTS) and module.p > 0
+        module.p for module in model.modules() if isinstance(module, Dropout) and module.p > 0
     )
     for module in model.modules():  # attention has a number: Transformers, nn.Multihead...
         value = getattr(module, "attention_dropout", getattr(module, "dropout", None))

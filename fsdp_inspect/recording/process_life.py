@@ -27,11 +27,11 @@ from typing import Any
 
 from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.recording.torch_api.attributes import set_attribute
+from fsdp_inspect.recording.torch_api.compiler import COMPILE_CALLBACKS
 from fsdp_inspect.trace.process_life import HostMemoryMark, ProcessLife, TimeSpan
 
 MOST_SPANS = 100
 """The highest number of loads, and of saves, that a run stores."""
-_COMPILE_CALLBACKS = "torch._dynamo.callback"
 CHECKPOINT_PACKAGE = "torch.distributed.checkpoint"
 _LOADS = {
     "torch": ("load",),
@@ -82,7 +82,7 @@ def note_process() -> None:
     _notes.mark_memory(_notes.imported_ns)
     for module in _LOADS:
         call_after_import(module, functools.partial(_wrap_loads, module))
-    call_after_import(_COMPILE_CALLBACKS, _watch_compiler)
+    call_after_import(COMPILE_CALLBACKS, _watch_compiler)
 
 
 def num_compiles() -> int:
@@ -143,7 +143,7 @@ def _span(times: tuple[int, int]) -> TimeSpan:
 
 def _watch_compiler() -> None:
     """Note compilations. See [Note: Noting compilations]."""
-    callbacks: Any = sys.modules[_COMPILE_CALLBACKS]
+    callbacks: Any = sys.modules[COMPILE_CALLBACKS]
     handler = getattr(callbacks, "callback_handler", None)
     if handler is None or not hasattr(handler, "register_start_callback"):
         return

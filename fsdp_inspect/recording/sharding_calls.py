@@ -30,7 +30,8 @@ from fsdp_inspect.trace.training_code import ShardingCall, SourceLines, UserStat
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    from fsdp_inspect.recording.torch_api.fsdp2 import FSDPState
 
 _FUNCTIONS = ("fully_shard", "replicate")
 _CONTEXT_LINES = 3
@@ -57,8 +58,7 @@ _places: WeakKeyDictionary[FSDPState, _Place] = WeakKeyDictionary()
 
 def note_sharding_calls() -> None:
     """Note the lines that call `fully_shard`; does nothing at a second call."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from fsdp_inspect.recording.torch_api.fsdp2 import FSDPParamGroup, FSDPState
 
     original = FSDPState.init
     if getattr(original, "notes_calls", False):

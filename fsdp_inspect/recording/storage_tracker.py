@@ -41,14 +41,6 @@ from typing import Any, Self
 from weakref import ref
 
 import torch
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
-)
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.patches import Patches
@@ -60,6 +52,18 @@ from fsdp_inspect.recording.storage_log import (
     TrackedStepMemory,
     TrackedStorage,
     UnitPass,
+)
+from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
+from fsdp_inspect.recording.torch_api.dispatch import (
+    FakeTensor,
+    TorchDispatchMode,
+    active_fake_mode,
+    count_references,
+    current_dispatch_mode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+    schema_of,
+    storage_key,
 )
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
 
@@ -76,8 +80,6 @@ _OF_COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
 """The namespaces of collectives, whose arguments are tensors of the caller."""
 
 _LONGEST_RELEASE_S = 0.05
-_count_references = getattr(torch._C, "_storage_Use_Count", None)
-"""References to a storage, by its address (torch 2.4 to 2.13)."""
 
 _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
@@ -200,7 +202,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors if isinstance(tensors, torch.Tensor | torch.UntypedStorage) else [*tensors]
         )
         for tensor, storage in _storages_in(several):
-            live = self._live.get(storage._cdata) or self._follow(tensor, storage)
+            live = self._live.get(storage_key(storage)) or self._follow(tensor, storage)
             if live is not None:
                 tracked = self._log.storages[live.index]
                 tracked.category = category
@@ -234,7 +236,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter: Its index among the unit's parameters.
         """
         for _, storage in _storages_in(tensor):
-            if (live := self._live.get(storage._cdata)) is not None:
+            if (live := self._live.get(storage_key(storage))) is not None:
                 live.parameter = parameter
 
     def collective_ended(self, *, is_blocking: bool) -> None:
@@ -314,7 +316,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if _get_current_dispatch_mode() is not self:
+        if current_dispatch_mode() is not self:
             self.problem = "another dispatch mode began or ended inside it and hid a part of it"
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.undo()
@@ -351,7 +353,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _observe(self, func: Any, arguments: object, result: object) -> None:
         """Note the storages that an operation used for the first time, resized or allocated."""
         for tensor, storage in _storages_in(arguments):
-            live = self._live.get(storage._cdata)
+            live = self._live.get(storage_key(storage))
             if live is None:
                 self._follow(tensor, storage, self._category_of_argument(func, tensor))
             elif live.num_bytes != storage.nbytes():
@@ -359,7 +361,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif live.parameter is not None and not getattr(func, "is_view", False):
                 self._note_use(live, live.parameter)
         for tensor, storage in _storages_in(result):
-            if storage._cdata not in self._live:
+            if storage_key(storage) not in self._live:
                 self._check_limit(tensor, storage.nbytes())
                 self._follow(tensor, storage)
 
@@ -399,13 +401,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_sent(self, arguments: object) -> None:
         """Count the references to the storages of a collective before it begins."""
-        if _count_references is not None and self._is_in_collective():
+        if count_references is not None and self._is_in_collective():
             for tensor, storage in _storages_in(arguments):
                 if tensor.device.type == "cpu":
-                    self._sent.setdefault(storage._cdata, _count_references(storage._cdata))
+                    self._sent.setdefault(
+                        storage_key(storage), count_references(storage_key(storage))
+                    )
 
     def _await_release(self, sent: Mapping[int, int], deadline: float) -> None:
-        count = _count_references
+        count = count_references
         assert count is not None
         for address, allowed in sent.items():
             while (live := self._live.get(address)) is not None:
@@ -434,11 +438,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         # Backward runs on one thread per device; several threads may see new storages at once.
         with self._follow_lock:
-            if (known := self._live.get(storage._cdata)) is not None:
+            if (known := self._live.get(storage_key(storage))) is not None:
                 return known
             moment = self._now()
             live = _LiveStorage(storage, self._on_free)
-            live.key, live.index = storage._cdata, len(self._log.storages)
+            live.key, live.index = storage_key(storage), len(self._log.storages)
             live.num_bytes = storage.nbytes()
             live.parameter = None
             if category is MemoryCategory.REDUCE_SCATTER_BUFFER and self._is_in_collective():
@@ -481,7 +485,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._log.use(unit_pass, parameter, moment)
 
     def _note_resize(self, storage: torch.UntypedStorage) -> None:
-        live = self._live.get(storage._cdata)
+        live = self._live.get(storage_key(storage))
         if live is None:
             self._follow(storage, storage)
         elif live.num_bytes != storage.nbytes():
@@ -500,7 +504,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _now(self) -> Moment:
         unit, phase = self._position()
         # Backward runs without grad mode, unless it repeats a forward (checkpointing).
-        recompute = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+        recompute = torch.is_grad_enabled() and current_graph_task_id() != -1
         return Moment(unit, phase, time.perf_counter_ns(), recompute)
 
     def _catch_up(self) -> None:
@@ -586,7 +590,7 @@ def _category_of_argument(func: Any, tensor: TensorLike) -> MemoryCategory | Non
     are written to. `torch.tensor` lifts its new tensor. These storages get the category of storages
     that are allocated in a step.
     """
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     written = schema is not None and schema.is_mutable
     lifted = func is torch.ops.aten.lift_fresh.default
     computed = isinstance(tensor, torch.Tensor) and tensor.requires_grad

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed.distributed_c10d as c10d
-
 from fsdp_inspect.errors import DesyncError
 from fsdp_inspect.recording.order_check import OrderCheck
 from fsdp_inspect.recording.stacks import StackFiles
 from fsdp_inspect.recording.store_client import StoreClient
+from fsdp_inspect.recording.torch_api.process_groups import default_store
 from fsdp_inspect.recording.watchdog import Watchdog, WatchSettings
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ class Surveillance:
 
     def _clone_store(self) -> Any:
         try:
-            store: Any = c10d._get_default_store()
+            store: Any = default_store()
             return store.clone()
         except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
             self._session.problem(

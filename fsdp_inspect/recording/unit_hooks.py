@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fsdp_inspect.recording.collectives import (
     Communication,
@@ -43,7 +42,13 @@ from fsdp_inspect.recording.collectives import (
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.fsdp2 import (
     STREAM_WAIT,
+    TrainingState,
+    comms_of,
+    gather_result_of,
     num_reduce_scatters_in_flight,
+    set_all_gather_comm,
+    set_reduce_scatter_comm,
+    training_state_of,
     waits_for_partial_units,
 )
 from fsdp_inspect.recording.unit_timing import Reductions, UnitTimer
@@ -56,11 +61,9 @@ from fsdp_inspect.trace.codes import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
-
     from fsdp_inspect.recording.memory import MemoryProbe
     from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.recording.torch_api.fsdp2 import GroupHandle
+    from fsdp_inspect.recording.torch_api.fsdp2 import FSDPCommContext, GroupHandle
 
 # Looked up once, because the hot path uses them; see `unit_timing`.
 _ALL_GATHER_COPY_OUT = EventKind.ALL_GATHER_COPY_OUT
@@ -152,15 +155,14 @@ class UnitHooks(UnitTimer):
 
         It runs again at each step, because a call of a torch setter may have replaced them.
         """
-        gather = self._group._all_gather_comm
+        gather, reduce = comms_of(self._group)
         if not is_recorded(gather):
             self._set_all_gather(recorded_all_gather(gather, self._session, self))
-        reduce = self._group._reduce_scatter_comm
         if not is_recorded(reduce):
             self._set_reduce_scatter(recorded_reduce_scatter(reduce, self._session, self))
 
     def _restore_collectives(self) -> None:
-        gather, reduce = self._group._all_gather_comm, self._group._reduce_scatter_comm
+        gather, reduce = comms_of(self._group)
         if is_recorded(gather):
             self._set_all_gather(unrecorded(gather))
         if is_recorded(reduce):
@@ -170,13 +172,13 @@ class UnitHooks(UnitTimer):
         if self._handle.num_groups == 1:
             self._handle.modules[0].set_custom_all_gather(comm)  # type: ignore[operator]
         else:  # torch's setter rejects a module with several groups
-            self._group._all_gather_comm = comm
+            set_all_gather_comm(self._group, comm)
 
     def _set_reduce_scatter(self, comm: Any) -> None:
         if self._handle.num_groups == 1:
             self._handle.modules[0].set_custom_reduce_scatter(comm)  # type: ignore[operator]
         else:
-            self._group._reduce_scatter_comm = comm
+            set_reduce_scatter_comm(self._group, comm)
 
     # --- all-gather
 
@@ -184,7 +186,7 @@ class UnitHooks(UnitTimer):
         session, group = self._session, self._group
 
         def unshard(*args: Any, **kwargs: Any) -> Any:
-            if session.active and group._all_gather_result is None and not group.is_unsharded:
+            if session.active and gather_result_of(group) is None and not group.is_unsharded:
                 try:
                     if self._copy_in is not None:  # no all-gather followed: a group of one rank
                         self._clock.release(self._copy_in[0])
@@ -224,7 +226,7 @@ class UnitHooks(UnitTimer):
         context = self._group.comm_ctx
         if not hasattr(context, "all_gather_copy_in_stream"):
             return self._clock.current_stream()
-        return context.get_all_gather_streams(async_op, self._group._training_state)[0]
+        return context.get_all_gather_streams(async_op, training_state_of(self._group))[0]
 
     def gather_allocated(self, buffer: torch.Tensor) -> None:
         """Classify the output buffer of the all-gather; only in a memory step."""
@@ -237,7 +239,7 @@ class UnitHooks(UnitTimer):
         method = _MEASURED if session.on_host else _INFERRED
 
         def wait_for_unshard(*args: Any, **kwargs: Any) -> Any:
-            if not session.active or group._all_gather_result is None:
+            if not session.active or gather_result_of(group) is None:
                 return original(*args, **kwargs)
             begin = None
             try:
@@ -280,7 +282,7 @@ class UnitHooks(UnitTimer):
             try:
                 session.hook_unit = self.index
                 # In the state of a forward, another module of the same unit has opened it.
-                if group._training_state is not _TORCH_FORWARD or self._close_evaluation():
+                if training_state_of(group) is not _TORCH_FORWARD or self._close_evaluation():
                     inputs = _given(args, kwargs, 1, "args", default=())
                     named = _given(args, kwargs, 2, "kwargs", default={})
                     self._begin_forward(inputs, named)
@@ -331,7 +333,7 @@ class UnitHooks(UnitTimer):
         session, group = self._session, self._group
 
         def pre_backward(*args: Any, **kwargs: Any) -> Any:
-            if not session.active or group._training_state is _TORCH_PRE_BACKWARD:
+            if not session.active or training_state_of(group) is _TORCH_PRE_BACKWARD:
                 return original(*args, **kwargs)
             outer, session.hook_unit = session.hook_unit, self.index
             session.phase = _BACKWARD_PHASE
@@ -359,7 +361,7 @@ class UnitHooks(UnitTimer):
                 self._reduce_copied = self._reduce_copy_in = None
                 # torch 2.13, `post_backward`: only some modules of the group ran.
                 is_partial = len(group.modules) > 1 and waits_for_partial_units(group)
-                self._reduces_at_once = is_partial and group._training_state is _TORCH_FORWARD
+                self._reduces_at_once = is_partial and training_state_of(group) is _TORCH_FORWARD
             except Exception as error:
                 session.fail(error)
             result = original(*args, **kwargs)

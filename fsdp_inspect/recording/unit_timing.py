@@ -30,6 +30,7 @@ from fsdp_inspect.recording.collectives import (
     run_inside_collective,
     write_blocking,
 )
+from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
 from fsdp_inspect.recording.units import code_and_size
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
@@ -58,7 +59,7 @@ _FORWARD_START, _FORWARD_END = MemoryPoint.FORWARD_START, MemoryPoint.FORWARD_EN
 _BACKWARD_START, _BACKWARD_END = MemoryPoint.BACKWARD_START, MemoryPoint.BACKWARD_END
 _ASYNC, _PREFETCHED = int(EventFlag.ASYNC), int(EventFlag.PREFETCHED)
 _RECOMPUTE, _NO_GRAD = int(EventFlag.RECOMPUTE), int(EventFlag.NO_GRAD)
-_is_grad_enabled, _current_graph_task_id = torch.is_grad_enabled, torch._C._current_graph_task_id
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class Reductions:
@@ -253,7 +254,7 @@ class UnitTimer:
     def _begin_forward(self, args: Any, kwargs: Any) -> None:
         """Begin a forward: the unshard of its parameters."""
         session = self._session
-        if _current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             mark = self._mark()
             is_training = self._module is None or self._module.training
             phase = session.enter_forward(

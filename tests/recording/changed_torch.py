@@ -1,6 +1,7 @@
-"""Train a few steps under a torch with one changed name: `changed_torch.py CHANGE RECORD FOLDER RANK WORLD`.
+"""Train a few steps under a torch with one changed name, with or without the recorder.
 
-`CHANGES` maps a change to the code that makes it before the import of the recorder. It prints the losses as hexadecimal numbers.
+`changed_torch.py CHANGE RECORD FOLDER RANK WORLD`: `CHANGES` maps a change to code that makes it
+before the import of the recorder. It prints the losses as hexadecimal numbers.
 """
 
 from __future__ import annotations

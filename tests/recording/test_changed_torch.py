@@ -61,6 +61,8 @@ def check_recording(path: Path, world: int, sharder: str, *, is_lost: bool) -> N
     assert found.peak_allocated_bytes > 0
     assert run.diagnose().status == "healthy"
     assert any("are not recorded with torch" in note for note in run.notes) == is_lost
-    assert all(found.breakdown.duration_ns(part) > 0 for part in (StepPart.FORWARD, StepPart.BACKWARD))
+    assert all(
+        found.breakdown.duration_ns(part) > 0 for part in (StepPart.FORWARD, StepPart.BACKWARD)
+    )
     if world > 1:
         assert found.communication_bytes > 0

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -48,7 +47,12 @@ from fsdp_inspect.recording.equivalence.random_states import (
 from fsdp_inspect.recording.equivalence.unsharded import cast_parameters, replace_fully_shard
 from fsdp_inspect.recording.tensors import local_part, tensors_in
 from fsdp_inspect.recording.torch_api import fsdp2
-from fsdp_inspect.recording.torch_api.modules import original_class, strip_wrappers
+from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
+from fsdp_inspect.recording.torch_api.modules import (
+    compute_local_shape_and_global_offset,
+    original_class,
+    strip_wrappers,
+)
 from fsdp_inspect.recording.units import dtype_name
 from fsdp_inspect.trace.step_dump import (
     FINGERPRINT_LENGTH,
@@ -215,7 +219,7 @@ class _Dumper:
             self._is_active
             and not torch.compiler.is_compiling()
             and torch.is_grad_enabled()
-            and torch._C._current_graph_task_id() == -1
+            and current_graph_task_id() == -1
         )
 
     def _watch_backward(self) -> None:

@@ -8,7 +8,6 @@ compute in the same precision.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle
-from torch.utils._pytree import tree_map
+
+from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.dispatch import tree_map
+from fsdp_inspect.recording.torch_api.fsdp2 import SET_UNSHARD_ASYNC, modules_that_shard
 
 _KEPT = frozenset({"__init__", "__class__", "__init_subclass__"})
 _claimed: WeakKeyDictionary[nn.Module, dict[str, torch.dtype | None]] = WeakKeyDictionary()
@@ -26,12 +28,7 @@ _classes: dict[type, type] = {}
 
 def replace_fully_shard() -> None:
     """Replace `fully_shard` and `replicate` in all modules of torch that export them."""
-    import torch.distributed._composable.replicate_with_fsdp as replicated
-    import torch.distributed.fsdp as fsdp
-    from torch.distributed.fsdp import _fully_shard
-
-    places = [fsdp, _fully_shard, _fully_shard._fully_shard, replicated]
-    places += [sys.modules[name] for name in _LATE if name in sys.modules]
+    places = modules_that_shard()
     for place in places:
         for name in ("fully_shard", "replicate"):
             if hasattr(place, name) and callable(getattr(place, name)):
@@ -39,15 +36,10 @@ def replace_fully_shard() -> None:
         for name in ("register_fsdp_forward_method", "share_comm_ctx"):
             if hasattr(place, name):
                 setattr(place, name, _do_nothing)
-    from fsdp_inspect.recording.torch_api import fsdp2
-
     for name in ("to_local", "full_tensor"):  # scripts call them on parameters and gradients
         setattr(torch.Tensor, name, _itself)
     fsdp2.configure = _do_nothing
     fsdp2.separate_reduce_scatter_groups = _do_nothing
-
-
-_LATE = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
 
 
 def leave_whole(
@@ -120,7 +112,7 @@ def _itself(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 for _name in vars(FSDPModule):
     if not _name.startswith("_") and _name not in vars(_Whole):
         setattr(_Whole, _name, _do_nothing)
-_Whole._set_unshard_async_op = _do_nothing  # type: ignore[method-assign]
+setattr(_Whole, SET_UNSHARD_ASYNC, _do_nothing)
 
 
 def _whole_class(kind: type) -> type:

@@ -17,7 +17,7 @@ A bucket is not a module, so it has neither a forward nor a backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from fsdp_inspect.recording.journal import Completion, later_of
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.sharders.model_forward import wrap_model_forward
+from fsdp_inspect.recording.torch_api.autograd import call_after_backward, current_graph_task_id
 from fsdp_inspect.recording.torch_api.ddp import (
     BucketHandle,
     comm_hooks_of,
@@ -48,7 +49,6 @@ from fsdp_inspect.trace.sharders import DDP
 if TYPE_CHECKING:
     from fsdp_inspect.recording.memory import MemoryProbe
     from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.recording.sharders.no_units import NoUnits
     from fsdp_inspect.recording.units import ProcessGroups
 
 _ALL_REDUCE = EventKind.ALL_REDUCE
@@ -140,13 +140,29 @@ class Ddp(Sharder[BucketHandle]):
         ]
 
 
+class WrappedModels(Protocol):
+    """What the hooks need: `Ddp`, or `NoUnits` if the buckets cannot be read."""
+
+    wrappers: Sequence[tuple[str, DistributedDataParallel]]
+    units: list[BucketHandle]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        ...
+
+    def update_units(self) -> None:
+        """Find the buckets again if a reducer has changed them."""
+        ...
+
+
 class BucketHooks:
     """The hooks on all buckets; without known buckets, the all-reduces have no unit.
 
     See [Note: Where the recorder attaches to DDP].
     """
 
-    def __init__(self, session: Session, sharder: Ddp | NoUnits, memory: MemoryProbe) -> None:
+    def __init__(self, session: Session, sharder: WrappedModels, memory: MemoryProbe) -> None:
         self._session = session
         self._clock = session.clock
         self._sharder = sharder
@@ -206,7 +222,7 @@ class BucketHooks:
     def _observe(self, tensors: list[torch.Tensor], group: dist.ProcessGroup, issue: Issue) -> Any:
         """Run an all-reduce; time it if it belongs to a bucket."""
         session = self._session
-        backward = torch._C._current_graph_task_id()
+        backward = current_graph_task_id()
         if not session.active or session.collective_depth or backward == _NO_BACKWARD:
             return issue()[0]
         communication = number = None
@@ -231,7 +247,7 @@ class BucketHooks:
             return
         self._backward = backward
         self._issued.clear()
-        torch.autograd.Variable._execution_engine.queue_callback(self._before_finalize)
+        call_after_backward(self._before_finalize)
 
     def _is_recorded(self, group: dist.ProcessGroup) -> bool:
         name = group.group_name
@@ -321,7 +337,7 @@ class BucketHooks:
                 if isinstance(each.end, Completion)
             ]
             self._reductions.wait_for_all(session, self._clock.mark())
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_finalize)
+            call_after_backward(self._after_finalize)
         except Exception as error:
             session.fail(error)
 

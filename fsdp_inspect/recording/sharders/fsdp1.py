@@ -3,7 +3,7 @@
 [Note: Where the recorder attaches to FSDP1]
 A unit is a `FlatParamHandle`. Its all-gather is a method of the handle, which is wrapped on the
 instance. The boundaries of a forward and a backward are module functions of torch
-(`_runtime_utils.py`), which are replaced while a recorder is attached. Each function names its
+(`runtime.py`), which are replaced while a recorder is attached. Each function names its
 handle, and handles of models that are not recorded pass through. The reductions are calls of
 `torch.distributed` inside these functions: `dist_calls` times them for the unit whose hook runs.
 
@@ -31,15 +31,24 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp import fully_sharded_data_parallel as _wrapper_module
-from torch.distributed.fsdp._common_utils import HandleTrainingState
-from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.base import Sharder
-from fsdp_inspect.recording.torch_api.fsdp1 import FlatHandle, find_flat_handles, schedule_of
+from fsdp_inspect.recording.torch_api.fsdp1 import (
+    ALL_GATHER,
+    CALLED_BY_WRAPPER,
+    HOOKED_FUNCTIONS,
+    PRE_BACKWARD,
+    FlatHandle,
+    FlatParamHandle,
+    find_flat_handles,
+    has_begun_backward,
+    runtime,
+    schedule_of,
+    training_state_of,
+)
 from fsdp_inspect.recording.torch_api.modules import original_class
 from fsdp_inspect.recording.unit_timing import Reductions, UnitTimer
 from fsdp_inspect.recording.units import dtype_name
@@ -56,21 +65,6 @@ if TYPE_CHECKING:
 _REDUCE_SCATTER_COPY_IN = EventKind.REDUCE_SCATTER_COPY_IN
 _BACKWARD_PHASE = Phase.BACKWARD
 _AFTER_UNSHARD = MemoryPoint.AFTER_UNSHARD
-_PRE_BACKWARD = HandleTrainingState.BACKWARD_PRE
-
-REPLACED_FUNCTIONS = (
-    "_pre_forward",
-    "_post_forward",
-    "_prefetch_handle",
-    "_pre_backward_hook",
-    "_post_backward_hook",
-    "_post_backward_reshard_only_hook",
-    "_get_reduce_scatter_tensors",
-    "_post_backward_final_callback",
-)
-"""The functions of torch's `_runtime_utils` that are replaced."""
-_CALLED_BY_WRAPPER = ("_pre_forward", "_post_forward")
-"""The replaced functions that `FullyShardedDataParallel` imports by name."""
 
 
 class Fsdp1(Sharder[FlatHandle]):
@@ -175,11 +169,11 @@ class FlatParamHooks:
             "_get_reduce_scatter_tensors": (self._before_padding, self._after_padding),
             "_post_backward_final_callback": (self._before_final, None),
         }
-        for name in REPLACED_FUNCTIONS:
+        for name in HOOKED_FUNCTIONS:
             before, after = pairs[name]
-            wrapped = wrap_call(getattr(_runtime_utils, name), before, after, self._session)
-            patches.set_attribute(_runtime_utils, name, wrapped)
-            if name in _CALLED_BY_WRAPPER:
+            wrapped = wrap_call(getattr(runtime, name), before, after, self._session)
+            patches.set_attribute(runtime, name, wrapped)
+            if name in CALLED_BY_WRAPPER:
                 patches.set_attribute(_wrapper_module, name, wrapped)
         for unit in self._units:
             unit.attach(patches)
@@ -216,7 +210,7 @@ class FlatParamHooks:
     ) -> FlatUnitTimer | None:
         timer = self._timers.get(handle)
         # In a recompute of a unit that is already in backward, torch does nothing here.
-        if timer is None or timer.handle._training_state is _PRE_BACKWARD:
+        if timer is None or training_state_of(timer.handle) is PRE_BACKWARD:
             return None
         timer.before_pre_forward(args, kwargs)
         return timer
@@ -233,7 +227,7 @@ class FlatParamHooks:
         **named: Any,
     ) -> None:
         timer = self._timers.get(handle)
-        if timer is not None and timer.handle._training_state is not _PRE_BACKWARD:
+        if timer is not None and training_state_of(timer.handle) is not PRE_BACKWARD:
             timer.before_post_forward(output)
 
     def _before_prefetch(
@@ -247,7 +241,7 @@ class FlatParamHooks:
         self, state: Any, module: Any, handle: FlatParamHandle | None, *more: Any, **named: Any
     ) -> FlatUnitTimer | None:
         timer = self._timers.get(handle)
-        if timer is None or getattr(timer.handle, "_ran_pre_backward_hook", False):
+        if timer is None or has_begun_backward(timer.handle):
             return None
         timer.before_pre_backward()
         return timer
@@ -302,13 +296,13 @@ class FlatUnitTimer(UnitTimer):
     def attach(self, patches: Patches) -> None:
         """Wrap the methods of the handle."""
         handle, session = self.handle, self._session
-        gather = handle._all_gather_flat_param
+        gather = getattr(handle, ALL_GATHER)
 
         def recorded(output: torch.Tensor, *more: Any, **named: Any) -> Any:
             issue = functools.partial(gather, output, *more, **named)
             return self.all_gather(issue, output, handle.process_group)
 
-        patches.set_attribute(handle, "_all_gather_flat_param", recorded)
+        patches.set_attribute(handle, ALL_GATHER, recorded)
         for name, before, after in (
             ("pre_unshard", self._before_pre_unshard, None),
             ("post_unshard", _nothing, self._after_post_unshard),

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.torch_api import fsdp2
-from fsdp_inspect.recording.torch_api.fsdp2 import GroupHandle
+from fsdp_inspect.recording.torch_api.fsdp2 import FSDPParamGroup, GroupHandle
 from fsdp_inspect.recording.torch_api.modules import original_class
 from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.recording.unit_hooks import ReductionsByContext, UnitHooks

@@ -37,6 +37,11 @@ class NoUnits(Sharder[Any]):
     def __init__(self, model: nn.Module, sharder: str, missing: str) -> None:
         """`sharder` is the name of the model's sharder, `missing` says what is missing."""
         super().__init__(())
+        named = model.named_modules()
+        self.wrappers: Sequence[tuple[str, Any]] = [
+            (name, each) for name, each in named if sharder_name_of(each) == DDP
+        ]
+        """The wrapped models of DDP, with their names; see `ddp.WrappedModels`."""
         self._model = model
         self._title = traits_of(sharder).title
         library = "DeepSpeed" if sharder.startswith("zero") else "torch"
@@ -71,17 +76,8 @@ class NoUnits(Sharder[Any]):
         """The device of the first parameter; the host for a model without parameters."""
         return next((each.device for each in self._model.parameters()), torch.device("cpu"))
 
-    @property
-    def wrappers(self) -> list[tuple[str, Any]]:
-        """The wrapped models of DDP, with their names; see `Ddp.wrappers`."""
-        return [
-            (name, each)
-            for name, each in self._model.named_modules()
-            if sharder_name_of(each) == DDP
-        ]
-
     def update_units(self) -> None:
-        """Do nothing; see `Ddp.update_units`."""
+        """Do nothing; see `ddp.WrappedModels`."""
 
     def make_hooks(self, session: Session, memory: MemoryProbe) -> ShardingHooks:
         """Hooks on the forward of the model, or of each of several models."""

@@ -13,6 +13,13 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from fsdp_inspect.trace.codes import EventKind
 
+__all__ = ["functional"]
+
+BROADCAST_COALESCED = "_broadcast_coalesced"
+"""The function of `torch.distributed` that broadcasts several tensors together."""
+COALESCING_MANAGER = "_coalescing_manager"
+"""The context manager that queues collectives and issues them together."""
+
 FUNCTIONS = {
     "all_reduce": (EventKind.ALL_REDUCE, "tensor"),
     "all_gather": (EventKind.ALL_GATHER, "tensor_list"),

@@ -9,13 +9,17 @@ parameters of nested modules, flattened into one `FlatParameter` that communicat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import _runtime_utils as runtime
+from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import (
     RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
     FlatParameter,
@@ -25,6 +29,25 @@ from torch.distributed.fsdp._flat_param import (
 
 from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
+
+__all__ = ["FlatParamHandle", "runtime"]
+
+HOOKED_FUNCTIONS = (
+    "_pre_forward",
+    "_post_forward",
+    "_prefetch_handle",
+    "_pre_backward_hook",
+    "_post_backward_hook",
+    "_post_backward_reshard_only_hook",
+    "_get_reduce_scatter_tensors",
+    "_post_backward_final_callback",
+)
+"""The functions of torch's `_runtime_utils` that the recorder replaces."""
+CALLED_BY_WRAPPER = ("_pre_forward", "_post_forward")
+"""The replaced functions that `FullyShardedDataParallel` imports by name."""
+ALL_GATHER = "_all_gather_flat_param"
+"""The method of a handle that issues its all-gather."""
+PRE_BACKWARD = HandleTrainingState.BACKWARD_PRE
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,3 +284,12 @@ def find_flat_handles(model: nn.Module) -> list[FlatHandle]:
 def schedule_of(wrapper: FullyShardedDataParallel) -> object:
     """The object that all wrappers below one root share after the first forward."""
     return wrapper._exec_order_data
+
+
+training_state_of: Callable[[FlatParamHandle], HandleTrainingState] = attrgetter("_training_state")
+"""The pass in which a handle is. It runs no Python code, because the hot path uses it."""
+
+
+def has_begun_backward(handle: FlatParamHandle) -> bool:
+    """Whether torch has run the hook of this backward on the handle."""
+    return bool(getattr(handle, "_ran_pre_backward_hook", False))

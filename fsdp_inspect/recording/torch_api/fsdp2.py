@@ -9,8 +9,10 @@ communicates together and is a unit of FSDP Inspect. A state usually has one gro
 all its parameters belong to nested calls, and several if its parameters are on several meshes.
 """
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,16 +22,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DDPMeshInfo,
     FSDPMeshInfo,
+    TrainingState,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 
+__all__ = ["FSDPCommContext", "FSDPParamGroup", "FSDPState", "TrainingState"]
+
 STREAM_WAIT = "_wait_all_gather_streams_on_event"
 """The method of a group that makes the all-gather's streams wait for an event."""
+SET_UNSHARD_ASYNC = "_set_unshard_async_op"
+"""The setter of an `FSDPModule` that issues all-gathers asynchronously."""
+WAIT_FOR_REDUCE_SCATTERS = "_wait_for_post_backward"
+"""The method of a group that waits for the reduce-scatters that it drops."""
 
 _DEFAULTS_BEFORE_TORCH_2_13 = {"reduce_scatter_max_input_buffers": 1}
 
@@ -178,6 +187,17 @@ class GroupHandle:
         if self.is_root and undecided:
             return None
         return reshard_after_forward_of(self.group)
+
+
+def modules_that_shard() -> list[Any]:
+    """The loaded modules of torch that export `fully_shard` or `replicate`."""
+    import torch.distributed._composable.replicate_with_fsdp as replicated
+    from torch.distributed.fsdp import _fully_shard
+
+    places = [torch.distributed.fsdp, _fully_shard, _fully_shard._fully_shard, replicated]
+    package = "torch.distributed._composable.fsdp"
+    late = (package, f"{package}.fully_shard")
+    return [*places, *(sys.modules[name] for name in late if name in sys.modules)]
 
 
 def find_states(model: nn.Module) -> list[StateHandle]:
@@ -456,3 +476,27 @@ def _places_of(param: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
 
 def _has_ancestor(name: str, others: list[str]) -> bool:
     return any(other != name and (not other or name.startswith(f"{other}.")) for other in others)
+
+
+# --- what the hooks of a group read and write
+
+
+training_state_of: Callable[[FSDPParamGroup], TrainingState] = attrgetter("_training_state")
+"""The pass in which a group is. Like the next one, it runs no Python code: the hot path uses it."""
+gather_result_of: Callable[[FSDPParamGroup], Any] = attrgetter("_all_gather_result")
+"""The all-gather that was issued and that the group has not yet waited for; None: none."""
+
+
+def comms_of(group: FSDPParamGroup) -> tuple[Any, Any]:
+    """The objects that issue the all-gather and the reduce-scatter."""
+    return group._all_gather_comm, group._reduce_scatter_comm
+
+
+def set_all_gather_comm(group: FSDPParamGroup, comm: Any) -> None:
+    """Replace the object that issues the all-gather of one group of a call."""
+    group._all_gather_comm = comm
+
+
+def set_reduce_scatter_comm(group: FSDPParamGroup, comm: Any) -> None:
+    """Replace the object that issues the reduce-scatter of one group of a call."""
+    group._reduce_scatter_comm = comm

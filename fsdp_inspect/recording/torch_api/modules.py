@@ -1,12 +1,16 @@
-"""Name the modules of a wrapped or sharded model as its source code does. All names are public."""
+"""Name the modules of a wrapped or sharded model as its source code does."""
 
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
+
+__all__ = ["Dropout", "compute_local_shape_and_global_offset"]
 
 WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 """Path segments that activation checkpointing, torch.compile and FSDP1 insert."""
@@ -63,3 +67,8 @@ def enclosing_modules(root: nn.Module, parameters: Sequence[str], prefix: str) -
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     """All modules of a model on which `fully_shard` was called."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether torch.compile was applied to a module."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

@@ -1,0 +1,39 @@
+"""Ask torch.compile what it has done in this process, and prepare it for fake tensors."""
+
+import sys
+from typing import Any
+
+import torch
+
+COMPILE_CALLBACKS = "torch._dynamo.callback"
+"""The module that calls back around each compilation."""
+
+
+def uses_compile() -> bool:
+    """Whether torch.compile has compiled a frame in this process.
+
+    Functional collectives in a compiled frame are not seen, and a rank whose frame is not compiled
+    issues them visibly. The order check leaves them out, so that such ranks do not seem to differ.
+    """
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["frames"]["total"] > 0
+
+
+def forget_compiled_code() -> None:
+    """Forget the compiled code of this process."""
+    torch._dynamo.reset()
+
+
+def list_own_functions() -> None:
+    """Make torch list its own functions, which it does once.
+
+    The list must not contain replacements for a forecast.
+    """
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
+
+
+def compiler_error() -> type[BaseException]:
+    """The base class of the errors of torch's compiler."""
+    return torch._dynamo.exc.TorchDynamoException
