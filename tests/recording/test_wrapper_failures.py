@@ -88,7 +88,7 @@ def test_a_bug_stops_the_recording_and_not_the_training(
     assert any("planted" in note for note in open_run(tmp_path / "run").notes)
 
 
-def test_buckets_that_cannot_be_found_cost_the_recording_before_anything_is_hooked(
+def test_buckets_that_cannot_be_found_cost_the_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: Any) -> None:
@@ -96,10 +96,11 @@ def test_buckets_that_cannot_be_found_cost_the_recording_before_anything_is_hook
 
     model = replicated()
     monkeypatch.setattr(ddp, "find_buckets", broken)
-    with pytest.warns(RuntimeWarning, match=r"nothing is recorded: .*another torch"):
+    with pytest.warns(RuntimeWarning, match=r"units of DDP are not recorded .*another torch"):
         recorder = Recorder(model, path=tmp_path / "run")
-    assert not recorder.is_recording
-    assert not (tmp_path / "run").exists()
+    assert recorder.is_recording
+    recorder.close()
+    assert not open_run(tmp_path / "run").manifest.units
 
 
 def test_a_model_of_fsdp1_without_parameters_is_refused(tmp_path: Path) -> None:

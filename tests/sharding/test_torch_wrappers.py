@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect.recording.all_reduce_kernel import OPERATOR, observe_all_reduces
 from fsdp_inspect.recording.dispatcher_kernels import observe
-from fsdp_inspect.recording.sharders.fsdp1 import REPLACED_FUNCTIONS
 from fsdp_inspect.recording.torch_api.ddp import find_buckets, has_final_buckets
-from fsdp_inspect.recording.torch_api.fsdp1 import find_flat_handles
+from fsdp_inspect.recording.torch_api.fsdp1 import HOOKED_FUNCTIONS, find_flat_handles
 
 PINNED = "2.13.0"
 
@@ -34,7 +33,7 @@ def make_model() -> nn.Sequential:
 def test_the_private_attributes_are_those_of_the_pinned_torch() -> None:
     remedy = "read torch_api/ and sharders/ against this torch"
     assert torch.__version__.split("+")[0] == PINNED, remedy
-    assert all(callable(getattr(_runtime_utils, name)) for name in REPLACED_FUNCTIONS)
+    assert all(callable(getattr(_runtime_utils, name)) for name in HOOKED_FUNCTIONS)
     for name in ("pre_unshard", "_all_gather_flat_param", "post_unshard"):
         assert callable(getattr(FlatParamHandle, name))
 
