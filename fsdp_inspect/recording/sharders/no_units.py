@@ -15,6 +15,9 @@ from fsdp_inspect.recording.models import Models
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.sharders.base import Sharder, ShardingHooks
 from fsdp_inspect.recording.sharders.model_forward import wrap_model_forward
+from fsdp_inspect.recording.sharders.zero import call_torch_for_collectives
+from fsdp_inspect.recording.torch_api import deepspeed_zero
+from fsdp_inspect.recording.torch_api.deepspeed_zero import inner_optimizers
 from fsdp_inspect.recording.torch_api.marks import sharder_name_of
 from fsdp_inspect.recording.torch_api.needs import find_missing_name
 from fsdp_inspect.recording.unit_timing import Reductions
@@ -46,6 +49,7 @@ class NoUnits(Sharder[Any]):
         self._title = traits_of(sharder).title
         library = "DeepSpeed" if sharder.startswith("zero") else "torch"
         version = getattr(__import__(library.lower()), "__version__", "of an unknown version")
+        self._engines = deepspeed_zero.find_engines(model)
         self._sees_buckets = sharder == DDP and find_missing_name(DDP) is None
         self._collectives = "the collectives of torch.distributed"
         if sharder == DDP and not self._sees_buckets:
@@ -76,6 +80,22 @@ class NoUnits(Sharder[Any]):
         """The device of the first parameter; the host for a model without parameters."""
         return next((each.device for each in self._model.parameters()), torch.device("cpu"))
 
+    def optimizers(
+        self, given: Sequence[torch.optim.Optimizer] | None
+    ) -> Sequence[torch.optim.Optimizer] | None:
+        """The given optimizers; of engines, those that DeepSpeed holds."""
+        if not self._engines:
+            return given
+        return [each for _, engine in self._engines for each in inner_optimizers(engine)]
+
+    def outer_optimizers(self) -> list[tuple[Any, torch.optim.Optimizer]]:
+        """The optimizers of engines."""
+        return [
+            (engine.optimizer, inner_optimizers(engine)[0])
+            for _, engine in self._engines
+            if inner_optimizers(engine)
+        ]
+
     def update_units(self) -> None:
         """Do nothing; see `ddp.WrappedModels`."""
 
@@ -90,7 +110,7 @@ class NoUnits(Sharder[Any]):
             return BucketHooks(session, self, memory)
         several = isinstance(self._model, Models)
         models = list(self._model.children()) if several else [self._model]
-        return NoHooks(session, memory, models)
+        return NoHooks(session, memory, models, uses_deepspeed=bool(self._engines))
 
     def mesh(self) -> dict[str, int]:
         """One dimension: how the ranks share the model is unknown."""
@@ -113,12 +133,22 @@ class NoUnits(Sharder[Any]):
 class NoHooks:
     """The hooks of a model without units; see `ShardingHooks`."""
 
-    def __init__(self, session: Session, memory: MemoryProbe, models: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        memory: MemoryProbe,
+        models: Sequence[nn.Module],
+        *,
+        uses_deepspeed: bool,
+    ) -> None:
         self._session, self._memory, self._models = session, memory, models
+        self._uses_deepspeed = uses_deepspeed
         self._reductions = Reductions()
 
     def attach(self, patches: Patches) -> None:
-        """Wrap the forward of each model."""
+        """Wrap the forward of each model, and DeepSpeed's collectives."""
+        if self._uses_deepspeed:
+            call_torch_for_collectives(patches)
         for model in self._models:
             patches.set_attribute(model, "forward", self._wrap_forward(model))
 

@@ -124,9 +124,7 @@ class ZeroHooks:
 
     def attach(self, patches: Patches) -> None:
         """Install the hooks; see `ShardingHooks.attach`."""
-        backend = deepspeed_zero.communication_backend()
-        patches.set_attribute(backend, "all_gather_function", self._gather_with(_all_gather))
-        patches.set_attribute(backend, "reduce_scatter_function", _reduce_scatter)
+        call_torch_for_collectives(patches, self._gather_with(_all_gather))
         for _, engine in self._sharder.engines:
             patches.set_attribute(engine, "forward", self._wrap_forward(engine))
             self.attach_to(engine, patches)
@@ -197,10 +195,11 @@ class ZeroHooks:
             output_tensor: torch.Tensor,
             input_tensor: torch.Tensor,
             group: Any = None,
-            async_op: bool = False,
+            *args: Any,
+            **kwargs: Any,
         ) -> Any:
             def collective() -> Any:
-                return original(output_tensor, input_tensor, group=group, async_op=async_op)
+                return original(output_tensor, input_tensor, group, *args, **kwargs)
 
             if not session.active or session.collective_depth:
                 return collective()
@@ -219,6 +218,20 @@ class ZeroHooks:
             return
         for category, tensor in self._sharder.shared_buffers():
             session.tracker.classify([tensor], category, NO_UNIT)
+
+
+def call_torch_for_collectives(patches: Patches, gather: Callable[..., Any] | None = None) -> None:
+    """Make DeepSpeed look up its collectives in `torch.distributed`, where they are recorded.
+
+    DeepSpeed keeps references to the functions, which a wrap of `torch.distributed` misses.
+
+    Args:
+        patches: Undoes it.
+        gather: Called in the place of `torch.distributed.all_gather_into_tensor`; None: that.
+    """
+    backend = deepspeed_zero.communication_backend()
+    patches.set_attribute(backend, "all_gather_function", gather or _all_gather)
+    patches.set_attribute(backend, "reduce_scatter_function", _reduce_scatter)
 
 
 def _all_gather(*args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,8 @@ from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.zero import Zero, ZeroHooks
 from fsdp_inspect.recording.torch_api import deepspeed_zero
 from fsdp_inspect.recording.torch_api.deepspeed_zero import (
+    EPILOGUE,
+    REDUCTIONS,
     GradientBucketHandle,
     ParameterGroupHandle,
 )
@@ -173,21 +175,21 @@ class ZeroBucketHooks(ZeroHooks):
         zero = engine.optimizer
         prefix = next(name for name, each in self._sharder.engines if each is engine)
 
-        def of_buffer(tensor: torch.Tensor, dtype: torch.dtype, *unused: Any) -> int:
+        def of_buffer(tensor: Any, dtype: torch.dtype, *unused: Any, **also: Any) -> int:
             return self._find_bucket(prefix, engine, dtype)
 
         def of_list(rank: Any, grads: Any, dtype: torch.dtype, *unused: Any, **also: Any) -> int:
             return self._find_bucket(prefix, engine, dtype)
 
-        for name, unit_of in (("average_tensor", of_buffer), ("buffered_reduce_fallback", of_list)):
+        finders: tuple[Callable[..., int], ...] = (of_buffer, of_list)
+        for name, unit_of in zip(REDUCTIONS, finders, strict=True):
             patches.set_attribute(zero, name, self.reducing(getattr(zero, name), unit_of))
-        name = "independent_gradient_partition_epilogue"
 
         def after(token: Any, result: Any) -> None:
             self._after_epilogue(engine)
 
-        wrapped = wrap_call(getattr(zero, name), _nothing, after, self._session)
-        patches.set_attribute(zero, name, wrapped)
+        wrapped = wrap_call(getattr(zero, EPILOGUE), _nothing, after, self._session)
+        patches.set_attribute(zero, EPILOGUE, wrapped)
 
     def begin_forward(self, engine: Any) -> None:
         """Expect the first bucket as the next reduction."""

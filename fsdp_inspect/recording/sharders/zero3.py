@@ -25,7 +25,13 @@ from fsdp_inspect.recording.collectives import Communication, TimedWork, run_ins
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.zero import Zero, ZeroHooks
 from fsdp_inspect.recording.torch_api import deepspeed_zero
-from fsdp_inspect.recording.torch_api.deepspeed_zero import ModuleHandle
+from fsdp_inspect.recording.torch_api.deepspeed_zero import (
+    EPILOGUE,
+    FETCH,
+    MODULE_HOOKS,
+    REDUCE,
+    ModuleHandle,
+)
 from fsdp_inspect.recording.torch_api.modules import original_class
 from fsdp_inspect.recording.unit_timing import UnitTimer
 from fsdp_inspect.recording.units import dtype_code, dtype_name
@@ -164,28 +170,27 @@ class SubmoduleHooks(ZeroHooks):
         zero = engine.optimizer
         offload = zero.parameter_offload
         coordinator = offload.get_param_coordinator()
-        name = "_PartitionedParameterCoordinator__all_gather_params_"
-        patches.set_attribute(coordinator, name, self._wrap_fetch(getattr(coordinator, name)))
-        for method, before, after in (
-            ("pre_sub_module_forward_function", self._before_forward, self._after_pre_forward),
-            ("post_sub_module_forward_function", self._before_post_forward, None),
-            ("pre_sub_module_backward_function", self._before_backward, self._after_pre_backward),
-            ("post_sub_module_backward_function", self._before_post_backward, None),
-        ):
+        fetch = self._wrap_fetch(getattr(coordinator, FETCH))
+        patches.set_attribute(coordinator, FETCH, fetch)
+        around = (
+            (self._before_forward, self._after_pre_forward),
+            (self._before_post_forward, None),
+            (self._before_backward, self._after_pre_backward),
+            (self._before_post_backward, None),
+        )
+        for method, (before, after) in zip(MODULE_HOOKS, around, strict=True):
             wrapped = wrap_call(getattr(offload, method), before, after, self._session)
             patches.set_attribute(offload, method, wrapped)
-        name = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
-        def owner(dtype: torch.dtype, *unused: Any) -> int:
+        def owner(dtype: torch.dtype, *unused: Any, **also: Any) -> int:
             members = zero.ipg_buckets[dtype].params
             return self._unit_of.get(int(members[0].ds_id), NO_UNIT) if members else NO_UNIT
 
-        patches.set_attribute(zero, name, self.reducing(getattr(zero, name), owner))
-        name = "independent_gradient_partition_epilogue"
+        patches.set_attribute(zero, REDUCE, self.reducing(getattr(zero, REDUCE), owner))
         wrapped = wrap_call(
-            getattr(zero, name), self._before_epilogue, self._after_epilogue, self._session
+            getattr(zero, EPILOGUE), self._before_epilogue, self._after_epilogue, self._session
         )
-        patches.set_attribute(zero, name, wrapped)
+        patches.set_attribute(zero, EPILOGUE, wrapped)
 
     # --- all-gather
 
@@ -286,7 +291,7 @@ class SubmoduleHooks(ZeroHooks):
 
     # --- forward and backward
 
-    def _before_forward(self, module: Any) -> UnitTimer | None:
+    def _before_forward(self, module: Any, *more: Any, **named: Any) -> UnitTimer | None:
         timer = self._timer_of.get(module)
         if timer is not None:
             timer._enter_hook()
@@ -299,12 +304,12 @@ class SubmoduleHooks(ZeroHooks):
             timer._leave_hook()
             timer._open_forward(self._note_use(timer))
 
-    def _before_post_forward(self, module: Any) -> None:
+    def _before_post_forward(self, module: Any, *more: Any, **named: Any) -> None:
         timer = self._timer_of.get(module)
         if timer is not None:
             timer._close_forward(None)
 
-    def _before_backward(self, module: Any) -> UnitTimer | None:
+    def _before_backward(self, module: Any, *more: Any, **named: Any) -> UnitTimer | None:
         timer = self._timer_of.get(module)
         if timer is not None:
             self._session.phase = Phase.BACKWARD
@@ -317,7 +322,7 @@ class SubmoduleHooks(ZeroHooks):
             timer._leave_hook()
             timer._open_backward(self._note_use(timer))
 
-    def _before_post_backward(self, module: Any) -> None:
+    def _before_post_backward(self, module: Any, *more: Any, **named: Any) -> None:
         timer = self._timer_of.get(module)
         if timer is not None:
             timer._close_backward()

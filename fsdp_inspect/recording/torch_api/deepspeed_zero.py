@@ -27,6 +27,22 @@ from fsdp_inspect.recording.torch_api.module_unit import ModuleUnit
 from fsdp_inspect.recording.torch_api.modules import enclosing_modules, strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
 
+FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
+"""The method of ZeRO-3's coordinator that gathers parameters."""
+REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+"""The method of ZeRO-3's optimizer that reduces a bucket of gradients."""
+EPILOGUE = "independent_gradient_partition_epilogue"
+"""The method of the optimizers that reduces the remaining gradients."""
+MODULE_HOOKS = (
+    "pre_sub_module_forward_function",
+    "post_sub_module_forward_function",
+    "pre_sub_module_backward_function",
+    "post_sub_module_backward_function",
+)
+"""The methods of ZeRO-3's offload that run around the passes of a sub-module."""
+REDUCTIONS = ("average_tensor", "buffered_reduce_fallback")
+"""The methods of the optimizer of stages 1 and 2 that reduce a bucket."""
+
 
 def find_engines(model: nn.Module) -> list[tuple[str, Any]]:
     """The engines in a model, with the fqn of each."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from fsdp_inspect.recording.torch_api import deepspeed_zero
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, ZERO1, ZERO2, ZERO3
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
@@ -63,6 +64,14 @@ NAMES: Mapping[str, Mapping[str, tuple[str, ...] | None]] = {
 """For each sharder, the objects by module and path, with the first parameters that hooks rely on;
 None: not a function, or one without a signature."""
 
+_OF_ZERO_1_AND_2 = (
+    f"engine.optimizer.{deepspeed_zero.EPILOGUE}",
+    *(f"engine.optimizer.{name}" for name in deepspeed_zero.REDUCTIONS),
+    "engine.optimizer.bit16_groups_flat",
+    "engine.optimizer.ipg_buckets",
+    "engine.optimizer.real_dp_process_group",
+)
+
 UNIT_NAMES: Mapping[str, Sequence[str]] = {
     FSDP2: (
         "state._auto_reshard_after_forward",
@@ -111,11 +120,26 @@ UNIT_NAMES: Mapping[str, Sequence[str]] = {
         "wrapper.reducer._get_zeros_like_grad_buckets",
         "wrapper.require_backward_grad_sync",
     ),
-    ZERO1: (),
-    ZERO2: (),
-    ZERO3: (),
+    ZERO1: _OF_ZERO_1_AND_2,
+    ZERO2: _OF_ZERO_1_AND_2,
+    ZERO3: (
+        f"engine.optimizer.{deepspeed_zero.EPILOGUE}",
+        f"engine.optimizer.{deepspeed_zero.REDUCE}",
+        "engine.optimizer.get_param_comm_dtype",
+        "engine.optimizer.ipg_buckets",
+        *(f"engine.optimizer.parameter_offload.{name}" for name in deepspeed_zero.MODULE_HOOKS),
+        f"engine.optimizer.parameter_offload.get_param_coordinator().{deepspeed_zero.FETCH}",
+        "parameters.0.ds_id",
+        "parameters.0.ds_numel",
+        "parameters.0.ds_persist",
+        "parameters.0.ds_shape",
+        "parameters.0.ds_status.name",
+        "parameters.0.ds_tensor.ds_numel",
+        "parameters.0.ds_zero_partition_world_size",
+    ),
 }
-"""For each sharder, what its hooks read of a unit; a number is the place in a list."""
+"""For each sharder, what its hooks read of a unit. A number is the place in a list, and `()` calls a
+method that only returns an object."""
 
 
 def find_missing_name(sharder: str) -> str | None:
@@ -130,7 +154,11 @@ def find_missing_part(sharder: str, unit: object) -> str | None:
         for name in path.split("."):
             owner = value
             try:
-                value = value[int(name)] if name.isdecimal() else getattr(value, name)
+                if name.isdecimal():
+                    value = value[int(name)]
+                else:
+                    value = getattr(value, name.removesuffix("()"))
+                    value = value() if name.endswith("()") else value
             except (AttributeError, IndexError):
                 return f"{type(owner).__name__} has no {name}"
     return None
