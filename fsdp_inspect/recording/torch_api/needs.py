@@ -138,7 +138,7 @@ UNIT_NAMES: Mapping[str, Sequence[str]] = {
         "parameters.0.ds_zero_partition_world_size",
     ),
 }
-"""For each sharder, what its hooks read of a unit. A number is the place in a list, and `()` calls a
+"""For each sharder, what its hooks read of a unit. A number is a place in a list, and `()` calls a
 method that only returns an object."""
 
 
