@@ -96,6 +96,10 @@ frameworks: $(FRAMEWORKS)/.complete ## Record other training frameworks and writ
 		$(if $(ARGS),,$(FRAMEWORKS)/bin/python -m tests.frameworks build/frameworks docs/frameworks.md &&) \
 		exit $$tests
 
+.PHONY: torch-matrix
+torch-matrix: $(READY) ## Record and test with torch 2.9.1, 2.11.0, 2.13.0 and the newest, and write docs/versions.md
+	$(BIN)/python -m tests.torch_matrix $(ARGS)
+
 .PHONY: trackers
 trackers: $(TRACKERS)/.complete ## Log to wandb, MLflow, TensorBoard and OpenTelemetry, offline
 	$(TRACKERS)/bin/python -m pytest -m trackers tests/trackers $(ARGS)
@@ -128,7 +132,7 @@ constraints: ## Pin the newest versions that pyproject.toml allows, except torch
 
 .PHONY: clean
 clean: ## Remove virtual environments, build products and caches, but not recorded runs
-	rm -rf $(VENV) $(FRAMEWORKS) $(TRACKERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS) $(TRACKERS) .venv-torch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A complete .venv is updated in place. An incomplete one is created again.

@@ -35,6 +35,7 @@ from fsdp_inspect.recording.collectives import (
     TimedWork,
     run_inside_collective,
 )
+from fsdp_inspect.recording.dispatcher_kernels import observe
 from fsdp_inspect.recording.emulated_network import Transfer
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
@@ -63,6 +64,7 @@ _KIND_OF_BACKWARD = {
     "all_to_all_single_backward": EventKind.ALL_TO_ALL,
 }
 """The collective that each backward of torch's functional collectives issues, by its name."""
+_BROADCAST = "c10d::broadcast_"
 _STREAM_OF_REDUCTION = {
     EventKind.REDUCE_SCATTER: Stream.REDUCE_SCATTER,
     EventKind.ALL_REDUCE: Stream.ALL_REDUCE,
@@ -120,6 +122,8 @@ class DistCalls:
         if manager is not None:
             patches.set_attribute(dist, COALESCING_MANAGER, self._wrap_manager(manager))
             patches.set_attribute(c10d, COALESCING_MANAGER, self._wrap_manager(manager))
+
+        patches.on_undo(observe(_BROADCAST, self._observe_broadcast))
 
     def _attach_functional(self, patches: Patches) -> None:
         for name, kind in FUNCTIONALS.items():
@@ -281,6 +285,22 @@ class DistCalls:
             return result
 
         return recorded
+
+    def _observe_broadcast(self, arguments: tuple[Any, ...], issue: Callable[[], Any]) -> Any:
+        """Record a broadcast that C++ issues and waits for: DDP sends its new buckets to all ranks.
+
+        The wait in C++ is not seen, so the call counts as overlapped.
+        """
+        if self._is_passing():
+            return issue()
+        group = dist.ProcessGroup.unbox(arguments[1])
+        begin = functools.partial(self._begin, EventKind.BROADCAST, arguments[0], group)
+        communication = self._guarded(begin)
+        result = run_inside_collective(self._session, issue)
+        if communication is not None:
+            work = dist.Work.unbox(result[1])
+            self._guarded(functools.partial(self._script_work, communication, work))
+        return result
 
     def _wrap_manager(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

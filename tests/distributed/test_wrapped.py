@@ -118,6 +118,17 @@ def test_collectives_are_those_of_the_flight_recorder(recorded: Recorded, name: 
     assert found == Counter((kind, max(sent, received)) for kind, sent, received in counted)
 
 
+def test_the_broadcasts_of_new_buckets_are_recorded_in_the_step_that_makes_them(
+    recorded: Recorded,
+) -> None:
+    """torch 2.13, `Reducer::sync_bucket_indices`: places of parameters, and sizes of buckets."""
+    run = recorded.run("ddp_small_buckets_3")
+    for rank in range(run.manifest.world_size):
+        events = run.events(rank, kinds=[EventKind.BROADCAST])
+        assert events.step.tolist() == [1, 1]
+        assert all(num_bytes > 0 for num_bytes in events.bytes.tolist())
+
+
 @pytest.mark.parametrize("name", FSDP1_SCENARIOS)
 def test_messages_are_as_large_as_the_unit_says(recorded: Recorded, name: str) -> None:
     events, units = recorded.events(name), recorded.run(name).manifest.units

@@ -23,11 +23,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.diagnosis.diagnose import ProblemClass, diagnose
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import parse_specification
+from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.failure import SNAPSHOT_FILE
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, MemoryPoint
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, MemoryPoint, Phase
 from fsdp_inspect.trace.run import RunStatus
 from instrumented_trainer.runtime import Runtime, process_group
 from tests.benchmarks.figures import Figure
@@ -64,7 +66,7 @@ def measure(setting: Setting) -> Iterator[Row]:
         row = f"recording: {name}"
         try:
             checked = record(setting, folder)
-        except NotHereError as reason:
+        except (NotHereError, PlanError) as reason:  # a PlanError: this torch lacks the setting
             yield unavailable(row, str(reason))
         except Exception as error:
             yield failed(row, f"{type(error).__name__}: {error}")
@@ -133,6 +135,50 @@ def unshard_async_op(setting: Setting, folder: Path) -> str:
     median_ns = float(np.median(copies.end_ns - copies.start_ns))
     _expect(median_ns > 0, "the copies into the all-gather's input last 0 ns in the median")
     return f"copies into the input of all-gathers last {median_ns / 1e3:.1f} µs in the median."
+
+
+def partial_reshard(setting: Setting, folder: Path) -> str:
+    """After forward, parameters stay sharded over 4 ranks, and the copy waits for this reshard."""
+    run = _emulated(setting, folder, reshard_after_forward="4")
+    events = run.events(0, steps=[STEPS - 1])
+    copies = events.where(events.kind == EventKind.ALL_GATHER_COPY_IN)
+    length_ns = copies.end_ns - copies.start_ns
+    medians = [
+        float(np.median(length_ns[copies.phase == phase]))
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    ]
+    # A copy in backward sends twice as many bytes. A mark before the wait adds milliseconds.
+    _expect(
+        medians[1] <= 4 * medians[0] + _COPY_NS,
+        f"copies last {medians[0]:.0f} ns in forward and {medians[1]:.0f} ns in backward",
+    )
+    return (
+        f"copies into the input of all-gathers last {medians[0] / 1e3:.1f} µs in forward and "
+        f"{medians[1] / 1e3:.1f} µs in backward."
+    )
+
+
+def script_collectives(setting: Setting, folder: Path) -> str:
+    """An all-reduce of the script with `async_op=True`, and its wait."""
+    with (
+        emulated_training(setting, _FAST, **_SMALL) as workload,
+        make_recorder(workload, folder) as recorder,
+    ):
+        loop = workload.loop(recorder)
+        message = torch.ones(1 << 16, device=_device(setting))
+        for step in range(STEPS):
+            with recorder.step():
+                work = dist.all_reduce(message, async_op=True)
+                loop.train_step(step)
+                if work is not None:
+                    work.wait()
+        expect_healthy(recorder)
+    run = open_run(folder)
+    events = run.events(0, kinds=[EventKind.ALL_REDUCE])
+    own = events.where((events.unit < 0) & (events.bytes == message.nbytes))
+    _expect(sorted(own.step.tolist()) == list(range(STEPS)), f"steps {own.step.tolist()}")
+    _expect(bool((own.end_ns > own.start_ns).all()), "an all-reduce has no duration")
+    return f"{len(own)} all-reduces of the script, one in each step, with their bytes."
 
 
 def several_roots(setting: Setting, folder: Path) -> str:
@@ -219,6 +265,9 @@ def out_of_memory(setting: Setting, folder: Path) -> str:
     _expect(record.status is RunStatus.FAILED, f"the status is {record.status}")
     failure = record.failure or ""
     _expect("OutOfMemoryError at step" in failure and "Allocated " in failure, failure)
+    found = diagnose(run)
+    _expect(found.problem is ProblemClass.OUT_OF_MEMORY, f"the diagnosis is {found.problem}")
+    _expect(found.out_of_memory is not None, "the diagnosis has no memory at the failure")
     [snapshot] = folder.rglob(SNAPSHOT_FILE)
     content = pickle.loads(snapshot.read_bytes())
     _expect(len(content["segments"]) > 0, "the snapshot has no segments")
@@ -226,13 +275,18 @@ def out_of_memory(setting: Setting, folder: Path) -> str:
     kept = torch.empty(1 << 20, device="cuda")
     _expect(_history_length() == before, "torch still keeps a history of allocations")
     del kept
-    return "the error reaches the script, the failure says what filled memory, the snapshot opens."
+    return (
+        "the error reaches the script, the diagnosis is out of memory with its bytes, the snapshot "
+        "opens."
+    )
 
 
 PATHS: dict[str, Path_] = {
     "one rank": one_rank,
     "hsdp": hsdp,
     "unshard_async_op": unshard_async_op,
+    "partial reshard": partial_reshard,
+    "collectives of the script": script_collectives,
     "several roots": several_roots,
     "several buffers": several_buffers,
     "compile": compiled,
@@ -244,6 +298,8 @@ PATHS: dict[str, Path_] = {
 
 # --- recording
 
+_COPY_NS = 100_000
+"""The time by which the first copy after a wait may be longer."""
 _CLOCK_ERROR_NS = 5_000
 """The error by which two marks on one device may be swapped: `elapsed_time` is a float32 of
 milliseconds."""

@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect.recording.clocks import CudaClock
 from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.torch_api.fsdp2 import groups_of
 from fsdp_inspect.reduction.step_parts import reduce_rank
 from fsdp_inspect.simulation.network import fit_network
 from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
@@ -239,7 +240,7 @@ class PrefetchingReplay(Replay):
     """Prefetches a block for the next step at the end of each step."""
 
     def finish_step(self, model: Any, session: Session) -> None:
-        [group] = model.layers[1]._get_fsdp_state()._fsdp_param_groups
+        [group] = groups_of(model.layers[1]._get_fsdp_state())
         group._prefetch_unshard(group, "forward")
 
 

@@ -34,7 +34,12 @@ def fsdp1_on(device: Any, *, gather_ns: int, scatter_ns: int) -> Iterator[None]:
     device.is_available = lambda: True
     device.current_device = lambda: torch.device("cpu")
     gather = _flat_param.FlatParamHandle._all_gather_flat_param
-    scatter = dist.reduce_scatter_single
+    name = (
+        "reduce_scatter_single"
+        if hasattr(dist, "reduce_scatter_single")
+        else "reduce_scatter_tensor"
+    )
+    scatter = getattr(dist, name)
 
     def timed_gather(handle: Any, output: torch.Tensor) -> Any:
         device.transfer("all_gather", "", gather_ns)
@@ -48,7 +53,7 @@ def fsdp1_on(device: Any, *, gather_ns: int, scatter_ns: int) -> Iterator[None]:
         for module in (_flat_param, _init_utils):
             patch.setattr(module._FSDPDeviceHandle, "from_device", lambda *args: device)
         patch.setattr(_flat_param.FlatParamHandle, "_all_gather_flat_param", timed_gather)
-        patch.setattr(dist, "reduce_scatter_single", timed_scatter)
+        patch.setattr(dist, name, timed_scatter)
         yield
 
 

@@ -18,6 +18,7 @@ from fsdp_inspect.recording.storage_log import TrackedStepMemory
 from fsdp_inspect.recording.storage_tracker import StorageTracker
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase
+from tests.torch_versions import needs_torch
 
 HOOK_DICTIONARIES = (
     "_forward_pre_hooks",
@@ -199,6 +200,7 @@ def test_first_step_ends_with_parameters_and_optimizer_state_and_nothing_of_glob
 
 
 def test_losses_under_the_tracker_are_identical_to_the_last_bit():
+    needs_torch("2.13", "leaves what the fake process group gathers uninitialised")
     plain, tracked = Training(half=True), Training(half=True)
     expected = [plain.step().item() for _ in range(4)]
     losses = []
