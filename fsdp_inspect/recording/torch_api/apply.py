@@ -163,7 +163,7 @@ class _Meshes:
 
 
 def _device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 
