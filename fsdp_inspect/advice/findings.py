@@ -24,6 +24,7 @@ _RULES = {Limit.STRAGGLER: "R32", Limit.SLOW_GROUP: "R32", Limit.HOST: "R19", Li
 _BEFORE_COMMUNICATION = (
     Limit.MEMORY,
     Limit.MEMORY_CREEP,
+    Limit.CORES,
     Limit.STRAGGLER,
     Limit.SLOW_GROUP,
     Limit.HOST,

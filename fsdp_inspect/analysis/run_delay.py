@@ -18,6 +18,8 @@ MOST_DIFFERENCE = 0.05
 """The largest difference of run delay between comparable sides. A larger one shows that other
 programs used the cores of one side."""
 
+_MOST_RANKS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class RunDelay:
@@ -29,18 +31,33 @@ class RunDelay:
     scheduler measures it."""
 
 
-def measure_run_delay(run: RunSource) -> RunDelay | None:
+def measure_run_delay(run: RunSource, ranks: Sequence[int] | None = None) -> RunDelay | None:
     """Measure how long training threads wait for a core, from the first to the last sample.
+
+    Args:
+        run: The run.
+        ranks: The ranks to look at; None: all.
 
     Returns:
         None if no rank has scheduler samples: imports, predictions, systems other than Linux.
     """
-    ratios = {record.rank: run_delay_of(run, record.rank) for record in run.ranks}
+    chosen = [record.rank for record in run.ranks] if ranks is None else ranks
+    ratios = {rank: run_delay_of(run, rank) for rank in chosen}
     known = {rank: ratio for rank, ratio in ratios.items() if ratio is not None}
     if not known:
         return None
     rank = max(known, key=lambda rank: known[rank])
     return RunDelay(rank, known[rank])
+
+
+def measure_run_delay_of_hosts(run: RunSource) -> RunDelay | None:
+    """As `measure_run_delay`, for a few ranks of each host, so that large jobs read few files."""
+    by_host: dict[str, list[int]] = {}
+    for record in run.ranks:
+        by_host.setdefault(record.host, []).append(record.rank)
+    most = max(1, _MOST_RANKS // max(len(by_host), 1))
+    chosen = [rank for ranks in by_host.values() for rank in ranks[:most]]
+    return measure_run_delay(run, chosen[:_MOST_RANKS])
 
 
 def find_run_delay_difference(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp_inspect.analysis.run_delay import measure_run_delay_of_hosts
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.damage import try_measure
 from fsdp_inspect.analysis.drift import Drift, measure_drift
@@ -144,6 +145,7 @@ def measure_summary(run: RunSource) -> Summary:
             growth=try_measure(measure_memory_growth, run, damage),
             plan_check=plan_check,
             provenance=provenance,
+            run_delay=try_measure(measure_run_delay_of_hosts, run, damage),
             late=try_measure(lambda source: find_late_ranks(source, overlap.ranks), run, damage),
         )
     )

@@ -7,6 +7,7 @@ step of that rank. Each limit has a threshold:
 |---------------|----------------------------------------------------------------------|--------|
 | memory        | a rank's allocator reserves 95% of its device: the run is at risk    | R21    |
 | memory growth | memory at the end of a step grows and fills the device in 10,000 steps |      |
+| cores         | a training thread has no CPU core for 25% of the time                |        |
 | input         | waiting for the next batch takes 10% of the step                     |        |
 | host          | the step is host-bound for 10% of its time                           | R19    |
 | straggler     | one straggler costs 5% of the step                                   | R32    |
@@ -15,7 +16,8 @@ step of that rank. Each limit has a threshold:
 | other         | 30% of the step lies in no recorded part                             |        |
 | compute       | none of these: the plan is fine, and the advice is "change nothing"  |        |
 
-Memory comes first, then the largest ratio. A host-bound step, a straggler and a slow group come
+Memory comes first, then the largest ratio. Missing cores come before a host-bound step,
+communication and other parts, which they may cause. A host-bound step, a straggler and a slow group come
 before communication, because a late or a long all-gather is then a symptom. The floor (the first
 gather of a forward and the last reduction of a backward) is never counted as a gain, because no
 compute runs next to it. The exception is a model in one unit: all of its exposed time is floor, and
@@ -151,6 +153,7 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "step_time_ns": facts.step_time_ns,
         "compute_ns": facts.compute_ns,
         "data_ns": facts.data_ns,
+        "run_delay_ratio": facts.core_wait_ratio,
         "host_bound_ns": facts.host_bound_ns,
         "exposed_ns": facts.exposed_ns,
         "floor_ns": facts.floor_ns,

@@ -170,6 +170,10 @@ class StepFacts:
     """The peak of a memory step; None if no memory step records its contents."""
     rank: int | None = None
     """The rank of the step; None: unknown."""
+    core_wait_ratio: float = 0.0
+    """Fraction of the recording in which a training thread had no core; 0 if unknown."""
+    core_wait_rank: int | None = None
+    """The rank of that thread."""
     straggler: StragglerFacts | None = None
     slow_group: SlowGroup | None = None
     growth: MemoryGrowthFacts | None = None

@@ -6,6 +6,9 @@ from fsdp_inspect.analysis.verdict.facts import StepFacts
 
 MEMORY_RATIO = 0.95
 INPUT_RATIO = 0.10
+CORES_RATIO = 0.25
+"""The fraction of the time in which a training thread has no core, from which no other time can be
+trusted."""
 HOST_RATIO = 0.10
 STRAGGLER_RATIO = 0.05
 """Also for a slow group."""
@@ -24,6 +27,8 @@ class Limit(StrEnum):
     MEMORY_CREEP = "memory_creep"
     """Memory growth: allocated memory rises from step to step."""
     INPUT = "input"
+    CORES = "cores"
+    """Training threads wait for a CPU core."""
     HOST = "host"
     STRAGGLER = "straggler"
     SLOW_GROUP = "slow_group"
@@ -35,6 +40,8 @@ class Limit(StrEnum):
     """There is no timed step, or the trace lacks data."""
 
 
+_OF_CORES = frozenset({Limit.HOST, Limit.COMMUNICATION, Limit.OTHER})
+"""Limits that a missing core may cause."""
 _BEFORE_COMMUNICATION = frozenset({Limit.HOST, Limit.STRAGGLER, Limit.SLOW_GROUP})
 """Limits of which a long wait for communication is a symptom."""
 
@@ -49,6 +56,7 @@ def find_limit(facts: StepFacts) -> Limit:
     group = facts.slow_group.cost_ns if facts.slow_group else 0
     shares = {
         Limit.INPUT: (facts.ratio(facts.data_ns), INPUT_RATIO),
+        Limit.CORES: (facts.core_wait_ratio, CORES_RATIO),
         Limit.HOST: (facts.ratio(facts.host_bound_ns), HOST_RATIO),
         Limit.STRAGGLER: (facts.ratio(late), STRAGGLER_RATIO),
         Limit.SLOW_GROUP: (facts.ratio(group), STRAGGLER_RATIO),
@@ -56,6 +64,8 @@ def find_limit(facts: StepFacts) -> Limit:
         Limit.OTHER: (facts.ratio(facts.other_ns), OTHER_RATIO),
     }
     named = {limit: share for limit, (share, least) in shares.items() if share >= least}
+    if Limit.CORES in named:
+        named = {limit: share for limit, share in named.items() if limit not in _OF_CORES}
     if not named.keys().isdisjoint(_BEFORE_COMMUNICATION):
         named.pop(Limit.COMMUNICATION, None)
     return max(named, key=lambda limit: named[limit], default=Limit.COMPUTE)

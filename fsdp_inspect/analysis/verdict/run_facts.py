@@ -15,6 +15,7 @@ from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.memory.peak import Memory, RankMemory
 from fsdp_inspect.analysis.plan_check.check import PlanCheck
 from fsdp_inspect.analysis.provenance import Provenance
+from fsdp_inspect.analysis.run_delay import RunDelay
 from fsdp_inspect.analysis.verdict import (
     UNKNOWN,
     HighestMoment,
@@ -55,6 +56,8 @@ class Answers:
     provenance: Provenance | None
     late: StragglerFacts | SlowGroup | None
     """The straggler or the slow group."""
+    run_delay: RunDelay | None = None
+    """The rank whose training thread waits longest for a core."""
 
 
 def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
@@ -178,6 +181,8 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         has_gathers=_has_gathers(answers),
         num_units=len(parameters),
         largest_unit_ratio=max(parameters, default=0) / max(sum(parameters), 1),
+        core_wait_ratio=answers.run_delay.run_delay_ratio if answers.run_delay else 0.0,
+        core_wait_rank=answers.run_delay.rank if answers.run_delay else None,
         straggler=answers.late if isinstance(answers.late, StragglerFacts) else None,
         slow_group=answers.late if isinstance(answers.late, SlowGroup) else None,
     )

@@ -169,6 +169,23 @@ def _phrase_host(facts: StepFacts) -> Words:
     return sentence, because, why, tuple(steps)
 
 
+def _phrase_cores(facts: StepFacts) -> Words:
+    share, rank = format_ratio(facts.core_wait_ratio), facts.core_wait_rank
+    return (
+        f"Training threads have no CPU core for {share} of the time.",
+        f"On rank {rank} the training thread is ready to run, but other work holds the cores.",
+        f"Linux counts the time in which the training thread of rank {rank} is ready to run and "
+        f"has no core: {share} of the recording. Other programs, workers of data loaders, too many "
+        "threads or a CPU quota hold the cores. All times of this run are longer by an unknown "
+        "part, so a late rank, a wait or a slow unit may be a missing core.",
+        (
+            "Give each rank cores of its own: fewer threads (OMP_NUM_THREADS) and loader workers, "
+            "no other programs, a larger CPU quota.",
+            "Record the run again on free cores before you compare times or plans.",
+        ),
+    )
+
+
 def _on_rank(facts: StepFacts) -> str:
     return "" if facts.rank is None else f" on rank {facts.rank}"
 
@@ -533,6 +550,7 @@ _WORDS: dict[Limit, Callable[[StepFacts], Words]] = {
     Limit.MEMORY: _phrase_memory,
     Limit.MEMORY_CREEP: _phrase_growth,
     Limit.INPUT: _phrase_input,
+    Limit.CORES: _phrase_cores,
     Limit.HOST: _phrase_host,
     Limit.STRAGGLER: _phrase_straggler,
     Limit.SLOW_GROUP: _phrase_slow_group,
