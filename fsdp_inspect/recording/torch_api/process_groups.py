@@ -4,7 +4,7 @@ import gc
 from collections.abc import Iterable
 from typing import Any
 
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup, device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -53,8 +53,14 @@ def name_mesh_dimensions(
 
 def _with_flattened(mesh: DeviceMesh) -> list[DeviceMesh]:
     """The mesh that a mesh was sliced from, and its flattened dimensions."""
-    root = mesh._get_root_mesh()
-    return [root, *getattr(root, "_flatten_mapping", {}).values()]
+    if hasattr(mesh, "_get_root_mesh"):
+        root = mesh._get_root_mesh()
+        flattened = getattr(root, "_flatten_mapping", {})
+    else:  # torch 2.9 keeps the relations of meshes in one object
+        relations: Any = device_mesh._mesh_resources
+        root = relations.get_root_mesh(mesh)
+        flattened = relations.root_to_flatten_mapping.get(root, {})
+    return [root, *flattened.values()]
 
 
 def mesh_dimension_of(group: ProcessGroup) -> str:
