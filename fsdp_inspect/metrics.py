@@ -85,6 +85,13 @@ _ALL = (
         "exposed time for which an earlier collective on the same communicator delays this one",
     ),
     Metric(
+        "run_delay_ratio",
+        "time without a core",
+        _RATIO,
+        "time in which the training thread is ready to run and has no CPU core / time of the "
+        "recording, as the Linux scheduler counts it",
+    ),
+    Metric(
         "straggler_ns",
         "straggler",
         _NS,

@@ -14,6 +14,7 @@ from fsdp_inspect.advice.request import AdviceRequest, how_to_apply, how_to_veri
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.slowdown import Slowdown
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion
+from fsdp_inspect.analysis.run_delay import busy_ratio
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run
@@ -21,6 +22,7 @@ from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.network import unknown_latencies
 from fsdp_inspect.simulation.recorded import Execution
+from fsdp_inspect.simulation.simulate import caveats_of
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
@@ -55,6 +57,8 @@ class PlanAdvice:
     replayed_step_ns: int
     """Simulated step time of the recorded plan. Every gain is relative to it."""
     replay_error: float
+    busy_ns: int
+    """The part of each gain's uncertainty that comes from time without a CPU core."""
     """Self-check: simulated / measured step time of the recorded plan on its own network, - 1."""
     is_other_network: bool
     """True if plans are simulated on a requested network instead of the recorded one."""
@@ -197,6 +201,7 @@ def _advise_plan(
         recorded_step_ns=bench.work.step_time_ns,
         replayed_step_ns=bench.recorded.step_ns,
         replay_error=bench.replay_error,
+        busy_ns=round(busy_ratio(bench.work.run_delay_ratio) * bench.recorded.step_ns),
         is_other_network=bench.network.is_changed,
         replayed_peak_bytes=bench.recorded.peak_bytes,
         memory_limit_bytes=limit,
@@ -247,7 +252,7 @@ def _point(bench: PlanScorer, choice: Choice) -> ParetoPoint:
 
 
 def _notes(bench: PlanScorer, limit: int | None) -> list[str]:
-    notes = []
+    notes = list(caveats_of(bench.work, bench.replay_error))
     if bench.network.is_changed:
         notes.append(
             "All plans, also the recorded one, are simulated on the requested network. The trace "
@@ -353,7 +358,9 @@ def _say_gain(plan: PlanAdvice) -> str:
     if peak is not None and limit is not None and peak > limit:
         return f"The recorded plan exceeds {format_bytes(limit)}. The recommended plan fits."
     ratio = plan.fastest.saved_ns / plan.replayed_step_ns
+    # Each gain alone is uncertain by the time without a core, and so are all gains together.
     surely_ns = sum(each.saved_low_ns for each in plan.suggestions)
+    surely_ns += (len(plan.suggestions) - 1) * plan.busy_ns
     if surely_ns <= 0:
         return f"The recommended plan may save {100 * ratio:.1f}% of the step, or nothing."
     if surely_ns < plan.fastest.saved_ns / 2:

@@ -22,11 +22,10 @@ from fsdp_inspect.simulation.recorded import (
     observed_plan,
 )
 from fsdp_inspect.simulation.scenario import Mesh, Scenario, mesh_of, resolve_plan
+from fsdp_inspect.simulation.self_check import MAX_REPLAY_ERROR
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 
-MAX_REPLAY_ERROR = 0.05
-"""The largest error of the simulated recorded plan with which plans are ranked."""
 AS_RECORDED = Choice()
 _PLANS_PER_TASK = 16
 

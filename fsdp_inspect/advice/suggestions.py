@@ -13,6 +13,7 @@ from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.search import Increment
 from fsdp_inspect.advice.slowdown import Paid
 from fsdp_inspect.advice.snippets import write_snippet
+from fsdp_inspect.analysis.run_delay import busy_ratio
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
 from fsdp_inspect.simulation.network import CostLine
@@ -254,6 +255,8 @@ class Narrator:
         saved = [own, *(first - second for first, second in pairs)]
         # The recorded times behind the gain vary as much as the recorded steps.
         margin += self._bench.work.spread_ratio * abs(own)
+        # A step of a run on free cores is shorter by an unknown part of the time without a core.
+        margin += busy_ratio(self._bench.work.run_delay_ratio) * self._bench.recorded.step_ns
         return round(min(saved) - margin), round(max(saved) + margin)
 
     def _units(self, increment: Increment) -> tuple[str, ...]:

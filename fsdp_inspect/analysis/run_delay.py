@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_inspect.errors import StoreError
+from fsdp_inspect.formatting import format_ratio
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import MISSING_INT
 
@@ -73,6 +74,25 @@ def find_run_delay_difference(
         return None
     was, now = statistics.median(before or (0.0,)), statistics.median(after)
     return (was, now) if abs(now - was) > MOST_DIFFERENCE else None
+
+
+def busy_ratio(run_delay_ratio: float) -> float:
+    """The fraction of a step by which a predicted gain is uncertain, because cores were missing.
+
+    A run delay up to `MOST_DIFFERENCE` counts as a quiet machine.
+    """
+    return max(run_delay_ratio - MOST_DIFFERENCE, 0.0)
+
+
+def caveat_of_cores(run_delay_ratio: float) -> str | None:
+    """The sentence that every time of a run needs at this run delay; None if it is small."""
+    if run_delay_ratio <= MOST_DIFFERENCE:
+        return None
+    return (
+        f"The training thread had no CPU core for {format_ratio(run_delay_ratio)} of the "
+        "recording. Measured times are too long by an unknown part of it, so the interval is wide. "
+        "Record the run again on free cores."
+    )
 
 
 def run_delay_of(run: RunSource, rank: int) -> float | None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_inspect.analysis.run_delay import measure_run_delay_of_hosts
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.damage import try_measure
 from fsdp_inspect.analysis.drift import Drift, measure_drift
@@ -23,6 +22,7 @@ from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.analysis.overlap import RankOverlap, measure_overlap
 from fsdp_inspect.analysis.plan_check.check import PlanCheck, check_plan
 from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
+from fsdp_inspect.analysis.run_delay import measure_run_delay_of_hosts
 from fsdp_inspect.analysis.run_identity import RunIdentity, identify
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.step_selection import inspected_rank

@@ -123,6 +123,7 @@ def make_prediction(run: RunSource, simulation: Simulation, origin: PredictionOr
         memory_error=simulation.memory_error,
         peak_bytes=_peak(predicted.peak_bytes, simulation.memory_error),
         assumptions=list(dict.fromkeys([*simulation.assumptions, *origin.assumptions])),
+        caveats=list(simulation.caveats),
     )
 
 

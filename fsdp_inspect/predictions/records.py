@@ -136,6 +136,8 @@ class Prediction(Record):
     peak_bytes: Estimate | None = None
     """Peak allocated. Its interval is plus and minus `memory_error`."""
     assumptions: list[str] = Field(default_factory=list)
+    caveats: list[str] = Field(default_factory=list)
+    """Reasons to doubt the prediction, one sentence each."""
 
     @property
     def change(self) -> float:

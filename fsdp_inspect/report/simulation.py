@@ -69,6 +69,8 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
         f"measured at {format_ns(simulation.recorded_step_ns)}, an error of "
         f"{format_error(simulation.replay_error)}."
     )
+    for caveat in simulation.caveats:
+        yield f"Caution: {caveat}"
     yield from _memory(simulation)
     for assumption in simulation.assumptions:
         yield f"Assumed: {assumption}"

@@ -153,6 +153,7 @@ def _provenance(verification: Verification) -> Iterator[str]:
             "step, the spread between runs of one plan, and the spread of compute."
         )
     )
+    yield from (f"Caution: {caveat}" for caveat in prediction.caveats)
     yield from (f"Assumed: {assumption}" for assumption in prediction.assumptions)
 
 

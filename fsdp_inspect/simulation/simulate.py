@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.run_delay import caveat_of_cores
 from fsdp_inspect.analysis.step_selection import collective_rows
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
 from fsdp_inspect.columns import TableSpec, metric_column, unit_column
@@ -31,6 +32,7 @@ from fsdp_inspect.simulation.recorded import (
     play,
 )
 from fsdp_inspect.simulation.scenario import ScenarioMaker
+from fsdp_inspect.simulation.self_check import caveat_of_self_check, self_check_margin
 from fsdp_inspect.simulation.workload import Workload
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
@@ -135,6 +137,8 @@ class Simulation(Result):
     change: float
     """predicted / replayed - 1. Both are simulated, so the error of the self-check cancels."""
     assumptions: tuple[str, ...]
+    caveats: tuple[str, ...]
+    """Reasons to doubt the prediction, one sentence each; every surface shows them with it."""
     memory_refusal: str | None
     """The reason why the prediction has no peak although the recorded plan has one; None: it has a
     peak."""
@@ -225,7 +229,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         ).duration_ns
         for pace in (Pace.FAST, Pace.SLOW)
     ]
-    low, high = _interval(steps, noise_ratio(work, abs(error), scenario.units))
+    low, high = _interval(steps, noise_ratio(work, error, scenario.units))
     return Simulation(
         run_id=manifest.run_id,
         rank=work.rank,
@@ -241,9 +245,16 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         high_ns=high,
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         assumptions=(*scenario.assumptions, *unknown_latencies(network)),
+        caveats=caveats_of(work, error),
         memory_refusal=work.memory_refusal or scenario.memory_refusal,
         plan=scenario.plan,
     )
+
+
+def caveats_of(work: RecordedWork, replay_error: float) -> tuple[str, ...]:
+    """The reasons to doubt every prediction from this work, one sentence each."""
+    found = (caveat_of_self_check(replay_error), caveat_of_cores(work.run_delay_ratio))
+    return tuple(each for each in found if each is not None)
 
 
 def replay(work: RecordedWork) -> Played:
@@ -275,7 +286,7 @@ def noise_ratio(work: RecordedWork, replay_error: float, units: Sequence[Unit]) 
     """
     is_regrouped = {unit.fqn for unit in units} != {unit.fqn for unit in work.units}
     return math.hypot(
-        replay_error,
+        self_check_margin(replay_error),
         work.spread_ratio,
         PROCESS_SPREAD_RATIO,
         REGROUPING_RATIO if is_regrouped else 0.0,

@@ -241,7 +241,12 @@ def _show_numbers(simulation: Simulation) -> None:
 
 def _show_steps(simulation: Simulation) -> None:
     before, after = simulation.replayed, simulation.predicted
-    lines = " ".join(f"Assumed: {line}" for line in simulation.assumptions)
+    lines = " ".join(
+        [
+            *(f"Caution: {line}" for line in simulation.caveats),
+            *(f"Assumed: {line}" for line in simulation.assumptions),
+        ]
+    )
     show_chart_card(
         "Predicted step",
         draw_steps([("recorded plan", before.parts_ns), ("this plan", after.parts_ns)]),

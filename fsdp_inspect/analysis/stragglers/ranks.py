@@ -44,6 +44,7 @@ from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, rank_coordinates
 from fsdp_inspect.analysis.overlap import ratio_of_overlap
 from fsdp_inspect.analysis.rank_sets import name_rank_sets
+from fsdp_inspect.analysis.run_delay import run_delay_of
 from fsdp_inspect.analysis.step_selection import (
     RankSteps,
     TimedRanks,
@@ -367,6 +368,9 @@ def _measure_ranks(run: RunSource, max_ranks: int) -> Ranks:
     )
     slow_group, group_refusal = find_slow_group(evidence, name_rank_sets(run, evidence.ranks))
     priced, refusal = (None, None) if slow_group else _find_straggler(rows, evidence)
+    if priced is not None:
+        refusal = _find_missing_core(run, priced.row.rank, evidence)
+        priced = priced if refusal is None else None
     return Ranks(
         ranks=rows,
         skews=_measure_skews(run, arrivals),
@@ -525,6 +529,19 @@ def _find_straggler(
             f"by {format_ratio(replay.error_ratio)}."
         )
     return _Priced(row, priced[1], cost), None
+
+
+def _find_missing_core(run: RunSource, rank: int, evidence: StragglerEvidence) -> str | None:
+    """Return why the extra work of a rank may be waiting for a CPU core; None: it is not."""
+    ratio = run_delay_of(run, rank)
+    waited_ns = (ratio or 0.0) * evidence.step_time_ns
+    if ratio is None or 2 * waited_ns < evidence.work.excess_ns(rank):
+        return None
+    return (
+        f"rank {rank} works longest in most steps, but its training thread has no CPU core for "
+        f"{format_ratio(ratio)} of the time. This explains at least half of its extra work. Give "
+        "each rank cores of its own, and record again."
+    )
 
 
 def _judge_messages(evidence: StragglerEvidence, rank: int) -> str | None:

@@ -17,11 +17,11 @@ step of that rank. Each limit has a threshold:
 | compute       | none of these: the plan is fine, and the advice is "change nothing"  |        |
 
 Memory comes first, then the largest ratio. Missing cores come before a host-bound step,
-communication and other parts, which they may cause. A host-bound step, a straggler and a slow group come
-before communication, because a late or a long all-gather is then a symptom. The floor (the first
-gather of a forward and the last reduction of a backward) is never counted as a gain, because no
-compute runs next to it. The exception is a model in one unit: all of its exposed time is floor, and
-the advice is to wrap the blocks (R1).
+communication and other parts, which they may cause. A host-bound step, a straggler and a slow group
+come before communication, because a late or a long all-gather is then a symptom. The floor (the
+first gather of a forward and the last reduction of a backward) is never counted as a gain, because
+no compute runs next to it. The exception is a model in one unit: all of its exposed time is floor,
+and the advice is to wrap the blocks (R1).
 """
 
 from dataclasses import dataclass, field
