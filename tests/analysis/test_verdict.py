@@ -77,6 +77,18 @@ def growth(bytes_per_step=1 << 20, steps_until_full=500):
             {"host_bound_ns": 12 * MS, "exposed_ns": 40 * MS}, Limit.HOST, id="host first"
         ),
         pytest.param({"device_ratio": 0.99, "data_ns": 50 * MS}, Limit.MEMORY, id="memory first"),
+        pytest.param({"core_wait_ratio": 0.25}, Limit.CORES, id="cores at their threshold"),
+        pytest.param({"core_wait_ratio": 0.24}, Limit.COMPUTE, id="cores below their threshold"),
+        pytest.param(
+            {"core_wait_ratio": 0.3, "host_bound_ns": 60 * MS, "exposed_ns": 70 * MS},
+            Limit.CORES,
+            id="cores before what they cause",
+        ),
+        pytest.param(
+            {"core_wait_ratio": 0.3, "straggler": straggler(60 * MS)},
+            Limit.STRAGGLER,
+            id="a straggler that cores do not explain",
+        ),
         pytest.param(
             {"straggler": straggler(6 * MS), "exposed_ns": 40 * MS},
             Limit.STRAGGLER,

@@ -1,8 +1,11 @@
 """Stragglers and their cost, distinguished from ranks that are late alternately."""
 
+from dataclasses import replace
+
 import pytest
 
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+from fsdp_inspect.trace.tables import DeviceTable
 from tests.builders import RunBuilder, steady_run
 from tests.llama70b import (
     BLOCK_GATHER,
@@ -76,6 +79,20 @@ def test_a_straggler_is_priced_by_the_step_without_it():
     assert straggler.cost_ratio == pytest.approx(60 / 170)
     assert (straggler.meanwhile, straggler.meanwhile_ns) == ("data", 60)
     assert ranks.replay.error_ratio == 0
+
+
+@pytest.mark.parametrize(("delay_ns", "named"), [(0, True), (100, True), (200, False)])
+def test_a_rank_without_a_core_is_no_straggler(delay_ns, named):
+    """Its extra work is 60 of a step of 170 ns; a run delay of 200 in 1,000 ns is 34 a step."""
+    run = build_run(*[(100, 100, 160)] * 5)
+    unknown = dict.fromkeys(DeviceTable.DTYPES, -1)
+    samples = [
+        {**unknown, "time_ns": time, "run_delay_ns": delay}
+        for time, delay in ((0, 0), (1000, delay_ns))
+    ]
+    ranks = measure_ranks(replace(run, device_tables={2: DeviceTable.from_rows(samples)}))
+    assert (ranks.straggler is not None) == named
+    assert named or "its training thread has no CPU core for 20%" in ranks.straggler_refusal
 
 
 def test_ranks_that_take_turns_are_an_imbalance_and_no_straggler():
