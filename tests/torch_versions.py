@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+from fsdp_inspect import Plan, apply_plan
+from fsdp_inspect.errors import PlanError
 
 PINNED = "2.13.0"
 """The version of which the tests pin private names and behaviour."""
@@ -21,6 +25,16 @@ def needs_torch(version: str, reason: str) -> None:
     """
     if release() < tuple(map(int, version.split("."))):
         pytest.skip(f"torch {torch.__version__} {reason}; torch {version} is the first without it")
+
+
+def apply_or_skip(model: nn.Module, plan: Plan) -> Plan:
+    """Apply a plan; skips the test if this torch lacks a setting of the plan."""
+    try:
+        return apply_plan(model, plan)
+    except PlanError as error:
+        if "Install torch" not in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 def needs_pinned_torch() -> None:

@@ -33,10 +33,10 @@ from fsdp_inspect.recording.torch_api.dispatch import FakeTensor, unset_fake_tem
 from fsdp_inspect.recording.torch_api.fake_ranks import (
     PROPAGATE,
     FSDPParam,
-    MeshLayout,
     ShardingPropagator,
     foreach_devices,
     get_post_forward_mesh_info,
+    mesh_layout,
 )
 
 _FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
@@ -106,8 +106,10 @@ def _make_meshes_real(undo: ExitStack) -> None:
             initialise(mesh, *map(host_for, args), **kwargs)
 
     undo.callback(set_attribute(DeviceMesh, "__init__", init))
-    remap = MeshLayout.remap_to_tensor
-    undo.callback(set_attribute(MeshLayout, "remap_to_tensor", _outside(remap)))
+    layout = mesh_layout()
+    if layout is not None:
+        remapped = _outside(layout.remap_to_tensor)
+        undo.callback(set_attribute(layout, "remap_to_tensor", remapped))
     replace_everywhere(undo, {get_post_forward_mesh_info: _outside(get_post_forward_mesh_info)})
 
 

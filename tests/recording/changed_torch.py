@@ -137,6 +137,9 @@ def main(change: str, record: str, folder: str, rank: str, world: str) -> None:
             recorder.log(loss=loss)
             print(loss.item().hex())
     dist.destroy_process_group()
+    from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
+
+    release_process_groups()
 
 
 if __name__ == "__main__":

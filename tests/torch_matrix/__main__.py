@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,8 @@ def main() -> int:
     results = []
     for version in dict.fromkeys(named):
         folder = given.folder / version
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier call
+        folder.mkdir(parents=True)
         measure(install(version, folder), folder)
         results.append(read_version(folder))
         state = "green" if results[-1].is_green else "not green: see the page"

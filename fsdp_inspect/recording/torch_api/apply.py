@@ -1,5 +1,6 @@
 """Apply a plan to a model in place: checkpointing, `fully_shard` calls and prefetch."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -199,6 +200,12 @@ def _shard(
         # Imported here, because older torch versions lack it.
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
+        if "mesh" not in inspect.signature(replicate).parameters:  # torch 2.9
+            raise PlanError(
+                f"The plan replicates {', '.join(unit.modules)!r}, which torch "
+                f"{torch.__version__} cannot do on a given mesh. Install torch 2.11 or newer, or "
+                "shard the unit."
+            )
         replicate(target, **settings)
     else:
         fully_shard(target, reshard_after_forward=unit.reshard_after_forward, **settings)

@@ -1,7 +1,9 @@
 """Give public names to what a fake rank of many replaces in torch."""
 
+from importlib import import_module
+from typing import Any
+
 import torch.utils._foreach_utils as foreach_utils
-from torch.distributed._mesh_layout import _MeshLayout as MeshLayout
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _get_post_forward_mesh_info as get_post_forward_mesh_info,
 )
@@ -12,10 +14,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 __all__ = [
     "FSDPParam",
     "FakeStore",
-    "MeshLayout",
     "ShardingPropagator",
     "get_post_forward_mesh_info",
 ]
+
+
+def mesh_layout() -> Any:
+    """The class that lays out the ranks of a mesh; None if torch has none (2.9)."""
+    try:
+        return import_module("torch.distributed._mesh_layout")._MeshLayout
+    except ImportError:
+        return None
+
 
 PROPAGATE = "_propagate_tensor_meta_non_cached"
 """The method of `ShardingPropagator` that computes a layout on tensors of the global shape."""
