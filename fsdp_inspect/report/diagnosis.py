@@ -72,7 +72,13 @@ def describe_diagnosis(found: Diagnosis, *, run: str = "RUN") -> DiagnosisText:
         run: The run in commands.
     """
     steps = tuple(name_run(step, run) for step in _next(found))
-    return DiagnosisText(_sentence(found), tuple(_evidence(found)), steps)
+    return DiagnosisText(_hedge(found, _sentence(found)), tuple(_evidence(found)), steps)
+
+
+def _hedge(found: Diagnosis, sentence: str) -> str:
+    """The sentence as the most likely explanation, if the diagnosis is not certain."""
+    is_hedged = found.is_certain or found.problem is None or "probably" in sentence.lower()
+    return sentence if is_hedged else f"Probably: {sentence}"
 
 
 def render_diagnosis(found: Diagnosis, *, brief: bool = False, run: str = "RUN") -> RenderableType:
