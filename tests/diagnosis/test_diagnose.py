@@ -427,7 +427,8 @@ def test_of_two_ranks_that_wait_for_each_other_the_rarer_collective_is_named() -
     assert (found.problem, found.ranks) == (ProblemClass.FOREIGN_COLLECTIVE, ())
     assert (found.location, found.is_certain) == ("train.py:58", False)
     assert describe_diagnosis(found).sentence == (
-        "The ranks wait for each other: rank 1 in an all-reduce of no unit (12 B) in forward "
+        "Probably: The ranks wait for each other: rank 1 in an all-reduce of no unit (12 B) in "
+        "forward "
         "(train.py:58) of step 0, and rank 0 in an all-reduce of no unit (16 B) in forward "
         "(train.py:60)."
     )
