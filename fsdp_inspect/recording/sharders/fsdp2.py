@@ -17,7 +17,7 @@ from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.fsdp2 import FSDPParamGroup, GroupHandle
 from fsdp_inspect.recording.torch_api.modules import original_class
 from fsdp_inspect.recording.torch_api.observe import observe_plan
-from fsdp_inspect.recording.unit_hooks import ReductionsByContext, UnitHooks
+from fsdp_inspect.recording.unit_hooks import RootHooks, UnitHooks
 from fsdp_inspect.recording.units import dtype_name
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import Unit
@@ -99,8 +99,7 @@ class Fsdp2(Sharder[GroupHandle]):
         trained_numels = [numel for numel, wanted in zip(numels, trained, strict=True) if wanted]
         shard_size = handle.shard_group.size() if handle.shard_group is not None else 1
         original = parameters[0].dtype
-        param_dtype = group.mp_policy.param_dtype or original
-        reduce_dtype = group.mp_policy.reduce_dtype or param_dtype
+        reduce_dtype = handle.reduce_dtype
         padded = fsdp2.padded_shard_numels(group)
         padded_trained = sum(numel for numel, wanted in zip(padded, trained, strict=True) if wanted)
         return Unit(
@@ -112,10 +111,10 @@ class Fsdp2(Sharder[GroupHandle]):
             num_trainable_parameters=sum(trained_numels),
             num_tensors=len(parameters),
             parameters=fsdp2.parameter_shapes(handle),
-            unsharded_bytes=fsdp2.gathered_bytes(group, shard_size, param_dtype.itemsize),
+            unsharded_bytes=fsdp2.gathered_bytes(group, shard_size),
             sharded_bytes=sum(padded) * original.itemsize,
             reduce_bytes=padded_trained * shard_size * reduce_dtype.itemsize,
-            param_dtype=dtype_name(param_dtype),
+            param_dtype=dtype_name(handle.param_dtype),
             reduce_dtype=dtype_name(reduce_dtype),
             reshard_after_forward=handle.reshard_after_forward,
             shard_group=groups.find(handle.shard_group, "shard"),
@@ -150,9 +149,10 @@ class GroupHooks:
     def __init__(
         self, session: Session, handles: Sequence[GroupHandle], memory: MemoryProbe
     ) -> None:
-        reductions = ReductionsByContext()
+        self._session = session
+        self._roots = RootHooks()
         self._units = [
-            UnitHooks(session, handle, index, reductions, memory)
+            UnitHooks(session, handle, index, self._roots, memory)
             for index, handle in enumerate(handles)
         ]
 
@@ -160,6 +160,7 @@ class GroupHooks:
         """Install the hooks; see `ShardingHooks.attach`."""
         for hooks in self._units:
             hooks.attach(patches)
+        self._roots.attach(self._session, patches)
 
     def reductions_of(self, unit: int) -> Reductions:
         """The reductions of a unit's communication context."""
