@@ -97,6 +97,8 @@ class ReductionsByContext:
 
     def __init__(self) -> None:
         self._of_context: WeakKeyDictionary[FSDPCommContext, Reductions] = WeakKeyDictionary()
+        self.copying: UnitHooks | None = None
+        """The unit that last began the copy into its all-gather."""
 
     def of(self, context: FSDPCommContext) -> Reductions:
         """The reductions of a context, empty at first."""
@@ -194,6 +196,7 @@ class UnitHooks(UnitTimer):
                     stream = None if session.on_host else self._copy_in_stream(async_op)
                     start = self._mark() if stream is None else self._mark(stream)
                     self._copy_in = start, stream
+                    self._all_reductions.copying = self
                 except Exception as error:
                     session.fail(error)
             return original(*args, **kwargs)
@@ -209,17 +212,21 @@ class UnitHooks(UnitTimer):
 
         def wait(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if self._session.active and self._copy_in is not None:
-                try:
-                    start, stream = self._copy_in
-                    if stream is not None:
-                        self._clock.release(start)
-                        self._copy_in = self._mark(stream), stream
-                except Exception as error:
-                    self._session.fail(error)
+            self.restart_copy()
             return result
 
         return wait
+
+    def restart_copy(self) -> None:
+        """Start the copy now, because its stream has just begun to wait for an event."""
+        if self._session.active and self._copy_in is not None:
+            try:
+                start, stream = self._copy_in
+                if stream is not None:
+                    self._clock.release(start)
+                    self._copy_in = self._mark(stream), stream
+            except Exception as error:
+                self._session.fail(error)
 
     def _copy_in_stream(self, async_op: bool) -> Any:
         """The stream on which torch copies the shards into the all-gather's input."""

@@ -483,7 +483,7 @@ class _Dumper:
         unit_of: dict[str, str] = {}
         for handle in fsdp2.find_groups(model):
             name, group = _join(prefix, handle.name), handle.group
-            policy = group.mp_policy
+            policy = fsdp2.policy_of(group)
             stored = {_name(each.dtype) for each in fsdp2.sharded_parameters_of(group)}
             param_dtype = _name(policy.param_dtype) or ", ".join(sorted(stored))
             sizes = fsdp2.mesh_sizes(group)

@@ -14,7 +14,12 @@ from torch.distributed.tensor import DTensor
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.torch_api import fsdp2
-from fsdp_inspect.recording.torch_api.fsdp2 import FSDPParamGroup, GroupHandle
+from fsdp_inspect.recording.torch_api.fsdp2 import (
+    STREAM_WAIT_OF_CONTEXT,
+    FSDPCommContext,
+    FSDPParamGroup,
+    GroupHandle,
+)
 from fsdp_inspect.recording.torch_api.modules import original_class
 from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.recording.unit_hooks import ReductionsByContext, UnitHooks
@@ -99,8 +104,7 @@ class Fsdp2(Sharder[GroupHandle]):
         trained_numels = [numel for numel, wanted in zip(numels, trained, strict=True) if wanted]
         shard_size = handle.shard_group.size() if handle.shard_group is not None else 1
         original = parameters[0].dtype
-        param_dtype = group.mp_policy.param_dtype or original
-        reduce_dtype = group.mp_policy.reduce_dtype or param_dtype
+        param_dtype, reduce_dtype = fsdp2.dtypes_of(group)
         padded = fsdp2.padded_shard_numels(group)
         padded_trained = sum(numel for numel, wanted in zip(padded, trained, strict=True) if wanted)
         return Unit(
@@ -144,15 +148,22 @@ class Fsdp2(Sharder[GroupHandle]):
         patches.set_attribute(FSDPParamGroup, "lazy_init", lazy_init)
 
 
+_MISSED_WAITS = (
+    "torch {} waits for reductions at places that the recorder does not know yet: on this device "
+    "some waits are missing, and the exposed time of reductions is a lower bound."
+)
+
+
 class GroupHooks:
     """The hooks on every `FSDPParamGroup`; see [Note: Where the recorder attaches]."""
 
     def __init__(
         self, session: Session, handles: Sequence[GroupHandle], memory: MemoryProbe
     ) -> None:
-        reductions = ReductionsByContext()
+        self._session = session
+        self._reductions = ReductionsByContext()
         self._units = [
-            UnitHooks(session, handle, index, reductions, memory)
+            UnitHooks(session, handle, index, self._reductions, memory)
             for index, handle in enumerate(handles)
         ]
 
@@ -160,6 +171,22 @@ class GroupHooks:
         """Install the hooks; see `ShardingHooks.attach`."""
         for hooks in self._units:
             hooks.attach(patches)
+        original = getattr(FSDPCommContext, STREAM_WAIT_OF_CONTEXT, None)
+        if original is not None:
+            if not self._session.on_host:
+                self._session.problem(_MISSED_WAITS.format(torch.__version__))
+            patches.set_attribute(
+                FSDPCommContext, STREAM_WAIT_OF_CONTEXT, self._wrap_stream_wait(original)
+            )
+
+    def _wrap_stream_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._reductions.copying is not None:
+                self._reductions.copying.restart_copy()
+            return result
+
+        return wait
 
     def reductions_of(self, unit: int) -> Reductions:
         """The reductions of a unit's communication context."""

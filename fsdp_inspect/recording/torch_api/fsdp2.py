@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DDPMeshInfo,
     FSDPMeshInfo,
@@ -35,6 +35,8 @@ __all__ = ["FSDPCommContext", "FSDPParamGroup", "FSDPState", "TrainingState"]
 
 STREAM_WAIT = "_wait_all_gather_streams_on_event"
 """The method of a group that makes the all-gather's streams wait for an event."""
+STREAM_WAIT_OF_CONTEXT = "wait_all_gather_streams_on_event"
+"""The same method in torch 2.15, where the communication context has it."""
 SET_UNSHARD_ASYNC = "_set_unshard_async_op"
 """The setter of an `FSDPModule` that issues all-gathers asynchronously."""
 WAIT_FOR_REDUCE_SCATTERS = "_wait_for_post_backward"
@@ -476,6 +478,25 @@ def _places_of(param: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
 
 def _has_ancestor(name: str, others: list[str]) -> bool:
     return any(other != name and (not other or name.startswith(f"{other}.")) for other in others)
+
+
+def policy_of(group: FSDPParamGroup) -> MixedPrecisionPolicy:
+    """The mixed precision of a group; torch 2.15 keeps it with each parameter."""
+    policy = getattr(group, "mp_policy", None)
+    return group.fsdp_params[0].mp_policy if policy is None else policy
+
+
+def dtypes_of(group: FSDPParamGroup) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of the all-gather and of the reduction of a group.
+
+    Without a `reduce_dtype`, torch 2.15 reduces in the dtype of the sharded gradients, and older
+    versions reduce in the dtype of compute.
+    """
+    policy = policy_of(group)
+    original = sharded_parameters_of(group)[0].dtype
+    gathered = policy.param_dtype or original
+    default = original if hasattr(group, "_get_reduce_dtype") else gathered
+    return gathered, policy.reduce_dtype or default
 
 
 # --- what the hooks of a group read and write

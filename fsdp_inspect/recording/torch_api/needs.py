@@ -85,7 +85,6 @@ UNIT_NAMES: Mapping[str, Sequence[str]] = {
         "group.is_unsharded",
         "group.mesh_info.mesh",
         "group.modules",
-        "group.mp_policy.param_dtype",
         "group.offload_policy",
         "group.post_forward_mesh_info",
         "group.reduce_grads",
