@@ -136,8 +136,8 @@ def test_a_rank_that_is_still_in_what_others_finished_has_a_stuck_transport() ->
     assert (found.problem, found.ranks) == (ProblemClass.TRANSPORT_STUCK, (1,))
     assert not found.is_certain
     assert describe_diagnosis(found).sentence == (
-        "Probably: Rank 1 has not left the all-gather of unit 2 in forward of step 0, which the "
-        "other ranks have finished: the transport to it makes no progress. 2 ranks wait for it."
+        "Probably: Rank 1 has not left the all-gather of unit 2 in forward of step 0, which "
+        "the other ranks have finished: the transport to it makes no progress. 2 ranks wait for it."
     )
 
 
@@ -186,7 +186,8 @@ def test_a_silent_rank_among_ranks_that_all_wait_is_named() -> None:
     assert not found.is_certain
     assert describe_diagnosis(found).sentence == (
         "Probably: All 3 ranks are in the all-gather of unit 3 in forward of step 0 for 86 s. "
-        "Rank 2 does not answer: its process is stopped or gone, or native code holds Python's lock."
+        "Rank 2 does not answer: its process is stopped or gone, or native code holds Python's "
+        "lock."
     )
 
 
