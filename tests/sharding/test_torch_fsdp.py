@@ -1,4 +1,5 @@
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.modules import strip_wrappers
-from tests.torch_versions import needs_torch
+from fsdp_inspect.recording.torch_api.observe import observe_plan
+from tests.torch_versions import needs_torch, release
 
 pytestmark = pytest.mark.usefixtures("fake_world_of_4")
 
@@ -172,6 +174,38 @@ def test_the_whole_shape_of_every_parameter_is_known_before_and_after_a_forward(
         assert {name: shape for shapes in found for name, shape in shapes.items()} == whole
         assert all(name.startswith(("norm", "head")) for name in found[1])
         decoder(tokens)
+
+
+def test_without_a_reduce_dtype_the_version_of_torch_decides(decoder):
+    fully_shard(decoder, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    (unit,) = fsdp2.find_groups(decoder)
+    assert unit.param_dtype is torch.bfloat16
+    assert unit.reduce_dtype is (torch.float32 if release() >= (2, 15) else torch.bfloat16)
+
+
+def test_a_stated_reduce_dtype_is_that_of_the_unit(decoder):
+    fully_shard(decoder, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float16))
+    (unit,) = fsdp2.find_groups(decoder)
+    assert unit.reduce_dtype is torch.float16
+
+
+def test_a_dtype_chosen_by_parameter_counts_in_bytes_and_is_noted(decoder):
+    needs_torch("2.15", "has one dtype for all parameters of a unit")
+    policy: Any = MixedPrecisionPolicy
+    chosen = {8: torch.float32}  # norms stay in float32
+    fully_shard(
+        decoder,
+        mp_policy=policy(
+            torch.bfloat16, param_dtype_override_fn=lambda each: chosen.get(each.numel())
+        ),
+    )
+    (unit,) = fsdp2.find_groups(decoder)
+    numels = [each.numel() for each in decoder.parameters()]
+    assert fsdp2.gathered_bytes(unit.group, 1) == sum(
+        numel * (4 if numel == 8 else 2) for numel in numels
+    )
+    (note,) = observe_plan(decoder).notes
+    assert "several dtypes (bfloat16, float32)" in note
 
 
 def test_a_tensor_that_gathers_its_own_dtype_has_the_size_of_what_it_gathers():

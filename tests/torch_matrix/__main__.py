@@ -21,8 +21,13 @@ ROOT = Path(__file__).parents[2]
 VERSIONS = ("2.9.1", "2.11.0", "2.13.0", "newest")
 TESTED = ("tests/recording", "tests/sharding", "tests/forecast")
 _FACTS = """
-import json, platform, torch
-print(json.dumps({"torch": torch.__version__.split("+")[0], "python": platform.python_version()}))
+import json, os, platform, torch
+print(json.dumps({
+    "torch": torch.__version__.split("+")[0],
+    "build": "CPU" if torch.version.cuda is None else f"CUDA {torch.version.cuda}",
+    "python": platform.python_version(),
+    "machine": f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores",
+}))
 """
 
 

@@ -7,24 +7,31 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_inspect.formatting import format_bytes
 from tests.torch_matrix.measure import Result
-from tests.torch_matrix.setups import NUM_RANKS, PROFILED_STEPS, SETUPS
+from tests.torch_matrix.setups import NUM_RANKS, SETUPS
 
 _MOST_FAILURES = 20
 _HEADER = """\
 # Versions of torch
 
 `make torch-matrix` writes this page, and CI runs it every night. Each version has a virtual
-environment of its own. Every cell is measured on CPU, with {ranks} gloo ranks. Nothing on this page
-ran on a GPU.
+environment of its own. Every cell is measured on CPU, with {ranks} gloo ranks on one machine
+({machine}). Nothing on this page ran on a GPU, also where torch is a CUDA build.
 
 ## Recordings
 
-Each set-up trains a small model of four units twice, without and with the recorder. A cell has the
-number of collectives in {steps} steps on all ranks. "equal" means: the losses of both trainings are
-identical to the last bit on every rank, and torch.profiler saw in the same steps the same number of
-collectives with the same bytes. "by unit": the trace names the units, and each is compared. A trace
-of gloo lacks the sizes of some messages of FSDP1, which are compared by kind.
+Each set-up trains a small model of four units twice, without and with the recorder. A cell shows
+the recorded collectives of all ranks and their bytes, in {steps} steps, or in {ddp_steps} steps of
+DDP, which begin with the first and contain the two broadcasts of its new buckets. "equal" means:
+
+- The losses of both trainings are identical to the last bit on every rank.
+- torch.profiler saw in the same steps the same number of collectives, with the same bytes.
+- The recorder named the units and noted no problem.
+
+The last column states the comparison with torch.profiler. "unit": each unit, with the bytes of each
+message. "kind": each kind of collective, because the trace names no units there. A trace of gloo
+lacks the sizes of FSDP1's all-gathers, so only their number is compared.
 
 """
 _TESTS = """
@@ -34,8 +41,8 @@ The tests of the recorder, of its access to torch's private names, and of the fo
 (`tests/recording`, `tests/sharding`, `tests/forecast`), without the exhaustive ones. A test that
 needs a newer torch is skipped, with the version in its reason.
 
-| torch | Python | passed | failed | skipped |
-|---|---|---|---|---|
+| torch | build | Python | passed | failed | skipped |
+|---|---|---|---|---|---|
 """
 
 
@@ -53,7 +60,9 @@ class Version:
     """The results with one version of torch."""
 
     torch: str
+    build: str
     python: str
+    machine: str
     setups: tuple[Result, ...]
     tests: CountedTests
 
@@ -78,8 +87,7 @@ def read_version(folder: Path) -> Version:
     facts = json.loads((folder / "facts.json").read_text())
     setups = json.loads((folder / "setups.json").read_text())
     return Version(
-        torch=facts["torch"],
-        python=facts["python"],
+        **facts,
         setups=tuple(Result(**each) for each in setups),
         tests=read_tests(folder / "tests.xml"),
     )
@@ -87,24 +95,28 @@ def read_version(folder: Path) -> Version:
 
 def render(versions: list[Version]) -> str:
     """The page, in Markdown."""
-    text = _HEADER.format(ranks=NUM_RANKS, steps=PROFILED_STEPS)
-    text += f"| set-up | {' | '.join(f'torch {each.torch}' for each in versions)} |\n"
-    text += f"|---|{'---|' * len(versions)}\n"
+    text = _HEADER.format(
+        ranks=NUM_RANKS,
+        machine="; ".join(dict.fromkeys(each.machine for each in versions)),
+        steps=len(SETUPS["plain"].profiled_steps),
+        ddp_steps=len(SETUPS["ddp"].profiled_steps),
+    )
+    text += f"| set-up | {' | '.join(f'torch {each.torch}' for each in versions)} | compared by |\n"
+    text += f"|---|{'---|' * len(versions)}---|\n"
     for place, setup in enumerate(SETUPS.values()):
         cells = " | ".join(_cell(each.setups[place]) for each in versions)
-        text += f"| {setup.title} | {cells} |\n"
+        text += f"| {setup.title} | {cells} | {setup.compared_by} |\n"
     text += _TESTS
     for each in versions:
         tests = each.tests
         counts = f"{tests.passed:,} | {len(tests.failed):,} | {tests.skipped:,}"
-        text += f"| {each.torch} | {each.python} | {counts} |\n"
+        text += f"| {each.torch} | {each.build} | {each.python} | {counts} |\n"
     return text + "".join(map(_details, versions))
 
 
 def _cell(result: Result) -> str:
-    if result.differences:
-        return f"{result.num_collectives:,}, **differs**"
-    return f"{result.num_collectives:,} equal, by {result.compared_by}"
+    state = "**differs**" if result.differences else "equal"
+    return f"{result.num_collectives:,}, {format_bytes(result.num_bytes)}: {state}"
 
 
 def _details(version: Version) -> str:

@@ -11,28 +11,32 @@ from tests.torch_matrix.setups import SETUPS
 
 
 def results(**differences: list[str]) -> tuple[Result, ...]:
-    return tuple(Result(name, 96, "unit", differences.get(name, [])) for name in SETUPS)
+    return tuple(Result(name, 96, 4096, differences.get(name, [])) for name in SETUPS)
+
+
+def version(torch: str, tests: CountedTests, **differences: list[str]) -> Version:
+    return Version(torch, "CPU", "3.11.7", "Linux, 2 cores", results(**differences), tests)
 
 
 def test_a_green_version_has_only_equal_cells() -> None:
-    version = Version("2.13.0", "3.11.7", results(), CountedTests(1_200, (), 3))
-    page = render([version])
-    assert version.is_green
-    assert page.count("96 equal, by unit") == len(SETUPS)
-    assert "| 2.13.0 | 3.11.7 | 1,200 | 0 | 3 |" in page
+    green = version("2.13.0", CountedTests(1_200, (), 3))
+    page = render([green])
+    assert green.is_green
+    assert page.count("96, 4.00 KiB: equal") == len(SETUPS)
+    assert "| no root | 96, 4.00 KiB: equal | kind |" in page
+    assert "| 2.13.0 | CPU | 3.11.7 | 1,200 | 0 | 3 |" in page
+    assert "one machine\n(Linux, 2 cores). Nothing on this page ran on a GPU" in page
     assert "differs" not in page
 
 
 def test_a_difference_and_a_failed_test_are_listed_under_their_version() -> None:
-    other = Version(
-        "2.99", "3.12", results(ddp=["rank 1: 3 recorded"]), CountedTests(9, ("a.test_b",), 0)
-    )
-    page = render([Version("2.13.0", "3.11.7", results(), CountedTests(10, (), 0)), other])
+    other = version("2.99", CountedTests(9, ("a.test_b",), 0), ddp=["rank 1: 3 recorded"])
+    page = render([version("2.13.0", CountedTests(10, (), 0)), other])
     assert not other.is_green
     assert page.endswith(
         "\n## What differs with torch 2.99\n\n- ddp: rank 1: 3 recorded\n- a.test_b failed\n"
     )
-    assert "| DDP | 96 equal, by unit | 96, **differs** |" in page
+    assert "| DDP | 96, 4.00 KiB: equal | 96, 4.00 KiB: **differs** | kind |" in page
 
 
 def test_counts_of_tests_come_from_the_file_of_pytest(tmp_path: Path) -> None:
