@@ -37,12 +37,6 @@ def apply_or_skip(model: nn.Module, plan: Plan) -> Plan:
         pytest.skip(str(error))
 
 
-def differs_after_pinned_torch(reason: str) -> None:
-    """Skip a test of behaviour that a newer torch has changed: `reason` says how."""
-    if release() > tuple(map(int, PINNED.split(".")[:2])):
-        pytest.skip(f"torch {torch.__version__} {reason}, unlike torch {PINNED}")
-
-
 def needs_pinned_torch() -> None:
     """Skip a test that pins names of one version."""
     if torch.__version__.split("+")[0] != PINNED:

@@ -20,6 +20,8 @@ The order of calls, torch 2.13 (`_fsdp_state.py`, `_fsdp_param_group.py`):
     ... backward ...
     post_backward [wait for an earlier reduce-scatter, allocate, copy-in, allocate, reduce_scatter]
     finalize_backward, after the last backward: wait for every reduction that is left
+
+Since torch 2.15 the root makes this last wait before it finalizes its units: see `RootHooks`.
 """
 
 from __future__ import annotations
@@ -41,9 +43,14 @@ from fsdp_inspect.recording.collectives import (
 )
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.fsdp2 import (
+    CONTEXT_STREAM_WAIT,
+    END_BACKWARD,
     STREAM_WAIT,
+    FSDPCommContext,
+    FSDPState,
     TrainingState,
     comms_of,
+    context_of,
     gather_result_of,
     num_reduce_scatters_in_flight,
     set_all_gather_comm,
@@ -63,7 +70,7 @@ from fsdp_inspect.trace.codes import (
 if TYPE_CHECKING:
     from fsdp_inspect.recording.memory import MemoryProbe
     from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.recording.torch_api.fsdp2 import FSDPCommContext, GroupHandle
+    from fsdp_inspect.recording.torch_api.fsdp2 import GroupHandle
 
 # Looked up once, because the hot path uses them; see `unit_timing`.
 _ALL_GATHER_COPY_OUT = EventKind.ALL_GATHER_COPY_OUT
@@ -87,8 +94,8 @@ WRAPPED_METHODS = (
 """The methods of `FSDPParamGroup` that are wrapped on the instance."""
 
 
-class ReductionsByContext:
-    """The reductions of each of torch's communication contexts.
+class RootHooks:
+    """What units share through torch's communication contexts, and the hooks on these.
 
     torch gives each FSDP root its own `FSDPCommContext`, and the units of one root wait for the
     reductions of that context only. A model without `fully_shard(model)` has as many roots as
@@ -97,12 +104,52 @@ class ReductionsByContext:
 
     def __init__(self) -> None:
         self._of_context: WeakKeyDictionary[FSDPCommContext, Reductions] = WeakKeyDictionary()
-        self.copying: UnitHooks | None = None
-        """The unit that last began the copy into its all-gather."""
+        self.gathering: UnitHooks | None = None
+        """The unit whose `unshard` was called last, on a device."""
 
-    def of(self, context: FSDPCommContext) -> Reductions:
+    def reductions_of(self, context: FSDPCommContext) -> Reductions:
         """The reductions of a context, empty at first."""
         return self._of_context.setdefault(context, Reductions())
+
+    def attach(self, session: Session, patches: Patches) -> None:
+        """Wrap the methods with which a root waits since torch 2.15, if there are any."""
+        wraps: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+            (FSDPCommContext, CONTEXT_STREAM_WAIT, self._wrap_stream_wait),
+            (FSDPState, END_BACKWARD, self._wrap_end),
+        )
+        for kind, name, wrap in wraps:
+            original = getattr(kind, name, None)
+            if original is not None:
+                patches.set_attribute(kind, name, wrap(session, original))
+
+    def _wrap_stream_wait(
+        self, session: Session, original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def wait(context: FSDPCommContext, *args: Any, **kwargs: Any) -> Any:
+            result = original(context, *args, **kwargs)
+            if session.active and self.gathering is not None:
+                self.gathering.restart_copy_in()
+            return result
+
+        return wait
+
+    def _wrap_end(self, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Begin the compute stream's wait for all remaining reductions.
+
+        torch waits for them before it finalizes the units.
+        """
+
+        def end(state: FSDPState, *args: Any, **kwargs: Any) -> Any:
+            if session.active:
+                try:
+                    reductions = self._of_context.get(context_of(state))
+                    if reductions is not None and reductions.has_any:
+                        reductions.wait_for_all(session, session.clock.mark())
+                except Exception as error:
+                    session.fail(error)
+            return original(state, *args, **kwargs)
+
+        return end
 
 
 class UnitHooks(UnitTimer):
@@ -113,13 +160,13 @@ class UnitHooks(UnitTimer):
         session: Session,
         handle: GroupHandle,
         index: int,
-        reductions: ReductionsByContext,
+        roots: RootHooks,
         memory: MemoryProbe,
     ) -> None:
         super().__init__(session, handle, index, memory)
         self._handle = handle
         self._group = handle.group
-        self._all_reductions = reductions
+        self._roots = roots
         self._context: FSDPCommContext | None = None
         self._own_reductions = Reductions()
         """The reductions of the context above; torch sets a unit's context at the first forward."""
@@ -196,7 +243,8 @@ class UnitHooks(UnitTimer):
                     stream = None if session.on_host else self._copy_in_stream(async_op)
                     start = self._mark() if stream is None else self._mark(stream)
                     self._copy_in = start, stream
-                    self._all_reductions.copying = self
+                    if stream is not None:
+                        self._roots.gathering = self
                 except Exception as error:
                     session.fail(error)
             return original(*args, **kwargs)
@@ -204,29 +252,27 @@ class UnitHooks(UnitTimer):
         return unshard
 
     def _wrap_stream_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._session.active:
+                self.restart_copy_in()
+            return result
+
+        return wait
+
+    def restart_copy_in(self) -> None:
         """Start the copy into the all-gather after its stream's wait for an earlier reshard.
 
         With `reshard_after_forward=<int>` the copy stream waits for the shards that the forward
         has made, so the copy begins later than the stream was free.
         """
-
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self.restart_copy()
-            return result
-
-        return wait
-
-    def restart_copy(self) -> None:
-        """Start the copy now, because its stream has just begun to wait for an event."""
-        if self._session.active and self._copy_in is not None:
-            try:
+        try:
+            if self._copy_in is not None and self._copy_in[1] is not None:
                 start, stream = self._copy_in
-                if stream is not None:
-                    self._clock.release(start)
-                    self._copy_in = self._mark(stream), stream
-            except Exception as error:
-                self._session.fail(error)
+                self._clock.release(start)
+                self._copy_in = self._mark(stream), stream
+        except Exception as error:
+            self._session.fail(error)
 
     def _copy_in_stream(self, async_op: bool) -> Any:
         """The stream on which torch copies the shards into the all-gather's input."""
@@ -461,7 +507,7 @@ class UnitHooks(UnitTimer):
         """The reductions that torch awaits together with the reductions of this unit."""
         context = self._group.comm_ctx
         if context is not self._context:
-            self._context, self._own_reductions = context, self._all_reductions.of(context)
+            self._context, self._own_reductions = context, self._roots.reductions_of(context)
         return self._own_reductions
 
     def _wrap_finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -471,7 +517,7 @@ class UnitHooks(UnitTimer):
         def finalize_backward(*args: Any, **kwargs: Any) -> Any:
             if session.active and not self._blocks_host:
                 try:
-                    if self.reductions.reduce_scatters or self.reductions.all_reduces:
+                    if self.reductions.has_any:
                         self.reductions.wait_for_all(session, self._mark())
                 except Exception as error:
                     session.fail(error)

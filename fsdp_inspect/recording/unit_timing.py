@@ -75,6 +75,11 @@ class Reductions:
         is_scatter = communication.kind == _REDUCE_SCATTER
         (self.reduce_scatters if is_scatter else self.all_reduces).append(communication)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether torch has a reduction to wait for."""
+        return bool(self.reduce_scatters or self.all_reduces)
+
     def wait_for_all(self, session: Session, begin: Any) -> None:
         """Note the compute stream's wait, from `begin`, for all reductions in order of issue."""
         left = sorted(

@@ -3,8 +3,8 @@
 The allocator follows the order in which the host issues work. So the schedule updates the account
 in this order, independent of the execution times. The unsharded parameters, all-gather outputs,
 gradients and reduce-scatter buffers of units follow from the plan, by FSDP2's rules (2.13). In
-forward, the output of an all-gather lives until the next unit's copy-out, and in backward until its
-own. The input of a reduce-scatter lives until compute waits for it. The recorded memory step gives
+forward, the output of an all-gather lives until the end of the next unit's copy-out (since torch
+2.15 until its begin), and in backward until its own. The input of a reduce-scatter lives until compute waits for it. The recorded memory step gives
 the activations that a forward keeps, the memory that a backward leaves, and the rise of memory
 while a piece runs. It also gives the memory of the code between two passes, such as the loss.
 """
@@ -70,6 +70,8 @@ class MemoryWork:
     """Other memory at the start of a step: inputs, buffers and unattributed bytes."""
     copies_reduce_input: bool = False
     """The backend works on a copy of a reduce-scatter's input, as gloo does."""
+    frees_before_copy: bool = False
+    """In forward, the output of an all-gather is freed before the next copy-out: torch 2.15."""
 
     @property
     def resting(self) -> int:
@@ -136,9 +138,11 @@ class MemoryLedger:
     def copy_out(self, unit: int, *, keeps_output: bool) -> None:
         """Allocate the unsharded parameters, and free the output unless it is kept.
 
-        In forward, torch keeps the output until the next unit's copy-out, and then frees the output
-        of the previous unit.
+        In forward, torch keeps the output until the next unit's copy-out, which frees the output of
+        the previous unit.
         """
+        if keeps_output and self._work.frees_before_copy:
+            self.free_held()
         self._add(Held.UNSHARDED_PARAMETER, self._work.units[unit].unsharded, unit)
         if keeps_output:
             self.free_held()

@@ -119,6 +119,8 @@ class RecordedWork:
     """Half of the range of the durations of `steps`, as a fraction of their mean."""
     run_delay_ratio: float = 0.0
     """Fraction of the recording in which the training thread had no CPU core; 0 if unknown."""
+    torch_release: tuple[int, int] = (0, 0)
+    """The run's version of torch, which decides some defaults of a plan; zeros: unknown."""
     peak_bytes: int | None = None
     """The peak of the memory step behind the workload's memory; None: there is none."""
     memory_error: float | None = None
@@ -456,7 +458,13 @@ class _Builder:
             host_ahead_ns=self._pace.ahead_ns,
             max_reduce_buffers=max(unit.reduce_scatter_max_input_buffers for unit in plan.units),
             separate_reduce_group=any(unit.separate_reduce_scatter_group for unit in plan.units),
-            memory=None if memory is None else replace(memory.work, copies_reduce_input=is_gloo),
+            memory=None
+            if memory is None
+            else replace(
+                memory.work,
+                copies_reduce_input=is_gloo,
+                frees_before_copy=self._run.manifest.torch_release >= (2, 15),
+            ),
         )
         return RecordedWork(
             rank=self._rank,
@@ -468,6 +476,7 @@ class _Builder:
             network=replace(network, node=find_node(self._run, network, shard_ranks)),
             spread_ratio=_spread([reading.duration_ns for reading in self._readings]),
             run_delay_ratio=run_delay_of(self._run, self._rank) or 0.0,
+            torch_release=self._run.manifest.torch_release,
             peak_bytes=None if memory is None else memory.peak_bytes,
             accumulation=_accumulation(self._readings[0]),
         )

@@ -416,7 +416,9 @@ class _Regrouping:
         source = before or self._work.units[0]
         param_dtype = planned.param_dtype or source.param_dtype
         reduce_dtype = planned.reduce_dtype or (
-            source.reduce_dtype if planned.param_dtype is None else param_dtype
+            source.reduce_dtype
+            if planned.param_dtype is None
+            else self._default_reduce_dtype(members, param_dtype)
         )
         ranks = self._shard_of(name)
         padded = sum(self._padded_numel(each, shape, ranks) for each, shape in members.items())
@@ -447,6 +449,14 @@ class _Regrouping:
         """Bytes of one rank, in the dtypes of the recorded units that own the parameters."""
         total, own = self._recorded.elements(members)
         return round(padded / self._shard_of(name) * own / total) if total else 0
+
+    def _default_reduce_dtype(self, members: Collection[str], param_dtype: str) -> str:
+        """The dtype in which torch reduces if it decides: since 2.15 that of the parameters."""
+        total, own = self._recorded.elements(members)
+        is_stored_in_32_bits = own == total * itemsize("float32")
+        if self._work.torch_release >= (2, 15) and is_stored_in_32_bits:
+            return "float32"
+        return param_dtype
 
     def _padded_numel(self, parameter: str, shape: Sequence[int], ranks: int) -> int:
         """Elements that a parameter puts into the output of an all-gather over the ranks."""
@@ -524,6 +534,7 @@ class _Regrouping:
             units=[self._unit_memory(unit, states) for unit in units],
             rest=before.rest,
             copies_reduce_input=before.copies_reduce_input,
+            frees_before_copy=before.frees_before_copy,
         )
 
     def _piece_memory(self, memory: PieceMemory, cut: _Cut, units: Sequence[Unit]) -> PieceMemory:

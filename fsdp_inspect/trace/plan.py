@@ -108,7 +108,8 @@ class UnitPlan(PlanRecord):
     param_dtype: FloatDtype | None = None
     """The dtype of all-gather and compute; None: the dtype of the parameters."""
     reduce_dtype: FloatDtype | None = None
-    """The dtype of gradient reduction; None: torch decides (2.13: the compute dtype)."""
+    """The dtype of gradient reduction; None: torch decides. Before 2.15 it is the compute dtype,
+    since then that of the parameters."""
     output_dtype: FloatDtype | None = None
     cast_forward_inputs: StrictBool = True
     offload: Literal["none", "cpu", "cpu_pinned"] = "none"

@@ -292,6 +292,13 @@ class RunManifest(Record):
         return bool(self.plan) and self.source != "imported" and is_sharded
 
     @property
+    def torch_release(self) -> tuple[int, int]:
+        """The version of torch, such as (2, 13); zeros if it is unknown."""
+        major, minor, *_ = [*self.versions.get("torch", "").split(".")[:2], "", ""]
+        known = major.isdecimal() and minor.isdecimal()
+        return (int(major), int(minor)) if known else (0, 0)
+
+    @property
     def sharder_traits(self) -> SharderTraits:
         """The name and the settings of the sharder."""
         return traits_of(self.sharder)

@@ -19,7 +19,6 @@ from fsdp_inspect.simulation.network import fit_network
 from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, StepPart
 from fsdp_inspect.trace.run import ProcessGroup
-from tests.torch_versions import differs_after_pinned_torch
 
 from .virtual_device import MS, VirtualDevice
 from .virtual_training import (
@@ -92,7 +91,6 @@ def _idle_ns(replay: Replay) -> int:
 
 
 def test_exposed_time_is_the_time_the_compute_stream_stood_still(bandwidth_bound: Replay) -> None:
-    differs_after_pinned_torch("waits for reductions elsewhere, which the run notes")
     summary = reduce_rank(bandwidth_bound.events, rank=0)
     last = summary.where(summary.step == summary.step.max())
     steps = last.where(last.kind == EventKind.STEP)
@@ -116,7 +114,6 @@ def test_the_parts_of_each_step_add_up(bandwidth_bound: Replay) -> None:
 
 
 def test_little_is_exposed_when_compute_is_long(well_hidden: Replay) -> None:
-    differs_after_pinned_torch("waits for reductions elsewhere, which the run notes")
     summary = reduce_rank(well_hidden.events, rank=0)
     last = summary.where((summary.step == summary.step.max()) & (summary.kind == EventKind.STEP))
     floor_ns = 4 * MS  # the first two gathers of the forward, the last two reductions
@@ -151,7 +148,6 @@ def _waited_ns(replay: Replay, kind: EventKind) -> int:
 
 
 def test_units_that_are_roots_wait_for_their_own_reductions_only() -> None:
-    differs_after_pinned_torch("waits for reductions elsewhere, which the run notes")
     # torch keeps one communication context for each root, so a block never waits for another
     # block's reduction. All remaining reductions are awaited at the end of the backward.
     replay = Replay(gather_ms=1, scatter_ms=12, shard=shard_without_root)
@@ -229,7 +225,6 @@ def test_nothing_calibrates_on_the_duration_of_an_asynchronous_gather(
 
 
 def test_the_wait_for_an_asynchronous_gather_is_exact(asynchronous: Replay) -> None:
-    differs_after_pinned_torch("waits for reductions elsewhere, which the run notes")
     replay = Replay(gather_ms=9, scatter_ms=1, forward_ms=4, prepare=_make_asynchronous)
     summary = reduce_rank(replay.events, rank=0)
     last = summary.where((summary.step == summary.step.max()) & (summary.kind == EventKind.STEP))

@@ -18,7 +18,7 @@ from fsdp_inspect.recording.storage_log import TrackedStepMemory
 from fsdp_inspect.recording.storage_tracker import StorageTracker
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase
-from tests.torch_versions import differs_after_pinned_torch, needs_torch
+from tests.torch_versions import needs_torch, release
 
 HOOK_DICTIONARIES = (
     "_forward_pre_hooks",
@@ -295,8 +295,11 @@ def forward_over_resting(model: nn.Module) -> tuple[int, int]:
 def test_forward_peak_over_resting_is_a_whole_number_of_units_and_the_activations(
     options, num_units, num_activations
 ):
-    differs_after_pinned_torch("frees a gather output earlier")
     # The peak is at the last all-gather; each earlier block has kept its output.
+    # Without a prefetch, torch 2.15 frees the previous gather output before it copies out of the
+    # next one. The peak is then one activation later.
+    if release() >= (2, 15) and not options.keys() & {"depth", "asynchronous"}:
+        num_units, num_activations = num_units - 1, num_activations + 1
     expected = num_units * S + num_activations * WIDTH * 4
     assert forward_over_resting(equal_blocks(**options))[0] == expected
 

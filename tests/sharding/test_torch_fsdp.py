@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.torch_api import fsdp2
@@ -177,14 +177,19 @@ def test_the_whole_shape_of_every_parameter_is_known_before_and_after_a_forward(
 def test_a_tensor_that_gathers_its_own_dtype_has_the_size_of_what_it_gathers():
     """torchao's float8 weights have one byte per element, known after the first all-gather."""
     size = torch.Size([4, 2])
-    plain = SimpleNamespace(_sharded_local_tensor=torch.empty(size), padded_sharded_param_size=size)
+    common = {
+        "padded_sharded_param_size": size,
+        "mp_policy": MixedPrecisionPolicy(),
+        "sharded_param": torch.empty(size),
+    }
+    plain = SimpleNamespace(_sharded_local_tensor=torch.empty(size), **common)
     float8 = SimpleNamespace(
         _sharded_local_tensor=SimpleNamespace(fsdp_pre_all_gather=None),
-        padded_sharded_param_size=size,
         all_gather_outputs=[],
+        **common,
     )
     group = SimpleNamespace(fsdp_params=[plain, float8])
 
-    assert fsdp2.gathered_bytes(group, 2, 4) == 2 * 64
+    assert fsdp2.gathered_bytes(group, 2) == 2 * 64
     float8.all_gather_outputs = [torch.empty(16, dtype=torch.float8_e4m3fn)]
-    assert fsdp2.gathered_bytes(group, 2, 4) == 64 + 16
+    assert fsdp2.gathered_bytes(group, 2) == 64 + 16

@@ -101,6 +101,17 @@ def test_blocks_kept_unsharded_add_up():
     assert rise(blocks(reshard=False)) == (NUM_BLOCKS + 2) * SIZE
 
 
+@pytest.mark.parametrize(
+    ("options", "num_units"),
+    [({}, 2), ({"depth": 1}, 3), ({"is_async": True}, 2), ({"reshard": False}, NUM_BLOCKS + 1)],
+)
+def test_since_torch_2_15_an_output_is_freed_before_the_next_copy_out(options, num_units):
+    plain = blocks(**options)
+    assert plain.memory is not None
+    newer = replace(plain, memory=replace(plain.memory, frees_before_copy=True))
+    assert rise(newer) == num_units * SIZE
+
+
 def test_activations_of_all_blocks_are_alive_when_backward_begins():
     kept = 10 * SIZE
     assert rise(blocks(kept=kept, forward_rise=kept)) == NUM_BLOCKS * kept + 2 * SIZE

@@ -15,11 +15,9 @@ from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind
 from fsdp_inspect.trace.run import RunSource
-from tests.torch_matrix.setups import NUM_RANKS, PLAIN_STEPS, PROFILED_STEPS, SETUPS
+from tests.torch_matrix.setups import NUM_RANKS, SETUPS
 
-STEPS = list(range(PLAIN_STEPS, PLAIN_STEPS + PROFILED_STEPS))
 KINDS = sorted(COLLECTIVES - {EventKind.POINT_TO_POINT})
-
 
 Messages = Counter[tuple[str, str, int]]
 """The number of messages by unit, kind and bytes."""
@@ -32,28 +30,30 @@ class Result:
     name: str
     num_collectives: int
     """Over all ranks and the profiled steps, as recorded."""
-    compared_by: str
-    """What the trace names: the unit, or only the kind of a collective."""
+    num_bytes: int
+    """The bytes of these collectives."""
     differences: list[str]
-    """What differs, in words; empty: nothing."""
+    """What differs or was not recorded, in words; empty: nothing."""
 
 
 def compare(folder: Path, name: str) -> Result:
     """Compare one set-up."""
     import_traces(folder / "traces", folder / "imported", by_step=True)
     recorded, profiled = open_run(folder / "run"), open_run(folder / "imported")
-    differences, total, compared_by = [], 0, "unit"
+    setup = SETUPS[name]
+    count = num_bytes = 0
+    differences = [] if recorded.manifest.units else ["the units are not recorded"]
     for rank in range(NUM_RANKS):
         losses = json.loads((folder / f"losses-{rank}.json").read_text())
+        ours = messages(recorded, rank, [*setup.profiled_steps])
+        count += ours.total()
+        num_bytes += sum(size * number for (_, _, size), number in ours.items())
+        found = [*recorded.ranks[rank].problems]
         if losses["plain"] != losses["recorded"]:
-            differences.append(f"rank {rank}: losses {losses}")
-        ours, theirs = messages(recorded, rank, STEPS), messages(profiled, rank, None)
-        total += ours.total()
-        named = [{unit for unit, *_ in each} for each in (ours, theirs)]
-        if named[0] != named[1]:
-            compared_by = "kind"
-        differences += [f"rank {rank}: {text}" for text in differ(ours, theirs, compared_by)]
-    return Result(name, total, compared_by, differences)
+            found.append(f"losses {losses}")
+        found += differ(ours, messages(profiled, rank, None), setup.compared_by)
+        differences += [f"rank {rank}: {text}" for text in found]
+    return Result(name, count, num_bytes, differences)
 
 
 def differ(ours: Messages, theirs: Messages, compared_by: str) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 -m tests.torch_matrix.setups FOLDER
 
-Each set-up writes FOLDER/NAME/losses-RANK.json, the run, and the traces of the last steps.
+Each set-up writes FOLDER/NAME/losses-RANK.json, the run, and the traces of its profiled steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from fsdp_inspect import Recorder
 
 WIDTH, BATCH = 16, 4
 NUM_RANKS = 4
-PLAIN_STEPS, PROFILED_STEPS = 3, 3
+NUM_STEPS, FIRST_PROFILED = 6, 3
 
 
 class Block(nn.Module):
@@ -76,12 +76,19 @@ def hybrid() -> nn.Module:
 
 @dataclass(frozen=True)
 class Setup:
-    """A sharded model and its number of microbatches."""
+    """A sharded model, and how it is trained and compared."""
 
     title: str
     make: Callable[[], nn.Module]
     microbatches: int = 1
-    policy: MixedPrecisionPolicy | None = field(default=None)
+    compared_by: str = "unit"
+    """`unit` if a trace of torch.profiler names the units, else `kind`: the kind of collective."""
+    first_profiled: int = FIRST_PROFILED
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps that the recorder and the profiler observe together."""
+        return range(self.first_profiled, NUM_STEPS)
 
 
 SETUPS = {
@@ -97,10 +104,17 @@ SETUPS = {
     "kept": Setup("no reshard", lambda: sharded(reshard_after_forward=False)),
     "hsdp": Setup("HSDP", hybrid),
     "accumulated": Setup("accumulation", sharded, microbatches=2),
-    "rootless": Setup("no root", lambda: sharded(root=False)),
-    "fsdp1": Setup("FSDP1", lambda: flat(use_orig_params=False)),
-    "fsdp1_orig": Setup("FSDP1, original parameters", lambda: flat(use_orig_params=True)),
-    "ddp": Setup("DDP", lambda: DistributedDataParallel(make_model(), bucket_cap_mb=1)),
+    "rootless": Setup("no root", lambda: sharded(root=False), compared_by="kind"),
+    "fsdp1": Setup("FSDP1", lambda: flat(use_orig_params=False), compared_by="kind"),
+    "fsdp1_orig": Setup(
+        "FSDP1, `use_orig_params`", lambda: flat(use_orig_params=True), compared_by="kind"
+    ),
+    "ddp": Setup(
+        "DDP",
+        lambda: DistributedDataParallel(make_model(), bucket_cap_mb=0.01),
+        compared_by="kind",
+        first_profiled=0,  # DDP broadcasts its new buckets in step 1
+    ),
 }
 
 
@@ -133,12 +147,12 @@ def train(setup: Setup, folder: Path | None) -> list[str]:
         warmup_steps=1,
         memory_steps=(1,),
     ) as recorder:
-        for _ in range(PLAIN_STEPS):
+        for _ in range(setup.first_profiled):
             step(recorder)
         profiling = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
         with profiling if folder else nullcontext() as profiler:
-            for number in range(PROFILED_STEPS):
-                with torch.profiler.record_function(f"ProfilerStep#{number}"):
+            for place in range(len(setup.profiled_steps)):
+                with torch.profiler.record_function(f"ProfilerStep#{place}"):
                     step(recorder)
     if folder is not None:
         assert profiler is not None

@@ -483,15 +483,13 @@ class _Dumper:
         unit_of: dict[str, str] = {}
         for handle in fsdp2.find_groups(model):
             name, group = _join(prefix, handle.name), handle.group
-            policy = fsdp2.policy_of(group)
-            stored = {_name(each.dtype) for each in fsdp2.sharded_parameters_of(group)}
-            param_dtype = _name(policy.param_dtype) or ", ".join(sorted(stored))
+            gathered = {_name(dtype) for dtype in map(fsdp2.gathered_dtype_of, group.fsdp_params)}
             sizes = fsdp2.mesh_sizes(group)
             units.append(
                 DumpedUnit(
                     name=name,
-                    param_dtype=param_dtype,
-                    reduce_dtype=_name(policy.reduce_dtype) or param_dtype,
+                    param_dtype=", ".join(sorted(gathered)),
+                    reduce_dtype=_name(handle.reduce_dtype),
                     divide_factor=group.gradient_divide_factor,
                     num_ranks=int(np.prod(list(sizes.values()))),
                 )

@@ -66,13 +66,20 @@ def leave_whole(
             claimed = _claimed.setdefault(part, {})
             for name, parameter in part.named_parameters(recurse=False):
                 if id(parameter) not in ignored:
-                    claimed.setdefault(name, policy.param_dtype)
+                    claimed.setdefault(name, _dtype_for(parameter, policy))
         if policy.cast_forward_inputs:
             each.register_forward_pre_hook(_caster_of(policy, device), with_kwargs=True)
         if policy.output_dtype is not None:
             each.register_forward_hook(_output_caster(policy.output_dtype))
         each.__class__ = _whole_class(type(each))
     return module
+
+
+def _dtype_for(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """The dtype in which a unit would gather a parameter; torch 2.15 can choose it by parameter."""
+    choose = getattr(policy, "param_dtype_override_fn", None)
+    chosen: torch.dtype | None = choose(parameter) if choose is not None else None
+    return chosen or policy.param_dtype
 
 
 def cast_parameters(model: nn.Module) -> None:

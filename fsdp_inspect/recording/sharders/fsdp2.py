@@ -14,15 +14,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.torch_api import fsdp2
-from fsdp_inspect.recording.torch_api.fsdp2 import (
-    STREAM_WAIT_OF_CONTEXT,
-    FSDPCommContext,
-    FSDPParamGroup,
-    GroupHandle,
-)
+from fsdp_inspect.recording.torch_api.fsdp2 import FSDPParamGroup, GroupHandle
 from fsdp_inspect.recording.torch_api.modules import original_class
 from fsdp_inspect.recording.torch_api.observe import observe_plan
-from fsdp_inspect.recording.unit_hooks import ReductionsByContext, UnitHooks
+from fsdp_inspect.recording.unit_hooks import RootHooks, UnitHooks
 from fsdp_inspect.recording.units import dtype_name
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import Unit
@@ -104,7 +99,7 @@ class Fsdp2(Sharder[GroupHandle]):
         trained_numels = [numel for numel, wanted in zip(numels, trained, strict=True) if wanted]
         shard_size = handle.shard_group.size() if handle.shard_group is not None else 1
         original = parameters[0].dtype
-        param_dtype, reduce_dtype = fsdp2.dtypes_of(group)
+        reduce_dtype = handle.reduce_dtype
         padded = fsdp2.padded_shard_numels(group)
         padded_trained = sum(numel for numel, wanted in zip(padded, trained, strict=True) if wanted)
         return Unit(
@@ -116,10 +111,10 @@ class Fsdp2(Sharder[GroupHandle]):
             num_trainable_parameters=sum(trained_numels),
             num_tensors=len(parameters),
             parameters=fsdp2.parameter_shapes(handle),
-            unsharded_bytes=fsdp2.gathered_bytes(group, shard_size, param_dtype.itemsize),
+            unsharded_bytes=fsdp2.gathered_bytes(group, shard_size),
             sharded_bytes=sum(padded) * original.itemsize,
             reduce_bytes=padded_trained * shard_size * reduce_dtype.itemsize,
-            param_dtype=dtype_name(param_dtype),
+            param_dtype=dtype_name(handle.param_dtype),
             reduce_dtype=dtype_name(reduce_dtype),
             reshard_after_forward=handle.reshard_after_forward,
             shard_group=groups.find(handle.shard_group, "shard"),
@@ -148,12 +143,6 @@ class Fsdp2(Sharder[GroupHandle]):
         patches.set_attribute(FSDPParamGroup, "lazy_init", lazy_init)
 
 
-_MISSED_WAITS = (
-    "torch {} waits for reductions at places that the recorder does not know yet: on this device "
-    "some waits are missing, and the exposed time of reductions is a lower bound."
-)
-
-
 class GroupHooks:
     """The hooks on every `FSDPParamGroup`; see [Note: Where the recorder attaches]."""
 
@@ -161,9 +150,9 @@ class GroupHooks:
         self, session: Session, handles: Sequence[GroupHandle], memory: MemoryProbe
     ) -> None:
         self._session = session
-        self._reductions = ReductionsByContext()
+        self._roots = RootHooks()
         self._units = [
-            UnitHooks(session, handle, index, self._reductions, memory)
+            UnitHooks(session, handle, index, self._roots, memory)
             for index, handle in enumerate(handles)
         ]
 
@@ -171,22 +160,7 @@ class GroupHooks:
         """Install the hooks; see `ShardingHooks.attach`."""
         for hooks in self._units:
             hooks.attach(patches)
-        original = getattr(FSDPCommContext, STREAM_WAIT_OF_CONTEXT, None)
-        if original is not None:
-            if not self._session.on_host:
-                self._session.problem(_MISSED_WAITS.format(torch.__version__))
-            patches.set_attribute(
-                FSDPCommContext, STREAM_WAIT_OF_CONTEXT, self._wrap_stream_wait(original)
-            )
-
-    def _wrap_stream_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if self._reductions.copying is not None:
-                self._reductions.copying.restart_copy()
-            return result
-
-        return wait
+        self._roots.attach(self._session, patches)
 
     def reductions_of(self, unit: int) -> Reductions:
         """The reductions of a unit's communication context."""

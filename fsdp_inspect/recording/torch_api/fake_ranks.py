@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+import torch
 import torch.utils._foreach_utils as foreach_utils
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _get_post_forward_mesh_info as get_post_forward_mesh_info,
@@ -25,6 +26,12 @@ def mesh_layout() -> Any:
         return import_module("torch.distributed._mesh_layout")._MeshLayout
     except ImportError:
         return None
+
+
+def register_collectives() -> None:
+    """Make collectives accept fake tensors; torch 2.9 registers this in a module of its own."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
+        import_module("torch.distributed._tools.fake_collectives")
 
 
 PROPAGATE = "_propagate_tensor_meta_non_cached"

@@ -1,14 +1,16 @@
 """Read and write FSDP2's private state in torch. No other file uses its private attributes.
 
 Written for torch 2.13 (`torch/distributed/fsdp/_fully_shard`); `tests/sharding` pins that version,
-so a new torch version must be checked first. torch 2.11 stores one group of a module
-(`_fsdp_param_group`), torch 2.13 a list; both are supported.
+so a new torch version must be checked first. Supported differences: torch 2.11 stores one group of
+a module (`_fsdp_param_group`), torch 2.13 a list. torch 2.15 moved the policy of mixed precision
+from the group to its parameters, and waits of the group to its root.
 
 Terms: a *state* (`FSDPState`) belongs to one `fully_shard` call. A *group* (`FSDPParamGroup`)
 communicates together and is a unit of FSDP Inspect. A state usually has one group. It has none if
 all its parameters belong to nested calls, and several if its parameters are on several meshes.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DDPMeshInfo,
     FSDPMeshInfo,
@@ -34,9 +36,12 @@ from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 __all__ = ["FSDPCommContext", "FSDPParamGroup", "FSDPState", "TrainingState"]
 
 STREAM_WAIT = "_wait_all_gather_streams_on_event"
-"""The method of a group that makes the all-gather's streams wait for an event."""
-STREAM_WAIT_OF_CONTEXT = "wait_all_gather_streams_on_event"
-"""The same method in torch 2.15, where the communication context has it."""
+"""The method of a group that makes the all-gather's streams wait for an event (before torch 2.15).
+"""
+CONTEXT_STREAM_WAIT = "wait_all_gather_streams_on_event"
+"""The same method of `FSDPCommContext`, since torch 2.15."""
+END_BACKWARD = "_end_backward_iteration"
+"""The method of a root's `FSDPState` that waits for all reductions, since torch 2.15."""
 SET_UNSHARD_ASYNC = "_set_unshard_async_op"
 """The setter of an `FSDPModule` that issues all-gathers asynchronously."""
 WAIT_FOR_REDUCE_SCATTERS = "_wait_for_post_backward"
@@ -181,6 +186,28 @@ class GroupHandle:
         if info is None or info is self.group.mesh_info:
             return None
         return info.shard_process_group
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """The dtype of the all-gather; that of the first parameter if they differ."""
+        return gathered_dtype_of(self.group.fsdp_params[0])
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype of the reduction.
+
+        Without a `reduce_dtype`, torch reduces in the dtype of the all-gather. Since 2.15 it reduces
+        in the dtype in which the sharded gradients are stored: that of the parameters by default.
+        """
+        parameters = self.group.fsdp_params
+        trained = [each for each in parameters if each.sharded_param.requires_grad] or parameters
+        stated = trained[0].mp_policy.reduce_dtype
+        if stated is not None:
+            return stated
+        dtypes = (
+            getattr(each, "sharded_grad_dtype", None) or gathered_dtype_of(each) for each in trained
+        )
+        return functools.reduce(torch.promote_types, dtypes)
 
     @property
     def reshard_after_forward(self) -> bool | int | None:
@@ -352,16 +379,18 @@ def padded_shard_numels(group: FSDPParamGroup) -> list[int]:
     return [param.padded_sharded_param_size.numel() for param in group.fsdp_params]
 
 
-def gathered_bytes(group: FSDPParamGroup, num_ranks: int, itemsize: int) -> int:
-    """The message of a group's all-gather.
+def gathered_dtype_of(param: FSDPParam) -> torch.dtype:
+    """The dtype in which a parameter is gathered."""
+    original: torch.dtype = param.sharded_param.dtype
+    wanted: torch.dtype | None = param.mp_policy.param_dtype
+    return wanted if wanted is not None and original.is_floating_point else original
+
+
+def gathered_bytes(group: FSDPParamGroup, num_ranks: int) -> int:
+    """The message of a group's all-gather over so many ranks.
 
     A tensor subclass may gather other tensors than its own (`fsdp_pre_all_gather`), such as
     float8 weights. Their sizes are known after the first all-gather.
-
-    Args:
-        group: The group.
-        num_ranks: The number of ranks that share its parameters.
-        itemsize: Bytes of an element of the other parameters, as they are gathered.
     """
     total = 0
     for param in group.fsdp_params:
@@ -369,7 +398,8 @@ def gathered_bytes(group: FSDPParamGroup, num_ranks: int, itemsize: int) -> int:
         if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") and gathered:
             total += sum(each.numel() * each.element_size() for each in gathered)
         else:
-            total += param.padded_sharded_param_size.numel() * num_ranks * itemsize
+            numel = param.padded_sharded_param_size.numel() * num_ranks
+            total += numel * gathered_dtype_of(param).itemsize
     return total
 
 
@@ -480,25 +510,6 @@ def _has_ancestor(name: str, others: list[str]) -> bool:
     return any(other != name and (not other or name.startswith(f"{other}.")) for other in others)
 
 
-def policy_of(group: FSDPParamGroup) -> MixedPrecisionPolicy:
-    """The mixed precision of a group; torch 2.15 keeps it with each parameter."""
-    policy = getattr(group, "mp_policy", None)
-    return group.fsdp_params[0].mp_policy if policy is None else policy
-
-
-def dtypes_of(group: FSDPParamGroup) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of the all-gather and of the reduction of a group.
-
-    Without a `reduce_dtype`, torch 2.15 reduces in the dtype of the sharded gradients, and older
-    versions reduce in the dtype of compute.
-    """
-    policy = policy_of(group)
-    original = sharded_parameters_of(group)[0].dtype
-    gathered = policy.param_dtype or original
-    default = original if hasattr(group, "_get_reduce_dtype") else gathered
-    return gathered, policy.reduce_dtype or default
-
-
 # --- what the hooks of a group read and write
 
 
@@ -506,6 +517,11 @@ training_state_of: Callable[[FSDPParamGroup], TrainingState] = attrgetter("_trai
 """The pass in which a group is. Like the next one, it runs no Python code: the hot path uses it."""
 gather_result_of: Callable[[FSDPParamGroup], Any] = attrgetter("_all_gather_result")
 """The all-gather that was issued and that the group has not yet waited for; None: none."""
+
+
+def context_of(state: FSDPState) -> FSDPCommContext:
+    """What the units of a root share to communicate; a root without parameters has it, too."""
+    return state._comm_ctx
 
 
 def comms_of(group: FSDPParamGroup) -> tuple[Any, Any]:

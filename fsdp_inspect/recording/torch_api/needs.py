@@ -93,6 +93,7 @@ UNIT_NAMES: Mapping[str, Sequence[str]] = {
         "group.fsdp_params.0._sharded_local_tensor",
         "group.fsdp_params.0.all_gather_outputs",
         "group.fsdp_params.0.fsdp_placement",
+        "group.fsdp_params.0.mp_policy.param_dtype",
         "group.fsdp_params.0.padded_sharded_param_size",
         "group.fsdp_params.0.sharded_param",
     ),

@@ -117,7 +117,11 @@ def _observe_prefetch(
 
 def _find_inexpressible(model: nn.Module, handles: Sequence[StateHandle]) -> list[str]:
     notes: list[str] = []
-    checks: tuple[Callable[[StateHandle], str | None], ...] = (_several_groups, _other_dimension)
+    checks: tuple[Callable[[StateHandle], str | None], ...] = (
+        _several_groups,
+        _several_dtypes,
+        _other_dimension,
+    )
     notes += [note for handle in handles for check in checks if (note := check(handle))]
     ignored = fsdp2.unmanaged_parameters(model)
     if ignored:
@@ -132,6 +136,17 @@ def _several_groups(handle: StateHandle) -> str | None:
     return (
         f"Unit {handle.name or '(root)'} has {len(handle.groups)} groups on different meshes; the "
         "plan contains the first one only."
+    )
+
+
+def _several_dtypes(handle: StateHandle) -> str | None:
+    stated = {param.mp_policy.param_dtype for group in handle.groups for param in group.fsdp_params}
+    if len(stated) < 2:
+        return None
+    names = ", ".join(sorted(_dtype_name(each) or "their own dtype" for each in stated))
+    return (
+        f"Unit {handle.name or '(root)'} gathers its parameters in several dtypes ({names}), which "
+        "a plan cannot express."
     )
 
 

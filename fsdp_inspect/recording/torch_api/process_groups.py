@@ -56,11 +56,13 @@ def _with_flattened(mesh: DeviceMesh) -> list[DeviceMesh]:
     if hasattr(mesh, "_get_root_mesh"):
         root = mesh._get_root_mesh()
         flattened = getattr(root, "_flatten_mapping", {})
-    else:  # torch 2.9 keeps the relations of meshes in one object
-        relations: Any = device_mesh._mesh_resources
-        root = relations.get_root_mesh(mesh)
-        flattened = relations.root_to_flatten_mapping.get(root, {})
-    return [root, *flattened.values()]
+        return [root, *flattened.values()]
+    # torch 2.9 keeps the relations of equal meshes in one object, also of destroyed process groups.
+    relations: Any = device_mesh._mesh_resources
+    root = relations.get_root_mesh(mesh)
+    related = [root, *relations.root_to_flatten_mapping.get(root, {}).values()]
+    existing = set(distributed_c10d._world.pg_names.values())
+    return [*(each for each in related if existing.issuperset(each._dim_group_names)), mesh]
 
 
 def mesh_dimension_of(group: ProcessGroup) -> str:
