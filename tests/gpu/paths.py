@@ -23,11 +23,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.diagnosis.diagnose import ProblemClass, diagnose
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.emulation.specification import parse_specification
+from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.failure import SNAPSHOT_FILE
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, MemoryPoint
+from fsdp_inspect.trace.codes import (
+    COLLECTIVES,
+    EventFlag,
+    EventKind,
+    MemoryPoint,
+    Method,
+    Phase,
+)
 from fsdp_inspect.trace.run import RunStatus
 from instrumented_trainer.runtime import Runtime, process_group
 from tests.benchmarks.figures import Figure
@@ -150,7 +159,10 @@ def several_roots(setting: Setting, folder: Path) -> str:
 
 def several_buffers(setting: Setting, folder: Path) -> str:
     """Several inputs of reduce-scatters may exist, so a unit does not wait for the previous one."""
-    run = _emulated(setting, folder, reduce_scatter_buffers=2)
+    try:
+        run = _emulated(setting, folder, reduce_scatter_buffers=2)
+    except PlanError as error:  # torch before 2.13
+        raise NotHereError(str(error)) from error
     events = run.events(0, steps=[STEPS - 1])
     scatters = events.where(events.kind == EventKind.REDUCE_SCATTER)
     place = {unit: n for n, unit in enumerate(scatters.unit[np.argsort(scatters.issue_ns)])}
@@ -167,6 +179,46 @@ def several_buffers(setting: Setting, folder: Path) -> str:
     return (
         f"{len(between)} waits inside backward, each for a reduce-scatter two units back or more."
     )
+
+
+def regrouped(setting: Setting, folder: Path) -> str:
+    """`reshard_after_forward=2`: backward gathers among two ranks, after a wait for the reshard."""
+    run = _emulated(setting, folder, reshard_after_forward="2")
+    events = run.events(0, steps=[STEPS - 1])
+    gathers = events.where(events.kind == EventKind.ALL_GATHER)
+    backward = gathers.where(gathers.phase == Phase.BACKWARD)
+    sizes = {len(run.manifest.process_groups[group].ranks) for group in backward.group.tolist()}
+    _expect(2 in sizes, f"all-gathers in backward are among {sorted(sizes)} ranks")
+    copies = events.where(events.kind == EventKind.ALL_GATHER_COPY_IN)
+    _expect(len(copies) == len(gathers), f"{len(copies)} copies, {len(gathers)} all-gathers")
+    return f"{len(backward)} all-gathers in backward, some among two ranks; each has its copy."
+
+
+def asynchronous_collectives(setting: Setting, folder: Path) -> str:
+    """Collectives that the script issues with `async_op=True` and waits for later."""
+    with (
+        _real_training(setting) as workload,
+        make_recorder(workload, folder) as recorder,
+    ):
+        loop = workload.loop(recorder)
+        message = torch.ones(1 << 20, device=_device(setting))
+        for step in range(STEPS):
+            with recorder.step():
+                work = dist.all_reduce(message, async_op=True)
+                loop.accumulate(step)
+                work.wait()
+                workload.optimizer.step()
+                workload.optimizer.zero_grad()
+        expect_healthy(recorder)
+    run = open_run(folder)
+    _expect_steps(run, STEPS)
+    events = run.events(0, kinds=[EventKind.ALL_REDUCE])
+    own = events.where((events.flags & EventFlag.ASYNC != 0) & (events.bytes == 4 << 20))
+    _expect(own.step.tolist() == list(range(STEPS)), f"recorded in steps {own.step.tolist()}")
+    _expect(bool((own.end_ns > own.start_ns).all()), "a collective has no duration")
+    _expect(bool((own.need_ns >= own.issue_ns).all()), "a wait begins before the issue")
+    how = sorted({Method(method).name.lower() for method in own.method.tolist()})
+    return f"{len(own)} all-reduces from their issue to their wait, times: {', '.join(how)}."
 
 
 def compiled(setting: Setting, folder: Path) -> str:
@@ -189,7 +241,7 @@ def another_device(setting: Setting, folder: Path) -> str:
     if not setting.is_cuda:
         raise NotHereError(NEEDS_CUDA)
     if torch.cuda.device_count() < 2:
-        raise NotHereError("Needs two GPUs: it records on the second one.")
+        raise NotHereError("it records on the second of two GPUs.")
     torch.cuda.set_device(1)
     try:
         run = _record_blocks(setting, folder, index=1)
@@ -219,6 +271,10 @@ def out_of_memory(setting: Setting, folder: Path) -> str:
     _expect(record.status is RunStatus.FAILED, f"the status is {record.status}")
     failure = record.failure or ""
     _expect("OutOfMemoryError at step" in failure and "Allocated " in failure, failure)
+    found = diagnose(run)
+    _expect(found.problem is ProblemClass.OUT_OF_MEMORY, f"the diagnosis is {found.problem}")
+    filled = found.out_of_memory
+    _expect(filled is not None and len(filled.by_unit) > 0, "the diagnosis names no unit's memory")
     [snapshot] = folder.rglob(SNAPSHOT_FILE)
     content = pickle.loads(snapshot.read_bytes())
     _expect(len(content["segments"]) > 0, "the snapshot has no segments")
@@ -226,7 +282,10 @@ def out_of_memory(setting: Setting, folder: Path) -> str:
     kept = torch.empty(1 << 20, device="cuda")
     _expect(_history_length() == before, "torch still keeps a history of allocations")
     del kept
-    return "the error reaches the script, the failure says what filled memory, the snapshot opens."
+    return (
+        "the error reaches the script, the diagnosis is out of memory with the bytes of each unit, "
+        "the snapshot opens."
+    )
 
 
 PATHS: dict[str, Path_] = {
@@ -235,6 +294,8 @@ PATHS: dict[str, Path_] = {
     "unshard_async_op": unshard_async_op,
     "several roots": several_roots,
     "several buffers": several_buffers,
+    "reshard into groups": regrouped,
+    "asynchronous collectives": asynchronous_collectives,
     "compile": compiled,
     "offload": offloaded,
     "another device": another_device,
