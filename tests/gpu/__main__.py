@@ -29,7 +29,7 @@ from tests.gpu.setting import NO_DEVICE, Setting, nccl_version
 from tests.gpu.step import ROWS
 
 STEPS = {
-    "smoke": 60.0,
+    "smoke": 75.0,
     "timing": 75.0,
     "paths": 90.0,
     "memory": 75.0,

@@ -13,19 +13,20 @@ shift
 : "${OUT:?set OUT to the folder for the results}"
 PY=${PY:-python3}
 DEVICE=${DEVICE:-cuda}
+WHEELS=${WHEELS:-.whl}
 RESERVE_S=6
 SECONDS=0
 mkdir -p "$OUT"
 SITE=$(mktemp -d)
 trap 'rm -rf "$SITE"' EXIT
-export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 FSDP_INSPECT_CACHE= FSDP_INSPECT_DATA=
+export PYTHONUNBUFFERED=1 FSDP_INSPECT_CACHE= FSDP_INSPECT_DATA=
 [ "$DEVICE" = cpu ] && export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 
 run() {
     echo "=== offline.sh $BUDGET $*, device $DEVICE"
-    if compgen -G ".whl/*.whl" > /dev/null; then
+    if compgen -G "$WHEELS/*.whl" > /dev/null; then
         "$PY" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
-            --target "$SITE" .whl/*.whl || return 1
+            --target "$SITE" "$WHEELS"/*.whl || return 1
     fi
     export PYTHONPATH=$SITE:$PWD
     command -v nvidia-smi > /dev/null &&
