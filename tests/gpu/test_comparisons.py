@@ -15,7 +15,7 @@ from tests.benchmarks.profiler_trace import TraceEvent
 from tests.builders import InMemoryRun, RunBuilder
 from tests.gpu.clock import clock_row
 from tests.gpu.copies import copy_rows
-from tests.gpu.memory import MEMORY_STEP, counter_rows, snapshot_rows, tracker_row
+from tests.gpu.memory import MEMORY_STEP, counter_rows, snapshot_rows, tracker_row, units_row
 from tests.gpu.outcome import Row, Verdict
 from tests.gpu.setting import Setting
 from tests.gpu.timing import compare, exposed_of_kernels, host_offset, match, spin_kernels
@@ -278,3 +278,5 @@ def test_a_snapshot_is_compared_with_what_torch_counted(tmp_path: Path) -> None:
     peak, end = (64 + 12 + 2 * 10 + 32 + 30) * KIB, (64 + 12) * KIB
     rows = snapshot_rows(setting, path, peak, (end, allocator.reserved))
     assert {verdict for _, verdict in told(rows).values()} == {Verdict.HOLDS}
+    assert units_row(setting, {"layers.0", "layers.1"}).verdict is Verdict.HOLDS
+    assert units_row(setting, {"layers.0", "layers.2"}).verdict is Verdict.MISSED
