@@ -46,6 +46,8 @@ STEPS = {
 """The time limit of each step in seconds, in order of importance. The longest step is the last, and
 takes the remaining time."""
 _TOTAL_S = 480.0
+_QUICK_FACTOR = 5
+"""A quick trial may run on a busy CPU, so its steps have more time."""
 _LEAST_S = 10.0
 """A step is not started if less time is left."""
 _QUOTED_LINES = 3
@@ -67,7 +69,8 @@ class Script:
             total = f"{self.options.limit_s:.0f} s"
             self._end(name, [not_started(name, f"Not started: all {total} of the call were used.")])
             return
-        setting = self.setting_of(name, min(left, STEPS[name]))
+        slower = _QUICK_FACTOR if self.options.quick else 1
+        setting = self.setting_of(name, min(left, STEPS[name] * slower))
         setting.scratch.mkdir()
         self._say(f"{name} ...")
         problem = self._run_child(name, setting)

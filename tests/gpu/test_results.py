@@ -22,28 +22,31 @@ def held(name: str, value: str = "1") -> Row:
     return Judge(is_quick=False).exact(figure, holds=True)
 
 
-def results_in(folder: Path, machine: Machine = MACHINE, **rows: list[Row]) -> Path:
+def results_in(folder: Path, rows: dict[str, list[Row]], machine: Machine = MACHINE) -> Path:
     folder.mkdir()
-    Results(machine, dict(rows)).write(folder)
+    Results(machine, rows).write(folder)
     (folder / LOG).write_text(f"log of {folder.name}\n")
     return folder
 
 
 def test_results_come_through_their_file_unchanged(tmp_path: Path) -> None:
     rows = {"timing": [held("a"), failed("b", "stopped")], "costs": [held("c")]}
-    assert Results.read(results_in(tmp_path / "one", **rows)) == Results(MACHINE, rows)
+    assert Results.read(results_in(tmp_path / "one", rows)) == Results(MACHINE, rows)
     assert Results.read(tmp_path) is None
 
 
 def test_a_later_call_replaces_the_steps_that_it_measured(tmp_path: Path) -> None:
     first = results_in(
-        tmp_path / "first", timing=[held("a", "old"), failed("timing", "x")], costs=[held("b")]
+        tmp_path / "first",
+        {"timing": [held("a", "old"), failed("timing", "x")], "costs": [held("b")]},
     )
     second = results_in(
         tmp_path / "second",
-        timing=[held("a", "new")],
-        costs=[not_started("costs", "no time")],
-        clock=[held("c")],
+        {
+            "timing": [held("a", "new")],
+            "costs": [not_started("costs", "no time")],
+            "clock": [held("c")],
+        },
     )
     (second / "smoke.tar.gz").write_bytes(b"packed")
     target = tmp_path / "merged"
@@ -57,9 +60,9 @@ def test_a_later_call_replaces_the_steps_that_it_measured(tmp_path: Path) -> Non
 
 
 def test_calls_on_different_machines_are_not_merged(tmp_path: Path) -> None:
-    first = results_in(tmp_path / "first", timing=[held("a")])
+    first = results_in(tmp_path / "first", {"timing": [held("a")]})
     other = replace(MACHINE, gpu="1 x NVIDIA H200")
-    second = results_in(tmp_path / "second", other, timing=[held("a")])
+    second = results_in(tmp_path / "second", {"timing": [held("a")]}, other)
     with pytest.raises(ValueError, match="different machines: 1 x NVIDIA H100 with torch"):
         merge_folders([first, second], tmp_path)
 
@@ -78,8 +81,8 @@ def test_a_missed_row_and_a_missing_step_are_the_exit_code(bad: Row) -> None:
 def test_the_command_merges_and_prints_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = results_in(tmp_path / "first", timing=[held("first row")])
-    second = results_in(tmp_path / "second", costs=[held("second row")])
+    first = results_in(tmp_path / "first", {"timing": [held("first row")]})
+    second = results_in(tmp_path / "second", {"costs": [held("second row")]})
     merging = ["--merge", str(first), str(second)]
     assert script.main([*merging, "--out", str(tmp_path / "merged")]) == 0
     table = capsys.readouterr().out

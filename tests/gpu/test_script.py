@@ -64,7 +64,7 @@ def test_a_step_that_breaks_is_a_row_and_the_exit_code(
 def test_a_step_that_hangs_is_stopped_at_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(script.STEPS, "memory", 0.5)
+    monkeypatch.setitem(script.STEPS, "memory", 0.1)  # times five in a quick trial
     call = run_of(tmp_path)
     call.run("memory")
     assert "Stopped after 0.5 s, its limit" in call.results.all_rows[0].figure.how
