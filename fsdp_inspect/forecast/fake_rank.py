@@ -100,7 +100,7 @@ def _make_meshes_real(undo: ExitStack) -> None:
     @functools.wraps(initialise)
     def init(itself: DeviceMesh, /, *args: Any, **kwargs: Any) -> None:
         with unset_fake_temporarily():
-            for name in ("_rank_map", "mesh"):  # init_device_mesh: 0, 1, ..., N - 1; torch 2.9: mesh
+            for name in ("_rank_map", "mesh"):  # 0, 1, ..., N - 1; torch 2.9 has `mesh`
                 ranks = kwargs.get(name)
                 if isinstance(ranks, FakeTensor):
                     numbers = torch.arange(ranks.numel(), dtype=ranks.dtype)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_inspect.recording.torch_api.fsdp2 import release_process_groups
+from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 from instrumented_trainer.runtime import Runtime
 
 NUM_RANKS = 2

@@ -7,8 +7,9 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_inspect.formatting import format_bytes
 from tests.torch_matrix.measure import Result
-from tests.torch_matrix.setups import NUM_RANKS, PROFILED_STEPS, SETUPS
+from tests.torch_matrix.setups import FIRST_PROFILED, NUM_RANKS, NUM_STEPS, SETUPS
 
 _MOST_FAILURES = 20
 _HEADER = """\
@@ -21,10 +22,11 @@ ran on a GPU.
 ## Recordings
 
 Each set-up trains a small model of four units twice, without and with the recorder. A cell has the
-number of collectives in {steps} steps on all ranks. "equal" means: the losses of both trainings are
-identical to the last bit on every rank, and torch.profiler saw in the same steps the same number of
-collectives with the same bytes. "by unit": the trace names the units, and each is compared. A trace
-of gloo lacks the sizes of some messages of FSDP1, which are compared by kind.
+number of collectives in {steps} steps on all ranks (DDP: in all {all_steps} steps), and their
+bytes. "equal" means: the losses of both trainings are identical to the last bit on every rank, and
+torch.profiler saw in the same steps the same number of collectives with the same bytes. "by unit":
+the trace names the units, and each is compared. A trace of gloo lacks the sizes of some messages of
+FSDP1, which are compared by kind.
 
 """
 _TESTS = """
@@ -87,7 +89,8 @@ def read_version(folder: Path) -> Version:
 
 def render(versions: list[Version]) -> str:
     """The page, in Markdown."""
-    text = _HEADER.format(ranks=NUM_RANKS, steps=PROFILED_STEPS)
+    steps = NUM_STEPS - FIRST_PROFILED
+    text = _HEADER.format(ranks=NUM_RANKS, steps=steps, all_steps=NUM_STEPS)
     text += f"| set-up | {' | '.join(f'torch {each.torch}' for each in versions)} |\n"
     text += f"|---|{'---|' * len(versions)}\n"
     for place, setup in enumerate(SETUPS.values()):
@@ -104,7 +107,9 @@ def render(versions: list[Version]) -> str:
 def _cell(result: Result) -> str:
     if result.differences:
         return f"{result.num_collectives:,}, **differs**"
-    return f"{result.num_collectives:,} equal, by {result.compared_by}"
+    compared_by = SETUPS[result.name].compared_by
+    size = format_bytes(result.num_bytes)
+    return f"{result.num_collectives:,}, {size}: equal, by {compared_by}"
 
 
 def _details(version: Version) -> str:

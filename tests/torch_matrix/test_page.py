@@ -11,14 +11,14 @@ from tests.torch_matrix.setups import SETUPS
 
 
 def results(**differences: list[str]) -> tuple[Result, ...]:
-    return tuple(Result(name, 96, "unit", differences.get(name, [])) for name in SETUPS)
+    return tuple(Result(name, 96, 2048, differences.get(name, [])) for name in SETUPS)
 
 
 def test_a_green_version_has_only_equal_cells() -> None:
     version = Version("2.13.0", "3.11.7", results(), CountedTests(1_200, (), 3))
     page = render([version])
     assert version.is_green
-    assert page.count("96 equal, by unit") == len(SETUPS)
+    assert page.count("96, 2.00 KiB: equal, by ") == len(SETUPS)
     assert "| 2.13.0 | 3.11.7 | 1,200 | 0 | 3 |" in page
     assert "differs" not in page
 
@@ -32,7 +32,7 @@ def test_a_difference_and_a_failed_test_are_listed_under_their_version() -> None
     assert page.endswith(
         "\n## What differs with torch 2.99\n\n- ddp: rank 1: 3 recorded\n- a.test_b failed\n"
     )
-    assert "| DDP | 96 equal, by unit | 96, **differs** |" in page
+    assert "| DDP | 96, 2.00 KiB: equal, by kind | 96, **differs** |" in page
 
 
 def test_counts_of_tests_come_from_the_file_of_pytest(tmp_path: Path) -> None:
