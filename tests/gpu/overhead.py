@@ -46,7 +46,7 @@ _PILOT_ROUNDS = 2
 _FEWEST_ROUNDS = 100
 _MOST_ROUNDS = 300
 _TIME_S = 120.0
-_REST_S = 50.0
+_REST_S = 60.0
 """The part of a step's limit for starting, discarded rounds and the bootstrap."""
 
 

@@ -39,6 +39,9 @@ _MODEL = {"preset": "tiny", "num_layers": 4, "seq_len": 256, "batch_size": 4}
 """For gloo on CUDA tensors, which copies each message through the host."""
 _NAME = "error of the durations of all-gathers, two ranks"
 
+Counts = tuple[tuple[int, int], tuple[int, int]]
+"""All-gathers and reductions of a rank, as recorded and as profiled."""
+
 
 def measure(setting: Setting) -> Iterator[Row]:
     """Compare counts and durations with the profiler's, or state why there are none."""
@@ -46,28 +49,28 @@ def measure(setting: Setting) -> Iterator[Row]:
     backend = "nccl" if setting.is_cuda and not reason else "gloo"
     if backend == "nccl" and torch.cuda.device_count() < NUM_RANKS:
         os.environ[SHARING] = "1"
-    case = Case(backend, 2 if setting.quick else 8, _MODEL if reason else setting.model)
+    training = Training(backend, 2 if setting.quick else 8, _MODEL if reason else setting.model)
     try:
-        _train(setting, case, records=True)
+        _train(setting, training, records=True)
     except RuntimeError:
-        error = _error_of_bare_training(setting, case) if reason else None
+        error = _error_of_bare_training(setting, training) if reason else None
         if error is None:
             raise
         yield unavailable(
             _NAME, f"{reason} torch {torch.__version__} fails with gloo on CUDA tensors: {error}"
         )
         return
-    counts = [_count(setting, case, rank) for rank in range(NUM_RANKS)]
-    yield _counts_row(setting, case, counts)
-    yield _overlap_row(setting, case)
+    counts = [_count(setting, training, rank) for rank in range(NUM_RANKS)]
+    yield _counts_row(setting, training, counts)
+    yield _overlap_row(setting, training)
     if all(recorded == profiled for recorded, profiled in counts):
-        pairs = [pair for rank in range(NUM_RANKS) for pair in _read_pairs(setting, case, rank)]
-        yield _row(setting, case, pairs, reason)
+        pairs = [pair for rank in range(NUM_RANKS) for pair in _read_pairs(setting, training, rank)]
+        yield _row(setting, training, pairs, reason)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One training on two ranks."""
+class Training:
+    """The training on two ranks."""
 
     backend: str
     steps: int
@@ -75,21 +78,21 @@ class Case:
     model: dict[str, Any]
 
 
-def _train(setting: Setting, case: Case, *, records: bool) -> None:
+def _train(setting: Setting, training: Training, *, records: bool) -> None:
     options = {
-        "steps": case.steps,
-        "settings": case.model,
+        "steps": training.steps,
+        "settings": training.model,
         "device": setting.device,
-        "backend": case.backend,
+        "backend": training.backend,
         "records": records,
     }
     run_ranks(__name__, options, setting.scratch)
 
 
-def _error_of_bare_training(setting: Setting, case: Case) -> str | None:
+def _error_of_bare_training(setting: Setting, training: Training) -> str | None:
     """The error of the same training without the recorder; None if it succeeds."""
     try:
-        _train(setting, case, records=False)
+        _train(setting, training, records=False)
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines() if "Error" in line]
         return lines[0] if lines else str(error)[-200:]
@@ -112,29 +115,32 @@ def _profiled(setting: Setting, rank: int) -> EventTable:
     return events.where((events.step >= WARMUP_STEPS) & (events.phase != Phase.OUTSIDE))
 
 
-def _read_pairs(setting: Setting, case: Case, rank: int) -> list[Pair]:
+def _read_pairs(setting: Setting, training: Training, rank: int) -> list[Pair]:
     events = _profiled(setting, rank)
     trace = read_trace(_trace_of(setting.scratch, rank))
     gathers = events.where(events.kind == EventKind.ALL_GATHER)
-    return match_in_order(gathers, _marks(trace, case, "all_gather"))
+    return match_in_order(gathers, _marks(trace, training, "all_gather"))
 
 
-def _count(setting: Setting, case: Case, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """All-gathers and reductions of a rank, as recorded and as profiled."""
+def _count(setting: Setting, training: Training, rank: int) -> Counts:
+    """The counts of a rank in the profiled steps."""
     events = open_run(setting.scratch / "run").events(rank)
     events = events.where(events.step >= WARMUP_STEPS)
     trace = read_trace(_trace_of(setting.scratch, rank))
     # gloo reduces with an all-reduce, of which each rank keeps its part.
     reductions = np.isin(events.kind, [EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE])
     recorded = int((events.kind == EventKind.ALL_GATHER).sum()), int(reductions.sum())
-    profiled = len(_marks(trace, case, "all_gather")), len(_marks(trace, case, "all_reduce"))
-    if case.backend == "nccl":
-        profiled = profiled[0], profiled[1] + len(_marks(trace, case, "reduce_scatter"))
+    profiled = (
+        len(_marks(trace, training, "all_gather")),
+        len(_marks(trace, training, "all_reduce")),
+    )
+    if training.backend == "nccl":
+        profiled = profiled[0], profiled[1] + len(_marks(trace, training, "reduce_scatter"))
     return recorded, profiled
 
 
-def _marks(trace: list[TraceEvent], case: Case, what: str) -> list[TraceEvent]:
-    if case.backend == "gloo":
+def _marks(trace: list[TraceEvent], training: Training, what: str) -> list[TraceEvent]:
+    if training.backend == "gloo":
         return named(trace, f"gloo:{what}")
     kernel = what.title().replace("_", "")
     return [
@@ -144,9 +150,7 @@ def _marks(trace: list[TraceEvent], case: Case, what: str) -> list[TraceEvent]:
     ]
 
 
-def _counts_row(
-    setting: Setting, case: Case, counts: list[tuple[tuple[int, int], tuple[int, int]]]
-) -> Row:
+def _counts_row(setting: Setting, training: Training, counts: list[Counts]) -> Row:
     texts = [
         f"{recorded[0]} and {profiled[0]} all-gathers, {recorded[1]} and {profiled[1]} reductions"
         for recorded, profiled in counts
@@ -156,14 +160,16 @@ def _counts_row(
             name="collectives of two ranks, recorded and profiled",
             value="; ".join(dict.fromkeys(texts)),
             aim="as many",
-            how=f"Counted: {case.steps} steps on {NUM_RANKS} {case.backend} ranks on "
-            f"{setting.place}; reductions are reduce-scatters and all-reduces.",
+            how=(
+                f"Counted: {training.steps} steps on {NUM_RANKS} {training.backend} ranks on "
+                f"{setting.place}; reductions are reduce-scatters and all-reduces."
+            ),
         ),
         holds=all(recorded == profiled and min(recorded) > 0 for recorded, profiled in counts),
     )
 
 
-def _overlap_row(setting: Setting, case: Case) -> Row:
+def _overlap_row(setting: Setting, training: Training) -> Row:
     run = open_run(setting.scratch / "run")
     exposed = measure_exposed(run)
     if exposed is None:
@@ -179,7 +185,10 @@ def _overlap_row(setting: Setting, case: Case) -> Row:
                 f"{format_ns(exposed.exposed_ns)} exposed of "
                 f"{format_ns(exposed.communication_ns)} communication a step, {waits} waits"
             ),
-            how=f"Recorded: {NUM_RANKS} {case.backend} ranks on {setting.place}, while profiled.",
+            how=(
+                f"Recorded: {NUM_RANKS} {training.backend} ranks on {setting.place}, while "
+                "torch.profiler ran."
+            ),
             numbers={
                 "exposed_ns": exposed.exposed_ns,
                 "communication_ns": exposed.communication_ns,
@@ -189,7 +198,7 @@ def _overlap_row(setting: Setting, case: Case) -> Row:
     )
 
 
-def _row(setting: Setting, case: Case, pairs: list[Pair], reason: str) -> Row:
+def _row(setting: Setting, training: Training, pairs: list[Pair], reason: str) -> Row:
     errors = [pair.relative_error for pair in pairs]
     longer_ns = statistics.median(pair.recorded_ns - pair.profiled_ns for pair in pairs)
     duration_ns = statistics.median(pair.profiled_ns for pair in pairs)
@@ -199,10 +208,10 @@ def _row(setting: Setting, case: Case, pairs: list[Pair], reason: str) -> Row:
         value=spread(errors, 100, "%"),
         aim="" if reason else "median < 3 %",
         how=(
-            f"Measured: {len(pairs)} all-gathers of {case.steps} steps on {NUM_RANKS} "
-            f"{case.backend} ranks on {setting.place} (median {format_ns(duration_ns)}), recorded "
-            f"and profiled together. Recorded ones are {format_ns(longer_ns)} longer in the "
-            f"median. {reason and f'Not NCCL, because {reason}'}"
+            f"Measured: {len(pairs)} all-gathers of {training.steps} steps on {NUM_RANKS} "
+            f"{training.backend} ranks on {setting.place} (median {format_ns(duration_ns)}), "
+            f"recorded and profiled together. Recorded ones are {format_ns(longer_ns)} longer in "
+            f"the median. {reason and f'Not NCCL, because {reason}'}"
         ),
         numbers={"median_ratio": median, "median_longer_ns": longer_ns},
     )
