@@ -106,8 +106,7 @@ trackers: $(TRACKERS)/.complete ## Log to wandb, MLflow, TensorBoard and OpenTel
 
 .PHONY: gpu
 gpu: $(READY) ## Test and measure on a CUDA device (OUT=DIR: keep the table and a sample)
-	$(PYTEST) -m gpu $(ARGS); tests=$$?; \
-		$(BIN)/python -m tests.gpu $(if $(OUT),--out $(OUT)) && exit $$tests
+	$(BIN)/python -m tests.gpu $(if $(OUT),--out $(OUT)) $(ARGS)
 
 .PHONY: docs
 docs: $(READY) ## Build the documentation site into build/site (a dead link fails the build)

@@ -98,16 +98,16 @@ def _make_meshes_real(undo: ExitStack) -> None:
     initialise = DeviceMesh.__init__
 
     @functools.wraps(initialise)
-    def init(mesh: DeviceMesh, /, *args: Any, **kwargs: Any) -> None:
+    def init(itself: DeviceMesh, /, *args: Any, **kwargs: Any) -> None:
         with unset_fake_temporarily():
-            for name in ("_rank_map", "mesh"):  # torch 2.9 has `mesh`
+            for name in ("_rank_map", "mesh"):  # 0, 1, ..., N - 1; torch 2.9 has `mesh`
                 ranks = kwargs.get(name)
-                if isinstance(ranks, FakeTensor):  # init_device_mesh: 0, 1, ..., N - 1
+                if isinstance(ranks, FakeTensor):
                     numbers = torch.arange(ranks.numel(), dtype=ranks.dtype)
                     kwargs[name] = numbers.view(ranks.shape)
             if "device_type" in kwargs:
                 kwargs["device_type"] = host_for(kwargs["device_type"])
-            initialise(mesh, *map(host_for, args), **kwargs)
+            initialise(itself, *map(host_for, args), **kwargs)
 
     undo.callback(set_attribute(DeviceMesh, "__init__", init))
     layout = mesh_layout()

@@ -4,9 +4,10 @@ The allocator follows the order in which the host issues work. So the schedule u
 in this order, independent of the execution times. The unsharded parameters, all-gather outputs,
 gradients and reduce-scatter buffers of units follow from the plan, by FSDP2's rules (2.13). In
 forward, the output of an all-gather lives until the end of the next unit's copy-out (since torch
-2.15 until its begin), and in backward until its own. The input of a reduce-scatter lives until compute waits for it. The recorded memory step gives
-the activations that a forward keeps, the memory that a backward leaves, and the rise of memory
-while a piece runs. It also gives the memory of the code between two passes, such as the loss.
+2.15 until its begin), and in backward until its own. The input of a reduce-scatter lives until
+compute waits for it. The recorded memory step gives the activations that a forward keeps, the
+memory that a backward leaves, and the rise of memory while a piece runs. It also gives the memory
+of the code between two passes, such as the loss.
 """
 
 from collections.abc import Sequence

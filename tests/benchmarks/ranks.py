@@ -62,13 +62,14 @@ def run_ranks(module: str, options: Mapping[str, Any], folder: Path) -> list[dic
 def on_each_rank(measure: Callable[[Runtime, Path, dict[str, Any]], dict[str, Any]]) -> None:
     """Run one rank's part: `measure(runtime, folder, options)` within a process group.
 
-    The group uses the option `backend`. Without it: NCCL if the option `device` is `cuda`
+    The group uses the option `backend`. By default it is NCCL if the option `device` is `cuda`
     (additional ranks share the GPUs), else gloo.
     """
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
     device = _device_of(options)
-    dist.init_process_group(options.get("backend") or ("nccl" if device.type == "cuda" else "gloo"))
+    default = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(options.get("backend", default))
     rank = dist.get_rank()
     runtime = Runtime(rank, rank, dist.get_world_size(), device)
     answer = measure(runtime, folder, options)

@@ -2,16 +2,18 @@
 
 Each step runs in a separate process with a time limit, so that a step that fails or hangs does not
 affect the others. At the end one table shows the measured numbers with their aims. DIR has the
-table as Markdown and JSON, the log of the steps, and a small recorded run to commit. The exit code
-is 1 if a step failed or an aim was missed, and 0 if all is well or there is no GPU.
+table as Markdown and JSON, the log of the steps, and small recorded runs. It is written after each
+step. The exit code is 1 if a step failed, was not started for lack of time, or missed an aim. It is
+0 if all rows that this machine can measure hold.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -19,28 +21,35 @@ from pathlib import Path
 
 import psutil
 
-from tests.benchmarks.machine import Machine, describe_machine
-from tests.gpu.outcome import Row, Verdict, failed, unavailable
+from tests.benchmarks.machine import describe_machine
+from tests.gpu.outcome import Row, Verdict, failed, not_started, unavailable
+from tests.gpu.results import LOG, MAX_FILE_BYTES, Results, merge_folders, shorten
 from tests.gpu.sample import ROOT, command_of, pack, sample_name
 from tests.gpu.setting import NO_DEVICE, Setting, nccl_version
 from tests.gpu.step import ROWS
-from tests.gpu.table import render_table, table_json
 
 STEPS = {
+    "smoke": 75.0,
     "timing": 75.0,
     "paths": 90.0,
-    "clock": 60.0,
-    "costs": 60.0,
-    "two_ranks": 60.0,
     "memory": 75.0,
+    "core_tests": 120.0,
+    "costs": 60.0,
     "forecast": 90.0,
+    "clock": 60.0,
+    "two_ranks": 60.0,
     "emulated": 120.0,
     "sample": 60.0,
+    "trainer_tests": 150.0,
     "overhead": 180.0,
 }
-"""The time limit of each step in seconds. The longest step is the last, and takes the remaining
-time."""
-_TOTAL_S = 450.0
+"""The time limit of each step in seconds, in order of importance. The longest step is the last, and
+takes the remaining time."""
+_TOTAL_S = 480.0
+_QUICK_FACTOR = 5
+"""A quick trial may run on a busy CPU, so its steps have more time."""
+_LEAST_S = 10.0
+"""A step is not started if less time is left."""
 _QUOTED_LINES = 3
 
 
@@ -50,23 +59,25 @@ class Script:
 
     options: argparse.Namespace
     scratch: Path
-    machine: Machine
-    rows: list[Row] = field(default_factory=list)
+    results: Results
     started: float = field(default_factory=time.monotonic)
 
     def run(self, name: str) -> None:
-        """Run one step; its results, or the reason why there are none, are in `rows`."""
+        """Run one step; its results, or the reason why there are none, are in `results`."""
         left = self.options.limit_s - self._elapsed_s
-        if left <= 0:
+        if left < _LEAST_S:
             total = f"{self.options.limit_s:.0f} s"
-            self._end(name, [failed(name, f"Not started: all {total} of the call were used.")])
+            self._end(name, [not_started(name, f"Not started: all {total} of the call were used.")])
             return
-        setting = self.setting_of(name, min(left, STEPS[name]))
+        slower = _QUICK_FACTOR if self.options.quick else 1
+        setting = self.setting_of(name, min(left, STEPS[name] * slower))
         setting.scratch.mkdir()
         self._say(f"{name} ...")
         problem = self._run_child(name, setting)
         found = _read_rows(setting.scratch / ROWS)
         self._end(name, [*found, *([failed(name, problem)] if problem else [])])
+        self._keep_files(name, setting)
+        shutil.rmtree(setting.scratch, ignore_errors=True)
 
     def setting_of(self, name: str, limit_s: float) -> Setting:
         """The setting of a step."""
@@ -78,28 +89,44 @@ class Script:
             self._end(name, [unavailable(name, reason)])
 
     def finish(self) -> int:
-        """Print the table and pack the sample; returns the exit code."""
-        table = render_table(self.machine, self.rows)
-        print(f"\n{table}", flush=True)
-        name = sample_name(self.options.device)
-        sample = self.scratch / "sample" / name
-        if self.options.out is not None and (sample / "expected.json").exists():
-            place = self.machine.gpu or self.machine.cpu
-            command = command_of(self.setting_of("sample", STEPS["sample"]))
-            pack(sample, self.options.out / f"{name}.tar.gz", command, place, table)
-        return int(any(row.verdict is Verdict.MISSED for row in self.rows))
+        """Print the table; returns the exit code."""
+        print(f"\n{self.results.table}", flush=True)
+        return self.results.exit_code
+
+    def _keep_files(self, name: str, setting: Setting) -> None:
+        """Pack the sample, and the files that a step keeps."""
+        out: Path | None = self.options.out
+        if out is None:
+            return
+        sample = sample_name(self.options.device)
+        if (setting.scratch / sample / "expected.json").exists():
+            machine = self.results.machine
+            command = command_of(setting)
+            target = out / f"{sample}.tar.gz"
+            pack(
+                setting.scratch / sample,
+                target,
+                command,
+                machine.gpu or machine.cpu,
+                self.results.table,
+            )
+        if setting.kept.exists():
+            target = out / f"{name}.tar.gz"
+            with tarfile.open(target, "w:gz") as archive:
+                archive.add(setting.kept, arcname=name)
+            if target.stat().st_size > MAX_FILE_BYTES:
+                target.unlink()
+                self._say(f"{name}: its files are too large to keep")
 
     def _write_figures(self) -> None:
         """Write the current results, which stay if the call is interrupted."""
-        out: Path | None = self.options.out
-        if out is not None:
-            content = table_json(self.machine, self.rows)
-            (out / "figures.json").write_text(json.dumps(content, indent=2) + "\n")
-            (out / "figures.md").write_text(f"{render_table(self.machine, self.rows)}\n")
+        if self.options.out is not None:
+            self.results.write(self.options.out)
+            shorten(self.options.out / LOG)
 
     def _run_child(self, name: str, setting: Setting) -> str:
         """The reason why the step failed; empty if it succeeded."""
-        log = (self.options.out or self.scratch) / "steps.log"
+        log = (self.options.out or self.scratch) / LOG
         with log.open("ab") as output:
             output.write(f"=== {name}\n".encode())
             output.flush()
@@ -119,7 +146,7 @@ class Script:
         return f"Ended with {code}. {_end_of(log)}" if code else ""
 
     def _end(self, name: str, rows: list[Row]) -> None:
-        self.rows += rows
+        self.results.put(name, rows)
         self._write_figures()
         self._say(f"{name}: {_count(rows)}")
 
@@ -132,13 +159,22 @@ class Script:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the chosen steps; returns the exit code."""
+    """Run the chosen steps, or merge earlier calls; returns the exit code."""
     options = _parse(arguments)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
+    if options.merge:
+        merged = merge_folders(options.merge, options.out)
+        print(merged.table)
+        return merged.exit_code
     with tempfile.TemporaryDirectory(prefix="fsdp-inspect-gpu-") as folder:
         gpu = _describe_gpu() if options.device == "cuda" else ""
-        script = Script(options, Path(folder), describe_machine(gpu))
+        results = Results(describe_machine(gpu))
+        earlier = None if options.out is None else Results.read(options.out)
+        if earlier is not None:
+            earlier.add(results)
+            results = earlier
+        script = Script(options, Path(folder), results)
         if options.device == "cuda" and not gpu:
             script.skip(f"{NO_DEVICE}. `--device cpu --quick` tries the script itself.")
         else:
@@ -166,7 +202,9 @@ def _count(rows: list[Row]) -> str:
     verdicts = [row.verdict for row in rows]
     missed = verdicts.count(Verdict.MISSED)
     absent = verdicts.count(Verdict.NOT_AVAILABLE)
-    return f"{len(rows)} rows, {missed} missed, {absent} not available"
+    waiting = verdicts.count(Verdict.NOT_STARTED)
+    late = f", {waiting} not started" if waiting else ""
+    return f"{len(rows)} rows, {missed} missed, {absent} not available{late}"
 
 
 def _end_of(log: Path) -> str:
@@ -189,7 +227,12 @@ def _kill_with_descendants(child: subprocess.Popen[bytes]) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also write table, log and sample")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="also write table, log and sample; earlier results in DIR are merged",
+    )
     parser.add_argument(
         "--only", nargs="+", choices=STEPS, default=list(STEPS), help="default: all steps"
     )
@@ -204,7 +247,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="S",
         help=f"seconds for all steps together (default {_TOTAL_S:.0f})",
     )
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--merge",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="merge the results of several calls into --out, the earliest call first",
+    )
+    options = parser.parse_args(arguments)
+    if options.merge and options.out is None:
+        parser.error("--merge requires --out, the folder for the merged results")
+    return options
 
 
 if __name__ == "__main__":

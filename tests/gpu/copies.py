@@ -2,11 +2,17 @@
 
 torch opens a range around each all-gather (`FSDP::all_gather`, which holds the copy of the shards
 into its input) and around each copy out of its buffer. A kernel belongs to the range in which the
-host launched it. The n-th recorded copy is the n-th range, since each kind runs on one stream.
+host launched it and runs on the stream of the range's first kernel: other kernels of the range
+carry values of emulated ranks. The n-th recorded copy is the n-th range, since each kind runs on
+one stream.
+
+A start that is marked before the stream's last wait makes a copy too long. Such a copy is idle
+after the launch of its first kernel.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,6 +31,9 @@ KINDS = {
     "copies out of all-gathers": (EventKind.ALL_GATHER_COPY_OUT, "FSDP::all_gather_copy_out"),
 }
 _TOLERANCE_NS = 10_000
+_IDLE_NS = 500_000
+"""The longest time from the launch of a kernel to its start, when it waits for free processors
+only."""
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -35,26 +44,34 @@ Times = NDArray[np.int64]
 class KernelSpans:
     """From the first to the last kernel of each range, ns on the profiler's clock; shape (n,)."""
 
+    launch_ns: Times
+    """The moment at which the host launched the first kernel."""
     start_ns: Times
     end_ns: Times
 
 
 def copy_rows(
-    setting: Setting, events: EventTable, trace: list[TraceEvent], offset_ns: int
+    setting: Setting,
+    events: EventTable,
+    trace: list[TraceEvent],
+    offset_ns: int,
+    *,
+    suffix: str = "",
 ) -> Iterator[Row]:
-    """Two rows for each kind of copy: whether its kernels are inside it, and its excess time.
+    """Three rows for each kind: whether a copy holds its kernels, idle time in it, excess time.
 
     Args:
         setting: The setting of the measurement.
         events: The recorded events of the profiled steps.
         trace: The events of the profiler.
         offset_ns: The recorder's clock minus the profiler's.
+        suffix: Appended to the names of the rows.
     """
     for name, (kind, range_name) in KINDS.items():
         recorded = events.where(events.kind == kind)
         recorded = recorded.where(np.argsort(recorded.end_ns, kind="stable"))
         spans = kernel_spans(trace, range_name)
-        yield from _rows(setting, name, recorded, spans, offset_ns)
+        yield from _rows(setting, f"{name}{suffix}", recorded, spans, offset_ns)
 
 
 def kernel_spans(trace: list[TraceEvent], range_name: str) -> KernelSpans:
@@ -78,16 +95,19 @@ def kernel_spans(trace: list[TraceEvent], range_name: str) -> KernelSpans:
     spans = []
     for each in sorted(ranges, key=lambda event: event.start_ns):
         own = [
-            kernels[launch.arguments.get("correlation")]
+            (launch.start_ns, kernels[launch.arguments.get("correlation")])
             for launch in launches
             if launch.tid == each.tid
             and each.start_ns <= launch.start_ns <= each.end_ns
             and launch.arguments.get("correlation") in kernels
         ]
         if own:
-            spans.append((min(k.start_ns for k in own), max(k.end_ns for k in own)))
-    columns = np.array(spans, dtype=np.int64).reshape(-1, 2)
-    return KernelSpans(columns[:, 0], columns[:, 1])
+            launch_ns, first = min(own, key=lambda pair: pair[0])
+            copies = [kernel for _, kernel in own if kernel.tid == first.tid]
+            start_ns = min(kernel.start_ns for kernel in copies)
+            spans.append((launch_ns, start_ns, max(kernel.end_ns for kernel in copies)))
+    columns = np.array(spans, dtype=np.int64).reshape(-1, 3)
+    return KernelSpans(columns[:, 0], columns[:, 1], columns[:, 2])
 
 
 def _rows(
@@ -115,6 +135,7 @@ def _rows(
         ),
         holds=holding == len(recorded),
     )
+    yield _idle_row(setting, name, recorded, spans, offset_ns, how)
     beyond = recorded.end_ns - recorded.start_ns - (spans.end_ns - spans.start_ns)
     yield shown(
         Figure(
@@ -123,4 +144,34 @@ def _rows(
             how=f"{how} A recorded copy also holds the gaps before its kernels are launched.",
             numbers={"median_ns": float(np.median(beyond))},
         )
+    )
+
+
+def _idle_row(
+    setting: Setting,
+    name: str,
+    recorded: EventTable,
+    spans: KernelSpans,
+    offset_ns: int,
+    how: str,
+) -> Row:
+    begun_ns = np.maximum(recorded.start_ns - offset_ns, spans.launch_ns)
+    idle_ns = np.maximum(spans.start_ns - begun_ns, 0)
+    steps = np.unique(recorded.step)
+    longest = [int(idle_ns[recorded.step == step].max()) for step in steps]
+    middle = statistics.median(longest)
+    return setting.judge.aimed(
+        Figure(
+            name=f"{name}: longest idle time before the kernels",
+            value=f"{middle / 1e3:.1f} µs",
+            interval=f"{min(longest) / 1e3:.1f} to {max(longest) / 1e3:.1f} µs",
+            aim=f"< {_IDLE_NS / 1e3:.0f} µs",
+            how=(
+                f"{how} From the recorded start, or from the launch of the first kernel if that is "
+                "later, to the first kernel; the longest of each step, median and range over "
+                "steps. A start that is marked before the stream waits for a reshard shows here."
+            ),
+            numbers={"median_ns": middle, "highest_ns": max(longest)},
+        ),
+        holds=middle < _IDLE_NS,
     )

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.emulation.wires import SpinningDevice
-from fsdp_inspect.recording.clocks import CudaClock, HostClock, TorchCudaBackend
+from fsdp_inspect.recording.clocks import CudaClock, CudaMark, HostClock, TorchCudaBackend
 from fsdp_inspect.recording.memory import CudaAllocator
 from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row, shown, unavailable
@@ -51,8 +51,8 @@ def measure(setting: Setting) -> Iterator[Row]:
         )
 
 
-def _clock_rows(setting: Setting, clock: Any, repeats: int) -> Iterator[Row]:
-    marks: list[Any] = []
+def _clock_rows(setting: Setting, clock: CudaClock, repeats: int) -> Iterator[Row]:
+    marks: list[CudaMark] = []
     taking: list[float] = []
     reading: list[float] = []
     for _ in range(repeats // _BATCH):
@@ -100,7 +100,7 @@ def _spin_row(setting: Setting, spinning: SpinningDevice, stream: Any, notes: li
     )
 
 
-def _read_next(clock: Any, marks: Iterator[Any]) -> None:
+def _read_next(clock: CudaClock, marks: Iterator[CudaMark]) -> None:
     clock.read(next(marks))
 
 

@@ -27,7 +27,9 @@ class Verdict(StrEnum):
     NOT_JUDGED = "not judged"
     """The row comes from a quick trial."""
     NOT_AVAILABLE = "not available"
-    """The number was not measured, for the stated reason."""
+    """This machine, torch or NCCL cannot measure the number, for the stated reason."""
+    NOT_STARTED = "not started"
+    """No time was left in the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,15 @@ def shown(figure: Figure) -> Row:
 
 
 def unavailable(name: str, reason: str) -> Row:
-    """A row for a missing measurement, with the reason."""
-    return Row(Figure(name=name, value="", how=reason), Verdict.NOT_AVAILABLE)
+    """A row for a number that cannot be measured here; the reason continues `because`."""
+    return Row(
+        Figure(name=name, value="", how=f"Not available, because {reason}"), Verdict.NOT_AVAILABLE
+    )
+
+
+def not_started(name: str, reason: str) -> Row:
+    """A row for a step that a later call has to measure."""
+    return Row(Figure(name=name, value="", how=reason), Verdict.NOT_STARTED)
 
 
 def failed(name: str, reason: str) -> Row:

@@ -1,7 +1,7 @@
 """Make a small recorded GPU run in the form of `samples/`.
 
-This module makes the run and its `expected.json`. `pack` adds the README with the table after all
-steps.
+This module makes the run and its `expected.json`. `pack` adds the README with the table so far, as
+soon as the run is recorded.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ def measure(setting: Setting) -> Iterator[Row]:
     folder = setting.scratch / name
     work = setting.scratch / "work"
     work.mkdir(parents=True)
-    _run(["-m", "instrumented_trainer", *_arguments(setting, name)], work)
+    run_python(["-m", "instrumented_trainer", *_arguments(setting, name)], work)
     [run] = work.glob(f"*{name}*")
     folder.mkdir()
     shutil.move(run, folder / "run")
-    summary = json.loads(_run(["-m", "fsdp_inspect", "summary", str(folder / "run"), "--json"]))
+    summary = json.loads(
+        run_python(["-m", "fsdp_inspect", "summary", str(folder / "run"), "--json"])
+    )
     expected = {key: summary[key] for key in _EXPECTED}
     (folder / "expected.json").write_text(json.dumps(expected, indent=2) + "\n")
     yield _row(setting, name, folder)
@@ -72,14 +74,14 @@ def pack(folder: Path, target: Path, command: str, place: str, table: str) -> No
         target: A `.tar.gz` to write.
         command: The trainer's command.
         place: The device.
-        table: The table of the whole script, as Markdown.
+        table: The table of the steps so far, as Markdown.
     """
     (folder / "README.md").write_text(
         f"# {folder.name}\n\n"
         f"Rank 0 of 8 emulated ranks on {place}: the kernels, the memory and FSDP's scheduling are "
         "real, the network is\na model. One process and no torchrun; recorded by `make gpu` "
         f"with\n\n```bash\n{command}\n```\n\n"
-        f"What the same call of `make gpu` measured:\n\n{table}\n"
+        f"The same call of `make gpu` had measured before:\n\n{table}\n"
     )
     with tarfile.open(target, "w:gz") as archive:
         archive.add(folder, arcname=folder.name)
@@ -98,7 +100,12 @@ def _arguments(setting: Setting, name: str) -> list[str]:
     return ["--emulate", ONE_NODE, *flat, "--runs-dir", ".", "--name", name]
 
 
-def _run(arguments: list[str], folder: Path = ROOT) -> str:
+def run_python(arguments: list[str], folder: Path = ROOT) -> str:
+    """Run Python with these arguments; returns its output.
+
+    Raises:
+        RuntimeError: It failed. The message has its errors.
+    """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, *arguments],

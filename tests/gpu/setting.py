@@ -25,7 +25,7 @@ from tests.benchmarks.workload import Workload
 from tests.gpu.outcome import Judge
 
 NO_DEVICE = "torch sees no CUDA device on this machine"
-NEEDS_CUDA = "Needs a CUDA device; tried on CPU here."
+NEEDS_CUDA = "it needs a CUDA device, and this call ran on the CPU."
 
 ONE_NODE = "h100-nvlink,world_size=8"
 EIGHT_NODES = "h200-ib400,world_size=64"
@@ -52,6 +52,11 @@ class Setting:
     def is_cuda(self) -> bool:
         """Whether the step runs on a GPU."""
         return self.device == "cuda"
+
+    @property
+    def kept(self) -> Path:
+        """The folder for files that the script packs and keeps."""
+        return self.scratch / "kept"
 
     @property
     def judge(self) -> Judge:

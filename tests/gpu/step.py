@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from tests.gpu import suites
 from tests.gpu.setting import Setting
 
 ROWS = "rows.jsonl"
@@ -17,7 +18,10 @@ ROWS = "rows.jsonl"
 def main(name: str, text: str) -> None:
     """Run the step and write its rows to `rows.jsonl` in its folder."""
     setting = Setting.from_json(text)
-    measure = import_module(f"tests.gpu.{name}").measure
+    if name in suites.FILES:
+        measure = suites.measure_of(name)
+    else:
+        measure = import_module(f"tests.gpu.{name}").measure
     with Path(setting.scratch / ROWS).open("a") as rows:
         for row in measure(setting):
             print(row.to_json(), file=rows, flush=True)

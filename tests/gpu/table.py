@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.benchmarks.figures import to_json
+from tests.benchmarks.figures import Figure, to_json
 from tests.benchmarks.machine import Machine
-from tests.gpu.outcome import Row
+from tests.gpu.outcome import Row, Verdict
 
 _HEADER = ("", "measured", "interval", "aim", "", "how")
 
@@ -23,12 +24,24 @@ def render_table(machine: Machine, rows: Sequence[Row]) -> str:
     return "\n".join([*shown, "", *explained, "", machine.sentence])
 
 
-def table_json(machine: Machine, rows: Sequence[Row]) -> dict[str, Any]:
-    """The rows as JSON values: figures as in `make bench --json`, each with its verdict."""
-    content = to_json(machine, [row.figure for row in rows])
-    for figure, row in zip(content["figures"], rows, strict=True):
-        figure["verdict"] = row.verdict.value or None
+def table_json(machine: Machine, rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    """The rows by step as JSON: figures as in `make bench --json`, with step and verdict."""
+    flat = [(step, row) for step, each in rows.items() for row in each]
+    content = to_json(machine, [row.figure for _, row in flat])
+    for figure, (step, row) in zip(content["figures"], flat, strict=True):
+        figure.update(step=step, verdict=row.verdict.value or None)
     return content
+
+
+def read_json(content: Mapping[str, Any]) -> tuple[Machine, dict[str, list[Row]]]:
+    """Read the machine and the rows that `table_json` wrote."""
+    rows: dict[str, list[Row]] = {}
+    for fields in content["figures"]:
+        figure = dict(fields)
+        step, verdict = figure.pop("step"), Verdict(figure.pop("verdict") or "")
+        numbers = {key: math.inf if v is None else v for key, v in figure["numbers"].items()}
+        rows.setdefault(step, []).append(Row(Figure(**{**figure, "numbers": numbers}), verdict))
+    return Machine(**content["machine"]), rows
 
 
 def _cells(row: Row, notes: list[str]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.benchmarks.profiler_trace import TraceEvent
 from tests.builders import InMemoryRun, RunBuilder
 from tests.gpu.clock import clock_row
 from tests.gpu.copies import copy_rows
-from tests.gpu.memory import MEMORY_STEP, counter_rows, snapshot_rows, tracker_row
+from tests.gpu.memory import MEMORY_STEP, counter_rows, snapshot_rows, tracker_row, units_row
 from tests.gpu.outcome import Row, Verdict
 from tests.gpu.setting import Setting
 from tests.gpu.timing import compare, exposed_of_kernels, host_offset, match, spin_kernels
@@ -131,7 +132,10 @@ def test_a_collective_that_only_the_profiler_saw_ends_the_comparison() -> None:
 
 
 def copies_trace() -> list[TraceEvent]:
-    """Two all-gathers; the host launches a copy inside each, 100 us before the device runs it."""
+    """Two all-gathers; the host launches a copy inside each, 100 us before the device runs it.
+
+    On another stream, a copy fills the output with the values of emulated ranks.
+    """
 
     def ranged(name: str, start: int, end: int) -> TraceEvent:
         return TraceEvent(name, "user_annotation", 1, start - OFFSET, end - OFFSET, {})
@@ -149,6 +153,8 @@ def copies_trace() -> list[TraceEvent]:
             launched(start + 20 * US, first + 1),
             launched(start + 30 * US, first + 2),
             launched(start + 30 * US, first + 3, thread=2),
+            launched(start + 40 * US, first + 5),
+            kernel("values_of_ranks", 28, start + 150 * US, start + 390 * US, first + 5),
             kernel("foreach_copy", 20, start + 110 * US, start + 130 * US, first),
             kernel("split_copy", 20, start + 140 * US, start + 150 * US, first + 1),
             kernel("fsdp_inspect_spin", 24, start + 150 * US, start + 300 * US, first + 2),
@@ -180,8 +186,13 @@ def test_copies_are_compared_with_the_kernels_launched_inside_their_ranges() -> 
     rows = told(copy_rows(SETTING, copied(into_ends=46), copies_trace(), OFFSET))
     assert rows == {
         "copies into all-gathers that hold their kernels": ("2 of 2", Verdict.HOLDS),
+        "copies into all-gathers: longest idle time before the kernels": ("2.0 µs", Verdict.HOLDS),
         "copies into all-gathers: recorded less kernels": ("6.0 µs (p90 6.0 µs)", Verdict.SHOWN),
         "copies out of all-gathers that hold their kernels": ("2 of 2", Verdict.HOLDS),
+        "copies out of all-gathers: longest idle time before the kernels": (
+            "1.0 µs",
+            Verdict.HOLDS,
+        ),
         "copies out of all-gathers: recorded less kernels": ("2.0 µs (p90 2.0 µs)", Verdict.SHOWN),
     }
 
@@ -190,6 +201,20 @@ def test_a_copy_that_is_recorded_without_its_duration_is_missed() -> None:
     rows = told(copy_rows(SETTING, copied(into_ends=0), copies_trace(), OFFSET))
     name = "copies into all-gathers that hold their kernels"
     assert rows[name] == ("0 of 2", Verdict.MISSED)
+
+
+def test_a_copy_that_is_marked_before_its_stream_waits_for_a_reshard_is_missed() -> None:
+    late = 6_000 * US
+    trace = [
+        replace(event, start_ns=event.start_ns + late, end_ns=event.end_ns + late)
+        if event.name in ("foreach_copy", "split_copy") and event.tid == 20
+        else event
+        for event in copies_trace()
+    ]
+    rows = told(copy_rows(SETTING, copied(into_ends=6_046), trace, OFFSET))
+    assert rows["copies into all-gathers that hold their kernels"] == ("2 of 2", Verdict.HOLDS)
+    name = "copies into all-gathers: longest idle time before the kernels"
+    assert rows[name] == ("6002.0 µs", Verdict.MISSED)
 
 
 def test_a_copy_that_only_the_profiler_saw_is_missed() -> None:
@@ -253,3 +278,5 @@ def test_a_snapshot_is_compared_with_what_torch_counted(tmp_path: Path) -> None:
     peak, end = (64 + 12 + 2 * 10 + 32 + 30) * KIB, (64 + 12) * KIB
     rows = snapshot_rows(setting, path, peak, (end, allocator.reserved))
     assert {verdict for _, verdict in told(rows).values()} == {Verdict.HOLDS}
+    assert units_row(setting, {"layers.0", "layers.1"}).verdict is Verdict.HOLDS
+    assert units_row(setting, {"layers.0", "layers.2"}).verdict is Verdict.MISSED

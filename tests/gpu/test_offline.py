@@ -1,165 +1,180 @@
-"""`offline.sh` runs with the packages of a machine without a network, and merges its results."""
+"""`offline.sh`: the packages that it needs, and the whole script on a CPU."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-import time
+import tarfile
+from collections import Counter
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from tests.benchmarks.figures import Figure
-from tests.benchmarks.machine import describe_machine
-from tests.gpu.merge import FIGURES, MOST_FILES, merge
-from tests.gpu.outcome import Row, Verdict, shown
-from tests.gpu.table import table_json
+from fsdp_inspect.store.reader import open_run
+from tests.gpu.__main__ import STEPS
+from tests.gpu.packages import IMAGE, WHEELS, read_names
+from tests.gpu.setting import NEEDS_CUDA
+from tests.gpu.suites import FILES
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-SCRIPT = HERE / "offline.sh"
-WHEELS = (HERE / "wheels.txt").read_text().split()
-ON_THE_MACHINE = (
-    *("torch", "transformers", "accelerate", "lightning", "peft", "pytest", "hypothesis"),
-    *("pyarrow", "scipy", "typer", "rich", "psutil", "nvidia-ml-py"),
-)
-"""The distributions that were installed on the GPU machine in September 2026."""
-_IMPORTS = """
-import importlib.metadata as metadata, re, sys
+ROOT = Path(__file__).parents[2]
 
-def requirements(names):
-    found, left = set(), list(names)
-    while left:
-        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+IMPORTS = '''
+import sys, json, importlib
+blocked = set(json.loads(sys.argv[1]))
+
+class Installed:
+    """Finds the modules that the GPU machine has, too."""
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in blocked:
+            return self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Installed(finder) for finder in sys.meta_path]
+for name in json.loads(sys.argv[2]):
+    importlib.import_module(name)
+import pytest
+sys.exit(pytest.main(json.loads(sys.argv[3])))
+'''
+
+
+def requirements(names: Iterable[str]) -> set[str]:
+    """The distributions and all that they require, by canonical name."""
+    found: set[str] = set()
+    waiting = [canonicalize_name(name) for name in names]
+    while waiting:
+        name = waiting.pop()
         if name in found:
             continue
         found.add(name)
         try:
-            needed = metadata.requires(name) or ()
-        except metadata.PackageNotFoundError:
+            lines = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # a part of torch that another build has
             continue
-        left += [re.match(r"[\\w.-]+", each)[0] for each in needed if "extra ==" not in each]
+        for requirement in map(Requirement, lines):
+            marker = requirement.marker
+            if marker is None or marker.evaluate({"extra": ""}):
+                waiting.append(canonicalize_name(requirement.name))
     return found
 
-allowed = requirements(sys.argv[1].split(",")) | set(sys.argv[2].split(","))
-owners = metadata.packages_distributions()
 
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        owner = owners.get(name.partition(".")[0])
-        normal = {re.sub(r"[-_.]+", "-", each).lower() for each in owner or ()}
-        if owner and not normal & allowed and "fsdp-inspect" not in normal:
-            raise ModuleNotFoundError(f"{name} of {owner} is not on the machine", name=name)
-
-sys.meta_path.insert(0, Missing())
-import tests.gpu.__main__, tests.gpu.emulated, tests.gpu.merge, tests.gpu.sample
-import tests.gpu.paths, tests.gpu.overhead, tests.gpu.timing, tests.gpu.two_ranks
-import instrumented_trainer.__main__, fsdp_inspect.cli.application, fsdp_inspect.report.text
-"""
+def modules_that_the_gpu_machine_lacks() -> list[str]:
+    """Modules of this environment's packages that are neither in the image nor in the wheels."""
+    wheels = {canonicalize_name(name) for name in read_names(WHEELS)}
+    present = requirements(read_names(IMAGE)) | wheels
+    return [
+        module
+        for module, packages in metadata.packages_distributions().items()
+        if not present & {canonicalize_name(package) for package in packages}
+        and module not in ("fsdp_inspect", "fsdp_inspect_app", "instrumented_trainer")
+    ]
 
 
-def test_the_script_imports_with_the_machine_s_packages_and_the_wheels() -> None:
-    wheels = ",".join(name.replace("_", "-").lower() for name in WHEELS)
+def test_the_script_imports_with_the_packages_of_the_gpu_machine_and_the_wheels() -> None:
+    lacking = modules_that_the_gpu_machine_lacks()
+    assert {"duckdb", "streamlit"} <= set(lacking)
+    steps = [f"tests.gpu.{name}" for name in STEPS if name not in FILES]
+    parts = [f"fsdp_inspect.cli.{name}" for name in ("application", "summary", "diagnose")]
+    modules = [
+        "tests.gpu.__main__",
+        "tests.gpu.step",
+        *steps,
+        *parts,
+        "instrumented_trainer.command_line",
+    ]
+    tests = [f"tests/gpu/{file}" for files in FILES.values() for file in files]
+    collecting = ["--collect-only", "-q", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-c", _IMPORTS, ",".join(ON_THE_MACHINE), wheels],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+        [
+            sys.executable,
+            "-c",
+            IMPORTS,
+            *map(json.dumps, (lacking, modules, [*collecting, *tests])),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_wheel_of_the_list_is_pinned_and_needed_in_the_readme() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = {line.partition("==")[0].lower() for line in lines}
-    assert {name.lower().replace("_", "-") for name in WHEELS} <= {
-        name.replace("_", "-") for name in pinned
-    }
-    assert "tests/gpu/wheels.txt" in (HERE / "README.md").read_text()
+def test_each_wheel_is_pinned_and_complete() -> None:
+    wheels = read_names(WHEELS)
+    pinned = (ROOT / "constraints.txt").read_text().lower()
+    assert [name for name in wheels if f"\n{name.lower()}==" not in pinned] == []
+    assert requirements(wheels) <= requirements(read_names(IMAGE)) | set(
+        map(canonicalize_name, wheels)
+    )
 
 
-@pytest.mark.parametrize("arguments", [[], ["soon"], ["-5"]])
-def test_a_call_without_a_budget_explains_itself(arguments: list[str], tmp_path: Path) -> None:
-    done = call(arguments, tmp_path)
+def offline(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # The wheels of this checkout, if it has any, are for another version of Python.
+    setting = {"DEVICE": "cpu", "QUICK": "1", "PY": sys.executable, "WHEELS": "no-wheels"}
+    return subprocess.run(
+        ["bash", "tests/gpu/offline.sh", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **setting, "OUT": str(out)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def figures_in(out: Path) -> list[dict[str, str]]:
+    figures: list[dict[str, str]] = json.loads((out / "figures.json").read_text())["figures"]
+    return figures
+
+
+def test_a_second_call_adds_its_steps_to_the_results_of_the_first(tmp_path: Path) -> None:
+    assert offline(tmp_path, "100", "costs").returncode == 0
+    done = offline(tmp_path, "12", "clock")
+    assert done.returncode == 1
+    assert [figure["step"] for figure in figures_in(tmp_path)] == ["costs", "costs", "clock"]
+    assert figures_in(tmp_path)[-1]["verdict"] == "not started"
+    report = (tmp_path / "report.txt").read_text()
+    assert report.count("=== offline.sh") == 2
+    assert re.search(r"^Python 3\.\d+\.\d+, fsspec ", report, re.MULTILINE)
+
+
+def test_an_unknown_step_is_an_error(tmp_path: Path) -> None:
+    done = offline(tmp_path, "60", "nonsense")
     assert done.returncode == 2
-    assert done.stderr.startswith("usage: OUT=DIR tests/gpu/offline.sh BUDGET_S")
-
-
-def test_an_unknown_part_fails_and_names_it(tmp_path: Path) -> None:
-    done = call(["30", "everything"], tmp_path)
-    assert done.returncode == 1
-    assert "unknown part everything" in (tmp_path / "out/report.txt").read_text()
-
-
-def test_a_part_without_time_is_not_started(tmp_path: Path) -> None:
-    done = call(["0", "smoke"], tmp_path)
-    assert done.returncode == 1
-    assert "smoke: not started" in (tmp_path / "out/report.txt").read_text()
+    assert "invalid choice: 'nonsense'" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(900)
-def test_two_calls_on_a_cpu_merge_their_results(tmp_path: Path) -> None:
-    first = call(["300", "smoke", "clock"], tmp_path)
-    assert first.returncode == 0, first.stdout + first.stderr
-    second = call(["300", "costs"], tmp_path)
-    assert second.returncode == 0, second.stdout + second.stderr
-    out = tmp_path / "out"
-    names = {path.name for path in out.iterdir()}
-    assert {"report.txt", "figures.json", "figures.md", "steps.log", "smoke.tar.gz"} <= names
-    assert len(names) <= MOST_FILES
-    rows = [figure["name"] for figure in json.loads((out / FIGURES).read_text())["figures"]]
-    assert any("clock" in name for name in rows)
-    assert any("cost of" in name for name in rows)
-    assert "costs: ok" in (out / "report.txt").read_text()
-
-
-def call(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the script on a CPU at a small size, with this interpreter."""
-    settings = {"DEVICE": "cpu", "QUICK": "1", "PY": sys.executable}
-    places = {"OUT": str(folder / "out"), "KEPT": str(folder / "kept")}
-    return subprocess.run(
-        [SCRIPT, *arguments], cwd=ROOT, env={**os.environ, **settings, **places},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-# --- merging
-
-
-def write(folder: Path, rows: list[Row]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FIGURES).write_text(json.dumps(table_json(describe_machine(), rows)))
-    time.sleep(0.01)  # the order of parts is that of their files
-
-
-def row(name: str, value: str) -> Row:
-    return shown(Figure(name=name, value=value, how="counted", numbers={"n": 1.0}))
-
-
-def test_rows_of_a_later_part_replace_those_of_the_same_name(tmp_path: Path) -> None:
-    write(tmp_path / "first/core", [row("a", "1"), row("b", "1")])
-    write(tmp_path / "first/costs", [row("c", "1")])
-    write(tmp_path / "second", [Row(row("b", "2").figure, Verdict.MISSED)])
-    merge([tmp_path / "first", tmp_path / "second"], tmp_path / "out")
-    merged = json.loads((tmp_path / "out" / FIGURES).read_text())["figures"]
-    assert [(each["name"], each["value"], each["verdict"]) for each in merged] == [
-        ("a", "1", None),
-        ("b", "2", "MISSED"),
-        ("c", "1", None),
-    ]
-    assert "| b " in (tmp_path / "out/figures.md").read_text()
-
-
-def test_a_table_that_is_being_written_and_a_large_archive_are_left_out(tmp_path: Path) -> None:
-    write(tmp_path / "parts/core", [row("a", "1")])
-    (tmp_path / "parts/costs").mkdir()
-    (tmp_path / "parts/costs" / FIGURES).write_text('{"machine": {')
-    with (tmp_path / "parts/core/sample.tar.gz").open("wb") as file:
-        file.truncate(16 << 20)
-    (tmp_path / "parts/core/smoke.tar.gz").write_bytes(b"packed")
-    merge([tmp_path / "parts"], tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "figures.json", "figures.md", "smoke.tar.gz",
-    ]  # fmt: skip
+@pytest.mark.timeout(1200)
+def test_the_whole_script_runs_on_a_cpu(tmp_path: Path) -> None:
+    done = offline(tmp_path, "1100")
+    assert done.returncode == 0, done.stdout
+    figures = figures_in(tmp_path)
+    assert list(dict.fromkeys(figure["step"] for figure in figures)) == list(STEPS)
+    verdicts = Counter(figure["verdict"] for figure in figures)
+    assert verdicts["MISSED"] == 0
+    assert len(figures) > 30
+    reasons = {f["how"] for f in figures if f["verdict"] == "not available"}
+    assert all(NEEDS_CUDA in reason or "which torch" in reason for reason in reasons)
+    assert "| how |" in (tmp_path / "figures.md").read_text()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) <= 8
+    assert max(path.stat().st_size for path in files) < 16 << 20
+    with tarfile.open(tmp_path / "emulated-8-ranks-cpu.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    sample = tmp_path / "emulated-8-ranks-cpu"
+    assert "The same call of `make gpu` had measured before" in (sample / "README.md").read_text()
+    assert open_run(sample / "run").manifest.source == "emulated"
+    assert json.loads((sample / "expected.json").read_text())["world_size"] == 8
+    assert sum(path.stat().st_size for path in sample.rglob("*") if path.is_file()) < 1 << 20

@@ -13,11 +13,13 @@ compared with a measurement of the host, which read its clock around marks in th
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +36,7 @@ from fsdp_inspect.trace.tables import EventTable
 from tests.benchmarks.figures import Figure
 from tests.benchmarks.profiler_trace import TraceEvent, export_trace, named, read_trace
 from tests.gpu.copies import copy_rows
-from tests.gpu.outcome import Row, shown, spread, unavailable
+from tests.gpu.outcome import Row, failed, shown, spread, unavailable
 from tests.gpu.setting import (
     NEEDS_CUDA,
     ONE_NODE,
@@ -48,6 +50,7 @@ from tests.gpu.setting import (
 WARMUP_STEPS = 3
 _PROFILED_STEPS = 8
 _MARK = "host clock"
+_REGROUPED = "regrouped"
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Times = NDArray[np.int64]
@@ -86,21 +89,43 @@ class Matched:
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Measure errors of single collectives, then of the exposed time of steps."""
-    marks = _record_and_profile(setting)
+    """Measure errors of single collectives, the exposed time of steps, then copies in groups."""
+    trace, marks = _record_and_profile(setting, "run")
     run = open_run(setting.scratch / "run")
-    trace = read_trace(_trace_of(setting.scratch))
     host = host_offset(trace, marks)
     yield _marks_row(setting, len(marks), host)
-    if not setting.is_cuda:
-        yield unavailable("times of collectives against the profiler's kernels", NEEDS_CUDA)
-        return
     steps = range(WARMUP_STEPS, WARMUP_STEPS + _num_steps(setting))
-    yield from compare(setting, run, steps, trace, host[0])
+    if setting.is_cuda:
+        yield from compare(setting, run, steps, trace, host[0])
+        yield from _copy_rows(setting, run, steps, trace)
+        keep(setting, "run")
+    else:
+        yield unavailable("times of collectives against the profiler's kernels", NEEDS_CUDA)
+    trace, _ = _record_and_profile(setting, _REGROUPED, reshard_after_forward="2")
+    if setting.is_cuda:
+        run = open_run(setting.scratch / _REGROUPED)
+        yield from _copy_rows(setting, run, steps, trace, ", reshard_after_forward=2")
+        keep(setting, _REGROUPED)
+
+
+def keep(setting: Setting, name: str) -> None:
+    """Keep the run and the trace of that name for a later look at both."""
+    setting.kept.mkdir(exist_ok=True)
+    shutil.copytree(setting.scratch / name, setting.kept / name)
+    shutil.copy(_trace_of(setting.scratch, name), setting.kept)
+
+
+def _copy_rows(
+    setting: Setting, run: RunSource, steps: range, trace: list[TraceEvent], suffix: str = ""
+) -> Iterator[Row]:
     events = run.events(0, steps=list(steps))
     collectives, spins = events.where(np.isin(events.kind, list(COLLECTIVES))), spin_kernels(trace)
     if len(collectives) == len(spins) > 0:
-        yield from copy_rows(setting, events, trace, match(collectives, spins).offset_ns)
+        offset_ns = match(collectives, spins).offset_ns
+        yield from copy_rows(setting, events, trace, offset_ns, suffix=suffix)
+    else:
+        both = f"{len(collectives)} collectives recorded, {len(spins)} kernels"
+        yield failed(f"copies{suffix}", f"{both}. Expected as many: they give the clocks' offset.")
 
 
 def compare(
@@ -186,13 +211,15 @@ def _launched(kernel: TraceEvent) -> tuple[int, int]:
     return int(kernel.arguments.get("correlation", 0)), kernel.start_ns
 
 
-def _record_and_profile(setting: Setting) -> list[tuple[int, int]]:
-    """Run the steps; returns the host's clock before and after each mark."""
+def _record_and_profile(
+    setting: Setting, name: str, **settings: Any
+) -> tuple[list[TraceEvent], list[tuple[int, int]]]:
+    """Run the steps; returns the trace, and the host's clock before and after each mark."""
     marks: list[tuple[int, int]] = []
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.is_cuda else [])]
     with (
-        emulated_training(setting, ONE_NODE) as workload,
-        make_recorder(workload, setting.scratch / "run") as recorder,
+        emulated_training(setting, ONE_NODE, **settings) as workload,
+        make_recorder(workload, setting.scratch / name) as recorder,
     ):
         loop = workload.loop(recorder)
         for step in range(WARMUP_STEPS):
@@ -204,8 +231,9 @@ def _record_and_profile(setting: Setting) -> list[tuple[int, int]]:
                 loop.run_step(step)
             synchronize(setting)
         expect_healthy(recorder)
-    export_trace(profiler, _trace_of(setting.scratch))
-    return marks
+    path = _trace_of(setting.scratch, name)
+    export_trace(profiler, path)
+    return read_trace(path), marks
 
 
 def _mark() -> tuple[int, int]:
@@ -314,5 +342,5 @@ def _num_steps(setting: Setting) -> int:
     return 2 if setting.quick else _PROFILED_STEPS
 
 
-def _trace_of(folder: Path) -> Path:
-    return folder / "trace.json"
+def _trace_of(folder: Path, name: str) -> Path:
+    return folder / f"{name}.trace.json"

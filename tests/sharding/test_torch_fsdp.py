@@ -201,7 +201,7 @@ def test_a_dtype_chosen_by_parameter_counts_in_bytes_and_is_noted(decoder):
     )
     (unit,) = fsdp2.find_groups(decoder)
     numels = [each.numel() for each in decoder.parameters()]
-    assert fsdp2.gathered_bytes(unit.group, 1) == sum(
+    assert fsdp2.gathered_bytes(unit.group, 4) == sum(
         numel * (4 if numel == 8 else 2) for numel in numels
     )
     (note,) = observe_plan(decoder).notes

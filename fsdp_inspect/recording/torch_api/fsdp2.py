@@ -196,8 +196,9 @@ class GroupHandle:
     def reduce_dtype(self) -> torch.dtype:
         """The dtype of the reduction.
 
-        Without a `reduce_dtype`, torch reduces in the dtype of the all-gather. Since 2.15 it reduces
-        in the dtype in which the sharded gradients are stored: that of the parameters by default.
+        Without a `reduce_dtype`, torch reduces in the dtype of the all-gather. Since 2.15 it
+        reduces in the dtype in which the sharded gradients are stored: by default, that of the
+        parameters.
         """
         parameters = self.group.fsdp_params
         trained = [each for each in parameters if each.sharded_param.requires_grad] or parameters
