@@ -14,8 +14,8 @@ from fsdp_inspect import ForecastTarget, forecast_memory
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.forecast import compiled_regions
 from fsdp_inspect.store.reader import open_run
-from tests.torch_versions import needs_torch
 from tests.cases import mark_slow
+from tests.torch_versions import needs_torch
 
 WIDTH, TOKENS, BLOCKS = 64, 32, 3
 DECOMPOSED = "aot_eager_decomp_partition"
