@@ -1,8 +1,9 @@
 """Record and test with several versions of torch: `make torch-matrix`, or
 
-    python -m tests.torch_matrix [VERSION ...] [--folder FOLDER] [--page PAGE]
+    python -m tests.torch_matrix [VERSION ...] [--folder FOLDER] [--page PAGE] [--discard]
 
-A version is `2.11.0`, or `newest`: the newest release that the registry has.
+A version is `2.11.0`, or `newest`: the newest release that the registry has. `--discard` removes
+each environment after its use, for machines with a small disk.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("versions", nargs="*", default=VERSIONS)
     parser.add_argument("--folder", type=Path, default=ROOT / "build/torch-matrix")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/versions.md")
+    parser.add_argument("--discard", action="store_true")
     given = parser.parse_args()
     named = [find_newest() if each == "newest" else each for each in given.versions]
     results = []
@@ -48,6 +50,8 @@ def main() -> int:
         results.append(read_version(folder))
         state = "green" if results[-1].is_green else "not green: see the page"
         print(f"torch {version}: {state}", flush=True)
+        if given.discard:
+            shutil.rmtree(environment_of(version))
     given.page.write_text(render(results))
     print(f"Written: {given.page}")
     return int(not all(each.is_green for each in results))
@@ -66,12 +70,17 @@ def find_newest() -> str:
     return str(report["install"][0]["metadata"]["version"]).split("+")[0]
 
 
+def environment_of(version: str) -> Path:
+    """The folder of a version's virtual environment."""
+    return ROOT / ".venv-torch" / version
+
+
 def install(version: str, folder: Path) -> Path:
     """Create the environment of a version, unless it is complete; returns its interpreter.
 
     torch brings what it requires, and `constraints.txt` pins the rest.
     """
-    environment = ROOT / ".venv-torch" / version
+    environment = environment_of(version)
     python, complete = environment / "bin/python", environment / ".complete"
     if complete.exists():
         return python
