@@ -167,6 +167,25 @@ def test_half_the_bytes_take_half_the_bandwidth_term():
     assert scenario.units[0].reduce_dtype == "bfloat16"  # torch 2.13 reduces in the compute dtype
 
 
+@pytest.mark.parametrize(
+    ("version", "release", "reduce_dtype"),
+    [
+        ("2.13.0+cpu", (2, 13), "bfloat16"),
+        ("2.15.0", (2, 15), "float32"),
+        ("3.0.0a1", (3, 0), "float32"),
+        ("unknown", (0, 0), "bfloat16"),
+    ],
+)
+def test_since_torch_2_15_a_reduction_has_the_dtype_of_the_parameters(
+    version: str, release: tuple[int, int], reduce_dtype: str
+) -> None:
+    assert RunBuilder(versions={"torch": version}).build().manifest.torch_release == release
+    work, manifest = recorded()
+    plan = block_plan().change([f"layers.{i}" for i in range(4)], param_dtype="bfloat16")
+    scenario = make_scenario(replace(work, torch_release=release), manifest, plan, NETWORK)
+    assert scenario.units[0].reduce_dtype == reduce_dtype
+
+
 def test_more_ranks_pad_the_first_dimension():
     plan = block_plan().model_copy(update={"world_size": 512, "mesh": {"shard": 512}})
     assert scenario_of(plan).units[0].unsharded_bytes == (512 * 250 + 1024 * 250) * 4
