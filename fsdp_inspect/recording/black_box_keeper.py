@@ -51,7 +51,7 @@ _CAUGHT_S = 5.0
 """The time for which the explanation of a failure waits for the end of the rank."""
 _TURN_S = 0.1
 """The interval in which a process looks whether it is its turn to explain."""
-_AFTER_JOB_S = 1.7
+_AFTER_JOB_S = 1.4
 """The time for which it looks, and the explanation runs, after the end of the job."""
 _HINT = "The training failed. To see which rank failed first, and why: fsdp-inspect diagnose"
 _BLOCK = 4096

@@ -59,12 +59,13 @@ def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path:
         later_s = recorded.after_s - plain_s
         if later_s > MOST_LATER_S and plain.code:  # a normal end waits for the verdict
             found.append(f"{later_s:.2f} s later")
-        assert recorded.outlived_s <= MOST_OUTLIVED_S
+        if recorded.outlived_s > MOST_OUTLIVED_S:
+            found.append(f"a process outlives the job by {recorded.outlived_s:.2f} s")
         if name in _EXPLAINED:
             attempts = 1 + name.startswith("restart")
             explanations = recorded.stderr.count("fsdp_inspect: Rank")
             assert explanations <= attempts, recorded.stderr
-            if explanations < attempts:  # ended 1.7 s after the job, before it could print
+            if explanations < attempts:  # ended 1.4 s after the job, before it could print
                 found.append(f"{explanations} explanations: {recorded.stderr}")
         if not found:
             return
