@@ -32,6 +32,8 @@ pytestmark = pytest.mark.distributed
 _TRIES = 3
 """The number of tries to be equal. The machine has other work, and without the recorder a rank that
 fails in backward aborts instead at times, in the threads of gloo."""
+_MOST_LOAD = 1.25
+"""Runnable processes for each processor, above which times are not judged."""
 _GUARD = [("two-errors", "recorder"), ("two-errors", "launcher"), ("sigkill", "launcher")]
 _CASES = [(name, how) for name in ENDS if name != "hang" for how in ("recorder", "launcher")]
 _EXPLAINED = (
@@ -47,6 +49,11 @@ def end_of(name: str, recorded: Recorded, folder: Path) -> JobEnd:
     return run_end(name, recorded, folder, options)
 
 
+def is_busy() -> bool:
+    """Whether other work holds the processors, so that times of two ends are not comparable."""
+    return os.getloadavg()[0] > _MOST_LOAD * len(os.sched_getaffinity(0))
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", mark_slow(_CASES, but=_GUARD), ids=" ".join)
 def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path: Path) -> None:
@@ -57,7 +64,8 @@ def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path:
         found = find_differences(plain, recorded)
         plain_s = max(plain_s, plain.after_s)
         later_s = recorded.after_s - plain_s
-        if later_s > MOST_LATER_S and plain.code:  # a normal end waits for the verdict
+        is_late = later_s > MOST_LATER_S and not is_busy()
+        if is_late and plain.code:  # a normal end waits for the verdict
             found.append(f"{later_s:.2f} s later")
         if recorded.outlived_s > MOST_OUTLIVED_S:
             found.append(f"a process outlives the job by {recorded.outlived_s:.2f} s")
