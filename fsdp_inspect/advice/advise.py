@@ -14,7 +14,6 @@ from fsdp_inspect.advice.request import AdviceRequest, how_to_apply, how_to_veri
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.slowdown import Slowdown
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion
-from fsdp_inspect.analysis.run_delay import busy_ratio
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run
@@ -57,9 +56,9 @@ class PlanAdvice:
     replayed_step_ns: int
     """Simulated step time of the recorded plan. Every gain is relative to it."""
     replay_error: float
+    """Self-check: simulated / measured step time of the recorded plan on its own network, - 1."""
     busy_ns: int
     """The part of each gain's uncertainty that comes from time without a CPU core."""
-    """Self-check: simulated / measured step time of the recorded plan on its own network, - 1."""
     is_other_network: bool
     """True if plans are simulated on a requested network instead of the recorded one."""
     replayed_peak_bytes: int | None
@@ -201,7 +200,7 @@ def _advise_plan(
         recorded_step_ns=bench.work.step_time_ns,
         replayed_step_ns=bench.recorded.step_ns,
         replay_error=bench.replay_error,
-        busy_ns=round(busy_ratio(bench.work.run_delay_ratio) * bench.recorded.step_ns),
+        busy_ns=round(bench.busy_ns),
         is_other_network=bench.network.is_changed,
         replayed_peak_bytes=bench.recorded.peak_bytes,
         memory_limit_bytes=limit,

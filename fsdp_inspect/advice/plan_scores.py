@@ -12,6 +12,7 @@ from fsdp_inspect.advice.plan_simulator import (
 )
 from fsdp_inspect.advice.plan_space import Choice, Space, make_space
 from fsdp_inspect.advice.slowdown import Slowdown
+from fsdp_inspect.analysis.run_delay import busy_ratio
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.parallel.tasks import InProcess, Tasks
 from fsdp_inspect.simulation.network import Network, NodeLink, Pace
@@ -93,6 +94,8 @@ class PlanScorer:
         if self.network.is_changed:
             self.recorded = self.simulator.score(self.space.plan_of(AS_RECORDED))
         self.scores[AS_RECORDED] = self.recorded
+        self.busy_ns = busy_ratio(self.work.run_delay_ratio) * self.recorded.step_ns
+        """The time by which each gain is uncertain, because the run lacked CPU cores."""
 
     @property
     def tells_no_node_link(self) -> bool:

@@ -13,7 +13,6 @@ from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.search import Increment
 from fsdp_inspect.advice.slowdown import Paid
 from fsdp_inspect.advice.snippets import write_snippet
-from fsdp_inspect.analysis.run_delay import busy_ratio
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
 from fsdp_inspect.simulation.network import CostLine
@@ -256,7 +255,7 @@ class Narrator:
         # The recorded times behind the gain vary as much as the recorded steps.
         margin += self._bench.work.spread_ratio * abs(own)
         # A step of a run on free cores is shorter by an unknown part of the time without a core.
-        margin += busy_ratio(self._bench.work.run_delay_ratio) * self._bench.recorded.step_ns
+        margin += self._bench.busy_ns
         return round(min(saved) - margin), round(max(saved) + margin)
 
     def _units(self, increment: Increment) -> tuple[str, ...]:

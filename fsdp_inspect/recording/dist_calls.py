@@ -122,7 +122,6 @@ class DistCalls:
         if manager is not None:
             patches.set_attribute(dist, COALESCING_MANAGER, self._wrap_manager(manager))
             patches.set_attribute(c10d, COALESCING_MANAGER, self._wrap_manager(manager))
-
         patches.on_undo(observe(_BROADCAST, self._observe_broadcast))
 
     def _attach_functional(self, patches: Patches) -> None:

@@ -133,7 +133,7 @@ def _other_dtypes(found: Numerics) -> Iterable[str]:
 def render_units(costs: UnitCosts) -> RenderableType:
     """Render the collectives of each unit, then its compute and copies."""
     if not costs.units:
-        return Text("The run has no units. The notes in `fsdp-inspect summary` say why.")
+        return Text("The run has no units. `fsdp-inspect summary` shows its notes.")
     return Group(
         Text("Collectives of each unit", style="bold"),
         render_table(UnitCosts.COLLECTIVES, costs.collectives(), *_COLLECTIVE_COLUMNS),

@@ -534,8 +534,7 @@ def _find_straggler(
 def _find_missing_core(run: RunSource, rank: int, evidence: StragglerEvidence) -> str | None:
     """Return why the extra work of a rank may be waiting for a CPU core; None: it is not."""
     ratio = run_delay_of(run, rank)
-    waited_ns = (ratio or 0.0) * evidence.step_time_ns
-    if ratio is None or 2 * waited_ns < evidence.work.excess_ns(rank):
+    if ratio is None or 2 * ratio * evidence.step_time_ns < evidence.work.excess_ns(rank):
         return None
     return (
         f"rank {rank} works longest in most steps, but its training thread has no CPU core for "

@@ -48,11 +48,7 @@ from fsdp_inspect.recording.equivalence.unsharded import cast_parameters, replac
 from fsdp_inspect.recording.tensors import local_part, tensors_in
 from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
-from fsdp_inspect.recording.torch_api.modules import (
-    compute_local_shape_and_global_offset,
-    original_class,
-    strip_wrappers,
-)
+from fsdp_inspect.recording.torch_api.modules import original_class, shard_offset, strip_wrappers
 from fsdp_inspect.recording.units import dtype_name
 from fsdp_inspect.trace.step_dump import (
     FINGERPRINT_LENGTH,
@@ -542,10 +538,7 @@ def _place(
     if not isinstance(tensor, DTensor):
         return shape, (0,) * len(shape), shape
     local = tuple(_local(tensor).shape)
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return shape, tuple(map(int, offset)) or (0,) * len(shape), local
+    return shape, shard_offset(tensor) or (0,) * len(shape), local
 
 
 def _narrower(gradient: torch.Tensor) -> str:

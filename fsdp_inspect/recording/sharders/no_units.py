@@ -17,7 +17,6 @@ from fsdp_inspect.recording.sharders.base import Sharder, ShardingHooks
 from fsdp_inspect.recording.sharders.model_forward import wrap_model_forward
 from fsdp_inspect.recording.sharders.zero import call_torch_for_collectives
 from fsdp_inspect.recording.torch_api import deepspeed_zero
-from fsdp_inspect.recording.torch_api.deepspeed_zero import inner_optimizers
 from fsdp_inspect.recording.torch_api.marks import sharder_name_of
 from fsdp_inspect.recording.torch_api.needs import find_missing_name
 from fsdp_inspect.recording.unit_timing import Reductions
@@ -84,17 +83,11 @@ class NoUnits(Sharder[Any]):
         self, given: Sequence[torch.optim.Optimizer] | None
     ) -> Sequence[torch.optim.Optimizer] | None:
         """The given optimizers; of engines, those that DeepSpeed holds."""
-        if not self._engines:
-            return given
-        return [each for _, engine in self._engines for each in inner_optimizers(engine)]
+        return deepspeed_zero.optimizers_of(self._engines) if self._engines else given
 
     def outer_optimizers(self) -> list[tuple[Any, torch.optim.Optimizer]]:
         """The optimizers of engines."""
-        return [
-            (engine.optimizer, inner_optimizers(engine)[0])
-            for _, engine in self._engines
-            if inner_optimizers(engine)
-        ]
+        return deepspeed_zero.outer_optimizers_of(self._engines)
 
     def update_units(self) -> None:
         """Do nothing; see `ddp.WrappedModels`."""
@@ -157,9 +150,7 @@ class NoHooks:
         return self._reductions
 
     def end_step(self) -> None:
-        """Forget the reductions of the step."""
-        self._reductions.reduce_scatters.clear()
-        self._reductions.all_reduces.clear()
+        """Do nothing, because no reduction belongs to a unit."""
 
     def close(self) -> None:
         """Do nothing."""

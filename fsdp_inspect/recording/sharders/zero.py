@@ -97,16 +97,11 @@ class Zero(Sharder[HandleT]):
         self, given: Sequence[torch.optim.Optimizer] | None
     ) -> list[torch.optim.Optimizer]:
         """The torch optimizers inside the engines; DeepSpeed replaces the user's optimizers."""
-        return [
-            each for _, engine in self.engines for each in deepspeed_zero.inner_optimizers(engine)
-        ]
+        return deepspeed_zero.optimizers_of(self.engines)
 
     def outer_optimizers(self) -> list[tuple[Any, torch.optim.Optimizer]]:
         """The ZeRO optimizers."""
-        return [
-            (engine.optimizer, deepspeed_zero.inner_optimizers(engine)[0])
-            for _, engine in self.engines
-        ]
+        return deepspeed_zero.outer_optimizers_of(self.engines)
 
     def settings(self) -> dict[str, str]:
         """The settings of the first engine."""

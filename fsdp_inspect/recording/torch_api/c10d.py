@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import _resolve_process_group
 
+from fsdp_inspect.recording.torch_api.dispatch import storage_key
 from fsdp_inspect.trace.codes import EventKind
 
 __all__ = ["functional"]
@@ -88,7 +89,7 @@ def address_of(tensor: Any) -> int:
 
     Returns the address of torch's own storage object, which fake tensors also have.
     """
-    return int(getattr(tensor, "elem", tensor).untyped_storage()._cdata)
+    return storage_key(getattr(tensor, "elem", tensor).untyped_storage())
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | None:

@@ -21,12 +21,15 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_inspect.recording.torch_api.bucket import WholeParameterBucket
+from fsdp_inspect.recording.torch_api.dispatch import storage_key
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
 from fsdp_inspect.recording.torch_api.marks import stage_of
 from fsdp_inspect.recording.torch_api.module_unit import ModuleUnit
 from fsdp_inspect.recording.torch_api.modules import enclosing_modules, strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
 
+Engines = Sequence[tuple[str, Any]]
+"""Engines with their fqns; see `find_engines`."""
 FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
 """The method of ZeRO-3's coordinator that gathers parameters."""
 REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
@@ -64,6 +67,17 @@ def inner_optimizers(engine: Any) -> list[torch.optim.Optimizer]:
     """The torch optimizers that update the shards."""
     found = (getattr(engine.optimizer, name, None) for name in ("optimizer", "backup_optimizer"))
     return [each for each in found if isinstance(each, torch.optim.Optimizer)]
+
+
+def optimizers_of(engines: Engines) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside engines; DeepSpeed replaces the user's optimizers."""
+    return [each for _, engine in engines for each in inner_optimizers(engine)]
+
+
+def outer_optimizers_of(engines: Engines) -> list[tuple[Any, torch.optim.Optimizer]]:
+    """The ZeRO optimizers of engines, each with the torch optimizer in it."""
+    pairs = ((engine.optimizer, inner_optimizers(engine)) for _, engine in engines)
+    return [(outer, inner[0]) for outer, inner in pairs if inner]
 
 
 def communication_backend() -> Any:
@@ -397,11 +411,11 @@ def shared_buffers_of_stages_1_and_2(engine: Any) -> list[tuple[MemoryCategory, 
     parts = [
         each for group in zero.averaged_gradients.values() if group is not None for each in group
     ]
-    flat = {each.untyped_storage()._cdata for each in zero.bit16_groups_flat}
+    flat = {storage_key(each.untyped_storage()) for each in zero.bit16_groups_flat}
     masters = [
         each
         for each in zero.single_partition_of_fp32_groups
-        if each.untyped_storage()._cdata not in flat
+        if storage_key(each.untyped_storage()) not in flat
     ]
     return [
         *_tensors(MemoryCategory.SHARDED_PARAMETER, zero.bit16_groups_flat),

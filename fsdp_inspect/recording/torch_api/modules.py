@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
 
-__all__ = ["Dropout", "compute_local_shape_and_global_offset"]
+__all__ = ["Dropout"]
 
 WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 """Path segments that activation checkpointing, torch.compile and FSDP1 insert."""
@@ -72,3 +72,14 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether torch.compile was applied to a module."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def shard_offset(tensor: DTensor) -> tuple[int, ...]:
+    """The place of this rank's part in the whole tensor, by dimension."""
+    # Only `equivalence` needs it, so that a torch without this name is recorded all the same.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(map(int, offset))
