@@ -83,20 +83,17 @@ def _spin_row(setting: Setting, spinning: SpinningDevice, stream: Any, notes: li
         errors.append(start.elapsed_time(end) * 1e6 / _SPIN_NS - 1)
     torch.cuda.synchronize()
     middle = statistics.median(errors)
-    return setting.judge.aimed(
-        Figure(
-            name="error of emulated transfers on a busy GPU",
-            value=f"{100 * middle:+.2f} %",
-            interval=f"{100 * min(errors):+.2f} % to {100 * max(errors):+.2f} %",
-            aim="within 3 %",
-            how=(
-                f"Measured: {_SPINS} spins of {_SPIN_NS / 1e6:g} ms on {setting.place} beside "
-                f"matrix products on another stream, by events around them; median and range. "
-                f"{' '.join(notes) or 'Timed by the timer of the GPU.'}"
-            ),
-            numbers={"median_ratio": middle, "lowest": min(errors), "highest": max(errors)},
+    return setting.judge.within(
+        "error of emulated transfers on a busy GPU",
+        middle,
+        0.03,
+        interval=f"{100 * min(errors):+.2f} % to {100 * max(errors):+.2f} %",
+        how=(
+            f"Measured: {_SPINS} spins of {_SPIN_NS / 1e6:g} ms on {setting.place} beside "
+            f"matrix products on another stream, by events around them; median and range. "
+            f"{' '.join(notes) or 'Timed by the timer of the GPU.'}"
         ),
-        holds=abs(middle) < 0.03,
+        numbers={"median_ratio": middle, "lowest": min(errors), "highest": max(errors)},
     )
 
 

@@ -161,37 +161,31 @@ def _predictions(
 
 
 def _replay_row(setting: Setting, case: Case, simulation: Simulation) -> Row:
-    return setting.judge.aimed(
-        Figure(
-            name=f"{case.emulation}, replay of the recorded plan",
-            value=f"{100 * simulation.replay_error:+.2f} %",
-            aim="within 1 %",
-            how=(
-                f"Simulated ({simulation.execution}) from {simulation.num_steps} steps recorded "
-                f"on {setting.place}; replayed / recorded mean step - 1."
-            ),
-            numbers={"ratio": simulation.replay_error},
+    return setting.judge.within(
+        f"{case.emulation}, replay of the recorded plan",
+        simulation.replay_error,
+        0.01,
+        how=(
+            f"Simulated ({simulation.execution}) from {simulation.num_steps} steps recorded "
+            f"on {setting.place}; replayed / recorded mean step - 1."
         ),
-        holds=abs(simulation.replay_error) < 0.01,
+        numbers={"ratio": simulation.replay_error},
     )
 
 
 def _prediction_row(setting: Setting, name: str, simulation: Simulation, measured_ns: int) -> Row:
     step_ns = simulation.predicted.step_time_ns
     error = step_ns / measured_ns - 1
-    return setting.judge.aimed(
-        Figure(
-            name=name,
-            value=f"{100 * error:+.2f} %",
-            interval=f"{format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}",
-            aim=f"within {100 * _STEP_AIM:.0f} %",
-            how=(
-                "Predicted from the run as recorded; predicted / measured typical step - 1. The "
-                "interval is the prediction's own."
-            ),
-            numbers={"ratio": error, "predicted_ns": step_ns, "measured_ns": measured_ns},
+    return setting.judge.within(
+        name,
+        error,
+        _STEP_AIM,
+        interval=f"{format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}",
+        how=(
+            "Predicted from the run as recorded; predicted / measured typical step - 1. The "
+            "interval is the prediction's own."
         ),
-        holds=abs(error) < _STEP_AIM,
+        numbers={"ratio": error, "predicted_ns": step_ns, "measured_ns": measured_ns},
     )
 
 
@@ -201,19 +195,16 @@ def _peak_row(setting: Setting, name: str, simulation: Simulation, run: StoredRu
     if predicted is None or measured is None:
         return unavailable(name, simulation.memory_refusal or "the run has no measured peak.")
     error = predicted / measured - 1
-    return setting.judge.aimed(
-        Figure(
-            name=name,
-            value=f"{100 * error:+.2f} %",
-            interval=f"{format_bytes(predicted)} against {format_bytes(measured)}",
-            aim=f"within {100 * _PEAK_AIM:.0f} %",
-            how=(
-                f"Predicted peak allocated of the plan / its peak as measured on {setting.place}, "
-                "- 1. On a GPU, the allocator counts."
-            ),
-            numbers={"ratio": error, "predicted_bytes": predicted, "measured_bytes": measured},
+    return setting.judge.within(
+        name,
+        error,
+        _PEAK_AIM,
+        interval=f"{format_bytes(predicted)} against {format_bytes(measured)}",
+        how=(
+            f"Predicted peak allocated of the plan / its peak as measured on {setting.place}, "
+            "- 1. On a GPU, the allocator counts."
         ),
-        holds=abs(error) < _PEAK_AIM,
+        numbers={"ratio": error, "predicted_bytes": predicted, "measured_bytes": measured},
     )
 
 

@@ -141,20 +141,17 @@ def _rows(setting: Setting, name: str, predicted: Peak, measured: Peak) -> Itera
         return
     reserved = measured.reserved - measured.workspaces
     error = predicted.reserved / reserved - 1
-    yield setting.judge.aimed(
-        Figure(
-            name=f"{name}: reserved",
-            value=f"{100 * error:+.2f} %",
-            interval=f"{format_bytes(predicted.reserved)} against {format_bytes(reserved)}",
-            aim=f"within {100 * _RESERVED_AIM:.0f} %",
-            how=f"Forecast on fake tensors, with the allocator's model / {counted}, - 1.",
-            numbers={
-                "ratio": error,
-                "forecast_bytes": predicted.reserved,
-                "peak_reserved_bytes": measured.reserved,
-            },
-        ),
-        holds=abs(error) < _RESERVED_AIM,
+    yield setting.judge.within(
+        f"{name}: reserved",
+        error,
+        _RESERVED_AIM,
+        interval=f"{format_bytes(predicted.reserved)} against {format_bytes(reserved)}",
+        how=f"Forecast on fake tensors, with the allocator's model / {counted}, - 1.",
+        numbers={
+            "ratio": error,
+            "forecast_bytes": predicted.reserved,
+            "peak_reserved_bytes": measured.reserved,
+        },
     )
 
 

@@ -124,19 +124,16 @@ def tracker_row(setting: Setting, memory: Memory, peaks: Peaks) -> Row:
         return shown(Figure(name=name, value=value, how=how, numbers={"bytes": tracked}))
     counted = peaks[MEMORY_STEP][0]
     ratio = tracked / counted - 1
-    return setting.judge.aimed(
-        Figure(
-            name=f"{name} against the allocator",
-            value=f"{100 * ratio:+.2f} %",
-            aim="within 2 %",
-            how=(
-                f"{how}: {format_bytes(tracked)} against {format_bytes(counted)} by "
-                "torch.cuda.max_memory_allocated(), which rounds blocks up to 512 bytes and knows "
-                "workspaces of libraries."
-            ),
-            numbers={"ratio": ratio, "tracked_bytes": tracked, "counted_bytes": counted},
+    return setting.judge.within(
+        f"{name} against the allocator",
+        ratio,
+        0.02,
+        how=(
+            f"{how}: {format_bytes(tracked)} against {format_bytes(counted)} by "
+            "torch.cuda.max_memory_allocated(), which rounds blocks up to 512 bytes and knows "
+            "workspaces of libraries."
         ),
-        holds=abs(ratio) < 0.02,
+        numbers={"ratio": ratio, "tracked_bytes": tracked, "counted_bytes": counted},
     )
 
 

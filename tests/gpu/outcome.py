@@ -62,6 +62,27 @@ class Judge:
             return Row(figure, Verdict.NOT_JUDGED)
         return self.exact(figure, holds=holds)
 
+    def within(
+        self,
+        name: str,
+        error: float,
+        aim: float,
+        *,
+        how: str,
+        numbers: dict[str, float],
+        interval: str = "",
+    ) -> Row:
+        """A row for a relative error that should be smaller than `aim`."""
+        figure = Figure(
+            name=name,
+            value=f"{100 * error:+.2f} %",
+            interval=interval,
+            aim=f"within {100 * aim:.0f} %",
+            how=how,
+            numbers=numbers,
+        )
+        return self.aimed(figure, holds=abs(error) < aim)
+
     @staticmethod
     def exact(figure: Figure, *, holds: bool) -> Row:
         """A row for a number without noise, which is judged on any machine."""
