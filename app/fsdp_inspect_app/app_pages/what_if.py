@@ -237,16 +237,13 @@ def _show_numbers(simulation: Simulation) -> None:
         ),
     )
     show_tiles([Tile(*number) for number in numbers])
+    for caveat in simulation.caveats:
+        st.warning(plain(caveat), icon=":material/warning:")
 
 
 def _show_steps(simulation: Simulation) -> None:
     before, after = simulation.replayed, simulation.predicted
-    lines = " ".join(
-        [
-            *(f"Caution: {line}" for line in simulation.caveats),
-            *(f"Assumed: {line}" for line in simulation.assumptions),
-        ]
-    )
+    lines = " ".join(f"Assumed: {line}" for line in simulation.assumptions)
     show_chart_card(
         "Predicted step",
         draw_steps([("recorded plan", before.parts_ns), ("this plan", after.parts_ns)]),
