@@ -66,43 +66,43 @@ gate: $(READY) ## Compare forecasts and a run with .ci/baselines (UPDATE=1: rewr
 
 .PHONY: bench
 bench: $(READY) ## Measure the published figures (takes minutes; needs an idle machine)
-	$(BIN)/python -m tests.benchmarks $(ARGS)
+	$(BIN)/python -m tests.studies.benchmarks $(ARGS)
 
 .PHONY: validate
 validate: $(READY) ## Compare predictions with runs under emulation (needs an idle machine)
-	$(BIN)/python -m tests.validation $(ARGS)
+	$(BIN)/python -m tests.studies.validation $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(READY) ## Feed mutated inputs to all readers for SECONDS=600 (REPLAY=FILE: one failure again)
-	$(BIN)/python -m tests.fuzz $(if $(REPLAY),--replay $(REPLAY),--seconds $(or $(SECONDS),600)) $(ARGS)
+	$(BIN)/python -m tests.studies.fuzz $(if $(REPLAY),--replay $(REPLAY),--seconds $(or $(SECONDS),600)) $(ARGS)
 
 .PHONY: chaos
 chaos: $(READY) ## Kill recordings and break their disks at random moments for SECONDS=600
-	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) $(ARGS)
+	$(BIN)/python -m tests.studies.chaos --seconds $(or $(SECONDS),600) $(ARGS)
 
 .PHONY: faults
 faults: $(READY) ## Inject 228 faults into trainings and judge the diagnoses (half an hour)
-	$(BIN)/python -m tests.faults --cases 228 --healthy 100 $(ARGS)
+	$(BIN)/python -m tests.studies.faults --cases 228 --healthy 100 $(ARGS)
 
 .PHONY: planted
 planted: $(READY) ## Check planted regressions and RERUNS=50 unchanged runs, and write docs/planted.md
-	$(BIN)/python -m tests.planted --reruns $(or $(RERUNS),50) --page docs/planted.md $(ARGS)
+	$(BIN)/python -m tests.studies.planted --reruns $(or $(RERUNS),50) --page docs/planted.md $(ARGS)
 
 .PHONY: frameworks
 frameworks: $(FRAMEWORKS)/.complete ## Record other training frameworks and write docs/frameworks.md (takes long)
 	rm -rf build/frameworks
 	FSDP_INSPECT_FRAMEWORKS=build/frameworks \
-		$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks $(ARGS); tests=$$?; \
-		$(if $(ARGS),,$(FRAMEWORKS)/bin/python -m tests.frameworks build/frameworks docs/frameworks.md &&) \
+		$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/studies/frameworks $(ARGS); tests=$$?; \
+		$(if $(ARGS),,$(FRAMEWORKS)/bin/python -m tests.studies.frameworks build/frameworks docs/frameworks.md &&) \
 		exit $$tests
 
 .PHONY: torch-matrix
 torch-matrix: $(READY) ## Record and test with torch 2.9.1, 2.11.0, 2.13.0 and the newest, and write docs/versions.md
-	$(BIN)/python -m tests.torch_matrix $(ARGS)
+	$(BIN)/python -m tests.studies.torch_matrix $(ARGS)
 
 .PHONY: trackers
 trackers: $(TRACKERS)/.complete ## Log to wandb, MLflow, TensorBoard and OpenTelemetry, offline
-	$(TRACKERS)/bin/python -m pytest -m trackers tests/trackers $(ARGS)
+	$(TRACKERS)/bin/python -m pytest -m trackers tests/studies/trackers $(ARGS)
 
 .PHONY: gpu
 gpu: $(READY) ## Test and measure on a CUDA device (OUT=DIR: keep the table and a sample)

@@ -19,8 +19,8 @@ from fsdp_inspect.version import __version__
 if TYPE_CHECKING:
     from fsdp_inspect.catalog.catalog import Catalog, open_catalog
     from fsdp_inspect.catalog.index import index_runs
-    from fsdp_inspect.forecast.forecast import forecast_memory
-    from fsdp_inspect.forecast.target import ForecastTarget
+    from fsdp_inspect.emulation.forecast.forecast import forecast_memory
+    from fsdp_inspect.emulation.forecast.target import ForecastTarget
     from fsdp_inspect.recording.recorder import Recorder
     from fsdp_inspect.recording.torch_api.apply import apply_plan
     from fsdp_inspect.recording.torch_api.observe import observe_plan
@@ -44,12 +44,12 @@ __all__ = [
 
 _HOMES = {
     "Catalog": "fsdp_inspect.catalog.catalog",
-    "ForecastTarget": "fsdp_inspect.forecast.target",
+    "ForecastTarget": "fsdp_inspect.emulation.forecast.target",
     "Plan": "fsdp_inspect.trace.plan",
     "Recorder": "fsdp_inspect.recording.recorder",
     "Run": "fsdp_inspect.run",
     "apply_plan": "fsdp_inspect.recording.torch_api.apply",
-    "forecast_memory": "fsdp_inspect.forecast.forecast",
+    "forecast_memory": "fsdp_inspect.emulation.forecast.forecast",
     "index_runs": "fsdp_inspect.catalog.index",
     "observe_plan": "fsdp_inspect.recording.torch_api.observe",
     "open_catalog": "fsdp_inspect.catalog.catalog",

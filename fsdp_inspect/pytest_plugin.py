@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from fsdp_inspect.checks.check import CheckResult
-    from fsdp_inspect.checks.limits import GateLimit
-    from fsdp_inspect.checks.measurements import GateMeasurements
-    from fsdp_inspect.forecast.target import Builder
+    from fsdp_inspect.comparison.gate.check import CheckResult
+    from fsdp_inspect.comparison.gate.limits import GateLimit
+    from fsdp_inspect.comparison.gate.measurements import GateMeasurements
+    from fsdp_inspect.emulation.forecast.target import Builder
     from fsdp_inspect.recording.recorder import Recorder
     from fsdp_inspect.store.reader import StoredRun
 
@@ -157,8 +157,8 @@ def fsdp_forecast(
     gate = _gate_of(request)
 
     def forecast(build: Builder | str, **settings: Any) -> StoredRun:
-        from fsdp_inspect.forecast.forecast import DEFAULT_GPUS_PER_NODE, forecast_memory
-        from fsdp_inspect.forecast.target import find_builder
+        from fsdp_inspect.emulation.forecast.forecast import DEFAULT_GPUS_PER_NODE, forecast_memory
+        from fsdp_inspect.emulation.forecast.target import find_builder
         from fsdp_inspect.store.reader import open_run
 
         path = forecast_memory(
@@ -273,7 +273,7 @@ def _check_keyword(name: str, value: object, *, forecasts: bool) -> None:
 
 
 def _parse(limit: object) -> GateLimit:
-    from fsdp_inspect.checks.limits import parse_gate_limit
+    from fsdp_inspect.comparison.gate.limits import parse_gate_limit
     from fsdp_inspect.errors import CheckError
 
     if not isinstance(limit, str):
@@ -306,8 +306,8 @@ class _Gate:
 
     def judge(self, run: StoredRun) -> None:
         """Fail or skip the test if the run's memory does not pass; or write its baseline."""
-        from fsdp_inspect.checks.check import check_run
-        from fsdp_inspect.checks.measurements import read_runs
+        from fsdp_inspect.comparison.gate.check import check_run
+        from fsdp_inspect.comparison.gate.measurements import read_runs
 
         path = self._item.path.parent / FOLDER / f"{self._next_name()}.json"
         self.num_judged += 1
@@ -336,8 +336,8 @@ class _Gate:
     def _check_against(
         self, path: Path, reading: GateMeasurements, limit: GateLimit | None
     ) -> CheckResult:
-        from fsdp_inspect.checks.baseline import read_baseline
-        from fsdp_inspect.checks.check import ALWAYS, check_run
+        from fsdp_inspect.comparison.gate.baseline import read_baseline
+        from fsdp_inspect.comparison.gate.check import ALWAYS, check_run
         from fsdp_inspect.errors import CheckError
 
         if not path.exists():
@@ -355,7 +355,7 @@ class _Gate:
             pytest.fail(_in_words_of_pytest(str(error)), pytrace=False)
 
     def _tell(self, run: StoredRun, result: CheckResult) -> None:
-        from fsdp_inspect.checks.check import CheckOutcome
+        from fsdp_inspect.comparison.gate.check import CheckOutcome
         from fsdp_inspect.report.check import render_check
 
         if result.outcome is CheckOutcome.PASSES:
@@ -373,7 +373,7 @@ class _Gate:
         pytest.fail(reason, pytrace=False)
 
     def _update(self, reading: GateMeasurements, path: Path) -> None:
-        from fsdp_inspect.checks.baseline import why_no_baseline, write_baseline
+        from fsdp_inspect.comparison.gate.baseline import why_no_baseline, write_baseline
         from fsdp_inspect.errors import CheckError
 
         problem = why_no_baseline(reading)

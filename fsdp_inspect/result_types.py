@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.advice.advise import Advice, ParetoPoint, PlanAdvice
     from fsdp_inspect.advice.code_change import CodeChange
     from fsdp_inspect.advice.evidence import Finding
+    from fsdp_inspect.advice.prediction_creation import PredictionOrigin
     from fsdp_inspect.advice.request import AdviceRequest
     from fsdp_inspect.advice.suggestions import Proposal, Suggestion
     from fsdp_inspect.analysis.bandwidth import Bandwidth
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.units import UnitCollective, UnitCost, UnitCosts
     from fsdp_inspect.analysis.verdict import Limit, RankVerdict, Verdict
     from fsdp_inspect.analysis.wait_causes import Cause
-    from fsdp_inspect.checks.check import CheckResult
     from fsdp_inspect.comparison.comparison import Comparison, Side
     from fsdp_inspect.comparison.differences import (
         CategoryComparison,
@@ -73,21 +73,21 @@ if TYPE_CHECKING:
         UnitMeasure,
         UnitSide,
     )
+    from fsdp_inspect.comparison.gate.check import CheckResult
     from fsdp_inspect.comparison.settings import SettingDifference, SharedSetting
+    from fsdp_inspect.comparison.verification.verification import Verification
     from fsdp_inspect.diagnosis.collective_grid import CellState, CollectiveGrid
     from fsdp_inspect.diagnosis.diagnose import Diagnosis
     from fsdp_inspect.diagnosis.stack_groups import StackGroup
-    from fsdp_inspect.predictions.creation import PredictionOrigin
-    from fsdp_inspect.predictions.records import Prediction
-    from fsdp_inspect.predictions.track_record import VerifiedPrediction
-    from fsdp_inspect.predictions.verification import Verification
-    from fsdp_inspect.reduction.timed_steps import StepSelection
     from fsdp_inspect.simulation.changes import Changes
     from fsdp_inspect.simulation.memory import Held
     from fsdp_inspect.simulation.network import NodeLink
+    from fsdp_inspect.simulation.predictions.records import Prediction
+    from fsdp_inspect.simulation.predictions.track_record import VerifiedPrediction
     from fsdp_inspect.simulation.recorded import RecordedWork
     from fsdp_inspect.simulation.simulate import Played, Simulation
     from fsdp_inspect.store.folder import RunEntry
+    from fsdp_inspect.store.reduction.timed_steps import StepSelection
     from fsdp_inspect.trace.plan import Checkpointing, Plan
     from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus, Unit
 
@@ -209,7 +209,7 @@ _HOMES = {
     "Cause": "fsdp_inspect.analysis.wait_causes",
     "CellState": "fsdp_inspect.diagnosis.collective_grid",
     "Changes": "fsdp_inspect.simulation.changes",
-    "CheckResult": "fsdp_inspect.checks.check",
+    "CheckResult": "fsdp_inspect.comparison.gate.check",
     "Checkpointing": "fsdp_inspect.trace.plan",
     "CodeChange": "fsdp_inspect.advice.code_change",
     "CollectiveGrid": "fsdp_inspect.diagnosis.collective_grid",
@@ -246,7 +246,7 @@ _HOMES = {
     "NonFinite": "fsdp_inspect.analysis.numerics",
     "Numerics": "fsdp_inspect.analysis.numerics",
     "OneCollective": "fsdp_inspect.analysis.unit_history",
-    "PredictionOrigin": "fsdp_inspect.predictions.creation",
+    "PredictionOrigin": "fsdp_inspect.advice.prediction_creation",
     "OwnerBytes": "fsdp_inspect.analysis.memory.peak",
     "ParetoPoint": "fsdp_inspect.advice.advise",
     "PartComparison": "fsdp_inspect.comparison.differences",
@@ -257,7 +257,7 @@ _HOMES = {
     "PlanCheck": "fsdp_inspect.analysis.plan_check.check",
     "Played": "fsdp_inspect.simulation.simulate",
     "PositionBytes": "fsdp_inspect.analysis.memory.peak",
-    "Prediction": "fsdp_inspect.predictions.records",
+    "Prediction": "fsdp_inspect.simulation.predictions.records",
     "Proposal": "fsdp_inspect.advice.suggestions",
     "RankClock": "fsdp_inspect.analysis.clocks.alignment",
     "RankGrid": "fsdp_inspect.analysis.rank_grid",
@@ -283,7 +283,7 @@ _HOMES = {
     "StepBreakdown": "fsdp_inspect.analysis.breakdown",
     "StepMemory": "fsdp_inspect.analysis.memory.step",
     "StepPoint": "fsdp_inspect.analysis.step_times",
-    "StepSelection": "fsdp_inspect.reduction.timed_steps",
+    "StepSelection": "fsdp_inspect.store.reduction.timed_steps",
     "StepTimes": "fsdp_inspect.analysis.step_times",
     "Suggestion": "fsdp_inspect.advice.suggestions",
     "Summary": "fsdp_inspect.analysis.summary",
@@ -299,8 +299,8 @@ _HOMES = {
     "UnitPrefetch": "fsdp_inspect.analysis.prefetch",
     "UnitSide": "fsdp_inspect.comparison.differences",
     "Verdict": "fsdp_inspect.analysis.verdict",
-    "Verification": "fsdp_inspect.predictions.verification",
-    "VerifiedPrediction": "fsdp_inspect.predictions.track_record",
+    "Verification": "fsdp_inspect.comparison.verification.verification",
+    "VerifiedPrediction": "fsdp_inspect.simulation.predictions.track_record",
 }
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsdp_inspect.analysis.context import RunContext
 from fsdp_inspect.analysis.step_selection import select_steps, timed_ranks
-from fsdp_inspect.reduction.timed_steps import StepSelection
+from fsdp_inspect.store.reduction.timed_steps import StepSelection
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.summary import Summary
     from fsdp_inspect.analysis.unit_history import UnitHistory
     from fsdp_inspect.analysis.units import UnitCosts
-    from fsdp_inspect.checks.check import CheckResult
     from fsdp_inspect.comparison.comparison import Comparison
+    from fsdp_inspect.comparison.gate.check import CheckResult
+    from fsdp_inspect.comparison.verification.verification import Verification
     from fsdp_inspect.diagnosis.diagnose import Diagnosis
-    from fsdp_inspect.predictions.records import Prediction
-    from fsdp_inspect.predictions.verification import Verification
     from fsdp_inspect.simulation.network import NodeLink
+    from fsdp_inspect.simulation.predictions.records import Prediction
     from fsdp_inspect.simulation.simulate import Simulation
     from fsdp_inspect.trace.plan import Plan
 
@@ -431,8 +431,8 @@ class Run:
         Raises:
             PredictionError: The file is not a prediction, or it was made for another model.
         """
-        from fsdp_inspect.predictions.files import read_prediction
-        from fsdp_inspect.predictions.verification import verify_prediction
+        from fsdp_inspect.comparison.verification.verification import verify_prediction
+        from fsdp_inspect.simulation.predictions.files import read_prediction
 
         given = (
             read_prediction(Path(prediction)) if isinstance(prediction, (str, Path)) else prediction
@@ -447,10 +447,10 @@ class Run:
         Raises:
             CheckError: A file is missing or invalid.
         """
-        from fsdp_inspect.checks.baseline import read_baseline
-        from fsdp_inspect.checks.check import check_run
-        from fsdp_inspect.checks.limits import read_budget
-        from fsdp_inspect.checks.measurements import read_runs
+        from fsdp_inspect.comparison.gate.baseline import read_baseline
+        from fsdp_inspect.comparison.gate.check import check_run
+        from fsdp_inspect.comparison.gate.limits import read_budget
+        from fsdp_inspect.comparison.gate.measurements import read_runs
 
         return check_run(
             read_runs([self._context]),

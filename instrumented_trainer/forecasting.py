@@ -2,8 +2,8 @@
 
     fsdp-inspect forecast --preset llama-8b --world-size 64
 
-`build` is a builder as in `fsdp_inspect.forecast.target`. Its keywords are the trainer's settings.
-Settings that depend on the device (`auto` dtypes) have their values for GPUs.
+`build` is a builder as in `fsdp_inspect.emulation.forecast.target`. Its keywords are the trainer's
+settings. Settings that depend on the device (`auto` dtypes) have their values for GPUs.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_inspect.forecast.target import ForecastTarget
+from fsdp_inspect.emulation.forecast.target import ForecastTarget
 from instrumented_trainer.command_line import check_settings, read_file
 from instrumented_trainer.optimization import make_optimizer
 from instrumented_trainer.parallelize import build_parallel_model

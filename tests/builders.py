@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_inspect.reduction.rank_rows import summarise_rank
-from fsdp_inspect.reduction.run_statistics import condense_run
-from fsdp_inspect.reduction.timed_steps import StepRules
 from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.store.reduction.rank_rows import summarise_rank
+from fsdp_inspect.store.reduction.run_statistics import condense_run
+from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox

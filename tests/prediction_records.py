@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from fsdp_inspect.predictions.records import Circumstances, Estimate, Outcome, Prediction, Ruling
+from fsdp_inspect.simulation.predictions.records import (
+    Circumstances,
+    Estimate,
+    Outcome,
+    Prediction,
+    Ruling,
+)
 
 MS = 1_000_000
 CIRCUMSTANCES = Circumstances(

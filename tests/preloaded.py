@@ -27,7 +27,7 @@ import torch.utils.checkpoint
 import transformers.models.llama.modeling_llama
 
 import fsdp_inspect.cli.application
-import fsdp_inspect.forecast.forecast
+import fsdp_inspect.emulation.forecast.forecast
 import fsdp_inspect.recording.attachment
 import fsdp_inspect.recording.devices
 import fsdp_inspect.recording.discovery

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from fsdp_inspect import forecast_memory
-from fsdp_inspect.checks.baseline import make_baseline, render_baseline
-from fsdp_inspect.checks.measurements import read_runs
+from fsdp_inspect.comparison.gate.baseline import make_baseline, render_baseline
+from fsdp_inspect.comparison.gate.measurements import read_runs
 from fsdp_inspect.store.reader import open_run
-from tests.checks.changed_models import build
+from tests.comparison.gate.changed_models import build
 
 ROOT = Path(__file__).parents[1]
 ACTION = ROOT / ".github" / "actions" / "fsdp-check"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.checks.baseline import read_baseline
+from fsdp_inspect.comparison.gate.baseline import read_baseline
 
 ROOT = Path(__file__).parents[1]
 BASELINES = sorted((ROOT / ".ci" / "baselines").glob("*.json"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect import forecast_memory
-from tests.checks.changed_models import build
+from tests.comparison.gate.changed_models import build
 
 pytest_plugins = ("pytester",)
 
@@ -30,7 +30,7 @@ LOADED_LATE = (
 FORECASTS = """
 import os
 import pytest
-from tests.checks.changed_models import build
+from tests.comparison.gate.changed_models import build
 
 PLANT = os.environ.get("PLANT", "nothing")
 
@@ -43,7 +43,7 @@ def test_fits(fsdp_forecast):
 
 @pytest.mark.fsdp_memory(world_size=4)
 def test_is_as_before(fsdp_forecast):
-    fsdp_forecast("tests.checks.changed_models:build", plant=PLANT)
+    fsdp_forecast("tests.comparison.gate.changed_models:build", plant=PLANT)
 
 
 @pytest.mark.fsdp_memory("+50%", world_size=4)
@@ -68,7 +68,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from tests.checks.changed_models import build
+from tests.comparison.gate.changed_models import build
 
 PLANT = os.environ.get("PLANT", "nothing")
 

@@ -12,10 +12,6 @@ import streamlit as st
 
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.hardware import GPUS
-from fsdp_inspect.planning.candidates import Job
-from fsdp_inspect.planning.capacity_plan import CapacityPlan, make_capacity_plan
-from fsdp_inspect.planning.machines import make_machine
-from fsdp_inspect.planning.models import list_presets, load_model
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.report.planning import (
     FOUND_HEADS,
@@ -31,6 +27,10 @@ from fsdp_inspect.report.planning import (
     rejection_rows,
     value_rows,
 )
+from fsdp_inspect.simulation.planning.candidates import Job
+from fsdp_inspect.simulation.planning.capacity_plan import CapacityPlan, make_capacity_plan
+from fsdp_inspect.simulation.planning.machines import make_machine
+from fsdp_inspect.simulation.planning.models import list_presets, load_model
 from fsdp_inspect_app.cards import show_note, show_table, show_text, show_title
 from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.page_sheet import sheet_section

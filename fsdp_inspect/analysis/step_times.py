@@ -14,9 +14,9 @@ from fsdp_inspect.analysis.step_selection import (
     timed_ranks,
 )
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
-from fsdp_inspect.reduction.timed_steps import StepSelection
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import Distribution
+from fsdp_inspect.store.reduction.timed_steps import StepSelection
 from fsdp_inspect.trace.codes import EventKind, Statistic, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable

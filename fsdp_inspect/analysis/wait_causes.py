@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.collectives.queues import Queue, queue_up
 from fsdp_inspect.analysis.step_selection import RankSteps
-from fsdp_inspect.reduction.step_parts import exposing, running_communication, waited_since
+from fsdp_inspect.store.reduction.step_parts import exposing, running_communication, waited_since
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     NO_UNIT,

@@ -14,7 +14,7 @@ from fsdp_inspect.error_text import shorten
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from fsdp_inspect.allocator.settings import AllocatorSettings
+    from fsdp_inspect.emulation.allocator.settings import AllocatorSettings
     from fsdp_inspect.parallel.tasks import Tasks
     from fsdp_inspect.run import Run
     from fsdp_inspect.simulation.network import NodeLink
@@ -208,7 +208,7 @@ def parse_allocator(text: str) -> "AllocatorSettings":
     Raises:
         typer.BadParameter: The text is invalid.
     """
-    from fsdp_inspect.allocator.settings import InvalidSettingsError, parse_settings
+    from fsdp_inspect.emulation.allocator.settings import InvalidSettingsError, parse_settings
 
     try:
         return parse_settings(text)

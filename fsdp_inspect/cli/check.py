@@ -20,9 +20,9 @@ from fsdp_inspect.cli.arguments import (
 from fsdp_inspect.formatting import show_controls
 
 if TYPE_CHECKING:
-    from fsdp_inspect.checks.baseline import Baseline
-    from fsdp_inspect.checks.check import CheckResult
-    from fsdp_inspect.checks.measurements import GateMeasurements
+    from fsdp_inspect.comparison.gate.baseline import Baseline
+    from fsdp_inspect.comparison.gate.check import CheckResult
+    from fsdp_inspect.comparison.gate.measurements import GateMeasurements
     from fsdp_inspect.store.reader import StoredRun
 
 _FOLDER = "{runs}"
@@ -189,7 +189,7 @@ def _split(record: str) -> list[str]:
 def _read(
     given: Sequence[str], command: Sequence[str] | None, repeat: int, out: Path | None
 ) -> "GateMeasurements":
-    from fsdp_inspect.checks.measurements import read_runs
+    from fsdp_inspect.comparison.gate.measurements import read_runs
 
     if command is None:
         return read_runs(_open_all(given))
@@ -257,7 +257,7 @@ def _record(command: Sequence[str], repeat: int, folder: Path, *, keeps: bool) -
 
 
 def _write_baseline(reading: "GateMeasurements", path: Path) -> None:
-    from fsdp_inspect.checks.baseline import why_no_baseline, write_baseline
+    from fsdp_inspect.comparison.gate.baseline import why_no_baseline, write_baseline
     from fsdp_inspect.errors import CheckError
     from fsdp_inspect.report.check import describe_baseline
 
@@ -278,7 +278,7 @@ def _write_baseline(reading: "GateMeasurements", path: Path) -> None:
 
 
 def _read_baseline(path: Path) -> "Baseline":
-    from fsdp_inspect.checks.baseline import read_baseline
+    from fsdp_inspect.comparison.gate.baseline import read_baseline
 
     return read_baseline(path)
 
@@ -287,8 +287,8 @@ def _take_baseline(
     runs: str, reading: "GateMeasurements", last: int, tag: str | None
 ) -> "Baseline":
     """The median of earlier runs, which a line on stderr names."""
+    from fsdp_inspect.catalog.baseline import take_baseline
     from fsdp_inspect.catalog.catalog import open_catalog
-    from fsdp_inspect.checks.catalog_baseline import take_baseline
 
     taken = take_baseline(open_catalog(runs), reading, last=last, tag=tag)
     names = ", ".join(taken.runs)
@@ -302,8 +302,8 @@ def _take_baseline(
 def _judge(
     reading: "GateMeasurements", baseline: "Baseline | None", budget: Path | None
 ) -> "CheckResult":
-    from fsdp_inspect.checks.check import check_run as judge
-    from fsdp_inspect.checks.limits import read_budget
+    from fsdp_inspect.comparison.gate.check import check_run as judge
+    from fsdp_inspect.comparison.gate.limits import read_budget
 
     return judge(reading, baseline, None if budget is None else read_budget(budget))
 

@@ -98,7 +98,7 @@ def start_forecaster(
         log = Path(folder) / "forecast.log"
         with log.open("w") as errors:
             child = subprocess.Popen(
-                [sys.executable, "-m", "fsdp_inspect.forecast"],
+                [sys.executable, "-m", "fsdp_inspect.emulation.forecast"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -19,12 +19,12 @@ def mcp(
 
     Example: `claude mcp add fsdp-inspect -- fsdp-inspect mcp /data/runs`
     """
-    from fsdp_inspect.assistant.run_folder import RunFolder
+    from fsdp_inspect.cli.assistant.run_folder import RunFolder
     from fsdp_inspect.errors import FsdpInspectError
 
     folder = RunFolder(directory.absolute())
     try:
-        from fsdp_inspect.assistant.server import serve_tools
+        from fsdp_inspect.cli.assistant.server import serve_tools
     except ModuleNotFoundError as error:
         raise FsdpInspectError(
             f"The package {error.name!r} is not installed. Expected the extra 'mcp'. Install it "

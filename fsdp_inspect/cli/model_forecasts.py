@@ -8,8 +8,8 @@ from fsdp_inspect.error_text import shorten
 from fsdp_inspect.errors import ForecastError
 
 if TYPE_CHECKING:
-    from fsdp_inspect.planning.candidates import Candidate, Job
-    from fsdp_inspect.planning.forecast_step import ForecastStep
+    from fsdp_inspect.simulation.planning.candidates import Candidate, Job
+    from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
 
 _FORECAST_MICROBATCHES = 2
 """Further microbatches do not change the peak."""
@@ -34,8 +34,8 @@ class ModelForecasts:
 
     def __call__(self, candidate: "Candidate") -> "ForecastStep | None":
         """The forecast; None: the trainer does not have tensor parallelism, or it failed."""
-        from fsdp_inspect.planning.forecast_step import read_forecast
         from fsdp_inspect.report.planning import describe_candidate
+        from fsdp_inspect.simulation.planning.forecast_step import read_forecast
 
         if candidate.tensor_parallel > 1:
             return None
@@ -56,8 +56,8 @@ class ModelForecasts:
         return self._maker
 
     def _settings(self, candidate: "Candidate") -> dict[str, Any]:
-        from fsdp_inspect.planning.transformer import HF_NAMES
         from fsdp_inspect.report.planning_files import trainer_settings
+        from fsdp_inspect.simulation.planning.transformer import HF_NAMES
 
         settings = trainer_settings(self._job, candidate)
         settings["offload"] = "cpu" if candidate.offload else "none"  # pinning requires a GPU

@@ -21,9 +21,9 @@ from fsdp_inspect.error_text import shorten
 from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
-    from fsdp_inspect.planning.capacity_plan import CapacityPlan
-    from fsdp_inspect.planning.forecast_step import ForecastStep
-    from fsdp_inspect.planning.machines import Calibration, PlannedMachine
+    from fsdp_inspect.simulation.planning.capacity_plan import CapacityPlan
+    from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
+    from fsdp_inspect.simulation.planning.machines import Calibration, PlannedMachine
 
 DEFAULT_SEQ_LEN = 8192
 NONE_FITS = 1
@@ -186,8 +186,8 @@ def _plan_builder(
     question: _Question, machine: "PlannedMachine", settings: Mapping[str, Any]
 ) -> "CapacityPlan":
     """Plan a builder of the user's own, with forecasts."""
-    from fsdp_inspect.planning.builder_plan import make_builder_plan
-    from fsdp_inspect.planning.forecast_step import read_forecast
+    from fsdp_inspect.simulation.planning.builder_plan import make_builder_plan
+    from fsdp_inspect.simulation.planning.forecast_step import read_forecast
 
     name = question.model.partition(":")[2]
     per_node = machine.speed.links.gpus_per_node
@@ -222,9 +222,9 @@ def _plan_model(
     forecasts: bool,
 ) -> "CapacityPlan":
     """Plan a preset or a Hugging Face model, with closed formulas."""
-    from fsdp_inspect.planning.candidates import Job
-    from fsdp_inspect.planning.capacity_plan import make_capacity_plan
-    from fsdp_inspect.planning.models import load_model
+    from fsdp_inspect.simulation.planning.candidates import Job
+    from fsdp_inspect.simulation.planning.capacity_plan import make_capacity_plan
+    from fsdp_inspect.simulation.planning.models import load_model
 
     if settings:
         raise typer.BadParameter(
@@ -257,7 +257,7 @@ def _machine(
 ) -> "PlannedMachine":
     from fsdp_inspect.error_text import suggest
     from fsdp_inspect.hardware import GPUS
-    from fsdp_inspect.planning.machines import make_machine
+    from fsdp_inspect.simulation.planning.machines import make_machine
 
     if preset not in GPUS:
         raise typer.BadParameter(
@@ -267,7 +267,7 @@ def _machine(
         )
     measured: Calibration | None = None
     if calibrate is not None:
-        from fsdp_inspect.planning.calibration import measure_calibration
+        from fsdp_inspect.simulation.planning.calibration import measure_calibration
 
         measured = measure_calibration(open_stored_argument(calibrate))
     return make_machine(

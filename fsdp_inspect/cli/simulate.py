@@ -184,9 +184,9 @@ def simulate(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
     """
-    from fsdp_inspect.predictions.creation import PredictionOrigin, make_prediction
-    from fsdp_inspect.predictions.files import write_prediction as store_prediction
+    from fsdp_inspect.advice.prediction_creation import PredictionOrigin, make_prediction
     from fsdp_inspect.report.json import render_run_json
+    from fsdp_inspect.simulation.predictions.files import write_prediction as store_prediction
     from fsdp_inspect.trace.plan import Plan
 
     require_new_file("--write-plan", write_plan)

@@ -17,9 +17,9 @@ from fsdp_inspect.cli.arguments import (
 from fsdp_inspect.cli.cluster import DaskOption, require_cluster
 
 if TYPE_CHECKING:
+    from fsdp_inspect.advice.tuning import Tuning
+    from fsdp_inspect.advice.tuning_session import TuningSession
     from fsdp_inspect.cli.tuner import Tuner
-    from fsdp_inspect.predictions.tuning import Tuning
-    from fsdp_inspect.predictions.tuning_session import TuningSession
 
 _BUDGET, _REPEATS = 3, 1
 _BEST_PLAN = "best-plan.toml"
@@ -157,7 +157,7 @@ def _refuse_with_resume(given: dict[str, object]) -> None:
 
 
 def _resumed(folder: Path, repeats: int | None) -> "TuningSession":
-    from fsdp_inspect.predictions.tuning_session import read_session
+    from fsdp_inspect.advice.tuning_session import read_session
 
     session = read_session(folder)
     return session if repeats is None else session.model_copy(update={"repeats": repeats})
@@ -207,7 +207,7 @@ def _new_session(
     memory_limit: int | None,
     allow_dtypes: bool,
 ) -> "TuningSession":
-    from fsdp_inspect.predictions.tuning_session import TuningSession
+    from fsdp_inspect.advice.tuning_session import TuningSession
 
     return TuningSession(
         command=words,
@@ -220,9 +220,9 @@ def _new_session(
 
 
 def _begin(folder: Path, session: "TuningSession", config: Path | None) -> None:
+    from fsdp_inspect.advice.tuning_session import write_session
     from fsdp_inspect.cli.tuning_command import write_configs
     from fsdp_inspect.errors import StoreError
-    from fsdp_inspect.predictions.tuning_session import write_session
 
     if folder.exists():
         raise StoreError(
@@ -239,7 +239,7 @@ def _run(
 ) -> None:
     """Run the rest of the session, and show the results, also after Ctrl-C."""
     from fsdp_inspect.cli.tuner import Tuner, how_to_resume
-    from fsdp_inspect.predictions.ledger import LEDGER_FILE
+    from fsdp_inspect.simulation.predictions.ledger import LEDGER_FILE
 
     tuner = Tuner(folder, session, folder.absolute().parent / LEDGER_FILE, dask=dask)
     try:

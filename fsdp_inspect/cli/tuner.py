@@ -13,27 +13,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_inspect.cli.child import ChildError, reason_in, run_child
-from fsdp_inspect.cli.cluster import open_tasks
-from fsdp_inspect.cli.progress import show_progress
-from fsdp_inspect.cli.tuning_command import fill_placeholders
-from fsdp_inspect.errors import FsdpInspectError, NotARunError
-from fsdp_inspect.formatting import format_signed, show_controls
-from fsdp_inspect.predictions.files import prediction_file_of, read_prediction, write_prediction
-from fsdp_inspect.predictions.ledger import append_entries
-from fsdp_inspect.predictions.tuning_session import (
+from fsdp_inspect.advice.tuning_session import (
     BASELINE,
     TriedRun,
     TuningSession,
     plan_file,
     write_session,
 )
+from fsdp_inspect.cli.child import ChildError, reason_in, run_child
+from fsdp_inspect.cli.cluster import open_tasks
+from fsdp_inspect.cli.progress import show_progress
+from fsdp_inspect.cli.tuning_command import fill_placeholders
+from fsdp_inspect.errors import FsdpInspectError, NotARunError
+from fsdp_inspect.formatting import format_signed, show_controls
+from fsdp_inspect.simulation.predictions.files import (
+    prediction_file_of,
+    read_prediction,
+    write_prediction,
+)
+from fsdp_inspect.simulation.predictions.ledger import append_entries
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.run import RunStatus
 
 if TYPE_CHECKING:
-    from fsdp_inspect.predictions.tuning import Tuning
+    from fsdp_inspect.advice.tuning import Tuning
 
 _KILLED = -9
 
@@ -89,7 +93,7 @@ class Tuner:
     def result(self) -> "Tuning":
         """The results so far. The outcomes are added to the prediction history."""
         from fsdp_inspect.advice.run_advice import find_findings
-        from fsdp_inspect.predictions.tuning import Trial, measure_tuning
+        from fsdp_inspect.advice.tuning import Trial, measure_tuning
 
         baselines = self._baselines()
         trials = [
@@ -138,9 +142,9 @@ class Tuner:
 
     def _choose_plans(self) -> None:
         """Simulate plans on the baseline, and write the best ones with their predictions."""
+        from fsdp_inspect.advice.prediction_creation import PredictionOrigin, make_prediction
         from fsdp_inspect.advice.request import AdviceRequest
         from fsdp_inspect.advice.run_advice import find_plans_to_run
-        from fsdp_inspect.predictions.creation import PredictionOrigin, make_prediction
         from fsdp_inspect.simulation.simulate import simulate_plan
 
         run = self._baselines()[0]

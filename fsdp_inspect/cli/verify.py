@@ -10,8 +10,8 @@ import typer
 from fsdp_inspect.cli.arguments import JsonOption, print_renderable
 
 if TYPE_CHECKING:
-    from fsdp_inspect.predictions.records import Prediction
-    from fsdp_inspect.predictions.verification import Verification
+    from fsdp_inspect.comparison.verification.verification import Verification
+    from fsdp_inspect.simulation.predictions.records import Prediction
     from fsdp_inspect.store.reader import StoredRun
 
 DID_NOT_HOLD = 1
@@ -67,7 +67,7 @@ def verify(
     """
     from fsdp_inspect.errors import FsdpInspectError
     from fsdp_inspect.formatting import show_controls
-    from fsdp_inspect.predictions.records import Ruling
+    from fsdp_inspect.simulation.predictions.records import Ruling
 
     try:
         ruling = _verify(prediction, runs, baseline or [], history, as_json=as_json).ruling
@@ -83,10 +83,10 @@ def verify(
 def _verify(
     prediction: Path, given: list[str], baseline: list[str], ledger: Path | None, *, as_json: bool
 ) -> "Verification":
-    from fsdp_inspect.predictions.files import read_prediction
-    from fsdp_inspect.predictions.verification import verify_prediction as verify_runs
+    from fsdp_inspect.comparison.verification.verification import verify_prediction as verify_runs
     from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.verification import render_verification
+    from fsdp_inspect.simulation.predictions.files import read_prediction
 
     predicted = read_prediction(prediction)
     runs = _open_all(given)
@@ -133,8 +133,8 @@ def _find_baseline(prediction: "Prediction", run: "StoredRun") -> "list[StoredRu
 def _keep(verification: "Verification", ledger: Path | None, beside: "StoredRun") -> str:
     """Write the outcome. Return a sentence with its file, or with the reason for no file."""
     from fsdp_inspect.errors import PredictionError
-    from fsdp_inspect.predictions.ledger import append_entries, find_ledger, read_ledger
-    from fsdp_inspect.predictions.records import Ruling
+    from fsdp_inspect.simulation.predictions.ledger import append_entries, find_ledger, read_ledger
+    from fsdp_inspect.simulation.predictions.records import Ruling
 
     if verification.ruling is Ruling.NOT_COMPARABLE:
         return "No outcome is written."

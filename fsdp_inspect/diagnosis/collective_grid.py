@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.diagnosis.waits import Wait
-from fsdp_inspect.reduction.collective_order import (
+from fsdp_inspect.store.reduction.collective_order import (
     Issued,
     OrderDifference,
     find_issued,

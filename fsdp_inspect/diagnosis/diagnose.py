@@ -30,7 +30,7 @@ from fsdp_inspect.diagnosis.waits import (
 )
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.parallel.tasks import Tasks
-from fsdp_inspect.reduction.collective_order import (
+from fsdp_inspect.store.reduction.collective_order import (
     Difference,
     Issued,
     OrderDifference,
@@ -39,7 +39,7 @@ from fsdp_inspect.reduction.collective_order import (
     phase_of,
     read_entry,
 )
-from fsdp_inspect.reduction.order_wording import name_unit
+from fsdp_inspect.store.reduction.order_wording import name_unit
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
 from fsdp_inspect.trace.run import RunSource

@@ -17,13 +17,13 @@ from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory
 from fsdp_inspect.errors import ClusterError, FsdpInspectError
 from fsdp_inspect.parallel.tasks import Tasks
-from fsdp_inspect.reduction.run_statistics import condense_run
-from fsdp_inspect.reduction.timed_steps import StepRules
 from fsdp_inspect.simulation.recorded import (
     RecordedWork,
     measure_work,
     with_memory_of_failed_step,
 )
+from fsdp_inspect.store.reduction.run_statistics import condense_run
+from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.trace.codes import Phase
 from fsdp_inspect.trace.out_of_memory import STORAGE_TRACKER
 from fsdp_inspect.trace.run import RunManifest, RunSource

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.reduction.collective_order import (
+from fsdp_inspect.store.reduction.collective_order import (
     Issued,
     members_by_communicator,
     read_entry,

@@ -12,7 +12,7 @@ import numpy as np
 from fsdp_inspect.importing.snapshot_contents import Action, BlockState
 from fsdp_inspect.importing.snapshot_rows import RankSnapshot, find_failed_request
 from fsdp_inspect.importing.snapshot_timeline import find_alive
-from fsdp_inspect.reduction.memory_parts import UNATTRIBUTED
+from fsdp_inspect.store.reduction.memory_parts import UNATTRIBUTED
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, Phase
 from fsdp_inspect.trace.live_memory import LiveBytes, LiveMoment, keep_largest
 from fsdp_inspect.trace.out_of_memory import MEMORY_SNAPSHOT, OutOfMemoryRecord

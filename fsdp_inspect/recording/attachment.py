@@ -76,9 +76,9 @@ from fsdp_inspect.recording.units import (
 )
 from fsdp_inspect.recording.verdict import close_run, close_run_in_background
 from fsdp_inspect.recording.watchdog import WatchSettings, tell
-from fsdp_inspect.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.store import folder
 from fsdp_inspect.store.background_upload import FINISH_TIMEOUT_S, BackgroundUpload
+from fsdp_inspect.store.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.store.schema import (
     LIVE_MEMORY_FILE,
     MANIFEST_FILE,

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_inspect.recording.black_box import BlackBoxWriter, Order
-from fsdp_inspect.reduction.collective_order import are_equal, find_difference
-from fsdp_inspect.reduction.order_wording import describe_difference
+from fsdp_inspect.store.reduction.collective_order import are_equal, find_difference
+from fsdp_inspect.store.reduction.order_wording import describe_difference
 from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError, Communicator, decode
 
 WINDOW = 256

@@ -8,7 +8,7 @@ A hook runs between two long operations of torch, which evict Python's code and 
 processor's caches. Each function, object and dictionary that the hook then touches costs about a
 microsecond, several times its cost in a loop. So the methods that run for each unit call few
 functions, use slots and local variables, and write their rows without intermediate objects.
-`tests/benchmarks/hot_path.py` measures them with cold caches, too.
+`tests/studies/benchmarks/hot_path.py` measures them with cold caches, too.
 """
 
 from __future__ import annotations

@@ -10,17 +10,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.checks.allocating_lines import AllocatingLine
-from fsdp_inspect.checks.baseline import Baseline
-from fsdp_inspect.checks.check import (
+from fsdp_inspect.comparison.gate.allocating_lines import AllocatingLine
+from fsdp_inspect.comparison.gate.baseline import Baseline
+from fsdp_inspect.comparison.gate.check import (
     ALWAYS,
     CheckOutcome,
     CheckResult,
     MetricCheck,
     find_risen,
 )
-from fsdp_inspect.checks.increases import Increase
-from fsdp_inspect.checks.limits import TIME_METRICS
+from fsdp_inspect.comparison.gate.increases import Increase
+from fsdp_inspect.comparison.gate.limits import TIME_METRICS
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.formatting import format_bytes, format_category, format_ns

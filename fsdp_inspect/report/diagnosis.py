@@ -32,14 +32,6 @@ from fsdp_inspect.formatting import (
     format_unit,
     name_run,
 )
-from fsdp_inspect.reduction.collective_order import Issued
-from fsdp_inspect.reduction.order_wording import (
-    describe_difference,
-    describe_issued,
-    of_step,
-    shorten_place,
-)
-from fsdp_inspect.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.report.diagnosis_pictures import pictures_to_dict, render_pictures
 from fsdp_inspect.report.drift import MOST_CHANGES, describe_change
 from fsdp_inspect.report.out_of_memory import (
@@ -49,6 +41,14 @@ from fsdp_inspect.report.out_of_memory import (
     out_of_memory_to_dict,
 )
 from fsdp_inspect.results import to_plain
+from fsdp_inspect.store.reduction.collective_order import Issued
+from fsdp_inspect.store.reduction.order_wording import (
+    describe_difference,
+    describe_issued,
+    of_step,
+    shorten_place,
+)
+from fsdp_inspect.store.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.trace.numerics import Place
 
 MOST_RANKS = 16

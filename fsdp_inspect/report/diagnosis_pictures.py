@@ -32,8 +32,8 @@ from fsdp_inspect.formatting import (
     format_unit,
     shorten_names,
 )
-from fsdp_inspect.reduction.collective_order import Issued
-from fsdp_inspect.reduction.order_wording import name_kind, name_unit, shorten_place
+from fsdp_inspect.store.reduction.collective_order import Issued
+from fsdp_inspect.store.reduction.order_wording import name_kind, name_unit, shorten_place
 from fsdp_inspect.trace.codes import DTYPES, NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
 from fsdp_inspect.trace.stack_dumps import StackFrame
 

@@ -16,9 +16,9 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_unit,
 )
-from fsdp_inspect.reduction.order_wording import shorten_place
 from fsdp_inspect.report.memory_wording import describe_expandable
 from fsdp_inspect.results import to_plain
+from fsdp_inspect.store.reduction.order_wording import shorten_place
 from fsdp_inspect.trace.live_memory import LiveBytes
 from fsdp_inspect.trace.out_of_memory import TENSORS
 

@@ -6,12 +6,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fsdp_inspect.formatting import capitalize, format_bytes, format_count, format_ns, format_ratio
-from fsdp_inspect.planning.builder_candidates import BuilderCandidate
-from fsdp_inspect.planning.candidates import Candidate
-from fsdp_inspect.planning.capacity_plan import VALUES, CapacityPlan
-from fsdp_inspect.planning.estimates import PlannedValue
-from fsdp_inspect.planning.prediction import PlanPrediction
 from fsdp_inspect.report.layout import dim, indented, new_table, section
+from fsdp_inspect.simulation.planning.builder_candidates import BuilderCandidate
+from fsdp_inspect.simulation.planning.candidates import Candidate
+from fsdp_inspect.simulation.planning.capacity_plan import VALUES, CapacityPlan
+from fsdp_inspect.simulation.planning.estimates import PlannedValue
+from fsdp_inspect.simulation.planning.prediction import PlanPrediction
 
 MOST_REJECTIONS = 8
 VALUE_HEADS = ("", "value", "low", "high", "<source")

@@ -12,10 +12,10 @@ from typing import Any
 
 import tomli_w
 
-from fsdp_inspect.planning.candidates import Candidate, Job
-from fsdp_inspect.planning.capacity_plan import CapacityPlan
-from fsdp_inspect.planning.transformer import HF_NAMES
 from fsdp_inspect.report.output import whole_folder
+from fsdp_inspect.simulation.planning.candidates import Candidate, Job
+from fsdp_inspect.simulation.planning.capacity_plan import CapacityPlan
+from fsdp_inspect.simulation.planning.transformer import HF_NAMES
 
 _AC = {"none": "None", "selective": "SelectiveAC", "full": "FullAC"}
 

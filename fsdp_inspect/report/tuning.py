@@ -7,13 +7,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_inspect.advice.tuning import TunedPlan, Tuning
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
-from fsdp_inspect.predictions.records import Ruling
-from fsdp_inspect.predictions.tuning import TunedPlan, Tuning
 from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.verification import RULINGS
 from fsdp_inspect.report.wording import format_change, format_error
+from fsdp_inspect.simulation.predictions.records import Ruling
 
 _EXPLAINED = (Ruling.DID_NOT_HOLD, Ruling.NOT_COMPARABLE)
 

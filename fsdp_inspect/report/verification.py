@@ -10,14 +10,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_inspect.comparison.verification.verification import Quantity, Verification, VerifiedUnit
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.predictions.records import Estimate, Ruling
-from fsdp_inspect.predictions.track_record import TrackRecord
-from fsdp_inspect.predictions.verification import Quantity, Verification, VerifiedUnit
 from fsdp_inspect.report.layout import dim, new_table, section, unit_name
 from fsdp_inspect.report.values import format_method, format_metric
 from fsdp_inspect.report.wording import format_error
+from fsdp_inspect.simulation.predictions.records import Estimate, Ruling
+from fsdp_inspect.simulation.predictions.track_record import TrackRecord
 
 MOST_UNITS = 8
 

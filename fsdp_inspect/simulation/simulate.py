@@ -20,7 +20,6 @@ from fsdp_inspect.analysis.run_delay import caveat_of_cores
 from fsdp_inspect.analysis.step_selection import collective_rows
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
 from fsdp_inspect.columns import TableSpec, metric_column, unit_column
-from fsdp_inspect.reduction.step_parts import reduce_rank
 from fsdp_inspect.results import Result, to_plain
 from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.simulation.network import NodeLink, Pace, unknown_latencies
@@ -34,6 +33,7 @@ from fsdp_inspect.simulation.recorded import (
 from fsdp_inspect.simulation.scenario import ScenarioMaker
 from fsdp_inspect.simulation.self_check import caveat_of_self_check, self_check_margin
 from fsdp_inspect.simulation.workload import Workload
+from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     EXPOSED_PART_CODES,

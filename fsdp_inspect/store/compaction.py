@@ -18,7 +18,6 @@ from typing import Any
 from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.parallel.tasks import InProcess, OnDone, Tasks, require_shared_folder
-from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
 from fsdp_inspect.store.compacted import read_footer, write_compacted
 from fsdp_inspect.store.files import LocalFiles, RunFiles
 from fsdp_inspect.store.folder import (
@@ -31,6 +30,11 @@ from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.record_bundle import write_record_bundle
 from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.store.reduction.rank_rows import (
+    WHOLE_STEP_KINDS,
+    is_of_whole_step,
+    summarise_rank,
+)
 from fsdp_inspect.store.schema import (
     EVENTS,
     MANIFEST_FILE,

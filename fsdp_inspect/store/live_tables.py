@@ -14,7 +14,7 @@ from typing import Any, Generic
 import numpy as np
 
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.reduction.step_parts import reduce_rank
+from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.store.schema import TableFile, TableT
 from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.store.tail import StreamTail

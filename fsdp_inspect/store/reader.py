@@ -20,8 +20,6 @@ from fsdp_inspect.errors import (
 )
 from fsdp_inspect.formatting import format_numbers, format_ranks
 from fsdp_inspect.parallel.tasks import Tasks, require_shared_folder
-from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, join_memory
-from fsdp_inspect.reduction.timed_steps import StepRules
 from fsdp_inspect.store.files import LocalFiles, RunFiles, is_url, open_files
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.liveness import is_alive, last_sign_unix_ns
@@ -38,6 +36,8 @@ from fsdp_inspect.store.notes import (
 from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.records import decode_record
+from fsdp_inspect.store.reduction.rank_rows import WHOLE_STEP_KINDS, join_memory
+from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.store.remote_files import RemoteFiles
 from fsdp_inspect.store.schema import (
     ALLOCATIONS_FILE,

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_inspect.errors import CorruptFileError, StoreError
-from fsdp_inspect.reduction.run_statistics import STATISTICS_VERSION, condense_run
-from fsdp_inspect.reduction.timed_steps import StepRules
 from fsdp_inspect.store.compacted import Condensed, write_compacted
 from fsdp_inspect.store.files import LocalFiles, RunFiles
 from fsdp_inspect.store.rank_tables import read_compacted_table
 from fsdp_inspect.store.records import decode_record
+from fsdp_inspect.store.reduction.run_statistics import STATISTICS_VERSION, condense_run
+from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.store.schema import MANIFEST_FILE, STATISTICS
 from fsdp_inspect.store.summary_files import SummaryFile, read_run_summary
 from fsdp_inspect.store.table_values import check_values

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp_inspect.reduction.rank_rows import is_of_whole_step
 from fsdp_inspect.store.compacted import (
     Footer,
     read_footer,
@@ -21,6 +20,7 @@ from fsdp_inspect.store.compacted import (
 )
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.rank_tables import read_compacted_table
+from fsdp_inspect.store.reduction.rank_rows import is_of_whole_step
 from fsdp_inspect.store.schema import (
     REDUCTION_VERSION,
     ROW_GROUP_ROWS,

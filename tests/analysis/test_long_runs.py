@@ -8,14 +8,14 @@ import pytest
 
 from fsdp_inspect.analysis.step_selection import inspected_rank, timed_rank, timed_ranks
 from fsdp_inspect.analysis.summary import measure_summary
-from fsdp_inspect.reduction.typical_steps import MAX_TYPICAL_STEPS, choose_typical
 from fsdp_inspect.statistics import middle_half, spread_blocks
 from fsdp_inspect.store import compacted
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.reduction.typical_steps import MAX_TYPICAL_STEPS, choose_typical
 from fsdp_inspect.trace.codes import EventKind
-from tests.benchmarks.large_run import Shape, write_large_run
 from tests.builders import RunBuilder
 from tests.laws.test_typical_step_laws import check_one_number_per_quantity
+from tests.studies.benchmarks.large_run import Shape, write_large_run
 
 NUM_STEPS = 420
 STEP_NS = 1_000

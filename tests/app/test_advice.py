@@ -9,14 +9,14 @@ from fsdp_inspect_app.frames.advice import frame_front
 from fsdp_inspect_app.plan_links import pack_plan, unpack_plan
 
 from fsdp_inspect.advice.code_change import CodeChange
+from fsdp_inspect.advice.prediction_creation import predict_advised
 from fsdp_inspect.advice.request import AdviceRequest, how_to_verify
 from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.predictions.creation import now, predict_advised
-from fsdp_inspect.predictions.ledger import LEDGER_FILE, append_entries
-from fsdp_inspect.predictions.records import Outcome, Ruling
 from fsdp_inspect.report.advice import describe_alternative, describe_plan_peak, describe_saving
+from fsdp_inspect.simulation.predictions.ledger import LEDGER_FILE, append_entries
+from fsdp_inspect.simulation.predictions.records import Outcome, Ruling, now
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.version import __version__

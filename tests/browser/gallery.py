@@ -25,8 +25,8 @@ from tests.browser.conftest import CHROMIUM_ARGUMENTS, SAMPLES, Dashboard, Schem
 from tests.browser.nightly_runs import write_nights
 from tests.browser.settling import prepare
 from tests.browser.states import write_traces
-from tests.faults.cases import Case
-from tests.faults.running import run_case
+from tests.studies.faults.cases import Case
+from tests.studies.faults.running import run_case
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 WIDTH, TALLEST = 1280, 1500
@@ -90,7 +90,7 @@ def record_runs(runs: Path) -> tuple[str, str, str]:
 def training(
     runs: Path, *settings: str, is_virtual: bool = False
 ) -> "Iterator[subprocess.Popen[bytes]]":
-    clock = ["tests.validation.virtual_time"] if is_virtual else []
+    clock = ["tests.studies.validation.virtual_time"] if is_virtual else []
     command = [sys.executable, "-m", *clock, "instrumented_trainer", *TRAINING, *settings]
     child = subprocess.Popen(
         [*command, "--runs-dir", str(runs)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -45,6 +45,11 @@ def tuned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
     config = folder / "config.toml"
     config.write_text(CONFIG.replace('[sharding]\nwrap = "block"\n', ""))  # the plan sets it
-    trainer = [sys.executable, "-m", "tests.validation.virtual_time", "instrumented_trainer"]
+    trainer = [
+        sys.executable,
+        "-m",
+        "tests.studies.validation.virtual_time",
+        "instrumented_trainer",
+    ]
     options = ["--config", config, "--record", "--runs-dir", "{runs}", "--name", "{name}"]
     return tune(folder / "runs", "--budget", "1", "--", *trainer, *options, "--plan", "{plan}")

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from fsdp_inspect import forecast_memory
-from fsdp_inspect.checks.baseline import read_baseline
-from tests.checks.changed_models import build
+from fsdp_inspect.comparison.gate.baseline import read_baseline
+from tests.comparison.gate.changed_models import build
 
 
 @pytest.fixture(scope="module")

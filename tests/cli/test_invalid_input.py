@@ -21,7 +21,7 @@ def baseline(invoke, tmp_path, memory_run):
 @pytest.fixture(scope="session")
 def memory_run():
     """A recorded run with memory for a baseline."""
-    from tests.fuzz.corpus import SAMPLE
+    from tests.studies.fuzz.corpus import SAMPLE
 
     return SAMPLE
 

@@ -154,9 +154,9 @@ def test_the_reported_plans_are_forecast_and_say_so(forked, invoke):
 
 
 def test_a_builder_is_planned_with_its_own_keywords(forked, invoke, tmp_path):
-    words = ("plan", "--model", "tests.planning.gpt_builder:build", "--gpus", "4", "--preset",
-             "h100-nvlink", "--set", "checkpointing=full", "--set", "offload=none", "--seq-len",
-             "128", "--out", tmp_path / "out")  # fmt: skip
+    words = ("plan", "--model", "tests.simulation.planning.gpt_builder:build", "--gpus", "4",
+             "--preset", "h100-nvlink", "--set", "checkpointing=full", "--set", "offload=none",
+             "--seq-len", "128", "--out", tmp_path / "out")  # fmt: skip
     done = invoke(*words)
 
     assert done.code == 0, done.err

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_inspect.advice.tuning_session import read_session
 from fsdp_inspect.cli.tuning_command import fill_placeholders, trainer_command, write_configs
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.predictions.ledger import LEDGER_FILE, read_ledger
-from fsdp_inspect.predictions.records import Ruling
-from fsdp_inspect.predictions.tuning_session import read_session
+from fsdp_inspect.simulation.predictions.ledger import LEDGER_FILE, read_ledger
+from fsdp_inspect.simulation.predictions.records import Ruling
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.plan import Plan
 from tests.cli.tuning_session import CONFIG, fake_training, tune

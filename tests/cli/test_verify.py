@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.predictions.ledger import LEDGER_FILE, read_ledger
-from fsdp_inspect.predictions.records import Ruling
+from fsdp_inspect.simulation.predictions.ledger import LEDGER_FILE, read_ledger
+from fsdp_inspect.simulation.predictions.records import Ruling
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 

@@ -7,7 +7,7 @@ from fsdp_inspect.diagnosis.collective_grid import (
     lay_out_collectives,
 )
 from fsdp_inspect.diagnosis.waits import find_waits
-from fsdp_inspect.reduction.collective_order import find_order_differences
+from fsdp_inspect.store.reduction.collective_order import find_order_differences
 from fsdp_inspect.trace.black_box import BlackBox
 from tests.boxes import Call, make_box
 

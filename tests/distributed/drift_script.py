@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 3 drift_script.py FOLDER CAUSE ...
 
 Ranks, collectives, garbage, memory, page faults and checkpoints are real. The clock is virtual
-(`tests.validation.virtual_time`), so that step times do not depend on the machine: a cause takes
-`LONGER_NS` of virtual time in each step. `REAL_CLOCK` lists the causes on the real clock: the
+(`tests.studies.validation.virtual_time`), so that step times do not depend on the machine: a cause
+takes `LONGER_NS` of virtual time in each step. `REAL_CLOCK` lists the causes on the real clock: the
 slowdown of one rank, for which the others wait, or of other processes.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
-from tests.validation.virtual_time import VirtualClock
+from tests.studies.validation.virtual_time import VirtualClock
 
 STEPS = 120
 CHANGE = 60

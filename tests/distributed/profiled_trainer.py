@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from fsdp_inspect import Recorder
 from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 from instrumented_trainer.runtime import Runtime
-from tests.benchmarks.workload import Workload
+from tests.studies.benchmarks.workload import Workload
 
 WARMUP_STEPS = 2
 PROFILED_STEPS = 4

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import psutil
 
-from tests.benchmarks.machine import describe_machine
 from tests.gpu.outcome import Row, Verdict, failed, not_started, unavailable
 from tests.gpu.results import LOG, MAX_FILE_BYTES, Results, merge_folders, shorten
 from tests.gpu.sample import ROOT, command_of, pack, sample_name
 from tests.gpu.setting import NO_DEVICE, Setting, nccl_version
 from tests.gpu.step import ROWS
+from tests.studies.benchmarks.machine import describe_machine
 
 STEPS = {
     "smoke": 75.0,

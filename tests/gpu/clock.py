@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
-from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row
 from tests.gpu.setting import (
     ONE_NODE,
@@ -24,6 +23,7 @@ from tests.gpu.setting import (
     make_recorder,
     synchronize,
 )
+from tests.studies.benchmarks.figures import Figure
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _STEPS = 200

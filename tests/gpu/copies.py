@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.tables import EventTable
-from tests.benchmarks.figures import Figure
-from tests.benchmarks.profiler_trace import TraceEvent
 from tests.gpu.outcome import Row, shown, spread
 from tests.gpu.setting import ONE_NODE, Setting
+from tests.studies.benchmarks.figures import Figure
+from tests.studies.benchmarks.profiler_trace import TraceEvent
 
 KINDS = {
     "copies into all-gathers": (EventKind.ALL_GATHER_COPY_IN, "FSDP::all_gather"),

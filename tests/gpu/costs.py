@@ -14,9 +14,9 @@ from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.emulation.wires import SpinningDevice
 from fsdp_inspect.recording.clocks import CudaClock, CudaMark, HostClock, TorchCudaBackend
 from fsdp_inspect.recording.memory import CudaAllocator
-from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row, shown, unavailable
 from tests.gpu.setting import NEEDS_CUDA, ONE_NODE, Setting, emulated_training
+from tests.studies.benchmarks.figures import Figure
 
 _REPEATS = 2_000
 _SPINS = 50

@@ -21,7 +21,6 @@ from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import Simulation, simulate_plan
 from fsdp_inspect.store.reader import StoredRun, open_run
-from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row, shown, unavailable
 from tests.gpu.setting import (
     EIGHT_NODES,
@@ -31,6 +30,7 @@ from tests.gpu.setting import (
     expect_healthy,
     make_recorder,
 )
+from tests.studies.benchmarks.figures import Figure
 
 _MEMORY_STEP = 2
 _STEP_AIM, _PEAK_AIM = 0.03, 0.01

@@ -22,7 +22,6 @@ from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.store.reader import open_run
 from instrumented_trainer.forecasting import build
 from instrumented_trainer.trainer import NoRecorder
-from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row, unavailable
 from tests.gpu.setting import (
     EIGHT_NODES,
@@ -32,6 +31,7 @@ from tests.gpu.setting import (
     emulated_training,
     make_recorder,
 )
+from tests.studies.benchmarks.figures import Figure
 
 _RESERVED_AIM = 0.02
 _STEPS = 4

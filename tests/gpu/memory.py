@@ -12,7 +12,6 @@ from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import MemoryPoint
-from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row, shown, unavailable
 from tests.gpu.setting import (
     NEEDS_CUDA,
@@ -22,6 +21,7 @@ from tests.gpu.setting import (
     expect_healthy,
     make_recorder,
 )
+from tests.studies.benchmarks.figures import Figure
 
 _STEPS = 6
 MEMORY_STEP = 3

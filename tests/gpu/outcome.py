@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from tests.benchmarks.figures import Figure
-from tests.benchmarks.pairs import quantile
+from tests.studies.benchmarks.figures import Figure
+from tests.studies.benchmarks.pairs import quantile
 
 
 class Verdict(StrEnum):

@@ -1,7 +1,7 @@
 """Measure the recorder's overhead on a GPU: bare, recorded and profiled windows, alternating.
 
-The rounds are those of `tests.benchmarks.overhead`. A few discarded rounds show how many rounds fit
-into the time.
+The rounds are those of `tests.studies.benchmarks.overhead`. A few discarded rounds show how many
+rounds fit into the time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from tests.benchmarks.figures import Figure
-from tests.benchmarks.overhead import (
+from tests.gpu.outcome import Row, shown
+from tests.gpu.setting import ONE_NODE, Setting, emulated_training
+from tests.studies.benchmarks.figures import Figure
+from tests.studies.benchmarks.overhead import (
     BARE,
     BARE_AGAIN,
     PROFILED,
@@ -28,8 +30,6 @@ from tests.benchmarks.overhead import (
     compare_modes,
     run_rounds,
 )
-from tests.gpu.outcome import Row, shown
-from tests.gpu.setting import ONE_NODE, Setting, emulated_training
 
 _MODELS: dict[str, dict[str, Any]] = {
     "GPU-bound": {},

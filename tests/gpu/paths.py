@@ -39,8 +39,6 @@ from fsdp_inspect.trace.codes import (
 )
 from fsdp_inspect.trace.run import RunStatus
 from instrumented_trainer.runtime import Runtime, process_group
-from tests.benchmarks.figures import Figure
-from tests.benchmarks.workload import Workload
 from tests.gpu.outcome import Row, failed, unavailable
 from tests.gpu.setting import (
     NEEDS_CUDA,
@@ -49,6 +47,8 @@ from tests.gpu.setting import (
     expect_healthy,
     make_recorder,
 )
+from tests.studies.benchmarks.figures import Figure
+from tests.studies.benchmarks.workload import Workload
 
 STEPS = 5
 WIDTH = 256

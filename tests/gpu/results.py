@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.benchmarks.machine import Machine
 from tests.gpu.outcome import Row, Verdict
 from tests.gpu.table import read_json, render_table, table_json
+from tests.studies.benchmarks.machine import Machine
 
 FIGURES = "figures.json"
 TABLE = "figures.md"

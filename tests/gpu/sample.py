@@ -20,9 +20,9 @@ from typing import Any
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
-from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row
 from tests.gpu.setting import ONE_NODE, Setting
+from tests.studies.benchmarks.figures import Figure
 
 MAX_BYTES = 1 << 20
 ROOT = Path(__file__).parents[2]

@@ -21,8 +21,8 @@ from fsdp_inspect import Recorder
 from fsdp_inspect.emulation.specification import parse_specification
 from fsdp_inspect.emulation.spinning import CYCLES_NOTE
 from instrumented_trainer.runtime import Runtime, process_group
-from tests.benchmarks.workload import Workload
 from tests.gpu.outcome import Judge
+from tests.studies.benchmarks.workload import Workload
 
 NO_DEVICE = "torch sees no CUDA device on this machine"
 NEEDS_CUDA = "it needs a CUDA device, and this call ran on the CPU."

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
-from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row
 from tests.gpu.sample import run_python
 from tests.gpu.setting import ONE_NODE, Setting
+from tests.studies.benchmarks.figures import Figure
 
 _STEPS = 12
 _MODEL = ("--preset", "tiny", "--num-layers", "4")

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from tests.benchmarks.figures import Figure
 from tests.gpu.outcome import Row, unavailable
 from tests.gpu.sample import ROOT
 from tests.gpu.setting import NEEDS_CUDA, Setting
+from tests.studies.benchmarks.figures import Figure
 
 FILES = {
     "core_tests": ("test_recorder_gpu.py", "test_emulation_gpu.py", "test_snapshot_gpu.py"),

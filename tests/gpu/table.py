@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.benchmarks.figures import Figure, to_json
-from tests.benchmarks.machine import Machine
 from tests.gpu.outcome import Row, Verdict
+from tests.studies.benchmarks.figures import Figure, to_json
+from tests.studies.benchmarks.machine import Machine
 
 _HEADER = ("", "measured", "interval", "aim", "", "how")
 

@@ -11,7 +11,6 @@ import pytest
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase
 from fsdp_inspect.trace.tables import EventTable
-from tests.benchmarks.profiler_trace import TraceEvent
 from tests.builders import InMemoryRun, RunBuilder
 from tests.gpu.clock import clock_row
 from tests.gpu.copies import copy_rows
@@ -20,6 +19,7 @@ from tests.gpu.outcome import Row, Verdict
 from tests.gpu.setting import Setting
 from tests.gpu.timing import compare, exposed_of_kernels, host_offset, match, spin_kernels
 from tests.importing.snapshots import KIB, FakeAllocator, train
+from tests.studies.benchmarks.profiler_trace import TraceEvent
 
 SETTING = Setting("cpu", quick=False, scratch=Path(), limit_s=60)
 US = 1_000

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.figures import Figure
-from tests.benchmarks.machine import Machine, describe_machine
 from tests.gpu import __main__ as script
 from tests.gpu.outcome import Judge, Row, Verdict, failed, not_started
 from tests.gpu.results import FIGURES, LOG, Results, merge_folders, shorten
 from tests.gpu.suites import count_outcomes
+from tests.studies.benchmarks.figures import Figure
+from tests.studies.benchmarks.machine import Machine, describe_machine
 
 MACHINE = replace(describe_machine(), gpu="1 x NVIDIA H100")
 

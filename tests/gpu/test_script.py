@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.benchmarks.figures import Figure
-from tests.benchmarks.machine import describe_machine
 from tests.gpu import __main__ as script
 from tests.gpu.outcome import Judge, Row, Verdict
 from tests.gpu.results import Results
 from tests.gpu.two_ranks import refusal
+from tests.studies.benchmarks.figures import Figure
+from tests.studies.benchmarks.machine import describe_machine
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,6 @@ from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
-from tests.benchmarks.figures import Figure
-from tests.benchmarks.profiler_trace import TraceEvent, export_trace, named, read_trace
 from tests.gpu.copies import copy_rows
 from tests.gpu.outcome import Row, failed, shown, spread, unavailable
 from tests.gpu.setting import (
@@ -46,6 +44,8 @@ from tests.gpu.setting import (
     make_recorder,
     synchronize,
 )
+from tests.studies.benchmarks.figures import Figure
+from tests.studies.benchmarks.profiler_trace import TraceEvent, export_trace, named, read_trace
 
 WARMUP_STEPS = 3
 _PROFILED_STEPS = 8

@@ -24,14 +24,14 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.tables import EventTable
 from instrumented_trainer.runtime import Runtime
-from tests.benchmarks.accuracy import Pair, match_in_order
-from tests.benchmarks.figures import Figure
-from tests.benchmarks.profiler_trace import TraceEvent, export_trace, named, read_trace
-from tests.benchmarks.ranks import NUM_RANKS, on_each_rank, run_ranks
-from tests.benchmarks.workload import Workload
 from tests.gpu.outcome import Row, shown, spread, unavailable
 from tests.gpu.setting import Setting, expect_healthy, make_recorder, nccl_version
 from tests.gpu.timing import WARMUP_STEPS
+from tests.studies.benchmarks.accuracy import Pair, match_in_order
+from tests.studies.benchmarks.figures import Figure
+from tests.studies.benchmarks.profiler_trace import TraceEvent, export_trace, named, read_trace
+from tests.studies.benchmarks.ranks import NUM_RANKS, on_each_rank, run_ranks
+from tests.studies.benchmarks.workload import Workload
 
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 _FIRST_SHARING = (2, 30)

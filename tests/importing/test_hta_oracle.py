@@ -12,9 +12,9 @@ from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.intervals import Intervals
-from tests.benchmarks.hta_environment import ask_hta, find_hta
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 from tests.importing.test_known_traces import FOLDER
+from tests.studies.benchmarks.hta_environment import ask_hta, find_hta
 
 HTA = find_hta()
 pytestmark = pytest.mark.skipif(

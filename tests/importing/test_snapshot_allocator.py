@@ -1,4 +1,4 @@
-"""Snapshots of torch's own allocator are replayed on the model; see `tests/allocator`."""
+"""Snapshots of torch's own allocator are replayed on the model; see `tests/emulation/allocator`."""
 
 import pickle
 from pathlib import Path
@@ -9,7 +9,7 @@ from fsdp_inspect.analysis.memory.overview import measure_memory_overview
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.report.memory_wording import describe_expandable
 from fsdp_inspect.store.reader import open_run
-from tests.benchmarks.allocator import read_snapshot, replay_snapshot, snapshot_names
+from tests.studies.benchmarks.allocator import read_snapshot, replay_snapshot, snapshot_names
 
 NAMES = snapshot_names()
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_inspect.allocator.blocks import Block
-from fsdp_inspect.allocator.caching_allocator import CachingAllocator, DeviceFullError
-from fsdp_inspect.allocator.settings import MIB, AllocatorSettings
+from fsdp_inspect.emulation.allocator.blocks import Block
+from fsdp_inspect.emulation.allocator.caching_allocator import CachingAllocator, DeviceFullError
+from fsdp_inspect.emulation.allocator.settings import MIB, AllocatorSettings
 
 SIZES = st.one_of(
     st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(MIB, 64 * MIB), st.just(10 * MIB)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_inspect.analysis.step_selection import timed_ranks
-from fsdp_inspect.reduction.run_statistics import condense_memory, condense_run
-from fsdp_inspect.reduction.timed_steps import StepRules
 from fsdp_inspect.statistics import Distribution
+from fsdp_inspect.store.reduction.run_statistics import condense_memory, condense_run
+from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.trace.codes import PARTS_OF_STEP, EventKind, Statistic, StepPart
 from fsdp_inspect.trace.tables import SummaryTable, rows_of
 from tests.laws.test_typical_step_laws import RANKS, build

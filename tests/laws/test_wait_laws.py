@@ -12,8 +12,8 @@ from fsdp_inspect.analysis.contention import measure_contention
 from fsdp_inspect.analysis.exposed import measure_exposed
 from fsdp_inspect.analysis.prefetch import measure_prefetch
 from fsdp_inspect.analysis.wait_causes import NEEDED_KINDS, split_waits
-from fsdp_inspect.reduction.step_parts import reduce_rank
 from fsdp_inspect.results import to_plain
+from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Method, Phase, Stream
 from fsdp_inspect.trace.tables import EventTable
 from tests.builders import RunBuilder

@@ -1,6 +1,6 @@
 """The stand-in of the benchmark for the cost of an event follows the recorder's hooks."""
 
-from tests.benchmarks.hot_path import measure_hot_path
+from tests.studies.benchmarks.hot_path import measure_hot_path
 
 
 def test_the_recorder_records_the_stand_in_of_torch():

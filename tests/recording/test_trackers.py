@@ -9,7 +9,7 @@ from fsdp_inspect.recording.trackers import delivery as delivery_module
 from fsdp_inspect.recording.trackers.delivery import Delivery
 from fsdp_inspect.recording.trackers.feed import check_trackers, page_of
 from fsdp_inspect.recording.trackers.libraries import TrackedRun
-from tests.trackers.tracked import losses_of, run_tracked
+from tests.studies.trackers.tracked import losses_of, run_tracked
 
 
 class Tracker:

@@ -23,7 +23,7 @@ from instrumented_trainer.command_line import check_settings
 from instrumented_trainer.runtime import process_group, read_runtime
 from instrumented_trainer.trainer import prepare, train
 from tests.cases import mark_slow
-from tests.validation.grid import SPLIT
+from tests.studies.validation.grid import SPLIT
 
 EMULATED = "world_size=8,gpus_per_node=4,bandwidth=10GB/s,inter_bandwidth=1GB/s"
 MODEL = {

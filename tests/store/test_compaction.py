@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from fsdp_inspect.errors import NotARunError
-from fsdp_inspect.reduction.rank_rows import is_of_whole_step
 from fsdp_inspect.store import compaction
 from fsdp_inspect.store.compaction import compact_rank, compact_run
 from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
+from fsdp_inspect.store.reduction.rank_rows import is_of_whole_step
 from fsdp_inspect.store.schema import EVENTS, MEMORY
 from fsdp_inspect.store.streams import LiveStream
 from fsdp_inspect.store.summary_files import read_rank_summary, read_run_summary

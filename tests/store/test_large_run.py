@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from fsdp_inspect.analysis.summary import measure_summary
-from fsdp_inspect.reduction.memory_parts import MEMORY_PARTS
-from fsdp_inspect.reduction.rank_rows import summarise_rank
 from fsdp_inspect.store.reader import StoredRun, open_run
+from fsdp_inspect.store.reduction.memory_parts import MEMORY_PARTS
+from fsdp_inspect.store.reduction.rank_rows import summarise_rank
 from fsdp_inspect.trace.run import RunStatus
-from tests.benchmarks.large_run import Shape, write_large_run, write_part
 from tests.store.run_files import assert_same_rows
+from tests.studies.benchmarks.large_run import Shape, write_large_run, write_part
 
 SHAPE = Shape(num_ranks=4, num_steps=6, num_units=3)
 

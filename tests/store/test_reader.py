@@ -17,13 +17,17 @@ from fsdp_inspect.errors import (
     NotARunError,
     SchemaVersionError,
 )
-from fsdp_inspect.reduction.rank_rows import WHOLE_STEP_KINDS, is_of_whole_step, summarise_rank
 from fsdp_inspect.store import summary_reader
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
+from fsdp_inspect.store.reduction.rank_rows import (
+    WHOLE_STEP_KINDS,
+    is_of_whole_step,
+    summarise_rank,
+)
 from fsdp_inspect.store.schema import ROW_GROUP_ROWS
 from fsdp_inspect.store.summary_files import read_rank_summary, write_run_summary_file
 from fsdp_inspect.trace.codes import EventKind, StepPart

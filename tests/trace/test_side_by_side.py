@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fsdp_inspect.analysis.wait_causes import split_waits
-from fsdp_inspect.reduction.step_parts import reduce_rank
+from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.trace import side_by_side
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.intervals import Intervals

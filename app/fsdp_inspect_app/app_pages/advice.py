@@ -9,12 +9,10 @@ from typing import TypeVar
 import streamlit as st
 
 from fsdp_inspect import Run
+from fsdp_inspect.advice.prediction_creation import predict_advised
 from fsdp_inspect.advice.rules import title_of
 from fsdp_inspect.errors import PredictionError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
-from fsdp_inspect.predictions.creation import predict_advised
-from fsdp_inspect.predictions.ledger import find_ledger, read_ledger
-from fsdp_inspect.predictions.track_record import measure_track_record
 from fsdp_inspect.quantities import parse_bytes, parse_time_ns
 from fsdp_inspect.report.advice import (
     describe_alternative,
@@ -38,6 +36,8 @@ from fsdp_inspect.result_types import (
     Suggestion,
     Summary,
 )
+from fsdp_inspect.simulation.predictions.ledger import find_ledger, read_ledger
+from fsdp_inspect.simulation.predictions.track_record import measure_track_record
 from fsdp_inspect.store.boundary import is_in_folder
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.advice_search import PLAN_FILE, advice_of, default_wishes

@@ -7,9 +7,9 @@ from dataclasses import replace
 import streamlit as st
 
 from fsdp_inspect import Run
+from fsdp_inspect.advice.prediction_creation import make_prediction
 from fsdp_inspect.errors import FsdpInspectError, MissingDataError, PlanError
 from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ns
-from fsdp_inspect.predictions.creation import make_prediction
 from fsdp_inspect.report.simulation import (
     answer_simulation,
     describe_simulation,

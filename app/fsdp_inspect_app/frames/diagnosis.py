@@ -2,9 +2,9 @@
 
 import pandas as pd
 
-from fsdp_inspect.reduction.order_wording import shorten_place
 from fsdp_inspect.report.diagnosis import diagnosis_to_dict
 from fsdp_inspect.result_types import Diagnosis
+from fsdp_inspect.store.reduction.order_wording import shorten_place
 
 _COLUMNS = {
     "rank": "rank",

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.memory.summary_rows import memory_parts
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.reduction.memory_parts import highest_allocated, samples_of
 from fsdp_inspect.result_types import RankRecord, RunSource
+from fsdp_inspect.store.reduction.memory_parts import highest_allocated, samples_of
 from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.trace.tables import MISSING_INT
 

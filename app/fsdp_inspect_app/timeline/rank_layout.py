@@ -19,9 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.mesh_dimensions import GroupDimensions
-from fsdp_inspect.reduction.step_parts import exposed_ns, is_kernel_trace, split_step, waited_since
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.palette import Look
+from fsdp_inspect.store.reduction.step_parts import (
+    exposed_ns,
+    is_kernel_trace,
+    split_step,
+    waited_since,
+)
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     COPIES,

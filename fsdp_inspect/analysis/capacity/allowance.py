@@ -4,9 +4,10 @@ A forecast counts storages. A device also holds reserved memory that no storage 
 fragmentation, blocks of other streams) and memory outside the allocator. `device_overhead` measures
 both on a GPU run. Without such a run, this allowance is the sum of:
 
-- reserved, not allocated: the prediction of the allocator model (`fsdp_inspect.allocator`). Without
-  one, 20% of the peak: torchtitan publishes 82.4 GiB reserved for Llama 3.1 8B on 8 GPUs, where the
-  forecast of allocated memory is 68.4 GiB (docs/gate.md).
+- reserved, not allocated: the prediction of the allocator model
+  (`fsdp_inspect.emulation.allocator`). Without one, 20% of the peak: torchtitan publishes 82.4 GiB
+  reserved for Llama 3.1 8B on 8 GPUs, where the forecast of allocated memory is 68.4 GiB
+  (docs/gate.md).
 - CUDA context and kernels: 1.3 GiB. Hugging Face, "Model training anatomy", on an empty GPU.
 - workspaces of cuBLAS and cuBLASLt: 32 MiB each on Hopper (pytorch/pytorch#120925).
 - buffers of NCCL: `NCCL_BUFFSIZE` of 4 MiB (NCCL documentation), in both directions on 32 channels.

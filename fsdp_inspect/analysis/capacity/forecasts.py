@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_inspect.allocator.settings import DEFAULT_SETTINGS, AllocatorSettings
 from fsdp_inspect.analysis.capacity.allowance import Allowance, default_allowance
 from fsdp_inspect.analysis.capacity.device_overhead import DeviceOverhead
 from fsdp_inspect.analysis.capacity.fit import Fit
 from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory_overview
 from fsdp_inspect.analysis.memory.peak import CategoryBytes, measure_memory
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction, predict_reserved
+from fsdp_inspect.emulation.allocator.settings import DEFAULT_SETTINGS, AllocatorSettings
 from fsdp_inspect.errors import ForecastError
 from fsdp_inspect.trace.run import HostMemory, RunSource
 

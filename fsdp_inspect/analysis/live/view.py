@@ -21,9 +21,9 @@ from fsdp_inspect.columns import (
     value_column,
 )
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.reduction.memory_parts import samples_of
-from fsdp_inspect.reduction.step_parts import reduce_rank
 from fsdp_inspect.statistics import Distribution
+from fsdp_inspect.store.reduction.memory_parts import samples_of
+from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.trace.codes import EventKind, StepFlag, StepPart
 from fsdp_inspect.trace.tables import (
     MISSING_INT,

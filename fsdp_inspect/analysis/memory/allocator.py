@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.reduction.memory_parts import samples_of
+from fsdp_inspect.store.reduction.memory_parts import samples_of
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable, MemoryTable
 

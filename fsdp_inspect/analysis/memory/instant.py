@@ -14,7 +14,7 @@ import numpy as np
 from fsdp_inspect.columns import TableSpec, text_column, value_column
 from fsdp_inspect.formatting import format_category, format_unit
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.reduction.memory_parts import samples_of
+from fsdp_inspect.store.reduction.memory_parts import samples_of
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.live_memory import RESTING, LiveBytes, LiveHistory, LiveMoment
 from fsdp_inspect.trace.run import RankRecord, RunSource

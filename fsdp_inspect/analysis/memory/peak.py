@@ -27,8 +27,8 @@ from fsdp_inspect.columns import (
 from fsdp_inspect.errors import IncompleteRunError, StoreError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.reduction.memory_parts import STORAGE_TRACKER, UNATTRIBUTED, samples_of
 from fsdp_inspect.statistics import median
+from fsdp_inspect.store.reduction.memory_parts import STORAGE_TRACKER, UNATTRIBUTED, samples_of
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase, Statistic, StepPart
 from fsdp_inspect.trace.run import FailedRequest, RankRecord, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, StatisticsTable, SummaryTable

@@ -1,13 +1,13 @@
 """Predict the reserved memory of a run from its allocation history, with other allocator settings.
 
 A model of CUDA's caching allocator replays the history of a forecast or of a memory snapshot. See
-`fsdp_inspect.allocator`.
+`fsdp_inspect.emulation.allocator`.
 """
 
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.allocator.prediction import ReservedMemory, predict_reserved_bytes
-from fsdp_inspect.allocator.settings import (
+from fsdp_inspect.emulation.allocator.prediction import ReservedMemory, predict_reserved_bytes
+from fsdp_inspect.emulation.allocator.settings import (
     DEFAULT_SETTINGS,
     AllocatorSettings,
     InvalidSettingsError,

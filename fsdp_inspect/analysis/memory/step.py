@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.errors import IncompleteRunError
-from fsdp_inspect.reduction.memory_parts import UNATTRIBUTED, highest_allocated, samples_of
+from fsdp_inspect.store.reduction.memory_parts import UNATTRIBUTED, highest_allocated, samples_of
 from fsdp_inspect.trace.codes import DETAILS, NO_UNIT, MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable

@@ -9,8 +9,8 @@ from collections.abc import Collection
 import numpy as np
 
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.reduction.memory_parts import MEMORY_PARTS, reduce_memory
-from fsdp_inspect.reduction.run_statistics import condense_memory
+from fsdp_inspect.store.reduction.memory_parts import MEMORY_PARTS, reduce_memory
+from fsdp_inspect.store.reduction.run_statistics import condense_memory
 from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of

@@ -1,7 +1,7 @@
 """Read the private state of `DistributedDataParallel`. No other file uses it.
 
-Written for torch 2.13 (`torch/nn/parallel/distributed.py`, `reducer.cpp`); `tests/sharding` pins
-that version, so a new torch version must be checked first.
+Written for torch 2.13 (`torch/nn/parallel/distributed.py`, `reducer.cpp`);
+`tests/recording/torch_api` pins that version, so a new torch version must be checked first.
 
 A unit is a bucket of DDP's reducer: the gradients that one all-reduce sums. The reducer assigns
 parameters to buckets when the model is wrapped. After the first backward passes, which show the

@@ -1,7 +1,7 @@
 """Read the private state of FSDP1 (`FullyShardedDataParallel`). No other file uses it.
 
-Written for torch 2.13 (`torch/distributed/fsdp/_flat_param.py`); `tests/sharding` pins that
-version, so a new torch version must be checked first.
+Written for torch 2.13 (`torch/distributed/fsdp/_flat_param.py`); `tests/recording/torch_api` pins
+that version, so a new torch version must be checked first.
 
 A unit is a `FlatParamHandle`: the parameters of one `FullyShardedDataParallel` module, without the
 parameters of nested modules, flattened into one `FlatParameter` that communicates as a whole.

@@ -1,9 +1,9 @@
 """Read and write FSDP2's private state in torch. No other file uses its private attributes.
 
-Written for torch 2.13 (`torch/distributed/fsdp/_fully_shard`); `tests/sharding` pins that version,
-so a new torch version must be checked first. Supported differences: torch 2.11 stores one group of
-a module (`_fsdp_param_group`), torch 2.13 a list. torch 2.15 moved the policy of mixed precision
-from the group to its parameters, and waits of the group to its root.
+Written for torch 2.13 (`torch/distributed/fsdp/_fully_shard`); `tests/recording/torch_api` pins
+that version, so a new torch version must be checked first. Supported differences: torch 2.11 stores
+one group of a module (`_fsdp_param_group`), torch 2.13 a list. torch 2.15 moved the policy of mixed
+precision from the group to its parameters, and waits of the group to its root.
 
 Terms: a *state* (`FSDPState`) belongs to one `fully_shard` call. A *group* (`FSDPParamGroup`)
 communicates together and is a unit of FSDP Inspect. A state usually has one group. It has none if

@@ -15,9 +15,9 @@ import numpy as np
 
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.reduction.step_parts import exposing, running_communication
 from fsdp_inspect.report.perfetto.lanes import RankTrack
 from fsdp_inspect.report.values import format_kind
+from fsdp_inspect.store.reduction.step_parts import exposing, running_communication
 from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,

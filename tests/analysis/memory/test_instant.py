@@ -7,8 +7,8 @@ import pytest
 from fsdp_inspect.analysis.memory.instant import measure_memory_instant
 from fsdp_inspect.analysis.memory.step import measure_step_memory
 from fsdp_inspect.recording.out_of_memory import FollowedStep, live_rows
-from fsdp_inspect.reduction.memory_parts import samples_of
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.reduction.memory_parts import samples_of
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveOwner
 from tests.recording.test_storage_log import forward_and_backward
 

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from fsdp_inspect.recording.integrations.transformers import FsdpInspectCallback
-from tests.frameworks.cpu_fsdp import CpuFsdpTrainer
+from tests.studies.frameworks.cpu_fsdp import CpuFsdpTrainer
 
 OPTIONS: dict[str, Any] = {"device_interval_s": 0, "print_verdict": False}
 

@@ -1,0 +1,432 @@
+"""Find the likely causes of more memory or time: changed settings that explain the increase.
+
+A change of the observed plan is the first suspect, since the plan shows the effect of the code's
+`fully_shard` calls. Then come settings of the configuration, of the model and of the loop.
+
+[Note: explained bytes] Each setting can only raise some categories of memory, in some units, and
+mostly by a limited number of bytes: a batch that is 25% larger raises activations by 25%. The
+causes are stated if together they account for `EXPLAINED_RATIO` of the increase. Otherwise none is:
+an unrecorded change is then at least as likely, and the output lists what grew instead.
+
+[Note: moved peak] If the peak moves to another unit, the two moments hold different activations.
+Their increase contains memory that did not grow. A cause with limited bytes is then compared with
+the increase of the peak itself.
+"""
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_inspect.comparison.gate.increases import Increase, abbreviate_units
+from fsdp_inspect.comparison.gate.measurements import NO_UNIT
+from fsdp_inspect.comparison.settings import compare_settings
+from fsdp_inspect.comparison.verification.comparability import decides_shape
+from fsdp_inspect.formatting import format_bytes, format_unit
+from fsdp_inspect.trace.codes import ITEMSIZE, MemoryCategory
+from fsdp_inspect.trace.live_memory import RESTING
+from fsdp_inspect.trace.run import RunManifest, Unit
+
+EXPLAINED_RATIO = 0.8
+_LEAST_SHARE = 0.05
+"""A setting that accounts for a smaller fraction of the increase is not named."""
+_COMPUTED = ("activation", "temporary")
+_UNSHARDED = ("unsharded_parameter", "all_gather_buffer")
+_REDUCED = ("reduce_scatter_buffer", "unsharded_gradient", "sharded_gradient")
+_FREED_IN_A_STEP = {*_COMPUTED, "all_gather_buffer", "reduce_scatter_buffer"}
+"""No setting lets these outlive a step. Only code that keeps tensors does."""
+_OFFLOADED = ("sharded_parameter", "sharded_gradient", "optimizer_state", "temporary")
+_ALL = tuple(category.label for category in MemoryCategory)
+_RAISED_BY_MODEL: Mapping[str, Collection[str]] = {
+    "num_parameters": tuple(name for name in _ALL if name != "input"),
+    "dropout": _COMPUTED,
+    "attention": _COMPUTED,
+    "loss_dtype": _COMPUTED,
+    "gradient_sync": _REDUCED,
+}
+_WORDS_OF_BATCH = ("batch", "seq", "length", "tokens")
+_WORDS_OF_LENGTH = ("seq", "length", "dim")
+"""Attention and weights can grow with the square of these settings."""
+_ROUNDING_RATIO = 0.1
+"""The fraction by which memory may exceed the computed increase: padding, and a shifted peak."""
+_COMPUTED_PER_PARAMETER = 2
+"""If a unit has 10% more parameters, its activations may be 20% larger."""
+_COUNT_OF_MODULES = re.compile(r"in (\d+) modules")
+_SHAPE = re.compile(r"(\d+(?: x \d+)*) \w+")
+_CALL = re.compile(r"(\w+)\((.*)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """A changed setting."""
+
+    sentence: str
+    raises: Collection[str]
+    """Categories of memory that the setting can raise; empty: it only costs time."""
+    most_bytes: int | None = None
+    """The largest possible increase of these categories together; None: unknown."""
+    most_of: Callable[[Increase], float] | None = None
+    """The largest possible increase of one category of one unit; None: unknown."""
+
+
+def find_causes(  # noqa: PLR0913 - the two sides, and what of them exceeds its limit
+    before: RunManifest,
+    after: RunManifest,
+    growth: Sequence[Increase],
+    *,
+    of_memory: bool,
+    of_time: bool,
+    phase: str | None = None,
+    moved_by: int | None = None,
+) -> tuple[str, ...]:
+    """The likely causes, one sentence each, best evidence first; empty: unknown.
+
+    Args:
+        before: The settings of the baseline.
+        after: The settings of the run.
+        growth: Increases of memory by category and unit.
+        of_memory: Whether memory exceeds its limit.
+        of_time: Whether a time exceeds its limit.
+        phase: The phase whose peak increased; `resting`: after the step; None: unknown.
+        moved_by: The increase of a peak that moved to another unit; None: it did not move.
+    """
+    was = {unit.fqn: unit for unit in before.units}
+    shared = [unit for unit in after.units if unit.fqn in was]
+    found = [
+        *_regrouped(before.units, after.units),
+        *(_kept_longer(was, shared) if of_memory else ()),
+        *(_gathered_again(was, shared) if of_time else ()),
+        *_dtypes(was, shared, of_time=of_time),
+        *_prefetched(before, after, phase),
+        *_checkpointed(before, after),
+        *_sizes(before, after, phase),
+        *_inputs(before, after),
+    ]
+    if phase == RESTING:
+        found = [replace(cause, raises=set(cause.raises) - _FREED_IN_A_STEP) for cause in found]
+    of_bytes = _explaining(found, growth, moved_by) if of_memory else []
+    timed = found if of_time else []
+    return tuple(dict.fromkeys(cause.sentence for cause in (*of_bytes, *timed)))
+
+
+def _explaining(
+    causes: Sequence[_Cause], growth: Sequence[Increase], moved_by: int | None
+) -> list[_Cause]:
+    """The causes that account for the increase. See [Note: explained bytes]."""
+    left = [one.increase for one in growth]
+    total = sum(left)
+    kept: list[tuple[_Cause, int]] = []
+    for cause in causes:
+        most, taken = cause.most_bytes, 0
+        most = None if most is None else round(most * (1 + _ROUNDING_RATIO))
+        for place, one in enumerate(growth):
+            if one.category not in cause.raises:
+                continue
+            limit = math.inf if cause.most_of is None else cause.most_of(one)
+            bytes_ = round(min(left[place], limit * (1 + _ROUNDING_RATIO)))
+            bytes_ = bytes_ if most is None else min(bytes_, most - taken)
+            left[place] -= bytes_
+            taken += bytes_
+        if taken >= _LEAST_SHARE * total and taken:
+            kept.append((cause, taken))
+    named = sum(taken for _, taken in kept)
+    if total and named >= EXPLAINED_RATIO * total:
+        return [cause for cause, _ in kept]
+    if moved_by is None:
+        return []
+    # See [Note: moved peak].
+    limited = [(cause, taken) for cause, taken in kept if cause.most_bytes is not None]
+    enough = sum(taken for _, taken in limited) >= EXPLAINED_RATIO * moved_by
+    return [cause for cause, _ in limited] if enough else []
+
+
+def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[_Cause]:
+    known, now = {unit.fqn for unit in before}, {unit.fqn for unit in after}
+    gone = [unit for unit in before if unit.fqn not in now]
+    if not gone or len(before) == len(after):
+        return  # the units were renamed at most
+    larger = [
+        (unit, old)
+        for unit in after
+        for old in before
+        if unit.fqn == old.fqn and unit.num_parameters > old.num_parameters
+    ]
+    names = abbreviate_units([format_unit(unit.fqn) for unit in gone])
+    for unit, old in larger:
+        yield _Cause(
+            f"`{names}` {'is no longer a unit' if len(gone) == 1 else 'are no longer units'}, and "
+            f"`{format_unit(unit.fqn)}` holds {'its' if len(gone) == 1 else 'their'} parameters: "
+            f"it unshards {format_bytes(unit.unsharded_bytes)} instead of "
+            f"{format_bytes(old.unsharded_bytes)}",
+            (*_UNSHARDED, *_REDUCED),
+            most_of=_within([unit]),
+        )
+    if not larger:
+        new = [format_unit(unit.fqn) for unit in after if unit.fqn not in known]
+        yield _Cause(
+            f"the units changed: `{names}` became `{abbreviate_units(new) or 'none'}`",
+            (*_UNSHARDED, *_REDUCED),
+        )
+
+
+def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Cause]:
+    """Units that keep more between forward and backward than in the baseline."""
+    for now, units in _resharding(was, shared, keeps_more=True).items():
+        names = abbreviate_units([format_unit(unit.fqn) for unit in units])
+        number, noun = len(units), "block" if len(units) == 1 else "blocks"
+        most = sum(unit.unsharded_bytes for unit in units)
+        if now is False:
+            held = format_bytes(most)
+            yield _Cause(
+                f"`{names}` now reshard_after_forward=False: +{number} unsharded {noun} ({held}) "
+                "between forward and backward",
+                _UNSHARDED,
+                most,
+                _within(units),
+            )
+        else:
+            yield _Cause(
+                f"`{names}` now reshard_after_forward={now}: {number} {noun} sharded over only "
+                f"{now} ranks between forward and backward",
+                (*_UNSHARDED, "sharded_parameter"),
+                most,
+                _within(units),
+            )
+
+
+def _within(units: Sequence[Unit]) -> Callable[[Increase], float]:
+    """The most by which a category may grow: no limit inside these units, 0 outside."""
+    names = {format_unit(unit.fqn) for unit in units}
+    return lambda one: math.inf if names.issuperset(one.units) else 0.0
+
+
+def _gathered_again(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Cause]:
+    """Units that backward gathers more often than in the baseline, or from more ranks."""
+    for now, units in _resharding(was, shared, keeps_more=False).items():
+        names = abbreviate_units([format_unit(unit.fqn) for unit in units])
+        held = format_bytes(sum(unit.unsharded_bytes for unit in units))
+        yield _Cause(
+            f"`{names}` now reshard_after_forward={now}: backward gathers "
+            f"{'it' if len(units) == 1 else 'them'} again ({held})",
+            (),
+        )
+
+
+def _resharding(
+    was: dict[str, Unit], shared: Sequence[Unit], *, keeps_more: bool
+) -> dict[bool | int, list[Unit]]:
+    """The units that keep more (or less) after forward than before, by their new setting."""
+    changed: dict[bool | int, list[Unit]] = {}
+    for unit in shared:
+        old, now = was[unit.fqn].reshard_after_forward, unit.reshard_after_forward
+        if old is None or now is None or _kept(old) == _kept(now):
+            continue
+        if (_kept(now) > _kept(old)) is keeps_more:
+            changed.setdefault(now, []).append(unit)
+    return changed
+
+
+def _kept(reshard_after_forward: bool | int) -> float:
+    """The fraction of a unit that stays unsharded after forward, 0 to 1."""
+    if isinstance(reshard_after_forward, bool):
+        return 0.0 if reshard_after_forward else 1.0
+    return 1 / reshard_after_forward
+
+
+def _dtypes(was: dict[str, Unit], shared: Sequence[Unit], *, of_time: bool) -> Iterator[_Cause]:
+    """Changed dtypes; a narrower dtype can only explain time."""
+    for name, what, raises in (
+        ("param_dtype", "all-gathers", (*_UNSHARDED, *_COMPUTED, *_REDUCED)),
+        ("reduce_dtype", "gradient reduction", _REDUCED),
+    ):
+        changed: dict[tuple[str, str], list[str]] = {}
+        for unit in shared:
+            old, new = getattr(was[unit.fqn], name), getattr(unit, name)
+            if old != new and (of_time or ITEMSIZE.get(new, 0) >= ITEMSIZE.get(old, 0)):
+                changed.setdefault((old, new), []).append(format_unit(unit.fqn))
+        for (old, new), units in changed.items():
+            sentence = f"`{abbreviate_units(units)}` now {name}={new} instead of {old}"
+            yield _Cause(f"{sentence}: {what} in {new}", raises)
+
+
+def _prefetched(before: RunManifest, after: RunManifest, phase: str | None) -> Iterator[_Cause]:
+    """Deeper prefetch. A prefetch setting raises memory in its own phase only."""
+    for name in ("forward_prefetch", "backward_prefetch"):
+        old, new = before.plan.get(name), after.plan.get(name)
+        is_possible = phase is None or name.startswith(phase)
+        if old == new or not is_possible:
+            continue
+        was, now = _depth(old), _depth(new)
+        if now > was:
+            yield _Cause(f"{name} gathers {now} units ahead instead of {was}", _UNSHARDED)
+
+
+def _depth(prefetch: object) -> int:
+    """The most units that a prefetch setting gathers ahead; 0: none is set."""
+    if isinstance(prefetch, Mapping):
+        lists = (names for names in prefetch.values() if isinstance(names, list | tuple))
+        return max(map(len, lists), default=0)
+    return prefetch if isinstance(prefetch, int) else 0
+
+
+def _checkpointed(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
+    """Modules that repeat less of their forward than in the baseline."""
+    was, now = (_checkpoints(each.plan.get("checkpointing")) for each in (before, after))
+    for gone, words in (
+        ([name for name in was if name not in now], "no longer checkpointed"),
+        (
+            [name for name, kind in was.items() if kind == "full" and now.get(name, kind) != kind],
+            "now checkpointed selectively",
+        ),
+    ):
+        if gone:
+            names = abbreviate_units([format_unit(name) for name in gone])
+            yield _Cause(f"`{names}` {'is' if len(gone) == 1 else 'are'} {words}", _COMPUTED)
+
+
+def _checkpoints(checkpointing: object) -> dict[str, str]:
+    """The kind of checkpointing (`full` or `selective`) of each module."""
+    tables = checkpointing if isinstance(checkpointing, Mapping) else {}
+    return {
+        name: kind
+        for kind, names in tables.items()
+        if isinstance(names, list | tuple)
+        for name in names
+        if isinstance(name, str)
+    }
+
+
+def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterator[_Cause]:
+    """Settings that decide the amount of compute, and observed settings of model and loop."""
+    for difference in compare_settings([before, after]):
+        name, (old, new) = difference.name, difference.values
+        if old is None or new is None or (_is_number(old) and _is_number(new) and new < old):
+            continue
+        sentence = f"{name} is {_short(new)} instead of {_short(old)}"
+        if difference.group == "config" and decides_shape(name):
+            is_batch = _is_of_batch(name)
+            yield _Cause(
+                sentence,
+                (*_COMPUTED, "input") if is_batch else _ALL,
+                most_of=_in_proportion(name, old, new),
+            )
+        elif difference.group == "plan" and name == "offload" and new == "none":
+            yield _Cause(f"offload of {difference.where} is {new} instead of {old}", _OFFLOADED)
+        elif difference.group == "model" and name == "optimizer":
+            raises = ("optimizer_state", *(("temporary",) if phase == "optimizer" else ()))
+            yield _Cause(_describe_other_optimizer(str(old), str(new)), raises)
+        elif difference.group == "model" and name == "num_parameters":
+            sentence = f"the model has {new:,} parameters instead of {old:,}"
+            most_of = _as_parameters(before, after)
+            yield _Cause(sentence, _RAISED_BY_MODEL[name], most_of=most_of)
+        elif (
+            difference.group == "model" and name in _RAISED_BY_MODEL and _can_raise(name, old, new)
+        ):
+            most_of = _next_to_the_loss(after) if name == "loss_dtype" else None
+            yield _Cause(sentence, _RAISED_BY_MODEL[name], most_of=most_of)
+
+
+def _inputs(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
+    """Larger inputs, unless a setting of the configuration shows them."""
+    differences = compare_settings([before, after])
+    if any(each.group == "config" and _is_of_batch(each.name) for each in differences):
+        return
+    for old, new in (each.values for each in differences if each.name == "inputs"):
+        was, now = (_SHAPE.findall(str(text))[:1] for text in (old, new))
+        if not (was and now):
+            continue
+        (was_rows, *was_rest), (now_rows, *now_rest) = (
+            tuple(map(int, shape.split(" x "))) for (shape,) in (was, now)
+        )
+        ratio = (now_rows * math.prod(now_rest)) / max(was_rows * math.prod(was_rest), 1)
+        if ratio <= 1:
+            continue
+        is_batch = was_rest == now_rest
+        yield _Cause(
+            f"the {'batch' if is_batch else 'inputs'} grew: the model receives {_short(new)} "
+            f"instead of {_short(old)}",
+            (*_COMPUTED, "input"),
+            most_of=_growing_by(ratio if is_batch else ratio**2),
+        )
+
+
+def _growing_by(ratio: float) -> Callable[[Increase], float]:
+    return lambda one: (ratio - 1) * one.before
+
+
+def _is_of_batch(name: str) -> bool:
+    return decides_shape(name) and any(word in name.lower() for word in _WORDS_OF_BATCH)
+
+
+def _in_proportion(name: str, old: object, new: object) -> Callable[[Increase], float] | None:
+    """The most by which memory may grow if it is proportional to a size or to its square.
+
+    Returns:
+        None if the setting is not a size.
+    """
+    if not (_is_number(old) and _is_number(new)):
+        return None
+    was, now = float(str(old)), float(str(new))
+    if was <= 0:
+        return None
+    power = 2 if any(word in name.lower() for word in _WORDS_OF_LENGTH) else 1
+    return _growing_by((now / was) ** power)
+
+
+def _as_parameters(before: RunManifest, after: RunManifest) -> Callable[[Increase], float] | None:
+    """The most by which memory may grow with its unit's parameters; no limit for a new unit."""
+    was = {format_unit(unit.fqn): unit.num_parameters for unit in before.units}
+    now = {format_unit(unit.fqn): unit.num_parameters for unit in after.units}
+    if not (was and now):
+        return None
+    ratios = {
+        name: number / was[name] - 1 if was.get(name) else math.inf for name, number in now.items()
+    }
+    ratios[NO_UNIT] = max((ratio for ratio in ratios.values() if ratio < math.inf), default=0.0)
+
+    def most(one: Increase) -> float:
+        ratio = min((ratios.get(name, 0.0) for name in one.units), default=0.0)
+        if ratio <= 0 or ratio == math.inf:
+            return max(ratio, 0.0)
+        return ratio * one.before * (_COMPUTED_PER_PARAMETER if one.category in _COMPUTED else 1)
+
+    return most
+
+
+def _next_to_the_loss(after: RunManifest) -> Callable[[Increase], float]:
+    """The most by which memory may grow in the units that can compute the loss.
+
+    These are no unit, the root, and the unit that ran last.
+    """
+    last = max(after.units, key=lambda unit: unit.execution_index, default=None)
+    names = {NO_UNIT, format_unit(""), *(() if last is None else (format_unit(last.fqn),))}
+    return lambda one: math.inf if names.issuperset(one.units) else 0.0
+
+
+def _can_raise(name: str, old: object, new: object) -> bool:
+    """Whether a change of an observed setting can increase memory."""
+    if name == "dropout":  # another probability drops equally many values
+        counts = [sum(map(int, _COUNT_OF_MODULES.findall(str(value)))) for value in (old, new)]
+        return counts[1] > counts[0]
+    if name == "loss_dtype":
+        return ITEMSIZE.get(str(new), 0) >= ITEMSIZE.get(str(old), 0)
+    return True
+
+
+def _describe_other_optimizer(old: str, new: str) -> str:
+    """Name the arguments of an optimizer that differ, or else both optimizers."""
+    was, now = _CALL.fullmatch(old), _CALL.fullmatch(new)
+    if was is None or now is None or was[1] != now[1]:
+        return f"optimizer is {_short(new)} instead of {_short(old)}"
+    before = dict.fromkeys(was[2].split(", "))
+    changed = [part for part in now[2].split(", ") if part not in before]
+    return f"optimizer is {now[1]} with {', '.join(changed) or 'other settings'}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

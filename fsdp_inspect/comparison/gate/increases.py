@@ -1,0 +1,161 @@
+"""Find increases of memory by category and unit, and of time by part of the step and wait.
+
+Two moments are compared by unit and category, and two steps by part and wait. The largest increases
+are named until they cover nearly all of the total. Similar units (`layers.0`, `layers.1`) are named
+together.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdp_inspect.comparison.gate.measurements import Held
+from fsdp_inspect.comparison.gate.unit_rows import in_words_and_numbers
+
+_NEARLY_ALL = 0.95
+_LEAST_SHARE = 0.05
+"""Smaller fractions of the total increase are named only if no increase is larger."""
+_BESIDE_THE_LONGEST = 0.25
+"""An increase of time is named from this fraction of the largest increase, because times vary."""
+_EXPOSED = "exposed_"
+"""Prefix of the parts of a step that are waits."""
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Increase:
+    """One category of memory that increased in some units, or one part of the step."""
+
+    category: str
+    """A category (`activation`), a part of the step (`exposed_all_gather`), or a wait with its
+    phase (`all_gather in backward`)."""
+    units: tuple[str, ...]
+    """Names of the units with the increase; empty for a part of the step."""
+    before: int
+    """Bytes at the moment, or ns a step, summed over these units."""
+    after: int
+
+    @property
+    def increase(self) -> int:
+        """The increase, bytes or ns."""
+        return self.after - self.before
+
+    @property
+    def where(self) -> str:
+        """The units in short form: `layers.*` for several whose names differ in a number."""
+        return abbreviate_units(self.units)
+
+
+def find_increases(before: Held, after: Held) -> tuple[Increase, ...]:
+    """Increases between two moments, largest first.
+
+    Args:
+        before: Bytes by unit and category at the baseline's moment.
+        after: Bytes by unit and category at the run's moment.
+    """
+    grown = [
+        _grown(category, units, before, after)
+        for category, units in _rises(before, after).items()
+        if _is_net(category, before, after)
+    ]
+    return tuple(_until_nearly_all(sorted(grown, key=lambda one: -one.increase)))
+
+
+def find_increases_by_unit(before: Held, after: Held) -> tuple[Increase, ...]:
+    """All increases between two moments, one for each category and unit, largest first.
+
+    Args:
+        before: Bytes by unit and category at the baseline's moment.
+        after: Bytes by unit and category at the run's moment.
+    """
+    grown = [
+        _grown(category, [unit], before, after)
+        for category, units in _rises(before, after).items()
+        if _is_net(category, before, after)
+        for unit in units
+    ]
+    return tuple(sorted(grown, key=lambda one: -one.increase))
+
+
+def find_longer(
+    parts_before: Mapping[str, int],
+    parts_after: Mapping[str, int],
+    waits_before: Held,
+    waits_after: Held,
+) -> tuple[Increase, ...]:
+    """Increases of a step's parts, then of the waits in them, each longest first.
+
+    Args:
+        parts_before: ns by part of the step, in the baseline; empty: compare only waits.
+        parts_after: The same in the run.
+        waits_before: ns a step by unit and wait, in the baseline.
+        waits_after: The same in the run.
+    """
+    parts = [
+        Increase(name, (), parts_before.get(name, 0), amount)
+        for name, amount in parts_after.items()
+        if parts_before and amount > parts_before.get(name, 0)
+    ]
+    parts = _beside_the_longest(parts)
+    is_of_waits = not parts_before or any(one.category.startswith(_EXPOSED) for one in parts)
+    if not (waits_before and is_of_waits):
+        return tuple(parts)
+    waits = []
+    for category, units in _rises(waits_before, waits_after).items():
+        alone = [_grown(category, [unit], waits_before, waits_after) for unit in units]
+        longest = _beside_the_longest(alone)
+        named = [unit for one in longest for unit in one.units]
+        waits.append(_grown(category, named, waits_before, waits_after))
+    return (*parts, *_beside_the_longest(waits))
+
+
+def _rises(before: Held, after: Held) -> dict[str, list[str]]:
+    """The units in which each category increased."""
+    rises: dict[str, list[str]] = {}
+    for unit, category in dict.fromkeys([*after, *before]):
+        if after.get((unit, category), 0) > before.get((unit, category), 0):
+            rises.setdefault(category, []).append(unit)
+    return rises
+
+
+def _grown(category: str, units: Sequence[str], before: Held, after: Held) -> Increase:
+    return Increase(
+        category,
+        tuple(sorted(units, key=in_words_and_numbers)),
+        sum(before.get((unit, category), 0) for unit in units),
+        sum(after.get((unit, category), 0) for unit in units),
+    )
+
+
+def _is_net(category: str, before: Held, after: Held) -> bool:
+    """Whether a category increased in total, and did not only move between units."""
+    return _total(category, after) > _total(category, before)
+
+
+def _total(category: str, held: Held) -> int:
+    return sum(amount for (_, name), amount in held.items() if name == category)
+
+
+def _until_nearly_all(grown: Sequence[Increase]) -> list[Increase]:
+    total, named = sum(one.increase for one in grown), 0
+    kept: list[Increase] = []
+    for one in grown:
+        if kept and (named >= _NEARLY_ALL * total or one.increase < _LEAST_SHARE * total):
+            break
+        kept.append(one)
+        named += one.increase
+    return kept
+
+
+def _beside_the_longest(longer: Sequence[Increase]) -> list[Increase]:
+    most = max((one.increase for one in longer), default=0)
+    kept = [one for one in longer if one.increase >= _BESIDE_THE_LONGEST * most]
+    return sorted(kept, key=lambda one: -one.increase)
+
+
+def abbreviate_units(units: Sequence[str]) -> str:
+    """The units in short form: `layers.3`, `layers.*` for three or more, or the names."""
+    patterns = list(dict.fromkeys(_NUMBER.sub("*", unit) for unit in units))
+    if len(units) > 2 and len(patterns) < len(units):
+        return ", ".join(patterns)
+    return ", ".join(units)

@@ -1,0 +1,289 @@
+"""Measure what the gate checks: one number per metric and run, and its composition.
+
+Several runs are repeats of one program. Memory is the highest over the runs, and a time has one
+number per run. Warm-up steps do not count, because they allocate memory that later steps do not:
+libraries load workspaces, the allocator grows, and the optimizer creates its state.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
+from fsdp_inspect.analysis.damage import try_measure
+from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
+from fsdp_inspect.analysis.memory.peak import Memory, PeakMoment, measure_memory
+from fsdp_inspect.analysis.overlap import RankOverlap, measure_overlap
+from fsdp_inspect.analysis.run_delay import measure_run_delay
+from fsdp_inspect.comparison.gate.limits import CATEGORY_METRICS, PHASES, TIME_METRICS
+from fsdp_inspect.comparison.settings import find_other_settings
+from fsdp_inspect.error_text import quote_all
+from fsdp_inspect.formatting import format_owner, format_unit
+from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.live_memory import RESTING, LiveMoment
+from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
+
+NO_UNIT = "(no unit)"
+_USABLE = (RunStatus.COMPLETE, RunStatus.IMPORTED)
+_MOST_NAMED = 3
+
+Held = dict[tuple[str, str], int]
+"""Bytes at a moment by unit and category, or ns a step by unit and wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineBytes:
+    """Live storages of a unit and category that one line of the user's code allocated."""
+
+    unit: str
+    category: str
+    line: str
+    """`file:line`."""
+    bytes: int
+    count: int
+    """The number of storages."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMoment:
+    """Live memory at the peak of a phase, or after the step."""
+
+    bytes: int
+    unit: str
+    """Position: the innermost unit on the host's stack."""
+    held: Held
+    lines: tuple[LineBytes, ...] = ()
+    """The lines that allocated it, the largest first; empty: not recorded. Storages without a known
+    line and the smallest storages are missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateMeasurements:
+    """The measurements of one or more repeats of a program."""
+
+    manifest: RunManifest
+    """The manifest of the run with the highest peak (a history: the median peak)."""
+    run_ids: tuple[str, ...]
+    method: str
+    """Memory counter: `cuda_allocator`, `storage_tracker`, `memory_snapshot`; or empty."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Highest value over the runs, by metric; unrecorded metrics are missing."""
+    ranges: dict[str, int] = field(default_factory=dict)
+    """Highest minus lowest value over the runs, by metric; empty for one run."""
+    num_memory_runs: int = 1
+    """The number of runs with recorded memory."""
+    times: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The time of the typical step of each run, by metric."""
+    phase: str | None = None
+    """The phase of the peak; None: the composition was not recorded."""
+    moments: dict[str, MemoryMoment] = field(default_factory=dict)
+    """The memory of the run with the highest peak, by phase and after the step (`RESTING`)."""
+    parts: dict[str, int] = field(default_factory=dict)
+    """ns of the parts of a step: medians over the runs' typical steps."""
+    waits: Held = field(default_factory=dict)
+    """Exposed ns a step, by unit and by collective and phase (`all_gather in backward`): medians
+    over the runs."""
+    run_delays: tuple[float, ...] = ()
+    """For each run with timed steps, the fraction of time in which a training thread had no core;
+    empty if unknown for any run."""
+    problems: tuple[str, ...] = ()
+    """The reasons why a run cannot be judged."""
+
+    def value(self, metric: str) -> int | None:
+        """A memory metric; None: not recorded."""
+        return self.memory.get(metric)
+
+
+def read_runs(runs: Sequence[RunSource], *, are_history: bool = False) -> GateMeasurements:
+    """Measure repeats of one program.
+
+    Args:
+        runs: The repeats; at least one.
+        are_history: The runs are earlier versions of the program. Memory is then the median over
+            the runs, without a range, and their code and plan may differ.
+    """
+    timings = [_measure_times(run) for run in runs]
+    memories = [measure_memory(run, with_warmup=False) for run in runs]
+    order = sorted(range(len(runs)), key=lambda place: memories[place].peak_allocated_bytes or 0)
+    top = order[(len(order) - 1) // 2] if are_history else order[-1]
+    memory = memories[top]
+    found: dict[str, list[int]] = {}
+    for one in memories:
+        for metric, amount in _memory_of(one).items():
+            found.setdefault(metric, []).append(amount)
+    return GateMeasurements(
+        manifest=runs[top].manifest,
+        run_ids=tuple(run.manifest.run_id for run in runs),
+        method=next((row.method for row in memory.ranks if row.method), ""),
+        memory={
+            metric: (median(amounts) or 0) if are_history else max(amounts)
+            for metric, amounts in found.items()
+        },
+        ranges={
+            metric: max(amounts) - min(amounts)
+            for metric, amounts in found.items()
+            if len(amounts) > 1 and not are_history
+        },
+        num_memory_runs=len(found.get("peak_allocated_bytes", ())),
+        times={
+            metric: times for metric in TIME_METRICS if (times := tuple(_times_of(metric, timings)))
+        },
+        phase=memory.peak.phase if memory.peak else None,
+        moments=_moments_of(runs[top], memory),
+        parts=_parts_of(timings),
+        waits=_waits_of(timings),
+        run_delays=_run_delays_of(runs, timings),
+        problems=tuple(_problems(runs, are_history=are_history)),
+    )
+
+
+# --- memory
+
+
+def _memory_of(memory: Memory) -> dict[str, int]:
+    ranks = memory.ranks
+    found = {
+        "peak_allocated_bytes": memory.peak_allocated_bytes,
+        "peak_reserved_bytes": memory.peak_reserved_bytes,
+        "step_adds_bytes": _highest(row.step_adds_bytes for row in ranks),
+        "resting_bytes": _highest(row.resting_bytes for row in ranks),
+    }
+    found |= {
+        f"peak_{moment.phase}_bytes": moment.bytes
+        for moment in memory.phases
+        if moment.phase in PHASES
+    }
+    if memory.peak is not None:
+        found |= dict.fromkeys(CATEGORY_METRICS, 0)
+        found |= {f"category.{one.category}": one.bytes for one in memory.peak.categories}
+    return {metric: amount for metric, amount in found.items() if amount is not None}
+
+
+def _highest(amounts: Iterable[int | None]) -> int | None:
+    """The highest known amount; None: all are unknown."""
+    return max((amount for amount in amounts if amount is not None), default=None)
+
+
+def _moments_of(run: RunSource, memory: Memory) -> dict[str, MemoryMoment]:
+    found = {moment.phase: moment for moment in memory.phases}
+    if memory.peak is not None:
+        found[memory.peak.phase] = memory.peak
+    if memory.resting is not None:
+        found[RESTING] = memory.resting
+    shown = memory.shown_rank
+    live = {} if shown is None else {each.phase: each for each in run.live_moments(shown)}
+    names = {unit.index: format_unit(unit.fqn) for unit in run.manifest.units}
+    return {
+        name: MemoryMoment(
+            moment.bytes,
+            _name(moment.fqn),
+            _held(moment),
+            tuple(_lines_of(live.get(name), moment, names)),
+        )
+        for name, moment in found.items()
+    }
+
+
+def _lines_of(
+    live: LiveMoment | None, moment: PeakMoment, names: Mapping[int, str]
+) -> Iterator[LineBytes]:
+    """The lines of the peak's step; the only such step is the last memory step."""
+    for row in live.live if live is not None and live.step == moment.step else ():
+        if row.place:
+            unit = names.get(row.unit, NO_UNIT)
+            yield LineBytes(unit, row.category, row.place, row.bytes, row.count)
+
+
+def _held(peak: PeakMoment) -> Held:
+    if not peak.owners:
+        return {(NO_UNIT, one.category): one.bytes for one in peak.categories}
+    return {
+        (_name(owner.fqn), one.category): one.bytes
+        for owner in peak.owners
+        for one in owner.categories
+    }
+
+
+def _name(fqn: str | None) -> str:
+    return NO_UNIT if fqn is None else format_unit(fqn)
+
+
+# --- times
+
+
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """The times of one run; None without a timed step."""
+
+    middle: RankOverlap | None
+    """Times of the median rank."""
+    breakdown: StepBreakdown | None
+    exposed: Exposed | None
+    """None also if the required files are damaged."""
+
+
+def _measure_times(run: RunSource) -> _Timing:
+    return _Timing(
+        middle=measure_overlap(run).run,
+        breakdown=measure_breakdown(run).headline,
+        exposed=try_measure(measure_exposed, run, []),
+    )
+
+
+def _times_of(metric: str, timings: Sequence[_Timing]) -> list[int]:
+    return [getattr(timing.middle, metric) for timing in timings if timing.middle is not None]
+
+
+def _parts_of(timings: Sequence[_Timing]) -> dict[str, int]:
+    steps = [timing.breakdown for timing in timings if timing.breakdown is not None]
+    names = dict.fromkeys(part.name for step in steps for part in step.parts)
+    return {
+        name: median(
+            [part.duration_ns for step in steps for part in step.parts if part.name == name]
+        )
+        or 0
+        for name in names
+    }
+
+
+def _waits_of(timings: Sequence[_Timing]) -> Held:
+    of_runs = [_add_up_waits(timing.exposed) for timing in timings if timing.exposed is not None]
+    keys = dict.fromkeys(key for waits in of_runs for key in waits)
+    return {key: median([waits.get(key, 0) for waits in of_runs]) or 0 for key in keys}
+
+
+def _add_up_waits(exposed: Exposed) -> Held:
+    """Exposed time by unit, collective and phase, over all dimensions of the mesh."""
+    waits: Counter[tuple[str, str]] = Counter()
+    for owner in exposed.owners:
+        name = format_owner(owner.fqn, owner.is_fsdp)
+        waits[name, f"{owner.kind} in {owner.phase}"] += owner.exposed_ns
+    return dict(waits)
+
+
+def _run_delays_of(runs: Sequence[RunSource], timings: Sequence[_Timing]) -> tuple[float, ...]:
+    timed = [run for run, timing in zip(runs, timings, strict=True) if timing.middle is not None]
+    found = [measure_run_delay(run) for run in timed]
+    delays = tuple(round(one.run_delay_ratio, 4) for one in found if one is not None)
+    return delays if len(delays) == len(timed) else ()
+
+
+# --- problems that prevent a judgement
+
+
+def _problems(runs: Sequence[RunSource], *, are_history: bool) -> Iterator[str]:
+    for run in runs:
+        if run.status not in _USABLE:
+            yield (
+                f"Run {run.manifest.run_id!r} is {run.status.value}: it did not end normally on "
+                "every rank, so its peak may be missing. Record the run again."
+            )
+    first = runs[0].manifest
+    for run in () if are_history else runs[1:]:
+        others = find_other_settings(first, run.manifest)
+        if others:
+            names = quote_all(dict.fromkeys(one.name for one in others[:_MOST_NAMED]))
+            yield (
+                f"Runs {first.run_id!r} and {run.manifest.run_id!r} differ in {names}. Expected "
+                "repeats of one program with equal settings. Check them separately."
+            )

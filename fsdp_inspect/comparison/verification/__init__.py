@@ -1,0 +1,1 @@
+"""Verify a prediction: compare the run with what was predicted for it."""

@@ -1,0 +1,88 @@
+"""Return zero when code reads the value of a fake tensor, and record where.
+
+Training loops read values: `loss.item()` for the log, `if torch.isnan(loss)`, a DataLoader for its
+seed, a gradient scaler for overflow. These values do not decide how much memory a step takes. If a
+value does decide sizes, a forecast cannot know them; the record shows where the step read it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_inspect.emulation.forecast.uniform_values import UniformValues
+from fsdp_inspect.recording.torch_api.dispatch import DataDependentOutputException, FakeTensorMode
+
+_ASKING = torch.ops.aten._local_scalar_dense.default
+_GROUPED = torch.ops.aten._grouped_mm.default
+_NEW_EMPTY = torch.ops.aten.new_empty.default
+_OURS = Path(__file__).parents[1]
+_PYTHON = Path(traceback.__file__).parent
+
+
+class ValuelessTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors that return 0 where torch's own fake tensors refuse to return a value."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.values = UniformValues()
+        self.num_asked = 0
+        """The number of reads of an unknown value."""
+        self.first_asked = ""
+        """Position of the first read in the user's own code: `step, train.py:30`."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Dispatch like torch, but return 0 for unknown values."""
+        if func is _GROUPED and args[0].dtype is not torch.bfloat16:
+            shape = _grouped_shape(*args[:3], **(kwargs or {}))
+            return super().dispatch(_NEW_EMPTY, types, (args[0], shape), {})
+        if func is _ASKING and (known := self.values.find(args[0])) is not None:
+            return known
+        try:
+            result = super().dispatch(func, types, args, kwargs)
+            self.values.follow(func, args, result)
+            return result
+        except DataDependentOutputException:
+            if func is not _ASKING:
+                raise
+        self.num_asked += 1
+        self.first_asked = self.first_asked or describe_user_line(traceback.extract_stack())
+        return _zero(args[0].dtype)
+
+
+def _grouped_shape(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None = None, **_: Any
+) -> list[int]:
+    """The shape of a grouped matrix product.
+
+    The shape function of torch 2.13 rejects dtypes other than bfloat16, which the kernels accept.
+    """
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.dim() == 3 and right.dim() == 3:
+        return [left.shape[0], rows, columns]
+    if left.dim() == 2 and right.dim() == 2:
+        assert offsets is not None
+        return [offsets.shape[0], rows, columns]
+    return [rows, columns]
+
+
+def _zero(dtype: torch.dtype) -> complex:
+    """Python's zero for the dtype: False, 0, 0.0 or 0j."""
+    if dtype is torch.bool:
+        return False
+    return 0j if dtype.is_complex else 0.0 if dtype.is_floating_point else 0
+
+
+def describe_user_line(frames: traceback.StackSummary) -> str:
+    """The last line of the user's own code in a stack, or a library's line if there is none."""
+    own = [frame for frame in frames if not _is_of_a_library(Path(frame.filename))]
+    last = (own or frames)[-1]
+    return f"{last.name}, {last.filename}:{last.lineno}"
+
+
+def _is_of_a_library(file: Path) -> bool:
+    in_python = _PYTHON in file.parents
+    return "site-packages" in file.parts or file.is_relative_to(_OURS) or in_python

@@ -1,0 +1,178 @@
+"""Track the memory of one training step, unit by unit, as in a recorder's memory step.
+
+The same hooks and the same storage tracker as in a recording follow one step. Nothing is timed and
+nothing is written. The step before it is not tracked: in it torch computes its layouts on tensors
+of the global shape, and the optimizer creates its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_inspect.emulation.forecast.allocation_history import build_history
+from fsdp_inspect.emulation.forecast.host_memory import count_host_memory
+from fsdp_inspect.emulation.forecast.operations import OperationCounter
+from fsdp_inspect.emulation.forecast.target import ForecastTarget
+from fsdp_inspect.emulation.process import active_emulation
+from fsdp_inspect.errors import ForecastError, RecordingError
+from fsdp_inspect.recording.clocks import HostClock
+from fsdp_inspect.recording.instruments import Instruments
+from fsdp_inspect.recording.memory import MemoryProbe
+from fsdp_inspect.recording.memory_steps import MemorySteps
+from fsdp_inspect.recording.observed_settings import observe_settings
+from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.sharders.find import find_sharder
+from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
+from fsdp_inspect.recording.storage_log import StorageLog
+from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.observe import observe_plan
+from fsdp_inspect.recording.units import ProcessGroups, describe_model
+from fsdp_inspect.trace.allocations import AllocationHistory
+from fsdp_inspect.trace.codes import MemoryPoint, Source
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
+from fsdp_inspect.trace.run import HostMemory, ModelInfo, OperationCount, ProcessGroup, Unit
+
+_OFFLOADED = (
+    "Offloaded tensors are on the host and not counted, from the moment of their computation: the "
+    "reduced shard of a unit on its way to the host is missing."
+)
+TRACKED_STEP = 1
+"""The index of the tracked step, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedStep:
+    """The memory of one step, and a description of its model."""
+
+    model: ModelInfo
+    units: list[Unit]
+    process_groups: list[ProcessGroup]
+    mesh: dict[str, int]
+    plan: dict[str, Any]
+    observed: dict[str, str]
+    """See `recording.observed_settings`."""
+    notes: tuple[str, ...]
+    """Limits of the count, one sentence each."""
+    rows: Sequence[tuple[int, ...]]
+    """Rows in the column order of `MemoryTable`."""
+    moments: Sequence[LiveMoment]
+    """The live storages at the moments of highest memory."""
+    history: AllocationHistory | None
+    """The allocations of a training run; None: too many."""
+    live_history: LiveHistory | None
+    """Every change of the live memory; None: too many."""
+    operations: Sequence[OperationCount]
+    """The operations of the step before it, which is the same step."""
+    host_memory: HostMemory | None
+    """None: the host is the device."""
+
+
+def track_step(  # noqa: PLR0915 - one pass over one step
+    target: ForecastTarget, *, has_host: bool
+) -> TrackedStep:
+    """Run two steps of a target and follow every storage through the second.
+
+    Args:
+        target: The model and step to run.
+        has_host: Whether the device differs from the host, so that offloaded tensors are on the
+            host.
+
+    Raises:
+        RecordingError: The model is not sharded with `fully_shard`.
+        ForecastError: The step could not be tracked; the message has the reason.
+    """
+    sharder = find_sharder(target.model)
+    if not isinstance(sharder, Fsdp2):
+        raise RecordingError(
+            f"{type(target.model).__name__} uses {sharder.title}. A forecast requires a model that "
+            "is sharded with torch.distributed.fsdp.fully_shard (FSDP2). Record a run instead."
+        )
+    groups = ProcessGroups()
+    sharder.register_groups(groups)
+    session = Session(HostClock(), _forget, groups, Source.PREDICTED, active_emulation())
+    session.explicit_steps = True
+    rows: list[tuple[int, ...]] = []
+    logs: list[StorageLog] = []
+    kept: list[tuple[list[LiveMoment], LiveHistory | None]] = []
+    probe = MemoryProbe(session, rows.append, None)
+    offloaded = [
+        index for index, handle in enumerate(sharder.units) if fsdp2.offloads_to_cpu(handle.group)
+    ]
+    memory_steps = MemorySteps(
+        session,
+        rows.append,
+        target.model,
+        sharder.units,
+        (TRACKED_STEP,),
+        device_type=sharder.device.type,
+        host_units=offloaded if has_host else (),
+        keep=lambda *known: kept.append(known),
+        keep_log=logs.append,
+    )
+    memory_steps.plan(0)
+
+    def optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
+        memory_steps.name_optimizer_states(optimizer)
+        probe.sample(MemoryPoint.OPTIMIZER_END)
+
+    optimizers = None if target.optimizer is None else [target.optimizer]
+    instruments = Instruments(session, sharder, probe, optimizers, optimizer_stepped)
+    instruments.attach()
+    counter = OperationCounter(lambda: (session.issuing_unit(), session.phase.label))
+    try:
+        for number in range(TRACKED_STEP + 1):
+            session.in_step = True
+            session.open_step()
+            memory_steps.begin()
+            with counter if number < TRACKED_STEP else nullcontext():
+                target.step()
+            probe.sample(MemoryPoint.STEP_END)
+            memory_steps.end()
+            session.in_step = False
+            session.end_step()
+            instruments.end_step()
+    finally:
+        memory_steps.abandon()
+        instruments.detach()
+    if not rows:
+        raise ForecastError(
+            f"The step could not be tracked: {' '.join(session.problems) or 'it never ran'} "
+            "Expected FSDP units that run a forward and a backward. Check the builder's step()."
+        )
+    order = {unit: place for place, unit in enumerate(session.execution_order)}
+    units = [
+        unit.model_copy(update={"execution_index": order.get(unit.index, -1)})
+        for unit in sharder.describe_units(groups)
+    ]
+    return TrackedStep(
+        model=describe_model(target.model, sharder.units),
+        units=units,
+        process_groups=groups.describe(),
+        mesh=sharder.mesh(),
+        plan=observe_plan(target.model).to_dict(),
+        observed=observe_settings(
+            target.model,
+            memory_steps.optimizers,
+            session.loss_dtype,
+            session.inputs,
+            skips_reduction=session.skips_reduction,
+        ),
+        notes=(*((_OFFLOADED,) if has_host and offloaded else ()), *counter.notes()),
+        rows=rows,
+        moments=[moment for moments, _ in kept for moment in moments],
+        history=build_history(logs[0]),
+        live_history=kept[-1][1] if kept else None,
+        operations=list(counter.counts()),
+        host_memory=count_host_memory(target.model, sharder, target.optimizer)
+        if has_host
+        else None,
+    )
+
+
+def _forget(row: tuple[int, ...]) -> None:
+    """Drop a row of times, which mean nothing on fake tensors."""

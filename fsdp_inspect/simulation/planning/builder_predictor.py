@@ -1,0 +1,194 @@
+"""Predict the settings of a builder of the user's own, each from a forecast.
+
+The first forecasts have one and two sequences for each checkpointing, and the other keywords at
+their least memory. Operations grow with the batch. The peak is the largest of many moments, and the
+memory of each grows linearly with the batch. So the line through two batches is a lower bound of
+larger ones. The search forecasts each candidate that the bounds do not reject.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fsdp_inspect.error_text import shorten
+from fsdp_inspect.errors import ForecastError
+from fsdp_inspect.simulation.planning.bounds import Bounds
+from fsdp_inspect.simulation.planning.builder_candidates import KNOBS, BuilderCandidate
+from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
+from fsdp_inspect.simulation.planning.machines import PlannedMachine
+from fsdp_inspect.simulation.planning.prediction import (
+    FORECAST_RATIO,
+    PlannedMemory,
+    PlanPrediction,
+    Training,
+    derive_prediction,
+    judge_forecast,
+)
+from fsdp_inspect.simulation.planning.predictor import Predictor
+from fsdp_inspect.simulation.planning.workload import Speed
+
+MakeForecast = Callable[[int, Mapping[str, Any]], ForecastStep]
+"""Makes the forecast of a number of GPUs with changed keywords; raises `ForecastError`."""
+_FORECAST_MICROBATCHES = 2
+"""Further microbatches change neither the peak nor the time of each."""
+
+
+class BuilderPredictor(Predictor[BuilderCandidate]):
+    """Predicts a builder's candidates on a number of GPUs."""
+
+    def __init__(
+        self,
+        forecast: MakeForecast,
+        machine: PlannedMachine,
+        *,
+        gpus: int,
+        tokens: float,
+        seq_len: int | None,
+    ) -> None:
+        """`seq_len`: tokens of a sequence; None: as the builder states."""
+        self.machine = machine
+        self.gpus = gpus
+        self._tokens, self._seq_len = tokens, seq_len
+        self._make = forecast
+        self._steps: dict[tuple[tuple[str, Any], ...], ForecastStep] = {}
+
+    def bound(self, candidate: BuilderCandidate) -> Bounds:
+        """Bound a candidate by the line through the forecasts of one and two sequences."""
+        one, two = (self.step(least_memory(candidate, batch_size=size)) for size in (1, 2))
+        batch = candidate.batch_size or 1
+        first, second = one.peak_allocated_bytes, two.peak_allocated_bytes
+        size = first + (batch - 1) * max(second - first, 0)
+        varied = one.vary(
+            candidate.batch_size or one.batch_size,
+            reshards=candidate.reshards,
+            offloads=_offload(candidate),
+        )
+        return Bounds(
+            self._step_ns(varied, candidate, self.machine.speed)
+            / self._tokens_of_step(one, candidate),
+            size * (1 - FORECAST_RATIO),
+        )
+
+    def memory(self, candidate: BuilderCandidate) -> PlannedMemory:
+        """Forecast the memory of a candidate, and judge it."""
+        return judge_forecast(self.machine, self.step(candidate))
+
+    def ns_per_token(self, candidate: BuilderCandidate) -> float:
+        """Predict the time of a step for each of its tokens."""
+        step = self.step(candidate)
+        time = self._step_ns(step, candidate, self.machine.speed)
+        return time / self._tokens_of_step(step, candidate)
+
+    def predict(
+        self, candidate: BuilderCandidate, memory: PlannedMemory | None = None
+    ) -> PlanPrediction:
+        """Predict all values of a candidate."""
+        step = self.step(candidate)
+        tokens = step.tokens_of_microbatch(self._seq_len)
+        training = Training(
+            gpus=self.gpus,
+            tokens=self._tokens,
+            tokens_of_step=self._tokens_of_step(step, candidate),
+            flops_per_token=step.model_flops * self.gpus / tokens,
+            mfu_text="MFU counts three times the operations of the forward",
+        )
+        times = [self._step_ns(step, candidate, speed) for speed in self.machine.speeds]
+        known = memory or judge_forecast(self.machine, step)
+        return derive_prediction(training, self.machine, candidate, times, known)
+
+    def on(self, machine: PlannedMachine) -> "BuilderPredictor":
+        """The same forecasts on machines with other budgets."""
+        other = BuilderPredictor(
+            self._make, machine, gpus=self.gpus, tokens=self._tokens, seq_len=self._seq_len
+        )
+        other._steps = self._steps
+        return other
+
+    def with_batch(
+        self, candidate: BuilderCandidate, batch_tokens: int, *, can_accumulate: bool
+    ) -> BuilderCandidate | None:
+        """The candidate with the microbatches that make a batch; None: no whole number does."""
+        one = self.step(least_memory(candidate))
+        count, rest = divmod(batch_tokens, self._tokens_of_step(one, candidate))
+        if rest or not count or (count > 1 and not can_accumulate):
+            return None
+        if not can_accumulate:
+            return candidate
+        return BuilderCandidate((*candidate.items, ("microbatches", count)))
+
+    def step(self, candidate: BuilderCandidate) -> ForecastStep:
+        """The forecast of a candidate, made once.
+
+        Raises:
+            ForecastError: The forecast fails.
+        """
+        few = min(candidate.microbatches, _FORECAST_MICROBATCHES)
+        items = candidate.change(microbatches=few).items
+        if items not in self._steps:
+            self._steps[items] = self._make(self.gpus, dict(items))
+        return self._steps[items]
+
+    def _tokens_of_step(self, step: ForecastStep, candidate: BuilderCandidate) -> int:
+        whole = step.tokens_of_microbatch(self._seq_len)
+        if candidate.batch_size is not None:
+            whole = whole // step.batch_size * candidate.batch_size
+        return whole * candidate.microbatches
+
+    def _step_ns(self, step: ForecastStep, candidate: BuilderCandidate, speed: Speed) -> int:
+        ranks = min(self.machine.speed.links.gpus_per_node, self.gpus)
+        return step.step_ns(speed, candidate.microbatches, ranks)
+
+
+def least_memory(candidate: BuilderCandidate, **changes: Any) -> BuilderCandidate:
+    """The candidate with the keywords that need the least memory, checkpointing apart."""
+    least = {name: values[0] for name, values in KNOBS.items() if name != "checkpointing"}
+    return candidate.change(**{**least, "microbatches": 1, **changes})
+
+
+def find_knobs(
+    forecast: MakeForecast,
+    gpus: int,
+    accepted: Sequence[str] | None,
+    given: Mapping[str, Any],
+) -> tuple[dict[str, tuple[Any, ...]], list[str]]:
+    """The keywords to vary with the values that the builder can build, and why others are out.
+
+    Args:
+        forecast: Makes a forecast.
+        gpus: The number of GPUs.
+        accepted: The builder's keywords; None: any.
+        given: The keywords that the user set; they are not varied.
+
+    Raises:
+        ForecastError: The forecast with the builder's own values fails.
+    """
+    open_to = [n for n in KNOBS if n not in given and (accepted is None or n in accepted)]
+    usable = {name: KNOBS[name] for name in open_to}
+    least: dict[str, Any] = {"batch_size": 1} if "batch_size" in usable else {}
+    notes: list[str] = []
+    for name in reversed(open_to):
+        if name == "batch_size":
+            continue
+        usable[name], refused = _try_values(lambda setting: forecast(gpus, setting), least, name)
+        notes += refused
+        if usable[name]:
+            least[name] = usable[name][0]
+    forecast(gpus, least)
+    return {name: values for name, values in usable.items() if values}, notes
+
+
+def _try_values(
+    forecast: Callable[[Mapping[str, Any]], object], least: Mapping[str, Any], name: str
+) -> tuple[tuple[Any, ...], list[str]]:
+    """The values of a keyword that the builder can build, and why the others are out."""
+    usable, notes = [], []
+    for value in KNOBS[name]:
+        try:
+            forecast({**least, name: value})
+            usable.append(value)
+        except ForecastError as error:
+            notes.append(f"Not compared: {name}={value}. {shorten(str(error), 300)}")
+    return tuple(usable), notes
+
+
+def _offload(candidate: BuilderCandidate) -> bool | None:
+    return candidate.offload if "offload" in candidate.settings else None

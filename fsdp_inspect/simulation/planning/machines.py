@@ -1,0 +1,103 @@
+"""Describe the machine of a plan: GPUs, links, budgets, and the ends of its intervals."""
+
+from dataclasses import dataclass, replace
+
+from fsdp_inspect.hardware import (
+    GPUS,
+    HOST_OPTIMIZER_S_PER_BILLION,
+    NETWORK_RATIO,
+)
+from fsdp_inspect.simulation.planning.estimates import ValueOrigin
+from fsdp_inspect.simulation.planning.links import Links
+from fsdp_inspect.simulation.planning.workload import Speed
+from fsdp_inspect.trace.link_presets import PRESETS
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMachine:
+    """The rates and the budgets of the machines."""
+
+    speed: Speed
+    """The typical rates."""
+    fast: Speed
+    slow: Speed
+    memory_bytes: int
+    """Memory of a device."""
+    host_bytes: int | None
+    """Memory of a host; None: not limited."""
+    origin: ValueOrigin
+    assumption: str
+    """The source of the compute times and of the network, in one or two sentences."""
+
+    @property
+    def has_network(self) -> bool:
+        """Whether the machines can be more than one node."""
+        return self.speed.links.preset.inter is not None
+
+    @property
+    def speeds(self) -> tuple[Speed, Speed, Speed]:
+        """Typical, fast, slow."""
+        return self.speed, self.fast, self.slow
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Compute rates from a recorded run."""
+
+    flops: float
+    """Operations per second of the compute of a device."""
+    spread_ratio: float
+    """Half the interval of the rate, as a fraction of it."""
+    run_id: str
+    device_name: str
+
+
+def make_machine(
+    preset: str,
+    *,
+    gpus_per_node: int | None = None,
+    memory_bytes: int | None = None,
+    host_bytes: int | None = None,
+    calibration: Calibration | None = None,
+) -> PlannedMachine:
+    """The machine of a preset.
+
+    Args:
+        preset: A key of `trace.link_presets.PRESETS`.
+        gpus_per_node: Default: the preset's.
+        memory_bytes: Budget of a device; default: the GPU's memory.
+        host_bytes: Budget of a host; None: not limited.
+        calibration: Compute rates of a run; None: a roofline with published efficiency.
+    """
+    links, gpu = PRESETS[preset], GPUS[preset]
+    network = Links(links, gpus_per_node or links.gpus_per_node)
+    low, high = gpu.efficiency
+    efficiency = gpu.typical_efficiency
+    origin = ValueOrigin.SIMULATION
+    compute = (
+        f"Roofline: compute reaches {efficiency:.0%} of the {gpu.name}'s peak rate, published "
+        f"{low:.0%} to {high:.0%}."
+    )
+    if calibration is not None:
+        efficiency = calibration.flops / gpu.bf16_flops
+        spread = min(calibration.spread_ratio, 0.9)
+        low, high = efficiency * (1 - spread), efficiency * (1 + spread)
+        origin = ValueOrigin.CALIBRATED
+        compute = (
+            f"Compute runs at {calibration.flops / 1e12:.3g} TFLOP/s, as in run "
+            f"{calibration.run_id} on {calibration.device_name}."
+        )
+    fast_host, slow_host = HOST_OPTIMIZER_S_PER_BILLION
+    speed = Speed(gpu, network, efficiency, (fast_host * slow_host) ** 0.5)
+    slower, faster = NETWORK_RATIO
+    return PlannedMachine(
+        speed=speed,
+        fast=Speed(gpu, replace(network, bandwidth_ratio=faster), high, fast_host, 0.5),
+        slow=Speed(gpu, replace(network, bandwidth_ratio=slower), low, slow_host, 2.0),
+        memory_bytes=memory_bytes or gpu.memory_bytes,
+        host_bytes=host_bytes,
+        origin=origin,
+        assumption=(
+            f"{compute} The network reaches {slower:.0%} to {faster:.0%} of preset {preset}."
+        ),
+    )

@@ -1,0 +1,317 @@
+"""Predict the step time, the memory and the cost of one candidate, each with its interval."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import lru_cache
+
+from fsdp_inspect.analysis.capacity.allowance import RESERVED_RATIO, default_allowance
+from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.simulation.planning.builder_candidates import BuilderCandidate
+from fsdp_inspect.simulation.planning.candidates import Candidate, Job
+from fsdp_inspect.simulation.planning.estimates import PlannedValue, ValueOrigin
+from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
+from fsdp_inspect.simulation.planning.machines import PlannedMachine
+from fsdp_inspect.simulation.planning.reserved import (
+    UnreusedBytes,
+    reserved_of,
+    reserved_of_forecast,
+)
+from fsdp_inspect.simulation.planning.workload import (
+    Speed,
+    build_workload,
+    host_bytes,
+    steady_step_ns,
+    unreused_bytes,
+)
+from fsdp_inspect.simulation.recorded import Execution, play
+
+FORMULA_RATIO = 0.02
+"""Half the interval of a peak from closed formulas. `make validate ARGS="--parts planned"` compares
+the formulas with forecasts."""
+FORECAST_RATIO = 0.03
+"""Half the interval of a forecast peak. The largest difference from the recorder was 3.0%
+(docs/figures.md)."""
+_SPLIT_RATIO = 0.6
+"""What split blocks add at most, as a fraction of the allowance for reserved memory, if the history
+of a forecast is too long for the allocator model. A choice of this project."""
+_OUTSIDE_RATIO = (0.7, 1.3)
+"""Interval of the memory outside the allocator, as a fraction of its estimate."""
+_LOW_POWER = 0.6
+"""Average power as a fraction of the GPU's limit: the low end."""
+_NS = 1e9
+_DAY_S = 86_400
+
+
+class FitVerdict(StrEnum):
+    """Whether a plan fits the memory of its devices and hosts."""
+
+    FITS = "fits"
+    """The whole interval is within the budget."""
+    UNKNOWN = "cannot tell"
+    """The budget is inside the interval."""
+    DEVICE = "exceeds device memory"
+    """The whole interval is above the budget."""
+    HOST = "exceeds host memory"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPrediction:
+    """The predicted values of one candidate."""
+
+    candidate: Candidate | BuilderCandidate
+    step_time_ns: PlannedValue
+    tokens_per_s: PlannedValue
+    mfu: PlannedValue
+    days: PlannedValue
+    gpu_hours: PlannedValue
+    energy_kwh: PlannedValue
+    peak_allocated_bytes: PlannedValue
+    peak_reserved_bytes: PlannedValue
+    device_bytes: PlannedValue
+    """Reserved memory plus memory outside the allocator; compared with the budget."""
+    host_bytes: PlannedValue
+    """Memory of one host."""
+    verdict: FitVerdict
+    reason: str
+    """The reason of the verdict, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory:
+    """The predicted memory of a candidate and whether it fits."""
+
+    allocated: PlannedValue
+    reserved: PlannedValue
+    device: PlannedValue
+    host: PlannedValue
+    verdict: FitVerdict
+    reason: str
+
+
+def predict(
+    job: Job,
+    machine: PlannedMachine,
+    candidate: Candidate,
+    memory: PlannedMemory | None = None,
+) -> PlanPrediction:
+    """Predict all values of a candidate, with three simulated steps for its interval.
+
+    Args:
+        job: The training.
+        machine: The machines and their budgets.
+        candidate: The settings.
+        memory: The memory of the candidate; None: from closed formulas.
+    """
+    training = Training(
+        gpus=job.gpus,
+        tokens=job.tokens,
+        tokens_of_step=job.tokens_of_step(candidate),
+        flops_per_token=job.model.model_flops_per_token(job.seq_len),
+        mfu_text="MFU counts 6 N + 12 L Q T operations for a token",
+    )
+    times = [step_ns(job, candidate, speed) for speed in machine.speeds]
+    known = memory or predict_memory(job, machine, candidate)
+    return derive_prediction(training, machine, candidate, times, known)
+
+
+def step_ns(job: Job, candidate: Candidate, speed: Speed) -> int:
+    """The simulated step."""
+
+    def played(count: int) -> int:
+        return _played(job, replace(candidate, microbatches=count), speed)[0]
+
+    return steady_step_ns(played, candidate.microbatches)
+
+
+def predict_memory(job: Job, machine: PlannedMachine, candidate: Candidate) -> PlannedMemory:
+    """Simulate the memory of a step and compare it with the budget."""
+    short = replace(candidate, microbatches=min(candidate.microbatches, 2))
+    _, peak_bytes = _played(job, short, machine.speed)
+    assert peak_bytes is not None
+    allocated = allocated_estimate(peak_bytes)
+    return judge_memory(job, machine, candidate, allocated)
+
+
+@lru_cache(maxsize=256)
+def _played(job: Job, candidate: Candidate, speed: Speed) -> tuple[int, int | None]:
+    """Time and peak of a simulated step. A search asks for them by turns, and again at its end."""
+    workload = build_workload(job, candidate, speed)
+    step = play(workload, Execution.STREAM, with_spans=False)
+    return step.duration_ns, step.peak_bytes
+
+
+def allocated_estimate(peak_bytes: int) -> PlannedValue:
+    """The interval of a peak from closed formulas."""
+    return PlannedValue(
+        peak_bytes,
+        peak_bytes * (1 - FORMULA_RATIO),
+        peak_bytes * (1 + FORMULA_RATIO),
+        ValueOrigin.FORMULA,
+        "The model saves the tensors of the trainer's decoder with flash attention, and AdamW is "
+        "fused.",
+    )
+
+
+def judge_memory(
+    job: Job, machine: PlannedMachine, candidate: Candidate, allocated: PlannedValue
+) -> PlannedMemory:
+    """Add what is beyond the allocator's live memory, and judge device and host."""
+    host = _host(job.gpus, job.gpus_per_node, host_bytes(job, candidate))
+    reserved = reserved_of(allocated, unreused_bytes(job, candidate, machine.speed))
+    return _judge_all(job.gpus, machine, allocated, reserved, host)
+
+
+def judge_forecast(machine: PlannedMachine, step: ForecastStep) -> PlannedMemory:
+    """Take the memory of a forecast, and judge device and host."""
+    gpus, per_node = step.manifest.world_size, machine.speed.links.gpus_per_node
+    allocated = _forecast_estimate(step.peak_allocated_bytes)
+    if step.peak_reserved_bytes is None:
+        parts = RESERVED_RATIO * allocated.value
+        reserved = reserved_of(allocated, UnreusedBytes(parts, _SPLIT_RATIO * parts))
+    else:
+        reserved = reserved_of_forecast(allocated, step.peak_reserved_bytes)
+    host = _host(gpus, per_node, step.host_bytes(min(per_node, gpus)))
+    return _judge_all(gpus, machine, allocated, reserved, host)
+
+
+def _forecast_estimate(peak_bytes: int) -> PlannedValue:
+    return PlannedValue(
+        peak_bytes,
+        peak_bytes * (1 - FORECAST_RATIO),
+        peak_bytes * (1 + FORECAST_RATIO),
+        ValueOrigin.FORECAST,
+        "FSDP2's own code allocated these storages, on fake tensors.",
+    )
+
+
+def _judge_all(
+    gpus: int,
+    machine: PlannedMachine,
+    allocated: PlannedValue,
+    reserved: PlannedValue,
+    host: PlannedValue,
+) -> PlannedMemory:
+    outside = default_allowance(0, world_size=gpus).bytes
+    low, high = (ratio * outside for ratio in _OUTSIDE_RATIO)
+    device = PlannedValue(
+        reserved.value + outside,
+        reserved.low + low,
+        reserved.high + high,
+        reserved.origin,
+        f"{reserved.assumption} The CUDA context and libraries use {outside / 2**30:.2f} GiB.",
+    )
+    verdict, reason = _judge(machine, device, host)
+    return PlannedMemory(allocated, reserved, device, host, verdict, reason)
+
+
+def _judge(
+    machine: PlannedMachine, device: PlannedValue, host: PlannedValue
+) -> tuple[FitVerdict, str]:
+    for what, estimate, limit, verdict in (
+        ("A device", device, machine.memory_bytes, FitVerdict.DEVICE),
+        ("A host", host, machine.host_bytes, FitVerdict.HOST),
+    ):
+        if limit is not None and estimate.low > limit:
+            return (
+                verdict,
+                f"{what} needs at least {format_bytes(estimate.low)} of {format_bytes(limit)}.",
+            )
+    for what, estimate, limit in (
+        ("A device", device, machine.memory_bytes),
+        ("A host", host, machine.host_bytes),
+    ):
+        if limit is not None and estimate.high > limit:
+            return FitVerdict.UNKNOWN, (
+                f"{what} needs {format_bytes(estimate.low)} to {format_bytes(estimate.high)}, and "
+                f"the budget of {format_bytes(limit)} is inside this interval."
+            )
+    return FitVerdict.FITS, f"A device needs at most {format_bytes(device.high)}."
+
+
+_PROCESS_BYTES = (2 << 30, 4 << 30, 8 << 30)
+"""Host memory of a training process without offload: libraries, CUDA context, data loader. An
+allowance of this project; no published figure was found."""
+_PINNED_RATIO = 2
+"""torch's allocator of pinned memory rounds each block up to a power of two: at most twice."""
+
+
+def _host(gpus: int, gpus_per_node: int, states: int) -> PlannedValue:
+    """The memory of a host; `states`: its parameters, gradients and AdamW's states."""
+    ranks = min(gpus_per_node, gpus)
+    low, typical, high = (ranks * size for size in _PROCESS_BYTES)
+    pinned = states // 2  # parameters and gradients; AdamW's states are not pinned
+    text = "Each process uses 2 to 8 GiB without its states."
+    if states:
+        text += " Pinned blocks are rounded up to powers of two, so they take up to twice as much."
+    return PlannedValue(
+        typical + states,
+        low + states,
+        high + states + (_PINNED_RATIO - 1) * pinned,
+        ValueOrigin.FORMULA,
+        text,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The parts of a training on which rates and costs depend."""
+
+    gpus: int
+    tokens: float
+    """Tokens of the whole training."""
+    tokens_of_step: int
+    """Tokens of a step over all ranks."""
+    flops_per_token: float
+    """Operations of a token by MFU's definition."""
+    mfu_text: str
+    """That definition."""
+
+
+def derive_prediction(
+    training: Training,
+    machine: PlannedMachine,
+    candidate: Candidate | BuilderCandidate,
+    times: Sequence[int],
+    memory: PlannedMemory,
+) -> PlanPrediction:
+    """Derive rates and costs from the simulated steps: typical, fast and slow."""
+    typical, *ends = times
+    step = PlannedValue(
+        typical, min(*ends, typical), max(*ends, typical), machine.origin, machine.assumption
+    )
+    rate = step.map(lambda ns: training.tokens_of_step / ns * _NS)
+    peak = machine.speed.gpu.bf16_flops * training.gpus
+    days = rate.map(lambda value: training.tokens / value / _DAY_S)
+    hours = days.map(lambda value: value * 24 * training.gpus)
+    return PlanPrediction(
+        candidate=candidate,
+        step_time_ns=step,
+        tokens_per_s=rate,
+        mfu=rate.map(
+            lambda value: value * training.flops_per_token / peak,
+            f"{training.mfu_text}, over the bfloat16 peak of the {machine.speed.gpu.name}. "
+            f"{machine.assumption}",
+        ),
+        days=days,
+        gpu_hours=hours,
+        energy_kwh=_energy(hours, machine),
+        peak_allocated_bytes=memory.allocated,
+        peak_reserved_bytes=memory.reserved,
+        device_bytes=memory.device,
+        host_bytes=memory.host,
+        verdict=memory.verdict,
+        reason=memory.reason,
+    )
+
+
+def _energy(hours: PlannedValue, machine: PlannedMachine) -> PlannedValue:
+    gpu = machine.speed.gpu
+    return PlannedValue(
+        hours.value * gpu.power_w / 1000,
+        hours.low * gpu.power_w * _LOW_POWER / 1000,
+        hours.high * gpu.system_power_w / 1000,
+        ValueOrigin.DATASHEET,
+        f"Each GPU draws its limit of {gpu.power_w:.0f} W. Low: 60% of it. High: the system's "
+        f"{gpu.system_power_w:.0f} W for each GPU. Cooling of the building is not counted.",
+    )

@@ -1,0 +1,253 @@
+"""Compute the parameters, operations and activations of a Llama-style decoder in closed form.
+
+Letters: D model width, K key/value width, Q query width (usually D), F feed-forward width, H query
+heads, V vocabulary, L blocks, T tokens of a sequence. Bytes are for a token unless said otherwise.
+
+The formulas count the tensors that autograd saves in the trainer's `Decoder` on CUDA: flash
+attention saves its inputs, its output and a float32 log-sum-exp; RMSNorm saves its input and a
+float32 number; a matrix product saves its input. In float32 with fewer key heads than query heads,
+torch 2.13 has no fused kernel: it repeats keys and values, and saves all scores.
+`tests/simulation/planning` compares the formulas with `fsdp-inspect forecast`, which counts the
+real tensors. The same count for GPT-style blocks: Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Checkpoint = Literal["none", "selective", "full"]
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleNames:
+    """The names of the modules that are units."""
+
+    embedding: str = "tok_embeddings"
+    blocks: str = "layers"
+    norm: str = "norm"
+    head: str = "lm_head"
+
+
+HF_NAMES = ModuleNames(
+    embedding="model.embed_tokens", blocks="model.layers", norm="model.norm", head="lm_head"
+)
+"""The names in Transformers' Llama and its relatives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """The sizes of a decoder: RMSNorm, rotary positions, grouped queries, SwiGLU."""
+
+    name: str
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    head_dim: int
+    tie_embeddings: bool = False
+    norm_bytes: int = 0
+    """Bytes for a channel that a norm saves beyond its input: 0 for a fused kernel, 4 for
+    Transformers' own code (a float32 and a normalized copy, but not its input)."""
+    copies_attention: bool = True
+    """Whether the output projection needs a copy of the attention's output by tokens."""
+    module_names: ModuleNames = ModuleNames()
+
+    @property
+    def query_dim(self) -> int:
+        """Q."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """K."""
+        return self.num_kv_heads * self.head_dim
+
+    def block_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of a block's parameters: norms, query, key, value, output, w1, w2, w3."""
+        dim, query, key, ffn = self.dim, self.query_dim, self.kv_dim, self.ffn_dim
+        attention = [(dim,), (query, dim), (key, dim), (key, dim), (dim, query)]
+        return [*attention, (dim,), (ffn, dim), (dim, ffn), (ffn, dim)]
+
+    def embedding_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of the embedding."""
+        return [(self.vocab_size, self.dim)]
+
+    def head_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the last norm and, unless it is the embedding, the output projection."""
+        norm: list[tuple[int, ...]] = [(self.dim,)]
+        return norm if self.tie_embeddings else [*norm, (self.vocab_size, self.dim)]
+
+    @property
+    def block_matrix_numel(self) -> int:
+        """Elements of a block's matrices."""
+        attention = 2 * self.query_dim * self.dim + 2 * self.kv_dim * self.dim
+        return attention + 3 * self.dim * self.ffn_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, a tied matrix once."""
+        block = self.block_matrix_numel + 2 * self.dim
+        ends = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2) + self.dim
+        return self.num_layers * block + ends
+
+    # --- operations
+
+    def block_flops(self, tokens: int, seq_len: int) -> float:
+        """Operations of a block's forward that run: causal attention computes one half.
+
+        Source: 2 operations for each element of a matrix and token; attention's two products are
+        2 x 2 x T x Q for each token, halved by the causal mask.
+        """
+        return tokens * (2.0 * self.block_matrix_numel + 2.0 * seq_len * self.query_dim)
+
+    def head_flops(self, tokens: int) -> float:
+        """Operations of the output projection's forward."""
+        return 2.0 * tokens * self.vocab_size * self.dim
+
+    def repeated_flops(self, tokens: int, seq_len: int, checkpoint: Checkpoint) -> float:
+        """Operations of a block that backward repeats.
+
+        Full checkpointing repeats the forward. Selective checkpointing keeps matrix products and
+        attention, so it repeats only operations that are limited by memory bandwidth.
+        """
+        return self.block_flops(tokens, seq_len) if checkpoint == "full" else 0.0
+
+    def model_flops_per_token(self, seq_len: int) -> float:
+        """Operations of a token in the definition of MFU, without recomputation.
+
+        Source: torchtitan and PaLM (arXiv 2204.02311, appendix B): 6 N + 12 L Q T, where N leaves
+        out the embedding.
+        """
+        numel = self.num_layers * self.block_matrix_numel + self.vocab_size * self.dim
+        return 6.0 * numel + 12.0 * self.num_layers * self.query_dim * seq_len
+
+    # --- activations of a block, bytes for a token
+
+    def score_bytes(self, width: int, seq_len: int) -> float:
+        """The scores of attention for a token; 0 if a fused kernel computes them piece by piece.
+
+        Args:
+            width: Bytes of an element in compute.
+            seq_len: T.
+        """
+        is_fused = width < _FLOAT32 or self.num_kv_heads == self.num_heads
+        return 0.0 if is_fused else _FLOAT32 * self.num_heads * seq_len
+
+    def kept_bytes(self, checkpoint: Checkpoint, width: int, seq_len: int) -> float:
+        """Activations that a block's forward keeps for a token, its output included.
+
+        Args:
+            checkpoint: The activation checkpointing.
+            width: Bytes of an element in compute.
+            seq_len: T.
+        """
+        if checkpoint == "full":
+            return width * self.dim
+        if checkpoint == "selective":  # q, k, v, attention, o, w1, w3, w2, output
+            kept = 3 * self.dim + 2 * self.query_dim + 2 * self.kv_dim + 2 * self.ffn_dim
+            return width * kept + _FLOAT32 * self.num_heads
+        return self._saved_bytes(width, seq_len)
+
+    def _saved_bytes(self, width: int, seq_len: int) -> float:
+        """Both norms' results, the middle, the output; rotated q and k, v, attention and its copy.
+
+        Attention writes its output by heads, so the output projection needs a copy by tokens. The
+        feed-forward saves w1's result, silu, w3's result and the product. Without a fused kernel,
+        attention saves scaled q, repeated and scaled k, repeated v, and the scores.
+        """
+        norms = 2 * (_FLOAT32 + self.norm_bytes * self.dim)
+        outer = width * (4 * self.dim + 4 * self.ffn_dim) + norms
+        scores = self.score_bytes(width, seq_len)
+        if scores:
+            return outer + width * 4 * self.query_dim + scores
+        queries = 3 if self.copies_attention else 2
+        inner = width * (queries * self.query_dim + 2 * self.kv_dim)
+        return outer + inner + _FLOAT32 * self.num_heads
+
+    def forward_rise_bytes(self, width: int, seq_len: int) -> float:
+        """The peak of a block's forward above its start for a token, without checkpointing.
+
+        At the end of the feed-forward, the branch and the sum exist beside all saved tensors.
+        """
+        end = self._saved_bytes(width, seq_len) + width * self.dim
+        return max(end, self.attention_rise_bytes(width, seq_len))
+
+    def attention_rise_bytes(self, width: int, seq_len: int) -> float:
+        """The peak of unfused attention above the start of its block's forward, for a token.
+
+        The scores and their softmax exist beside the norm's result, q, k and v, and their scaled or
+        repeated copies. 0 for a fused kernel.
+        """
+        scores = self.score_bytes(width, seq_len)
+        inputs = width * (self.dim + 4 * self.query_dim + 2 * self.kv_dim)
+        return inputs + 2 * scores if scores else 0.0
+
+    def recomputed_rise_bytes(self, width: int) -> float:
+        """The same if nothing is saved: the feed-forward's three tensors and the residual."""
+        return width * (3 * self.ffn_dim + 3 * self.dim)
+
+    def repeated_bytes(self, checkpoint: Checkpoint, width: int, seq_len: int) -> float:
+        """Activations that backward computes again before a block's own backward, for a token."""
+        if checkpoint == "full":
+            return self._saved_bytes(width, seq_len) - width * self.dim
+        if checkpoint == "selective":
+            # The norms' results, the middle, rotated q and k, the copy of attention, silu and the
+            # product. q, k and the result of o are free after their use. Unfused attention repeats
+            # its scores.
+            again = 2 * self.dim + self.query_dim + 2 * self.ffn_dim
+            norms = 2 * (_FLOAT32 + self.norm_bytes * self.dim)
+            return width * again + norms + self.score_bytes(width, seq_len)
+        return 0.0
+
+    def backward_rise_bytes(
+        self, width: int, *, num_tokens: float, ways: int, gradients: float, kept: float
+    ) -> float:
+        """The peak of a block's backward above its start, repeated activations apart.
+
+        It is the largest of three moments: the gradients of the product and of its two factors
+        exist, and the weight gradient of w2; the last weight gradient of the feed-forward exists;
+        all weight gradients exist, and all activations are free.
+
+        Args:
+            width: Bytes of an element in compute.
+            num_tokens: Tokens, as a fraction of which sequence parallelism holds its part.
+            ways: Tensor-parallel ranks.
+            gradients: Bytes of all weight gradients of the block.
+            kept: Bytes of the activations that its backward frees.
+        """
+        matrix = width * self.dim * self.ffn_dim / ways
+        product = num_tokens * width * (self.dim + 2 * self.ffn_dim) + matrix
+        weights = num_tokens * width * (3 * self.dim - 3 * self.ffn_dim) + 3 * matrix
+        return max(product, weights, gradients - kept)
+
+    def attention_backward_rise_bytes(
+        self, width: int, seq_len: int, *, num_tokens: float, ways: int
+    ) -> float:
+        """The peak of unfused attention's backward above the start of its block's backward.
+
+        The gradients of the softmax and of the scores exist beside the saved scores, and so do the
+        gradient of the attention's result and the weight gradients of the feed-forward, whose
+        activations are free. 0 for a fused kernel. For the arguments see `backward_rise_bytes`.
+        """
+        scores = self.score_bytes(width, seq_len)
+        if not scores:
+            return 0.0
+        free = width * (4 * self.ffn_dim + 2 * self.dim)
+        weights = width * (3 * self.dim * self.ffn_dim + self.dim * self.query_dim) / ways
+        return num_tokens * (2 * scores + width * 2 * self.query_dim - free) + weights
+
+    # --- logits and loss, bytes for a token
+
+    def loss_kept_bytes(self) -> float:
+        """The float32 log-softmax that cross-entropy saves."""
+        return _FLOAT32 * self.vocab_size
+
+    def loss_rise_bytes(self) -> float:
+        """The peak of the loss and its backward: the log-softmax and two float32 gradients.
+
+        It exceeds the peak of the loss alone: the logits, their float32 copy and the log-softmax.
+        """
+        return 3 * _FLOAT32 * self.vocab_size

@@ -1,0 +1,51 @@
+"""The assumptions of a prediction, and its cost in compute."""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect.advice.advise import PlanAdvice
+from fsdp_inspect.advice.prediction_creation import predict_advised
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.run_advice import advise_run
+from fsdp_inspect.advice.slowdown import Paid
+from fsdp_inspect.simulation.recorded import Execution
+from fsdp_inspect.trace.run import RunSource
+from tests.advice.test_advise import blocks
+from tests.simulation.test_recorded import MS, as_run
+
+
+@pytest.fixture(scope="module")
+def run() -> RunSource:
+    return as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.HOST)
+
+
+@pytest.fixture(scope="module")
+def advised(run: RunSource) -> PlanAdvice:
+    """Two changes or more; the whole plan and each change have their own assumption."""
+    plan = advise_run(run, AdviceRequest()).plan
+    assert plan is not None
+    first, *_ = plan.suggestions
+    changes = tuple(
+        replace(first, assumptions=(f"Change {number}.",), paid=Paid(number * MS, 0, 9 * MS))
+        for number in (1, 2)
+    )
+    fastest = replace(plan.fastest, assumptions=("Whole.",), paid=Paid(3 * MS, 0, 9 * MS))
+    return replace(plan, suggestions=changes, fastest=fastest)
+
+
+@pytest.mark.parametrize(
+    ("take", "assumed", "paid"),
+    [
+        pytest.param(None, ["Whole."], 3 * MS, id="the whole plan"),
+        pytest.param(1, ["Change 1."], 1 * MS, id="the first change"),
+        pytest.param(2, ["Change 1.", "Change 2."], 2 * MS, id="both changes"),
+    ],
+)
+def test_a_plan_rests_on_its_own_assumptions_and_its_changes_on_theirs(
+    run, advised, take, assumed, paid
+):
+    prediction = predict_advised(run, advised, AdviceRequest(), take=take)
+    own = {"Whole.", "Change 1.", "Change 2."}
+    assert [line for line in prediction.assumptions if line in own] == assumed
+    assert prediction.paid_ns == paid

@@ -1,0 +1,236 @@
+"""Test that a changed setting is called a cause only if it explains the bytes."""
+
+from typing import Any
+
+import pytest
+
+from fsdp_inspect.comparison.gate.causes import find_causes
+from fsdp_inspect.comparison.gate.increases import Increase
+from fsdp_inspect.trace.run import RunManifest
+from tests.builders import RunBuilder
+
+ACTIVATIONS = (Increase("activation", ("layers.0",), 10, 20),)
+UNSHARDED = (Increase("unsharded_parameter", ("layers.0",), 0, 300),)
+REDUCED = (Increase("reduce_scatter_buffer", ("layers.0",), 0, 300),)
+GRADIENTS = (Increase("unsharded_gradient", ("layers.0",), 0, 300),)
+OF_LOSS = (Increase("activation", ("(no unit)",), 10, 20),)
+LAYERS = ("layers.0", "layers.1", "layers.2")
+STATES = (Increase("optimizer_state", ("layers.0",), 100, 150),)
+
+
+def manifest(unit: dict[str, Any] | None = None, **settings: Any) -> RunManifest:
+    builder = RunBuilder(LAYERS, world_size=4, **settings)
+    for fqn in builder.units:
+        builder.unit(fqn, **{"unsharded_bytes": 100, **(unit or {})})
+    builder.rank(0)
+    return builder.build().manifest
+
+
+def causes(
+    before: RunManifest,
+    after: RunManifest,
+    growth: tuple[Increase, ...] = ACTIVATIONS,
+    *,
+    of_memory: bool = True,
+) -> list[str]:
+    return list(find_causes(before, after, growth, of_memory=of_memory, of_time=not of_memory))
+
+
+KEPT, FREED, PARTLY = ({"reshard_after_forward": value} for value in (False, True, 2))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "of_memory", "words"),
+    [
+        (FREED, KEPT, True, "`layers.*` now reshard_after_forward=False: +3 unsharded blocks"),
+        (FREED, PARTLY, True, "now reshard_after_forward=2: 3 blocks sharded over only 2 ranks"),
+        (KEPT, FREED, False, "now reshard_after_forward=True: backward gathers them again"),
+        (KEPT, PARTLY, False, "now reshard_after_forward=2: backward gathers them again"),
+    ],
+    ids=["kept", "kept in part", "gathered again", "gathered again in part"],
+)
+def test_resharding_is_a_cause_of_what_it_costs(
+    before: dict[str, Any], after: dict[str, Any], of_memory: bool, words: str
+) -> None:
+    found = causes(manifest(before), manifest(after), UNSHARDED, of_memory=of_memory)
+
+    assert words in found[0]
+
+
+def test_what_frees_memory_is_no_cause_of_more_of_it() -> None:
+    assert causes(manifest(KEPT), manifest(FREED), UNSHARDED) == []
+
+
+def test_a_setting_is_no_cause_of_bytes_that_it_cannot_raise() -> None:
+    assert causes(manifest(FREED), manifest(KEPT), ACTIVATIONS) == []
+
+
+def test_a_setting_is_no_cause_of_more_bytes_than_it_adds() -> None:
+    larger = (Increase("unsharded_parameter", ("layers.0",), 0, 600),)
+    assert causes(manifest(FREED), manifest(KEPT), larger) == []
+
+
+def test_a_narrower_dtype_is_no_cause_of_more_memory() -> None:
+    wide, narrow = ({"reduce_dtype": dtype} for dtype in ("float32", "bfloat16"))
+
+    (wider,) = causes(manifest(narrow), manifest(wide), REDUCED)
+    assert "now reduce_dtype=float32 instead of bfloat16" in wider
+    assert causes(manifest(wide), manifest(narrow), REDUCED) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "growth"),
+    [
+        ("dropout", "none", "0.1 in 3 modules", ACTIVATIONS),
+        ("attention", "sdpa", "eager", ACTIVATIONS),
+        ("gradient_sync", "every microbatch", "some microbatches", GRADIENTS),
+        ("loss_dtype", "bfloat16", "float32", OF_LOSS),
+        ("optimizer", "AdamW(amsgrad=False)", "SGD(momentum=0.9)", STATES),
+    ],
+)
+def test_an_observed_setting_is_the_cause_of_the_categories_that_it_raises(
+    name: str, old: str, new: str, growth: tuple[Increase, ...]
+) -> None:
+    before, after = (manifest(observed={name: value}) for value in (old, new))
+
+    assert causes(before, after, growth) == [f"{name} is {new} instead of {old}"]
+    assert causes(before, after, UNSHARDED) == []
+
+
+@pytest.mark.parametrize(
+    ("new", "bytes_after", "words"),
+    [
+        ("5 x 32 int64", 125, "the batch grew: the model receives 5 x 32 int64 instead of 4 x 32"),
+        ("4 x 40 int64", 156, "the inputs grew: the model receives 4 x 40 int64 instead of 4 x 32"),
+        ("5 x 32 int64", 160, None),
+        ("3 x 32 int64", 125, None),
+    ],
+    ids=["batch", "length", "too little", "smaller"],
+)
+def test_larger_inputs_are_a_cause_of_as_many_bytes_as_they_add(
+    new: str, bytes_after: int, words: str | None
+) -> None:
+    before, after = (manifest(observed={"inputs": text}) for text in ("4 x 32 int64", new))
+    growth = (Increase("activation", ("layers.0",), 100, bytes_after),)
+
+    found = causes(before, after, growth)
+    assert len(found) == (words is not None)
+    assert all(words in cause for cause in found if words)
+    assert causes(before, after, UNSHARDED) == []
+
+
+def test_a_setting_of_the_batch_is_named_rather_than_the_inputs() -> None:
+    before, after = (
+        manifest(observed={"inputs": f"{rows} x 32 int64"}, config={"batch_size": rows})
+        for rows in (4, 5)
+    )
+    growth = (Increase("activation", ("layers.0",), 100, 125),)
+
+    assert causes(before, after, growth) == ["batch_size is 5 instead of 4"]
+    assert causes(before, after, (), of_memory=False) == ["batch_size is 5 instead of 4"]
+
+
+def test_another_setting_of_the_same_optimizer_is_named_alone() -> None:
+    before, after = (
+        manifest(observed={"optimizer": f"AdamW(amsgrad={on}, fused=None)"}) for on in (False, True)
+    )
+
+    assert causes(before, after, STATES) == ["optimizer is AdamW with amsgrad=True"]
+
+
+def test_the_same_dropout_with_another_probability_is_no_cause() -> None:
+    low, high = (manifest(observed={"dropout": f"{p} in 3 modules"}) for p in (0.1, 0.2))
+
+    assert causes(low, high) == []
+
+
+def test_the_dtype_of_the_loss_is_no_cause_in_the_first_units() -> None:
+    before, after = (manifest(observed={"loss_dtype": dtype}) for dtype in ("bfloat16", "float32"))
+
+    assert causes(before, after, ACTIVATIONS) == []
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_prefetch_is_a_cause_in_its_own_phase_only(phase: str) -> None:
+    before, after = (
+        manifest(plan={"forward_prefetch": depth, "backward_prefetch": depth}) for depth in (1, 2)
+    )
+
+    found = find_causes(before, after, UNSHARDED, of_memory=True, of_time=False, phase=phase)
+
+    assert found == (f"{phase}_prefetch gathers 2 units ahead instead of 1",)
+
+
+def test_a_setting_cannot_raise_what_is_left_after_the_step() -> None:
+    small, large = (manifest(config={"batch_size": size}) for size in (1, 2))
+
+    found = find_causes(small, large, ACTIVATIONS, of_memory=True, of_time=False, phase="resting")
+
+    assert found == ()
+
+
+def test_a_batch_is_no_cause_of_more_than_its_own_growth() -> None:
+    small, large = (manifest(config={"batch_size": size}) for size in (8, 9))
+
+    assert causes(small, large, ACTIVATIONS) == []
+
+
+def test_a_peak_that_moved_is_explained_if_a_cause_has_all_the_bytes_by_which_it_rose() -> None:
+    growth = (*UNSHARDED, Increase("temporary", ("layers.1",), 0, 900))
+    before, after = manifest(FREED), manifest(KEPT)
+
+    assert causes(before, after, growth) == []
+    options = {"of_memory": True, "of_time": False}
+    assert find_causes(before, after, growth, moved_by=400, **options) == ()
+    (cause,) = find_causes(before, after, growth, moved_by=350, **options)
+    assert "reshard_after_forward=False" in cause
+
+
+def test_offload_turned_off_is_the_cause_of_shards_on_the_device() -> None:
+    growth = (Increase("sharded_parameter", ("layers.0",), 0, 100),)
+    on, off = (
+        manifest(plan={"units": [{"modules": [name], "offload": value} for name in LAYERS]})
+        for value in ("cpu", "none")
+    )
+
+    assert causes(on, off, growth) == ["offload of all 3 units is none instead of cpu"]
+    assert causes(off, on, growth) == []
+
+
+def test_a_setting_that_the_baseline_does_not_contain_is_no_cause() -> None:
+    assert causes(manifest(), manifest(observed={"dropout": "0.1 in 3 modules"})) == []
+
+
+def test_checkpointing_that_was_turned_on_is_no_cause_of_more_memory() -> None:
+    on, off = (manifest(plan={"checkpointing": {"full": names}}) for names in (["layers.0"], []))
+    (cause,) = causes(on, off)
+    assert cause == "`layers.0` is no longer checkpointed"
+    assert causes(off, on) == []
+
+
+def test_damaged_names_in_a_plan_are_no_cause() -> None:
+    plan = {"checkpointing": {"full": [7, ["layers.0"]]}, "forward_prefetch": {"layers.0": 3}}
+    assert causes(manifest(plan=plan), manifest()) == []
+    assert causes(manifest(), manifest(plan=plan)) == []
+
+
+def test_a_larger_batch_is_the_cause_and_no_leak_is_suspected() -> None:
+    small, large = (manifest(config={"batch_size": size, "lr": size}) for size in (1, 2))
+
+    assert causes(small, large) == ["batch_size is 2 instead of 1"]
+    assert causes(large, small) == []
+
+
+def test_a_larger_model_is_said_in_parameters() -> None:
+    small, large = manifest(), manifest({"num_parameters": 150})
+    model = small.model.model_copy(update={"num_parameters": 450})
+    large = large.model_copy(update={"model": model})
+
+    assert causes(small, large) == ["the model has 450 parameters instead of 300"]
+
+
+def test_a_few_more_parameters_are_no_cause_of_many_more_activations() -> None:
+    small, large = manifest(), manifest({"num_parameters": 101})
+    model = small.model.model_copy(update={"num_parameters": 303})
+
+    assert causes(small, large.model_copy(update={"model": model})) == []

@@ -1,0 +1,98 @@
+"""Compare a prediction with the runs of its plan; the machine's effect on compute is separated."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fsdp_inspect.comparison.verification.verification import Verification, verify_prediction
+from fsdp_inspect.simulation.predictions.records import Circumstances, Ruling
+from fsdp_inspect.trace.plan import Plan, UnitPlan
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import DeviceTable
+from tests.builders import InMemoryRun, RunBuilder
+from tests.prediction_records import MS, prediction
+
+UNITS = ("layers.0", "layers.1")
+PLAN = Plan(units=tuple(UnitPlan(modules=(name,)) for name in UNITS)).to_dict()
+
+
+def run_of(run_id: str, *, compute: int, waiting: int) -> InMemoryRun:
+    """Three steps, each with a forward and a backward of `compute` ms together."""
+    builder = RunBuilder(UNITS, run_id=run_id, plan=PLAN)
+    rank = builder.rank(0)
+    length, half = (compute + waiting) * MS, compute * MS // 2
+    for number in range(3):
+        at = number * length
+        rank.step(number, at, at + length)
+        rank.all_gather("layers.0", at, at + waiting * MS, need=at)
+        rank.forward("layers.0", at + waiting * MS, at + waiting * MS + half)
+        rank.backward("layers.0", at + waiting * MS + half, at + length)
+    return builder.build()
+
+
+def verified(after: RunSource, **fields: Any) -> Verification:
+    """The verification of a prediction of 80 ms from 100 ms a step."""
+    before = run_of("before", compute=70, waiting=30)
+    made = prediction(
+        circumstances=Circumstances.of(before.manifest), baseline_plan=PLAN, plan=PLAN, **fields
+    )
+    return verify_prediction(made, [after], [before])
+
+
+def test_a_prediction_that_came_true_held_with_the_compute_of_the_baseline():
+    held = verified(run_of("after", compute=70, waiting=10))
+    assert (held.ruling, held.compute_change, held.caveats) == (
+        Ruling.HELD, 0.0, ("Memory is not predicted: the baseline has no memory step.",),
+    )  # fmt: skip
+
+
+def test_a_busier_machine_is_told_from_a_wrong_prediction():
+    busy = verified(run_of("after", compute=91, waiting=10))
+    assert busy.compute_change == pytest.approx(0.3)
+    assert busy.ruling is Ruling.CANNOT_BE_TOLD  # off by 19 ms, and compute by 21
+    assert busy.caveats[0].startswith(
+        "Compute takes 30% more time than in the baseline (baseline 70.0 ms, run 91.0 ms)"
+    )
+    assert busy.answer.startswith("Cannot tell: predicted ")
+
+
+def test_a_plan_that_changes_compute_has_no_such_excuse():
+    wrong = verified(run_of("after", compute=91, waiting=10), changes=["checkpointing"])
+    assert (wrong.ruling, wrong.compute_change) == (Ruling.DID_NOT_HOLD, None)
+
+
+def test_waits_that_do_not_fall_are_a_wrong_prediction():
+    wrong = verified(run_of("after", compute=70, waiting=30))
+    assert (wrong.ruling, wrong.compute_change) == (Ruling.DID_NOT_HOLD, 0.0)
+
+
+def test_compute_that_the_plan_was_predicted_to_add_is_no_busier_machine():
+    wrong = verified(run_of("after", compute=84, waiting=10), paid_ns=14 * MS)
+    assert (wrong.ruling, wrong.compute_change) == (Ruling.DID_NOT_HOLD, 0.0)  # off by 12 ms
+    assert len(wrong.caveats) == 1
+
+
+def test_what_the_plan_adds_is_scaled_to_the_measured_baseline_and_named():
+    busy = verified(
+        run_of("after", compute=91, waiting=10), paid_ns=14 * MS, replayed_step_ns=200 * MS
+    )
+    assert busy.compute_change == pytest.approx(0.2)
+    assert busy.caveats[0].startswith(
+        "Compute takes 20% more time than in the baseline (baseline 70.0 ms, run 91.0 ms, "
+        "including 7.00 ms for hiding communication), and the plan does not explain the rest"
+    )
+
+
+@pytest.mark.parametrize(("waited", "ruling"), [(0, "did_not_hold"), (30, "cannot_be_told")])
+def test_other_programs_on_the_machine_make_a_verdict_impossible(waited: int, ruling: str):
+    after = run_of("after", compute=70, waiting=30)
+    samples = DeviceTable.from_rows(
+        [
+            {**dict.fromkeys(DeviceTable.DTYPES, -1), "time_ns": time, "run_delay_ns": delay}
+            for time, delay in ((0, 0), (300 * MS, waited * MS))
+        ]
+    )
+    found = verified(replace(after, device_tables={0: samples}))
+    assert found.ruling == ruling
+    assert any("no core for 10% of the time" in each for each in found.caveats) == bool(waited)

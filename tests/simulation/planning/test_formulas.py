@@ -1,0 +1,125 @@
+"""The closed formulas of memory equal forecasts, which count real tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_inspect import forecast_memory
+from fsdp_inspect.analysis.capacity.forecasts import peak_of
+from fsdp_inspect.simulation.planning.candidates import Candidate
+from fsdp_inspect.simulation.planning.workload import build_workload, plan_of
+from fsdp_inspect.simulation.policies import policies_of
+from fsdp_inspect.store.reader import open_run
+from instrumented_trainer.forecasting import build
+from tests.simulation.planning.jobs import make_job, peak_of_formula
+
+LARGEST_DIFFERENCE = 0.02
+"""The accepted difference in these cases. Other cases differ by more: see `FORMULA_RATIOS`."""
+
+
+def forecast_peak(path: Path, **settings: Any) -> int:
+    forecast_memory(build, path, world_size=8, settings=settings)
+    return peak_of(open_run(path))
+
+
+CASES = [
+    pytest.param(
+        "llama-1b", 4, 1024, {"checkpointing": "full", "microbatches": 2},
+        {"checkpointing": "full", "microbatches": 2}, id="tied-weights",
+    ),
+    pytest.param(
+        "llama-8b", 4, 1024, {"offload": "cpu", "checkpointing": "full"},
+        {"offload": True, "checkpointing": "full"}, id="offload",
+    ),
+]  # fmt: skip
+MORE = [
+    pytest.param("llama-8b", 4, 8192, {}, {}, id="activations"),
+    pytest.param(
+        "llama-70b", 3, 2048, {"checkpointing": "selective"}, {"checkpointing": "selective"},
+        id="selective",
+    ),
+    pytest.param("small", 4, 256, {}, {}, id="small"),
+    pytest.param("llama-1b", 4, 1024, {"batch_size": 2}, {"batch_size": 2}, id="tied-none"),
+    pytest.param("llama-8b", 3, 2048, {"param_dtype": "float32"}, {"param_dtype": "float32"},
+                 id="float32"),
+    pytest.param("llama-8b", 4, 1024, {"mesh": "2x4"}, {"replicas": 2}, id="hsdp"),
+    pytest.param("llama-8b", 4, 1024, {"wrap": "every:2"}, {"blocks_per_unit": 2}, id="every-2"),
+    pytest.param("llama-8b", 4, 1024, {"forward_prefetch": 2, "backward_prefetch": 2},
+                 {"prefetch": 2}, id="prefetch"),
+    pytest.param("llama-70b", 3, 2048, {"reshard_after_forward": "false"},
+                 {"reshard_after_forward": False}, id="no-reshard"),
+    pytest.param("llama-70b", 3, 4096, {"checkpointing": "full", "batch_size": 2},
+                 {"checkpointing": "full", "batch_size": 2}, id="full"),
+]  # fmt: skip
+
+
+def check(path: Path, case: tuple[str, int, int, dict[str, Any], dict[str, Any]]) -> None:
+    preset, layers, seq_len, settings, candidate = case
+    given = {"preset": preset, "num_layers": layers, "seq_len": seq_len, "batch_size": 1}
+    counted = forecast_peak(path, **{**given, **settings})
+    job = make_job(preset, num_layers=layers, seq_len=seq_len)
+    formula = peak_of_formula(job, Candidate(**candidate))
+    assert formula == pytest.approx(counted, rel=LARGEST_DIFFERENCE)
+
+
+@pytest.mark.parametrize(("preset", "layers", "seq_len", "settings", "candidate"), CASES)
+def test_the_formula_of_the_peak_equals_the_forecast(
+    tmp_path, preset, layers, seq_len, settings, candidate
+):
+    check(tmp_path / "run", (preset, layers, seq_len, settings, candidate))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "layers", "seq_len", "settings", "candidate"), MORE)
+def test_the_formula_equals_the_forecast_under_every_setting(
+    tmp_path, preset, layers, seq_len, settings, candidate
+):
+    check(tmp_path / "run", (preset, layers, seq_len, settings, candidate))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_the_formula_of_a_hugging_face_model_equals_the_forecast(tmp_path, checkpointing):
+    config = {
+        "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2816,
+        "vocab_size": 8192, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    counted = forecast_peak(
+        tmp_path / "run",
+        hf=str(tmp_path),
+        seq_len=1024,
+        batch_size=4,
+        checkpointing=checkpointing,
+    )
+    job = make_job(str(tmp_path))
+    formula = peak_of_formula(job, Candidate(batch_size=4, checkpointing=checkpointing))
+    assert formula == pytest.approx(counted, rel=LARGEST_DIFFERENCE)
+
+
+@pytest.mark.parametrize("preset", ["llama-8b", "llama-1b"])
+@pytest.mark.parametrize(
+    "candidate",
+    [Candidate(), Candidate(prefetch=2), Candidate(reshard_after_forward=False, prefetch=1)],
+    ids=["default", "prefetch", "no-reshard"],
+)
+def test_the_simulated_policies_are_those_of_the_plan_file(preset, candidate):
+    from fsdp_inspect.simulation.planning.machines import make_machine
+
+    job = make_job(preset, num_layers=3)
+    work = build_workload(job, candidate, make_machine("h200-ib400").speed)
+    blocks = [f"layers.{number}" for number in range(3)]
+    names = (
+        [*blocks, ""] if job.model.tie_embeddings else ["tok_embeddings", *blocks, "norm, lm_head"]
+    )
+
+    def settings(policies):
+        return [
+            (each.reshard_after_forward, each.forward_prefetch, each.backward_prefetch)
+            for each in policies
+        ]
+
+    assert settings(work.policies) == settings(policies_of(plan_of(job, candidate), names, 8))

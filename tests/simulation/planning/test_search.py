@@ -1,0 +1,154 @@
+"""The search finds the best plan of exhaustive grids, and every plan that it reports fits."""
+
+from dataclasses import replace
+from operator import itemgetter
+
+import pytest
+
+from fsdp_inspect import forecast_memory
+from fsdp_inspect.analysis.capacity.allowance import default_allowance
+from fsdp_inspect.report.planning_files import trainer_settings
+from fsdp_inspect.simulation.planning.candidates import Candidate, list_candidates
+from fsdp_inspect.simulation.planning.capacity_plan import VALUES, make_capacity_plan
+from fsdp_inspect.simulation.planning.forecast_step import read_forecast
+from fsdp_inspect.simulation.planning.machines import make_machine
+from fsdp_inspect.simulation.planning.prediction import FitVerdict, predict, predict_memory, step_ns
+from fsdp_inspect.simulation.planning.predictor import FormulaPredictor
+from fsdp_inspect.simulation.planning.search import search
+from fsdp_inspect.store.reader import open_run
+from instrumented_trainer.forecasting import build
+from tests.cases import mark_slow
+from tests.simulation.planning.jobs import make_job
+
+GIB = 1 << 30
+SHAPES = [("small", 4, 1024, 2.3), ("llama-1b", 4, 2048, 14.0), ("llama-8b", 3, 2048, 17.0)]
+"""Preset, blocks, tokens of a sequence, and a budget in GiB that excludes a part of the grid."""
+LINKS = ["h100-nvlink", "a100-eth100"]
+
+
+def grid(job):
+    """Every candidate in bfloat16 with one or four sequences, on every mesh."""
+    return [
+        each for each in list_candidates(job, batch_sizes=(1, 4)) if each.param_dtype == "bfloat16"
+    ]
+
+
+@pytest.mark.parametrize("preset", LINKS)
+@pytest.mark.parametrize(("model", "layers", "seq_len", "budget"), SHAPES)
+def test_the_chosen_plan_is_within_one_percent_of_the_best_of_the_grid(
+    preset, model, layers, seq_len, budget
+):
+    job = make_job(model, num_layers=layers, seq_len=seq_len)
+    machine = make_machine(preset, memory_bytes=round(budget * GIB))
+    candidates = grid(job)
+
+    found = search(FormulaPredictor(job, machine), candidates)
+
+    assert found.best is not None
+    rates = [rate_of(job, machine, each) for each in candidates]
+    fitting = [rate for rate in rates if rate is not None]
+    assert 0 < len(fitting) < len(candidates)
+    assert found.best.tokens_per_s.value >= 0.99 * max(fitting)
+
+
+def rate_of(job, machine, candidate):
+    """Tokens per second of a plan that fits; None: it is not certain to fit."""
+    if predict_memory(job, machine, candidate).verdict is not FitVerdict.FITS:
+        return None
+    ranks = job.gpus // candidate.tensor_parallel
+    tokens = ranks * candidate.batch_size * job.seq_len
+    return tokens / step_ns(job, candidate, machine.speed) * 1e9
+
+
+@pytest.mark.parametrize("shape", mark_slow(SHAPES, but=SHAPES[:1]), ids=itemgetter(0))
+def test_the_forecasts_of_all_reported_plans_are_within_the_budget(tmp_path, shape):
+    model, layers, seq_len, budget = shape
+    job = make_job(model, num_layers=layers, seq_len=seq_len)
+    machine = make_machine("h100-nvlink", memory_bytes=round(budget * GIB))
+    candidates = [each for each in grid(job) if each.tensor_parallel == 1]
+    found = search(FormulaPredictor(job, machine), candidates)
+    assert found.best is not None
+
+    for number, plan in enumerate((found.best, *found.runners_up)):
+        settings = {**trainer_settings(job, plan.candidate), "num_layers": layers}
+        settings["offload"] = "cpu" if plan.candidate.offload else "none"
+        path = forecast_memory(build, tmp_path / str(number), world_size=8, settings=settings)
+        step = read_forecast(open_run(path))
+        allocated, reserved = plan.peak_allocated_bytes, plan.peak_reserved_bytes
+        assert step.peak_reserved_bytes is not None
+        outside = default_allowance(0, world_size=8).bytes
+        assert step.peak_reserved_bytes + outside <= machine.memory_bytes
+        assert allocated.low <= step.peak_allocated_bytes <= allocated.high
+        assert reserved.low <= step.peak_reserved_bytes <= reserved.high
+
+
+def test_a_budget_inside_the_interval_is_undecided():
+    job, candidate = make_job("llama-8b", num_layers=3), Candidate()
+    needed = predict(job, make_machine("h100-nvlink"), candidate).device_bytes
+    machine = make_machine("h100-nvlink", memory_bytes=round((needed.low + needed.high) / 2))
+
+    found = make_capacity_plan(job, machine, "h100-nvlink", [candidate])
+
+    assert found.found.best is None
+    assert found.found.undecided is not None
+    assert "inside this interval" in found.found.undecided.reason
+    assert found.shortfall is not None
+
+
+def test_a_plan_that_cannot_fit_states_the_smallest_memory_and_gpus():
+    job = replace(make_job("llama-8b", gpus=8, gpus_per_node=8), seq_len=8192)
+    machine = make_machine("h200-ib400", memory_bytes=2 * GIB)
+
+    found = make_capacity_plan(job, machine, "h200-ib400")
+
+    assert found.found.best is None
+    assert found.found.undecided is None
+    assert found.shortfall is not None
+    assert found.shortfall.memory_bytes is not None
+    roomier = make_machine("h200-ib400", memory_bytes=round(found.shortfall.memory_bytes) + 1)
+    assert make_capacity_plan(job, roomier, "h200-ib400").found.best is not None
+
+
+def test_every_value_is_inside_its_interval_and_has_an_assumption():
+    job = make_job("llama-8b", num_layers=3)
+    prediction = predict(job, make_machine("h100-nvlink"), Candidate(offload=True))
+
+    for name in VALUES:
+        estimate = getattr(prediction, name)
+        assert estimate.low <= estimate.value <= estimate.high, name
+        assert estimate.low < estimate.high, name
+        assert estimate.assumption.endswith("."), name
+
+
+def test_offload_moves_states_to_the_host_and_takes_longer():
+    job, machine = make_job("llama-8b", num_layers=3), make_machine("h100-nvlink")
+    on_device, on_host = (
+        predict(job, machine, Candidate(offload=offload)) for offload in (False, True)
+    )
+    assert on_host.peak_allocated_bytes.value < on_device.peak_allocated_bytes.value
+    assert on_host.host_bytes.value > on_device.host_bytes.value
+    assert on_host.step_time_ns.value > on_device.step_time_ns.value
+
+
+def test_a_forecast_that_contradicts_the_formula_changes_the_plan(tmp_path):
+    job, machine = make_job("small", num_layers=2), make_machine("h100-nvlink")
+    candidates = [each for each in grid(job) if each.tensor_parallel == 1]
+    first = search(FormulaPredictor(job, machine), candidates).best
+    assert first is not None
+    forecast_memory(
+        build, tmp_path / "run", world_size=8,
+        settings={**trainer_settings(job, first.candidate), "num_layers": 2},
+    )  # fmt: skip
+    step = read_forecast(open_run(tmp_path / "run"))
+
+    def forecast(candidate):
+        if candidate != first.candidate:
+            return step
+        return replace(step, peak_reserved_bytes=machine.memory_bytes * 2)
+
+    found = search(FormulaPredictor(job, machine, forecast), candidates)
+
+    assert found.best is not None
+    assert found.best.candidate != first.candidate
+    assert found.best.peak_reserved_bytes.value == step.peak_reserved_bytes
+    assert found.best.peak_reserved_bytes.origin == "allocator model"

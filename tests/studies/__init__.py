@@ -1,0 +1,1 @@
+"""Programs that measure: benchmarks, validation, faults, chaos, fuzz, planted cases, frameworks."""

@@ -1,0 +1,55 @@
+"""Run a module on a virtual clock, which only fixed durations advance.
+
+    python -m tests.studies.validation.virtual_time MODULE ARGS
+
+This is for emulated runs with fixed compute times on CPU. A sleep until a time returns immediately,
+and reading the clock takes a tenth of a microsecond, so that no two moments are equal. The code is
+real, but its run time is left out. The device is not sampled, because waits for a core of the
+machine are no part of virtual time.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+
+READING_NS = 100
+
+
+class VirtualClock:
+    """Replaces `time.perf_counter_ns`."""
+
+    def __init__(self) -> None:
+        self.now_ns = time.perf_counter_ns()
+
+    def read(self) -> int:
+        """The time, which advances with each reading."""
+        self.now_ns += READING_NS
+        return self.now_ns
+
+    def sleep_until(self, deadline_ns: int) -> None:
+        """Advance the clock to a time, unless it has passed."""
+        self.now_ns = max(self.now_ns, deadline_ns)
+
+
+def _start_nothing(sampler: object) -> None:
+    """Replace the start of the device sampler."""
+
+
+def main() -> None:
+    """Run the module of the command line."""
+    clock = VirtualClock()
+    # Replace them before other modules bind the functions by name.
+    time.perf_counter_ns = clock.read
+    from fsdp_inspect.emulation import network
+    from fsdp_inspect.recording.devices import DeviceSampler
+
+    network.sleep_until = clock.sleep_until
+    DeviceSampler.start = _start_nothing  # type: ignore[method-assign]
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
