@@ -430,7 +430,7 @@ def _print(renderable: Any) -> str:
 def _describe(run: StoredRun) -> str:
     """Describe the memory at the peak."""
     from fsdp_inspect.analysis.memory.overview import measure_memory_overview
-    from fsdp_inspect.report.memory import render_memory
+    from fsdp_inspect.report.memory_wording import render_memory
 
     return _print(render_memory(measure_memory_overview(run)))
 

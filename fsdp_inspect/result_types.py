@@ -82,8 +82,8 @@ if TYPE_CHECKING:
     from fsdp_inspect.simulation.changes import Changes
     from fsdp_inspect.simulation.memory import Held
     from fsdp_inspect.simulation.network import NodeLink
+    from fsdp_inspect.simulation.predictions.ledger import VerifiedPrediction
     from fsdp_inspect.simulation.predictions.records import Prediction
-    from fsdp_inspect.simulation.predictions.track_record import VerifiedPrediction
     from fsdp_inspect.simulation.recorded import RecordedWork
     from fsdp_inspect.simulation.simulate import Played, Simulation
     from fsdp_inspect.store.folder import RunEntry
@@ -300,7 +300,7 @@ _HOMES = {
     "UnitSide": "fsdp_inspect.comparison.differences",
     "Verdict": "fsdp_inspect.analysis.verdict",
     "Verification": "fsdp_inspect.comparison.verification.verification",
-    "VerifiedPrediction": "fsdp_inspect.simulation.predictions.track_record",
+    "VerifiedPrediction": "fsdp_inspect.simulation.predictions.ledger",
 }
 
 

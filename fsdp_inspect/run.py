@@ -206,7 +206,7 @@ class Run:
             MissingDataError: The run has no unit with that name.
         """
         from fsdp_inspect.analysis.unit_history import measure_unit_history
-        from fsdp_inspect.analysis.unit_names import find_unit
+        from fsdp_inspect.analysis.units import find_unit
 
         index = find_unit(self.manifest, unit).index
         return self._ask(
@@ -432,7 +432,7 @@ class Run:
             PredictionError: The file is not a prediction, or it was made for another model.
         """
         from fsdp_inspect.comparison.verification.verification import verify_prediction
-        from fsdp_inspect.simulation.predictions.files import read_prediction
+        from fsdp_inspect.simulation.predictions.ledger import read_prediction
 
         given = (
             read_prediction(Path(prediction)) if isinstance(prediction, (str, Path)) else prediction

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fsdp_inspect.emulation.network import Specification, parse_specification
 from fsdp_inspect.emulation.process import emulate
-from fsdp_inspect.emulation.specification import Specification, parse_specification
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 from instrumented_trainer.sharding_plan import Machine

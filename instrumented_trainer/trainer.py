@@ -20,15 +20,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from fsdp_inspect.emulation.fixed_times import FixedTimes
+from fsdp_inspect.emulation.fixed_compute import FixedTimes
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.formatting import format_count
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
 from fsdp_inspect.recording.torch_api.modules import fsdp_modules, modules_by_name
-from fsdp_inspect.trace.limits import MAX_NS
 from fsdp_inspect.trace.plan import Plan, owned_parameters
+from fsdp_inspect.trace.records import MAX_NS
 from fsdp_inspect.trace.sharders import DDP, FSDP2, SIMPLE_FSDP, ZERO3, traits_of
 from instrumented_trainer.checkpoint import (
     SavedCheckpoint,

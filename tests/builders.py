@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_inspect.store.folder import create_run
-from fsdp_inspect.store.reduction.rank_rows import summarise_rank
-from fsdp_inspect.store.reduction.run_statistics import condense_run
+from fsdp_inspect.store.reduction.run_statistics import condense_run, summarise_rank
 from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.allocations import AllocationHistory
@@ -37,10 +36,9 @@ from fsdp_inspect.trace.codes import (
     Source,
     Stream,
 )
-from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment, OutOfMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
-from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.run import (
     ClockPair,
     ModelInfo,

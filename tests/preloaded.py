@@ -35,7 +35,7 @@ import fsdp_inspect.recording.launcher
 import fsdp_inspect.recording.order_check
 import fsdp_inspect.recording.recorder
 import fsdp_inspect.recording.storage_tracker
-import fsdp_inspect.recording.store_client
+import fsdp_inspect.recording.torch_api.process_groups
 import fsdp_inspect.recording.verdict
 import fsdp_inspect.report.diagnosis
 import fsdp_inspect.run
@@ -52,7 +52,7 @@ fsdp_inspect.recording.attachment._FAILED_END_S = 60.0
 fsdp_inspect.recording.devices._STOP_TIMEOUT_S = 60.0
 fsdp_inspect.recording.order_check._EXCHANGE_S = 60.0
 fsdp_inspect.recording.storage_tracker._LONGEST_RELEASE_S = 20.0
-fsdp_inspect.recording.store_client.ANSWER_S = 60.0
+fsdp_inspect.recording.torch_api.process_groups.ANSWER_S = 60.0
 fsdp_inspect.recording.verdict._TIMEOUT_S = 60.0
 fsdp_inspect.store.writer.STALL_TIMEOUT_S = 60.0
 fsdp_inspect.store.writer._FLUSH_TIMEOUT_S = 60.0

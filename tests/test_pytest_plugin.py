@@ -24,7 +24,7 @@ LOADED_LATE = (
     "fsdp_inspect.recording.recorder",
     "fsdp_inspect.recording.verdict",
     "fsdp_inspect.report.check",
-    "fsdp_inspect.report.memory",
+    "fsdp_inspect.report.memory_wording",
 )
 
 FORECASTS = """

@@ -28,11 +28,10 @@ from fsdp_inspect.report.planning import (
     value_rows,
 )
 from fsdp_inspect.simulation.planning.candidates import Job
-from fsdp_inspect.simulation.planning.capacity_plan import CapacityPlan, make_capacity_plan
 from fsdp_inspect.simulation.planning.machines import make_machine
-from fsdp_inspect.simulation.planning.models import list_presets, load_model
-from fsdp_inspect_app.cards import show_note, show_table, show_text, show_title
-from fsdp_inspect_app.code_block import show_code
+from fsdp_inspect.simulation.planning.search import CapacityPlan, make_capacity_plan
+from fsdp_inspect.simulation.planning.transformer import list_presets, load_model
+from fsdp_inspect_app.cards import show_code, show_note, show_table, show_text, show_title
 from fsdp_inspect_app.page_sheet import sheet_section
 from fsdp_inspect_app.selection import follow, link
 from fsdp_inspect_app.wording import plain

@@ -7,6 +7,7 @@ one of level 3. Everything is also added to the page's sheet, which can be saved
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -17,10 +18,11 @@ from streamlit.elements.lib.column_types import ColumnConfig
 from fsdp_inspect.formatting import MISSING, num_decimals
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.charts.chart import Chart
-from fsdp_inspect.report.values import format_metric
+from fsdp_inspect.report.wording import format_metric
 from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.frames.values import to_csv
 from fsdp_inspect_app.page_sheet import (
+    SheetCode,
     SheetMarkup,
     SheetTable,
     SheetText,
@@ -270,3 +272,31 @@ def _digits(column: str, values: pd.Series) -> str | None:
         return THREE_DIGITS
     is_decimal = pd.api.types.is_float_dtype(values) and values.notna().any()
     return THREE_DIGITS if is_decimal else None
+
+
+# --- Show a command or code with a button that copies it.
+#
+# Streamlit's own code block loads a highlighter of 1.5 MB on each page that has a block, which
+# takes up to half a second of the browser's time.
+
+COMPONENT = "fsdp_inspect_code"
+
+_mount = st.components.v2.component(
+    COMPONENT,
+    js=Path(__file__).with_name("code_block.js").read_text(encoding="utf-8"),
+    isolate_styles=False,  # the style sheet is on the page once
+)
+
+
+def show_code(text: str, *, key: str, language: str = "bash", is_shared: bool = True) -> None:
+    """Show text as it is, with a button that copies it.
+
+    Args:
+        text: The command or code.
+        key: Unique on the page.
+        language: The language of the text; `bash` for commands.
+        is_shared: Whether the text is in the file of a page that is saved.
+    """
+    if is_shared:
+        page_sheet().add(SheetCode(text))
+    _mount(data={"text": text, "language": language}, key=f"code-{key}")

@@ -13,7 +13,7 @@ import streamlit as st
 from fsdp_inspect.catalog.catalog import Catalog, open_catalog
 from fsdp_inspect.catalog.generations import code_version
 from fsdp_inspect.catalog.index import IN_RUNS
-from fsdp_inspect.catalog.run_settings import setting_names
+from fsdp_inspect.catalog.tables import setting_names
 from fsdp_inspect.errors import CatalogError, StoreError
 from fsdp_inspect_app.dated import Dated, is_younger_than
 

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import streamlit as st
 
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.report.charts.axes import unit_of
-from fsdp_inspect.report.charts.chart import Chart
+from fsdp_inspect.report.charts.chart import Chart, unit_of
 from fsdp_inspect_app.page_sheet import SheetMarkup, page_sheet
 
 T = TypeVar("T")

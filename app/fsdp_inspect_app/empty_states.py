@@ -7,8 +7,7 @@ import streamlit as st
 from fsdp_inspect.errors import FsdpInspectError, NotARunError, SchemaVersionError
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.cards import show_headline
-from fsdp_inspect_app.code_block import show_code
+from fsdp_inspect_app.cards import show_code, show_headline
 from fsdp_inspect_app.wording import code, plain
 
 _LOG = logging.getLogger(__name__)

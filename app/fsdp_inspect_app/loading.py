@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,20 +19,19 @@ from typing import Any, TypeVar
 import streamlit as st
 
 from fsdp_inspect import Run
+from fsdp_inspect.formatting import format_run
 from fsdp_inspect.report.html import ComparisonContents, read_comparison
 from fsdp_inspect.result_types import Diagnosis, Ranks, RunEntry, RunSource, Summary
 from fsdp_inspect.store.boundary import files_of_run, is_in_folder
 from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.folder import list_without_manifest as list_without_manifest_in
-from fsdp_inspect.store.live_tables import LiveTables
+from fsdp_inspect.store.live_tables import LiveTables, ReaderCache
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.remote_files import RemoteFiles
 from fsdp_inspect.store.schema import COMPACTED_SUFFIX, LIVE_SUFFIX
 from fsdp_inspect.store.table_cache import TableCache
 from fsdp_inspect_app.dated import Dated, dated, is_younger_than
-from fsdp_inspect_app.run_names import name_runs
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
@@ -429,3 +429,45 @@ def _look_at_files(path: str, folder: str) -> _LocalRun:
             tables.append(file.path)
     moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
     return _LocalRun(_State(newest_ns, num_bytes, moment), tuple(tables))
+
+
+# --- Name the runs of the folder for people: the name of a run, then its short unique id.
+
+MOST_LETTERS = 48
+"""The most letters of a name. Longer names lose their middle."""
+
+
+def name_runs(entries: Iterable[RunEntry]) -> dict[str, str]:
+    """The shown names of runs by their ids in the listing; no two are the same.
+
+    A run is shown as its name and the end of the id that the recorder gave it: `llama-1b · 3e9c`.
+    A run without a name is shown as its id in the listing. Copies have one name, so their ids in
+    the listing follow it.
+    """
+    named = {entry.id: _run_name(entry) for entry in entries}
+    longer = {run: f"{name} · {shorten(run)}" for run, name in named.items()}
+    count, longer_count = Counter(named.values()), Counter(longer.values())
+    return {
+        run: name
+        if count[name] == 1
+        else (longer[run] if longer_count[longer[run]] == 1 else f"{name} · {run}")
+        for run, name in named.items()
+    }
+
+
+def _run_name(entry: RunEntry) -> str:
+    if not entry.name:
+        return shorten(entry.id)
+    whole = format_run(entry.run_id, entry.name)
+    if whole == entry.run_id:
+        return shorten(entry.name)
+    return whole.replace(entry.name, shorten(entry.name), 1)
+
+
+def shorten(name: str, most: int = MOST_LETTERS) -> str:
+    """A name on one line, without its middle if it is long."""
+    line = "".join(letter if letter.isprintable() else " " for letter in name)
+    if len(line) <= most:
+        return line
+    end = most // 3
+    return f"{line[: most - end - 1]}…{line[-end:]}"

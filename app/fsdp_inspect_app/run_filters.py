@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 import streamlit as st
 
-from fsdp_inspect.catalog.run_settings import values_of_setting
+from fsdp_inspect.catalog.tables import values_of_setting
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app.cards import show_csv_button, show_table
 from fsdp_inspect_app.catalog_reading import KnownCatalog

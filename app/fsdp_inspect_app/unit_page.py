@@ -15,8 +15,7 @@ from fsdp_inspect.formatting import (
     format_ns,
     format_unit,
 )
-from fsdp_inspect.report.causes import format_cause
-from fsdp_inspect.report.values import format_kind
+from fsdp_inspect.report.wording import format_cause, format_kind
 from fsdp_inspect.result_types import (
     Bandwidth,
     Exposed,

@@ -7,16 +7,16 @@ and `code` escape text for Markdown; charts escape their labels themselves.
 import re
 from collections.abc import Sequence
 
-from fsdp_inspect.analysis.sharding_description import describe_sharding
+from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.formatting import format_category as name_category
 from fsdp_inspect.formatting import format_ns, format_unit
-from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.wording import (
     describe_memory_method,
     describe_methods,
     describe_provenance,
     describe_run,
     describe_step,
+    format_cause,
 )
 from fsdp_inspect.result_types import ExposedOwner, Summary
 

@@ -3,17 +3,16 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.advice.change_words import say_changes
 from fsdp_inspect.advice.code_change import CodeChange
 from fsdp_inspect.advice.evidence import Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
-from fsdp_inspect.advice.gain_attribution import attribute_gains
+from fsdp_inspect.advice.gain_parts import attribute_gains
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
+from fsdp_inspect.advice.plan_simulator import Slowdown
 from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.request import AdviceRequest, how_to_apply, how_to_verify
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
-from fsdp_inspect.advice.slowdown import Slowdown
-from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion
+from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run

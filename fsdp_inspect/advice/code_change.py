@@ -4,28 +4,165 @@ In order of preference: settings of the framework that shards the model, edits o
 calls, `apply_plan` in place of these calls, and a sentence that says where to insert the plan.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fsdp_inspect.advice.call_edits import (
     Change,
+    Edit,
     apply_lines,
     edit_own_calls,
     find_root_calls,
     is_readable,
     lines_after,
+    lines_of,
     replace_calls,
+    write_diff,
 )
-from fsdp_inspect.advice.framework_settings import (
-    FrameworkSettings,
-    express_in_settings,
-    switch_off_wrapping,
-    title_of_framework,
-)
-from fsdp_inspect.advice.launch_line import TRAINER, write_launch_line
-from fsdp_inspect.advice.source_diff import Edit, lines_of, write_diff
-from fsdp_inspect.trace.run import RunManifest
-from fsdp_inspect.trace.training_code import ShardingCall, UserStatement
+from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
+from fsdp_inspect.trace.run import RunManifest, ShardingCall, UserStatement
+
+# --- Express a plan in the settings of a framework: Accelerate, Transformers and torchtitan.
+#
+# Each framework has one setting that a search over plans changes for all blocks:
+# `reshard_after_forward`. torchtitan also has the dtypes of messages. Other changes have no
+# setting.
+
+_TITLES = {
+    "accelerate": "Accelerate",
+    "lightning": "Lightning",
+    "pytorch_lightning": "Lightning",
+    "torchtitan": "torchtitan",
+    "transformers": "Transformers",
+    "trl": "TRL",
+}
+_DTYPES = {
+    "param_dtype": "--training.mixed_precision_param",
+    "reduce_dtype": "--training.mixed_precision_reduce",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FrameworkSettings:
+    """The settings that make a change."""
+
+    lines: str
+    """The settings as the user writes them; empty: only options of the launch line change."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Options of the script in the launch line."""
+    starter_options: dict[str, str] = field(default_factory=dict)
+    """Options of the starter, such as `accelerate launch`."""
+
+
+def title_of_framework(package: str) -> str:
+    """The name of a framework in a sentence."""
+    return _TITLES.get(package, package)
+
+
+def express_in_settings(
+    frameworks: list[str], settings: dict[str, object], change: Change
+) -> FrameworkSettings | None:
+    """The settings that make exactly this change; None: no settings do.
+
+    Args:
+        frameworks: The packages around the `fully_shard` calls, innermost first.
+        settings: The recorded settings of the framework.
+        change: The plans before and after.
+    """
+    if not frameworks:
+        return None
+    if frameworks[0] == "torchtitan":
+        return _torchtitan(change)
+    if frameworks[0] == "accelerate":
+        return _accelerate(frameworks, settings, change)
+    return None
+
+
+def switch_off_wrapping(frameworks: list[str]) -> FrameworkSettings:
+    """The settings with which Accelerate accepts a model that is already sharded.
+
+    Otherwise it looks for the class of the layers, whose name `fully_shard` has changed.
+    """
+    if "transformers" in frameworks or "trl" in frameworks:
+        line = 'TrainingArguments(..., fsdp_config={..., "auto_wrap_policy": "NO_WRAP"})'
+        return FrameworkSettings(line)
+    return FrameworkSettings(
+        "# in the file of `accelerate config`:\n"
+        "fsdp_config:\n"
+        "  fsdp_auto_wrap_policy: NO_WRAP\n"
+        '# or in code: FullyShardedDataParallelPlugin(..., auto_wrap_policy="no_wrap")',
+        starter_options={"--fsdp_auto_wrap_policy": "NO_WRAP"},
+    )
+
+
+def _accelerate(
+    frameworks: list[str], settings: dict[str, object], change: Change
+) -> FrameworkSettings | None:
+    old = settings.get("reshard_after_forward", True)
+    governed = [
+        unit.name
+        for unit in change.before.units
+        if not unit.is_root and unit.reshard_after_forward == old
+    ]
+    value = _same_reshard(change, governed)
+    if value is None or value == old:
+        return None
+    word = str(value).lower()
+    if "transformers" in frameworks or "trl" in frameworks:
+        line = f'TrainingArguments(..., fsdp_config={{..., "reshard_after_forward": {value}}})'
+        return FrameworkSettings(line)
+    return FrameworkSettings(
+        "# in the file of `accelerate config`:\n"
+        "fsdp_config:\n"
+        f"  fsdp_reshard_after_forward: {word}\n"
+        f"# or in code: FullyShardedDataParallelPlugin(..., reshard_after_forward={value})",
+        starter_options={"--fsdp_reshard_after_forward": word},
+    )
+
+
+def _torchtitan(change: Change) -> FrameworkSettings | None:
+    inner = [unit.name for unit in change.before.units if not unit.is_root]
+    value = _same_reshard(change, inner)
+    if value is not None:
+        policy = "always" if value else "never"
+        return FrameworkSettings("", {"--parallelism.fsdp_reshard_after_forward": policy})
+    options = _torchtitan_dtypes(change)
+    return FrameworkSettings("", options) if options else None
+
+
+def _torchtitan_dtypes(change: Change) -> dict[str, str]:
+    """The options of new dtypes; empty if anything else changes too."""
+    options, units = {}, list(change.before.units)
+    for name, option in _DTYPES.items():
+        values = {getattr(unit, name) for unit in change.after.units}
+        if values != {getattr(unit, name) for unit in change.before.units} and len(values) == 1:
+            value = next(iter(values))
+            options[option] = str(value)
+            units = [unit.model_copy(update={name: value}) for unit in units]
+    same = change.before.model_copy(
+        update={"units": tuple(units), "accumulation": change.after.accumulation}
+    )
+    return options if same == change.after else {}
+
+
+def _same_reshard(change: Change, names: list[str]) -> bool | None:
+    """The one new value of these units, if nothing else changes."""
+    if change.before.unit_names != change.after.unit_names or not names:
+        return None
+    values = {change.after.unit(name).reshard_after_forward for name in names}
+    value = next(iter(values))
+    if len(values) != 1 or not isinstance(value, bool):
+        return None
+    units = tuple(
+        unit.model_copy(update={"reshard_after_forward": value}) if unit.name in names else unit
+        for unit in change.before.units
+    )
+    same = change.before.model_copy(
+        update={"units": units, "accumulation": change.after.accumulation}
+    )
+    return value if same == change.after else None
+
 
 _MOST_PLACES = 3
 
@@ -272,3 +409,134 @@ def _say_no_diff(manifest: RunManifest) -> str:
     if not manifest.code.sources:
         return "The run contains no source lines, so there is no diff."
     return "No diff can be written for these calls."
+
+
+# --- Write the launch line of a recorded run with a plan applied, without conflicting options.
+
+TRAINER = "instrumented_trainer"
+_RECORDERS = ("fsdp_inspect.record", "fsdp_inspect.emulate")
+_FLAGS_OF_RECORDER = frozenset({"--no-verdict", "--no-source", "-h", "--help"})
+_DECIDED = frozenset(
+    f"--{no}{name.replace('_', '-')}" for name in DECIDED_BY_PLAN for no in ("", "no-")
+)
+"""Options of the trainer that set the same as a plan. The trainer rejects them next to a plan."""
+
+
+def write_launch_line(
+    manifest: RunManifest,
+    plan_file: str,
+    *,
+    options: Mapping[str, str] | None = None,
+    starter_options: Mapping[str, str] | None = None,
+    reads_plan: bool = True,
+) -> str:
+    """The recorded launch with another plan; a comment has the parts that it cannot contain.
+
+    Args:
+        manifest: The manifest of the run.
+        plan_file: The plan to apply.
+        options: Options of the script to set, by name.
+        starter_options: Options of the starter to change, if the line contains them.
+        reads_plan: Whether the change needs the plan file.
+    """
+    code = manifest.code
+    words, start = (code.launch, code.launched_at) if code.launch else (manifest.command, 0)
+    head, own = list(words[:start]), list(words[start:])
+    comments = [] if code.launched_at else _say_unknown_start(manifest)
+    if TRAINER in own:
+        at = own.index(TRAINER) + 1
+        arguments = _renamed(without_options(own[at:], _DECIDED))
+        own = [*own[:at], *arguments, "--plan", plan_file]
+        comments += _say_config(arguments)
+    else:
+        at = _start_of_script(own)
+        arguments = _with_options(own[at:], options or {})
+        if reads_plan and _reads_plan_option(manifest, arguments):
+            arguments = _with_options(arguments, {"--plan": plan_file})
+        own = [*_renamed(own[:at]), *arguments]
+        head = _with_known_options(head, starter_options or {})
+    comment = f"  # {'; '.join(comments)}" if comments else ""
+    return f"{shlex.join([*head, *own])}{comment}"
+
+
+def without_options(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """The words without some options and their values."""
+    kept, is_removed = list[str](), False
+    for word in words:
+        if word.startswith("--"):
+            is_removed = word.split("=")[0] in names
+        if not is_removed:
+            kept.append(word)
+    return kept
+
+
+def _start_of_script(words: Sequence[str]) -> int:
+    """The position of the script's own arguments, after the script or the module.
+
+    The recorder's options come before its script.
+    """
+    recorder = next((at for at, word in enumerate(words) if word in _RECORDERS), None)
+    if recorder is None:
+        for at, word in enumerate(words):
+            if word == "-m" or word.endswith(".py"):
+                return at + (2 if word == "-m" else 1)
+        return len(words)
+    at = recorder + 1
+    while at < len(words) and words[at].startswith("-") and words[at] != "-m":
+        at += 1 if "=" in words[at] or words[at] in _FLAGS_OF_RECORDER else 2
+    return at + (2 if words[at : at + 1] == ["-m"] else 1)
+
+
+def _renamed(words: Sequence[str]) -> list[str]:
+    """The words with another name of the run."""
+    found = list(words)
+    for at, word in enumerate(found):
+        if word.startswith("--name="):
+            found[at] = f"{word}-advised"
+        elif word == "--name" and at + 1 < len(found):
+            found[at + 1] = f"{found[at + 1]}-advised"
+    return found
+
+
+def _reads_plan_option(manifest: RunManifest, arguments: Sequence[str]) -> bool:
+    """Whether the script takes its plan from `--plan`."""
+    return any(word.split("=")[0] == "--plan" for word in arguments) and any(
+        call.function == "apply_plan" for call in manifest.code.calls
+    )
+
+
+def _with_options(words: Sequence[str], options: Mapping[str, str]) -> list[str]:
+    """The words with these options, the old values replaced."""
+    new = {_plain(name): (name, value) for name, value in options.items()}
+    kept, skip = list[str](), False
+    for word in words:
+        is_value, skip = skip, False
+        if _plain(word) in new:
+            kept += new.pop(_plain(word))
+            skip = "=" not in word
+        elif not is_value:
+            kept.append(word)
+    return [*kept, *(word for pair in new.values() for word in pair)]
+
+
+def _with_known_options(words: Sequence[str], options: Mapping[str, str]) -> list[str]:
+    """The words with new values of the options that they contain."""
+    given = {_plain(word) for word in words}
+    known = {name: value for name, value in options.items() if _plain(name) in given}
+    return _with_options(words, known) if known else list(words)
+
+
+def _plain(word: str) -> str:
+    return word.split("=")[0].replace("-", "_")
+
+
+def _say_config(arguments: Sequence[str]) -> list[str]:
+    if not any(word.split("=")[0] == "--config" for word in arguments):
+        return []
+    return ["remove sharding settings from the config file: the plan sets them"]
+
+
+def _say_unknown_start(manifest: RunManifest) -> list[str]:
+    if manifest.world_size == 1 or manifest.source == "emulated":
+        return []
+    return [f"start {manifest.world_size} ranks as in the first run"]

@@ -3,18 +3,20 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from fsdp_inspect.analysis.bandwidth import KindBandwidth, measure_bandwidth
 from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.analysis.exposed import ExposedWait
-from fsdp_inspect.analysis.gathers_in_flight import GathersInFlight
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.memory.sharding_worth import ReplicationSaving, WholeMemory
 from fsdp_inspect.analysis.optimizer_wait import OptimizerWait
 from fsdp_inspect.analysis.pipeline import Pipeline
 from fsdp_inspect.analysis.plan_check.check import PlanCheck
+from fsdp_inspect.analysis.prefetch import GathersInFlight
 from fsdp_inspect.analysis.verdict import Verdict
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
-from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.formatting import format_count, format_ns
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.run import ProcessGroup, RunManifest, RunSource, hosts_of, ranks_per_node
 
 MOST_ROWS = 3
 """The highest number of events that a finding or a suggestion shows."""
@@ -159,3 +161,64 @@ class Finding:
     """Lines to paste; empty if no line of code fixes the problem."""
     verify: str = ""
     """A way to check that the problem is fixed."""
+
+
+# --- Find shard groups that cross nodes, and measure their bandwidth across and within nodes.
+#
+# There is no result if the node of a rank is unknown (`trace.nodes`).
+
+
+def find_node_links(run: RunSource) -> NodeLinks | None:
+    """The shard group that crosses nodes, with its bandwidth across and within nodes.
+
+    Returns:
+        None if no shard group with all-gathers crosses nodes, if its ranks are not spread evenly
+        over consecutive ranks of each node, or if their nodes or the bandwidth are unknown.
+    """
+    nodes = hosts_of(run)
+    shards = [group for group in run.manifest.process_groups if group.role == "shard"]
+    spread = {group.index: _spread(group, nodes) for group in shards}
+    if not any(spread.values()):
+        return None
+    bandwidth = measure_bandwidth(run)
+    kinds = bandwidth.kinds if bandwidth is not None else ()
+    for kind in kinds:
+        place = spread.get(kind.group) if kind.group is not None else None
+        if place and kind.kind == EventKind.ALL_GATHER.label and kind.bus_bytes_per_s:
+            within, source = _within(run, kinds, nodes)
+            num_nodes, ranks_per_node = place
+            return NodeLinks(num_nodes, ranks_per_node, kind.bus_bytes_per_s, within, source)
+    return None
+
+
+def _spread(group: ProcessGroup, nodes: dict[int, str]) -> tuple[int, int] | None:
+    """Nodes of a group and ranks on each; None: one node, one rank a node, or unknown."""
+    size = ranks_per_node(nodes.get(rank) for rank in group.ranks)
+    if size is None or size in (1, len(group.ranks)):
+        return None
+    return len(group.ranks) // size, size
+
+
+def _within(
+    run: RunSource, kinds: tuple[KindBandwidth, ...], nodes: dict[int, str]
+) -> tuple[float | None, str]:
+    """The bandwidth within a node, emulated or the fastest measured, and its source."""
+    link = run.manifest.emulation.get("intra")
+    if isinstance(link, dict):
+        return float(link["bandwidth_bytes_per_s"]), "the emulated link"
+    groups = {group.index: group for group in run.manifest.process_groups}
+    known = [
+        (kind.bus_bytes_per_s, kind)
+        for kind in kinds
+        if kind.bus_bytes_per_s and kind.group is not None and _is_inside(groups[kind.group], nodes)
+    ]
+    if known:
+        fastest, kind = max(known, key=lambda pair: pair[0])
+        what = kind.kind.replace("_", "-")
+        return fastest, f"measured: {format_count(kind.num_events)} {what}s of {kind.group_size}"
+    return None, ""
+
+
+def _is_inside(group: ProcessGroup, nodes: dict[int, str]) -> bool:
+    places = {nodes.get(rank, "") for rank in group.ranks}
+    return len(group.ranks) > 1 and len(places) == 1 and "" not in places

@@ -7,18 +7,24 @@ analysis. Its effect is a bound, and no time is counted twice ([Note: no ms twic
 `advice.gain_attribution`).
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow
 from fsdp_inspect.advice.setting_findings import find_costly_settings
-from fsdp_inspect.advice.sharder_remedies import in_words_of
-from fsdp_inspect.advice.sharding_findings import find_other_sharders
 from fsdp_inspect.advice.trace_findings import find_in_trace
+from fsdp_inspect.analysis.memory.sharding_worth import (
+    FITS_RATIO,
+    ReplicationSaving,
+    WholeMemory,
+    describe_replication_saving,
+)
 from fsdp_inspect.analysis.verdict import COMPARE_PLANS, STRAGGLER_RATIO, Limit
-from fsdp_inspect.analysis.verdict.limits import HOST_RATIO, INPUT_RATIO
+from fsdp_inspect.analysis.verdict.facts import HOST_RATIO, INPUT_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause
-from fsdp_inspect.formatting import format_ns, format_ratio
+from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
+from fsdp_inspect.trace.sharders import DDP, FSDP1
 
 _RULES = {Limit.STRAGGLER: "R32", Limit.SLOW_GROUP: "R32", Limit.HOST: "R19", Limit.MEMORY: "R21"}
 _BEFORE_COMMUNICATION = (
@@ -198,3 +204,178 @@ def _broken_plan(evidence: Evidence) -> Iterator[Finding]:
             limits=True,
             effect=Effect(sentence="None is predicted: the run did not follow the declared plan."),
         )
+
+
+# --- Word the remedies of findings in the settings of the run's sharder.
+#
+# The rules name settings of FSDP2. For another sharder, a finding keeps its evidence and names that
+# sharder's own setting. A finding without a counterpart is left out: it would be advice that cannot
+# be followed.
+
+
+@dataclass(frozen=True, slots=True)
+class SharderRemedy:
+    """The remedy for a rule under one sharder."""
+
+    steps: tuple[str, ...]
+    snippet: str = ""
+
+
+_FSDP1_REMEDIES: dict[str, SharderRemedy | None] = {
+    "R1": SharderRemedy(
+        ("Wrap every transformer block with an auto-wrap policy.",),
+        "FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), ...)",
+    ),
+    "R3": SharderRemedy(("Wrap its parts too, each with the norm that feeds it.",)),
+    "R11": None,  # FSDP1 has no lists of units to prefetch
+    "R14": SharderRemedy(
+        (
+            "If the model may compute in 16 bits, gather in 16 bits: "
+            "MixedPrecision(param_dtype=torch.bfloat16) halves the messages.",
+        ),
+        "precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)\n"
+        "FullyShardedDataParallel(model, mixed_precision=precision, ...)",
+    ),
+    "R20": SharderRemedy(("Unset the variable (it serves tensor parallelism), and record again.",)),
+    "R26": None,  # the recorder observes no pinning of FSDP1, which always pins
+    "R27": None,  # FSDP1 requires tied weights to be in one unit
+    "R29": SharderRemedy(
+        (
+            "If a full copy of the frozen modules fits, leave them out with ignored_states, or "
+            "keep them gathered until backward (ShardingStrategy.SHARD_GRAD_OP).",
+        ),
+        "FullyShardedDataParallel(model, ignored_states=frozen_modules, ...)",
+    ),
+    "R30": None,  # FSDP1 pads a unit as a whole: less than one element per rank
+}
+_DDP_REMEDIES: dict[str, SharderRemedy | None] = {
+    "R1": None,
+    "R3": None,
+    "R11": None,
+    "R14": None,
+    "R20": SharderRemedy(("Unset the variable (it serves tensor parallelism), and record again.",)),
+    "R26": None,
+    "R27": None,
+    "R29": None,
+    "R30": None,
+}
+_REMEDIES = {FSDP1: _FSDP1_REMEDIES, DDP: _DDP_REMEDIES}
+"""Remedies by sharder, then by rule; None: the finding does not apply. Other rules concern no
+setting of a sharder."""
+
+
+def in_words_of(sharder: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """The findings that apply to a sharder, with its own remedies."""
+    remedies = _REMEDIES.get(sharder, {})
+    for finding in findings:
+        if finding.rule not in remedies:
+            yield finding
+            continue
+        remedy = remedies[finding.rule]
+        if remedy is not None:
+            # No plan is simulated, so no plan contains the change.
+            effect = replace(finding.effect, played_by="")
+            yield replace(finding, do=remedy.steps, snippet=remedy.snippet, effect=effect)
+
+
+# --- Find runs that would be better off with another sharder: DDP instead of FSDP, or the reverse.
+#
+# R35 applies to a sharded run whose model, gradients, optimizer state and activations fit one
+# device, and to which DDP would save time. A DDP run states what FSDP would save of its memory.
+# Both numbers are inferred (`analysis.memory.sharding_worth`).
+
+_MEMORY_LIMITS = (Limit.MEMORY, Limit.MEMORY_CREEP)
+
+
+def find_other_sharders(evidence: Evidence) -> Iterator[Finding]:
+    """DDP for a model that fits one device; FSDP for the memory of a DDP run."""
+    memory, saving = evidence.whole_memory, evidence.replication
+    if memory is None:
+        return
+    if memory.is_sharded:
+        yield from _replicate(evidence, memory, saving)
+    else:
+        yield from _shard(evidence, memory)
+
+
+def _replicate(
+    evidence: Evidence, memory: WholeMemory, saving: ReplicationSaving | None
+) -> Iterator[Finding]:
+    is_short_of_memory = evidence.verdict.limit in _MEMORY_LIMITS
+    if not memory.fits or is_short_of_memory or saving is None:
+        return
+    assert memory.total_bytes is not None
+    if saving.high_ns is None:
+        yield from _unknown_saving(evidence, memory, saving)
+        return
+    assert saving.low_ns is not None
+    assert saving.all_reduce_ns is not None
+    if saving.high_ns <= 0 or not evidence.is_worth_naming(saving.high_ns):
+        return
+    added = memory.total_bytes - (evidence.peak_bytes or memory.total_bytes)
+    yield Finding(
+        "R35",
+        (),
+        f"Sharding is not needed for memory: {memory.sentence.removesuffix('.')}.",
+        f"{memory.parts}. FSDP's collectives are exposed for {format_ns(saving.exposed_ns)} a "
+        f"step; one all-reduce of the gradients takes {format_ns(saving.all_reduce_ns)}, inferred "
+        "from the fitted link.",
+        ("Train with DistributedDataParallel, and compare the two runs.",),
+        {"exposed_ns": saving.exposed_ns},
+        effect=Effect(
+            sentence=describe_replication_saving(saving),
+            saved_low_ns=max(saving.low_ns, 0),
+            saved_high_ns=saving.high_ns,
+            added_low_bytes=max(added, 0),
+            added_high_bytes=max(added, 0),
+            is_exposed=True,
+        ),
+        assumptions=(
+            "DDP uses gradient_as_bucket_view=True and the dtype of the weights.",
+            "Waits for late ranks do not count, because DDP has them too.",
+            "At best backward hides all buckets of the gradients but the last one, at worst none.",
+            f"At most {format_ratio(FITS_RATIO)} of the device is used.",
+        ),
+        snippet="model = DistributedDataParallel(model, gradient_as_bucket_view=True)",
+    )
+
+
+def _unknown_saving(
+    evidence: Evidence, memory: WholeMemory, saving: ReplicationSaving
+) -> Iterator[Finding]:
+    """The model fits one device, but the time of DDP's all-reduce is unknown."""
+    if evidence.is_worth_naming(saving.exposed_ns):
+        yield Finding(
+            "R35",
+            (),
+            f"Sharding is not needed for memory: {memory.sentence.removesuffix('.')}.",
+            f"{memory.parts}. FSDP's collectives are exposed for {format_ns(saving.exposed_ns)} a "
+            "step.",
+            ("Record the same training with DistributedDataParallel, and compare the two runs.",),
+            {},
+            effect=Effect(sentence=describe_replication_saving(saving)),
+        )
+
+
+def _shard(evidence: Evidence, memory: WholeMemory) -> Iterator[Finding]:
+    freed, peak = memory.freed_bytes, evidence.peak_bytes
+    if freed is None or not peak or freed < WORTH_NAMING_RATIO * peak:
+        return
+    yield Finding(
+        "R35",
+        (),
+        f"Sharding would free at most {format_bytes(freed)} on each rank.",
+        f"{memory.parts}. FSDP divides all but the last of these by {memory.num_ranks}.",
+        ("If memory limits the batch or the model, shard it with fully_shard.",),
+        effect=Effect(
+            sentence=memory.sentence,
+            added_low_bytes=-freed,
+            added_high_bytes=0,
+        ),
+        assumptions=("The gathered units and their buffers take a part of the saving.",),
+        snippet=(
+            "for block in model.layers:  # the blocks of your model\n"
+            "    fully_shard(block, mesh=mesh)\n"
+            "fully_shard(model, mesh=mesh)"
+        ),
+    )

@@ -7,11 +7,11 @@ from fsdp_inspect.advice.plan_simulator import (
     PlanSimulator,
     PlansToScore,
     Score,
+    Slowdown,
     score_plans,
     workload_key,
 )
 from fsdp_inspect.advice.plan_space import Choice, Space, make_space
-from fsdp_inspect.advice.slowdown import Slowdown
 from fsdp_inspect.analysis.run_delay import busy_ratio
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.parallel.tasks import InProcess, Tasks
@@ -23,7 +23,7 @@ from fsdp_inspect.simulation.recorded import (
     observed_plan,
 )
 from fsdp_inspect.simulation.scenario import Mesh, Scenario, mesh_of, resolve_plan
-from fsdp_inspect.simulation.self_check import MAX_REPLAY_ERROR
+from fsdp_inspect.simulation.simulate import MAX_REPLAY_ERROR
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_inspect.advice.advise import PlanAdvice
+from fsdp_inspect.advice.plan_simulator import NOTHING_PAID, Paid
 from fsdp_inspect.advice.request import AdviceRequest
-from fsdp_inspect.advice.slowdown import NOTHING_PAID, Paid
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
-from fsdp_inspect.comparison.plan_differences import find_plan_differences
+from fsdp_inspect.comparison.settings import find_plan_differences
 from fsdp_inspect.simulation.network import NodeLink
 from fsdp_inspect.simulation.predictions.records import (
     Circumstances,

@@ -16,9 +16,9 @@ from fsdp_inspect.advice.evidence import (
     TraceRow,
 )
 from fsdp_inspect.analysis.contention import Contention
-from fsdp_inspect.analysis.gathers_in_flight import GathersInFlight
 from fsdp_inspect.analysis.optimizer_wait import OptimizerWait
 from fsdp_inspect.analysis.pipeline import Pipeline
+from fsdp_inspect.analysis.prefetch import GathersInFlight
 from fsdp_inspect.formatting import (
     format_bytes,
     format_bytes_per_s,
@@ -27,8 +27,8 @@ from fsdp_inspect.formatting import (
     format_unit,
 )
 from fsdp_inspect.simulation.parameters import share_of
-from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import Unit
 
 FASTER_INSIDE = 3.0

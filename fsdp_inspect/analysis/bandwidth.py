@@ -19,8 +19,8 @@ from fsdp_inspect.analysis.wait_causes import Waits, read_waits
 from fsdp_inspect.columns import Column, TableSpec, metric_column, number_column, text_column
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.statistics import median
-from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, Phase
+from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import ProcessGroup, RunSource
 from fsdp_inspect.trace.tables import EventTable
 

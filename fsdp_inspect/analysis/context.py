@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Self, TypeVar
 
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
-from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment, OutOfMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
-from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
 from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
@@ -154,3 +154,25 @@ class RunContext:
 def remember(run: RunSource, key: Hashable, compute: Callable[[], T]) -> T:
     """The value that a context keeps for a key. For any other run, it is computed in each call."""
     return run.remember(key, compute) if isinstance(run, RunContext) else compute()
+
+
+# --- Run an analysis on a run whose files may be damaged.
+
+_AnswerT = TypeVar("_AnswerT")
+
+
+def try_measure(
+    measure: Callable[[RunSource], _AnswerT], run: RunSource, damage: list[str]
+) -> _AnswerT | None:
+    """Return the result of an analysis, or None if a file that it needs is damaged.
+
+    Args:
+        measure: The analysis.
+        run: The run.
+        damage: Receives the error message if a file is damaged.
+    """
+    try:
+        return measure(run)
+    except StoreError as error:
+        damage.append(str(error))
+        return None

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.clocks.alignment import Alignment, align_clocks, last_arrivals
-from fsdp_inspect.analysis.collectives.transfers import find_transfers
+from fsdp_inspect.analysis.shared_collectives import find_transfers
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable

@@ -36,8 +36,7 @@ from fsdp_inspect.trace.codes import (
     StepPart,
 )
 from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.process_life import ProcessLife, TimeSpan
-from fsdp_inspect.trace.run import RankRecord, RunSource, RunStatus
+from fsdp_inspect.trace.run import ProcessLife, RankRecord, RunSource, RunStatus, TimeSpan
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 

@@ -18,7 +18,7 @@ from itertools import combinations
 
 import numpy as np
 
-from fsdp_inspect.analysis.rank_sets import list_axes, name_rank_sets, rank_places
+from fsdp_inspect.analysis.mesh_dimensions import list_axes, name_rank_sets, rank_places
 from fsdp_inspect.analysis.stragglers.ranks import RankRow
 from fsdp_inspect.results import Result
 from fsdp_inspect.trace.run import RunSource

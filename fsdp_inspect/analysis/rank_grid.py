@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
-from fsdp_inspect.analysis.memory.summary_rows import memory_parts
+from fsdp_inspect.analysis.memory.peak import memory_parts
 from fsdp_inspect.analysis.step_selection import select_steps, timed_ranks
 from fsdp_inspect.analysis.stragglers.arrivals import NEVER, Arrivals, find_arrivals
-from fsdp_inspect.analysis.stragglers.sampling import common_steps, sample_ranks, spread
+from fsdp_inspect.analysis.stragglers.rank_work import common_steps, sample_ranks, spread
 from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import SummaryTable, rows_of

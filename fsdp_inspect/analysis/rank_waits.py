@@ -14,7 +14,7 @@ from fsdp_inspect.analysis.exposed import OWNERS, Exposed, ExposedOwner, measure
 from fsdp_inspect.analysis.last_arrivals import ArrivalsKnown, find_last_arrivals, read_transfers
 from fsdp_inspect.analysis.prefetch import Prefetch, measure_prefetch
 from fsdp_inspect.analysis.step_selection import inspected_rank, select_steps
-from fsdp_inspect.analysis.unit_names import find_unit
+from fsdp_inspect.analysis.units import find_unit
 from fsdp_inspect.analysis.wait_causes import timed_collectives
 from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.results import TableResult

@@ -1,14 +1,75 @@
 """Measure the heading of a run: its identity, its status and the breakdown of its typical step."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
-from fsdp_inspect.analysis.damage import try_measure
+from fsdp_inspect.analysis.context import try_measure
 from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
-from fsdp_inspect.analysis.run_identity import RunIdentity, identify
 from fsdp_inspect.analysis.step_times import measure_step_times
-from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.run import RunManifest, RunSource
+
+# --- Describe a run: command, model, device, mesh, versions, environment and code.
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """The description of a run, from its manifest."""
+
+    name: str
+    created: str
+    """Time of creation, ISO 8601, UTC."""
+    command: tuple[str, ...]
+    model: str
+    num_parameters: int
+    device_type: str
+    device_name: str
+    mesh: dict[str, int]
+    versions: dict[str, str]
+    environment: dict[str, str]
+    git_commit: str | None
+    tags: tuple[str, ...]
+
+
+def identify(manifest: RunManifest) -> RunIdentity:
+    """Return the description of a run."""
+    return RunIdentity(
+        name=manifest.name,
+        created=manifest.created,
+        command=tuple(manifest.command),
+        model=manifest.model.class_name,
+        num_parameters=manifest.model.num_parameters,
+        device_type=manifest.device_type,
+        device_name=manifest.device_name,
+        mesh=manifest.mesh,
+        versions=manifest.versions,
+        environment=manifest.environment,
+        git_commit=manifest.git_commit,
+        tags=tuple(manifest.tags),
+    )
+
+
+# --- Describe the sharding of a run in a few words, for lists of runs and the tops of reports.
+
+
+def describe_sharding(manifest: RunManifest) -> str:
+    """Describe the sharding in short: `10 units, reshard after forward, bfloat16`."""
+    units = manifest.units
+    facts = [f"{len(units)} {'unit' if len(units) == 1 else 'units'}", _describe_reshard(manifest)]
+    mesh = " x ".join(f"{size} {name}" for name, size in manifest.mesh.items() if size > 1)
+    facts.append(f"mesh {mesh}" if len(manifest.mesh) > 1 and mesh else "")
+    facts.append(" and ".join(sorted({unit.param_dtype for unit in units})))
+    return ", ".join(fact for fact in facts if fact)
+
+
+def _describe_reshard(manifest: RunManifest) -> str:
+    settings = [repr(unit.reshard_after_forward) for unit in manifest.units if not unit.is_root]
+    counts = Counter(settings)
+    if len(counts) > 1:
+        return f"{counts['True']} of {len(settings)} reshard after forward"
+    words = {"True": "reshard after forward", "False": "kept after forward", "None": ""}
+    return "".join(words.get(one, f"reshard to groups of {one} ranks") for one in counts)
 
 
 class Heading(Protocol):

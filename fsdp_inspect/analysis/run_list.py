@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp_inspect.analysis.memory.summary_rows import highest_peak_bytes
-from fsdp_inspect.analysis.overlap import measure_overlap
-from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.analysis.memory.peak import highest_peak_bytes
+from fsdp_inspect.analysis.step_times import measure_overlap, measure_step_times
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.files import is_url

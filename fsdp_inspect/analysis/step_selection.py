@@ -23,8 +23,12 @@ from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.errors import CorruptFileError, IncompleteRunError
 from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.store.reduction.run_statistics import classify_finished
-from fsdp_inspect.store.reduction.timed_steps import StepRules, StepSelection
-from fsdp_inspect.store.reduction.typical_steps import MAX_TYPICAL_STEPS, choose_typical
+from fsdp_inspect.store.reduction.timed_steps import (
+    MAX_TYPICAL_STEPS,
+    StepRules,
+    StepSelection,
+    choose_typical,
+)
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Statistic, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of

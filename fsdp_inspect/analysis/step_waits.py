@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.bandwidth import Bandwidth
 from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
 from fsdp_inspect.analysis.wait_causes import Cause, split_waits
-from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import COLLECTIVES, DTYPES, NO_UNIT, EventKind, Method, Phase, Source
+from fsdp_inspect.trace.links import bus_bytes_per_s
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 

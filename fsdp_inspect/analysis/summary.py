@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
-from fsdp_inspect.analysis.damage import try_measure
+from fsdp_inspect.analysis.context import try_measure
 from fsdp_inspect.analysis.drift import Drift, measure_drift
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
@@ -19,15 +19,14 @@ from fsdp_inspect.analysis.lifetime import Lifetime, measure_lifetime
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
 from fsdp_inspect.analysis.memory.growth import measure_memory_growth
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
-from fsdp_inspect.analysis.overlap import RankOverlap, measure_overlap
 from fsdp_inspect.analysis.plan_check.check import PlanCheck, check_plan
 from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
 from fsdp_inspect.analysis.run_delay import measure_run_delay_of_hosts
-from fsdp_inspect.analysis.run_identity import RunIdentity, identify
+from fsdp_inspect.analysis.run_heading import RunIdentity, identify
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.step_selection import inspected_rank
-from fsdp_inspect.analysis.step_times import measure_step_times
-from fsdp_inspect.analysis.stragglers.straggler_search import find_late_ranks
+from fsdp_inspect.analysis.step_times import RankOverlap, measure_overlap, measure_step_times
+from fsdp_inspect.analysis.stragglers.ranks import find_late_ranks
 from fsdp_inspect.analysis.throughput import Throughput, measure_throughput
 from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict

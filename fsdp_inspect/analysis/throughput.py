@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_inspect.analysis.model_operations import count_matrix_elements, count_query_channels
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank
 from fsdp_inspect.hardware import GPUS
@@ -173,3 +172,32 @@ def _measure_utilisation(run: RunSource, member: RankSteps) -> float | None:
     is_inside = spans.covered_ns(devices.time_ns, devices.time_ns + 1) > 0
     readings = devices.gpu_utilisation_pct[is_known & is_inside]
     return float(readings.mean()) / 100 if len(readings) else None
+
+
+# --- Count what a token multiplies in a model, from the recorded shapes of its parameters.
+
+_QUERY_NAMES = ("q_proj.weight", "wq.weight")
+"""The ends of the names of a query projection, whose matrix has one row for each query channel."""
+
+
+def count_matrix_elements(manifest: RunManifest) -> int:
+    """Count the elements of the matrices that a token multiplies: all but embeddings."""
+    return sum(
+        math.prod(shape)
+        for unit in manifest.units
+        for name, shape in unit.parameters.items()
+        if len(shape) == 2 and "embed" not in name
+    )
+
+
+def count_query_channels(manifest: RunManifest) -> int:
+    """Count the query channels of all blocks; 0 without a query projection with a known name.
+
+    For each token, causal attention multiplies each channel by half of the sequence, twice.
+    """
+    return sum(
+        shape[0]
+        for unit in manifest.units
+        for name, shape in unit.parameters.items()
+        if len(shape) == 2 and name.endswith(_QUERY_NAMES)
+    )

@@ -20,8 +20,8 @@ from fsdp_inspect.analysis.wait_causes import Waits, read_waits
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, value_column
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.statistics import Distribution, median
-from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import EventKind, Method, Phase
+from fsdp_inspect.trace.links import bus_bytes_per_s
 from fsdp_inspect.trace.run import RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable
 

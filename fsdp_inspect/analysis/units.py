@@ -22,12 +22,15 @@ from fsdp_inspect.columns import (
     text_column,
     unit_column,
 )
+from fsdp_inspect.error_text import suggest
+from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median
-from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import COPIES, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable, SummaryTable, rows_of
 
@@ -510,3 +513,23 @@ def _gather_factor(gathers: _UnitRows, unit: Unit, shard: int | None) -> float:
         return in_shard_group
     in_small_group = bus_factor(EventKind.ALL_GATHER, reshard)
     return (in_forward * in_shard_group + in_backward * in_small_group) / total
+
+
+# --- Find a unit by its name.
+
+
+def find_unit(manifest: RunManifest, name: str) -> Unit:
+    """Return the unit with this name; `(root)` or the empty string is the root.
+
+    Raises:
+        MissingDataError: The run has no such unit. The message lists the closest names.
+    """
+    units = {format_unit(unit.fqn): unit for unit in manifest.units}
+    found = units.get(format_unit(name))
+    if found is None:
+        nearest = suggest(name, list(units), what="units")
+        raise MissingDataError(
+            f"Unit {name!r} not found in run {manifest.run_id!r}. {nearest} `fsdp-inspect units "
+            "RUN` lists all units."
+        )
+    return found

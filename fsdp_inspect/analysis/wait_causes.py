@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.collectives.queues import Queue, queue_up
+from fsdp_inspect.analysis.shared_collectives import Queue, queue_up
 from fsdp_inspect.analysis.step_selection import RankSteps
 from fsdp_inspect.store.reduction.step_parts import exposing, running_communication, waited_since
 from fsdp_inspect.trace.codes import (
@@ -50,9 +50,8 @@ from fsdp_inspect.trace.codes import (
     Phase,
     Stream,
 )
-from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.intervals import Intervals, SideBySide, lay_side_by_side
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.side_by_side import SideBySide, lay_side_by_side
 from fsdp_inspect.trace.tables import EventTable, is_any_of
 
 _Int64 = NDArray[np.int64]

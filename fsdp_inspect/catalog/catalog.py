@@ -15,12 +15,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from fsdp_inspect.catalog.arrow_result import ArrowResult
-from fsdp_inspect.catalog.folders import CatalogFolder
+from fsdp_inspect.catalog.folders import (
+    CatalogFolder,
+    as_place,
+    catalog_folder,
+    join_place,
+    parent_of,
+)
 from fsdp_inspect.catalog.generations import HEAD_FILE, CatalogHead, read_generation, read_head
 from fsdp_inspect.catalog.index import CATALOG_FOLDER, IN_RUNS
-from fsdp_inspect.catalog.places import as_place, catalog_folder, join_place, parent_of
-from fsdp_inspect.catalog.query import DEFAULT_TIMEOUT_S, QueryResult, run_query
+from fsdp_inspect.catalog.query import DEFAULT_TIMEOUT_S, ArrowResult, QueryResult, run_query
 from fsdp_inspect.catalog.tables import RANKS, RUNS, STEPS, UNITS, CatalogTable
 from fsdp_inspect.catalog.trends import MODEL_AND_RANKS, Trend, TrendAxis, measure_trend
 from fsdp_inspect.columns import TableSpec

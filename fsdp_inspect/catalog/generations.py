@@ -33,7 +33,7 @@ from fsdp_inspect.catalog.tables import TABLES, CatalogTable
 from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import CatalogError, CorruptFileError
 from fsdp_inspect.reading import InvalidTextError, parse_json
-from fsdp_inspect.store.read_limits import check_decoded_size
+from fsdp_inspect.store.boundary import check_decoded_size
 from fsdp_inspect.store.reduction.run_statistics import STATISTICS_VERSION
 from fsdp_inspect.store.schema import REDUCTION_VERSION
 from fsdp_inspect.trace.records import SCHEMA_VERSION

@@ -5,22 +5,44 @@ and the network, extensions, Python variables and temporary files are off, and t
 locked. Only one SELECT statement is accepted. Time and memory are limited.
 """
 
+from __future__ import annotations
+
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
-from fsdp_inspect.catalog.arrow_result import ArrowResult
 from fsdp_inspect.catalog.tables import TABLES, CatalogTable
 from fsdp_inspect.columns import TableSpec, number_column, text_column, value_column
 from fsdp_inspect.errors import MissingDataError, QueryError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.store.read_limits import max_memory_bytes
+from fsdp_inspect.results import TableResult
+from fsdp_inspect.store.boundary import max_memory_bytes
+
+# --- A result whose rows are an Arrow table.
+
+
+class ArrowResult(TableResult):
+    """A result that already has its rows as an Arrow table, with raw values: ns, bytes, ratios."""
+
+    __slots__ = ()
+
+    table: pa.Table
+
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """The rows as dictionaries."""
+        rows: list[dict[str, Any]] = self.table.to_pylist(maps_as_pydicts="lossy")
+        return rows
+
+    def to_arrow(self) -> pa.Table:
+        """The rows with raw values."""
+        return self.table
+
 
 DEFAULT_TIMEOUT_S = 60.0
 _ROWS_AT_ONCE = 10_000

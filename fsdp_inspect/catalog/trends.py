@@ -16,8 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from fsdp_inspect.analysis.drift import ChangeRule, find_change_points
-from fsdp_inspect.catalog.run_settings import values_of_setting
-from fsdp_inspect.catalog.tables import PARTS, RUNS
+from fsdp_inspect.catalog.tables import PARTS, RUNS, values_of_setting
 from fsdp_inspect.columns import Column, TableSpec, text_column, value_column
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.metrics import MetricUnit

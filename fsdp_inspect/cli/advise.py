@@ -25,13 +25,12 @@ from fsdp_inspect.cli.arguments import (
     say_how_to_verify,
     whole_number,
 )
-from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
-from fsdp_inspect.cli.progress import show_progress
+from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars, show_progress
 
 if TYPE_CHECKING:
     from fsdp_inspect.advice.advise import Advice
     from fsdp_inspect.advice.request import AdviceRequest
-    from fsdp_inspect.simulation.predictions.track_record import TrackRecord
+    from fsdp_inspect.simulation.predictions.ledger import TrackRecord
     from fsdp_inspect.store.reader import StoredRun
 
 
@@ -117,7 +116,7 @@ def advise(  # noqa: PLR0913 - one argument an option
     from fsdp_inspect.advice.run_advice import advise_run
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.results import to_plain
-    from fsdp_inspect.simulation.predictions.files import prediction_file_of
+    from fsdp_inspect.simulation.predictions.ledger import prediction_file_of
 
     request = AdviceRequest(
         memory_limit=memory_limit,
@@ -171,7 +170,7 @@ def _write(
 ) -> None:
     """Write the plan, and its prediction next to it."""
     from fsdp_inspect.advice.prediction_creation import predict_advised
-    from fsdp_inspect.simulation.predictions.files import prediction_file_of, write_prediction
+    from fsdp_inspect.simulation.predictions.ledger import prediction_file_of, write_prediction
 
     if advice.plan is None:
         raise typer.BadParameter(
@@ -205,9 +204,12 @@ def patch_file_of(plan: Path) -> Path:
 def _earlier(run: "StoredRun", advice: "Advice") -> "TrackRecord":
     """The verified predictions next to this run."""
     from fsdp_inspect.advice.prediction_creation import changed_settings
-    from fsdp_inspect.simulation.predictions.ledger import find_ledger, read_ledger
+    from fsdp_inspect.simulation.predictions.ledger import (
+        find_ledger,
+        measure_track_record,
+        read_ledger,
+    )
     from fsdp_inspect.simulation.predictions.records import Ledger
-    from fsdp_inspect.simulation.predictions.track_record import measure_track_record
     from fsdp_inspect.simulation.recorded import observed_plan
     from fsdp_inspect.simulation.scenario import resolve_plan
 

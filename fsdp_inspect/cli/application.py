@@ -9,6 +9,7 @@ from typer.main import get_command
 
 from fsdp_inspect.cli.advise import advise
 from fsdp_inspect.cli.app import app
+from fsdp_inspect.cli.arguments import add_shared_options
 from fsdp_inspect.cli.breakdown import breakdown
 from fsdp_inspect.cli.check import check
 from fsdp_inspect.cli.compact import compact
@@ -33,7 +34,6 @@ from fsdp_inspect.cli.query import query
 from fsdp_inspect.cli.ranks import ranks
 from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.runs import runs
-from fsdp_inspect.cli.shared_options import add_shared_options
 from fsdp_inspect.cli.simulate import simulate
 from fsdp_inspect.cli.summary import summary
 from fsdp_inspect.cli.tune import tune

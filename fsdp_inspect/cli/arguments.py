@@ -1,11 +1,13 @@
 """Arguments and parsers that several subcommands share."""
 
+import functools
+import inspect
 import os
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.run import Run
     from fsdp_inspect.simulation.network import NodeLink
     from fsdp_inspect.store.reader import StoredRun
+
 
 RunArgument = Annotated[
     str,
@@ -275,3 +278,42 @@ def print_renderable(renderable: "RenderableType") -> None:
     from fsdp_inspect.report.layout import Harmless
 
     Console(highlight=False, soft_wrap=False).print(Harmless(renderable))
+
+
+# --- Add the options that every subcommand has.
+
+
+def _shared(
+    max_memory: Annotated[
+        int | None,
+        typer.Option(
+            "--max-memory",
+            help="Memory limit for reading one file of a run. [default: 8GiB]",
+            metavar="SIZE",
+            parser=parse_memory,
+        ),
+    ] = None,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show the traceback of an error, for a bug report.")
+    ] = False,
+) -> None:
+    """Apply the shared options; `cli.main` reads `--traceback` itself."""
+    from fsdp_inspect.store.boundary import VARIABLE
+
+    if max_memory is not None:
+        os.environ[VARIABLE] = str(max_memory)
+
+
+def add_shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the shared options as its last parameters."""
+    own, shared = inspect.signature(command), inspect.signature(_shared)
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        _shared(**{name: values.pop(name) for name in shared.parameters})
+        command(**values)
+
+    parameters = [*own.parameters.values(), *shared.parameters.values()]
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {**command.__annotations__, **_shared.__annotations__}
+    return run

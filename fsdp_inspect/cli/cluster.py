@@ -1,5 +1,6 @@
 """The option `--dask`, and progress bars of commands that run many tasks."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -8,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from fsdp_inspect.parallel.tasks import OnDone, Tasks
+
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -79,7 +81,7 @@ class _Downloaded:
 
     def __rich__(self) -> str:
         from fsdp_inspect.formatting import format_bytes
-        from fsdp_inspect.store.downloads import DOWNLOADS
+        from fsdp_inspect.store.remote_system import DOWNLOADS
 
         return f"{self._text} ({format_bytes(DOWNLOADS.num_bytes)} downloaded)"
 
@@ -125,3 +127,27 @@ def show_count(text: str, place: str | None = None) -> Iterator[Callable[[int, i
             bar.update(task, completed=done, total=total or None, visible=is_shown)
 
         yield show
+
+
+# --- Show the number of simulated plans on a terminal during a long search.
+
+_QUIET_S = 0.5
+"""A shorter search shows no progress."""
+
+
+@contextmanager
+def show_progress() -> Iterator[Callable[[int], object]]:
+    """Show progress; call the result with the number of plans simulated so far."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    begun = time.monotonic()
+    with console.status("Simulating plans ...") as status:
+        status.stop()
+
+        def on_play(count: int) -> None:
+            if time.monotonic() - begun > _QUIET_S:
+                status.start()
+                status.update(f"Simulating plans ... {count}")
+
+        yield on_play if console.is_terminal else lambda _: None

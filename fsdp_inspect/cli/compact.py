@@ -22,7 +22,7 @@ def compact(
 
     Example: `fsdp-inspect compact runs/demo`
     """
-    from fsdp_inspect.report.compaction import render_compaction, render_compaction_json
+    from fsdp_inspect.report.outcomes import render_compaction, render_compaction_json
     from fsdp_inspect.store.compaction import compact_run
     from fsdp_inspect.store.reader import open_run
 

@@ -11,7 +11,7 @@ import time
 from typing import TextIO
 
 from fsdp_inspect.formatting import format_bytes
-from fsdp_inspect.store.downloads import DOWNLOADS
+from fsdp_inspect.store.remote_system import DOWNLOADS
 
 _QUIET_S = 0.5
 """A command that reads for a shorter time shows no line."""

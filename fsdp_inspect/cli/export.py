@@ -96,8 +96,8 @@ def export(  # noqa: PLR0913 (every option is a parameter)
 
     Example: `fsdp-inspect export runs/demo --format csv --ranks 0 --out demo-tables`
     """
-    from fsdp_inspect.report.export import render_export
     from fsdp_inspect.report.json import render_run_json
+    from fsdp_inspect.report.outcomes import render_export
     from fsdp_inspect.report.selection import select
 
     opened = open_stored_argument(run)

@@ -17,12 +17,10 @@ from fsdp_inspect.cli.arguments import (
 )
 from fsdp_inspect.cli.forecast_maker import TRAINER, make_forecasts, parse_setting
 from fsdp_inspect.error_text import shorten
-from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
+from fsdp_inspect.trace.records import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
-    from fsdp_inspect.analysis.capacity.allowance import Allowance
-    from fsdp_inspect.analysis.capacity.device_overhead import DeviceOverhead
-    from fsdp_inspect.analysis.capacity.fit import Fit
+    from fsdp_inspect.analysis.forecasts import Allowance, DeviceOverhead, Fit
     from fsdp_inspect.store.reader import StoredRun
 
 
@@ -108,10 +106,10 @@ def forecast(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect forecast --preset llama-8b --world-size 8,64,512 --fit 80GiB`
     """
-    from fsdp_inspect.analysis.capacity.fit import find_fit
-    from fsdp_inspect.analysis.capacity.forecasts import (
+    from fsdp_inspect.analysis.forecasts import (
         allowance_of,
         collect_forecasts,
+        find_fit,
         peak_of,
         row_of,
     )
@@ -235,7 +233,7 @@ def _find_allowance(
             "--allowance and --allowance-from are both given. Expected one of them. Leave one out.",
             param_hint="--allowance",
         )
-    from fsdp_inspect.analysis.capacity.device_overhead import measure_device_overhead
+    from fsdp_inspect.analysis.forecasts import measure_device_overhead
     from fsdp_inspect.cli.arguments import open_stored_argument
 
     measured = measure_device_overhead(open_stored_argument(str(run)))

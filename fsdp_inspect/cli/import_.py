@@ -75,7 +75,7 @@ def import_(  # noqa: PLR0913 - one argument an option
         _import_snapshot(path, out, name, max_size, as_json=as_json)
         return
     from fsdp_inspect.importing.kineto import import_traces
-    from fsdp_inspect.report.importing import render_import
+    from fsdp_inspect.report.outcomes import render_import
 
     with open_tasks(dask) as tasks, _progress() as on_progress:
         imported = import_traces(
@@ -122,7 +122,7 @@ def _is_dump(path: Path) -> bool:
 
 def _import_dumps(path: Path, out: Path, name: str, *, as_json: bool) -> None:
     from fsdp_inspect.importing.flight_recorder import import_dumps
-    from fsdp_inspect.report.importing import render_dumps
+    from fsdp_inspect.report.outcomes import render_dumps
 
     imported = import_dumps(path, out, name=name)
     if as_json:
@@ -142,7 +142,7 @@ def _import_snapshot(
 ) -> None:
     from fsdp_inspect.importing.snapshot import import_snapshot
     from fsdp_inspect.importing.snapshot_pickle import MAX_MEMORY_BYTES
-    from fsdp_inspect.report.importing import render_snapshot
+    from fsdp_inspect.report.outcomes import render_snapshot
 
     imported = import_snapshot(path, out, name=name, max_memory_bytes=max_bytes or MAX_MEMORY_BYTES)
     if as_json:

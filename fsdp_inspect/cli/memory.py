@@ -36,6 +36,6 @@ def memory(
     if as_json:
         print(render_run_json(opened.source, digest))
         return
-    from fsdp_inspect.report.memory import render_memory
+    from fsdp_inspect.report.memory_wording import render_memory
 
     print_renderable(render_memory(digest))

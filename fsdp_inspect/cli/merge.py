@@ -24,7 +24,7 @@ def merge(
     Example: `fsdp-inspect merge node-0/run node-1/run --out runs/merged`
     """
     from fsdp_inspect.report.json import render_run_json
-    from fsdp_inspect.report.merging import render_merge
+    from fsdp_inspect.report.outcomes import render_merge
     from fsdp_inspect.store.merging import merge_runs
     from fsdp_inspect.store.reader import open_run
 

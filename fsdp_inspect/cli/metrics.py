@@ -113,7 +113,7 @@ def metrics(  # noqa: PLR0913 - one argument an option
 
 def _follow(argument: str) -> None:
     """Print the numbers of each new step as a JSON line; goodput and alarms every 10 s."""
-    from fsdp_inspect.analysis.live.step_rows import StepRows
+    from fsdp_inspect.analysis.live.monitor import StepRows
     from fsdp_inspect.errors import NotARunError
     from fsdp_inspect.trace.run import RunStatus
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,15 +16,17 @@ from fsdp_inspect.cli.arguments import (
     print_renderable,
     whole_number,
 )
-from fsdp_inspect.cli.forecast_maker import make_forecasts, parse_setting
-from fsdp_inspect.cli.model_forecasts import ModelForecasts
+from fsdp_inspect.cli.forecast_maker import TRAINER, ForecastMaker, make_forecasts, parse_setting
 from fsdp_inspect.error_text import shorten
-from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
+from fsdp_inspect.errors import ForecastError
+from fsdp_inspect.trace.records import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
-    from fsdp_inspect.simulation.planning.capacity_plan import CapacityPlan
+    from fsdp_inspect.simulation.planning.candidates import Candidate, Job
     from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
     from fsdp_inspect.simulation.planning.machines import Calibration, PlannedMachine
+    from fsdp_inspect.simulation.planning.search import CapacityPlan
+
 
 DEFAULT_SEQ_LEN = 8192
 NONE_FITS = 1
@@ -162,7 +165,7 @@ def plan(  # noqa: PLR0913 - one argument an option
     else:
         print_renderable(render_plan(found))
     if out is not None and found.plan is not None:
-        from fsdp_inspect.report.planning_files import write_settings
+        from fsdp_inspect.report.planning import write_settings
 
         written, notes = write_settings(found, out, replaces=force)
         print(f"Wrote {', '.join(str(path) for path in written)}", file=sys.stderr)
@@ -186,7 +189,7 @@ def _plan_builder(
     question: _Question, machine: "PlannedMachine", settings: Mapping[str, Any]
 ) -> "CapacityPlan":
     """Plan a builder of the user's own, with forecasts."""
-    from fsdp_inspect.simulation.planning.builder_plan import make_builder_plan
+    from fsdp_inspect.simulation.planning.builder_predictor import make_builder_plan
     from fsdp_inspect.simulation.planning.forecast_step import read_forecast
 
     name = question.model.partition(":")[2]
@@ -223,8 +226,8 @@ def _plan_model(
 ) -> "CapacityPlan":
     """Plan a preset or a Hugging Face model, with closed formulas."""
     from fsdp_inspect.simulation.planning.candidates import Job
-    from fsdp_inspect.simulation.planning.capacity_plan import make_capacity_plan
-    from fsdp_inspect.simulation.planning.models import load_model
+    from fsdp_inspect.simulation.planning.search import make_capacity_plan
+    from fsdp_inspect.simulation.planning.transformer import load_model
 
     if settings:
         raise typer.BadParameter(
@@ -267,7 +270,7 @@ def _machine(
         )
     measured: Calibration | None = None
     if calibrate is not None:
-        from fsdp_inspect.simulation.planning.calibration import measure_calibration
+        from fsdp_inspect.simulation.planning.machines import measure_calibration
 
         measured = measure_calibration(open_stored_argument(calibrate))
     return make_machine(
@@ -277,3 +280,62 @@ def _machine(
         host_bytes=host_memory,
         calibration=measured,
     )
+
+
+# --- Forecast the plans of a preset or a Hugging Face model with the trainer's builder.
+
+_FORECAST_MICROBATCHES = 2
+"""Further microbatches do not change the peak."""
+
+
+class ModelForecasts:
+    """Makes the forecast of a plan; starts its process at the first one, ends it with the block."""
+
+    def __init__(self, job: "Job", model: str) -> None:
+        """`model`: the value of `--model`."""
+        self._job, self._model = job, model
+        self._maker: ForecastMaker | None = None
+        self._open = ExitStack()
+        self.notes: list[str] = []
+        """Forecasts that failed."""
+
+    def __enter__(self) -> "ModelForecasts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def __call__(self, candidate: "Candidate") -> "ForecastStep | None":
+        """The forecast; None: the trainer does not have tensor parallelism, or it failed."""
+        from fsdp_inspect.report.planning import describe_candidate
+        from fsdp_inspect.simulation.planning.forecast_step import read_forecast
+
+        if candidate.tensor_parallel > 1:
+            return None
+        text = describe_candidate(candidate)
+        try:
+            maker = self._maker or self._start()
+            return read_forecast(maker.try_out(self._job.gpus, self._settings(candidate), text))
+        except ForecastError as error:
+            self.notes.append(f"Not forecast: {text}. {shorten(str(error), 300)}")
+            return None
+
+    def _start(self) -> ForecastMaker:
+        self._maker = self._open.enter_context(
+            make_forecasts(
+                TRAINER, {}, name=self._job.model.name, gpus_per_node=self._job.gpus_per_node
+            )
+        )
+        return self._maker
+
+    def _settings(self, candidate: "Candidate") -> dict[str, Any]:
+        from fsdp_inspect.report.planning import trainer_settings
+        from fsdp_inspect.simulation.planning.transformer import HF_NAMES
+
+        settings = trainer_settings(self._job, candidate)
+        settings["offload"] = "cpu" if candidate.offload else "none"  # pinning requires a GPU
+        settings["microbatches"] = min(candidate.microbatches, _FORECAST_MICROBATCHES)
+        if self._job.model.module_names == HF_NAMES:
+            del settings["preset"]
+            settings["hf"] = self._model
+        return settings

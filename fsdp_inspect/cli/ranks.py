@@ -59,7 +59,7 @@ def ranks(
             plain["mesh_grid"] = laid_out.to_dict()
         print(render_run_json(opened.source, plain))
         return
-    from fsdp_inspect.report.ranks import render_ranks
+    from fsdp_inspect.report.ranks_wording import render_ranks
 
     print_renderable(render_ranks(measured, rank=rank, grid=laid_out))
 

@@ -22,7 +22,7 @@ def runs(
     from fsdp_inspect.analysis.run_list import list_recorded_runs
     from fsdp_inspect.errors import NotARunError
     from fsdp_inspect.report.json import render_json
-    from fsdp_inspect.report.listing import render_listing
+    from fsdp_inspect.report.outcomes import render_listing
     from fsdp_inspect.store.files import is_url
 
     if not is_url(directory) and not Path(directory).is_dir():

@@ -186,7 +186,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
     """
     from fsdp_inspect.advice.prediction_creation import PredictionOrigin, make_prediction
     from fsdp_inspect.report.json import render_run_json
-    from fsdp_inspect.simulation.predictions.files import write_prediction as store_prediction
+    from fsdp_inspect.simulation.predictions.ledger import write_prediction as store_prediction
     from fsdp_inspect.trace.plan import Plan
 
     require_new_file("--write-plan", write_plan)

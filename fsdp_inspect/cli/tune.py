@@ -17,8 +17,7 @@ from fsdp_inspect.cli.arguments import (
 from fsdp_inspect.cli.cluster import DaskOption, require_cluster
 
 if TYPE_CHECKING:
-    from fsdp_inspect.advice.tuning import Tuning
-    from fsdp_inspect.advice.tuning_session import TuningSession
+    from fsdp_inspect.advice.tuning import Tuning, TuningSession
     from fsdp_inspect.cli.tuner import Tuner
 
 _BUDGET, _REPEATS = 3, 1
@@ -157,7 +156,7 @@ def _refuse_with_resume(given: dict[str, object]) -> None:
 
 
 def _resumed(folder: Path, repeats: int | None) -> "TuningSession":
-    from fsdp_inspect.advice.tuning_session import read_session
+    from fsdp_inspect.advice.tuning import read_session
 
     session = read_session(folder)
     return session if repeats is None else session.model_copy(update={"repeats": repeats})
@@ -171,7 +170,7 @@ def _command(
 ) -> tuple[list[str], dict[str, str]]:
     """The training command with placeholders, and the variables to add to its environment."""
     from fsdp_inspect.cli.child import require_trainer, training_environment
-    from fsdp_inspect.cli.tuning_command import complaint_about, trainer_command
+    from fsdp_inspect.cli.tuner import complaint_about, trainer_command
 
     given = {f"--{name}": str(value) for name, value in options.items() if value is not None}
     if command:
@@ -207,7 +206,7 @@ def _new_session(
     memory_limit: int | None,
     allow_dtypes: bool,
 ) -> "TuningSession":
-    from fsdp_inspect.advice.tuning_session import TuningSession
+    from fsdp_inspect.advice.tuning import TuningSession
 
     return TuningSession(
         command=words,
@@ -220,8 +219,8 @@ def _new_session(
 
 
 def _begin(folder: Path, session: "TuningSession", config: Path | None) -> None:
-    from fsdp_inspect.advice.tuning_session import write_session
-    from fsdp_inspect.cli.tuning_command import write_configs
+    from fsdp_inspect.advice.tuning import write_session
+    from fsdp_inspect.cli.tuner import write_configs
     from fsdp_inspect.errors import StoreError
 
     if folder.exists():
@@ -253,7 +252,7 @@ def _run(
 
 def _show(tuner: "Tuner", folder: Path, write: Path | None, *, as_json: bool) -> None:
     from fsdp_inspect.report.json import render_json
-    from fsdp_inspect.report.tuning import render_tuning
+    from fsdp_inspect.report.verification import render_tuning
     from fsdp_inspect.results import to_plain
 
     tuning = tuner.result()

@@ -31,7 +31,7 @@ def upload(
     Example: `fsdp-inspect upload runs/demo s3://bucket/runs`
     """
     from fsdp_inspect.report.json import render_json
-    from fsdp_inspect.report.uploading import render_upload
+    from fsdp_inspect.report.outcomes import render_upload
     from fsdp_inspect.store.run_upload import upload_run
 
     if url is not None and "://" not in url:

@@ -86,7 +86,7 @@ def _verify(
     from fsdp_inspect.comparison.verification.verification import verify_prediction as verify_runs
     from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.verification import render_verification
-    from fsdp_inspect.simulation.predictions.files import read_prediction
+    from fsdp_inspect.simulation.predictions.ledger import read_prediction
 
     predicted = read_prediction(prediction)
     runs = _open_all(given)

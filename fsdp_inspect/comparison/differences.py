@@ -13,8 +13,7 @@ from fsdp_inspect.analysis.memory.peak import PeakMoment
 from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.units import UnitCollective
 from fsdp_inspect.comparison.noise import Judgement, judge_exact, judge_times
-from fsdp_inspect.comparison.sides import MeasuredRun, MeasuredSide
-from fsdp_inspect.comparison.unit_alignment import UnitRow, align_units
+from fsdp_inspect.comparison.sides import MeasuredRun, MeasuredSide, UnitRow, align_units
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.mesh_dimensions import order_labels
 from fsdp_inspect.trace.run import Unit

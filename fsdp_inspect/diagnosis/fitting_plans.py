@@ -25,7 +25,7 @@ from fsdp_inspect.simulation.recorded import (
 from fsdp_inspect.store.reduction.run_statistics import condense_run
 from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.trace.codes import Phase
-from fsdp_inspect.trace.out_of_memory import STORAGE_TRACKER
+from fsdp_inspect.trace.live_memory import STORAGE_TRACKER
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.tables import StatisticsTable
 

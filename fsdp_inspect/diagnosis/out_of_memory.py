@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction, predict_reserved
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
-from fsdp_inspect.trace.live_memory import LiveBytes
-from fsdp_inspect.trace.out_of_memory import MEMORY_SNAPSHOT, STORAGE_TRACKER, OutOfMemoryRecord
+from fsdp_inspect.trace.live_memory import (
+    MEMORY_SNAPSHOT,
+    STORAGE_TRACKER,
+    LiveBytes,
+    OutOfMemoryRecord,
+)
 from fsdp_inspect.trace.run import FailedRequest, RankRecord, RunSource
 
 _RESTING = {

@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fsdp_inspect.emulation.specification import Specification, parse_specification
+from fsdp_inspect.emulation.network import Specification, parse_specification
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.recording.launcher import (
     LauncherArguments,
@@ -25,7 +25,7 @@ from fsdp_inspect.recording.launcher import (
     read_arguments,
     say,
 )
-from fsdp_inspect.trace.link_presets import PRESETS
+from fsdp_inspect.trace.links import PRESETS
 
 _DESCRIPTION = """\
 Run a training script as rank 0 of many emulated ranks on one device, and

@@ -13,11 +13,9 @@ import torch.distributed as dist
 import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as c10d
 
-from fsdp_inspect.emulation.collectives import Collectives
-from fsdp_inspect.emulation.network import EmulatedNetwork
-from fsdp_inspect.emulation.specification import Specification
+from fsdp_inspect.emulation.collectives import Collectives, SpinningDevice
+from fsdp_inspect.emulation.network import EmulatedNetwork, Specification
 from fsdp_inspect.emulation.unit_waits import UnitWaits
-from fsdp_inspect.emulation.wires import SpinningDevice
 from fsdp_inspect.errors import EmulationError
 from fsdp_inspect.recording import emulated_network
 from fsdp_inspect.recording.emulated_network import Transfer, announce_emulation

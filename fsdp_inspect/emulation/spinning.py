@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_inspect.recording.torch_api.cuda_kernels import load_cuda_module, sleep_cycles
+from fsdp_inspect.recording.torch_api.cuda import load_cuda_module, sleep_cycles
 
 SPIN_KERNEL = "fsdp_inspect_spin"
 

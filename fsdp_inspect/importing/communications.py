@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
 from fsdp_inspect.importing.kernel_names import is_communication_kernel, is_peer_copy, kind_of
 from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
-from fsdp_inspect.importing.message_fields import NOTHING, CollectiveMessage
 from fsdp_inspect.importing.messages import (
+    NOTHING,
+    CollectiveMessage,
     GroupKey,
     GroupNames,
     dtype_code_of_name,

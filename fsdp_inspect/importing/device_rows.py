@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.importing.collective_rows import Owners, TraceWaits, make_collective_rows
+from fsdp_inspect.importing.collective_rows import (
+    Owners,
+    TraceWaits,
+    make_collective_rows,
+    make_rows,
+)
 from fsdp_inspect.importing.communications import (
     Communications,
     Issues,
@@ -18,16 +23,13 @@ from fsdp_inspect.importing.communications import (
     find_issues,
     with_peer_copies,
 )
-from fsdp_inspect.importing.event_rows import make_rows
-from fsdp_inspect.importing.fsdp_ranges import RangeKind
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
 from fsdp_inspect.importing.host_rows import data_rows, operators_named, place_in_steps
 from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
 from fsdp_inspect.importing.messages import GroupNames
 from fsdp_inspect.importing.names import RunNames
-from fsdp_inspect.importing.phases import PhaseRanges
-from fsdp_inspect.importing.unit_ranges import UnitRanges, UnitSpans
-from fsdp_inspect.importing.windows import StepMarks, StepWindows
+from fsdp_inspect.importing.unit_ranges import RangeKind, UnitRanges, UnitSpans
+from fsdp_inspect.importing.windows import PhaseRanges, StepMarks, StepWindows
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Phase, Stream
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable

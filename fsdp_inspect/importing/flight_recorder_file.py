@@ -14,12 +14,11 @@ from typing import Any
 
 from fsdp_inspect.errors import CorruptFileError
 from fsdp_inspect.importing.kernel_names import kind_of
-from fsdp_inspect.importing.message_fields import read_ranks, read_whole
-from fsdp_inspect.importing.messages import dtype_code_of_name
+from fsdp_inspect.importing.messages import dtype_code_of_name, read_ranks, read_whole
 from fsdp_inspect.importing.snapshot_pickle import read_plain_pickle
 from fsdp_inspect.trace.black_box import CodePlace
 from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, NO_UNIT, UNKNOWN_UNIT, EventKind, Phase
-from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
+from fsdp_inspect.trace.records import MAX_WORLD_SIZE
 from fsdp_inspect.trace.stack_dumps import StackFrame
 
 MAX_FILE_BYTES = 256 << 20

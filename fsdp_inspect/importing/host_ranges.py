@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.nested_spans import paint_innermost
+from fsdp_inspect.trace.intervals import Intervals, paint_innermost
 
 Int64Array = NDArray[np.int64]
 

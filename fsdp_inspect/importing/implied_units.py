@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.importing.communications import Communications
-from fsdp_inspect.importing.fsdp_ranges import RangeKind
 from fsdp_inspect.importing.host_ranges import NOWHERE
 from fsdp_inspect.importing.messages import GroupKey
-from fsdp_inspect.importing.unit_ranges import UnitRanges
+from fsdp_inspect.importing.unit_ranges import RangeKind, UnitRanges
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind
 
 Int64Array = NDArray[np.int64]

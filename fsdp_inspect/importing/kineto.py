@@ -26,7 +26,7 @@ from fsdp_inspect.importing.trace_part import (
 )
 from fsdp_inspect.parallel.tasks import InProcess, OnDone, Tasks
 from fsdp_inspect.store.finished import FinishedRun, write_finished_run
-from fsdp_inspect.trace.limits import MAX_WORLD_SIZE
+from fsdp_inspect.trace.records import MAX_WORLD_SIZE
 from fsdp_inspect.trace.run import (
     IMPORTED_CLOCK,
     UNITS_FROM_RANGES,

@@ -26,15 +26,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.importing.json_events import EventReader
-from fsdp_inspect.importing.memory import return_freed_memory
-from fsdp_inspect.importing.message_fields import (
+from fsdp_inspect.importing.messages import (
     NOTHING,
     CollectiveMessage,
     EventArguments,
     MessageReader,
     read_whole,
 )
-from fsdp_inspect.importing.trace_file import ImportLimits, OnProgress, read_blocks
+from fsdp_inspect.importing.trace_file import (
+    ImportLimits,
+    OnProgress,
+    read_blocks,
+    return_freed_memory,
+)
 
 Int64Array = NDArray[np.int64]
 Int32Array = NDArray[np.int32]

@@ -17,15 +17,19 @@ from pathlib import Path
 from fsdp_inspect.errors import CorruptFileError, NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.importing.snapshot_contents import SnapshotContents, parse_snapshot
-from fsdp_inspect.importing.snapshot_failure import read_failed_request
-from fsdp_inspect.importing.snapshot_history import read_history
 from fsdp_inspect.importing.snapshot_pickle import (
     MAX_MEMORY_BYTES,
     read_plain_pickle,
     starts_like_pickle,
 )
 from fsdp_inspect.importing.snapshot_positions import FsdpActivity, follow_annotations, unit_names
-from fsdp_inspect.importing.snapshot_rows import RankSnapshot, find_failed_request, memory_rows
+from fsdp_inspect.importing.snapshot_rows import (
+    RankSnapshot,
+    find_failed_request,
+    memory_rows,
+    read_failed_request,
+    read_history,
+)
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import ALLOCATIONS_FILE, OUT_OF_MEMORY_FILE

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.errors import CorruptFileError
-from fsdp_inspect.importing.snapshot_labels import UNLABELLED, Labels
-from fsdp_inspect.importing.snapshot_places import NO_PLACE, Places
+from fsdp_inspect.importing.snapshot_labels import NO_PLACE, UNLABELLED, Labels, Places
 
 Int64Array = NDArray[np.int64]
 

@@ -5,16 +5,26 @@ its highest moment, so that no peak is lost. More samples show the end of each s
 its live allocations by category and by owning unit, and the moment of the snapshot, which is exact.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.importing.snapshot_contents import Action, DeviceMemory
+from fsdp_inspect.importing.snapshot_contents import Action, BlockState, DeviceMemory
 from fsdp_inspect.importing.snapshot_positions import FsdpActivity, Positions
 from fsdp_inspect.importing.snapshot_timeline import Alive, Timeline, find_alive, follow_trace
+from fsdp_inspect.store.reduction.memory_parts import UNATTRIBUTED
+from fsdp_inspect.trace.allocations import MAX_EVENTS, MAX_STREAM, AllocationHistory
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Method, Phase
+from fsdp_inspect.trace.live_memory import (
+    MEMORY_SNAPSHOT,
+    LiveBytes,
+    LiveMoment,
+    OutOfMemoryRecord,
+    keep_largest,
+)
 from fsdp_inspect.trace.run import FailedRequest
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
@@ -207,3 +217,172 @@ def _by_category(alive: Alive, chosen: NDArray[np.bool_]) -> dict[str, int]:
         for category in MemoryCategory
         if category is not MemoryCategory.OUTSIDE_ALLOCATOR
     }
+
+
+# --- Describe the last failed allocation of a snapshot, and the live memory at that moment.
+#
+# The reference is the last complete step before it, at its highest moment in the same unit and
+# phase, or else at its peak. Without annotations of steps there is none.
+
+_FREES = (Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+
+
+def read_failed_request(
+    snapshot: RankSnapshot, unit_index: Sequence[int]
+) -> OutOfMemoryRecord | None:
+    """The report of the last failed allocation; None without one in the trace.
+
+    Args:
+        snapshot: The rank's snapshot.
+        unit_index: For each unit of the positions, its index in the run's manifest.
+    """
+    failed = find_failed_request(snapshot, unit_index)
+    if failed is None:
+        return None
+    trace, timeline = snapshot.device.trace, snapshot.timeline
+    entry = int(np.flatnonzero(trace.action == Action.OOM)[-1])
+    report = OutOfMemoryRecord(
+        run_id="",
+        rank=0,
+        requested_bytes=failed.requested_bytes,
+        allocated_bytes=failed.allocated_bytes,
+        reserved_bytes=failed.reserved_bytes,
+        device_free_bytes=failed.device_free_bytes,
+        largest_free_block_bytes=_largest_free_block(snapshot, entry),
+        step=max(failed.step, 0),
+        phase=failed.phase,
+        unit=failed.unit,
+        location=snapshot.places[int(trace.place[entry])],
+    )
+    if timeline is None:
+        return report
+    return report.model_copy(
+        update={
+            "live_from": MEMORY_SNAPSHOT,
+            "live": _live(snapshot, entry + 1, unit_index),
+            "reference": _reference(snapshot, entry, unit_index),
+        }
+    )
+
+
+def _largest_free_block(snapshot: RankSnapshot, entry: int) -> int | None:
+    """The largest free block at the failure; None if memory was freed after it."""
+    device = snapshot.device
+    if device.is_profile or np.isin(device.trace.action[entry:], _FREES).any():
+        return None
+    idle = device.blocks.state == BlockState.INACTIVE
+    return int(device.blocks.size[idle].max(initial=0))
+
+
+def _live(snapshot: RankSnapshot, moment: int, unit_index: Sequence[int]) -> list[LiveBytes]:
+    assert snapshot.timeline is not None
+    alive = find_alive(snapshot.timeline, snapshot.positions, moment)
+    index = [*unit_index, NO_UNIT]
+    totals: Counter[tuple[int, int, int]] = Counter()
+    counts: Counter[tuple[int, int, int]] = Counter()
+    columns = (alive.unit.tolist(), alive.category.tolist(), alive.place.tolist())
+    for size, *key in zip(alive.size.tolist(), *columns, strict=True):
+        unit, category, place = key
+        totals[unit, category, place] += size
+        counts[unit, category, place] += 1
+    return keep_largest(
+        [
+            LiveBytes(
+                unit=index[unit],
+                category=MemoryCategory(category).label if category >= 0 else UNATTRIBUTED,
+                place=snapshot.places[place],
+                bytes=num_bytes,
+                count=counts[unit, category, place],
+            )
+            for (unit, category, place), num_bytes in totals.items()
+        ]
+    )
+
+
+def _reference(snapshot: RankSnapshot, entry: int, unit_index: Sequence[int]) -> LiveMoment | None:
+    """The last complete step before the failure."""
+    timeline, positions = snapshot.timeline, snapshot.positions
+    assert timeline is not None
+    place = positions.at(timeline.time_us)
+    failed = place[entry + 1]
+    step = int(positions.step[failed]) - 1
+    own = np.flatnonzero((positions.step[place] == step) & (np.arange(len(place)) <= entry))
+    if step < 0 or not len(own):
+        return None
+    same = own[
+        (positions.unit[place[own]] == positions.unit[failed])
+        & (positions.phase[place[own]] == positions.phase[failed])
+    ]
+    chosen = same if len(same) else own
+    moment = int(chosen[np.argmax(timeline.allocated[chosen])])
+    live = _live(snapshot, moment, unit_index)
+    at = int(place[moment])
+    return LiveMoment(
+        step=step,
+        phase=Phase(int(positions.phase[at])).label,
+        unit=[*unit_index, NO_UNIT][int(positions.unit[at])],
+        bytes=sum(row.bytes for row in live),
+        live=live,
+    )
+
+
+# --- Convert the trace of a snapshot to an allocation history.
+#
+# Blocks that existed before the trace come first, in the order of their addresses, because the
+# order in which they were allocated is unknown. A block that another stream still uses counts until
+# its free is complete. Each pair of stream and memory pool is one stream of the history.
+
+
+def read_history(device: DeviceMemory) -> AllocationHistory | None:
+    """The allocation history of a device; None without a trace, or if it is too long."""
+    trace = device.trace
+    if device.is_profile or not len(trace) or len(trace) + len(device.blocks.size) > MAX_EVENTS:
+        return None
+    streams = _Streams()
+    resting = [
+        (address, size, streams.number(stream, pool))
+        for address, size, stream, pool in sorted(_blocks_before(device))
+    ]
+    rows = [*resting, *_events(device, streams)]
+    if len(streams.numbers) > MAX_STREAM:
+        return None
+    storage, num_bytes, on_stream = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+    return AllocationHistory(storage, num_bytes, on_stream, num_resting=len(resting))
+
+
+class _Streams:
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[int, int], int] = {(0, 0): 0}
+
+    def number(self, stream: int, pool: int) -> int:
+        return self.numbers.setdefault((stream, pool), len(self.numbers))
+
+
+def _blocks_before(device: DeviceMemory) -> Iterator[tuple[int, int, int, int]]:
+    """Address, requested bytes, stream and pool of each block that existed before the trace."""
+    trace, blocks, segments = device.trace, device.blocks, device.segments
+    seen: set[int] = set()
+    columns = (trace.action, trace.address, trace.size, trace.stream, trace.pool)
+    for action, *row in zip(*(column.tolist() for column in columns), strict=True):
+        if action > Action.FREE_COMPLETED or row[0] in seen:
+            continue
+        seen.add(row[0])
+        if action != Action.ALLOC and row[1] > 0:
+            yield row[0], row[1], row[2], row[3]
+    for block in np.flatnonzero(blocks.state != BlockState.INACTIVE).tolist():
+        address, segment = int(blocks.address[block]), int(blocks.segment[block])
+        if address not in seen:
+            size = int(blocks.requested[block]) or int(blocks.size[block])
+            yield address, size, int(segments.stream[segment]), int(segments.pool[segment])
+
+
+def _events(device: DeviceMemory, streams: _Streams) -> Iterator[tuple[int, int, int]]:
+    trace = device.trace
+    completes = bool((trace.action == Action.FREE_COMPLETED).any())
+    frees = Action.FREE_COMPLETED if completes else Action.FREE_REQUESTED
+    columns = (trace.action, trace.address, trace.size, trace.stream, trace.pool)
+    for action, address, size, stream, pool in zip(*(c.tolist() for c in columns), strict=True):
+        if action == Action.ALLOC and size > 0:
+            yield address, size, streams.number(stream, pool)
+        elif action == frees:
+            yield address, -1, 0

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.importing.snapshot_contents import Action, BlockState, DeviceMemory
-from fsdp_inspect.importing.snapshot_labels import FROM_MODULE, FROM_OPTIMIZER, UNLABELLED
-from fsdp_inspect.importing.snapshot_places import NO_PLACE
+from fsdp_inspect.importing.snapshot_labels import FROM_MODULE, FROM_OPTIMIZER, NO_PLACE, UNLABELLED
 from fsdp_inspect.importing.snapshot_positions import FsdpActivity, Positions
 from fsdp_inspect.trace.codes import MemoryCategory, Phase
 

@@ -4,7 +4,9 @@ A gzipped file of a few kilobytes can unpack to terabytes. The unpacked bytes ar
 are read, and compared with a fixed limit and with the size of the file.
 """
 
+import ctypes
 import gzip
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -114,3 +116,18 @@ def _check(path: Path, count: int, packed: int, limits: ImportLimits) -> None:
             f"Expected at most {limits.max_ratio} times: larger ratios are typical of files made "
             "to fill memory. If you trust the file, set its largest size with --max-size."
         )
+
+
+# --- Return freed memory to the operating system, because the C library keeps it in its heap.
+#
+# A trace is read as thousands of small arrays, which are joined to a few large arrays. The freed
+# memory of the small arrays cannot hold the large ones. Without this, the process would keep both.
+
+
+def return_freed_memory() -> None:
+    """Return the heap's free pages; does nothing with C libraries other than glibc."""
+    if not sys.platform.startswith("linux"):
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.importing.kineto_events import read_trace
-from fsdp_inspect.importing.memory import return_freed_memory
 from fsdp_inspect.importing.names import RunNames, describe_trace_units, find_roles
 from fsdp_inspect.importing.rank_trace import RankTrace, read_rank
-from fsdp_inspect.importing.trace_file import ImportLimits
+from fsdp_inspect.importing.trace_file import ImportLimits, return_freed_memory
 from fsdp_inspect.parallel.tasks import require_shared_folder
 from fsdp_inspect.store.finished import FinishedRun
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind

@@ -26,7 +26,9 @@ from fsdp_inspect.recording.devices import DeviceSampler
 from fsdp_inspect.recording.emulated_network import announced_emulation
 from fsdp_inspect.recording.environment import (
     describe_environment,
+    describe_launch,
     find_script_commit,
+    observe_settings,
     read_clock_pair,
 )
 from fsdp_inspect.recording.failure import (
@@ -44,13 +46,11 @@ from fsdp_inspect.recording.folders import (
     this_launch,
 )
 from fsdp_inspect.recording.instruments import Instruments
-from fsdp_inspect.recording.launch_command import describe_launch
+from fsdp_inspect.recording.loop_hooks import OptimizerRound
 from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
 from fsdp_inspect.recording.memory_steps import MemorySteps, is_compiled
 from fsdp_inspect.recording.models import Models
 from fsdp_inspect.recording.numerics_steps import NumericsSteps
-from fsdp_inspect.recording.observed_settings import observe_settings
-from fsdp_inspect.recording.optimizer_rounds import OptimizerRound
 from fsdp_inspect.recording.out_of_memory import (
     CudaLimit,
     Surroundings,
@@ -87,14 +87,12 @@ from fsdp_inspect.store.schema import (
     attempt_name,
     rank_name,
 )
-from fsdp_inspect.store.upload import upload_of_rank, upload_of_run
-from fsdp_inspect.store.upload_target import UploadTarget
+from fsdp_inspect.store.upload import UploadTarget, upload_of_rank, upload_of_run
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Phase, Source
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMemoryRecord, LiveMoment
 from fsdp_inspect.trace.mesh_dimensions import find_coordinates
-from fsdp_inspect.trace.run import GroupDimension, RankRecord, RunManifest, RunStatus
-from fsdp_inspect.trace.training_code import TrainingCode
+from fsdp_inspect.trace.run import GroupDimension, RankRecord, RunManifest, RunStatus, TrainingCode
 
 _SETTLE_S = 10.0
 """The time that the end of a recording waits for pending work on the device."""

@@ -39,6 +39,7 @@ from fsdp_inspect.recording.dispatcher_kernels import observe
 from fsdp_inspect.recording.emulated_network import Transfer
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.torch_api.autograd import uses_compile
 from fsdp_inspect.recording.torch_api.c10d import (
     BROADCAST_COALESCED,
     COALESCING_MANAGER,
@@ -52,7 +53,6 @@ from fsdp_inspect.recording.torch_api.c10d import (
     resolve_group,
     tensors_of,
 )
-from fsdp_inspect.recording.torch_api.compiler import uses_compile
 from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.recording.units import dtype_code
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase, Stream

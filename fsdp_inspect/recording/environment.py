@@ -12,13 +12,17 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from fsdp_inspect.recording.torch_api.modules import Dropout
 from fsdp_inspect.trace.run import ClockPair
 from fsdp_inspect.version import __version__
 
@@ -290,3 +294,133 @@ def _driver_version() -> str | None:
             pynvml.nvmlShutdown()
     except Exception:  # the library, the bindings or the permission is missing: unknown
         return None
+
+
+# --- Read the command that started the ranks of a job: `torchrun`, `accelerate launch` or Python.
+
+_MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"}
+_PROGRAMS = ("torchrun", "accelerate")
+
+
+def describe_launch() -> tuple[list[str], int]:
+    """The command that started the ranks, with secrets masked, and the start of a rank's part.
+
+    Returns:
+        The words, and the number of words of the starter. Without a known starter, the words are
+        the command of this process, and the number is 0.
+    """
+    own = describe_command(sys.orig_argv)
+    try:
+        import psutil
+
+        starter = psutil.Process(os.getppid()).cmdline() if "RANK" in os.environ else []
+    except Exception:  # no psutil, or the parent has ended
+        starter = []
+    words = shorten_starter(starter)
+    if not words:
+        return own, 0
+    return describe_command(words), _start_of_rank(words, sys.orig_argv)
+
+
+def shorten_starter(words: Sequence[str]) -> list[str]:
+    """The command line of a starter without the paths of the interpreter and the program.
+
+    Returns:
+        Empty if the starter is unknown.
+    """
+    for at, word in enumerate(words[:6]):
+        if word == "-m" and at + 1 < len(words):
+            module = words[at + 1]
+            name = _MODULES.get(module)
+            if name is not None:
+                return [name, *words[at + 2 :]]
+            return ["accelerate", "launch", *words[at + 2 :]] if "accelerate" in module else []
+        if Path(word).name in _PROGRAMS:
+            return [Path(word).name, *words[at + 1 :]]
+    return []
+
+
+def _start_of_rank(words: Sequence[str], own: Sequence[str]) -> int:
+    """The index of the rank's own command in the starter's words; 0: not found.
+
+    torchrun starts `python -u SCRIPT ARGUMENTS` for `torchrun OPTIONS SCRIPT ARGUMENTS`.
+    """
+    tail = list(own[1:])
+    while tail:
+        if list(words[-len(tail) :]) == tail:
+            return len(words) - len(tail)
+        tail.pop(0)
+    return 0
+
+
+# --- Observe settings of the model and the loop that affect memory, but are in no configuration.
+#
+# The gate compares them: a change of dropout, of the attention kernel, of the optimizer or of the
+# dtype of the loss explains a change of memory.
+
+_IGNORED_OF_OPTIMIZERS = {"lr", "initial_lr", "weight_decay", "params", "eps", "betas"}
+"""Settings that do not change memory, and settings that schedulers change."""
+
+
+def observe_settings(
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    loss_dtype: str,
+    inputs: str,
+    *,
+    skips_reduction: bool,
+) -> dict[str, str]:
+    """Describe the settings of the model and the loop that affect memory; unknown ones are missing.
+
+    Args:
+        model: The recorded model.
+        optimizers: The optimizers that have stepped.
+        loss_dtype: The dtype of the tensor of the first backward; empty: unknown.
+        inputs: The tensors that the first unit received; empty: unknown.
+        skips_reduction: Whether a backward left gradients unreduced.
+    """
+    found = {
+        "dropout": _describe_dropout(model),
+        "attention": _describe_attention(model),
+        "optimizer": "; ".join(dict.fromkeys(map(_describe_optimizer, optimizers))),
+        "loss_dtype": loss_dtype,
+        "inputs": inputs,
+        "gradient_sync": "some microbatches" if skips_reduction else "every microbatch",
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def _describe_dropout(model: nn.Module) -> str:
+    """The dropout, such as `0.1 in 12 modules`; `none` without dropout."""
+    counts = Counter(
+        module.p for module in model.modules() if isinstance(module, Dropout) and module.p > 0
+    )
+    for module in model.modules():  # attention has a number: Transformers, nn.Multihead...
+        value = getattr(module, "attention_dropout", getattr(module, "dropout", None))
+        if isinstance(value, float) and value > 0:
+            counts[value] += 1
+    return ", ".join(f"{p:g} in {count} modules" for p, count in sorted(counts.items())) or "none"
+
+
+def _describe_attention(model: nn.Module) -> str:
+    """The attention implementation of each configuration of Transformers in the model."""
+    configs = {id(config): config for config in _configs(model)}.values()
+    names = [getattr(config, "_attn_implementation", None) for config in configs]
+    return ", ".join(sorted({name for name in names if isinstance(name, str)}))
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            yield config
+
+
+def _describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """The class and the settings that affect its state: `AdamW(amsgrad=False, fused=None)`."""
+    defaults = getattr(optimizer, "defaults", {})
+    values = [
+        f"{name}={value}"
+        for name, value in sorted(defaults.items())
+        if name not in _IGNORED_OF_OPTIMIZERS and isinstance(value, bool | int | float | str | None)
+    ]
+    return f"{type(optimizer).__name__}({', '.join(values)})"

@@ -17,13 +17,13 @@ from fsdp_inspect.formatting import format_bytes, format_unit
 from fsdp_inspect.recording.code_places import package_of
 from fsdp_inspect.recording.memory import AllocatorCounters
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.torch_api.allocator import (
+from fsdp_inspect.recording.torch_api.cuda import (
     is_history_enabled,
     start_history,
     stop_history,
     take_snapshot,
 )
-from fsdp_inspect.recording.unit_handle import UnitHandle
+from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.codes import Phase
 from fsdp_inspect.trace.run import Unit
 

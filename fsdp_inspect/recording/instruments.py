@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
+import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_inspect.recording.checkpoints import CheckpointHooks
+from fsdp_inspect.recording.code_places import package_of
 from fsdp_inspect.recording.dist_calls import DistCalls
-from fsdp_inspect.recording.garbage_collection import GarbageCollections
-from fsdp_inspect.recording.graph_capture import pause_during_capture
 from fsdp_inspect.recording.graph_collectives import GraphCollectives
+from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.recording.loop_hooks import LoopHooks
 from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.patches import Patches
+from fsdp_inspect.recording.process_life import CHECKPOINT_PACKAGE, MOST_SPANS
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.base import Sharder
-from fsdp_inspect.recording.torch_api.compiler import uses_compile
+from fsdp_inspect.recording.torch_api.autograd import uses_compile
+from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase, Stream
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.session import Session
 
 
 class Instruments:
@@ -85,3 +98,224 @@ class Instruments:
 
 def _depth(fqn: str) -> int:
     return fqn.count(".") + 1 if fqn else 0
+
+
+# --- Time the calls of torch that save a checkpoint, while a recorder is attached.
+#
+# A script that imported such a function by name before keeps the original, and its calls are not
+# timed.
+
+_SAVES = {"torch": ("save",), CHECKPOINT_PACKAGE: ("save", "save_state_dict", "async_save")}
+_ALSO_IN = {
+    "torch": "torch.serialization",
+    CHECKPOINT_PACKAGE: f"{CHECKPOINT_PACKAGE}.state_dict_saver",
+}
+"""The module that defines these functions; pickle looks them up there."""
+
+
+class CheckpointHooks:
+    """Times the calls of torch that save a checkpoint on the training thread."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._is_saving = False
+        self._is_attached = False
+        self.background_saves: deque[tuple[int, int]] = deque(maxlen=MOST_SPANS)
+        """Saves that `async_save` completed, as (start, end) in ns."""
+        self.has_news = False
+        """Whether `background_saves` has grown since the last look."""
+
+    def attach(self, patches: Patches) -> None:
+        """Wrap the saving functions of all modules that are imported now or later."""
+        self._is_attached = True
+        patches.on_undo(self._forget)
+        for module in _SAVES:
+            call_after_import(module, functools.partial(self._wrap, module, patches))
+
+    def _forget(self) -> None:
+        self._is_attached = False
+
+    def _wrap(self, module: str, patches: Patches) -> None:
+        for name in _SAVES[module] if self._is_attached else ():
+            original = getattr(sys.modules[module], name, None)
+            if original is None:
+                continue
+            wrap = self._timed(original)
+            for each in (sys.modules[module], sys.modules.get(_ALSO_IN[module])):
+                if getattr(each, name, None) is original:
+                    patches.set_attribute(each, name, wrap)
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        session = self._session
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if self._is_saving or not self._is_between_passes():
+                return original(*args, **kwargs)
+            self._is_saving, outer = True, session.phase
+            session.phase = Phase.EVALUATION
+            start, start_ns = session.clock.mark(), session.clock.host_now()
+            try:
+                saved = original(*args, **kwargs)
+            finally:
+                self._is_saving, session.phase = False, outer
+            try:
+                self._note(start, start_ns, saved)
+            except Exception as error:
+                session.fail(error)
+            return saved
+
+        return save
+
+    def _is_between_passes(self) -> bool:
+        session = self._session
+        return (
+            session.active
+            and threading.get_ident() == session.training_thread
+            and not session.in_backward
+            and not session.open_units
+        )
+
+    def _note(self, start: Any, start_ns: int, saved: Any) -> None:
+        """Add the row of a save that returned; a write in the background is noted at its end."""
+        session, flags = self._session, int(EventFlag.CHECKPOINT)
+        written = getattr(saved, "upload_completion", saved)
+        if isinstance(written, Future):
+            flags |= EventFlag.ASYNC
+            written.add_done_callback(functools.partial(self._note_written, start_ns))
+        session.add(
+            EventKind.BETWEEN_STEPS,
+            start,
+            session.clock.mark(),
+            phase=Phase.EVALUATION,
+            flags=flags,
+        )
+
+    def _note_written(self, start_ns: int, written: Future[Any]) -> None:
+        if not written.cancelled() and written.exception() is None:
+            self.background_saves.append((start_ns, self._session.clock.host_now()))
+            self.has_news = True
+
+
+# --- Time Python's garbage collections, which stop the training thread from any thread.
+#
+# Python collects in the thread that allocates, and holds its lock meanwhile. A callback in
+# `gc.callbacks` notes the start and the end of each collection; it takes no lock, because it may
+# interrupt any other code of the recorder. Collections shorter than `LEAST_NS` are not recorded. A
+# collection of all generations is also noted in the black box while it runs: the watchdog of a rank
+# that collects for long cannot run.
+
+LEAST_NS = 100_000
+"""The shortest recorded collection. Collections of young objects take less time."""
+_MOST = 10_000
+"""The highest number of collections of one step."""
+_OLDEST_GENERATION = 2
+
+
+class GarbageCollections:
+    """The callback and the collections that are not written yet."""
+
+    def __init__(self, session: Session) -> None:
+        """Prepare the callback; `session` is the recording."""
+        self._session = session
+        self._now = session.clock.host_now
+        self._pid = os.getpid()
+        self._started_ns = 0
+        self._found: deque[tuple[int, int, int, int, int]] = deque(maxlen=_MOST)
+        """Start, end, step, phase and flags of each collection."""
+
+    def attach(self, patches: Patches) -> None:
+        """Note collections from now on."""
+        gc.callbacks.append(self._called)
+        patches.on_undo(self._detach)
+
+    def _detach(self) -> None:
+        if self._called in gc.callbacks:
+            gc.callbacks.remove(self._called)
+
+    def _called(self, moment: str, info: dict[str, int]) -> None:
+        is_full = info["generation"] == _OLDEST_GENERATION
+        if moment == "start":
+            self._started_ns = self._now()
+            if is_full:
+                self._note_start(sys._getframe().f_back)  # None at the end of the interpreter
+            return
+        start, end = self._started_ns, self._now()
+        if is_full or end - start >= LEAST_NS:
+            self._note_end(start, end, is_full=is_full)
+
+    def _note_start(self, frame: FrameType | None) -> None:
+        box = self._session.black_box
+        if box is not None and os.getpid() == self._pid:
+            box.begin_collection(time.time_ns(), _place_of(frame))
+
+    def _note_end(self, start: int, end: int, *, is_full: bool) -> None:
+        session = self._session
+        if os.getpid() != self._pid:  # a forked child, such as a worker of the data loader
+            return
+        if is_full and session.black_box is not None:
+            session.black_box.end_collection()
+        if start and end - start >= LEAST_NS and session.active:
+            flags = int(EventFlag.FULL_COLLECTION) if is_full else 0
+            self._found.append((start, end, session.step, int(session.phase), flags))
+
+    def end_step(self) -> None:
+        """Write the collections that have ended."""
+        while self._found:
+            start, end, step, phase, flags = self._found.popleft()
+            self._session.add(
+                EventKind.GARBAGE_COLLECTION,
+                start,
+                end,
+                step=step,
+                phase=Phase(phase),
+                stream=Stream.HOST,
+                flags=flags,
+            )
+
+
+def _place_of(frame: FrameType | None) -> str:
+    """The user's line on a stack, `file:line`; empty if there is none."""
+    while frame is not None:
+        if package_of(frame) == "":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+# --- Pause the recording while a CUDA graph is captured.
+#
+# An event recorded on a capturing stream becomes part of the graph and has no time. A query of any
+# event may end the capture with an error. Every hook therefore only calls the original until the
+# capture ends, and the run contains a note about it. Replays of the graph run no Python code: their
+# steps have a duration but no units.
+
+
+def pause_during_capture(session: Session, patches: Patches) -> None:
+    """Stop recording at each `capture_begin` and resume after its `capture_end`.
+
+    torch 2.13, `torch/cuda/graphs.py`: `torch.cuda.graph` and CUDA graph trees both call these two
+    methods of `torch.cuda.CUDAGraph`.
+    """
+    graph: Any = torch.cuda.CUDAGraph
+    begin, end = graph.capture_begin, graph.capture_end
+
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session.pause(
+            f"A CUDA graph was captured in step {session.step}. The recorder sees nothing inside a "
+            "graph: steps that replay it show only their duration."
+        )
+        try:
+            return begin(self, *args, **kwargs)
+        except BaseException:
+            session.resume()
+            raise
+
+    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return end(self, *args, **kwargs)
+        finally:
+            session.resume()
+
+    patches.set_attribute(graph, "capture_begin", capture_begin)
+    patches.set_attribute(graph, "capture_end", capture_end)

@@ -24,7 +24,7 @@ from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.recording.unit_handle import UnitHandle
+    from fsdp_inspect.recording.units import UnitHandle
 
 _OF_PASSES = (
     MemoryPoint.FORWARD_START,

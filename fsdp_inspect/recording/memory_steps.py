@@ -19,7 +19,7 @@ from fsdp_inspect.recording.torch_api.dispatch import (
     dispatch_modes,
 )
 from fsdp_inspect.recording.torch_api.modules import is_compiled_module
-from fsdp_inspect.recording.unit_handle import UnitHandle
+from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
 

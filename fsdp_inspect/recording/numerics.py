@@ -26,7 +26,7 @@ from fsdp_inspect.trace.numerics import (
 )
 
 if TYPE_CHECKING:
-    from fsdp_inspect.recording.unit_handle import UnitHandle
+    from fsdp_inspect.recording.units import UnitHandle
 
 _MASTER_KEYS = ("master", "param")
 """Parts of the names of optimizer states that keep a copy of the parameter in higher precision."""

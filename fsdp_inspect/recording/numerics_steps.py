@@ -11,7 +11,7 @@ from fsdp_inspect.store.schema import NUMERICS_FILE
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.recording.unit_handle import UnitHandle
+    from fsdp_inspect.recording.units import UnitHandle
     from fsdp_inspect.store.writer import RankWriter
 
 

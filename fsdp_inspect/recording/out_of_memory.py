@@ -22,18 +22,20 @@ from fsdp_inspect.recording.memory import AllocatorCounters
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.storage_log import Moment, StorageLog
 from fsdp_inspect.recording.storage_tracker import FailedAllocation
-from fsdp_inspect.recording.unit_handle import UnitHandle
+from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, Phase
 from fsdp_inspect.trace.live_memory import (
     MOST_CHANGES,
     RESTING,
+    STORAGE_TRACKER,
+    TENSORS,
     LiveBytes,
     LiveHistory,
     LiveMoment,
     LiveOwner,
+    OutOfMemoryRecord,
     keep_largest,
 )
-from fsdp_inspect.trace.out_of_memory import STORAGE_TRACKER, TENSORS, OutOfMemoryRecord
 from fsdp_inspect.trace.run import Unit
 
 _REQUEST = re.compile(r"[Tt]ried to allocate (?P<size>[\d.]+ [KMGT]?i?B(?:ytes)?|\d+ bytes)")

@@ -27,8 +27,8 @@ from typing import Any
 
 from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.recording.torch_api.attributes import set_attribute
-from fsdp_inspect.recording.torch_api.compiler import COMPILE_CALLBACKS
-from fsdp_inspect.trace.process_life import HostMemoryMark, ProcessLife, TimeSpan
+from fsdp_inspect.recording.torch_api.autograd import COMPILE_CALLBACKS
+from fsdp_inspect.trace.run import HostMemoryMark, ProcessLife, TimeSpan
 
 MOST_SPANS = 100
 """The highest number of loads, and of saves, that a run stores."""

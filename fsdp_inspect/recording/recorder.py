@@ -29,7 +29,7 @@ from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.trackers.feed import check_trackers
 from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
-from fsdp_inspect.trace.limits import MAX_NS
+from fsdp_inspect.trace.records import MAX_NS
 from fsdp_inspect.trace.step_dump import ENVIRONMENT_VARIABLE
 
 DEFAULT_WARMUP_STEPS = 2

@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,6 @@ from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.recording.code_places import CodePlaces
 from fsdp_inspect.recording.journal import NOT_NEEDED, Journal, host_ns_of
 from fsdp_inspect.recording.patches import warn
-from fsdp_inspect.recording.position import Position
-from fsdp_inspect.recording.reference_passes import PassKey, ReferencePasses
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.trace.codes import (
@@ -38,6 +36,133 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.emulated_network import LinkModel, Transfer
     from fsdp_inspect.recording.numerics import StepObserver
     from fsdp_inspect.recording.storage_tracker import StorageTracker
+
+
+# --- The current position in the training: step, microbatch, phase and running unit.
+
+
+class Position:
+    """The position, which the hooks of a recording keep and read.
+
+    It has slots, because the hooks run with cold processor caches: see [Note: Cold code] in
+    `unit_timing`.
+    """
+
+    __slots__ = (
+        "depths",
+        "execution_known",
+        "execution_order",
+        "explicit_steps",
+        "hook_unit",
+        "in_backward",
+        "in_outer_optimizer",
+        "in_step",
+        "inputs",
+        "is_memory_step",
+        "loader_ended_ns",
+        "loader_ended_step",
+        "loss_dtype",
+        "microbatch",
+        "num_collectives",
+        "open_units",
+        "opened_ns",
+        "phase",
+        "samples_boundaries",
+        "skips_reduction",
+        "step",
+        "step_start",
+        "training_thread",
+        "unit_depths",
+        "watches_memory",
+        "will_repeat",
+    )
+
+    def __init__(self) -> None:
+        self.training_thread = threading.get_ident()
+        """The thread of the last forward of a unit; before that, the thread that attached."""
+        self.step = self.microbatch = 0
+        self.step_start: Any = None
+        self.opened_ns: int | None = None
+        """The host time at which step 0 began; None before it."""
+        self.phase: Phase = Phase.OUTSIDE
+        self.in_step = self.explicit_steps = self.in_backward = False
+        """Whether `recorder.step()` is open. Whether the script uses it at all; otherwise steps end
+        at the optimizer's step. Whether a backward runs."""
+        self.in_outer_optimizer = False
+        """Whether an outer optimizer is in its step, which contains steps of a torch optimizer."""
+        self.will_repeat = False
+        """Whether the first forward of a reentrant checkpoint runs, which has no gradients."""
+        self.hook_unit = NO_UNIT
+        """The unit whose FSDP hook is on the host's stack; -1: none."""
+        self.open_units: list[int] = []
+        """Units whose forward or backward is open, outermost first. In backward, a unit around
+        the last one opens after it."""
+        self.unit_depths: Sequence[int] = ()
+        """The depth of each unit's first module in the model."""
+        self.execution_order: list[int] = []
+        """Units in the order of the first recorded forward."""
+        self.execution_known = False
+        self.depths: dict[int, int] = {}
+        """The recorded collectives that each thread is inside of, by its identifier."""
+        self.num_collectives = 0
+        """The recorded collectives, whose number connects the rows of each."""
+        self.is_memory_step = False
+        """Whether the times of this step do not count."""
+        self.samples_boundaries = False
+        """Whether this step reads the allocator's counters at unit boundaries."""
+        self.watches_memory = False
+        """Whether this step records any memory data at unit boundaries."""
+        self.loader_ended_ns, self.loader_ended_step = 0, -1
+        """The time at which the training's data loader last ended, and its step; 0: never."""
+        self.loss_dtype = ""
+        """Dtype of the tensor of the first backward: `float32`; empty before it."""
+        self.inputs = ""
+        """The tensors that the first unit received in the last memory step: `4 x 2048 int64`."""
+        self.skips_reduction = False
+        """Whether a backward left gradients unreduced (`set_requires_gradient_sync(False)`)."""
+
+    @property
+    def collective_depth(self) -> int:
+        """Above 0 inside a recorded collective of this thread."""
+        return self.depths.get(threading.get_ident(), 0)
+
+    def is_background(self) -> bool:
+        """Whether this is a thread of the script other than the training and autograd threads."""
+        if threading.get_ident() == self.training_thread:
+            return False
+        return not isinstance(threading.current_thread(), threading._DummyThread)
+
+    def issuing_unit(self) -> int:
+        """The unit whose hook is issuing now; -1 means the training script."""
+        if self.hook_unit != NO_UNIT:
+            return self.hook_unit
+        return self.open_units[-1] if self.open_units else NO_UNIT
+
+    def repeating_unit(self) -> int:
+        """The innermost open unit by its depth in the model; -1: none."""
+        depths = self.unit_depths
+        return max(
+            reversed(self.open_units),
+            key=lambda unit: depths[unit] if unit < len(depths) else 0,
+            default=NO_UNIT,
+        )
+
+    def close_unit(self, unit: int) -> None:
+        """Take a unit off the stack; backward does not close units strictly in nested order."""
+        opened = self.open_units
+        if opened and opened[-1] == unit:
+            opened.pop()
+            return
+        for place in range(len(opened) - 1, -1, -1):
+            if opened[place] == unit:
+                del opened[place]
+                return
+
+    def note_execution(self, unit: int) -> None:
+        """Record that a unit runs in the first forward."""
+        if unit not in self.execution_order:
+            self.execution_order.append(unit)
+
 
 logger = logging.getLogger("fsdp_inspect")
 
@@ -408,3 +533,39 @@ class Session(Position):
         """Store a limit of the recording in the run folder."""
         if sentence not in self.problems:
             self.problems.append(sentence)
+
+
+# --- Distinguish reference passes, which belong to every step, from evaluations.
+#
+# A teacher, a reference model and a target network run forwards without gradients in each step. An
+# evaluation runs them too, but not in each step. Without `recorder.step()`, only the regularity
+# shows the difference: a forward without gradients belongs to the step if the same unit, in the
+# same mode, ran one in each of the two steps before. In the second and third step, only the step
+# before decides, because the launcher attaches within the first step.
+
+PassKey = tuple[int, bool]
+"""The unit, and whether its module is in training mode."""
+
+_FIRST_STEPS = 3
+
+
+class ReferencePasses:
+    """The forwards without gradients of the current step and of the two steps before."""
+
+    def __init__(self) -> None:
+        self._num_ended = 0
+        self._current: set[PassKey] = set()
+        self._previous: set[PassKey] = set()
+        self._regular: set[PassKey] = set()
+
+    def note(self, key: PassKey) -> bool:
+        """Note a forward without gradients; returns whether it belongs to the step."""
+        self._current.add(key)
+        return key in self._regular
+
+    def end_step(self) -> None:
+        """Begin the next step."""
+        self._num_ended += 1
+        is_early = self._num_ended < _FIRST_STEPS
+        self._regular = self._current if is_early else self._current & self._previous
+        self._previous, self._current = self._current, set()

@@ -13,10 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdp_inspect.errors import DesyncError
+from fsdp_inspect.recording.folders import StackFiles
 from fsdp_inspect.recording.order_check import OrderCheck
-from fsdp_inspect.recording.stacks import StackFiles
-from fsdp_inspect.recording.store_client import StoreClient
-from fsdp_inspect.recording.torch_api.process_groups import default_store
+from fsdp_inspect.recording.torch_api.process_groups import StoreClient, default_store
 from fsdp_inspect.recording.watchdog import Watchdog, WatchSettings
 
 if TYPE_CHECKING:

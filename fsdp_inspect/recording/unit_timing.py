@@ -44,7 +44,7 @@ from fsdp_inspect.trace.codes import (
 if TYPE_CHECKING:
     from fsdp_inspect.recording.memory import MemoryProbe
     from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.recording.unit_handle import UnitHandle
+    from fsdp_inspect.recording.units import UnitHandle
 
 # The hot path: in Python 3.11 an attribute of an Enum class costs 0.2 µs and arithmetic of flags
 # 2 µs each time, so members are looked up once, and flags are plain integers.

@@ -1,7 +1,10 @@
 """Describe a model and its process groups for the manifest, and list the recorded units."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.models import class_name_of
 from fsdp_inspect.recording.torch_api.process_groups import mesh_dimension_of, name_mesh_dimensions
-from fsdp_inspect.recording.unit_handle import UnitHandle
-from fsdp_inspect.trace.codes import DTYPES
+from fsdp_inspect.trace.codes import DTYPES, MemoryCategory
 from fsdp_inspect.trace.mesh_dimensions import with_labels
 from fsdp_inspect.trace.run import ModelInfo, ProcessGroup
 
@@ -178,3 +180,79 @@ def describe_model(model: nn.Module, units: Sequence[UnitHandle]) -> ModelInfo:
         num_parameters=sum(numel for numel, _ in sizes.values()),
         num_trainable_parameters=sum(numel for numel, trained in sizes.values() if trained),
     )
+
+
+# --- Define the properties of a unit that the recorder reads, for all sharders.
+
+
+class UnitHandle(Protocol):
+    """A communication group of parameters: the object of the sharder with its names.
+
+    Implemented by `GroupHandle` (FSDP2), `FlatHandle` (FSDP1) and `BucketHandle` (DDP) in
+    `torch_api`.
+    """
+
+    @property
+    def key(self) -> object:
+        """The object of torch that lives as long as the unit; several units may share it."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The display name; empty for the root."""
+        ...
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The names of its modules, without wrapper segments; the model itself is empty."""
+        ...
+
+    @property
+    def owned_modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose buffers belong to this unit; nested units own theirs."""
+        ...
+
+    @property
+    def local_parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters that the optimizer sees: this rank's part."""
+        ...
+
+    @property
+    def full_numels(self) -> Sequence[int]:
+        """The elements of each of `local_parameters` over all ranks, in the same order."""
+        ...
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether a gathered copy of the parameters exists at this moment."""
+        ...
+
+    @property
+    def gathered_parameters(self) -> Sequence[torch.Tensor]:
+        """The tensors of the gathered copy; their storages may be empty at this moment."""
+        ...
+
+    @property
+    def followed_parameters(self) -> Sequence[tuple[int, torch.Tensor]]:
+        """Full parameters whose first use is recorded separately, with their index in the unit."""
+        ...
+
+    @property
+    def full_gradients(self) -> Sequence[torch.Tensor]:
+        """The gradients after a backward and before their reduction."""
+        ...
+
+    @property
+    def reduced_gradients(self) -> Sequence[torch.Tensor]:
+        """This rank's part of the gradients after their reduction."""
+        ...
+
+    @property
+    def kept_buffers(self) -> Sequence[tuple[MemoryCategory, torch.Tensor]]:
+        """Buffers for communication that exist between steps; their storages may be empty."""
+        ...
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether the running backward reduces the gradients."""
+        ...

@@ -28,9 +28,9 @@ from fsdp_inspect.trace.black_box import Header
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.black_box import BlackBoxWriter
+    from fsdp_inspect.recording.folders import StackFiles
     from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.recording.stacks import StackFiles
-    from fsdp_inspect.recording.store_client import StoreClient
+    from fsdp_inspect.recording.torch_api.process_groups import StoreClient
     from fsdp_inspect.store.writer import RankWriter
 
 SHORTEST_HANG_S = 60.0

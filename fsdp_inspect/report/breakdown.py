@@ -9,9 +9,8 @@ from fsdp_inspect.analysis.breakdown import DIMENSIONS, PartTime, StepBreakdown
 from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
 from fsdp_inspect.formatting import format_ratio
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.causes import causes_table
 from fsdp_inspect.report.layout import bar, dim, indented, render_table, section
-from fsdp_inspect.report.values import format_metric
+from fsdp_inspect.report.wording import causes_table, format_metric
 
 MOST_RANKS = 16
 """The most ranks to list."""

@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.comparison.gate.allocating_lines import AllocatingLine
 from fsdp_inspect.comparison.gate.baseline import Baseline
 from fsdp_inspect.comparison.gate.check import (
     ALWAYS,
@@ -19,13 +18,13 @@ from fsdp_inspect.comparison.gate.check import (
     MetricCheck,
     find_risen,
 )
-from fsdp_inspect.comparison.gate.increases import Increase
+from fsdp_inspect.comparison.gate.increases import AllocatingLine, Increase
 from fsdp_inspect.comparison.gate.limits import TIME_METRICS
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.formatting import format_bytes, format_category, format_ns
 from fsdp_inspect.report.layout import dim, new_table, section
-from fsdp_inspect.report.values import format_method
+from fsdp_inspect.report.wording import format_method
 from fsdp_inspect.trace.live_memory import RESTING
 
 _STYLES = {

@@ -30,9 +30,8 @@ from fsdp_inspect.formatting import (
     shorten_names,
 )
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.layout import dim, new_table, section, with_prefix
-from fsdp_inspect.report.values import format_kind, format_metric
+from fsdp_inspect.report.wording import format_cause, format_kind, format_metric
 
 MOST_UNITS = 5
 """The most units in a table; those with the largest change of exposed time."""

@@ -32,8 +32,12 @@ from fsdp_inspect.formatting import (
     format_unit,
     name_run,
 )
-from fsdp_inspect.report.diagnosis_pictures import pictures_to_dict, render_pictures
-from fsdp_inspect.report.drift import MOST_CHANGES, describe_change
+from fsdp_inspect.report.diagnosis_pictures import (
+    MOST_CHANGES,
+    describe_change,
+    pictures_to_dict,
+    render_pictures,
+)
 from fsdp_inspect.report.out_of_memory import (
     describe_fitting_plans,
     describe_memory_at_failure,

@@ -27,7 +27,6 @@ from fsdp_inspect.formatting import (
     format_unit,
     shorten_names,
 )
-from fsdp_inspect.report.causes import causes_table, format_cause, phrase_cause
 from fsdp_inspect.report.layout import (
     Owned,
     dim,
@@ -37,7 +36,14 @@ from fsdp_inspect.report.layout import (
     section,
     with_prefix,
 )
-from fsdp_inspect.report.values import format_kind, format_method, format_metric
+from fsdp_inspect.report.wording import (
+    causes_table,
+    format_cause,
+    format_kind,
+    format_method,
+    format_metric,
+    phrase_cause,
+)
 
 MOST_OWNERS = 12
 """The most owners to list, unless the report is about one unit."""

@@ -7,9 +7,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.analysis.capacity.allowance import RESERVED_RATIO, Allowance
-from fsdp_inspect.analysis.capacity.fit import Fit
-from fsdp_inspect.analysis.capacity.forecasts import ForecastRow, ForecastTable
+from fsdp_inspect.analysis.forecasts import (
+    RESERVED_RATIO,
+    Allowance,
+    Fit,
+    ForecastRow,
+    ForecastTable,
+)
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction
 from fsdp_inspect.formatting import format_bytes, format_category, format_count, format_unit

@@ -9,7 +9,7 @@ from rich.text import Text
 from fsdp_inspect.analysis.lifetime import LifePhase, Lifetime, PhaseTime
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.report.layout import bar, dim, indented, render_table, section
-from fsdp_inspect.report.values import format_metric
+from fsdp_inspect.report.wording import format_metric
 
 
 def render_lifetime(digest: Lifetime) -> RenderableType:

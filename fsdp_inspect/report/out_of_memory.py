@@ -19,8 +19,7 @@ from fsdp_inspect.formatting import (
 from fsdp_inspect.report.memory_wording import describe_expandable
 from fsdp_inspect.results import to_plain
 from fsdp_inspect.store.reduction.order_wording import shorten_place
-from fsdp_inspect.trace.live_memory import LiveBytes
-from fsdp_inspect.trace.out_of_memory import TENSORS
+from fsdp_inspect.trace.live_memory import TENSORS, LiveBytes
 
 if TYPE_CHECKING:
     from fsdp_inspect.advice.run_advice import RunnablePlan

@@ -3,7 +3,7 @@
 Names from the run (units, hosts, commands) are plain text, never rich markup.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -11,16 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
-from fsdp_inspect.analysis.dtype_uses import DtypeUse
 from fsdp_inspect.analysis.gather_distances import GatherDistances
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.peak import Memory
-from fsdp_inspect.analysis.numerics import Numerics
-from fsdp_inspect.analysis.overlap import RankOverlap
+from fsdp_inspect.analysis.numerics import DtypeUse, Numerics
 from fsdp_inspect.analysis.plan_check.check import PlanCheck
 from fsdp_inspect.analysis.rank_waits import RankWaits
+from fsdp_inspect.analysis.step_times import RankOverlap
 from fsdp_inspect.analysis.stragglers.ranks import Ranks
 from fsdp_inspect.analysis.summary import Summary
+from fsdp_inspect.analysis.throughput import Throughput
 from fsdp_inspect.analysis.units import UnitCosts
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.formatting import (
@@ -34,11 +34,9 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.breakdown import parts_table
-from fsdp_inspect.report.drift import render_drift
+from fsdp_inspect.report.diagnosis_pictures import render_drift
 from fsdp_inspect.report.layout import dim, new_table, render_table, section
-from fsdp_inspect.report.throughput import list_throughput
-from fsdp_inspect.report.values import format_kind, format_method, format_metric
-from fsdp_inspect.report.wording import name_backend
+from fsdp_inspect.report.wording import format_kind, format_method, format_metric, name_backend
 
 MOST_EXPOSED = 5
 """The most owners of exposed communication in a summary."""
@@ -351,3 +349,19 @@ def _units_footer(costs: UnitCosts) -> str:
         "step. forward and backward include nested units. "
         f"bus: {find_metric('bus_bytes_per_s').definition}."
     )
+
+
+# --- List the known numbers of a run's throughput.
+
+
+def list_throughput(found: Throughput | None) -> Iterator[tuple[str, float, str]]:
+    """Yield the name of each known metric, its value and its origin."""
+    if found is None:
+        return
+    for name, value, origin in (
+        ("tokens_per_s", found.tokens_per_s, found.tokens_origin),
+        ("mfu_ratio", found.mfu_ratio, found.mfu_origin),
+        ("device_utilisation_ratio", found.device_utilisation_ratio, "measured with NVML"),
+    ):
+        if value is not None:
+            yield name, value, origin

@@ -1,15 +1,22 @@
-"""Describe a run in sentences and facts that all reports share.
+"""Describe a run and format its values in words that all reports share.
 
 The text is plain: each report escapes it for its format.
 """
 
+from collections.abc import Mapping
+
+from rich.console import RenderableType
+
 from fsdp_inspect.analysis.breakdown import StepBreakdown
+from fsdp_inspect.analysis.exposed import CAUSES, list_causes
 from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.run_heading import Heading
+from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, Telling
 from fsdp_inspect.formatting import MISSING, format_count, format_ns, format_signed
-from fsdp_inspect.report.values import format_kind, format_method
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.layout import render_table
 
 _NO_NETWORK = "fake"
 """The backend of torch that an emulated run uses; its collectives transfer no data."""
@@ -97,3 +104,64 @@ _TELLINGS = {
     Telling.UNKNOWN: "within noise",
     Telling.MISSING: "not recorded on both sides",
 }
+
+
+# --- Format the value of a metric, a collective's kind and a method as short text.
+
+
+def format_metric(name: str, value: float | None) -> str:
+    """Format the value of the metric `name` with its unit; a missing value is an en dash.
+
+    Raises:
+        KeyError: No metric has that name.
+    """
+    return format_value(find_metric(name).unit, value)
+
+
+def format_kind(kind: str) -> str:
+    """Format the kind of a collective: `all-gather`."""
+    return kind.replace("_", "-")
+
+
+_METHODS = {
+    "host_blocking": "host-blocking",
+    "storage_tracker": "storage tracker",
+    "cuda_allocator": "CUDA allocator",
+    "memory_snapshot": "memory snapshot",
+}
+
+
+def format_method(method: str) -> str:
+    """Format how a number was obtained: `host-blocking`, `storage tracker`.
+
+    Args:
+        method: One method, or several with `, ` between them.
+    """
+    return ", ".join(_METHODS.get(name, name) for name in method.split(", "))
+
+
+# --- Format the causes of a wait: a word for tables, a phrase for sentences.
+
+_PHRASES = {
+    "serialized": "queued behind another collective",
+    "straggler": "waiting for the last rank to arrive",
+    "floor": "the floor, which no setting can hide",
+    "blocking": "collectives block the host",
+    "late_issue": "issued too late",
+    "bandwidth": "limited by bandwidth",
+}
+
+
+def format_cause(cause: str) -> str:
+    """Format a cause for a table: `late issue`."""
+    return cause.replace("_", " ")
+
+
+def phrase_cause(cause: str) -> str:
+    """Format a cause for a sentence: `issued too late`."""
+    return _PHRASES[cause]
+
+
+def causes_table(causes_ns: Mapping[str, int]) -> RenderableType:
+    """Causes of an exposed time, each with its fraction of that time and its definition."""
+    return render_table(CAUSES, list_causes(causes_ns))

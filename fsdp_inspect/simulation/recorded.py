@@ -20,23 +20,23 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.collectives.queues import queue_up
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.run_delay import run_delay_of
+from fsdp_inspect.analysis.shared_collectives import queue_up
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_per_step
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.simulation.host_pace import HostPace, measure_host_pace
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
-from fsdp_inspect.simulation.network import Network, fit_network
-from fsdp_inspect.simulation.nodes import find_node, known_lines
+from fsdp_inspect.simulation.network import Network, find_node, fit_network, known_lines
 from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
 from fsdp_inspect.simulation.recorded_memory import grow_memory, measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
 from fsdp_inspect.simulation.step_pieces import (
     ClockPart,
     ClockStretch,
+    HostPace,
     StepReading,
+    measure_host_pace,
     read_step,
 )
 from fsdp_inspect.simulation.workload import Op, Pass, Piece, UnitWork, Workload

@@ -38,14 +38,12 @@ from fsdp_inspect.simulation.policies import (
     policies_of,
     reshard_of,
 )
-from fsdp_inspect.simulation.rates import copy_of_share
 from fsdp_inspect.simulation.recomputation import recompute
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
-from fsdp_inspect.simulation.recorded_units import RecordedUnits
-from fsdp_inspect.simulation.regrouping import Regrouping
+from fsdp_inspect.simulation.recorded_units import RecordedUnits, Regrouping, copy_of_share
 from fsdp_inspect.simulation.workload import Op, Pass, Piece, Tape, UnitWork, Workload
-from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.plan import (
     Accumulation,
     Plan,

@@ -29,8 +29,8 @@ from fsdp_inspect.store.arrow_columns import (
     num_rows_of,
     to_arrow,
 )
+from fsdp_inspect.store.boundary import check_decoded_size
 from fsdp_inspect.store.checksums import checksum_columns, checksum_text
-from fsdp_inspect.store.read_limits import check_decoded_size
 from fsdp_inspect.store.records import check_version, unfinished_path
 from fsdp_inspect.store.remote_blocks import RemoteBlocks
 from fsdp_inspect.store.schema import (

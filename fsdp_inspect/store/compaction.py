@@ -22,15 +22,14 @@ from fsdp_inspect.store.compacted import read_footer, write_compacted
 from fsdp_inspect.store.files import LocalFiles, RunFiles
 from fsdp_inspect.store.folder import (
     has_running_ranks,
+    is_alive,
     list_rank_places,
     rank_folder,
     read_rank_record,
 )
-from fsdp_inspect.store.liveness import is_alive
 from fsdp_inspect.store.rank_tables import read_table
-from fsdp_inspect.store.record_bundle import write_record_bundle
-from fsdp_inspect.store.records import encode_record, replace_file
-from fsdp_inspect.store.reduction.rank_rows import (
+from fsdp_inspect.store.records import encode_record, replace_file, write_record_bundle
+from fsdp_inspect.store.reduction.run_statistics import (
     WHOLE_STEP_KINDS,
     is_of_whole_step,
     summarise_rank,
@@ -45,7 +44,6 @@ from fsdp_inspect.store.schema import (
     TableFile,
     TableT,
 )
-from fsdp_inspect.store.statistics_files import write_statistics
 from fsdp_inspect.store.summary_files import (
     Place,
     folder_of,
@@ -54,6 +52,7 @@ from fsdp_inspect.store.summary_files import (
     summed_up,
     write_rank_summary,
     write_run_summary_file,
+    write_statistics,
 )
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 from fsdp_inspect.trace.tables import SummaryTable

@@ -21,8 +21,8 @@ from fsdp_inspect.errors import (
 from fsdp_inspect.formatting import format_numbers, format_ranks
 from fsdp_inspect.parallel.tasks import Tasks, require_shared_folder
 from fsdp_inspect.store.files import LocalFiles, RunFiles, is_url, open_files
-from fsdp_inspect.store.folder import list_runs
-from fsdp_inspect.store.liveness import is_alive, last_sign_unix_ns
+from fsdp_inspect.store.folder import is_alive, last_sign_unix_ns, list_runs
+from fsdp_inspect.store.live_tables import ReaderCache
 from fsdp_inspect.store.missing_manifest import NOTE as NO_MANIFEST_NOTE
 from fsdp_inspect.store.missing_manifest import manifest_from_ranks, units_from_summary
 from fsdp_inspect.store.notes import (
@@ -34,9 +34,8 @@ from fsdp_inspect.store.notes import (
     noting,
 )
 from fsdp_inspect.store.rank_tables import read_table
-from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.records import decode_record
-from fsdp_inspect.store.reduction.rank_rows import WHOLE_STEP_KINDS, join_memory
+from fsdp_inspect.store.reduction.run_statistics import WHOLE_STEP_KINDS, join_memory
 from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.store.remote_files import RemoteFiles
 from fsdp_inspect.store.schema import (
@@ -68,10 +67,14 @@ from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.allocations import AllocationHistory, AllocationsRecord
 from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError
 from fsdp_inspect.trace.black_box import decode as decode_black_box
-from fsdp_inspect.trace.live_memory import LiveHistory, LiveMemoryRecord, LiveMoment
+from fsdp_inspect.trace.live_memory import (
+    LiveHistory,
+    LiveMemoryRecord,
+    LiveMoment,
+    OutOfMemoryRecord,
+)
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep, decode_steps
-from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from fsdp_inspect.trace.tables import (

@@ -5,29 +5,97 @@ ETag. A growing file is joined from its segments (`store.segments`).
 """
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO, TypeVar, cast
 
 from fsdp_inspect.errors import UnreadableFileError
 from fsdp_inspect.formatting import format_bytes
-from fsdp_inspect.store.downloads import DOWNLOADS
-from fsdp_inspect.store.object_cache import open_user_cache
-from fsdp_inspect.store.read_limits import max_memory_bytes
-from fsdp_inspect.store.record_bundle import LEAST_RECORDS, has_tag, read_record_bundle
-from fsdp_inspect.store.remote_blocks import RemoteBlocks
+from fsdp_inspect.store.boundary import max_memory_bytes
+from fsdp_inspect.store.records import LEAST_RECORDS, has_tag, read_record_bundle
+from fsdp_inspect.store.remote_blocks import RemoteBlocks, open_user_cache
 from fsdp_inspect.store.remote_listing import RemoteEntry, RemoteListing
-from fsdp_inspect.store.remote_system import is_missing_bucket, open_system, remote_error, retry
-from fsdp_inspect.store.schema import LIVE_SUFFIX, RECORDS_FILE, attempt_name, attempt_numbers
-from fsdp_inspect.store.segments import (
-    StreamSegment,
-    file_of_segment,
-    find_segments,
-    join_segments,
-    select_gapless,
+from fsdp_inspect.store.remote_system import (
+    DOWNLOADS,
+    is_missing_bucket,
+    open_system,
+    remote_error,
+    retry,
 )
+from fsdp_inspect.store.schema import LIVE_SUFFIX, RECORDS_FILE, attempt_name, attempt_numbers
+
+# --- Name the segments of a growing file in an object store, which cannot append to a file.
+#
+# A segment is a range of the bytes of the file. `events.arrows.part-0000000000004096` begins at
+# byte 4096 of `events.arrows`. Joined in order, the segments are the file up to the last upload. A
+# segment may repeat bytes of the segments before it, because an interrupted upload starts again.
+
+GROWING_SUFFIXES = (".arrows", ".jsonl")
+"""Suffixes of the files that are appended to, and therefore uploaded in segments."""
+
+_SEGMENT = re.compile(r"(.+)\.part-(\d{16})")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSegment:
+    """One segment of a growing file."""
+
+    name: str
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """The first byte after the segment."""
+        return self.start + self.size
+
+
+def segment_name(file: str, start: int) -> str:
+    """The name of the segment of a file that begins at a byte."""
+    return f"{file}.part-{start:016d}"
+
+
+def file_of_segment(name: str) -> str | None:
+    """The name of the file that a segment belongs to; None if this is no segment."""
+    found = _SEGMENT.fullmatch(name)
+    return found[1] if found else None
+
+
+def find_segments(file: str, sizes: Mapping[str, int]) -> list[StreamSegment]:
+    """The segments of a file among these names with sizes, by start."""
+    found = [
+        StreamSegment(name, int(match[2]), size)
+        for name, size in sizes.items()
+        if (match := _SEGMENT.fullmatch(name)) and match[1] == file
+    ]
+    return sorted(found, key=lambda segment: (segment.start, -segment.size))
+
+
+def select_gapless(segments: Iterable[StreamSegment]) -> list[StreamSegment]:
+    """The segments from byte 0 to the first gap, without those that repeat others entirely."""
+    chosen: list[StreamSegment] = []
+    end = 0
+    for segment in segments:
+        if segment.start > end:
+            break
+        if segment.end > end:
+            chosen.append(segment)
+            end = segment.end
+    return chosen
+
+
+def join_segments(segments: Iterable[StreamSegment], contents: Iterable[bytes]) -> bytes:
+    """The bytes of the file from its gapless segments and their contents."""
+    parts: list[bytes] = []
+    end = 0
+    for segment, content in zip(segments, contents, strict=True):
+        parts.append(content[end - segment.start :])
+        end = segment.start + len(content)
+    return b"".join(parts)
+
 
 T = TypeVar("T")
 

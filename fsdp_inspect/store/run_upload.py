@@ -10,8 +10,7 @@ from fsdp_inspect.errors import FsdpInspectError, NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.parallel.tasks import OnDone
 from fsdp_inspect.store.files import LocalFiles, open_files
-from fsdp_inspect.store.folder import list_rank_places, rank_folder, read_rank_record
-from fsdp_inspect.store.liveness import is_alive
+from fsdp_inspect.store.folder import is_alive, list_rank_places, rank_folder, read_rank_record
 from fsdp_inspect.store.records import decode_record
 from fsdp_inspect.store.remote_system import describe_remote_error
 from fsdp_inspect.store.schema import MANIFEST_FILE
@@ -20,12 +19,12 @@ from fsdp_inspect.store.upload import (
     UPLOAD_FILE,
     FolderUpload,
     LeftOver,
+    UploadTarget,
     read_upload_url,
     upload_of_rank,
     upload_of_run,
     write_upload_url,
 )
-from fsdp_inspect.store.upload_target import UploadTarget
 from fsdp_inspect.trace.run import RunManifest, RunStatus
 
 _RANKS_AT_ONCE = 16

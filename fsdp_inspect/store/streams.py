@@ -24,12 +24,12 @@ from fsdp_inspect.store.arrow_columns import (
     Columns,
     build_table,
     columns_of,
+    decoded_bytes_of,
     num_rows_of,
     to_arrow,
 )
-from fsdp_inspect.store.arrow_messages import decoded_bytes_of
+from fsdp_inspect.store.boundary import check_decoded_size
 from fsdp_inspect.store.checksums import checksum_columns
-from fsdp_inspect.store.read_limits import check_decoded_size
 from fsdp_inspect.store.records import check_version
 from fsdp_inspect.store.schema import (
     CHECKSUM_KEY,

@@ -15,17 +15,20 @@ import numpy as np
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.notes import noting
-from fsdp_inspect.store.reduction.rank_rows import WHOLE_STEP_KINDS, is_of_whole_step
-from fsdp_inspect.store.reduction.run_statistics import condense_run
+from fsdp_inspect.store.reduction.run_statistics import (
+    WHOLE_STEP_KINDS,
+    condense_run,
+    is_of_whole_step,
+)
 from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.store.schema import EVENTS, MEMORY, ROW_GROUP_ROWS
-from fsdp_inspect.store.statistics_files import read_statistics
 from fsdp_inspect.store.summary_files import (
     Place,
     SummaryFile,
     folder_of,
     read_rank_summary,
     read_run_summary,
+    read_statistics,
 )
 from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.tables import (

@@ -23,7 +23,7 @@ from fsdp_inspect.trace.codes import (
     StepPart,
     Stream,
 )
-from fsdp_inspect.trace.limits import MAX_INDEX, MAX_NS
+from fsdp_inspect.trace.records import MAX_INDEX, MAX_NS
 
 _MAX_SPAN_NS = 1 << 55
 """Longest time that the events of one rank span: more than a year."""

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fsdp_inspect.trace.limits import MAX_NS, Index
-from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
+from fsdp_inspect.trace.records import MAX_NS, SCHEMA_VERSION, Index, Record
 
 Int64Array = NDArray[np.int64]
 

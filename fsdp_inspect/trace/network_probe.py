@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
-from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
+from fsdp_inspect.trace.records import SCHEMA_VERSION, Amount, Index, Moment, Record, WorldSize
 
 
 class ProbedMessage(Record):

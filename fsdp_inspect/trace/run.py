@@ -4,21 +4,19 @@
 newer minor version may add. Writing is strict.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import StrEnum
+from itertools import groupby
 from typing import Annotated, Any, Protocol
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
-from fsdp_inspect.trace.limits import Amount, Index, Moment, WorldSize
-from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
+from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment, OutOfMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
-from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
-from fsdp_inspect.trace.process_life import ProcessLife
-from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
+from fsdp_inspect.trace.records import SCHEMA_VERSION, Amount, Index, Moment, Record, WorldSize
 from fsdp_inspect.trace.sharders import FSDP1, FSDP2, SharderTraits, traits_of
 from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
@@ -29,7 +27,130 @@ from fsdp_inspect.trace.tables import (
     StatisticsTable,
     SummaryTable,
 )
-from fsdp_inspect.trace.training_code import TrainingCode
+
+# --- Define the record of the code that sharded a model: calls, source lines, framework and launch.
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class UserStatement(_Record):
+    """The statement of the user's code in which a framework called `fully_shard`."""
+
+    file: str
+    line: int
+    end_line: int
+    model: str = ""
+    """The variable that holds the model there; empty: unknown."""
+    model_after: str = ""
+    """The variable to which the statement assigns the sharded model; empty: none."""
+    made_at: int = 0
+    """The last line of the statement before it that assigns `model`; 0: not found."""
+
+
+class ShardingCall(_Record):
+    """One line that called `fully_shard`, and the units that it made."""
+
+    function: str
+    """`fully_shard`, `replicate` or `apply_plan`."""
+    file: str
+    """The file: relative to the working directory if it is below it, and for a package relative to
+    the package."""
+    line: int
+    units: list[str]
+    """The names of the units, in the order of the calls."""
+    package: str = ""
+    """The package that contains the line; empty: the user's own code."""
+    argument: str = ""
+    """The first argument as written; empty: the statement could not be read. This also holds for
+    the following fields."""
+    keywords: dict[str, str] = Field(default_factory=dict)
+    """The keyword arguments as written; `**` for an unpacked mapping."""
+    first_line: int = 0
+    end_line: int = 0
+    """The lines of the statement."""
+    removed_from: int = 0
+    removed_to: int = 0
+    """The lines to remove with the call: the statement, or the loop that only shards."""
+    leaves_block_empty: bool = False
+    """Whether the removed lines are the whole body of a function, `if` or `with`."""
+    user: UserStatement | None = None
+    """The user's statement around a call in a package."""
+
+
+class SourceLines(_Record):
+    """Consecutive lines of the user's code."""
+
+    file: str
+    first_line: int
+    lines: list[str]
+
+
+class TrainingCode(_Record):
+    """The code that sharded the recorded models, as far as the recorder saw it."""
+
+    calls: list[ShardingCall] = Field(default_factory=list)
+    """The calls in the order of their first call; empty: the models were sharded before the
+    recorder was imported, or by an older version."""
+    sources: list[SourceLines] = Field(default_factory=list)
+    frameworks: list[str] = Field(default_factory=list)
+    """The packages around the calls, innermost first: the package that called `fully_shard`, or the
+    packages that ran the user's own call."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """The sharding settings of the framework."""
+    launch: list[str] = Field(default_factory=list)
+    """The command that started the ranks; empty: unknown."""
+    launched_at: int = 0
+    """The number of words of `launch` before the command of one rank; 0: unknown."""
+
+
+# --- Define the record of a training process outside its steps: start, sharding, checkpoints,
+# memory.
+#
+# All times are ns on the clock of the rank's events.
+
+
+class TimeSpan(Record):
+    """A half-open span of time."""
+
+    start_ns: Moment
+    end_ns: Moment
+
+
+class HostMemoryMark(Record):
+    """The host memory of a process at one moment."""
+
+    time_ns: Moment
+    rss_bytes: Amount
+    high_water_bytes: Amount
+    """The highest resident memory since the process started."""
+
+
+class ProcessLife(Record):
+    """The activity of a rank's process outside of plain steps: loads, sharding, compilations."""
+
+    started_ns: Moment | None = None
+    """The start of the process, to 10 ms; None: unknown."""
+    imported_ns: Moment | None = None
+    """The time at which torch and the recorder were imported."""
+    shard: TimeSpan | None = None
+    """From the start of the first `fully_shard` call to the end of the last one before the
+    recorder attached; None: no call was seen."""
+    loads: list[TimeSpan] = Field(default_factory=list)
+    """Calls of torch that load a checkpoint, before the first step; at most the last 100."""
+    background_saves: list[TimeSpan] = Field(default_factory=list)
+    """Checkpoints that `async_save` completed, from the call to the end of the write; at most the
+    last 100."""
+    compiles: list[TimeSpan] = Field(default_factory=list)
+    """Compilations by torch.compile; at most the last 100."""
+    standstills: list[TimeSpan] = Field(default_factory=list)
+    """Times longer than the watchdog's limit in which nothing moved, and which ended; at most the
+    last 100."""
+    memory_marks: list[HostMemoryMark] = Field(default_factory=list)
+    """Host memory before the device samples begin, by time; empty if the system does not
+    report it."""
+
 
 IMPORTED_CLOCK = "kineto"
 """`RankRecord.clock` of a profiler trace: the ranks of one host share a clock if their collectives
@@ -502,3 +623,47 @@ class RunSource(Protocol):
     def statistics(self) -> StatisticsTable:
         """The statistics of all ranks (`reduction.run_statistics`)."""
         ...
+
+
+# --- Assign the ranks of a run to nodes, from the recorded hosts or the emulated network.
+
+
+def emulated_ranks_per_node(manifest: RunManifest) -> int | None:
+    """Ranks on each emulated node; the last node may have fewer. None for runs not emulated."""
+    size = manifest.emulation.get("gpus_per_node")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def emulated_latency_ns(manifest: RunManifest, ranks: Iterable[int]) -> float | None:
+    """The latency of the emulated link of a group of ranks; None for runs not emulated."""
+    size, emulation = emulated_ranks_per_node(manifest), manifest.emulation
+    if size is None:
+        return None
+    crosses_nodes = len({rank // size for rank in ranks}) > 1
+    link = (emulation.get("inter") if crosses_nodes else None) or emulation.get("intra")
+    return None if link is None else float(link["latency_ns"])
+
+
+def hosts_of(run: RunSource) -> dict[int, str]:
+    """The node of each rank, by rank; ranks of an unknown node are missing."""
+    size = emulated_ranks_per_node(run.manifest)
+    if size is not None:
+        return {rank: f"node {rank // size}" for rank in range(run.manifest.world_size)}
+    return {record.rank: record.host for record in run.ranks if record.host}
+
+
+def ranks_per_node(hosts: Iterable[str | None]) -> int | None:
+    """Number of consecutive ranks on each node.
+
+    Args:
+        hosts: The node of each rank, in the order in which ranks form groups; None: unknown.
+
+    Returns:
+        None if a node is unknown, if nodes differ in size, or if the ranks of a node are not
+        consecutive.
+    """
+    runs = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
+    names = {host for host, _ in runs}
+    sizes = {size for _, size in runs}
+    is_known = None not in names and len(names) == len(runs)
+    return sizes.pop() if is_known and len(sizes) == 1 else None

@@ -20,11 +20,10 @@ from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run, find_findings
 from fsdp_inspect.simulation.policies import policies_of
-from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import Execution, play
 from fsdp_inspect.simulation.scenario import make_scenario
 from fsdp_inspect.simulation.schedule import Schedule
-from fsdp_inspect.simulation.simulate import simulate_plan
+from fsdp_inspect.simulation.simulate import predicted_events, simulate_plan
 from fsdp_inspect.simulation.workload import (
     Microbatch,
     Piece,

@@ -6,10 +6,10 @@ import pytest
 
 from fsdp_inspect.advice.call_edits import Change
 from fsdp_inspect.advice.code_change import CodeChange, write_code_change
-from fsdp_inspect.recording.call_statements import read_calls
+from fsdp_inspect.recording.sharding_calls import read_calls
 from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan
-from fsdp_inspect.trace.run import RunManifest
-from fsdp_inspect.trace.training_code import (
+from fsdp_inspect.trace.run import (
+    RunManifest,
     ShardingCall,
     SourceLines,
     TrainingCode,

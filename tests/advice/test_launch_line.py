@@ -2,9 +2,8 @@
 
 import pytest
 
-from fsdp_inspect.advice.launch_line import write_launch_line
-from fsdp_inspect.trace.run import RunManifest
-from fsdp_inspect.trace.training_code import ShardingCall, TrainingCode
+from fsdp_inspect.advice.code_change import write_launch_line
+from fsdp_inspect.trace.run import RunManifest, ShardingCall, TrainingCode
 from tests.builders import RunBuilder
 
 TORCHRUN = ["torchrun", "--nproc-per-node", "2"]

@@ -1,6 +1,6 @@
 """The node of each rank, and the bandwidth within a node and between nodes."""
 
-from fsdp_inspect.advice.node_links import find_node_links
+from fsdp_inspect.advice.evidence import find_node_links
 from fsdp_inspect.trace.run import ProcessGroup
 from tests.builders import RunBuilder
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.advice.advise import PlanAdvice
+from fsdp_inspect.advice.plan_simulator import Paid
 from fsdp_inspect.advice.prediction_creation import predict_advised
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
-from fsdp_inspect.advice.slowdown import Paid
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.run import RunSource
 from tests.advice.test_advise import blocks

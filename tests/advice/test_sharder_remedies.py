@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.advice.evidence import SIMULATED_PLANS, Effect, Finding
+from fsdp_inspect.advice.findings import in_words_of
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
-from fsdp_inspect.advice.sharder_remedies import in_words_of
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.recorded import measure_work

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-from fsdp_inspect.advice.sharding_findings import find_other_sharders
+from fsdp_inspect.advice.findings import find_other_sharders
 from fsdp_inspect.analysis.memory.sharding_worth import ReplicationSaving, measure_whole_memory
 from fsdp_inspect.analysis.verdict import Limit
 from tests.analysis.memory.test_sharding_worth import PEAK

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
+from fsdp_inspect.advice.plan_simulator import Paid, Slowdown, hidden_ns
 from fsdp_inspect.advice.plan_space import Choice
-from fsdp_inspect.advice.slowdown import Paid, Slowdown, hidden_ns
 from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.simulation.schedule import PlayedStep, Span

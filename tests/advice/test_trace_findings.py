@@ -9,9 +9,9 @@ from fsdp_inspect.advice.evidence import Evidence, Finding, NodeLinks
 from fsdp_inspect.advice.trace_findings import find_in_trace
 from fsdp_inspect.analysis.contention import Contention, UnitContention
 from fsdp_inspect.analysis.exposed import ExposedWait
-from fsdp_inspect.analysis.gathers_in_flight import GathersInFlight
 from fsdp_inspect.analysis.optimizer_wait import DelayedGather, OptimizerWait
 from fsdp_inspect.analysis.pipeline import Pipeline, RepeatedUnit
+from fsdp_inspect.analysis.prefetch import GathersInFlight
 from fsdp_inspect.analysis.verdict import UNKNOWN
 from fsdp_inspect.trace.run import UNITS_FROM_FSDP1
 from tests.builders import MIB, RunBuilder

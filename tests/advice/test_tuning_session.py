@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from fsdp_inspect.advice.tuning_session import (
+from fsdp_inspect.advice.tuning import (
     BASELINE,
     SESSION_FILE,
     TriedRun,

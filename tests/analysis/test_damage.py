@@ -1,5 +1,5 @@
-from fsdp_inspect.analysis.damage import try_measure
-from fsdp_inspect.analysis.overlap import measure_overlap
+from fsdp_inspect.analysis.context import try_measure
+from fsdp_inspect.analysis.step_times import measure_overlap
 from fsdp_inspect.errors import CorruptFileError
 from tests.builders import steady_run
 

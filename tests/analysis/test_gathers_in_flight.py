@@ -1,6 +1,6 @@
 """All-gathers that the host issued and the device has not completed."""
 
-from fsdp_inspect.analysis.gathers_in_flight import measure_gathers_in_flight
+from fsdp_inspect.analysis.prefetch import measure_gathers_in_flight
 from tests.builders import RunBuilder
 
 UNITS = ("a", "b", "c", "d")

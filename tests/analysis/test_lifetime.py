@@ -3,8 +3,7 @@ import pytest
 from fsdp_inspect.analysis.lifetime import measure_lifetime
 from fsdp_inspect.errors import IncompleteRunError, MissingDataError
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
-from fsdp_inspect.trace.process_life import HostMemoryMark, ProcessLife, TimeSpan
-from fsdp_inspect.trace.run import ClockPair, RunStatus
+from fsdp_inspect.trace.run import ClockPair, HostMemoryMark, ProcessLife, RunStatus, TimeSpan
 from fsdp_inspect.trace.tables import DeviceTable
 from tests.builders import InMemoryRun, RunBuilder
 

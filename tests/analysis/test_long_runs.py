@@ -11,7 +11,7 @@ from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.statistics import middle_half, spread_blocks
 from fsdp_inspect.store import compacted
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.store.reduction.typical_steps import MAX_TYPICAL_STEPS, choose_typical
+from fsdp_inspect.store.reduction.timed_steps import MAX_TYPICAL_STEPS, choose_typical
 from fsdp_inspect.trace.codes import EventKind
 from tests.builders import RunBuilder
 from tests.laws.test_typical_step_laws import check_one_number_per_quantity

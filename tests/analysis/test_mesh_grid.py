@@ -4,8 +4,8 @@ from math import isnan
 
 import pytest
 
+from fsdp_inspect.analysis.mesh_dimensions import LOCAL_RANK, list_axes
 from fsdp_inspect.analysis.mesh_grid import measure_mesh_grid
-from fsdp_inspect.analysis.rank_sets import LOCAL_RANK, list_axes
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.report.ranks_wording import describe_location
 from fsdp_inspect.trace.run import ProcessGroup

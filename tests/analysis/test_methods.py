@@ -1,6 +1,6 @@
 """The method of measurement of each group of numbers."""
 
-from fsdp_inspect.analysis.methods import name_methods
+from fsdp_inspect.analysis.provenance import name_methods
 from fsdp_inspect.trace.codes import EventKind, Method
 from fsdp_inspect.trace.tables import EventTable
 from tests.builders import RunBuilder

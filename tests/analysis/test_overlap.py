@@ -1,4 +1,4 @@
-from fsdp_inspect.analysis.overlap import measure_overlap
+from fsdp_inspect.analysis.step_times import measure_overlap
 from fsdp_inspect.trace.codes import Phase
 from tests.builders import RunBuilder, steady_run
 

@@ -10,7 +10,7 @@ from fsdp_inspect.analysis.step_selection import (
     timed_ranks,
     timed_summary,
 )
-from fsdp_inspect.store.reduction.rank_rows import WHOLE_STEP_KINDS
+from fsdp_inspect.store.reduction.run_statistics import WHOLE_STEP_KINDS
 from fsdp_inspect.trace.tables import SummaryTable
 from tests.builders import InMemoryRun, RunBuilder, steady_run
 

@@ -1,6 +1,6 @@
 import pytest
 
-from fsdp_inspect.analysis.unit_names import find_unit
+from fsdp_inspect.analysis.units import find_unit
 from fsdp_inspect.errors import MissingDataError
 from tests.builders import RunBuilder
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_inspect.store.folder import create_run
-from fsdp_inspect.store.reduction.rank_rows import summarise_rank
-from fsdp_inspect.store.reduction.run_statistics import condense_run
+from fsdp_inspect.store.reduction.run_statistics import condense_run, summarise_rank
 from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import (

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from fsdp_inspect_app.charts.advice import ADVISED, draw_front
 from fsdp_inspect_app.frames.advice import frame_front
-from fsdp_inspect_app.plan_links import pack_plan, unpack_plan
+from fsdp_inspect_app.knobs import pack_plan, unpack_plan
 
 from fsdp_inspect.advice.code_change import CodeChange
 from fsdp_inspect.advice.prediction_creation import predict_advised

@@ -3,8 +3,8 @@
 import re
 
 import pytest
+from fsdp_inspect_app.loading import name_runs
 from fsdp_inspect_app.pages import SECTIONS
-from fsdp_inspect_app.run_names import name_runs
 
 from fsdp_inspect.store.folder import list_runs
 from tests.app.conftest import start_app

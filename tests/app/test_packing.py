@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 import pytest
-from fsdp_inspect_app.timeline.packing import pack
+from fsdp_inspect_app.timeline.payload import pack
 
 
 def unpack(block):

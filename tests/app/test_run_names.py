@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fsdp_inspect_app.run_names import MOST_LETTERS, name_runs, shorten
+from fsdp_inspect_app.loading import MOST_LETTERS, name_runs, shorten
 
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect.store.folder import list_runs

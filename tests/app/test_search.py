@@ -1,4 +1,4 @@
-from fsdp_inspect_app.timeline.search import Search, parse_search
+from fsdp_inspect_app.timeline.track_set import Search, parse_search
 
 LABELS = ("forward", "all-gather", "exposed all-gather", "exposed reduce-scatter")
 NAMES = ("(root)", "layers.1", "layers.10", "norm, lm_head")

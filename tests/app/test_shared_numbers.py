@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from fsdp_inspect_app.run_names import name_runs
+from fsdp_inspect_app.loading import name_runs
 from streamlit.testing.v1 import AppTest
 
 import fsdp_inspect

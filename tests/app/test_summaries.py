@@ -5,8 +5,7 @@ import threading
 
 import pytest
 from fsdp_inspect_app import summaries
-from fsdp_inspect_app.findings_cache import CachedFinding, FindingsCache
-from fsdp_inspect_app.summaries import Summaries
+from fsdp_inspect_app.summaries import CachedFinding, FindingsCache, Summaries
 
 from fsdp_inspect.store.folder import create_run, list_runs
 from fsdp_inspect.trace.run import RunStatus

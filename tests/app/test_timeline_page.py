@@ -1,7 +1,7 @@
 """Test the timeline page of runs with the events of only some steps."""
 
 import pytest
-from fsdp_inspect_app.timeline.steps import find_drawable_steps, find_sampled_steps
+from fsdp_inspect_app.timeline.track_set import find_drawable_steps, find_sampled_steps
 
 from fsdp_inspect import Run
 from fsdp_inspect.store.compacted import write_compacted

@@ -15,9 +15,9 @@ from fsdp_inspect_app.knobs import (
     KNOBS_OF_REDUCTION,
     command_of,
     knobs_of_units,
+    pack_plan,
     recorded_values,
 )
-from fsdp_inspect_app.plan_links import pack_plan
 from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
 from fsdp_inspect_app.what_if_simulation import prepare, simulate_knobs
 from typer.testing import CliRunner

@@ -1,7 +1,7 @@
 """A new user chooses two runs, reads their differences and shares the page."""
 
 import pytest
-from fsdp_inspect_app.run_names import name_runs
+from fsdp_inspect_app.loading import name_runs
 
 from fsdp_inspect.comparison.comparison import compare_sides
 from fsdp_inspect.comparison.sides import form_sides

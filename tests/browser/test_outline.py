@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 import pytest
+from fsdp_inspect_app.loading import name_runs
 from fsdp_inspect_app.pages import LIVE, SECTIONS, is_about_one_run
-from fsdp_inspect_app.run_names import name_runs
 
 from fsdp_inspect.store.folder import list_runs
 

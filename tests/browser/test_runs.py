@@ -4,7 +4,7 @@ import re
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from fsdp_inspect_app.run_names import name_runs
+from fsdp_inspect_app.loading import name_runs
 from playwright.sync_api import expect
 
 from fsdp_inspect.store.folder import list_runs

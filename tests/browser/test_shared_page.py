@@ -1,7 +1,7 @@
 """A page is saved as one file that opens without a network, with its tables and charts."""
 
 import pytest
-from fsdp_inspect_app.run_names import name_runs
+from fsdp_inspect_app.loading import name_runs
 
 from fsdp_inspect.store.folder import list_runs
 

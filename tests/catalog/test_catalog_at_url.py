@@ -13,8 +13,8 @@ import pytest
 
 from fsdp_inspect.catalog import index
 from fsdp_inspect.catalog.catalog import Catalog, open_catalog
+from fsdp_inspect.catalog.folders import RemoteCatalogFolder
 from fsdp_inspect.catalog.index import CATALOG_FOLDER, index_runs
-from fsdp_inspect.catalog.remote_folders import RemoteCatalogFolder
 from fsdp_inspect.errors import CatalogError
 from fsdp_inspect.store import remote_files
 from fsdp_inspect.store.run_upload import upload_run

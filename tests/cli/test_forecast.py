@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp_inspect.analysis.capacity import fit
-from fsdp_inspect.cli import forecaster
+from fsdp_inspect.analysis import forecasts as fit
+from fsdp_inspect.cli import forecast_maker as forecaster
 from fsdp_inspect.store.reader import open_run
 from tests.forked_process import ForkedProcess
 

@@ -13,7 +13,7 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
 from fsdp_inspect import Plan
-from fsdp_inspect.cli import forecaster
+from fsdp_inspect.cli import forecast_maker as forecaster
 from instrumented_trainer.command_line import check_settings, read_file
 from tests.forked_process import ForkedProcess
 

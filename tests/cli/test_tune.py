@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.advice.tuning_session import read_session
-from fsdp_inspect.cli.tuning_command import fill_placeholders, trainer_command, write_configs
+from fsdp_inspect.advice.tuning import read_session
+from fsdp_inspect.cli.tuner import fill_placeholders, trainer_command, write_configs
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.simulation.predictions.ledger import LEDGER_FILE, read_ledger
 from fsdp_inspect.simulation.predictions.records import Ruling

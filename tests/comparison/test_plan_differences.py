@@ -1,6 +1,6 @@
 import pytest
 
-from fsdp_inspect.comparison.plan_differences import find_plan_differences
+from fsdp_inspect.comparison.settings import find_plan_differences
 from fsdp_inspect.trace.plan import Plan
 
 NAMES = ("", "a", "b", "c")

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_inspect.comparison.unit_alignment import align_units
+from fsdp_inspect.comparison.sides import align_units
 from tests.builders import RunBuilder
 
 

@@ -13,8 +13,14 @@ from fsdp_inspect.report.out_of_memory import (
     describe_memory_at_failure,
     name_plan_file,
 )
-from fsdp_inspect.trace.live_memory import MOST_ROWS, OTHER, LiveBytes, LiveMoment, keep_largest
-from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
+from fsdp_inspect.trace.live_memory import (
+    MOST_ROWS,
+    OTHER,
+    LiveBytes,
+    LiveMoment,
+    OutOfMemoryRecord,
+    keep_largest,
+)
 from fsdp_inspect.trace.run import ClockPair, RankRecord, RunManifest, RunStatus, Unit
 from tests.builders import InMemoryRun
 

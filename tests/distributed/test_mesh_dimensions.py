@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_inspect.analysis.stragglers.expert_load import LoadFinding
 from fsdp_inspect.analysis.verdict import Limit
-from fsdp_inspect.report.ranks import render_ranks
+from fsdp_inspect.report.ranks_wording import render_ranks
 from fsdp_inspect.run import Run, open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from tests.conftest import Torchrun

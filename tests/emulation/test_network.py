@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_inspect.emulation.network import EmulatedNetwork, sleep_until
-from fsdp_inspect.emulation.specification import parse_specification
+from fsdp_inspect.emulation.network import EmulatedNetwork, parse_specification, sleep_until
 from fsdp_inspect.trace.codes import EventKind
 
 ALL = range(8)

@@ -10,8 +10,8 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from fsdp_inspect.emulation.network import parse_specification
 from fsdp_inspect.emulation.process import Emulation, active_emulation, emulate
-from fsdp_inspect.emulation.specification import parse_specification
 from fsdp_inspect.errors import EmulationError
 from fsdp_inspect.trace.codes import EventKind
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.emulation.network import parse_specification
 from fsdp_inspect.emulation.process import emulate
-from fsdp_inspect.emulation.specification import parse_specification
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase, Source
 from fsdp_inspect.trace.tables import EventTable

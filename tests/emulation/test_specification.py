@@ -2,10 +2,10 @@
 
 import pytest
 
-from fsdp_inspect.emulation.specification import Link, parse_specification
+from fsdp_inspect.emulation.network import Link, parse_specification
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
-from fsdp_inspect.trace.link_presets import PRESETS
+from fsdp_inspect.trace.links import PRESETS
 
 
 def test_a_specification_is_world_size_bandwidth_and_latency():

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.cuda._utils as cuda_utils
 
+from fsdp_inspect.emulation.network import parse_specification
 from fsdp_inspect.emulation.process import emulate
-from fsdp_inspect.emulation.specification import parse_specification
 from fsdp_inspect.emulation.spinning import (
     CYCLES_NOTE,
     SPIN_KERNEL,

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_inspect.emulation.network import EmulatedNetwork
+from fsdp_inspect.emulation.collectives import CudaWire, EmulatedMessage
+from fsdp_inspect.emulation.network import EmulatedNetwork, parse_specification
 from fsdp_inspect.emulation.process import emulate
-from fsdp_inspect.emulation.specification import parse_specification
-from fsdp_inspect.emulation.wires import CudaWire, EmulatedMessage
 from fsdp_inspect.trace.codes import EventKind
 
 

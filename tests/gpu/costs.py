@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from fsdp_inspect.emulation.collectives import SpinningDevice
 from fsdp_inspect.emulation.process import active_emulation
-from fsdp_inspect.emulation.wires import SpinningDevice
 from fsdp_inspect.recording.clocks import CudaClock, CudaMark, HostClock, TorchCudaBackend
 from fsdp_inspect.recording.memory import CudaAllocator
 from tests.gpu.outcome import Row, shown, unavailable

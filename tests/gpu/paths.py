@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_inspect import Recorder
 from fsdp_inspect.diagnosis.diagnose import ProblemClass, diagnose
+from fsdp_inspect.emulation.network import parse_specification
 from fsdp_inspect.emulation.process import emulate
-from fsdp_inspect.emulation.specification import parse_specification
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.failure import SNAPSHOT_FILE
 from fsdp_inspect.store.reader import StoredRun, open_run

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from fsdp_inspect import Recorder
-from fsdp_inspect.emulation.specification import parse_specification
+from fsdp_inspect.emulation.network import parse_specification
 from fsdp_inspect.emulation.spinning import CYCLES_NOTE
 from instrumented_trainer.runtime import Runtime, process_group
 from tests.gpu.outcome import Judge

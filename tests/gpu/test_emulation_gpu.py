@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.emulation.collectives import SpinningDevice
+from fsdp_inspect.emulation.network import parse_specification
 from fsdp_inspect.emulation.process import emulate
-from fsdp_inspect.emulation.specification import parse_specification
-from fsdp_inspect.emulation.wires import SpinningDevice
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 

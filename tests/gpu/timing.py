@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fsdp_inspect.analysis.collectives.queues import queue_up
+from fsdp_inspect.analysis.shared_collectives import queue_up
 from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.store.reader import open_run

@@ -7,7 +7,7 @@ these tests are skipped.
 import pytest
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
-from fsdp_inspect.analysis.overlap import measure_overlap
+from fsdp_inspect.analysis.step_times import measure_overlap
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind

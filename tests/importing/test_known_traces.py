@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdp_inspect.analysis.overlap import measure_overlap
+from fsdp_inspect.analysis.step_times import measure_overlap
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.plan_check.check import check_plan
+from fsdp_inspect.analysis.step_times import measure_overlap
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.comparison.comparison import compare_runs

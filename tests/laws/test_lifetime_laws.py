@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from fsdp_inspect.analysis.lifetime import measure_lifetime
 from fsdp_inspect.trace.codes import EventFlag, EventKind
-from fsdp_inspect.trace.process_life import ProcessLife, TimeSpan
-from fsdp_inspect.trace.run import ClockPair, RunStatus
+from fsdp_inspect.trace.run import ClockPair, ProcessLife, RunStatus, TimeSpan
 from tests.builders import InMemoryRun, RunBuilder
 
 TIMES = st.integers(0, 60)

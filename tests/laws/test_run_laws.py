@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown, measure_step_breakdown
 from fsdp_inspect.analysis.exposed import measure_exposed
-from fsdp_inspect.analysis.overlap import measure_overlap
-from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.analysis.step_times import measure_overlap, measure_step_times
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.results import to_plain
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Stream

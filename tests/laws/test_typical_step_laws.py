@@ -12,11 +12,10 @@ from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.breakdown_causes import measure_breakdown_causes
 from fsdp_inspect.analysis.exposed import measure_exposed
 from fsdp_inspect.analysis.live.monitor import monitor_run
-from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.rank_waits import measure_rank_waits
 from fsdp_inspect.analysis.run_list import measure_key_numbers
 from fsdp_inspect.analysis.step_selection import timed_ranks
-from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.analysis.step_times import measure_overlap, measure_step_times
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.units import measure_units

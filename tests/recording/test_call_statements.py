@@ -1,7 +1,7 @@
 """Statements that call `fully_shard` are read with the lines to remove."""
 
-from fsdp_inspect.recording.call_statements import read_calls, read_user_statement
-from fsdp_inspect.trace.training_code import ShardingCall, UserStatement
+from fsdp_inspect.recording.sharding_calls import read_calls, read_user_statement
+from fsdp_inspect.trace.run import ShardingCall, UserStatement
 
 
 def call(line: int) -> ShardingCall:

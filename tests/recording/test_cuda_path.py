@@ -16,8 +16,8 @@ from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.torch_api.fsdp2 import groups_of
 from fsdp_inspect.simulation.network import fit_network
 from fsdp_inspect.store.reduction.step_parts import reduce_rank
-from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, StepPart
+from fsdp_inspect.trace.links import bus_bytes_per_s
 from fsdp_inspect.trace.run import ProcessGroup
 
 from .virtual_device import MS, VirtualDevice

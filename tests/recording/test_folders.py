@@ -22,8 +22,7 @@ from fsdp_inspect import Recorder
 from fsdp_inspect.recording import folders
 from fsdp_inspect.recording.environment import read_clock_pair
 from fsdp_inspect.recording.folders import RecordingFolder, agree_on_folder, default_path
-from fsdp_inspect.store.folder import rank_folder, read_manifest
-from fsdp_inspect.store.liveness import pid_scope
+from fsdp_inspect.store.folder import pid_scope, rank_folder, read_manifest
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import RANK_FILE

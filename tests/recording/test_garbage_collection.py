@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import HostClock
-from fsdp_inspect.recording.garbage_collection import GarbageCollections
+from fsdp_inspect.recording.instruments import GarbageCollections
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.units import ProcessGroups

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_inspect.recording.clocks import HostClock
-from fsdp_inspect.recording.graph_capture import pause_during_capture
+from fsdp_inspect.recording.instruments import pause_during_capture
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.units import ProcessGroups

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_inspect.recording.launch_command import shorten_starter
+from fsdp_inspect.recording.environment import shorten_starter
 
 
 @pytest.mark.parametrize(

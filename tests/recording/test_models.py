@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_inspect.recording.loop_hooks import MOST_STEPS, OptimizerRound
 from fsdp_inspect.recording.models import Models, as_one_module, class_name_of, name_models
-from fsdp_inspect.recording.optimizer_rounds import MOST_STEPS, OptimizerRound
 
 
 class Actor(nn.Linear):

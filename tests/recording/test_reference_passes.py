@@ -1,4 +1,4 @@
-from fsdp_inspect.recording.reference_passes import ReferencePasses
+from fsdp_inspect.recording.session import ReferencePasses
 
 TEACHER, STUDENT = (0, False), (1, False)
 

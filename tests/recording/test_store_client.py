@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import TCPStore
 
-from fsdp_inspect.recording.store_client import StoreClient
+from fsdp_inspect.recording.torch_api.process_groups import StoreClient
 
 SERVER = """
 import time

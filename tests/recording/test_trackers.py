@@ -5,9 +5,8 @@ import time
 
 import pytest
 
-from fsdp_inspect.recording.trackers import delivery as delivery_module
-from fsdp_inspect.recording.trackers.delivery import Delivery
-from fsdp_inspect.recording.trackers.feed import check_trackers, page_of
+from fsdp_inspect.recording.trackers import feed as delivery_module
+from fsdp_inspect.recording.trackers.feed import Delivery, check_trackers, page_of
 from fsdp_inspect.recording.trackers.libraries import TrackedRun
 from tests.studies.trackers.tracked import losses_of, run_tracked
 

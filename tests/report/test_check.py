@@ -3,9 +3,8 @@
 from dataclasses import replace
 from xml.etree import ElementTree
 
-from fsdp_inspect.comparison.gate.allocating_lines import AllocatingLine
 from fsdp_inspect.comparison.gate.check import CheckOutcome, CheckResult, MetricCheck
-from fsdp_inspect.comparison.gate.increases import Increase
+from fsdp_inspect.comparison.gate.increases import AllocatingLine, Increase
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.report.check import (
     describe_outcome,

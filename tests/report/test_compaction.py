@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from fsdp_inspect.report.compaction import render_compaction, render_compaction_json
+from fsdp_inspect.report.outcomes import render_compaction, render_compaction_json
 from fsdp_inspect.store.compaction import CompactionResult, RankCompaction, SkippedRank
 from tests.builders import steady_run
 from tests.report.terminal_text import text_of

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from fsdp_inspect.analysis.run_list import list_recorded_runs
-from fsdp_inspect.report.listing import render_listing
+from fsdp_inspect.report.outcomes import render_listing
 from tests.builders import RunBuilder, steady_run, write_run
 from tests.report.terminal_text import text_of
 

@@ -14,7 +14,7 @@ from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.formatting import ELLIPSIS, shorten_names
 from fsdp_inspect.report.comparison import render_comparison
 from fsdp_inspect.report.exposed import render_waits
-from fsdp_inspect.report.memory import render_memory
+from fsdp_inspect.report.memory_wording import render_memory
 from fsdp_inspect.report.simulation import render_simulation
 from fsdp_inspect.report.text import render_summary, render_units
 from fsdp_inspect.simulation.recorded import Execution, observed_plan

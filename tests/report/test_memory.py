@@ -1,5 +1,5 @@
 from fsdp_inspect.analysis.memory.overview import measure_memory_overview
-from fsdp_inspect.report.memory import render_memory
+from fsdp_inspect.report.memory_wording import render_memory
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.run import FailedRequest
 from tests.builders import MIB, RunBuilder, steady_run

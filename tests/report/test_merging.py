@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fsdp_inspect.report.merging import render_merge
+from fsdp_inspect.report.outcomes import render_merge
 from fsdp_inspect.store.compaction import SkippedRank
 from fsdp_inspect.store.merging import MergeResult
 from tests.report import terminal_text as rendering

@@ -3,7 +3,7 @@
 import pytest
 
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
-from fsdp_inspect.report.ranks import render_ranks
+from fsdp_inspect.report.ranks_wording import render_ranks
 from tests.analysis.stragglers.test_ranks import build_run
 from tests.builders import RunBuilder, steady_run
 from tests.llama70b import llama_70b_run

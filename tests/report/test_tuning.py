@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.advice.tuning import TunedPlan, Tuning, measure_tuning
-from fsdp_inspect.report.tuning import render_tuning
+from fsdp_inspect.report.verification import render_tuning
 from fsdp_inspect.simulation.predictions.records import Ruling
 from tests.prediction_records import prediction
 from tests.report.terminal_text import text_of

@@ -1,6 +1,6 @@
 import pytest
 
-from fsdp_inspect.report.values import format_kind, format_method, format_metric
+from fsdp_inspect.report.wording import format_kind, format_method, format_metric
 
 
 @pytest.mark.parametrize(

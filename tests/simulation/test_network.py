@@ -12,9 +12,9 @@ from fsdp_inspect.simulation.network import (
     Network,
     Pace,
     fit_network,
+    known_lines,
     unknown_latencies,
 )
-from fsdp_inspect.simulation.nodes import known_lines
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
 from tests.builders import InMemoryRun, RunBuilder

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from fsdp_inspect.analysis.link_fit import fit_link
-from fsdp_inspect.simulation.network import CostLine, Network, NodeLink
-from fsdp_inspect.simulation.nodes import find_node
+from fsdp_inspect.simulation.network import CostLine, Network, NodeLink, find_node
 from fsdp_inspect.trace.codes import EventKind
 from tests.builders import InMemoryRun, run_on
 

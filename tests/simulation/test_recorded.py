@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import Execution, measure_work
 from fsdp_inspect.simulation.schedule import Schedule
+from fsdp_inspect.simulation.simulate import predicted_events
 from fsdp_inspect.simulation.step_pieces import read_step
 from fsdp_inspect.simulation.workload import (
     Microbatch,

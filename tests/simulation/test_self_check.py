@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_inspect.simulation.recorded import Execution, measure_work, observed_plan
-from fsdp_inspect.simulation.self_check import (
+from fsdp_inspect.simulation.simulate import (
     MAX_REPLAY_ERROR,
     caveat_of_self_check,
+    caveats_of,
+    replay,
     self_check_margin,
+    simulate_work,
 )
-from fsdp_inspect.simulation.simulate import caveats_of, replay, simulate_work
 from tests.simulation.test_recorded import as_run, simple
 
 

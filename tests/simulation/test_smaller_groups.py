@@ -7,10 +7,9 @@ import pytest
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.network import CostLine, Network, Node, NodeLink
-from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork, play
 from fsdp_inspect.simulation.scenario import Scenario, make_scenario
-from fsdp_inspect.simulation.simulate import simulate_work
+from fsdp_inspect.simulation.simulate import predicted_events, simulate_work
 from fsdp_inspect.simulation.workload import (
     Piece,
     UnitPolicy,

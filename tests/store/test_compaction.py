@@ -22,7 +22,7 @@ from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
-from fsdp_inspect.store.reduction.rank_rows import is_of_whole_step
+from fsdp_inspect.store.reduction.run_statistics import is_of_whole_step
 from fsdp_inspect.store.schema import EVENTS, MEMORY
 from fsdp_inspect.store.streams import LiveStream
 from fsdp_inspect.store.summary_files import read_rank_summary, read_run_summary

@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 
 from fsdp_inspect.store import streams
 from fsdp_inspect.store import writer as writer_module
-from fsdp_inspect.store.disk_faults import LONGEST_RETRY_S, RetryTimer, SpareDescriptor
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import EVENTS, MEMORY
 from fsdp_inspect.store.streams import read_stream
-from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.store.writer import LONGEST_RETRY_S, RankWriter, RetryTimer, SpareDescriptor
 from fsdp_inspect.trace.run import RunStatus
 from tests.store.run_files import event_row, make_manifest, make_record, memory_row
 

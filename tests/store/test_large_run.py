@@ -8,7 +8,7 @@ import pytest
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.reduction.memory_parts import MEMORY_PARTS
-from fsdp_inspect.store.reduction.rank_rows import summarise_rank
+from fsdp_inspect.store.reduction.run_statistics import summarise_rank
 from fsdp_inspect.trace.run import RunStatus
 from tests.store.run_files import assert_same_rows
 from tests.studies.benchmarks.large_run import Shape, write_large_run, write_part

@@ -7,12 +7,11 @@ import pytest
 
 from fsdp_inspect.errors import CorruptFileError
 from fsdp_inspect.store import live_tables as module
-from fsdp_inspect.store import tail
+from fsdp_inspect.store import live_tables as tail
 from fsdp_inspect.store.compaction import compact_rank
 from fsdp_inspect.store.folder import create_run, rank_folder
-from fsdp_inspect.store.live_tables import LiveTables
+from fsdp_inspect.store.live_tables import LiveTables, ReaderCache
 from fsdp_inspect.store.reader import StoredRun, open_run
-from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.schema import EVENTS, MANIFEST_FILE, rank_name
 from fsdp_inspect.store.streams import LiveStream, RowEncoder
 from fsdp_inspect.store.writer import RankWriter

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.store.files import LocalFiles
-from fsdp_inspect.store.liveness import SILENCE_S, is_alive, last_sign_unix_ns, pid_scope
+from fsdp_inspect.store.folder import SILENCE_S, is_alive, last_sign_unix_ns, pid_scope
 from fsdp_inspect.trace.run import ClockPair
 from tests.store.run_files import make_record
 

@@ -12,12 +12,11 @@ from fsdp_inspect.errors import FsdpInspectError, NotARunError, StoreError
 from fsdp_inspect.run import Run
 from fsdp_inspect.store import remote_files
 from fsdp_inspect.store.compaction import compact_run
-from fsdp_inspect.store.downloads import DOWNLOADS
 from fsdp_inspect.store.folder import create_run, list_runs, rank_folder, rewrite_manifest
-from fsdp_inspect.store.object_cache import SIZE_VARIABLE, ObjectCache
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.store.record_bundle import LEAST_RECORDS, read_record_bundle
-from fsdp_inspect.store.records import encode_record
+from fsdp_inspect.store.records import LEAST_RECORDS, encode_record, read_record_bundle
+from fsdp_inspect.store.remote_blocks import SIZE_VARIABLE, ObjectCache
+from fsdp_inspect.store.remote_system import DOWNLOADS
 from fsdp_inspect.store.run_upload import upload_run
 from fsdp_inspect.store.schema import RANK_FILE, RECORDS_FILE
 from tests.s3_server import FaultyProxy

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.store.boundary import VARIABLE, max_memory_bytes
 from fsdp_inspect.store.checksums import checksum_text
 from fsdp_inspect.store.compacted import read_compacted
-from fsdp_inspect.store.read_limits import VARIABLE, max_memory_bytes
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import EVENTS, FOOTER_CHECKSUM_KEY, FOOTER_KEY
 from fsdp_inspect.store.streams import RowEncoder, read_stream

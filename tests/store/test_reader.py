@@ -23,7 +23,7 @@ from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import encode_record
-from fsdp_inspect.store.reduction.rank_rows import (
+from fsdp_inspect.store.reduction.run_statistics import (
     WHOLE_STEP_KINDS,
     is_of_whole_step,
     summarise_rank,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.store import reader
+from fsdp_inspect.store.live_tables import ReaderCache
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.store.reader_cache import ReaderCache
 from fsdp_inspect.store.schema import EVENTS, ROW_GROUP_ROWS
 from fsdp_inspect.store.table_cache import TableCache
 from fsdp_inspect.trace.codes import EventKind

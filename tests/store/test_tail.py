@@ -9,10 +9,10 @@ import pytest
 from fsdp_inspect.errors import CorruptFileError
 from fsdp_inspect.store.compaction import compact_rank
 from fsdp_inspect.store.folder import create_run, rank_folder
+from fsdp_inspect.store.live_tables import RankTail, StreamTail
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import EVENTS
 from fsdp_inspect.store.streams import LiveStream
-from fsdp_inspect.store.tail import RankTail, StreamTail
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable

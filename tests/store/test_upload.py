@@ -13,10 +13,15 @@ from fsdp_inspect.store.background_upload import BackgroundUpload
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import create_run, list_runs
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.remote_files import find_segments, join_segments, select_gapless
 from fsdp_inspect.store.run_upload import upload_run
-from fsdp_inspect.store.segments import find_segments, join_segments, select_gapless
-from fsdp_inspect.store.upload import MAX_SEGMENTS, read_upload_url, upload_of_rank, upload_of_run
-from fsdp_inspect.store.upload_target import UploadTarget
+from fsdp_inspect.store.upload import (
+    MAX_SEGMENTS,
+    UploadTarget,
+    read_upload_url,
+    upload_of_rank,
+    upload_of_run,
+)
 from fsdp_inspect.store.writer import RankWriter
 from tests.faulty_store import URL, FaultyStore, register
 from tests.store.run_files import (

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s, bus_factor
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.links import bus_bytes_per_s, bus_factor
 from fsdp_inspect.trace.run import ProcessGroup
 from fsdp_inspect.trace.tables import EventTable
 from tests.builders import RunBuilder

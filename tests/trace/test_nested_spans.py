@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.nested_spans import paint_innermost, stack_rows
+from fsdp_inspect.trace.intervals import Intervals, paint_innermost, stack_rows
 
 HORIZON = 40
 SPANS = st.lists(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_inspect.trace.nodes import hosts_of, ranks_per_node
+from fsdp_inspect.trace.run import hosts_of, ranks_per_node
 from tests.builders import run_on
 
 

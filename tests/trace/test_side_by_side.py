@@ -5,10 +5,9 @@ import pytest
 
 from fsdp_inspect.analysis.wait_causes import split_waits
 from fsdp_inspect.store.reduction.step_parts import reduce_rank
-from fsdp_inspect.trace import side_by_side
+from fsdp_inspect.trace import intervals as side_by_side
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.side_by_side import lay_side_by_side
+from fsdp_inspect.trace.intervals import Intervals, lay_side_by_side
 from fsdp_inspect.trace.tables import EventTable, Table
 from tests.builders import steady_run
 from tests.store.run_files import assert_same_rows

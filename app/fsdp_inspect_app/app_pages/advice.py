@@ -36,8 +36,11 @@ from fsdp_inspect.result_types import (
     Suggestion,
     Summary,
 )
-from fsdp_inspect.simulation.predictions.ledger import find_ledger, read_ledger
-from fsdp_inspect.simulation.predictions.track_record import measure_track_record
+from fsdp_inspect.simulation.predictions.ledger import (
+    find_ledger,
+    measure_track_record,
+    read_ledger,
+)
 from fsdp_inspect.store.boundary import is_in_folder
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.advice_search import PLAN_FILE, advice_of, default_wishes
@@ -45,6 +48,7 @@ from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     Tile,
     show_card,
+    show_code,
     show_csv_button,
     show_headline,
     show_note,
@@ -55,12 +59,10 @@ from fsdp_inspect_app.cards import (
     show_title,
 )
 from fsdp_inspect_app.charts.advice import draw_front
-from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.frames.advice import frame_front, frame_outcomes
 from fsdp_inspect_app.knob_widgets import show_knob
-from fsdp_inspect_app.knobs import KNOBS_OF_LINK, network_of
-from fsdp_inspect_app.plan_links import pack_plan
+from fsdp_inspect_app.knobs import KNOBS_OF_LINK, network_of, pack_plan
 from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link
 from fsdp_inspect_app.wording import plain
 

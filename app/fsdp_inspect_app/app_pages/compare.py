@@ -19,6 +19,7 @@ from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.cards import (
     show_card,
     show_chart_card,
+    show_code,
     show_csv_button,
     show_empty_card,
     show_headline,
@@ -29,7 +30,6 @@ from fsdp_inspect_app.cards import (
 )
 from fsdp_inspect_app.charts.compare import draw_memory_changes, draw_time_changes
 from fsdp_inspect_app.charts.stacks import draw_steps
-from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.empty_states import show_no_runs, show_nothing
 from fsdp_inspect_app.frames.compare import (
     frame_categories,

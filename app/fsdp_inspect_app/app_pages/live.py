@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from fsdp_inspect import Run
+from fsdp_inspect.analysis.live.feed import LiveFeed
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
@@ -46,7 +47,6 @@ from fsdp_inspect_app.frames.live import (
     frame_live_ranks,
 )
 from fsdp_inspect_app.frames.values import frame_of
-from fsdp_inspect_app.live_feed import look_at
 from fsdp_inspect_app.page_sheet import sheet_section
 from fsdp_inspect_app.selection import (
     RANK_KEY,
@@ -275,3 +275,24 @@ if chosen is None:
     show_no_runs()
 else:
     show_page(chosen, answer_or_stop(chosen, loading.open_entry))
+
+
+# --- Read the new data of a live run, with one feed for all sessions.
+
+_MOST_FEEDS = 16
+
+
+def look_at(entry: RunEntry, *, rank: int) -> LiveStatus:
+    """Read the new data of a rank and return the state of the run.
+
+    Raises:
+        StoreError: The run, or a stream of the rank, cannot be read.
+        OSError: A file of the run cannot be read.
+    """
+    run = loading.open_stored(entry)
+    return _feed(str(entry.path), run.attempt, rank).look(run)
+
+
+@st.cache_resource(max_entries=_MOST_FEEDS, show_spinner=False)
+def _feed(path: str, attempt: int, rank: int) -> LiveFeed:
+    return LiveFeed(path, attempt, rank)

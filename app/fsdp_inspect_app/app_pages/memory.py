@@ -15,7 +15,7 @@ from fsdp_inspect.formatting import MISSING, format_bytes, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
 from fsdp_inspect.report.charts.results import draw_alive
-from fsdp_inspect.report.values import format_metric
+from fsdp_inspect.report.wording import format_metric
 from fsdp_inspect.result_types import (
     LiveInstant,
     LiveRow,
@@ -58,7 +58,6 @@ from fsdp_inspect_app.frames.memory import (
     name_place,
 )
 from fsdp_inspect_app.frames.values import frame_of
-from fsdp_inspect_app.second_run import pick_second_run
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
@@ -67,6 +66,7 @@ from fsdp_inspect_app.selection import (
     link,
     open_unit,
     page_link,
+    pick_second_run,
     run_name,
     switch_page,
 )

@@ -1,6 +1,6 @@
 """Page Overview: the verdict, key numbers, the typical step, exposed waits and findings."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,7 +14,6 @@ from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit, name_run
 from fsdp_inspect.metrics import define_metric, find_metric
 from fsdp_inspect.report.advice import describe_recommendation
-from fsdp_inspect.report.causes import format_cause
 from fsdp_inspect.report.charts.results import (
     draw_breakdown,
     draw_dimensions,
@@ -24,14 +23,17 @@ from fsdp_inspect.report.charts.results import (
     draw_scalar,
     draw_step_times,
 )
-from fsdp_inspect.report.throughput import list_throughput
-from fsdp_inspect.report.values import format_kind, format_metric
+from fsdp_inspect.report.text import list_throughput
+from fsdp_inspect.report.wording import format_cause, format_kind, format_metric
 from fsdp_inspect.result_types import (
     BreakdownCauses,
     Exposed,
     ExposedOwner,
+    Finding,
+    Limit,
     MemoryOfStep,
     PeakMoment,
+    PlanCheck,
     RankWaits,
     RunEntry,
     RunManifest,
@@ -48,16 +50,15 @@ from fsdp_inspect_app.cards import (
     Tile,
     show_card,
     show_chart_card,
+    show_code,
     show_empty_card,
     show_headline,
     show_table_button,
     show_text,
     show_tiles,
 )
-from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.exports import show_export_button, show_share_button
-from fsdp_inspect_app.finding_list import page_of_limit, show_findings
 from fsdp_inspect_app.frames.overview import (
     frame_breakdown,
     frame_peak,
@@ -67,6 +68,7 @@ from fsdp_inspect_app.frames.overview import (
 from fsdp_inspect_app.frames.runs import frame_about
 from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.page_sheet import sheet_section
+from fsdp_inspect_app.pages import find_page
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
@@ -516,3 +518,52 @@ def _show_about(manifest: RunManifest, summary: Summary) -> None:
 
 entry = entry_or_stop()
 show_page(entry, loading.open_entry(entry))
+
+
+# --- List findings with a link to the page that shows the evidence.
+
+_PAGE_OF_RULE = {
+    "R32": "ranks",
+    "R21": "memory",
+    **dict.fromkeys(("R7", "R12", "R19", "R20", "R31", "R33"), "timeline"),
+    **dict.fromkeys(("R1", "R14", "R23", "R26", "R27", "R30"), "units"),
+}
+_PAGE_OF_LIMIT = {
+    Limit.MEMORY: "memory",
+    Limit.MEMORY_CREEP: "memory",
+    Limit.STRAGGLER: "ranks",
+    Limit.SLOW_GROUP: "ranks",
+}
+
+
+def page_of_limit(verdict: Verdict) -> str:
+    """The page with the details of the limit of the step."""
+    return _PAGE_OF_LIMIT.get(verdict.limit, "timeline")
+
+
+def show_findings(
+    findings: Sequence[Finding], verdict: Verdict, plan_check: PlanCheck | None
+) -> None:
+    """Show each finding in one line, with a link to its evidence."""
+    for finding in findings:
+        _show_line(finding.sentence, _page_of(finding, verdict), finding.units)
+    if plan_check is not None and plan_check.is_consistent is not False:
+        _show_line(plan_check.sentence, "units", ())
+    if not findings:
+        show_text(plain("No finding. Advice lists changes of the plan."))
+    page_link("advice", "Open Advice", icon=":material/lightbulb:")
+
+
+def _page_of(finding: Finding, verdict: Verdict) -> str:
+    if finding.rule in _PAGE_OF_RULE:
+        return _PAGE_OF_RULE[finding.rule]
+    if finding.units:
+        return "units"
+    return page_of_limit(verdict)
+
+
+def _show_line(sentence: str, page: str, units: Sequence[str]) -> None:
+    show_text(plain(sentence))
+    named = {"unit": format_unit(units[0])} if len(units) == 1 else {"unit": None}
+    file = find_page(page)
+    page_link(page, f"Show in {file.title}", icon=file.icon, **named)

@@ -9,16 +9,16 @@ from streamlit.delta_generator import DeltaGenerator
 
 from fsdp_inspect import Run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
+from fsdp_inspect.analysis.mesh_dimensions import list_axes
 from fsdp_inspect.analysis.mesh_grid import default_axes, measure_mesh_grid
 from fsdp_inspect.analysis.rank_grid import measure_rank_grid
-from fsdp_inspect.analysis.rank_sets import list_axes
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import ranks_wording
 from fsdp_inspect.report.charts.results import draw_breakdown
-from fsdp_inspect.report.values import format_metric
+from fsdp_inspect.report.wording import format_metric
 from fsdp_inspect.result_types import (
     CollectiveSkew,
     DimensionWait,

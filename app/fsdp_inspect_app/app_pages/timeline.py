@@ -36,7 +36,6 @@ from fsdp_inspect_app.frames.timeline import frame_spans
 from fsdp_inspect_app.frames.values import frame_of
 from fsdp_inspect_app.page_sheet import sheet_section
 from fsdp_inspect_app.range_card import show_range
-from fsdp_inspect_app.second_run import pick_second_run
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
@@ -48,6 +47,7 @@ from fsdp_inspect_app.selection import (
     linked,
     linked_all,
     page_link,
+    pick_second_run,
     run_name,
 )
 from fsdp_inspect_app.timeline.component import jump_to, show_timeline
@@ -59,8 +59,12 @@ from fsdp_inspect_app.timeline.request import (
     parse_range,
     parse_view,
 )
-from fsdp_inspect_app.timeline.steps import find_drawable_steps, find_sampled_steps
-from fsdp_inspect_app.timeline.track_set import Place, TrackSet
+from fsdp_inspect_app.timeline.track_set import (
+    Place,
+    TrackSet,
+    find_drawable_steps,
+    find_sampled_steps,
+)
 from fsdp_inspect_app.wording import plain
 
 WINDOW_KEY, SPAN_KEY, RANGE_KEY, TOP_KEY = "window", "span", "range", "top"

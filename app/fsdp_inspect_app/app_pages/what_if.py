@@ -15,8 +15,7 @@ from fsdp_inspect.report.simulation import (
     describe_simulation,
     why_no_memory,
 )
-from fsdp_inspect.report.values import format_kind
-from fsdp_inspect.report.wording import format_error
+from fsdp_inspect.report.wording import format_error, format_kind
 from fsdp_inspect.result_types import (
     Plan,
     PredictionOrigin,
@@ -33,6 +32,7 @@ from fsdp_inspect_app.cards import (
     Tile,
     show_card,
     show_chart_card,
+    show_code,
     show_empty_card,
     show_headline,
     show_note,
@@ -40,7 +40,6 @@ from fsdp_inspect_app.cards import (
     show_tiles,
 )
 from fsdp_inspect_app.charts.stacks import draw_peaks, draw_steps
-from fsdp_inspect_app.code_block import show_code
 from fsdp_inspect_app.frames.what_if import (
     frame_parts,
     frame_peaks,
@@ -58,9 +57,9 @@ from fsdp_inspect_app.knobs import (
     network_of,
     node_link_of,
     recorded_values,
+    unpack_plan,
 )
 from fsdp_inspect_app.page_sheet import sheet_section
-from fsdp_inspect_app.plan_links import unpack_plan
 from fsdp_inspect_app.selection import entry_or_stop, link, page_link
 from fsdp_inspect_app.timeline.component import show_timeline
 from fsdp_inspect_app.timeline.track_set import TrackSet

@@ -10,7 +10,7 @@ from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
 from fsdp_inspect.report.charts.heat import HeatMap, draw_heat_map
 from fsdp_inspect.report.charts.lines import Line, Lines, draw_lines, shade
-from fsdp_inspect.report.values import format_metric
+from fsdp_inspect.report.wording import format_metric
 from fsdp_inspect.result_types import MeshGrid, RankGrid
 
 

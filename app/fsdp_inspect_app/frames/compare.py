@@ -7,8 +7,7 @@ import pandas as pd
 
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.values import format_metric
-from fsdp_inspect.report.wording import describe_judgement, format_change
+from fsdp_inspect.report.wording import describe_judgement, format_change, format_metric
 from fsdp_inspect.result_types import (
     CategoryComparison,
     Comparison,

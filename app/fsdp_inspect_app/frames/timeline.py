@@ -5,8 +5,8 @@ import pandas as pd
 
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.result_types import RunManifest
-from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import COLLECTIVES, Method, Phase, Source
+from fsdp_inspect.trace.links import bus_bytes_per_s
 from fsdp_inspect_app.frames.values import BYTES_PER_GB, BYTES_PER_MIB, NS_PER_MS
 from fsdp_inspect_app.timeline.payload import lane_label, method_words
 from fsdp_inspect_app.timeline.rank_layout import LOOKS

@@ -7,8 +7,7 @@ from typing import Any
 import pandas as pd
 
 from fsdp_inspect.analysis.units import COLLECTIVES_TABLE
-from fsdp_inspect.report.causes import format_cause
-from fsdp_inspect.report.values import format_kind
+from fsdp_inspect.report.wording import format_cause, format_kind
 from fsdp_inspect.result_types import (
     Cause,
     CollectiveHistory,

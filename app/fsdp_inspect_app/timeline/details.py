@@ -6,7 +6,7 @@ from fsdp_inspect.formatting import (
     format_ns,
     format_unit,
 )
-from fsdp_inspect.report.values import format_kind, format_method
+from fsdp_inspect.report.wording import format_kind, format_method
 from fsdp_inspect.result_types import EventFacts
 from fsdp_inspect_app.wording import code, plain
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.memory.summary_rows import memory_parts
+from fsdp_inspect.analysis.memory.peak import memory_parts
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.result_types import RankRecord, RunSource
 from fsdp_inspect.store.reduction.memory_parts import highest_allocated, samples_of

@@ -1,6 +1,8 @@
 """Make the data with which the canvas draws a window of a step and describes its spans."""
 
-from collections.abc import Sequence
+import json
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,12 +10,11 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.result_types import RunManifest
-from fsdp_inspect.trace.bus_bandwidth import bus_bytes_per_s
 from fsdp_inspect.trace.codes import NO_UNIT, Method, Phase, Source
+from fsdp_inspect.trace.links import bus_bytes_per_s
 from fsdp_inspect_app.timeline.difference import Difference
 from fsdp_inspect_app.timeline.lod import MAX_RECTANGLES, MAX_SPANS, Drawing, OnAxis, View, draw
 from fsdp_inspect_app.timeline.memory import MemoryCurve
-from fsdp_inspect_app.timeline.packing import pack
 from fsdp_inspect_app.timeline.rank_layout import LOOKS, Lane, Track
 from fsdp_inspect_app.timeline.request import Jump, TimelineRequest
 from fsdp_inspect_app.timeline.track_set import Place, SummedRange, Tracks, TrackSet
@@ -385,3 +386,43 @@ def method_words(method: Method) -> str:
     if method is Method.HOST_BLOCKING:
         return "host time of a blocking call"
     return method.label
+
+
+# --- Pack arrays for the browser: one block of bytes with a JSON header and the columns.
+#
+# Layout, little-endian, every part padded to 8 bytes:
+#
+#     u32 length of the header | u32 zero | header | column 0 | column 1 | ...
+#
+# The header is the caller's dictionary with `columns` added: the name, the dtype (`f8`, `i4`, `u2`,
+# `u1`) and the number of values of each column, in order.
+
+DTYPES = ("f8", "f4", "i4", "i2", "u2", "u1")
+"""The dtypes that the browser can read."""
+
+_ALIGNMENT = 8
+
+
+def pack(header: Mapping[str, Any], columns: Mapping[str, NDArray[np.generic]]) -> bytes:
+    """Pack a header and columns as bytes.
+
+    Raises:
+        ValueError: The browser cannot read the dtype of a column.
+    """
+    described = [_describe(name, values) for name, values in columns.items()]
+    text = json.dumps({**header, "columns": described}, allow_nan=False).encode()
+    parts = [struct.pack("<II", len(text), 0), text]
+    parts += [
+        values.astype(values.dtype.newbyteorder("<")).tobytes() for values in columns.values()
+    ]
+    return b"".join(part + bytes(-len(part) % _ALIGNMENT) for part in parts)
+
+
+def _describe(name: str, values: NDArray[np.generic]) -> dict[str, str | int]:
+    dtype = values.dtype.str[1:]
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"Column {name!r} has dtype {values.dtype}, which is not sent. "
+            f"Convert it to one of {', '.join(DTYPES)}."
+        )
+    return {"name": name, "dtype": dtype, "length": len(values)}

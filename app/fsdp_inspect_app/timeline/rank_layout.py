@@ -40,9 +40,8 @@ from fsdp_inspect.trace.codes import (
     StepPart,
     Stream,
 )
-from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.intervals import Intervals, paint_innermost, stack_rows
 from fsdp_inspect.trace.mesh_dimensions import OTHER
-from fsdp_inspect.trace.nested_spans import paint_innermost, stack_rows
 from fsdp_inspect.trace.tables import EventTable, is_any_of
 from fsdp_inspect_app.timeline.lod import SpanIndex
 from fsdp_inspect_app.timeline.memory import MemoryCurve

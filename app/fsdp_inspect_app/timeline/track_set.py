@@ -11,13 +11,90 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.memory.peak import memory_parts
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.result_types import RunManifest
-from fsdp_inspect.trace.codes import COPIES
+from fsdp_inspect.result_types import RunManifest, RunSource
+from fsdp_inspect.trace.codes import COPIES, EventKind, StepPart
 from fsdp_inspect.trace.tables import is_any_of
 from fsdp_inspect_app.timeline.rank_layout import LOOKS
-from fsdp_inspect_app.timeline.search import Search, parse_search
 from fsdp_inspect_app.timeline.tracks import DrawnRank, StepTimeline
+
+# --- Parse a search of the timeline: ranks, kinds of time and units, in one text.
+#
+# A search names any of a rank, a kind and a unit, in this order, and all must match:
+#
+# layers.3                        the units of that name, or else those that contain it
+# all-gather                      the kinds whose names contain it: `exposed` finds all waits
+# rank 2                          everything on rank 2
+# rank 2 all-gather layers.3
+
+_RANK = re.compile(r"rank\s+([0-9]{1,9})(?:\s+|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a search asks for; None: anything."""
+
+    rank: int | None
+    looks: frozenset[int] | None
+    """Indices of kinds of time."""
+    units: frozenset[int] | None
+    """Positions among the names of units."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the search has a text that nothing is named by."""
+        return self.looks == frozenset() or self.units == frozenset()
+
+
+def parse_search(text: str, labels: Sequence[str], names: Sequence[str]) -> Search | None:
+    """Parse a search.
+
+    Args:
+        text: What the user typed.
+        labels: The names of the kinds of time.
+        names: The names of the units.
+
+    Returns:
+        None for an empty text.
+    """
+    rest = text.strip()
+    if not rest:
+        return None
+    rank, match = None, _RANK.match(rest)
+    if match is not None:
+        rank, rest = int(match[1]), rest[match.end() :].strip()
+    if not rest:
+        return Search(rank, None, None)
+    units = matching(names, rest)
+    if units:
+        return Search(rank, None, units)
+    looks = matching(labels, rest)
+    if looks:
+        return Search(rank, looks, None)
+    return _split(rank, rest, labels, names)
+
+
+def _split(rank: int | None, rest: str, labels: Sequence[str], names: Sequence[str]) -> Search:
+    """A kind, then a unit; of all places to split, the last one with both."""
+    words = rest.split()
+    for place in range(len(words) - 1, 0, -1):
+        looks = matching(labels, " ".join(words[:place]))
+        units = matching(names, " ".join(words[place:]))
+        if looks and units:
+            return Search(rank, looks, units)
+    return Search(rank, None, frozenset())
+
+
+def matching(names: Sequence[str], query: str) -> frozenset[int]:
+    """The positions of that name, or else of those that contain it, in any case."""
+    wanted = query.strip().lower()
+    lowered = [name.lower() for name in names]
+    exact = frozenset(at for at, name in enumerate(lowered) if name == wanted)
+    if exact or not wanted:
+        return exact
+    return frozenset(at for at, name in enumerate(lowered) if wanted in name)
+
 
 _EVENT_NAME = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 
@@ -220,3 +297,20 @@ def _matching_events(tracks: TrackSet, search: Search, drawn: DrawnRank) -> NDAr
         wanted &= np.isin(events.unit, indices)
     matches = np.flatnonzero(wanted)
     return matches[np.argsort(events.start_ns[matches], kind="stable")]
+
+
+# --- Find the steps of a rank that have events, and those with memory readings.
+#
+# Long runs keep the events of only some steps, and on CPU memory is read in memory steps only.
+
+
+def find_drawable_steps(run: RunSource, *, rank: int) -> tuple[int, ...]:
+    """The finished steps with recorded events, ascending."""
+    steps = run.events(rank, kinds=[EventKind.STEP]).step
+    return tuple(int(step) for step in np.unique(steps))
+
+
+def find_sampled_steps(run: RunSource) -> tuple[int, ...]:
+    """The steps in which any rank read its memory, ascending."""
+    rows = memory_parts(run)
+    return tuple(np.unique(rows.step[rows.kind == StepPart.PEAK_ALLOCATED]).tolist())

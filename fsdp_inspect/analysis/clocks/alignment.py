@@ -23,14 +23,16 @@ from fsdp_inspect.analysis.clocks.clock_fit import (
     OffsetBounds,
     fit_clock,
 )
-from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching, describe_key
-from fsdp_inspect.analysis.collectives.queues import queue_up
-from fsdp_inspect.analysis.collectives.synchronisation import (
+from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.shared_collectives import (
+    NO_KEY,
+    Matching,
     SynchronisationReader,
     Synchronisations,
+    describe_key,
+    events_of_ranks,
+    queue_up,
 )
-from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.rank_events import events_of_ranks
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.statistics import spread_blocks

@@ -14,8 +14,8 @@ from pathlib import Path
 from fsdp_inspect.analysis.live.view import LiveRank, LiveView
 from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.folder import rank_folder
+from fsdp_inspect.store.live_tables import NewRows, RankTail
 from fsdp_inspect.store.reader import StoredRun
-from fsdp_inspect.store.tail import NewRows, RankTail
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 
 

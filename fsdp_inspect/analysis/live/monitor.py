@@ -1,18 +1,96 @@
 """Measure the numbers of a live or ended run for monitors such as Prometheus."""
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_inspect.analysis.live.feed import LiveFeed, LiveState, LiveStatus
-from fsdp_inspect.analysis.live.view import TYPICAL_STEPS
+from fsdp_inspect.analysis.live.view import TYPICAL_STEPS, LiveStep
 from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.analysis.provenance import measure_provenance
-from fsdp_inspect.analysis.rank_numbers import RankNumbers, measure_rank_numbers
-from fsdp_inspect.analysis.step_selection import steps_by_rank, timed_rank
+from fsdp_inspect.analysis.step_selection import RankSteps, steps_by_rank, timed_rank
+from fsdp_inspect.analysis.step_times import ratio_of_overlap
+from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.store.reader import StoredRun
-from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, StepPart
+from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus, Unit
+from fsdp_inspect.trace.tables import rows_of
+
+# --- Measure the numbers of a rank that a monitor shows, by unit.
+#
+# They are the numbers of the typical step of the given steps: the timed steps of a completed run,
+# or the last steps of a live run.
+
+
+@dataclass(frozen=True, slots=True)
+class UnitNumbers:
+    """One unit's communication, per step."""
+
+    name: str
+    """The fqn, `(root)` for the root, with the index if several units have the same fqn."""
+    exposed_ns: int
+    """Exposed time of all its collectives."""
+    all_gather_ns: int
+    """Time in flight of its all-gathers, exposed or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankNumbers:
+    """The typical step of one rank."""
+
+    last_step: int
+    num_steps: int
+    """The number of given steps."""
+    step_time_ns: int
+    exposed_ns: int
+    communication_ns: int
+    data_ns: int
+    """The time of waiting for the next batch."""
+    units: tuple[UnitNumbers, ...]
+
+
+def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumbers:
+    """Measure the typical step of a rank.
+
+    Args:
+        member: The steps of the rank, at least one.
+        units: The units of the model.
+    """
+    inspected = member.inspected
+    data = rows_of(inspected.rows, kinds=[StepPart.DATA])
+    trained = inspected.rows.where(inspected.rows.phase != Phase.EVALUATION)
+    collectives = rows_of(trained, kinds=sorted(COLLECTIVES))
+    gathers = rows_of(trained, kinds=[EventKind.ALL_GATHER])
+    num_units = Counter(unit.fqn for unit in units)
+    return RankNumbers(
+        last_step=int(member.steps[-1]),
+        num_steps=len(member.steps),
+        step_time_ns=member.typical(member.step_time_ns),
+        exposed_ns=member.typical(member.exposed_ns),
+        communication_ns=member.typical(member.communication_ns),
+        data_ns=inspected.typical_per_step(data, "duration_ns"),
+        units=tuple(
+            UnitNumbers(
+                name=_name(unit, is_unique=num_units[unit.fqn] == 1),
+                exposed_ns=inspected.typical_per_step(
+                    collectives.where(collectives.unit == unit.index), "exposed_ns"
+                ),
+                all_gather_ns=inspected.typical_per_step(
+                    gathers.where(gathers.unit == unit.index), "duration_ns"
+                ),
+            )
+            for unit in units
+        ),
+    )
+
+
+def _name(unit: Unit, *, is_unique: bool) -> str:
+    name = format_unit(unit.fqn)
+    return name if is_unique else f"{name} [{unit.index}]"
+
 
 MOST_RANKS = 16
 """Default number of monitored ranks."""
@@ -162,3 +240,66 @@ def _measure_live(live: LiveStatus, manifest: RunManifest) -> MonitoredRank:
         scalars={scalar.name: scalar.value for scalar in view.scalars},
         **_name_methods(view.methods),
     )
+
+
+# --- The numbers of each new step of a live run, for experiment trackers.
+
+_LOGGED = {
+    "throughput(tps)": ("tokens_per_s", 1.0),
+    "tokens_per_s": ("tokens_per_s", 1.0),
+    "mfu(%)": ("mfu_ratio", 0.01),
+    "mfu": ("mfu_ratio", 1.0),
+}
+"""Numbers that the training loop may log: the name and the factor here."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """The numbers of one step."""
+
+    step: int
+    values: dict[str, float]
+
+
+class StepRows:
+    """Follows the lowest rank of a run."""
+
+    def __init__(self, run: StoredRun) -> None:
+        """Follow a run that has at least one rank."""
+        record = min(run.ranks, key=lambda each: each.rank)
+        self._feed = LiveFeed(Path(run.path), record.attempt, record.rank)
+        self._last = -1
+
+    def read_new(self, run: StoredRun, *, is_last: bool) -> Iterator[StepRow]:
+        """The steps that ended since the last call.
+
+        Args:
+            run: The run, opened for this update.
+            is_last: Whether no more rows follow. Otherwise the newest step waits for the next
+                call, because rows of a step can arrive after the row that ends it.
+        """
+        status = self._feed.look(run)
+        steps = [step for step in status.view.steps if step.step > self._last]
+        for step in steps if is_last else steps[:-1]:
+            self._last = step.step
+            yield StepRow(step.step, _values_of(step, status))
+
+
+def _values_of(step: LiveStep, status: LiveStatus) -> dict[str, float]:
+    view = status.view
+    values = {
+        "step_time_s": step.step_time_ns / 1e9,
+        "exposed_s": step.exposed_ns / 1e9,
+        "overlap_ratio": ratio_of_overlap(step.exposed_ns, step.communication_ns),
+        "is_memory_step": float(step.is_memory_step),
+    }
+    memory = next((each for each in view.memory if each.step == step.step), None)
+    if memory is not None:
+        values["peak_allocated_bytes"] = float(memory.allocated_bytes)
+        if memory.reserved_bytes is not None:
+            values["peak_reserved_bytes"] = float(memory.reserved_bytes)
+    for scalar in view.scalars:
+        if scalar.name in _LOGGED and scalar.step <= step.step and math.isfinite(scalar.value):
+            name, factor = _LOGGED[scalar.name]
+            values[name] = scalar.value * factor
+    return values

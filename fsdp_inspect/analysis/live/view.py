@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.methods import name_methods
+from fsdp_inspect.analysis.provenance import name_methods
 from fsdp_inspect.columns import (
     TableSpec,
     metric_column,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.memory.summary_rows import memory_parts, memory_statistics
+from fsdp_inspect.analysis.memory.peak import memory_parts, memory_statistics
 from fsdp_inspect.trace.codes import Statistic, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable

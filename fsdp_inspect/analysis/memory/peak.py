@@ -9,13 +9,13 @@ Peaks of all ranks come from the run's summary. Samples are read for one rank on
 ranks are fast.
 """
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from fsdp_inspect.analysis.memory.summary_rows import memory_parts, memory_statistics
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.columns import (
     TableSpec,
@@ -28,10 +28,23 @@ from fsdp_inspect.errors import IncompleteRunError, StoreError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.statistics import median
-from fsdp_inspect.store.reduction.memory_parts import STORAGE_TRACKER, UNATTRIBUTED, samples_of
+from fsdp_inspect.store.reduction.memory_parts import (
+    MEMORY_PARTS,
+    STORAGE_TRACKER,
+    UNATTRIBUTED,
+    reduce_memory,
+    samples_of,
+)
+from fsdp_inspect.store.reduction.run_statistics import condense_memory
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase, Statistic, StepPart
 from fsdp_inspect.trace.run import FailedRequest, RankRecord, RunSource
-from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable, StatisticsTable, SummaryTable
+from fsdp_inspect.trace.tables import (
+    MISSING_INT,
+    MemoryTable,
+    StatisticsTable,
+    SummaryTable,
+    rows_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,3 +482,51 @@ def _categories(rows: MemoryTable, position: int) -> tuple[CategoryBytes, ...]:
 
 def _highest(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
+
+
+# --- Read the memory of each step of each rank from the run's summary, without samples.
+#
+# If the summary has no memory rows (an older run), they are computed from the samples.
+
+
+def memory_parts(run: RunSource, *, ranks: Collection[int] | None = None) -> SummaryTable:
+    """Return the memory rows of some ranks, or of all; `reduction.memory_parts` defines them.
+
+    Returns:
+        Rows of the kinds `MEMORY_PARTS`, by rank and step. A rank with damaged samples has none.
+    """
+    rows = run.summary(ranks=ranks, kinds=[int(part) for part in MEMORY_PARTS])
+    if len(rows):
+        return rows
+    parts = []
+    for record in run.ranks:
+        if ranks is not None and record.rank not in ranks:
+            continue
+        with contextlib.suppress(StoreError):
+            samples = run.memory(record.rank)
+            parts.append(reduce_memory(samples, memory_from=record.memory_from, rank=record.rank))
+    return SummaryTable.concat(parts)
+
+
+def memory_statistics(run: RunSource, *, without: Collection[int] = ()) -> StatisticsTable:
+    """Return the highest and the last memory of each rank; see `reduction.run_statistics`.
+
+    Args:
+        run: A recorded or imported run.
+        without: Steps that do not count.
+    """
+    rows = run.statistics()
+    rows = rows.where(np.isin(rows.kind, [int(part) for part in MEMORY_PARTS]))
+    if len(rows) and not without:
+        return rows
+    parts = memory_parts(run)
+    parts = parts.where(~np.isin(parts.step, list(without)))
+    return condense_memory(lambda kind: rows_of(parts, kinds=[kind]), run.manifest.warmup_steps)
+
+
+def highest_peak_bytes(run: RunSource) -> int | None:
+    """Return the highest peak allocated over the recorded ranks; None without memory."""
+    rows = memory_statistics(run)
+    recorded = [record.rank for record in run.ranks]
+    peaks = rows.bytes[(rows.kind == StepPart.PEAK_ALLOCATED) & np.isin(rows.rank, recorded)]
+    return int(peaks.max()) if len(peaks) else None

@@ -6,7 +6,10 @@ A model of CUDA's caching allocator replays the history of a forecast or of a me
 
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.emulation.allocator.prediction import ReservedMemory, predict_reserved_bytes
+from fsdp_inspect.emulation.allocator.caching_allocator import (
+    ReservedMemory,
+    predict_reserved_bytes,
+)
 from fsdp_inspect.emulation.allocator.settings import (
     DEFAULT_SETTINGS,
     AllocatorSettings,

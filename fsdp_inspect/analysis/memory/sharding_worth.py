@@ -18,8 +18,8 @@ from fsdp_inspect.analysis.link_fit import LinkFit
 from fsdp_inspect.analysis.memory.peak import PeakMoment
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns
-from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind, MemoryCategory
+from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, ZERO3
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from fsdp_inspect.analysis.plan_check.collective_counts import (
     COUNTED_KINDS,
+    PASS_KINDS,
     CollectiveCount,
     ObservedCollectives,
     UnitCount,
     count_unit,
     find_fsdp_roots,
 )
-from fsdp_inspect.analysis.plan_check.expected_collectives import PASS_KINDS
 from fsdp_inspect.analysis.plan_check.unit_waste import PlanFinding, find_waste
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.errors import PlanError

@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.clocks.alignment import Alignment
-from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching
-from fsdp_inspect.analysis.collectives.queues import queue_up
-from fsdp_inspect.analysis.collectives.synchronisation import SYNCHRONISING
+from fsdp_inspect.analysis.shared_collectives import NO_KEY, SYNCHRONISING, Matching, queue_up
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.breakdown import measure_dimensions
 from fsdp_inspect.analysis.mesh_dimensions import dimension_members, group_dimensions
 from fsdp_inspect.analysis.step_selection import timed_ranks
-from fsdp_inspect.analysis.stragglers.sampling import common_steps, spread
+from fsdp_inspect.analysis.stragglers.rank_work import common_steps, spread
 from fsdp_inspect.analysis.wait_causes import NEEDED_KINDS, split_waits
 from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, EventKind, Phase
 from fsdp_inspect.trace.run import RunSource

@@ -39,12 +39,10 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.breakdown import DimensionTime, measure_dimensions
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
-from fsdp_inspect.analysis.collectives.matching import Matching
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, rank_coordinates
-from fsdp_inspect.analysis.overlap import ratio_of_overlap
-from fsdp_inspect.analysis.rank_sets import name_rank_sets
+from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, name_rank_sets, rank_coordinates
 from fsdp_inspect.analysis.run_delay import run_delay_of
+from fsdp_inspect.analysis.shared_collectives import Matching
 from fsdp_inspect.analysis.step_selection import (
     RankSteps,
     TimedRanks,
@@ -53,24 +51,31 @@ from fsdp_inspect.analysis.step_selection import (
     timed_ranks,
     timed_summary,
 )
+from fsdp_inspect.analysis.step_times import RankOverlap, ratio_of_overlap
 from fsdp_inspect.analysis.stragglers.arrivals import Arrivals, Lateness, find_arrivals
 from fsdp_inspect.analysis.stragglers.dimension_waits import (
     DimensionWait,
     measure_dimension_waits,
     waits_for,
 )
-from fsdp_inspect.analysis.stragglers.evidence import MAX_ERROR_RATIO, OWN_PARTS, StragglerEvidence
+from fsdp_inspect.analysis.stragglers.evidence import (
+    MAX_ERROR_RATIO,
+    OWN_PARTS,
+    StragglerEvidence,
+    find_slow_group,
+)
 from fsdp_inspect.analysis.stragglers.expert_load import ExpertLoad, measure_expert_load
-from fsdp_inspect.analysis.stragglers.rank_pricing import RankPricing, StepReplay
-from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE, RankWork, steps_to_tell
-from fsdp_inspect.analysis.stragglers.sampling import (
+from fsdp_inspect.analysis.stragglers.rank_replay import RankPricing, StepReplay
+from fsdp_inspect.analysis.stragglers.rank_work import (
+    MAX_CHANCE,
+    RankWork,
     common_steps,
     consecutive,
     sample_ranks,
     spread,
+    steps_to_tell,
 )
-from fsdp_inspect.analysis.stragglers.slow_groups import find_slow_group
-from fsdp_inspect.analysis.verdict import SlowGroup
+from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, SlowGroup, StragglerFacts
 from fsdp_inspect.columns import (
     Column,
     TableSpec,
@@ -83,8 +88,8 @@ from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median, percentile
-from fsdp_inspect.trace.bus_bandwidth import bus_factor
 from fsdp_inspect.trace.codes import EventKind, StepPart
+from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.mesh_dimensions import DIMENSIONS, OTHER, WORLD
 from fsdp_inspect.trace.run import RunSource
 
@@ -585,4 +590,47 @@ def _describe_straggler(run: RunSource, evidence: StragglerEvidence, priced: _Pr
         cost_ns=priced.cost_ns,
         cost_ratio=priced.cost_ns / evidence.step_time_ns,
         waits_ns=waits_for(run, evidence.aligned, row.rank, evidence.uncertainty_ns),
+    )
+
+
+# --- Search for a straggler or a slow group, but read events only if step times give a reason to.
+#
+# A straggler works longer than the other ranks: its step time - its exposed communication is larger
+# than the median over ranks. So do the ranks of a slow group. The summary shows that without
+# events. Only then the search reads the events of the ranks that `fsdp-inspect ranks` reads, so
+# that both give the same result.
+
+
+def may_have_late_ranks(ranks: Sequence[RankOverlap]) -> bool:
+    """Return whether the extra work of some rank is large enough to make the step longer."""
+    work = [row.step_time_ns - row.exposed_ns for row in ranks]
+    median_work, step_time = median(work), median([row.step_time_ns for row in ranks])
+    if len(work) < 2 or median_work is None or not step_time:
+        return False
+    return max(work) - median_work >= STRAGGLER_RATIO * step_time
+
+
+def find_late_ranks(
+    run: RunSource, ranks: Sequence[RankOverlap]
+) -> StragglerFacts | SlowGroup | None:
+    """Return the rank or the group that the other ranks wait for; None without one."""
+    if not may_have_late_ranks(ranks):
+        return None
+    found = measure_ranks(run)
+    if found.slow_group is not None:
+        return found.slow_group
+    return _straggler(found.straggler) if found.straggler is not None else None
+
+
+def _straggler(straggler: Straggler) -> StragglerFacts:
+    return StragglerFacts(
+        rank=straggler.rank,
+        host=straggler.host,
+        cost_ns=straggler.cost_ns,
+        last_ratio=straggler.last_ratio,
+        late_ns=straggler.late_ns,
+        phase=straggler.phase,
+        meanwhile=straggler.meanwhile,
+        meanwhile_ns=straggler.meanwhile_ns,
+        waits_ns=straggler.waits_ns,
     )

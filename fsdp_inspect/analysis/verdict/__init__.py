@@ -27,15 +27,17 @@ and the advice is to wrap the blocks (R1).
 from dataclasses import dataclass, field
 
 from fsdp_inspect.analysis.verdict.facts import (
+    STRAGGLER_RATIO,
     HighestMoment,
+    Limit,
     MemoryGrowthFacts,
     OtherPart,
     SlowGroup,
     StepFacts,
     StragglerFacts,
     Waiting,
+    find_limit,
 )
-from fsdp_inspect.analysis.verdict.limits import STRAGGLER_RATIO, Limit, find_limit
 from fsdp_inspect.analysis.verdict.words import (
     COMPARE_PLANS,
     describe_extra_work,

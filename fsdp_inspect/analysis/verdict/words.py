@@ -5,8 +5,14 @@ A headline has at most 12 words. The details are in the reason.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from fsdp_inspect.analysis.verdict.facts import OtherPart, SlowGroup, StepFacts, StragglerFacts
-from fsdp_inspect.analysis.verdict.limits import STRAGGLER_RATIO, Limit
+from fsdp_inspect.analysis.verdict.facts import (
+    STRAGGLER_RATIO,
+    Limit,
+    OtherPart,
+    SlowGroup,
+    StepFacts,
+    StragglerFacts,
+)
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import (
     capitalize,

@@ -1,24 +1,15 @@
 """The tools: each one calls a `Run` method, and adds the origin of the numbers."""
 
+import json
+import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from fsdp_inspect.analysis.provenance import measure_provenance
-from fsdp_inspect.cli.assistant.arguments import (
-    AdviseArguments,
-    Arguments,
-    CompareArguments,
-    DefineArguments,
-    ListArguments,
-    RankArguments,
-    RunArguments,
-    SimulateArguments,
-    StepArguments,
-    UnitArguments,
-)
-from fsdp_inspect.cli.assistant.bounded import limit_result, take_part
 from fsdp_inspect.cli.assistant.run_folder import RunFolder, describe_entry
 from fsdp_inspect.error_text import suggest
 from fsdp_inspect.metrics import METRICS
@@ -26,6 +17,125 @@ from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
 from fsdp_inspect.report.diagnosis import diagnosis_to_dict
 from fsdp_inspect.results import Result, to_plain
 from fsdp_inspect.run import Run
+
+# --- The arguments of each tool, with the descriptions that an assistant reads.
+
+Part = Annotated[
+    str,
+    Field(
+        description="Return only this part of the result, in full if it fits: a path such as "
+        "'units[0].passes'. The answer's `left_out` lists the paths that were shortened."
+    ),
+]
+Rank = Annotated[int | None, Field(description="The rank. Default: the median rank.", ge=0)]
+
+
+class Arguments(BaseModel):
+    """Arguments of a tool; unknown ones are an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ListArguments(Arguments):
+    """The page of a list of runs."""
+
+    search: Annotated[
+        str, Field(description="Only runs whose name, run id, model or tags contain this text.")
+    ] = ""
+    limit: Annotated[int, Field(ge=1, le=100, description="The most runs to return.")] = 20
+    offset: Annotated[int, Field(ge=0, description="The number of newer runs to skip.")] = 0
+
+
+class RunArguments(Arguments):
+    """A run and the part of its result."""
+
+    run: Annotated[str, Field(description="The name of the run, as list_runs gives it.")]
+    part: Part = ""
+
+
+class RankArguments(RunArguments):
+    """A run and one of its ranks."""
+
+    rank: Rank = None
+
+
+class StepArguments(RankArguments):
+    """A run, one of its ranks and one of its steps."""
+
+    step: Annotated[
+        int | None, Field(ge=0, description="One finished step. Default: the typical step.")
+    ] = None
+
+
+class UnitArguments(RankArguments):
+    """A run, one of its ranks and one of its units."""
+
+    unit: Annotated[
+        str | None,
+        Field(description="Only waits of this FSDP unit; '(root)' is the root."),
+    ] = None
+
+
+class CompareArguments(Arguments):
+    """The runs to compare."""
+
+    runs: Annotated[
+        list[str],
+        Field(min_length=2, max_length=20, description="The reference, then the other runs."),
+    ]
+    part: Part = ""
+
+
+class SimulateArguments(RankArguments):
+    """Changes of the recorded plan, and another network; null keeps the recorded setting."""
+
+    wrap: Annotated[
+        str | None, Field(description="Wrap policy: root, block, every:N or split.")
+    ] = None
+    forward_prefetch: Annotated[int | None, Field(ge=0, description="Units to prefetch.")] = None
+    backward_prefetch: Annotated[int | None, Field(ge=0, description="Units to prefetch.")] = None
+    reshard_after_forward: Annotated[
+        bool | int | None,
+        Field(description="For all units except the root: true, false, or a number of ranks."),
+    ] = None
+    param_dtype: Annotated[str | None, Field(description="Dtype of all-gathers.")] = None
+    reduce_dtype: Annotated[str | None, Field(description="Dtype of reductions.")] = None
+    world_size: Annotated[int | None, Field(ge=1, description="Number of ranks.")] = None
+    replicas: Annotated[
+        int | None, Field(ge=1, description="Replicas of the model (HSDP); 1: all ranks shard.")
+    ] = None
+    microbatches: Annotated[int | None, Field(ge=1, description="Per step.")] = None
+    checkpointing: Annotated[
+        Literal["none", "full"] | None, Field(description="Activation checkpointing.")
+    ] = None
+    bandwidth: Annotated[
+        str | None, Field(description="Bus bandwidth of another network, such as '50GB/s'.")
+    ] = None
+    latency: Annotated[
+        str | None, Field(description="Latency of another network, such as '20us'.")
+    ] = None
+
+
+class AdviseArguments(RunArguments):
+    """Limits of a search for a better plan."""
+
+    memory_limit: Annotated[
+        str | None,
+        Field(description="The peak must not exceed it, such as '80GiB'. Default: the device."),
+    ] = None
+    allow_dtypes: Annotated[
+        bool, Field(description="Whether messages may become bfloat16, which changes numerics.")
+    ] = False
+
+
+class DefineArguments(Arguments):
+    """The metrics to define."""
+
+    names: Annotated[
+        list[str],
+        Field(min_length=1, max_length=50, description="Keys of results, such as 'exposed_ns'."),
+    ]
+
 
 _PLAN_CHANGES = (
     "wrap", "forward_prefetch", "backward_prefetch", "reshard_after_forward", "param_dtype",
@@ -279,3 +389,112 @@ TOOLS: Mapping[str, Tool] = {
     )
 }
 """All tools by name."""
+
+
+# --- Shorten a result to a size that an assistant can read, and list the parts that are left out.
+
+MAX_CHARACTERS = 24_000
+"""The most characters of a result as JSON, about 8,000 tokens."""
+_LIMITS = ((200, 12), (50, 10), (20, 8), (10, 7), (8, 6), (5, 5), (3, 4), (2, 3), (0, 2), (0, 1))
+"""Items of a list and levels of nesting to keep, in the order in which they are tried."""
+_MOST_NAMED = 30
+"""The most parts that are named as left out."""
+_MOST_LETTERS = 2_000
+"""The most characters of one text."""
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedResult:
+    """A result within the limit."""
+
+    result: Any
+    left_out: tuple[str, ...]
+    """The parts that are shortened, each with its path and the number of items."""
+
+
+def limit_result(value: Any, *, part: str = "", most: int = MAX_CHARACTERS) -> BoundedResult:
+    """Shorten lists, texts and deep tables until the value fits; numbers stay exact.
+
+    Args:
+        value: JSON values.
+        part: The path of the value, which begins the paths of the parts left out.
+        most: The most characters as JSON.
+    """
+    for most_items, most_levels in _LIMITS:
+        pruning = _Pruning(most_items, most_levels)
+        pruned = pruning.prune(value, part, 0)
+        if len(json.dumps(pruned)) <= most:
+            return BoundedResult(pruned, pruning.named())
+    # Thousands of keys at the top level: no result of `Run` has them.
+    return BoundedResult(None, (f"{part or 'the whole result'} is too large",))
+
+
+def take_part(value: Any, part: str) -> Any:
+    """The part of a result at a path such as `units[0].passes`; the empty path is the result.
+
+    Raises:
+        ValueError: There is no such part.
+    """
+    reached = ""
+    for key, position in _STEP.findall(part):
+        if position:
+            if not isinstance(value, list) or int(position) >= len(value):
+                raise ValueError(_no_part(part, reached, f"[{position}]", value))
+            value, reached = value[int(position)], f"{reached}[{position}]"
+        else:
+            if not isinstance(value, dict) or key not in value:
+                raise ValueError(_no_part(part, reached, key, value))
+            value, reached = value[key], f"{reached}.{key}" if reached else key
+    return value
+
+
+def _no_part(part: str, reached: str, step: str, value: Any) -> str:
+    where = f"{reached!r}" if reached else "The result"
+    if isinstance(value, Mapping):
+        known = suggest(step, list(value), what="keys")
+    elif isinstance(value, list):
+        known = f"It is a list of {len(value)} items."
+    else:
+        known = "It has no parts."
+    return (
+        f"Invalid part {part[:200]!r}: {where} has no {step[:100]!r}. Expected a path such as "
+        f"'units[0].fqn'. {known}"
+    )
+
+
+@dataclass(slots=True)
+class _Pruning:
+    most_items: int
+    most_levels: int
+    left_out: list[str] = field(default_factory=list)
+
+    def named(self) -> tuple[str, ...]:
+        rest = len(self.left_out) - _MOST_NAMED
+        more = (f"and {rest} more parts",) if rest > 0 else ()
+        return (*self.left_out[:_MOST_NAMED], *more)
+
+    def prune(self, value: Any, path: str, level: int) -> Any:
+        if isinstance(value, str) and len(value) > _MOST_LETTERS:
+            self.left_out.append(f"{path}: {_MOST_LETTERS:,} of {len(value):,} characters")
+            return value[:_MOST_LETTERS]
+        if not isinstance(value, dict | list) or not value:
+            return value
+        if level >= self.most_levels:
+            self.left_out.append(f"{path}: {_count(value)}")
+            return f"left out: {_count(value)}"
+        if isinstance(value, dict):
+            return {
+                key: self.prune(item, f"{path}.{key}" if path else key, level + 1)
+                for key, item in value.items()
+            }
+        if len(value) > self.most_items:
+            self.left_out.append(f"{path}: {self.most_items} of {len(value)} items")
+        return [
+            self.prune(item, f"{path}[{at}]", level + 1)
+            for at, item in enumerate(value[: self.most_items])
+        ]
+
+
+def _count(value: dict[str, Any] | list[Any]) -> str:
+    return f"{len(value)} {'items' if isinstance(value, list) else 'keys'}"

@@ -27,8 +27,10 @@ from fsdp_inspect.comparison.gate.measurements import (
     Held,
     LineBytes,
     MemoryMoment,
+    fold,
+    in_words_and_numbers,
+    unfold,
 )
-from fsdp_inspect.comparison.gate.unit_rows import fold, in_words_and_numbers, unfold
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import NAMES_AND_PLACES
 from fsdp_inspect.error_text import describe_validation_error

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from fsdp_inspect.comparison.gate.increases import Increase, abbreviate_units
 from fsdp_inspect.comparison.gate.measurements import NO_UNIT
 from fsdp_inspect.comparison.settings import compare_settings
-from fsdp_inspect.comparison.verification.comparability import decides_shape
+from fsdp_inspect.comparison.verification.judgement import decides_shape
 from fsdp_inspect.formatting import format_bytes, format_unit
 from fsdp_inspect.trace.codes import ITEMSIZE, MemoryCategory
 from fsdp_inspect.trace.live_memory import RESTING

@@ -20,13 +20,14 @@ from enum import StrEnum
 from typing import Any
 
 from fsdp_inspect.analysis.run_delay import find_run_delay_difference
-from fsdp_inspect.comparison.gate.allocating_lines import AllocatingLine, find_lines
 from fsdp_inspect.comparison.gate.baseline import Baseline, torch_release
 from fsdp_inspect.comparison.gate.causes import find_causes
 from fsdp_inspect.comparison.gate.increases import (
+    AllocatingLine,
     Increase,
     find_increases,
     find_increases_by_unit,
+    find_lines,
     find_longer,
 )
 from fsdp_inspect.comparison.gate.limits import MEMORY_METRICS, PHASES, TIME_METRICS, GateLimit

@@ -5,16 +5,19 @@ number per run. Warm-up steps do not count, because they allocate memory that la
 libraries load workspaces, the allocator grows, and the optimizer creates its state.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
-from fsdp_inspect.analysis.damage import try_measure
+from fsdp_inspect.analysis.context import try_measure
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.memory.peak import Memory, PeakMoment, measure_memory
-from fsdp_inspect.analysis.overlap import RankOverlap, measure_overlap
 from fsdp_inspect.analysis.run_delay import measure_run_delay
+from fsdp_inspect.analysis.step_times import RankOverlap, measure_overlap
 from fsdp_inspect.comparison.gate.limits import CATEGORY_METRICS, PHASES, TIME_METRICS
 from fsdp_inspect.comparison.settings import find_other_settings
 from fsdp_inspect.error_text import quote_all
@@ -287,3 +290,39 @@ def _problems(runs: Sequence[RunSource], *, are_history: bool) -> Iterator[str]:
                 f"Runs {first.run_id!r} and {run.manifest.run_id!r} differ in {names}. Expected "
                 "repeats of one program with equal settings. Check them separately."
             )
+
+
+# --- Store units with equal settings in one row of a baseline.
+#
+# Consecutive units with the same settings, or the same memory at a moment, share a row. A model of
+# 80 blocks then takes as many lines as one of two, and a different block is easy to see.
+
+_NUMBER = re.compile(r"\d+")
+
+
+def fold(named: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Merge equal neighbours into one row: `each` is the value of each of its `units`.
+
+    Args:
+        named: The units by name, in order.
+    """
+    together = groupby(named, key=lambda pair: pair[1])
+    return [{"each": dict(each), "units": [name for name, _ in group]} for each, group in together]
+
+
+def unfold(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Expand the rows of `fold` in their order.
+
+    Raises:
+        ValueError: A row is invalid.
+    """
+    try:
+        return [(str(name), dict(row["each"])) for row in rows for name in row["units"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError("Invalid row of units: `each` or `units` is missing") from error
+
+
+def in_words_and_numbers(name: str) -> list[tuple[str, int]]:
+    """A sort key that puts `layers.2` before `layers.10`."""
+    numbers = [int(number) for number in _NUMBER.findall(name)] or [-1]
+    return list(zip(_NUMBER.split(name), [*numbers, -1], strict=False))

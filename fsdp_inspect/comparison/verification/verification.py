@@ -9,20 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
-from fsdp_inspect.analysis.overlap import measure_overlap
 from fsdp_inspect.analysis.provenance import measure_provenance
 from fsdp_inspect.analysis.run_delay import find_run_delay_difference, measure_run_delay
+from fsdp_inspect.analysis.step_times import measure_overlap
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
-from fsdp_inspect.comparison.plan_differences import PlanDifference
-from fsdp_inspect.comparison.verification.comparability import (
-    differences_of,
-    find_obstacles,
-    find_prediction_caveats,
-)
+from fsdp_inspect.comparison.settings import PlanDifference
 from fsdp_inspect.comparison.verification.judgement import (
     JudgedTime,
     Sides,
+    differences_of,
+    find_obstacles,
+    find_prediction_caveats,
     judge_peak,
     judge_time,
     judge_together,

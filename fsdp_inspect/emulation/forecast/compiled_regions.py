@@ -17,7 +17,7 @@ from contextlib import ExitStack
 import torch
 
 from fsdp_inspect.error_text import causes_of
-from fsdp_inspect.recording.torch_api.compiler import (
+from fsdp_inspect.recording.torch_api.autograd import (
     compiler_error,
     forget_compiled_code,
     list_own_functions,

@@ -7,29 +7,33 @@ of the global shape, and the optimizer creates its state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 from fsdp_inspect.emulation.forecast.allocation_history import build_history
-from fsdp_inspect.emulation.forecast.host_memory import count_host_memory
-from fsdp_inspect.emulation.forecast.operations import OperationCounter
 from fsdp_inspect.emulation.forecast.target import ForecastTarget
 from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.errors import ForecastError, RecordingError
 from fsdp_inspect.recording.clocks import HostClock
+from fsdp_inspect.recording.environment import observe_settings
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.memory_steps import MemorySteps
-from fsdp_inspect.recording.observed_settings import observe_settings
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
 from fsdp_inspect.recording.storage_log import StorageLog
+from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api.dispatch import TorchDispatchMode, schema_of
 from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.recording.units import ProcessGroups, describe_model
 from fsdp_inspect.trace.allocations import AllocationHistory
@@ -176,3 +180,140 @@ def track_step(  # noqa: PLR0915 - one pass over one step
 
 def _forget(row: tuple[int, ...]) -> None:
     """Drop a row of times, which mean nothing on fake tensors."""
+
+
+# --- Count the tensors of a rank that a forecast expects on the host.
+
+
+def count_host_memory(
+    model: nn.Module, sharder: Fsdp2, optimizer: torch.optim.Optimizer | None
+) -> HostMemory:
+    """Count a rank's offloaded tensors after a step, and the model before it was sharded.
+
+    Args:
+        model: The sharded model.
+        sharder: Its units.
+        optimizer: After its first step; None: its state is not counted.
+    """
+    groups = [each.group for each in sharder.units if fsdp2.offloads_to_cpu(each.group)]
+    whole = chain(model.parameters(), model.buffers())
+    return HostMemory(
+        offloaded_bytes=sum(
+            numel * param.element_size()
+            + (_num_bytes([local_part(param)]) if param.requires_grad else 0)
+            + (0 if optimizer is None else _num_bytes(_states(optimizer, param)))
+            for group in groups
+            for param, numel in zip(
+                fsdp2.sharded_parameters_of(group),
+                fsdp2.padded_shard_numels(group),
+                strict=True,
+            )
+        ),
+        whole_model_bytes=_num_bytes(whole),  # a DTensor has the size of the whole parameter
+    )
+
+
+def _states(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Iterable[torch.Tensor]:
+    values = optimizer.state.get(param, {}).values()
+    return (local_part(value) for value in values if isinstance(value, torch.Tensor))
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# --- Count the operations and the kernels of a step, by unit and phase, while it runs.
+#
+# `torch.utils.flop_counter` has a formula for each operator that multiplies matrices. It counts
+# causal attention whole; here, the masked half is left out. Other operators count no operations. A
+# formula that fails counts none either, and a note names the operator: torch 2.11's formula for
+# attention rejects fewer key heads than query heads.
+
+_LAUNCHES_NOTHING = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach"}
+)
+
+
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts while it is active."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, find_place: Callable[[], tuple[int, str]]) -> None:
+        """`find_place` returns the running unit (-1: none) and the phase."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._find_place = find_place
+        self._failed: dict[str, str] = {}
+        self._counts: defaultdict[tuple[int, str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let regions compile while operations are counted."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator and count it."""
+        named = dict(kwargs or {})
+        result = func(*args, **named)
+        if not _is_kernel(func):
+            return result
+        unit, phase = self._find_place()
+        whole = self._count_whole(func, args, named, result)
+        run = whole // 2 if whole and _is_causal(func, args, named) else whole
+        count = self._counts[unit, phase, _itemsize(result)]
+        for place, amount in enumerate((run, whole, 1)):
+            count[place] += amount
+        return result
+
+    def _count_whole(
+        self, func: Any, args: Sequence[Any], named: Mapping[str, Any], result: Any
+    ) -> int:
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is None:
+            return 0
+        try:
+            return int(formula(*args, **named, out_val=result))
+        except Exception as error:  # a count is no reason to end the forecast
+            self._failed.setdefault(func.overloadpacket.__name__, type(error).__name__)
+            return 0
+
+    def notes(self) -> list[str]:
+        """A sentence for each operator whose operations are missing from the counts."""
+        return [
+            f"The operations of `{name}` are not counted: the formula of torch "
+            f"{torch.__version__} failed with {error}. Its kernels are counted."
+            for name, error in sorted(self._failed.items())
+        ]
+
+    def counts(self) -> Iterator[OperationCount]:
+        """The counts so far, by unit, phase and width."""
+        for (unit, phase, itemsize), (run, whole, kernels) in sorted(self._counts.items()):
+            yield OperationCount(
+                unit=unit, phase=phase, itemsize=itemsize, run=run, whole=whole, kernels=kernels
+            )
+
+
+def _is_kernel(func: Any) -> bool:
+    """Whether an operator computes: it is no view, and no allocation."""
+    schema = schema_of(func)
+    if schema is None or func.overloadpacket.__name__ in _LAUNCHES_NOTHING:
+        return False
+    aliases = [each.alias_info for each in schema.returns]
+    return not any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False))
+
+
+def _itemsize(result: Any) -> int:
+    """Bytes of an element of the first result; 0: no tensor."""
+    first = result[0] if isinstance(result, (tuple, list)) and result else result
+    return first.dtype.itemsize if isinstance(first, torch.Tensor) else 0

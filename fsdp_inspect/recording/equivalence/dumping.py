@@ -13,9 +13,12 @@ Without sharding, the updates before the step are left out: parameters come from
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -34,16 +37,6 @@ from torch.optim.optimizer import (
 )
 
 from fsdp_inspect.recording.code_places import CodePlaces
-from fsdp_inspect.recording.equivalence.fingerprints import (
-    digest,
-    fingerprint,
-    fingerprint_all,
-)
-from fsdp_inspect.recording.equivalence.loss_factor import factor_of
-from fsdp_inspect.recording.equivalence.random_states import (
-    restore_random_states,
-    save_random_states,
-)
 from fsdp_inspect.recording.equivalence.unsharded import cast_parameters, replace_fully_shard
 from fsdp_inspect.recording.tensors import local_part, tensors_in
 from fsdp_inspect.recording.torch_api import fsdp2
@@ -52,6 +45,7 @@ from fsdp_inspect.recording.torch_api.modules import original_class, shard_offse
 from fsdp_inspect.recording.units import dtype_name
 from fsdp_inspect.trace.step_dump import (
     FINGERPRINT_LENGTH,
+    FINGERPRINT_SAMPLES,
     INDEX_FILE,
     Array,
     Backward,
@@ -566,3 +560,135 @@ def _place_of_caller() -> str:
         return ""
     _, place = places.new[0]
     return f"{place.file}:{place.line}"
+
+
+# --- Reduce tensors to fingerprints, which show differences of two runs in little space.
+
+
+@torch.no_grad()
+def fingerprint(tensor: torch.Tensor) -> Array:
+    """Sum, sum of squares and evenly spaced values; shape: (FINGERPRINT_LENGTH,), float64."""
+    flat = tensor.detach().reshape(-1)
+    count = min(flat.numel(), FINGERPRINT_SAMPLES)
+    found = np.zeros(FINGERPRINT_LENGTH)
+    if count:
+        wide = flat.double()
+        places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).round().long()
+        found[0], found[1] = float(wide.sum()), float(wide.dot(wide))
+        found[2 : 2 + count] = wide[places.to(flat.device)].cpu().numpy()
+    return found
+
+
+def fingerprint_all(value: Any) -> Array:
+    """One fingerprint of all floating tensors of an output: of their concatenation."""
+    tensors = [
+        each
+        for each in map(local_part, tensors_in(value))
+        if each.is_floating_point() and each.numel()
+    ]
+    if not tensors:
+        return np.zeros(FINGERPRINT_LENGTH)
+    return fingerprint(torch.cat([each.detach().reshape(-1).double() for each in tensors]))
+
+
+def digest(*values: Any) -> str:
+    """A checksum of all tensors in the values."""
+    total = 0
+    for tensor in map(local_part, tensors_in(values)):
+        raw = tensor.detach().clone().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        total = zlib.crc32(raw.tobytes(), total)
+    return f"{total:08x}"
+
+
+# --- Read the constant factor of a loss from its autograd graph: 0.25 for `loss / 4`.
+
+_SAME = ("AliasBackward0", "ViewBackward0", "SqueezeBackward0", "ReshapeAliasBackward0")
+_CONVERTED = ("ToCopyBackward0",)
+_MOST_OPERATIONS = 32
+
+
+def factor_of(loss: torch.Tensor) -> float:
+    """The product of the constants that the last operations multiplied or divided a scalar by.
+
+    Reading stops at the first operation of another kind. 1.0: no constant.
+    """
+    factor, node = 1.0, _node_of(loss)
+    if loss.numel() != 1:
+        return factor
+    for _ in range(_MOST_OPERATIONS):
+        name = type(node).__name__
+        if name in _SAME + _CONVERTED and len(node.next_functions) == 1:
+            node = node.next_functions[0][0]
+            continue
+        step = _constant_of(node, name)
+        if step is None:
+            break
+        factor *= step[0]
+        node = step[1]
+    return factor
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    return tensor.grad_fn
+
+
+def _constant_of(node: Any, name: str) -> tuple[float, Any] | None:
+    """The factor of one operation, and the operation before it; None: it has no constant."""
+    if name not in ("DivBackward0", "MulBackward0"):
+        return None
+    inputs = [each[0] for each in node.next_functions]
+    if name == "DivBackward0":
+        value = _number(node, "_saved_other") if inputs[1] is None else None
+        return None if not value else (1 / value, inputs[0])
+    for constant, variable in ((1, 0), (0, 1)):
+        if inputs[constant] is None and inputs[variable] is not None:
+            value = _number(node, ("_saved_self", "_saved_other")[constant])
+            return None if value is None else (value, inputs[variable])
+    return None
+
+
+def _number(node: Any, name: str) -> float | None:
+    value = getattr(node, name, None)
+    if torch.is_tensor(value):
+        return float(value) if value.numel() == 1 else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+# --- Save the states of the random generators in one run, and restore them in the other.
+
+
+def save_random_states(folder: Path, name: str) -> None:
+    """Save the default generators of Python, NumPy and torch under a name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    states = {f"torch-{at}": state.numpy() for at, state in enumerate(_torch_states())}
+    _, keys, position, has_gauss, gauss = np.random.get_state()
+    arrays: dict[str, Any] = {"numpy": keys, **states}
+    np.savez(folder / f"{name}.npz", **arrays)
+    text = json.dumps({"python": random.getstate(), "numpy": [position, has_gauss, gauss]})
+    (folder / f"{name}.json").write_text(text)
+
+
+def restore_random_states(folder: Path, name: str) -> None:
+    """Restore the states saved under a name; without them, the generators stay unchanged."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return
+    fields = json.loads(path.read_text())
+    version, internal, gauss = fields["python"]
+    random.setstate((version, tuple(internal), gauss))
+    with np.load(folder / f"{name}.npz") as arrays:
+        np.random.set_state(("MT19937", arrays["numpy"], *fields["numpy"]))
+        torch.set_rng_state(torch.from_numpy(arrays["torch-0"]))
+        for device in range(_num_devices()):
+            if f"torch-{device + 1}" in arrays:
+                state = torch.from_numpy(arrays[f"torch-{device + 1}"])
+                torch.cuda.set_rng_state(state, device)
+
+
+def _torch_states() -> list[torch.Tensor]:
+    own = [torch.cuda.get_rng_state(device) for device in range(_num_devices())]
+    return [torch.get_rng_state(), *own]
+
+
+def _num_devices() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from fsdp_inspect.errors import RecordingError
-from fsdp_inspect.recording.integrations.options import RecorderOptions
+from fsdp_inspect.recording.integrations.training import RecorderOptions
 from fsdp_inspect.recording.recorder import Recorder
 from fsdp_inspect.recording.sharders.find import find_sharder
 

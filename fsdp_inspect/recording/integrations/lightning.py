@@ -22,8 +22,7 @@ from typing import Any, Self, Unpack
 
 import torch
 
-from fsdp_inspect.recording.integrations.options import RecorderOptions
-from fsdp_inspect.recording.integrations.training import RecordedTraining
+from fsdp_inspect.recording.integrations.training import RecordedTraining, RecorderOptions
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _REMEDY = (

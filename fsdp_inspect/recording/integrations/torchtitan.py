@@ -23,8 +23,7 @@ from typing import Any, Unpack
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_inspect.recording.integrations.options import RecorderOptions
-from fsdp_inspect.recording.integrations.training import RecordedTraining
+from fsdp_inspect.recording.integrations.training import RecordedTraining, RecorderOptions
 
 try:
     from torchtitan.components.metrics import MetricsProcessor

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
 
 from fsdp_inspect.errors import RecordingError
-from fsdp_inspect.recording.integrations.options import RecorderOptions
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.recorder import Recorder
 from fsdp_inspect.recording.sharders.find import find_sharder, wrapper_around
@@ -105,3 +105,31 @@ def _is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# --- The keyword arguments of `Recorder`, typed for callers that pass them on.
+
+
+class RecorderOptions(TypedDict, total=False):
+    """See `fsdp_inspect.Recorder`; every key is optional."""
+
+    path: str | os.PathLike[str] | None
+    resume: bool
+    name: str | None
+    config: Mapping[str, Any] | None
+    tags: Sequence[str]
+    warmup_steps: int
+    memory_steps: Sequence[int] | Literal["auto"]
+    numerics_every: int
+    device_memory: int | str | None
+    device_interval_s: float
+    flush_interval_s: float
+    hang_after_s: float | None
+    on_desync: Literal["warn", "raise", "off"]
+    memory_snapshot: bool
+    log_to: Sequence[str]
+    dashboard_url: str | None
+    upload: str | None
+    record_source: bool
+    print_verdict: bool
+    enabled: bool

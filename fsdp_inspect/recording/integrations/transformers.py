@@ -22,8 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from fsdp_inspect.recording.integrations.options import RecorderOptions
-from fsdp_inspect.recording.integrations.training import RecordedTraining
+from fsdp_inspect.recording.integrations.training import RecordedTraining, RecorderOptions
 
 try:
     from transformers import (

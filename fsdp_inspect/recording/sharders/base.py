@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_inspect.recording.patches import wrap_call
 from fsdp_inspect.recording.torch_api.marks import sharder_name_of
+from fsdp_inspect.trace.codes import NO_UNIT, MemoryPoint
 from fsdp_inspect.trace.sharders import traits_of
 
 if TYPE_CHECKING:
@@ -26,13 +28,13 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.graph_collectives import GraphUnits
     from fsdp_inspect.recording.memory import MemoryProbe
     from fsdp_inspect.recording.patches import Patches
-    from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.recording.unit_handle import UnitHandle
+    from fsdp_inspect.recording.session import PassKey, Session
     from fsdp_inspect.recording.unit_timing import Reductions
-    from fsdp_inspect.recording.units import ProcessGroups
+    from fsdp_inspect.recording.units import ProcessGroups, UnitHandle
     from fsdp_inspect.trace.codes import MemoryCategory
     from fsdp_inspect.trace.plan import Plan
     from fsdp_inspect.trace.run import Unit
+
 
 HandleT = TypeVar("HandleT", bound="UnitHandle")
 
@@ -177,3 +179,45 @@ class Sharder(ABC, Generic[HandleT]):
             name = handle.name if number == 1 else f"{handle.name} #{number}"
             units.append(self.describe_unit(handle, index, name, groups))
         return units
+
+
+# --- Record the forward of a whole model, for sharders whose units have none of their own.
+
+
+def wrap_model_forward(
+    original: Callable[..., Any],
+    session: Session,
+    memory: MemoryProbe,
+    *,
+    key: Callable[[], PassKey] = lambda: (NO_UNIT, True),
+    on_begin: Callable[[], None] | None = None,
+    on_end: Callable[[], None] | None = None,
+) -> Callable[..., Any]:
+    """Wrap the `forward` of a model.
+
+    Args:
+        original: The bound method.
+        session: The recording.
+        memory: Receives the inputs and the readings at both ends, in a memory step.
+        key: The model and its mode; see `Session.enter_forward`.
+        on_begin: Called after the forward has begun.
+        on_end: Called before its end is noted.
+    """
+
+    def before(*args: Any, **kwargs: Any) -> None:
+        mark = session.clock.mark()
+        session.enter_forward(mark, grad_enabled=torch.is_grad_enabled(), key=key())
+        if session.watches_memory:
+            memory.inputs(args, kwargs)
+            memory.sample(MemoryPoint.FORWARD_START)
+        if on_begin is not None:
+            on_begin()
+
+    def after(token: None, result: Any) -> None:
+        if on_end is not None:
+            on_end()
+        if session.watches_memory:
+            memory.sample(MemoryPoint.FORWARD_END)
+        session.leave_forward(session.clock.mark())
+
+    return wrap_call(original, before, after, session)

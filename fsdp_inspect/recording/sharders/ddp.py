@@ -28,8 +28,7 @@ from fsdp_inspect.recording.all_reduce_kernel import Issue, observe_all_reduces
 from fsdp_inspect.recording.collectives import Communication, run_inside_collective
 from fsdp_inspect.recording.journal import Completion, later_of
 from fsdp_inspect.recording.patches import Patches
-from fsdp_inspect.recording.sharders.base import Sharder
-from fsdp_inspect.recording.sharders.model_forward import wrap_model_forward
+from fsdp_inspect.recording.sharders.base import Sharder, wrap_model_forward
 from fsdp_inspect.recording.torch_api.autograd import call_after_backward, current_graph_task_id
 from fsdp_inspect.recording.torch_api.ddp import (
     BucketHandle,

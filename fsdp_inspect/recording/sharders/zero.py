@@ -29,8 +29,7 @@ from torch import nn
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.patches import Patches, wrap_call
-from fsdp_inspect.recording.sharders.base import Sharder
-from fsdp_inspect.recording.sharders.model_forward import wrap_model_forward
+from fsdp_inspect.recording.sharders.base import Sharder, wrap_model_forward
 from fsdp_inspect.recording.torch_api import deepspeed_zero
 from fsdp_inspect.recording.torch_api.marks import stage_of
 from fsdp_inspect.recording.unit_timing import Reductions
@@ -39,7 +38,7 @@ from fsdp_inspect.trace.codes import NO_UNIT, Phase
 if TYPE_CHECKING:
     from fsdp_inspect.recording.memory import MemoryProbe
     from fsdp_inspect.recording.session import Session
-    from fsdp_inspect.recording.unit_handle import UnitHandle
+    from fsdp_inspect.recording.units import UnitHandle
 
 HandleT = TypeVar("HandleT", bound="UnitHandle")
 _SUPPORTED = "0.19"

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.report.charts.axes import place_ticks
 from fsdp_inspect.report.charts.chart import (
     Chart,
     draw_legend,
     fill_class,
     percent,
+    place_ticks,
     text,
 )
 from fsdp_inspect.report.palette import Look

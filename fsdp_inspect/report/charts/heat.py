@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.report.charts.axes import unit_of
-from fsdp_inspect.report.charts.chart import Chart, draw_list, percent, text
+from fsdp_inspect.report.charts.chart import Chart, draw_list, percent, text, unit_of
 
 CIVIDIS = (
     *("#00224E", "#123570", "#3B496C", "#575D6D", "#707173"),

@@ -14,8 +14,16 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.formatting import find_spans
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.report.charts.axes import Tick, place_ticks, round_ticks, unit_of
-from fsdp_inspect.report.charts.chart import NEUTRAL, Chart, draw_list, text
+from fsdp_inspect.report.charts.chart import (
+    NEUTRAL,
+    Chart,
+    Tick,
+    draw_list,
+    place_ticks,
+    round_ticks,
+    text,
+    unit_of,
+)
 
 MOST_POINTS = 2000
 """Of one line: more would lie in the same column of pixels."""

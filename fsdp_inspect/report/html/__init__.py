@@ -1,14 +1,12 @@
 """Render a run or a comparison as one self-contained HTML file."""
 
-from fsdp_inspect.report.html.contents import (
+from fsdp_inspect.report.html.page import (
     ComparisonContents,
     RunContents,
-    read_comparison,
-    read_contents,
-)
-from fsdp_inspect.report.html.page import (
     WrittenReport,
     describe_page,
+    read_comparison,
+    read_contents,
     render_comparison_page,
     render_run,
 )

@@ -12,22 +12,157 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.step_selection import select_steps
-from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.report.perfetto import format as trace_format
+from fsdp_inspect.errors import ExportError, MissingDataError
 from fsdp_inspect.report.perfetto.axes import Axis, describe_axes, place_ranks
-from fsdp_inspect.report.perfetto.counters import read_counters
-from fsdp_inspect.report.perfetto.format import BYTES_PER_MB, JsonObject, TraceWriter
-from fsdp_inspect.report.perfetto.lanes import ABOUT_PID, RankLanes, pid_of
-from fsdp_inspect.report.perfetto.slices import SliceNamer, StepDrawing, clock_track
+from fsdp_inspect.report.perfetto.slices import (
+    ABOUT_PID,
+    RankLanes,
+    SliceNamer,
+    StepDrawing,
+    clock_track,
+    pid_of,
+)
 from fsdp_inspect.report.selection import Selection, event_blocks, steps_in
-from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.codes import DETAILS, EventKind, MemoryCategory, MemoryPoint
 from fsdp_inspect.trace.run import RankRecord, RunSource
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable, EventTable, MemoryTable
 from fsdp_inspect.version import __version__
+
+# --- Stream events in the Trace Event Format, one JSON object per event.
+#
+# Fields and phases are those of Google's "Trace Event Format" document that Perfetto supports: `X`
+# complete slices, `s`, `t` and `f` flows, `C` counters, `M` names. Times are given in nanoseconds
+# and written in microseconds with three decimals, so they are exact.
+
+JsonObject = dict[str, Any]
+
+FLOW_NAME = "issue to use"
+_CATEGORY = "fsdp"
+BYTES_PER_MB = 1_000_000
+
+
+def complete(
+    name: str, *, pid: int, tid: int, start_ns: int, end_ns: int, args: Mapping[str, Any]
+) -> JsonObject:
+    """A slice from start to end."""
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": _CATEGORY,
+        "pid": pid,
+        "tid": tid,
+        "ts": start_ns / 1000,
+        "dur": (end_ns - start_ns) / 1000,
+        "args": args,
+    }
+
+
+def flow(phase: str, number: int, *, pid: int, tid: int, time_ns: int) -> JsonObject:
+    """One end (`s`, `f`) or a middle (`t`) of an arrow; it binds to the slice around it.
+
+    Perfetto matches the ends by category, name and number. It binds `f` to the slice that begins
+    next, unless `bp` selects the slice around it.
+    """
+    event: JsonObject = {
+        "ph": phase,
+        "name": FLOW_NAME,
+        "cat": _CATEGORY,
+        "id": number,
+        "pid": pid,
+        "tid": tid,
+        "ts": time_ns / 1000,
+    }
+    if phase == "f":
+        event["bp"] = "e"
+    return event
+
+
+def counter(name: str, *, pid: int, time_ns: int, values: Mapping[str, float]) -> JsonObject:
+    """A counter event with the values of one moment; each key is a separate track."""
+    return {
+        "ph": "C",
+        "name": name,
+        "cat": _CATEGORY,
+        "pid": pid,
+        "tid": pid,
+        "ts": time_ns / 1000,
+        "args": values,
+    }
+
+
+def process_name(pid: int, name: str, *, sort_index: int) -> tuple[JsonObject, JsonObject]:
+    """The name and the position of a process."""
+    return (
+        _metadata("process_name", pid, pid, {"name": name}),
+        _metadata("process_sort_index", pid, pid, {"sort_index": sort_index}),
+    )
+
+
+def thread_name(pid: int, tid: int, name: str) -> tuple[JsonObject, JsonObject]:
+    """The name and the position of a thread; threads are sorted by their number."""
+    return (
+        _metadata("thread_name", pid, tid, {"name": name}),
+        _metadata("thread_sort_index", pid, tid, {"sort_index": tid}),
+    )
+
+
+def _metadata(kind: str, pid: int, tid: int, args: JsonObject) -> JsonObject:
+    return {"ph": "M", "name": kind, "cat": "__metadata", "pid": pid, "tid": tid, "args": args}
+
+
+class TraceWriter:
+    """Writes a trace event by event, and stops before the file is too large to open."""
+
+    def __init__(self, stream: BinaryIO, *, limit_bytes: int, about: JsonObject) -> None:
+        """Begin the file.
+
+        Args:
+            stream: The stream to write to.
+            limit_bytes: The highest number of bytes to write, before compression.
+            about: Metadata of the whole trace.
+        """
+        self._stream = stream
+        self._encoder = msgspec.json.Encoder()
+        self._limit_bytes = limit_bytes
+        self.num_bytes = 0
+        self.num_events = 0
+        head = self._encoder.encode({"displayTimeUnit": "ns", "otherData": about})
+        self._write(head[:-1] + b',"traceEvents":[\n')
+
+    def add(self, event: JsonObject) -> None:
+        """Append an event.
+
+        Raises:
+            ExportError: The trace has reached its limit.
+        """
+        line = self._encoder.encode(event)
+        self._write(line if self.num_events == 0 else b",\n" + line)
+        self.num_events += 1
+
+    def end(self) -> None:
+        """Complete the JSON."""
+        self._write(b"\n]}\n")
+
+    def _write(self, text: bytes) -> None:
+        self.num_bytes += len(text)
+        if self.num_bytes > self._limit_bytes:
+            raise too_large(f"more than {self._limit_bytes // BYTES_PER_MB} MB", self._limit_bytes)
+        self._stream.write(text)
+
+
+def too_large(size: str, limit_bytes: int) -> ExportError:
+    """The error for a trace that is too large to open."""
+    return ExportError(
+        f"The trace would hold {size}. Expected at most {limit_bytes // BYTES_PER_MB} MB: "
+        "ui.perfetto.dev reads a trace into the browser's memory, and opens slowly from 50 MB on. "
+        "Choose fewer with --steps 3-5 or --ranks 0,1, or raise it with --max-mb."
+    )
+
 
 DEFAULT_LIMIT_MB = 200
 """The default size limit of a trace before compression."""
@@ -129,9 +264,7 @@ class _Drawing:
         own_axis = "" if axis.refusal is None else " · own time axis, not aligned"
         host = f" · {record.host}" if record.host else ""
         self._add(
-            *trace_format.process_name(
-                pid, f"rank {record.rank}{host}{own_axis}", sort_index=record.rank + 1
-            )
+            *process_name(pid, f"rank {record.rank}{host}{own_axis}", sort_index=record.rank + 1)
         )
         lanes, namer, span = RankLanes(record.rank), None, None
         for block in event_blocks(self._run, self._selection, record.rank):
@@ -148,10 +281,10 @@ class _Drawing:
 
     def draw_about(self, about: Mapping[str, Any]) -> None:
         """Write one slice over the whole trace with the known facts about the run."""
-        self._add(*trace_format.process_name(ABOUT_PID, "about this run", sort_index=0))
-        self._add(*trace_format.thread_name(ABOUT_PID, ABOUT_PID + 1, "click for details"))
+        self._add(*process_name(ABOUT_PID, "about this run", sort_index=0))
+        self._add(*thread_name(ABOUT_PID, ABOUT_PID + 1, "click for details"))
         self._writer.add(
-            trace_format.complete(
+            complete(
                 str(about["run_id"]),
                 pid=ABOUT_PID,
                 tid=ABOUT_PID + 1,
@@ -173,10 +306,10 @@ class _Drawing:
                 continue
             tid, new_name = placed
             if new_name is not None:
-                self._add(*trace_format.thread_name(lanes.pid, tid, new_name))
+                self._add(*thread_name(lanes.pid, tid, new_name))
             places.append(_Place(lanes.pid, tid, start, end))
             self._add(
-                trace_format.complete(
+                complete(
                     one.name, pid=lanes.pid, tid=tid, start_ns=start, end_ns=end, args=one.args
                 )
             )
@@ -191,17 +324,13 @@ class _Drawing:
         self._num_arrows += 1
         phases = ["s", *["t"] * (len(stops) - 2), "f"]
         for phase, (place, time_ns) in zip(phases, stops, strict=True):
-            self._add(
-                trace_format.flow(
-                    phase, self._num_arrows, pid=place.pid, tid=place.tid, time_ns=time_ns
-                )
-            )
+            self._add(flow(phase, self._num_arrows, pid=place.pid, tid=place.tid, time_ns=time_ns))
 
     def _draw_counters(self, record: RankRecord, axis: Axis, span: tuple[int, int]) -> None:
         steps = self._selection.steps
         for reading in read_counters(self._run, record, steps=steps, span=span):
             self._add(
-                trace_format.counter(
+                counter(
                     reading.name,
                     pid=pid_of(record.rank),
                     time_ns=int(axis.move(np.array([reading.time_ns]))[0]),
@@ -272,7 +401,7 @@ def _require_size(run: RunSource, selection: Selection, limit_bytes: int) -> Non
     is_sum = (rows.kind < _FIRST_STEP_KINDS) & (rows.kind != EventKind.STEP)
     expected = int(rows.count[is_sum].sum()) * len(selection.ranks) * _BYTES_PER_EVENT
     if expected > limit_bytes:
-        raise trace_format.too_large(f"about {expected // BYTES_PER_MB} MB", limit_bytes)
+        raise too_large(f"about {expected // BYTES_PER_MB} MB", limit_bytes)
 
 
 def _describe_run(run: RunSource, axes: Mapping[int, Axis], time_axis: str) -> JsonObject:
@@ -307,3 +436,104 @@ def _open(place: Path, *, is_compressed: bool) -> Iterator[BinaryIO]:
         # Without a name and a time, the same run gives the same bytes.
         with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
             yield packed  # type: ignore[misc]
+
+
+# --- Write memory, device samples and logged numbers of a rank as counters.
+#
+# A missing value is absent, never 0: the counter track keeps its last value.
+
+_STORAGE_TRACKER = "storage_tracker"
+_TOTALS = ("allocated", "reserved", "active")
+_DEVICE_NAMES = {
+    "gpu_utilisation_pct": "GPU utilisation (%)",
+    "gpu_memory_used": "GPU memory used (bytes)",
+    "gpu_power_mw": "GPU power (mW)",
+    "gpu_sm_clock_mhz": "SM clock (MHz)",
+    "nvlink_tx_bytes": "NVLink sent (bytes since an arbitrary origin)",
+    "nvlink_rx_bytes": "NVLink received (bytes since an arbitrary origin)",
+    "pcie_tx_bytes_per_s": "PCIe sent (bytes/s)",
+    "pcie_rx_bytes_per_s": "PCIe received (bytes/s)",
+    "process_rss": "process RSS (bytes)",
+    "process_cpu_pct": "process CPU (% of one core)",
+    "host_memory_used": "host memory used (bytes)",
+    "run_delay_ns": "training thread ready without a core (ns since it began)",
+    "gpu_temperature_c": "GPU temperature (°C)",
+    "gpu_clock_limits": "limits of the GPU clock (bits of NVML)",
+    "major_faults": "major page faults (since the start of the process)",
+    "process_swap": "process memory in swap (bytes)",
+}
+"""The track names of all columns of `DeviceTable` that change with time."""
+
+
+@dataclass(frozen=True, slots=True)
+class CounterSample:
+    """The values of one moment, on the rank's clock."""
+
+    name: str
+    time_ns: int
+    values: Mapping[str, float]
+
+
+def read_counters(
+    run: RunSource, record: RankRecord, *, steps: frozenset[int] | None, span: tuple[int, int]
+) -> Iterator[CounterSample]:
+    """The counters of one rank.
+
+    Args:
+        run: A recorded run.
+        record: The rank.
+        steps: Only samples of these steps, if a sample has a step; None: all samples.
+        span: Start and end of the drawn time, ns; device samples outside are left out.
+    """
+    memory = run.memory(record.rank)
+    if steps is not None:
+        memory = memory.where(np.isin(memory.step, list(steps)))
+    yield from _read_memory(memory, record.memory_from)
+    devices = run.devices(record.rank)
+    inside = (devices.time_ns >= span[0]) & (devices.time_ns <= span[1])
+    yield from _read_devices(devices.where(inside))
+    scalars = run.scalars(record.rank)
+    for step, name, time_ns, value in zip(
+        scalars.step.tolist(),
+        scalars.name.tolist(),
+        scalars.time_ns.tolist(),
+        scalars.value.tolist(),
+        strict=True,
+    ):
+        is_chosen = (steps is None or step in steps) and span[0] <= time_ns <= span[1]
+        if is_chosen and np.isfinite(value) and name < len(record.scalar_names):
+            yield CounterSample("logged:", time_ns, {record.scalar_names[name]: value})
+
+
+def _read_memory(table: MemoryTable, counted_by: str) -> Iterator[CounterSample]:
+    # Rows of the storage tracker and of single units are not totals of the allocator.
+    left_out = [*DETAILS]
+    if counted_by != _STORAGE_TRACKER:
+        left_out.append(MemoryPoint.PEAK)
+    table = table.where(~np.isin(table.point, left_out))
+    for name, columns in (
+        ("memory (bytes):", _TOTALS),
+        ("memory by category (bytes):", tuple(category.label for category in MemoryCategory)),
+    ):
+        words = [column.replace("_", " ") for column in columns]
+        lists = [getattr(table, column).tolist() for column in columns]
+        for time_ns, *values in zip(table.time_ns.tolist(), *lists, strict=True):
+            known = {
+                word: value
+                for word, value in zip(words, values, strict=True)
+                if value != MISSING_INT
+            }
+            if known:
+                yield CounterSample(name, time_ns, known)
+
+
+def _read_devices(table: DeviceTable) -> Iterator[CounterSample]:
+    lists = [getattr(table, column).tolist() for column in _DEVICE_NAMES]
+    for time_ns, *values in zip(table.time_ns.tolist(), *lists, strict=True):
+        known = {
+            name: value
+            for name, value in zip(_DEVICE_NAMES.values(), values, strict=True)
+            if value != MISSING_INT
+        }
+        if known:
+            yield CounterSample("device:", time_ns, known)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.analysis.capacity.forecasts import row_of
+from fsdp_inspect.analysis.forecasts import row_of
 from fsdp_inspect.errors import ForecastError
 from fsdp_inspect.hardware import LAUNCH_NS
 from fsdp_inspect.simulation.planning.links import Ring

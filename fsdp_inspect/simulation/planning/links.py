@@ -9,7 +9,7 @@ the ring (`trace.link_presets`).
 from dataclasses import dataclass
 
 from fsdp_inspect.errors import ConfigError
-from fsdp_inspect.trace.link_presets import Preset
+from fsdp_inspect.trace.links import Preset
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from fsdp_inspect.analysis.capacity.allowance import RESERVED_RATIO, default_allowance
+from fsdp_inspect.analysis.forecasts import RESERVED_RATIO, default_allowance
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.simulation.planning.builder_candidates import BuilderCandidate
 from fsdp_inspect.simulation.planning.candidates import Candidate, Job

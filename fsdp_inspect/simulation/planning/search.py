@@ -14,13 +14,102 @@ forecast if there is one. If that changes a verdict, the search runs again with 
 are still not settled at the end are not reported.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
-from fsdp_inspect.simulation.planning.prediction import FitVerdict, PlannedMemory, PlanPrediction
-from fsdp_inspect.simulation.planning.predictor import C, Predictor
+from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.results import Result, to_plain
+from fsdp_inspect.simulation.planning.bounds import Bounds, bound
+from fsdp_inspect.simulation.planning.builder_candidates import BuilderCandidate
+from fsdp_inspect.simulation.planning.candidates import BATCH_SIZES, Candidate, Job, list_candidates
+from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
+from fsdp_inspect.simulation.planning.machines import PlannedMachine
+from fsdp_inspect.simulation.planning.prediction import (
+    FORMULA_RATIO,
+    FitVerdict,
+    PlannedMemory,
+    PlanPrediction,
+    judge_forecast,
+    predict,
+    predict_memory,
+    step_ns,
+)
+from fsdp_inspect.simulation.planning.workload import plan_of
+from fsdp_inspect.trace.plan import Plan
+
+# --- Define what a search asks about a candidate, and answer it from closed formulas.
+
+C = TypeVar("C", bound=Candidate | BuilderCandidate)
+
+
+class Predictor(ABC, Generic[C]):
+    """Predicts candidates of one kind for a search."""
+
+    machine: PlannedMachine
+
+    @abstractmethod
+    def bound(self, candidate: C) -> Bounds:
+        """Bound a candidate without a simulation."""
+
+    @abstractmethod
+    def memory(self, candidate: C) -> PlannedMemory:
+        """Predict the memory of a candidate, and judge it."""
+
+    def settle(self, candidate: C) -> PlannedMemory | None:
+        """Predict the memory of a candidate that the search reports, at any cost.
+
+        None: `memory` is all there is.
+        """
+        return None
+
+    @abstractmethod
+    def ns_per_token(self, candidate: C) -> float:
+        """Predict the time of a step for each of its tokens."""
+
+    @abstractmethod
+    def predict(self, candidate: C, memory: PlannedMemory | None = None) -> PlanPrediction:
+        """Predict all values of a candidate; `memory`: its memory, if it is known."""
+
+
+class FormulaPredictor(Predictor[Candidate]):
+    """Predicts from closed formulas and a simulated step."""
+
+    def __init__(
+        self,
+        job: Job,
+        machine: PlannedMachine,
+        forecast: Callable[[Candidate], ForecastStep | None] | None = None,
+    ) -> None:
+        """`forecast` makes the exact forecast of a candidate; it returns None if it cannot."""
+        self.job, self.machine = job, machine
+        self._forecast = forecast
+
+    def bound(self, candidate: Candidate) -> Bounds:
+        """Bound a candidate without a simulation."""
+        least = bound(self.job, candidate, self.machine.speed)
+        return replace(least, allocated_bytes=least.allocated_bytes * (1 - FORMULA_RATIO))
+
+    def memory(self, candidate: Candidate) -> PlannedMemory:
+        """Predict the memory of a candidate, and judge it."""
+        return predict_memory(self.job, self.machine, candidate)
+
+    def settle(self, candidate: Candidate) -> PlannedMemory | None:
+        """Forecast the candidate's tensors, and replay them on the allocator model."""
+        step = None if self._forecast is None else self._forecast(candidate)
+        return None if step is None else judge_forecast(self.machine, step)
+
+    def ns_per_token(self, candidate: Candidate) -> float:
+        """Predict the time of a step for each of its tokens."""
+        step = step_ns(self.job, candidate, self.machine.speed)
+        return step / self.job.tokens_of_step(candidate)
+
+    def predict(self, candidate: Candidate, memory: PlannedMemory | None = None) -> PlanPrediction:
+        """Predict all values of a candidate; `memory`: its memory, if it is known."""
+        return predict(self.job, self.machine, candidate, memory)
+
 
 NUM_RUNNERS_UP = 2
 ALIKE_RATIO = 0.005
@@ -243,3 +332,160 @@ class _Search(Generic[C]):
             if self._memory(each.candidate).verdict is FitVerdict.FITS:
                 return self._predict(each.candidate)
         return self._predict(min(members, key=lambda each: each.bytes).candidate)
+
+
+# --- Answer a capacity question: the best plan, or what is missing for any plan to fit.
+
+MOST_GPUS = 4096
+VALUES = (
+    "step_time_ns",
+    "tokens_per_s",
+    "mfu",
+    "gpu_hours",
+    "days",
+    "energy_kwh",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "device_bytes",
+    "host_bytes",
+)
+"""The predicted values of a plan, in the order of reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """What would make some plan fit."""
+
+    memory_bytes: float | None
+    """The smallest budget of a device with which some plan is certain to fit on these GPUs; None:
+    the host's memory is too small."""
+    gpus: int | None
+    """The smallest number of GPUs, doubled from the given one, on which some plan is certain to fit
+    the budget; None: none up to `MOST_GPUS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan(Result):
+    """The answer of `fsdp-inspect plan`."""
+
+    model: str
+    num_parameters: int
+    gpus: int
+    gpu: str
+    preset: str
+    seq_len: int
+    tokens: float
+    memory_bytes: int
+    """The budget of a device."""
+    host_memory_bytes: int | None
+    """The budget of a host; None: not limited."""
+    found: PlanSearchResult
+    shortfall: Shortfall | None
+    """What is missing; None: a plan fits."""
+    notes: tuple[str, ...]
+    """Settings that could not be compared, and forecasts that failed, one sentence each."""
+    plan: Plan | None
+    """The best plan as a plan file; None: no plan fits."""
+    job: Job | None
+    """The training; None: that of a builder."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes as plain values, those of the search first; without plan and job."""
+        plain = to_plain(self)
+        assert isinstance(plain, dict)
+        del plain["job"], plain["plan"]
+        plain = {**plain.pop("found"), **plain}
+        for prediction in (plain["best"], plain["undecided"], *plain["runners_up"]):
+            if prediction is not None:
+                prediction["candidate"] = _plain_candidate(prediction["candidate"])
+        for rejection in plain["rejected"]:
+            example = rejection.pop("example")
+            rejection |= {name: value for name, value in example.items() if name != "reason"}
+            rejection["candidate"] = _plain_candidate(rejection["candidate"])
+            rejection["detail"] = example["reason"]
+        return plain
+
+
+def _plain_candidate(candidate: dict[str, Any]) -> dict[str, Any]:
+    """The settings by name; those of a builder are pairs."""
+    return dict(candidate["items"]) if "items" in candidate else candidate
+
+
+def make_capacity_plan(
+    job: Job,
+    machine: PlannedMachine,
+    preset: str,
+    candidates: Sequence[Candidate] | None = None,
+    forecast: Callable[[Candidate], ForecastStep | None] | None = None,
+) -> CapacityPlan:
+    """Find the fastest plan that fits a budget.
+
+    Args:
+        job: The training.
+        machine: The machines with their budgets.
+        preset: The name of the machines' preset.
+        candidates: The plans to compare; None: all.
+        forecast: Makes the forecast of a plan to report, or returns None; None: there is none.
+
+    Raises:
+        ConfigError: No candidate has the requested batch, or the preset has too few GPUs.
+    """
+    machine.speed.links.ring(job.gpus, 1)  # rejects a preset without a network
+    listed = list(list_candidates(job)) if candidates is None else list(candidates)
+    if not listed:
+        raise ConfigError(
+            f"Invalid --batch-tokens {job.batch_tokens}: no microbatch of {BATCH_SIZES[0]} to "
+            f"{BATCH_SIZES[-1]} sequences of {job.seq_len} tokens on {job.gpus} GPUs divides it. "
+            f"Expected a multiple of {job.seq_len * job.gpus} tokens. Change --batch-tokens or "
+            "--seq-len."
+        )
+    found = search(FormulaPredictor(job, machine, forecast), listed)
+    best = None if found.best is None else found.best.candidate
+    return CapacityPlan(
+        model=job.model.name,
+        num_parameters=job.model.num_parameters,
+        gpus=job.gpus,
+        gpu=machine.speed.gpu.name,
+        preset=preset,
+        seq_len=job.seq_len,
+        tokens=job.tokens,
+        memory_bytes=machine.memory_bytes,
+        host_memory_bytes=machine.host_bytes,
+        found=found,
+        shortfall=None if best else _find_shortfall(job, machine),
+        notes=(),
+        plan=plan_of(job, best) if isinstance(best, Candidate) else None,
+        job=job,
+    )
+
+
+def _find_shortfall(job: Job, machine: PlannedMachine) -> Shortfall:
+    gpus: int | None = None
+    size = job.gpus * 2
+    while size <= MOST_GPUS and gpus is None and machine.has_network:
+        if any(memory.verdict is FitVerdict.FITS for memory in _smallest(job, machine, size)):
+            gpus = size
+        size *= 2
+    unlimited = replace(machine, memory_bytes=1 << 62)
+    needs = [
+        memory.device.high
+        for memory in _smallest(job, unlimited, job.gpus)
+        if memory.verdict is FitVerdict.FITS
+    ]
+    return Shortfall(min(needs, default=None), gpus)
+
+
+def _smallest(job: Job, machine: PlannedMachine, gpus: int) -> Iterator[PlannedMemory]:
+    """The memory of the candidates with the least of it."""
+    larger = replace(job, gpus=gpus, batch_tokens=None)
+    for candidate in list_candidates(larger, batch_sizes=BATCH_SIZES[:1]):
+        is_small = (
+            candidate.checkpointing == "full"
+            and candidate.reshard_after_forward
+            and candidate.blocks_per_unit == 1
+            and candidate.prefetch == 0
+            and candidate.param_dtype == "bfloat16"
+            and candidate.replicas == 1
+        )
+        if is_small:
+            yield predict_memory(larger, machine, candidate)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.store.reduction.order_wording import name_unit, shorten_place
 from fsdp_inspect.trace.codes import NO_UNIT
-from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
+from fsdp_inspect.trace.live_memory import OutOfMemoryRecord
 
 
 def describe_out_of_memory(record: OutOfMemoryRecord, unit_names: Sequence[str]) -> str:

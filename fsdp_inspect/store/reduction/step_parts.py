@@ -46,8 +46,7 @@ from fsdp_inspect.trace.codes import (
     StepPart,
     Stream,
 )
-from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.side_by_side import SideBySide, lay_side_by_side
+from fsdp_inspect.trace.intervals import Intervals, SideBySide, lay_side_by_side
 from fsdp_inspect.trace.tables import EventTable, SummaryTable, is_any_of
 
 _WAITS = (

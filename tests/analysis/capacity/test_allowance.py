@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_inspect.analysis.capacity.allowance import default_allowance
+from fsdp_inspect.analysis.forecasts import default_allowance
 
 GIB, MIB = 1 << 30, 1 << 20
 

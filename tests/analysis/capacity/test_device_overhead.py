@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_inspect.analysis.capacity.device_overhead import DeviceOverhead, measure_device_overhead
+from fsdp_inspect.analysis.forecasts import DeviceOverhead, measure_device_overhead
 from fsdp_inspect.errors import MissingDataError
 from tests.builders import steady_run
 

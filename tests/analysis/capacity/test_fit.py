@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_inspect.analysis.capacity.fit import MOST_SEQUENCES, WORLD_SIZES, find_fit
+from fsdp_inspect.analysis.forecasts import MOST_SEQUENCES, WORLD_SIZES, find_fit
 from fsdp_inspect.errors import ForecastError
 
 

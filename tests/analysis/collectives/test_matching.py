@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_inspect.analysis.collectives.matching import NO_KEY, Matching, describe_key
+from fsdp_inspect.analysis.shared_collectives import NO_KEY, Matching, describe_key
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.mesh_dimensions import members_of
 from fsdp_inspect.trace.run import ProcessGroup

@@ -1,4 +1,4 @@
-from fsdp_inspect.analysis.collectives.queues import queue_up
+from fsdp_inspect.analysis.shared_collectives import queue_up
 from fsdp_inspect.trace.codes import EventKind, Stream
 from fsdp_inspect.trace.tables import EventTable
 from tests.builders import RunBuilder

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fsdp_inspect.analysis.collectives.synchronisation import (
+from fsdp_inspect.analysis.shared_collectives import (
     SynchronisationReader,
     Synchronisations,
 )

@@ -1,4 +1,4 @@
-from fsdp_inspect.analysis.collectives.transfers import find_transfers
+from fsdp_inspect.analysis.shared_collectives import find_transfers
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from tests.builders import RunBuilder
 

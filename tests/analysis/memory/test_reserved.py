@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction, predict_reserved
-from fsdp_inspect.emulation.allocator.prediction import predict_reserved_bytes
+from fsdp_inspect.emulation.allocator.caching_allocator import predict_reserved_bytes
 from fsdp_inspect.emulation.allocator.settings import MIB, parse_settings
 from fsdp_inspect.report.memory_wording import describe_expandable
 from fsdp_inspect.trace.allocations import AllocationHistory

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from fsdp_inspect.analysis.plan_check.expected_collectives import (
+from fsdp_inspect.analysis.plan_check.collective_counts import (
     BackwardPasses,
     count_needed_gathers,
     count_needed_reductions,

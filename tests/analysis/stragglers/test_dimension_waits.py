@@ -5,7 +5,7 @@ from fsdp_inspect.analysis.mesh_grid import measure_mesh_grid
 from fsdp_inspect.analysis.stragglers.arrivals import find_arrivals
 from fsdp_inspect.analysis.stragglers.dimension_waits import measure_dimension_waits, waits_for
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
-from fsdp_inspect.report.ranks import render_ranks
+from fsdp_inspect.report.ranks_wording import render_ranks
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import ProcessGroup
 from tests.builders import RunBuilder

@@ -1,7 +1,7 @@
 """Sampled ranks and steps represent the run."""
 
 from fsdp_inspect.analysis.step_selection import timed_ranks
-from fsdp_inspect.analysis.stragglers.sampling import (
+from fsdp_inspect.analysis.stragglers.rank_work import (
     common_steps,
     consecutive,
     sample_ranks,

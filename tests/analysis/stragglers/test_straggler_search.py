@@ -1,8 +1,11 @@
 import pytest
 
-from fsdp_inspect.analysis.overlap import RankOverlap
-from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
-from fsdp_inspect.analysis.stragglers.straggler_search import find_late_ranks, may_have_late_ranks
+from fsdp_inspect.analysis.step_times import RankOverlap
+from fsdp_inspect.analysis.stragglers.ranks import (
+    find_late_ranks,
+    may_have_late_ranks,
+    measure_ranks,
+)
 from tests.llama70b import STRAGGLER, llama_70b_run
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_inspect import open_run
-from fsdp_inspect.cli.assistant.bounded import MAX_CHARACTERS, take_part
+from fsdp_inspect.cli.assistant.tools import MAX_CHARACTERS, take_part
 from tests.cli.assistant.conftest import SAMPLES
 
 TINY, HSDP, PREFETCH = "tiny-2-ranks", "hsdp-4-ranks", "async-prefetch-2-ranks"

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fsdp_inspect.cli.assistant.bounded import limit_result, take_part
+from fsdp_inspect.cli.assistant.tools import limit_result, take_part
 
 NAMES_OF_OTHERS = ("linked", "../secret", "file:///etc", "a\0b", "")
 ERRORS = (

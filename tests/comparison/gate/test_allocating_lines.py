@@ -5,8 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_inspect.comparison.gate.allocating_lines import find_lines
-from fsdp_inspect.comparison.gate.increases import Increase
+from fsdp_inspect.comparison.gate.increases import Increase, find_lines
 from fsdp_inspect.comparison.gate.measurements import LineBytes, MemoryMoment
 
 AMOUNTS = st.lists(st.sampled_from([4, 8, 16, 64, 512]), max_size=3)

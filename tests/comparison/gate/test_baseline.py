@@ -17,8 +17,7 @@ from fsdp_inspect.comparison.gate.baseline import (
     write_baseline,
 )
 from fsdp_inspect.comparison.gate.check import check_run
-from fsdp_inspect.comparison.gate.measurements import GateMeasurements, read_runs
-from fsdp_inspect.comparison.gate.unit_rows import fold, unfold
+from fsdp_inspect.comparison.gate.measurements import GateMeasurements, fold, read_runs, unfold
 from fsdp_inspect.errors import CheckError
 from fsdp_inspect.store.reader import open_run
 from tests.comparison.gate.changed_models import build

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from fsdp_inspect import Recorder, forecast_memory
 from fsdp_inspect.cli import main
+from fsdp_inspect.emulation.network import Link, Specification
 from fsdp_inspect.emulation.process import emulate
-from fsdp_inspect.emulation.specification import Link, Specification
 from tests.comparison.gate import changed_models
 from tests.comparison.gate.changed_models import build
 

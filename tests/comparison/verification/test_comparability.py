@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_inspect.comparison.verification.comparability import (
+from fsdp_inspect.comparison.verification.judgement import (
     find_obstacles,
     find_prediction_caveats,
 )

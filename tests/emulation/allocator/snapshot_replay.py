@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.emulation.allocator.blocks import Block
+from fsdp_inspect.emulation.allocator.blocks import (
+    SMALL_REQUEST_BYTES,
+    SMALL_SEGMENT_BYTES,
+    Block,
+    round_request,
+)
 from fsdp_inspect.emulation.allocator.caching_allocator import CachingAllocator, DeviceSegment
 from fsdp_inspect.emulation.allocator.settings import (
     MIB,
     AllocatorSettings,
     InvalidSettingsError,
     parse_settings,
-)
-from fsdp_inspect.emulation.allocator.sizes import (
-    SMALL_REQUEST_BYTES,
-    SMALL_SEGMENT_BYTES,
-    round_request,
 )
 from fsdp_inspect.importing.snapshot_contents import (
     Action,

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from fsdp_inspect.emulation.forecast.operations import OperationCounter
+from fsdp_inspect.emulation.forecast.tracked_step import OperationCounter
 
 
 def test_a_formula_that_fails_drops_its_count_with_a_note(monkeypatch):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from fsdp_inspect import ForecastTarget, Recorder, forecast_memory
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
+from fsdp_inspect.emulation.network import Link, Specification
 from fsdp_inspect.emulation.process import emulate
-from fsdp_inspect.emulation.specification import Link, Specification
 from fsdp_inspect.errors import ForecastError
 from fsdp_inspect.store.reader import open_run
 from tests.cases import mark_slow

@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
-from fsdp_inspect.recording.integrations.options import RecorderOptions
-from fsdp_inspect.recording.integrations.training import RecordedTraining
+from fsdp_inspect.recording.integrations.training import RecordedTraining, RecorderOptions
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus

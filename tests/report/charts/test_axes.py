@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.report.charts.axes import place_ticks, round_ticks
+from fsdp_inspect.report.charts.chart import place_ticks, round_ticks
 
 
 @example(0.0, 5e-324, 4)

@@ -209,7 +209,7 @@ def test_a_trace_that_would_not_open_is_refused_with_what_narrows_it(sample, tmp
 
 def test_the_limit_holds_also_where_the_summary_expects_less(tmp_path, monkeypatch):
     monkeypatch.setattr("fsdp_inspect.report.perfetto.trace._BYTES_PER_EVENT", 0)
-    monkeypatch.setattr("fsdp_inspect.report.perfetto.format.BYTES_PER_MB", 1)
+    monkeypatch.setattr("fsdp_inspect.report.perfetto.trace.BYTES_PER_MB", 1)
     monkeypatch.setattr("fsdp_inspect.report.perfetto.trace.BYTES_PER_MB", 1)
     with pytest.raises(ExportError, match="more than 5000"):
         export(steady_run(), tmp_path, limit_mb=5000)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fsdp_inspect.simulation.planning.candidates import Candidate, Job
 from fsdp_inspect.simulation.planning.machines import PlannedMachine, make_machine
-from fsdp_inspect.simulation.planning.models import load_model
+from fsdp_inspect.simulation.planning.transformer import load_model
 from fsdp_inspect.simulation.planning.workload import build_workload
 from fsdp_inspect.simulation.recorded import Execution, play
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.simulation.planning.calibration import measure_calibration
-from fsdp_inspect.simulation.planning.models import load_model
+from fsdp_inspect.simulation.planning.machines import measure_calibration
+from fsdp_inspect.simulation.planning.transformer import load_model
 from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.store.reader import open_run
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_inspect import forecast_memory
-from fsdp_inspect.analysis.capacity.forecasts import peak_of
+from fsdp_inspect.analysis.forecasts import peak_of
 from fsdp_inspect.simulation.planning.candidates import Candidate
 from fsdp_inspect.simulation.planning.workload import build_workload, plan_of
 from fsdp_inspect.simulation.policies import policies_of

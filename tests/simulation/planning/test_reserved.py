@@ -3,7 +3,7 @@
 import pytest
 
 from fsdp_inspect import forecast_memory
-from fsdp_inspect.report.planning_files import trainer_settings
+from fsdp_inspect.report.planning import trainer_settings
 from fsdp_inspect.simulation.planning.candidates import Candidate
 from fsdp_inspect.simulation.planning.forecast_step import read_forecast
 from fsdp_inspect.simulation.planning.machines import make_machine

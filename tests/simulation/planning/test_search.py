@@ -6,15 +6,18 @@ from operator import itemgetter
 import pytest
 
 from fsdp_inspect import forecast_memory
-from fsdp_inspect.analysis.capacity.allowance import default_allowance
-from fsdp_inspect.report.planning_files import trainer_settings
+from fsdp_inspect.analysis.forecasts import default_allowance
+from fsdp_inspect.report.planning import trainer_settings
 from fsdp_inspect.simulation.planning.candidates import Candidate, list_candidates
-from fsdp_inspect.simulation.planning.capacity_plan import VALUES, make_capacity_plan
 from fsdp_inspect.simulation.planning.forecast_step import read_forecast
 from fsdp_inspect.simulation.planning.machines import make_machine
 from fsdp_inspect.simulation.planning.prediction import FitVerdict, predict, predict_memory, step_ns
-from fsdp_inspect.simulation.planning.predictor import FormulaPredictor
-from fsdp_inspect.simulation.planning.search import search
+from fsdp_inspect.simulation.planning.search import (
+    VALUES,
+    FormulaPredictor,
+    make_capacity_plan,
+    search,
+)
 from fsdp_inspect.store.reader import open_run
 from instrumented_trainer.forecasting import build
 from tests.cases import mark_slow

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from fsdp_inspect.errors import PredictionError
-from fsdp_inspect.simulation.predictions.files import (
+from fsdp_inspect.simulation.predictions.ledger import (
     prediction_file_of,
     read_prediction,
     write_prediction,

@@ -1,7 +1,7 @@
 import pytest
 
+from fsdp_inspect.simulation.predictions.ledger import measure_track_record
 from fsdp_inspect.simulation.predictions.records import Ledger, Ruling
-from fsdp_inspect.simulation.predictions.track_record import measure_track_record
 from tests.prediction_records import outcome, prediction
 
 

@@ -1,4 +1,4 @@
-from fsdp_inspect.store.reduction.rank_rows import is_of_whole_step, summarise_rank
+from fsdp_inspect.store.reduction.run_statistics import is_of_whole_step, summarise_rank
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, StepPart
 from fsdp_inspect.trace.tables import EventTable, MemoryTable
 from tests.builders import RunBuilder, add_steady_step

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy.ma  # noqa: F401 - by numpy itself, at the first np.unique: an import of a package
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
-from fsdp_inspect.analysis.overlap import measure_overlap
+from fsdp_inspect.analysis.step_times import measure_overlap
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.store.reader import open_run
 

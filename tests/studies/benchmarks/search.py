@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_inspect.advice.plan_scores import PlanScorer
+from fsdp_inspect.advice.plan_simulator import Slowdown
 from fsdp_inspect.advice.search import Search
-from fsdp_inspect.advice.slowdown import Slowdown
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.parallel.dask_tasks import connect_dask
 from fsdp_inspect.parallel.tasks import InProcess, Tasks

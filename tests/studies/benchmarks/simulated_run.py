@@ -15,9 +15,9 @@ import numpy as np
 
 from fsdp_inspect.simulation.parameters import padded_numel
 from fsdp_inspect.simulation.policies import policies_of
-from fsdp_inspect.simulation.prediction import predicted_events
 from fsdp_inspect.simulation.recorded import Execution, play
 from fsdp_inspect.simulation.recorded_memory import measure_memory_work
+from fsdp_inspect.simulation.simulate import predicted_events
 from fsdp_inspect.simulation.workload import Op, Piece, UnitWork, Workload, passes_of, tape_of
 from fsdp_inspect.store.compaction import write_run_summary
 from fsdp_inspect.store.folder import create_run

@@ -4,9 +4,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from fsdp_inspect.report.planning_files import accelerate_settings, torchtitan_settings
+from fsdp_inspect.report.planning import accelerate_settings, torchtitan_settings
 from fsdp_inspect.simulation.planning.candidates import Candidate, Job
-from fsdp_inspect.simulation.planning.models import load_model
+from fsdp_inspect.simulation.planning.transformer import load_model
 
 pytestmark = pytest.mark.frameworks
 CANDIDATE = Candidate(replicas=2, tensor_parallel=2)

@@ -31,10 +31,14 @@ from fsdp_inspect.store.schema import EVENTS
 from fsdp_inspect.store.streams import RowEncoder
 from fsdp_inspect.trace.allocations import AllocationsRecord
 from fsdp_inspect.trace.black_box import encode as encode_black_box
-from fsdp_inspect.trace.live_memory import LiveBytes, LiveMemoryRecord, LiveMoment
+from fsdp_inspect.trace.live_memory import (
+    LiveBytes,
+    LiveMemoryRecord,
+    LiveMoment,
+    OutOfMemoryRecord,
+)
 from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
 from fsdp_inspect.trace.numerics import NumericsStep, Observation, Place, Update, encode_step
-from fsdp_inspect.trace.out_of_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 from tests.boxes import Call, make_box

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_inspect.advice.tuning_session import TuningSession, read_session
+from fsdp_inspect.advice.tuning import TuningSession, read_session
 from fsdp_inspect.analysis.memory.reserved import predict_reserved
 from fsdp_inspect.cli import main
 from fsdp_inspect.comparison.gate.baseline import make_baseline, read_baseline
@@ -41,9 +41,11 @@ from fsdp_inspect.report.out_of_memory import (
 )
 from fsdp_inspect.results import to_plain
 from fsdp_inspect.run import Run
-from fsdp_inspect.simulation.predictions.files import read_prediction
-from fsdp_inspect.simulation.predictions.ledger import read_ledger
-from fsdp_inspect.simulation.predictions.track_record import measure_track_record
+from fsdp_inspect.simulation.predictions.ledger import (
+    measure_track_record,
+    read_ledger,
+    read_prediction,
+)
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.store import compacted
 from fsdp_inspect.store.checksums import checksum_text
@@ -447,7 +449,7 @@ def _make_page_input(corpus: Corpus, rng: random.Random) -> bytes:
 
 
 def _load_page(corpus: Corpus, content: bytes) -> None:
-    from fsdp_inspect_app.plan_links import unpack_plan
+    from fsdp_inspect_app.knobs import unpack_plan
     from fsdp_inspect_app.summaries import Summaries
     from fsdp_inspect_app.what_if_simulation import prepare
 

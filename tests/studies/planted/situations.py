@@ -203,8 +203,8 @@ def _train(path: Path, given: Emulated, pass_time: Callable[[int], None]) -> Non
     import torch.distributed as dist
 
     from fsdp_inspect import Recorder
+    from fsdp_inspect.emulation.network import parse_specification
     from fsdp_inspect.emulation.process import emulate
-    from fsdp_inspect.emulation.specification import parse_specification
 
     link = f"world_size={WORLD_SIZE},bandwidth={given.bandwidth},latency={given.latency}"
     torch.manual_seed(0)

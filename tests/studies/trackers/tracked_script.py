@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
-from fsdp_inspect.recording.trackers import delivery, feed, libraries
+from fsdp_inspect.recording.trackers import feed, libraries
+from fsdp_inspect.recording.trackers import feed as delivery
 
 NUM_STEPS = 12
 

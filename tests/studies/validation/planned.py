@@ -29,20 +29,21 @@ from typing import TypeVar
 from fsdp_inspect import forecast_memory
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.hardware import GPUS
-from fsdp_inspect.simulation.planning.calibration import measure_calibration
 from fsdp_inspect.simulation.planning.candidates import Candidate, Job, list_candidates
 from fsdp_inspect.simulation.planning.estimates import ValueOrigin
 from fsdp_inspect.simulation.planning.forecast_step import ForecastStep, read_forecast
 from fsdp_inspect.simulation.planning.links import Links
-from fsdp_inspect.simulation.planning.machines import PlannedMachine, make_machine
-from fsdp_inspect.simulation.planning.models import load_model
+from fsdp_inspect.simulation.planning.machines import (
+    PlannedMachine,
+    make_machine,
+    measure_calibration,
+)
 from fsdp_inspect.simulation.planning.prediction import judge_forecast, predict_memory
-from fsdp_inspect.simulation.planning.predictor import FormulaPredictor
-from fsdp_inspect.simulation.planning.search import search
-from fsdp_inspect.simulation.planning.transformer import Transformer
+from fsdp_inspect.simulation.planning.search import FormulaPredictor, search
+from fsdp_inspect.simulation.planning.transformer import Transformer, load_model
 from fsdp_inspect.simulation.planning.workload import Speed, plan_of
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.trace.link_presets import Preset
+from fsdp_inspect.trace.links import Preset
 from instrumented_trainer.forecasting import build
 from tests.studies.validation.emulated import VIRTUAL_STEPS, run_trainer
 from tests.studies.validation.outcomes import only_run, work_of

@@ -1,0 +1,238 @@
+"""Render the results of `compact`, `merge`, `upload`, `export`, `import` and `runs`."""
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_inspect.analysis.run_list import LISTED, ListedRun
+from fsdp_inspect.formatting import format_bytes, format_numbers
+from fsdp_inspect.importing.flight_recorder import ImportedDumps
+from fsdp_inspect.importing.kineto import ImportedTraces
+from fsdp_inspect.importing.snapshot import ImportedSnapshot
+from fsdp_inspect.report.json import render_run_json
+from fsdp_inspect.report.layout import render_table
+from fsdp_inspect.report.openmetrics import MetricsExport
+from fsdp_inspect.report.perfetto import PerfettoExport
+from fsdp_inspect.report.tables import TablesExport
+from fsdp_inspect.store.compaction import CompactionResult
+from fsdp_inspect.store.merging import MergeResult
+from fsdp_inspect.store.run_upload import UploadResult
+from fsdp_inspect.trace.run import RunSource
+
+
+def render_compaction(result: CompactionResult) -> RenderableType:
+    """Render the compacted ranks, the sizes, and the ranks that were skipped."""
+    ranks = f"{len(result.compacted)} {'rank' if len(result.compacted) == 1 else 'ranks'}"
+    lines = [
+        Text(
+            f"{ranks} compacted, {result.rows:,} rows, {format_bytes(result.bytes_before)} -> "
+            f"{format_bytes(result.bytes_after)}: {result.path}"
+        )
+    ]
+    for skipped in result.skipped:
+        lines.append(
+            Text(
+                f"Rank {skipped.rank} of attempt {skipped.attempt} was skipped: {skipped.reason}",
+                style="yellow",
+            )
+        )
+    return Group(*lines)
+
+
+def render_compaction_json(run: RunSource, result: CompactionResult) -> str:
+    """Render the result of a compaction as JSON."""
+    return render_run_json(
+        run,
+        {
+            "path": result.path,
+            "rows": result.rows,
+            "bytes_before": result.bytes_before,
+            "bytes_after": result.bytes_after,
+            "has_run_summary": result.has_run_summary,
+            "compacted": result.compacted,
+            "skipped": result.skipped,
+        },
+    )
+
+
+# --- Render the result of a merge.
+
+
+def render_merge(result: MergeResult) -> RenderableType:
+    """Render the content of the merged run folder and the missing ranks."""
+    return Group(*_merge_lines(result))
+
+
+def _merge_lines(result: MergeResult) -> Iterator[Text]:
+    yield Text(
+        f"Run {result.run_id}: {result.num_ranks} of {result.world_size} ranks, "
+        f"{format_bytes(result.bytes)} copied: {result.path}"
+    )
+    if result.copies:
+        several = format_numbers(sorted({rank for _, rank in result.copies}))
+        yield Text(f"Several parts contain identical copies of the ranks {several}.")
+    for attempt in sorted({attempt for attempt, _ in result.missing_ranks}):
+        missing = [rank for number, rank in result.missing_ranks if number == attempt]
+        yield Text(
+            f"Missing in attempt {attempt}: ranks {format_numbers(missing)}. Merge again with "
+            "the parts of the other nodes.",
+            style="yellow",
+        )
+    for skipped in result.skipped:
+        yield Text(
+            f"Rank {skipped.rank} of attempt {skipped.attempt} was copied without changes: "
+            f"{skipped.reason}",
+            style="yellow",
+        )
+    if not result.has_run_summary:
+        yield Text("The run has no summary file, so it opens more slowly.", style="yellow")
+
+
+# --- Render the result of an upload.
+
+
+def render_upload(result: UploadResult) -> RenderableType:
+    """Render the uploaded amount, the URL and the ranks that still record."""
+    return Group(*_upload_lines(result))
+
+
+def _upload_lines(result: UploadResult) -> Iterator[Text]:
+    ranks = f"{result.num_ranks} {'rank' if result.num_ranks == 1 else 'ranks'}"
+    if result.num_files:
+        objects = f"{result.num_files} {'file' if result.num_files == 1 else 'files'}"
+        sent = f"{objects} ({format_bytes(result.num_bytes)}) uploaded"
+    else:
+        sent = "nothing was missing"
+    yield Text(f"Run {result.run_id}: {ranks}, {sent}: {result.url}")
+    if result.recording:
+        yield Text(
+            f"{len(result.recording)} of its ranks still record, and their recorders upload them. "
+            "Run the command again when the job has ended.",
+            style="yellow",
+        )
+
+
+# --- Render the result of an export.
+
+
+def render_export(result: PerfettoExport | TablesExport | MetricsExport) -> RenderableType:
+    """Render the files of an export and how to open them."""
+    if isinstance(result, MetricsExport):
+        samples = f"{result.num_samples} samples of {result.num_families} metrics"
+        return Text(f"Wrote {result.path}: {samples}, as OpenMetrics text.")
+    if isinstance(result, PerfettoExport):
+        return _render_trace(result)
+    return _render_tables(result)
+
+
+def _render_trace(result: PerfettoExport) -> RenderableType:
+    ranks = f"{len(result.ranks)} {'rank' if len(result.ranks) == 1 else 'ranks'}"
+    size = format_bytes(result.uncompressed_bytes)
+    lines = [
+        Text(f"Wrote {result.path}: {result.num_events:,} events of {ranks}, {size} unpacked."),
+        Text(f"{result.time_axis}"),
+        Text("Open it at https://ui.perfetto.dev (the file stays in your browser)."),
+    ]
+    if result.not_drawn:
+        lines.append(
+            Text(
+                f"{result.not_drawn} slices are left out, because hundreds of others overlap them.",
+                style="yellow",
+            )
+        )
+    return Group(*lines)
+
+
+def _render_tables(result: TablesExport) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("file", no_wrap=True)
+    table.add_column("rows", justify="right")
+    table.add_column("columns", justify="right")
+    for written in result.tables:
+        table.add_row(written.file, str(written.num_rows), str(len(written.columns)))
+    return Group(Text(f"Wrote {len(result.tables)} tables to {result.path}:"), table)
+
+
+# --- Render the list of runs of a folder for a terminal.
+
+
+def render_listing(runs: Sequence[ListedRun], directory: Path | str) -> RenderableType:
+    """Render one line for each run, newest first, and the notes about runs below."""
+    if not runs:
+        return Text(
+            f"No runs in {directory}. Record one with fsdp_inspect.Recorder, or two with "
+            "`fsdp-inspect demo`."
+        )
+    return Group(render_table(LISTED, runs), *_notes(runs))
+
+
+def _notes(runs: Sequence[ListedRun]) -> Iterable[RenderableType]:
+    for run in runs:
+        for note in run.notes:
+            yield Text(f"{run.id}: {note}", style="yellow")
+
+
+# --- Render the result of an import.
+
+_SHOWN_UNITS = 3
+
+
+def render_import(imported: ImportedTraces) -> RenderableType:
+    """Render the imported ranks, events and units, the notes, and the next command."""
+    lines = [
+        Text(
+            f"{_count(len(imported.ranks), 'rank')} of {imported.world_size} imported "
+            f"({imported.backend}), {_count(imported.num_steps, 'step')}: {imported.path}"
+        ),
+        Text(
+            f"{imported.num_trace_events:,} trace events read; "
+            f"{_count(imported.num_collectives, 'collective')} among {imported.num_events:,} rows"
+        ),
+        Text(_describe_units(imported.units)),
+        *(Text(f"note: {note}", style="yellow") for note in imported.notes),
+        Text(f"Next: fsdp-inspect summary {shlex.quote(str(imported.path))}"),
+    ]
+    return Group(*lines)
+
+
+def render_snapshot(imported: ImportedSnapshot) -> RenderableType:
+    """Render the imported memory snapshots, the notes, and the next command."""
+    lines = [
+        Text(
+            f"{_count(len(imported.files), 'memory snapshot')} imported, "
+            f"{imported.num_entries:,} trace entries: {imported.path}"
+        ),
+        Text(_describe_units(imported.units)),
+        *(Text(f"note: {note}", style="yellow") for note in imported.notes),
+        Text(f"Next: fsdp-inspect memory {shlex.quote(str(imported.path))}"),
+    ]
+    return Group(*lines)
+
+
+def render_dumps(imported: ImportedDumps) -> RenderableType:
+    """Render the imported flight recorder dumps, the notes, and the next command."""
+    lines = [
+        Text(
+            f"{_count(len(imported.ranks), 'flight recorder dump')} of {imported.world_size} ranks "
+            f"imported, {_count(imported.num_collectives, 'collective')}: {imported.path}"
+        ),
+        *(Text(f"note: {note}", style="yellow") for note in imported.notes),
+        Text(f"Next: fsdp-inspect diagnose {shlex.quote(str(imported.path))}"),
+    ]
+    return Group(*lines)
+
+
+def _describe_units(units: tuple[str, ...]) -> str:
+    if not units:
+        return "no units"
+    named = ", ".join(unit or "(root)" for unit in units[:_SHOWN_UNITS])
+    rest = len(units) - _SHOWN_UNITS
+    return f"{_count(len(units), 'unit')}: {named}{f' and {rest} more' if rest > 0 else ''}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun if number == 1 else f'{noun}s'}"
