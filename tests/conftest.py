@@ -25,8 +25,7 @@ import pytest
 from hypothesis import settings
 
 from tests import forked_ranks
-from tests.s3_server import ENVIRONMENT as S3_ENVIRONMENT
-from tests.s3_server import FaultyProxy, serve_proxy, serve_s3
+from tests.s3_server import ENVIRONMENT as S3_ENVIRONMENT, FaultyProxy, serve_proxy, serve_s3
 from tests.scheduling import Scheduling
 
 # Set before anything imports torch, and inherited by every process that a test starts: two ranks on

@@ -41,8 +41,7 @@ from fsdp_inspect_app.page_sheet import (
     SheetTitle,
 )
 from fsdp_inspect_app.selection import page_address
-from fsdp_inspect_app.timeline.component import MARKUP, STYLE
-from fsdp_inspect_app.timeline.component import SCRIPT as TIMELINE_SCRIPT
+from fsdp_inspect_app.timeline.component import MARKUP, SCRIPT as TIMELINE_SCRIPT, STYLE
 
 
 def show_share_button(page: str) -> None:

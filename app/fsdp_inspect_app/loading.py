@@ -24,8 +24,7 @@ from fsdp_inspect.report.html import ComparisonContents, read_comparison
 from fsdp_inspect.result_types import Diagnosis, Ranks, RunEntry, RunSource, Summary
 from fsdp_inspect.store.boundary import files_of_run, is_in_folder
 from fsdp_inspect.store.files import is_url
-from fsdp_inspect.store.folder import list_runs
-from fsdp_inspect.store.folder import list_without_manifest as list_without_manifest_in
+from fsdp_inspect.store.folder import list_runs, list_without_manifest as list_without_manifest_in
 from fsdp_inspect.store.live_tables import LiveTables, ReaderCache
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.remote_files import RemoteFiles

@@ -8,8 +8,7 @@ import re
 from collections.abc import Sequence
 
 from fsdp_inspect.analysis.run_heading import describe_sharding
-from fsdp_inspect.formatting import format_category as name_category
-from fsdp_inspect.formatting import format_ns, format_unit
+from fsdp_inspect.formatting import format_category as name_category, format_ns, format_unit
 from fsdp_inspect.report.wording import (
     describe_memory_method,
     describe_methods,

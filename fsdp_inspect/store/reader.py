@@ -23,8 +23,11 @@ from fsdp_inspect.parallel.tasks import Tasks, require_shared_folder
 from fsdp_inspect.store.files import LocalFiles, RunFiles, is_url, open_files
 from fsdp_inspect.store.folder import is_alive, last_sign_unix_ns, list_runs
 from fsdp_inspect.store.live_tables import ReaderCache
-from fsdp_inspect.store.missing_manifest import NOTE as NO_MANIFEST_NOTE
-from fsdp_inspect.store.missing_manifest import manifest_from_ranks, units_from_summary
+from fsdp_inspect.store.missing_manifest import (
+    NOTE as NO_MANIFEST_NOTE,
+    manifest_from_ranks,
+    units_from_summary,
+)
 from fsdp_inspect.store.notes import (
     note_ends,
     note_losses,
@@ -65,8 +68,7 @@ from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.store.summary_reader import SummaryReader, WholeSteps
 from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.allocations import AllocationHistory, AllocationsRecord
-from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError
-from fsdp_inspect.trace.black_box import decode as decode_black_box
+from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError, decode as decode_black_box
 from fsdp_inspect.trace.live_memory import (
     LiveHistory,
     LiveMemoryRecord,

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect.advice.advise import Advice, PlanAdvice
@@ -39,8 +38,7 @@ from fsdp_inspect.trace.run import RunSource
 from tests.builders import MIB, InMemoryRun, RunBuilder
 from tests.recording.virtual_training import Replay
 from tests.simulation.test_recorded import MS, US, as_run, names_of, workloads
-from tests.simulation.test_recorded_streams import as_run as as_stream_run
-from tests.simulation.test_recorded_streams import step_ns
+from tests.simulation.test_recorded_streams import as_run as as_stream_run, step_ns
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.analysis.loss_spikes import find_loss_spikes, find_spikes
 from fsdp_inspect.diagnosis.diagnose import ProblemClass, diagnose

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.statistics import apportion, middle_half

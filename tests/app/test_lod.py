@@ -15,8 +15,7 @@ from fsdp_inspect_app.timeline.lod import (
     draw,
 )
 from fsdp_inspect_app.timeline.spans import Spans
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 NUM_LANES = 40
 SPANS_PER_LANE = 25_000

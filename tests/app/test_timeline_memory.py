@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 from fsdp_inspect_app.timeline.memory import MemoryCurve, find_sampled_ranks, read_curve
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.trace.tables import MemoryTable
 from tests.app.synthetic import make_memory, make_run

@@ -19,10 +19,10 @@ from playwright.sync_api import (
     BrowserContext,
     ConsoleMessage,
     Page,
+    TimeoutError as PlaywrightTimeout,
     expect,
     sync_playwright,
 )
-from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from fsdp_inspect.store.folder import list_runs
 from tests.app.synthetic import make_run, write_run

@@ -23,8 +23,7 @@ from fsdp_inspect.trace.run import RunSource
 from tests.conftest import Torchrun
 from tests.distributed.marked_waits import read_marked_waits
 from tests.distributed.profiled_sharders import MARKED, PROFILED_STEPS, SHARDERS, WARMUP_STEPS
-from tests.distributed.trace_waits import KINDS as TRACED_KINDS
-from tests.distributed.trace_waits import WaitBounds, read_wait_bounds
+from tests.distributed.trace_waits import KINDS as TRACED_KINDS, WaitBounds, read_wait_bounds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -4,8 +4,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.emulation.network import EmulatedNetwork, parse_specification, sleep_until
 from fsdp_inspect.trace.codes import EventKind

@@ -5,8 +5,7 @@ import json
 import os
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.errors import FsdpInspectError, ImportingError

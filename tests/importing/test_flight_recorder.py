@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown
 from fsdp_inspect.errors import CorruptFileError, FsdpInspectError, ImportingError, NotARunError

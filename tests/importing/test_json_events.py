@@ -4,8 +4,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing import json_events

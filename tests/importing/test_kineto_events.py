@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.importing.kineto_events import Category, read_trace
 from fsdp_inspect.importing.trace_file import ImportLimits

@@ -8,8 +8,7 @@ import struct
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.errors import CorruptFileError, FsdpInspectError
 from fsdp_inspect.importing.snapshot import import_snapshot

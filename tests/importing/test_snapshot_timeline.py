@@ -1,8 +1,7 @@
 """Following the trace backwards gives the allocated memory, for any program."""
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.importing.snapshot_contents import parse_snapshot
 from fsdp_inspect.importing.snapshot_positions import follow_annotations

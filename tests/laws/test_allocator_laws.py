@@ -2,8 +2,7 @@
 
 from itertools import pairwise
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.emulation.allocator.blocks import Block
 from fsdp_inspect.emulation.allocator.caching_allocator import CachingAllocator, DeviceFullError

@@ -1,7 +1,6 @@
 """Compare the interval algebra with its definition: sets of nanoseconds, counted one by one."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.trace.intervals import Intervals
 

@@ -1,7 +1,6 @@
 """Laws of the phases of a run, for any recorded times."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.analysis.lifetime import measure_lifetime
 from fsdp_inspect.trace.codes import EventFlag, EventKind

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown, measure_step_breakdown
 from fsdp_inspect.analysis.exposed import measure_exposed

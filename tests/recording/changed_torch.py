@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp import _flat_param as flat_param
+from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param as flat_param, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel

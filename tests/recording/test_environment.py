@@ -6,8 +6,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.recording import environment
 from fsdp_inspect.recording.environment import (

@@ -1,8 +1,7 @@
 """The log of storages: hand-written logs with exact bytes, and laws over random logs."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.recording.storage_log import Moment, StorageEvent, StorageLog, TrackedStorage
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase

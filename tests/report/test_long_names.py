@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.analysis.memory.overview import measure_memory_overview
 from fsdp_inspect.analysis.rank_waits import measure_rank_waits

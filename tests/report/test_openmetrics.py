@@ -4,8 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.analysis.live.monitor import monitor_run
 from fsdp_inspect.diagnosis.diagnose import diagnose

@@ -1,7 +1,6 @@
 """The memory of a part of a recorded unit, from its moments between the uses of parameters."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.simulation.parts import Course, FirstUse, change_of, rise_of, time_share_of
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.simulation.recorded import Execution, measure_work, observed_plan
 from fsdp_inspect.simulation.simulate import (

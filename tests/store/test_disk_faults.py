@@ -16,11 +16,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from fsdp_inspect.store import streams
-from fsdp_inspect.store import writer as writer_module
+from fsdp_inspect.store import streams, writer as writer_module
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import EVENTS, MEMORY

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.errors import CorruptFileError
-from fsdp_inspect.store import live_tables as module
-from fsdp_inspect.store import live_tables as tail
+from fsdp_inspect.store import live_tables as module, live_tables as tail
 from fsdp_inspect.store.compaction import compact_rank
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.live_tables import LiveTables, ReaderCache

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.files import LocalFiles

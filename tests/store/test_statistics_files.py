@@ -18,8 +18,7 @@ from fsdp_inspect.store.schema import STATISTICS
 from fsdp_inspect.trace.codes import EventKind, Statistic
 from fsdp_inspect.trace.run import RunManifest
 from fsdp_inspect.trace.tables import StatisticsTable
-from tests.builders import steady_run
-from tests.builders import write_run as write_built_run
+from tests.builders import steady_run, write_run as write_built_run
 from tests.store.run_files import assert_same_rows, write_run
 
 SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))

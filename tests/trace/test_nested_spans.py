@@ -1,8 +1,7 @@
 """Flattened spans show the span that began last, at every instant."""
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.trace.intervals import Intervals, paint_innermost, stack_rows
 

@@ -1,7 +1,6 @@
 """The lines of numerics steps."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.trace.numerics import (
     NumericsStep,

@@ -4,8 +4,7 @@ import faulthandler
 import threading
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.trace.stack_dumps import DumpSource, parse_dump
 

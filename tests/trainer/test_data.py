@@ -6,8 +6,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.errors import ConfigError
 from instrumented_trainer.data import Loader, open_corpus

@@ -14,9 +14,9 @@ from mcp_types import (
     ListToolsResult,
     PaginatedRequestParams,
     TextContent,
+    Tool as ListedTool,
     ToolAnnotations,
 )
-from mcp_types import Tool as ListedTool
 from pydantic import ValidationError
 
 from fsdp_inspect.cli.assistant.run_folder import RunFolder

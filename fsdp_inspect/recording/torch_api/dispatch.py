@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _get_current_dispatch_mode as current_dispatch_mode,
+    _get_current_dispatch_mode_stack as dispatch_modes,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
-from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp import _runtime_utils as runtime
+from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils as runtime
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import (
     RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,

@@ -1,7 +1,6 @@
 """The largest batch that fits, compared with forecasts of the next sizes."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.analysis.forecasts import MOST_SEQUENCES, WORLD_SIZES, find_fit
 from fsdp_inspect.errors import ForecastError

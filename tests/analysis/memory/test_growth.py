@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.analysis.memory.growth import MIN_STEPS, measure_memory_growth
 from fsdp_inspect.trace.codes import MemoryPoint

@@ -1,7 +1,6 @@
 """The replay of ranks: the recorded step, and steps with exchanged programs."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.stragglers.rank_replay import Replay, read_programs

@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.comparison.gate.increases import Increase, find_lines
 from fsdp_inspect.comparison.gate.measurements import LineBytes, MemoryMoment

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.emulation.forecast.fake_values import ValuelessTensors
 

@@ -1,8 +1,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report.charts.chart import place_ticks, round_ticks

@@ -2,8 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.analysis.exposed import measure_exposed
 from fsdp_inspect.errors import ExportError, IncompleteRunError, MissingDataError

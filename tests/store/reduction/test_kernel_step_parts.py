@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.analysis.exposed import measure_exposed
 from fsdp_inspect.store.reduction.step_parts import (

@@ -23,8 +23,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from fsdp_inspect_app.pages import SECTIONS, PageFile
-from playwright.sync_api import BrowserContext
-from playwright.sync_api import TimeoutError as TooSlowError
+from playwright.sync_api import BrowserContext, TimeoutError as TooSlowError
 
 from fsdp_inspect.formatting import format_bytes, format_ns
 from tests.browser.conftest import serve

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp_inspect.store import streams
-from fsdp_inspect.store import writer as writer_module
+from fsdp_inspect.store import streams, writer as writer_module
 from fsdp_inspect.store.writer import RankWriter
 from tests.store.run_files import event_row, make_record
 

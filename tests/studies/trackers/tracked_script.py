@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
-from fsdp_inspect.recording.trackers import feed, libraries
-from fsdp_inspect.recording.trackers import feed as delivery
+from fsdp_inspect.recording.trackers import feed, feed as delivery, libraries
 
 NUM_STEPS = 12
 

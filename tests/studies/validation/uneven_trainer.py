@@ -3,8 +3,7 @@
 import sys
 from dataclasses import replace
 
-from instrumented_trainer import __main__ as trainer
-from instrumented_trainer import models
+from instrumented_trainer import __main__ as trainer, models
 from instrumented_trainer.model import Decoder, FeedForward, ModelShape
 
 WIDTHS = (0.5, 2.0, 0.5, 1.0, 0.5, 2.0)
