@@ -112,7 +112,8 @@ def parse_emulation_arguments(arguments: Sequence[str]) -> EmulationArguments:
         specification = parse_specification(",".join(f"{k}={v}" for k, v in words.items()))
     except FsdpInspectError as error:
         parser.error(str(error))
-    return EmulationArguments(specification, read_arguments(parser, given))
+    own = {name.replace("-", "_") for name in _OPTIONS}
+    return EmulationArguments(specification, read_arguments(parser, given, own))
 
 
 def _given(given: argparse.Namespace, name: str) -> str | None:

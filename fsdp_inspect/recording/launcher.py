@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import functools
 import io
 import math
 import os
@@ -29,7 +30,7 @@ import runpy
 import sys
 import types
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -78,19 +79,8 @@ class LauncherArguments(NamedTuple):
 
     target: Target
     out: Path
-    name: str | None
-    warmup_steps: int | None
-    """None means the recorder's default."""
-    memory_steps: Sequence[int] | Literal["auto"]
-    numerics_every: int
-    record_source: bool
-    print_verdict: bool
-    hang_after_s: float | None
-    device_memory: int | None
-    on_desync: Literal["warn", "raise", "off"]
-    log_to: Sequence[str] = ()
-    dashboard_url: str | None = None
-    upload: str | None = None
+    recorder: Mapping[str, Any]
+    """The keyword arguments of `Recorder` that the command line states."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -163,27 +153,12 @@ class Launch:
     def _open_recorder(self, model: nn.Module) -> Recorder:
         from fsdp_inspect.recording.folders import default_path
         from fsdp_inspect.recording.models import class_name_of
-        from fsdp_inspect.recording.recorder import DEFAULT_WARMUP_STEPS, Recorder
+        from fsdp_inspect.recording.recorder import Recorder
 
-        given = self._given
-        name = given.name or class_name_of(model)
-        steps = given.warmup_steps
-        return Recorder(
-            model,
-            path=default_path(name, self._directory / given.out),
-            name=name,
-            warmup_steps=DEFAULT_WARMUP_STEPS if steps is None else steps,
-            memory_steps=given.memory_steps,
-            numerics_every=given.numerics_every,
-            record_source=given.record_source,
-            print_verdict=given.print_verdict,
-            hang_after_s=given.hang_after_s,
-            device_memory=given.device_memory,
-            on_desync=given.on_desync,
-            log_to=given.log_to,
-            dashboard_url=given.dashboard_url,
-            upload=given.upload,
-        )
+        keywords = dict(self._given.recorder)
+        keywords.setdefault("name", class_name_of(model))
+        path = default_path(keywords["name"], self._directory / self._given.out)
+        return Recorder(model, path=path, **keywords)
 
 
 def say(message: str) -> None:
@@ -229,8 +204,15 @@ def parse_arguments(arguments: Sequence[str]) -> LauncherArguments:
     return read_arguments(parser, parser.parse_args(arguments))
 
 
-def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -> LauncherArguments:
+def read_arguments(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, own: Collection[str] = ()
+) -> LauncherArguments:
     """Validate the parsed options of `add_options`.
+
+    Args:
+        parser: The parser, which states errors.
+        given: The parsed options.
+        own: The names of options that are no keyword arguments of `Recorder`.
 
     Raises:
         SystemExit: 2 when the script does not exist.
@@ -240,26 +222,18 @@ def read_arguments(parser: argparse.ArgumentParser, given: argparse.Namespace) -
             f"script not found: {given.target!r}. Expected a Python file, relative to "
             f"{str(Path.cwd())!r}, or -m with the name of a module."
         )
-    return LauncherArguments(
-        target=Target(given.target, tuple(given.arguments), given.is_module),
-        out=given.out,
-        name=given.name,
-        warmup_steps=given.warmup_steps,
-        memory_steps=given.memory_steps,
-        numerics_every=given.numerics_every,
-        record_source=given.record_source,
-        print_verdict=given.print_verdict,
-        hang_after_s=given.hang_after_s,
-        device_memory=given.device_memory,
-        on_desync=given.on_desync,
-        log_to=given.log_to,
-        dashboard_url=given.dashboard_url,
-        upload=given.upload,
-    )
+    no_keywords = {"target", "arguments", "is_module", "out", *own}
+    recorder = {name: value for name, value in vars(given).items() if name not in no_keywords}
+    target = Target(given.target, tuple(given.arguments), given.is_module)
+    return LauncherArguments(target, given.out, recorder)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the recording, then the script and its arguments."""
+    """Add the options of the recording, then the script and its arguments.
+
+    An option that is not given is absent from the result: `Recorder` defines its default.
+    """
+    add_option = functools.partial(parser.add_argument, default=argparse.SUPPRESS)
     parser.add_argument(
         "--out",
         type=Path,
@@ -268,31 +242,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="parent folder of the run folder, created if missing (default: %(default)s); the "
         "name of the run folder contains the time and --name",
     )
-    parser.add_argument("--name", help="name of the run (default: the model's class)")
-    parser.add_argument(
+    add_option("--name", help="name of the run (default: the model's class)")
+    add_option(
         "--warmup-steps",
         type=_step_count,
         metavar="N",
         help="number of warm-up steps, not timed (default: 2)",
     )
-    parser.add_argument(
+    add_option(
         "--memory-steps",
         type=_memory_steps,
-        default="auto",
         metavar="STEPS",
         help="memory steps, which run under the storage tracker (about twice as slow, and not "
         "timed): a list such as 3,50, counted from 0; 'none'; or 'auto', the first step after "
-        "the warm-up (default: %(default)s)",
+        "the warm-up (default: auto)",
     )
-    parser.add_argument(
+    add_option(
         "--numerics-every",
         type=_step_count,
-        default=0,
         metavar="N",
         help="read the values of the model in every Nth step, which is then not timed: norms, "
         "values that are not finite, and updates that are rounded away (default: 0, no step)",
     )
-    parser.add_argument(
+    add_option(
         "--device-memory",
         type=_device_memory,
         metavar="SIZE",
@@ -301,21 +273,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "diagnose` shows the live memory and the plans that fit. On CPU, every step then runs "
         "under the storage tracker (default: no limit)",
     )
-    parser.add_argument(
+    add_option(
         "--no-source",
         dest="record_source",
         action="store_false",
         help="store no source lines: neither those around the fully_shard calls nor the statements "
         "in stacks; `advise` then writes no diff of the script",
     )
-    parser.add_argument(
+    add_option(
         "--no-verdict",
         dest="print_verdict",
         action="store_false",
         help="at the end, print neither the verdict (what limits the step) nor, after a failure, "
         "the diagnosis",
     )
-    parser.add_argument(
+    add_option(
         "--hang-after",
         dest="hang_after_s",
         type=_seconds,
@@ -324,28 +296,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "rank 0 prints the diagnosis; the job continues (default: 60, or the time of 20 steps if "
         "longer)",
     )
-    parser.add_argument(
+    add_option(
         "--on-desync",
         choices=("warn", "raise", "off"),
-        default="warn",
         help="if ranks issue different collectives: `warn` prints the difference on every rank; "
         "`raise` also compares all ranks before each optimizer step, and stops the training there; "
-        "`off` compares nothing (default: %(default)s)",
+        "`off` compares nothing (default: warn)",
     )
-    parser.add_argument(
+    add_option(
         "--log-to",
         type=_trackers,
-        default=(),
         metavar="TRACKERS",
         help="trackers to which rank 0 logs the numbers of each step, in the background: a list of "
         "wandb, mlflow, tensorboard and otel, such as wandb,otel (default: none)",
     )
-    parser.add_argument(
+    add_option(
         "--dashboard-url",
         metavar="URL",
         help="address of a dashboard of these runs, to which the trackers link",
     )
-    parser.add_argument(
+    add_option(
         "--upload",
         type=_url,
         metavar="URL",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import sys
@@ -37,6 +38,21 @@ DEFAULT_WARMUP_STEPS = 2
 note_process()
 with contextlib.suppress(Exception):  # the lines of the calls only help to word advice
     note_sharding_calls()  # a script imports the recorder before it shards its model
+
+
+def check_keywords(options: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that `Recorder` does not have.
+
+    Raises:
+        TypeError: The message has the unknown keyword and all legal ones.
+    """
+    legal = inspect.signature(Recorder).parameters.keys() - {"model", "optimizer"}
+    unknown = sorted(options.keys() - legal)
+    if unknown:
+        raise TypeError(
+            f"invalid keyword of the recorder: {unknown[0]!r}. Expected one of "
+            f"{', '.join(sorted(legal))}."
+        )
 
 
 class Recorder:

@@ -187,7 +187,7 @@ def test_everything_from_the_script_on_is_the_scripts(tmp_path: Path) -> None:
     assert given.target.arguments == ("--out", "x", "--help", "-m", "--")
     assert not given.target.is_module
     assert given.out == Path("runs")
-    assert not given.print_verdict
+    assert given.recorder == {"print_verdict": False}
 
 
 def test_options_are_read_in_front_of_the_script() -> None:
@@ -197,13 +197,13 @@ def test_options_are_read_in_front_of_the_script() -> None:
 
     assert given.target == ("pkg.train", ("3",), True)
     assert given.out == Path("/data")
-    assert given.warmup_steps == 5
-    assert given.memory_steps == (7, 9)
+    assert given.recorder == {"warmup_steps": 5, "memory_steps": (7, 9)}
 
 
 @pytest.mark.parametrize(("text", "steps"), [("auto", "auto"), ("none", ()), ("4", (4,))])
 def test_memory_steps_are_words_or_numbers(text: str, steps: object) -> None:
-    assert parse_arguments(["--memory-steps", text, "-m", "train"]).memory_steps == steps
+    given = parse_arguments(["--memory-steps", text, "-m", "train"])
+    assert given.recorder["memory_steps"] == steps
 
 
 @pytest.mark.parametrize(

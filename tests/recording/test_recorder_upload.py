@@ -92,7 +92,8 @@ def test_launcher_passes_the_url_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert parse_arguments(["--upload", URL, "-m", "train"]).upload == URL
+    given = parse_arguments(["--upload", URL, "-m", "train"])
+    assert given.recorder["upload"] == URL
     with pytest.raises(SystemExit):
         parse_arguments(["--upload", "bucket", "-m", "train"])
     assert "Expected a URL such as s3://bucket/runs" in capsys.readouterr().err

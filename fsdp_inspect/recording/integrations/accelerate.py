@@ -20,13 +20,12 @@ A step ends when the optimizer actually steps, so under `accumulate` it contains
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fsdp_inspect.errors import RecordingError
-from fsdp_inspect.recording.integrations.training import RecorderOptions
 from fsdp_inspect.recording.recorder import Recorder
 from fsdp_inspect.recording.sharders.find import find_sharder
 
@@ -43,7 +42,7 @@ def accelerate_recorder(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    **options: Unpack[RecorderOptions],
+    **options: Any,
 ) -> Recorder:
     """Attach a recorder to a model and an optimizer that `accelerator.prepare` returned.
 
@@ -60,7 +59,7 @@ def accelerate_recorder(
         "mixed_precision": accelerator.mixed_precision,
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
     }
-    given: RecorderOptions = {"config": config, **options}
+    given: dict[str, Any] = {"config": config, **options}
     try:
         find_sharder(model)  # a better message than the missing process group
         return Recorder(model, optimizer=_unwrap(optimizer), **given)

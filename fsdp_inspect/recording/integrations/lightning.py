@@ -18,11 +18,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 
-from fsdp_inspect.recording.integrations.training import RecordedTraining, RecorderOptions
+from fsdp_inspect.recording.integrations.training import RecordedTraining
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _REMEDY = (
@@ -45,13 +45,13 @@ class FsdpInspectCallback:
         ImportError: Neither `lightning` nor `pytorch_lightning` is installed.
     """
 
-    def __new__(cls, **options: Unpack[RecorderOptions]) -> Self:
+    def __new__(cls, **options: Any) -> Self:
         """Return an instance that is also a callback of the imported Lightning packages."""
         bases = tuple(base for base in _callback_classes() if not issubclass(cls, base))
         made: Self = object.__new__(type(cls.__name__, (cls, *bases), {}) if bases else cls)
         return made
 
-    def __init__(self, **options: Unpack[RecorderOptions]) -> None:
+    def __init__(self, **options: Any) -> None:
         self._training = RecordedTraining(options, _REMEDY)
         self._num_optimizer_steps = 0
         self._losses: list[torch.Tensor] = []

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_inspect.recording.integrations.training import RecordedTraining, RecorderOptions
+from fsdp_inspect.recording.integrations.training import RecordedTraining
 
 try:
     from torchtitan.components.metrics import MetricsProcessor
@@ -37,7 +37,7 @@ except ImportError as error:
 _REMEDY = "With torchtitan: train on two or more ranks with a data-parallel shard degree above 1."
 
 
-def record(metrics: Any, /, **options: Unpack[RecorderOptions]) -> Any:
+def record(metrics: Any, /, **options: Any) -> Any:
     """Return a metrics processor's configuration that also records the training.
 
     torchtitan calls this function if `--override.imports` names it.

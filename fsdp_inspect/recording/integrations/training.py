@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.patches import warn
-from fsdp_inspect.recording.recorder import Recorder
+from fsdp_inspect.recording.recorder import Recorder, check_keywords
 from fsdp_inspect.recording.sharders.find import find_sharder, wrapper_around
 
 
@@ -22,9 +21,13 @@ class RecordedTraining:
     Args:
         options: Keyword arguments of each recorder.
         remedy: The instruction for a user of the library whose model is not sharded.
+
+    Raises:
+        TypeError: A keyword is none of the recorder's.
     """
 
-    def __init__(self, options: RecorderOptions, remedy: str) -> None:
+    def __init__(self, options: Mapping[str, Any], remedy: str) -> None:
+        check_keywords(options)
         self._options = options
         self._remedy = remedy
         self._recorder: Recorder | None = None
@@ -55,7 +58,7 @@ class RecordedTraining:
         """
         if self._recorder is not None:
             self.close(RecordingError("a new training began before the previous one ended."))
-        options: RecorderOptions = {"config": config, **self._options}
+        options = {"config": config, **self._options}
         try:
             model = wrapper_around(model)
             find_sharder(model)  # a better message than the missing process group
@@ -105,31 +108,3 @@ def _is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-# --- The keyword arguments of `Recorder`, typed for callers that pass them on.
-
-
-class RecorderOptions(TypedDict, total=False):
-    """See `fsdp_inspect.Recorder`; every key is optional."""
-
-    path: str | os.PathLike[str] | None
-    resume: bool
-    name: str | None
-    config: Mapping[str, Any] | None
-    tags: Sequence[str]
-    warmup_steps: int
-    memory_steps: Sequence[int] | Literal["auto"]
-    numerics_every: int
-    device_memory: int | str | None
-    device_interval_s: float
-    flush_interval_s: float
-    hang_after_s: float | None
-    on_desync: Literal["warn", "raise", "off"]
-    memory_snapshot: bool
-    log_to: Sequence[str]
-    dashboard_url: str | None
-    upload: str | None
-    record_source: bool
-    print_verdict: bool
-    enabled: bool

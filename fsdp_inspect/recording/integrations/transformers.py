@@ -20,9 +20,9 @@ with the exception that ended the process.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any
 
-from fsdp_inspect.recording.integrations.training import RecordedTraining, RecorderOptions
+from fsdp_inspect.recording.integrations.training import RecordedTraining
 
 try:
     from transformers import (
@@ -56,7 +56,7 @@ class FsdpInspectCallback(TrainerCallback):
         options: Keywords of `fsdp_inspect.Recorder`.
     """
 
-    def __init__(self, **options: Unpack[RecorderOptions]) -> None:
+    def __init__(self, **options: Any) -> None:
         self._training = RecordedTraining(options, _REMEDY)
 
     def on_train_begin(
