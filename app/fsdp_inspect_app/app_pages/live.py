@@ -270,13 +270,6 @@ def _show_ranks(live: LiveStatus) -> None:
         show_table(frame, key="live-ranks-table", alt="The ranks, one row each")
 
 
-chosen = chosen_entry()
-if chosen is None:
-    show_no_runs()
-else:
-    show_page(chosen, answer_or_stop(chosen, loading.open_entry))
-
-
 # --- Read the new data of a live run, with one feed for all sessions.
 
 _MOST_FEEDS = 16
@@ -296,3 +289,10 @@ def look_at(entry: RunEntry, *, rank: int) -> LiveStatus:
 @st.cache_resource(max_entries=_MOST_FEEDS, show_spinner=False)
 def _feed(path: str, attempt: int, rank: int) -> LiveFeed:
     return LiveFeed(path, attempt, rank)
+
+
+chosen = chosen_entry()
+if chosen is None:
+    show_no_runs()
+else:
+    show_page(chosen, answer_or_stop(chosen, loading.open_entry))

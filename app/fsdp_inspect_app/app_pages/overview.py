@@ -516,10 +516,6 @@ def _show_about(manifest: RunManifest, summary: Summary) -> None:
         st.dataframe(frame_about(manifest, summary), hide_index=True, alt="Facts about this run")
 
 
-entry = entry_or_stop()
-show_page(entry, loading.open_entry(entry))
-
-
 # --- List findings with a link to the page that shows the evidence.
 
 _PAGE_OF_RULE = {
@@ -567,3 +563,7 @@ def _show_line(sentence: str, page: str, units: Sequence[str]) -> None:
     named = {"unit": format_unit(units[0])} if len(units) == 1 else {"unit": None}
     file = find_page(page)
     page_link(page, f"Show in {file.title}", icon=file.icon, **named)
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry))
