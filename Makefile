@@ -38,6 +38,10 @@ app: $(READY) ## Open the dashboard on RUNS (default: runs/, or the samples)
 test: $(READY) ## Run the tests that guard a change (without a GPU, GPU tests are skipped)
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
+.PHONY: test-changed
+test-changed: $(READY) ## Run the tests of the changed modules (ARGS is passed to pytest)
+	$(BIN)/python -m tests.changed -n $(WORKERS) --maxprocesses 2 $(ARGS)
+
 .PHONY: test-all
 test-all: $(READY) ## Run the exhaustive tests, too, as CI does every night
 	$(PYTEST) $(PARALLEL) --exhaustive $(ARGS)
@@ -54,11 +58,16 @@ coverage: $(READY) ## Measure line and branch coverage of all tests; takes longe
 	$(BIN)/coverage report
 
 .PHONY: check
-check: $(READY) ## Check format, lint, types and import directions
+check: $(READY) ## Check format, lint, types, import directions and sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict --num-workers 2
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python .ci/sizes.py
+
+.PHONY: sizes
+sizes: $(READY) ## Write the sizes of the code to .ci/sizes.json (GAIN="...": what users get for more)
+	$(BIN)/python .ci/sizes.py --write --gain "$(GAIN)"
 
 .PHONY: gate
 gate: $(READY) ## Compare forecasts and a run with .ci/baselines (UPDATE=1: rewrite the baselines)
