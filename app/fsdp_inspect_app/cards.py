@@ -20,7 +20,6 @@ from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.wording import format_metric
 from fsdp_inspect_app.drawn_chart import Click, show_chart
-from fsdp_inspect_app.frames.values import to_csv
 from fsdp_inspect_app.page_sheet import (
     SheetCode,
     SheetMarkup,
@@ -30,6 +29,7 @@ from fsdp_inspect_app.page_sheet import (
     SheetTitle,
     page_sheet,
 )
+from fsdp_inspect_app.tables import to_csv
 from fsdp_inspect_app.wording import plain
 
 _SCALED = ("(ms)", "(GB/s)", "(MiB)")

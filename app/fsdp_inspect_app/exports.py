@@ -28,7 +28,6 @@ from fsdp_inspect.report.json import render_run_json
 from fsdp_inspect.results import TableResult
 from fsdp_inspect_app.cards import THREE_DIGITS, column_formats, show_code
 from fsdp_inspect_app.drawn_chart import SCRIPT as CHART_SCRIPT
-from fsdp_inspect_app.frames.values import frame_of, to_csv
 from fsdp_inspect_app.page_sheet import (
     PageSheet,
     SheetCode,
@@ -41,6 +40,7 @@ from fsdp_inspect_app.page_sheet import (
     SheetTitle,
 )
 from fsdp_inspect_app.selection import page_address
+from fsdp_inspect_app.tables import frame_of, to_csv
 from fsdp_inspect_app.timeline.component import MARKUP, SCRIPT as TIMELINE_SCRIPT, STYLE
 
 

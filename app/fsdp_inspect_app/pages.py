@@ -21,7 +21,7 @@ class PageFile:
     @property
     def path(self) -> str:
         """The path in Streamlit's form."""
-        return f"app_pages/{self.name}.py"
+        return f"app_pages/{self.name}/{self.name}.py"
 
     @property
     def address(self) -> str:
@@ -31,7 +31,7 @@ class PageFile:
     @property
     def exists(self) -> bool:
         """Whether the page exists."""
-        return (_FOLDER / f"{self.name}.py").is_file()
+        return (_FOLDER / self.name / f"{self.name}.py").is_file()
 
 
 SECTIONS: dict[str, tuple[PageFile, ...]] = {

@@ -9,8 +9,8 @@ from fsdp_inspect.catalog.tables import values_of_setting
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app.cards import show_csv_button, show_table
 from fsdp_inspect_app.catalog_reading import KnownCatalog
-from fsdp_inspect_app.frames.values import mib, ms
 from fsdp_inspect_app.selection import follow, follow_all, link
+from fsdp_inspect_app.tables import mib, ms
 
 NO_SETTING = "(none)"
 _MOST_VALUES = 1_000

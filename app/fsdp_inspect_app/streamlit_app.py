@@ -11,10 +11,10 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.report.charts.chart import read_style
 from fsdp_inspect.result_types import RunStatus
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.access import has_access, require_login
 from fsdp_inspect_app.command_palette import show_command_palette
 from fsdp_inspect_app.empty_states import show_failure
 from fsdp_inspect_app.exports import show_download
+from fsdp_inspect_app.guard import has_access, require_login
 from fsdp_inspect_app.page_sheet import start_sheet
 from fsdp_inspect_app.pages import FIRST, LIVE, SECTIONS, PageFile, find_page, is_about_one_run
 from fsdp_inspect_app.saved_views import list_views, show_views

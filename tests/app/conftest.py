@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from fsdp_inspect_app import dated, loading, summaries
+from fsdp_inspect_app import dated, loading
+from fsdp_inspect_app.app_pages.runs import summaries
 from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 
@@ -70,7 +71,7 @@ def start_app(folder: Path, page: str = "runs", **address: str) -> AppTest:
     app = AppTest.from_file(str(SCRIPT), default_timeout=PATIENCE_S)
     for name, value in address.items():
         app.query_params[name] = value
-    app.switch_page(f"app_pages/{page}.py")
+    app.switch_page(f"app_pages/{page}/{page}.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(SCRIPT), str(folder)])
         return app.run()

@@ -1,7 +1,7 @@
 """With a login, no run is shown before it."""
 
 import pytest
-from fsdp_inspect_app.access import may_enter
+from fsdp_inspect_app.guard import may_enter
 from streamlit.testing.v1 import AppTest
 
 from tests.app.conftest import PATIENCE_S, SCRIPT
@@ -26,7 +26,7 @@ def test_before_the_login_no_page_shows_anything_of_a_run(runs_folder, monkeypat
     app = AppTest.from_file(str(SCRIPT), default_timeout=PATIENCE_S)
     app.secrets["auth"] = AUTH
     app.query_params["run"] = "whole"
-    app.switch_page(f"app_pages/{page}.py").run()
+    app.switch_page(f"app_pages/{page}/{page}.py").run()
     assert not app.exception
     assert [button.label for button in app.button] == ["Log in"]
     assert len(app.title) == 1

@@ -4,8 +4,7 @@ import dataclasses
 import shutil
 
 import pytest
-from fsdp_inspect_app.charts.advice import ADVISED, draw_front
-from fsdp_inspect_app.frames.advice import frame_front
+from fsdp_inspect_app.app_pages.advice.charts import ADVISED, draw_front, frame_front
 from fsdp_inspect_app.knobs import pack_plan, unpack_plan
 
 from fsdp_inspect.advice.code_change import CodeChange
@@ -81,7 +80,7 @@ def test_the_diff_of_the_script_and_its_launch_are_those_of_the_library(
         verify=how_to_verify(AdviceRequest(), change.launch),
     )
     changed = dataclasses.replace(advice, plan=plan)
-    monkeypatch.setattr("fsdp_inspect_app.advice_search.advice_of", lambda *_: changed)
+    monkeypatch.setattr("fsdp_inspect_app.app_pages.advice.search.advice_of", lambda *_: changed)
     page = open_app(SAMPLES, "advice", run=RUN)
     code = codes_of(page)
     assert code.count(change.diff) == 2
@@ -100,7 +99,7 @@ def test_a_change_that_costs_time_says_between_what(open_app, advice, monkeypatc
     )
     plan = dataclasses.replace(advice.plan, suggestions=(costly,))
     changed = dataclasses.replace(advice, plan=plan)
-    monkeypatch.setattr("fsdp_inspect_app.advice_search.advice_of", lambda *_: changed)
+    monkeypatch.setattr("fsdp_inspect_app.app_pages.advice.search.advice_of", lambda *_: changed)
     text = read(open_app(SAMPLES, "advice", run=RUN))
     assert "Predicted: costs 4.00 ms a step (" in text
     assert "; interval 3.00 ms to 5.00 ms)." in text
@@ -111,7 +110,7 @@ def test_an_alternative_for_less_memory_says_between_what(open_app, advice, monk
     smallest = dataclasses.replace(advice.plan.fastest, what="Wrap less at once")
     plan = dataclasses.replace(advice.plan, smallest=smallest)
     changed = dataclasses.replace(advice, plan=plan)
-    monkeypatch.setattr("fsdp_inspect_app.advice_search.advice_of", lambda *_: changed)
+    monkeypatch.setattr("fsdp_inspect_app.app_pages.advice.search.advice_of", lambda *_: changed)
     assert describe_alternative(smallest, plan) in read(open_app(SAMPLES, "advice", run=RUN))
 
 

@@ -4,9 +4,9 @@ import shutil
 import threading
 
 import pytest
-from fsdp_inspect_app import summaries
+from fsdp_inspect_app.app_pages.runs import summaries
+from fsdp_inspect_app.app_pages.runs.summaries import Summaries
 from fsdp_inspect_app.catalog_reading import find_catalog
-from fsdp_inspect_app.summaries import Summaries
 
 from fsdp_inspect.catalog.index import index_runs
 from fsdp_inspect.store.folder import list_runs

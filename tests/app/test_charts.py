@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from fsdp_inspect_app.charts.units import draw_collectives, draw_holds, draw_spreads
+from fsdp_inspect_app.app_pages.units.charts import draw_collectives, draw_holds, draw_spreads
 
 from fsdp_inspect.analysis.rank_waits import measure_rank_waits
 from fsdp_inspect.analysis.unit_history import measure_unit_history

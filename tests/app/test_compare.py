@@ -5,9 +5,15 @@ import re
 import shutil
 
 import pytest
-from fsdp_inspect_app.charts.compare import LESS, MORE, draw_memory_changes
-from fsdp_inspect_app.charts.stacks import draw_steps
-from fsdp_inspect_app.frames.compare import frame_metrics, frame_settings, frame_unit_changes
+from fsdp_inspect_app.app_pages.compare.charts import (
+    LESS,
+    MORE,
+    draw_memory_changes,
+    frame_metrics,
+    frame_settings,
+    frame_unit_changes,
+)
+from fsdp_inspect_app.tables import draw_steps
 
 from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.comparison.differences import UnitMeasure, find_unit_changes
@@ -142,7 +148,7 @@ def test_without_an_address_the_chosen_run_stands_against_one_of_its_model(open_
 
 def test_the_baseline_of_the_page_runs_is_the_baseline(open_app, folder):
     app = open_app(folder, "runs", baseline="before")
-    app.switch_page("app_pages/compare.py")
+    app.switch_page("app_pages/compare/compare.py")
     app.query_params.clear()
     app.query_params["run"] = "hostile"
     app.run()

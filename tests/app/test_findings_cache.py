@@ -4,8 +4,8 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from fsdp_inspect_app import summaries as kept_findings
-from fsdp_inspect_app.summaries import CachedFinding, FindingsCache, findings_file
+from fsdp_inspect_app.app_pages.runs import summaries as kept_findings
+from fsdp_inspect_app.app_pages.runs.summaries import CachedFinding, FindingsCache, findings_file
 
 FIRST, SECOND = CachedFinding("state 1", '{"a": 1}'), CachedFinding("state 2", "anything")
 

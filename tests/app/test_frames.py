@@ -7,12 +7,12 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from fsdp_inspect_app.frames.overview import frame_breakdown
-from fsdp_inspect_app.frames.runs import STEP_TIMES_COLUMN, frame_runs
-from fsdp_inspect_app.frames.timeline import frame_spans
-from fsdp_inspect_app.frames.units import frame_collectives
-from fsdp_inspect_app.frames.values import frame_of, gb_per_s, mib, ms, to_csv
-from fsdp_inspect_app.summaries import KnownRuns, RunRow
+from fsdp_inspect_app.app_pages.overview.frames import frame_breakdown
+from fsdp_inspect_app.app_pages.runs.frames import STEP_TIMES_COLUMN, frame_runs
+from fsdp_inspect_app.app_pages.runs.summaries import KnownRuns, RunRow
+from fsdp_inspect_app.app_pages.timeline.frames import frame_spans
+from fsdp_inspect_app.app_pages.units.charts import frame_collectives
+from fsdp_inspect_app.tables import frame_of, gb_per_s, mib, ms, to_csv
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
 from fsdp_inspect import result_types

@@ -7,9 +7,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from fsdp_inspect_app import import_jobs
-from fsdp_inspect_app.import_jobs import IMPORTED, ImportJobs, JobState
-from fsdp_inspect_app.import_sources import find_source
+from fsdp_inspect_app.app_pages.imports import jobs as import_jobs
+from fsdp_inspect_app.app_pages.imports.jobs import IMPORTED, ImportJobs, JobState
+from fsdp_inspect_app.app_pages.imports.sources import find_source
 
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.reader import open_run
@@ -19,7 +19,7 @@ ENDLESS = "endless.json"
 WORKER = f"""\
 import sys, time
 from fsdp_inspect.importing import trace_file
-from fsdp_inspect_app.import_worker import main
+from fsdp_inspect_app.app_pages.imports.worker import main
 
 
 def raw_blocks(path, blocks=trace_file._raw_blocks):

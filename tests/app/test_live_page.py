@@ -1,9 +1,13 @@
 """Test that the Live page shows a live run, and states its end."""
 
 import pytest
-from fsdp_inspect_app.charts.live import draw_devices, draw_live_steps
-from fsdp_inspect_app.frames.live import format_sample, frame_devices
-from fsdp_inspect_app.frames.values import frame_of
+from fsdp_inspect_app.app_pages.live.charts import (
+    draw_devices,
+    draw_live_steps,
+    format_sample,
+    frame_devices,
+)
+from fsdp_inspect_app.tables import frame_of
 
 from fsdp_inspect.analysis.live.feed import LiveFeed
 from fsdp_inspect.analysis.live.view import DeviceSeries, LiveStep

@@ -3,9 +3,8 @@
 import dataclasses
 
 import pytest
-from fsdp_inspect_app.charts.memory import draw_step_memory
-from fsdp_inspect_app.frames.memory import frame_step_memory
-from fsdp_inspect_app.frames.values import frame_of
+from fsdp_inspect_app.app_pages.memory.charts import draw_step_memory, frame_step_memory
+from fsdp_inspect_app.tables import frame_of
 
 from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory_overview
 from fsdp_inspect.analysis.memory.step import measure_step_memory

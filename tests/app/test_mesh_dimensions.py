@@ -5,9 +5,8 @@ import re
 
 import numpy as np
 import pytest
-from fsdp_inspect_app.charts.ranks import draw_mesh_grid
-from fsdp_inspect_app.frames.compare import frame_compared_dimensions
-from fsdp_inspect_app.frames.ranks import frame_mesh_grid
+from fsdp_inspect_app.app_pages.compare.charts import frame_compared_dimensions
+from fsdp_inspect_app.app_pages.ranks.charts import draw_mesh_grid, frame_mesh_grid
 from fsdp_inspect_app.timeline.payload import lane_label
 from fsdp_inspect_app.timeline.tracks import build_timeline
 

@@ -143,7 +143,7 @@ def test_overview_recommends_what_advice_does(open_app, tmp_path):
     assert f"{first.what}: saves {format_ns(first.saved_ns)} a step" in read(app)
     with pytest.raises(KeyError):
         app.button("find-change")
-    app.switch_page("app_pages/advice.py").run()
+    app.switch_page("app_pages/advice/advice.py").run()
     assert f"1. {first.what}" in read(app)
 
 

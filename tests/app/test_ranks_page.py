@@ -4,8 +4,13 @@ import base64
 import dataclasses
 
 import pytest
-from fsdp_inspect_app.charts.ranks import draw_grid, draw_rank_steps
-from fsdp_inspect_app.frames.ranks import frame_grid, frame_rank_steps, unit_of_grid
+from fsdp_inspect_app.app_pages.ranks.charts import (
+    draw_grid,
+    draw_rank_steps,
+    frame_grid,
+    frame_rank_steps,
+    unit_of_grid,
+)
 
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.rank_grid import GRID_METRICS, measure_rank_grid

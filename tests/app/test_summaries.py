@@ -4,8 +4,8 @@ import shutil
 import threading
 
 import pytest
-from fsdp_inspect_app import summaries
-from fsdp_inspect_app.summaries import CachedFinding, FindingsCache, Summaries
+from fsdp_inspect_app.app_pages.runs import summaries
+from fsdp_inspect_app.app_pages.runs.summaries import CachedFinding, FindingsCache, Summaries
 
 from fsdp_inspect.store.folder import create_run, list_runs
 from fsdp_inspect.trace.run import RunStatus

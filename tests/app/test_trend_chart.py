@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from fsdp_inspect_app.charts.trends import draw_trend
+from fsdp_inspect_app.app_pages.trends.charts import draw_trend
 
 from fsdp_inspect.catalog.trends import Trend, TrendAxis, TrendPoint
 from fsdp_inspect.metrics import MetricUnit

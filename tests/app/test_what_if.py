@@ -6,8 +6,13 @@ import shlex
 import shutil
 
 import pytest
-from fsdp_inspect_app.charts.stacks import draw_peaks, draw_steps
-from fsdp_inspect_app.frames.what_if import frame_parts, frame_peaks, frame_played_units
+from fsdp_inspect_app.app_pages.what_if.simulation import (
+    frame_parts,
+    frame_peaks,
+    frame_played_units,
+    prepare,
+    simulate_knobs,
+)
 from fsdp_inspect_app.knobs import (
     AS_RECORDED,
     KNOBS_OF_NETWORK,
@@ -18,8 +23,7 @@ from fsdp_inspect_app.knobs import (
     pack_plan,
     recorded_values,
 )
-from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
-from fsdp_inspect_app.what_if_simulation import prepare, simulate_knobs
+from fsdp_inspect_app.tables import HELD_LOOKS, draw_peaks, draw_steps
 from typer.testing import CliRunner
 
 from fsdp_inspect import Plan

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import fsdp_inspect_app
 import pytest
-from fsdp_inspect_app.played_memory_looks import HELD_LOOKS
+from fsdp_inspect_app.tables import HELD_LOOKS
 from fsdp_inspect_app.timeline.rank_layout import LOOKS
 
 from fsdp_inspect.report import palette

@@ -449,9 +449,9 @@ def _make_page_input(corpus: Corpus, rng: random.Random) -> bytes:
 
 
 def _load_page(corpus: Corpus, content: bytes) -> None:
+    from fsdp_inspect_app.app_pages.runs.summaries import Summaries
+    from fsdp_inspect_app.app_pages.what_if.simulation import prepare
     from fsdp_inspect_app.knobs import unpack_plan
-    from fsdp_inspect_app.summaries import Summaries
-    from fsdp_inspect_app.what_if_simulation import prepare
 
     if not content.startswith(b"{"):
         resolve_plan(unpack_plan(content.decode("latin-1")), corpus.runs[0].manifest)

@@ -1,0 +1,1 @@
+"""Page advice: its script, tables and charts."""

@@ -1,0 +1,485 @@
+"""Page Advice: findings, suggested changes with predictions, and measured outcomes."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import streamlit as st
+
+from fsdp_inspect import Run
+from fsdp_inspect.advice.prediction_creation import predict_advised
+from fsdp_inspect.advice.rules import title_of
+from fsdp_inspect.errors import PredictionError
+from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
+from fsdp_inspect.quantities import parse_bytes, parse_time_ns
+from fsdp_inspect.report.advice import (
+    describe_alternative,
+    describe_plan_peak,
+    describe_row,
+    describe_saving,
+    describe_searched_plans,
+)
+from fsdp_inspect.report.wording import format_error
+from fsdp_inspect.result_types import (
+    Advice,
+    AdviceRequest,
+    CodeChange,
+    Finding,
+    ParetoPoint,
+    Plan,
+    PlanAdvice,
+    Proposal,
+    RunEntry,
+    RunManifest,
+    Suggestion,
+    Summary,
+)
+from fsdp_inspect.simulation.predictions.ledger import (
+    find_ledger,
+    measure_track_record,
+    read_ledger,
+)
+from fsdp_inspect.store.boundary import is_in_folder
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.app_pages.advice.charts import draw_front, frame_front, frame_outcomes
+from fsdp_inspect_app.app_pages.advice.search import PLAN_FILE, advice_of, default_wishes
+from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.cards import (
+    Tile,
+    show_card,
+    show_code,
+    show_csv_button,
+    show_headline,
+    show_note,
+    show_table,
+    show_table_button,
+    show_text,
+    show_tiles,
+    show_title,
+)
+from fsdp_inspect_app.drawn_chart import Click, show_chart
+from fsdp_inspect_app.knob_widgets import show_knob
+from fsdp_inspect_app.knobs import KNOBS_OF_LINK, network_of, pack_plan
+from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link
+from fsdp_inspect_app.wording import plain
+
+_PREDICTION_FILE = "plan.prediction.json"
+_MOST_UNITS = 4
+_LIMIT_KEY, _TIME_LIMIT_KEY, _DTYPES_KEY = "limit", "longest", "dtypes"
+T = TypeVar("T")
+_FRONT_KEY = "front"
+_FLOOR = (
+    "Floor: the first all-gather of forward and the last reduction of backward expose {floor} per "
+    "step under every plan."
+)
+
+
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show the headline, findings, suggestions, how to run them, and other plans."""
+    show_run_header(run.manifest, run.summary())
+    answer = st.container()
+    question = _ask(entry)
+    if question is None:
+        with answer:
+            show_headline("Invalid limit\\. Correct it below\\.")
+        return
+    advice = advice_of(entry, question.wishes)
+    with answer:
+        show_headline(plain(advice.answer))
+    if advice.findings:
+        _show_findings(advice.findings, run.manifest)
+    if advice.plan is None:
+        _show_refusal(advice)
+        _show_outcomes(entry, run.id)
+        return
+    _show_plan(entry, run, advice, question)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The request for advice, with its command and its address parameters."""
+
+    wishes: AdviceRequest
+    command: str
+    network: dict[str, str]
+    """Parameters of the address, for What-if."""
+
+
+def _ask(entry: RunEntry) -> Question | None:
+    """Read the request from the widgets; None if a value is invalid."""
+    columns = st.columns([3, 3, 3, 3, 3], vertical_alignment="bottom")
+    with columns[0]:
+        limit = _ask_amount(
+            _LIMIT_KEY,
+            "Memory limit",
+            "such as 80GiB",
+            "Highest predicted peak of allocated memory. Default: the memory of the device.",
+        )
+    with columns[1]:
+        time_limit = _ask_amount(
+            _TIME_LIMIT_KEY,
+            "Longest step",
+            "such as 300ms",
+            "Longest step of the plan with the lowest peak. Default: the recorded step.",
+        )
+    network = {}
+    for column, knob in zip(columns[2:4], KNOBS_OF_LINK, strict=True):
+        with column:
+            chosen = show_knob(knob)
+            if chosen is not None:
+                network[knob.name] = chosen
+    with columns[4]:
+        allow_dtypes = _ask_dtypes()
+    limit_bytes = _read(limit, partial(parse_bytes, needs_unit=True), "amount of memory", "80GiB")
+    time_ns = _read(time_limit, parse_time_ns, "time", "300ms")
+    if (limit and not limit_bytes) or (time_limit and not time_ns):
+        return None
+    bandwidth, latency = network_of(network)
+    wishes = replace(
+        default_wishes(entry),
+        memory_limit=limit_bytes,
+        time_limit_ns=None if time_ns is None else round(time_ns),
+        allow_dtypes=allow_dtypes,
+        bus_bytes_per_s=bandwidth,
+        latency_ns=latency,
+    )
+    words = ["fsdp-inspect", "advise", str(entry.path)]
+    words += ["--memory-limit", limit] if limit else []
+    words += ["--time-limit", time_limit] if time_limit else []
+    words += ["--allow-dtypes"] if allow_dtypes else []
+    words += [word for name, text in network.items() for word in (f"--{name}", text)]
+    return Question(wishes, shlex.join([*words, "--write", PLAN_FILE]), network)
+
+
+def _ask_amount(key: str, label: str, example: str, words: str) -> str:
+    asked = st.query_params.get(key, "")
+    follow(key, key, {asked: asked}, "")
+    text = st.text_input(label, key=key, placeholder=example, help=words).strip()
+    link(key, text or None)
+    return text
+
+
+def _ask_dtypes() -> bool:
+    follow(_DTYPES_KEY, _DTYPES_KEY, {"1": True}, False)
+    allow_dtypes = st.toggle(
+        "Try bfloat16",
+        key=_DTYPES_KEY,
+        help="Halves the message sizes and changes the numerics. Check the loss.",
+    )
+    link(_DTYPES_KEY, "1" if allow_dtypes else None)
+    return allow_dtypes
+
+
+def _read(text: str, parse: Callable[[str], T | None], what: str, example: str) -> T | None:
+    """The value of a text; an invalid text shows an error."""
+    value = parse(text) if text else None
+    if text and not value:
+        st.error(
+            plain(
+                f"Invalid {what}: {text!r}. "
+                f"Expected a number above 0 with a unit, such as {example}."
+            ),
+            icon=":material/error:",
+        )
+    return value
+
+
+def _show_refusal(advice: Advice) -> None:
+    with show_card("This run cannot be simulated", key="refusal"):
+        show_text(plain(advice.refusal or ""))
+        show_note(
+            "The simulation requires recorded units, collectives and compute\\. Imported traces, "
+            "and runs without a timed step, do not have them\\. Record the job with more steps "
+            "than warm\\-up:"
+        )
+        show_code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", key="record")
+
+
+# --- findings
+
+
+def _show_findings(findings: Sequence[Finding], manifest: RunManifest) -> None:
+    with show_card("Findings", key="findings"):
+        for place, finding in enumerate(findings):
+            rule = f" {_badge(finding.rule)}" if finding.rule else ""
+            show_title(finding.sentence, markdown=rule)
+            lines = [f"- {plain(step)}" for step in finding.do]
+            lines.append(f"- **Effect**: {plain(finding.effect.sentence)}")
+            show_text("\n".join(lines))
+            more = _name_rules([finding.rule] if finding.rule else [])
+            more += [f"- {plain(finding.evidence)}"] if finding.evidence else []
+            more += [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
+            more += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
+            more += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []
+            _show_more(more)
+            if finding.snippet:
+                show_code(finding.snippet, key=f"finding-{place}", language="python")
+            _link_units(finding.units, manifest, key=f"finding-{place}")
+
+
+def _link_units(units: Sequence[str], manifest: RunManifest, *, key: str) -> None:
+    """Link to the evidence: the pages of the units, or the page of all units."""
+    recorded = {unit.fqn for unit in manifest.units}
+    own = [fqn for fqn in units if fqn in recorded]
+    with st.container(horizontal=True, gap="small", key=f"links-{key}"):
+        for fqn in own[:_MOST_UNITS]:
+            name = format_unit(fqn)
+            page_link("units", plain(name), icon=":material/stacks:", unit=name)
+        if len(own) != 1:
+            page_link("units", "Open all units", icon=":material/stacks:", unit=None)
+        page_link("timeline", "Open timeline", icon=":material/view_timeline:", unit=None)
+
+
+# --- the plan
+
+
+def _show_plan(entry: RunEntry, run: Run, advice: Advice, question: Question) -> None:
+    plan = advice.plan
+    if plan is None:
+        return
+    _show_numbers(plan)
+    for place, suggestion in enumerate(plan.suggestions, 1):
+        _show_suggestion(place, suggestion, plan, question, run.manifest)
+    if plan.suggestions:
+        _show_how_to_run(entry, plan, question)
+    _show_outcomes(entry, advice.run_id)
+    left, right = st.columns([3, 2])
+    with left:
+        _show_front(plan, question)
+    with right:
+        if plan.smallest is not None:
+            _show_alternative(plan.smallest, plan, question)
+        _show_rest(plan, run.summary())
+    show_note(plain(describe_searched_plans(plan)))
+
+
+def _show_numbers(plan: PlanAdvice) -> None:
+    fastest = plan.fastest
+    interval = f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}"
+    numbers = (
+        ("Predicted step", format_ns(fastest.step_ns), interval),
+        (
+            "Recorded step",
+            format_ns(plan.recorded_step_ns),
+            f"measured; simulated {format_ns(plan.replayed_step_ns)}",
+        ),
+        (
+            "Predicted peak",
+            format_bytes(fastest.peak_bytes),
+            f"recorded plan: {format_bytes(plan.replayed_peak_bytes)}",
+        ),
+        (
+            "Self-check",
+            format_error(plan.replay_error),
+            f"{plan.num_plans} plans simulated",
+        ),
+    )
+    show_tiles([Tile(*number) for number in numbers])
+
+
+def _show_suggestion(
+    place: int,
+    suggestion: Suggestion,
+    plan: PlanAdvice,
+    question: Question,
+    manifest: RunManifest,
+) -> None:
+    before = plan.replayed_step_ns if place == 1 else plan.suggestions[place - 2].step_ns
+    step = f"step {format_ns(suggestion.step_ns)} instead of {format_ns(before)}, both simulated"
+    with show_card(f"{place}. {suggestion.what}", key=f"change-{place}") as header:
+        with header:
+            show_text(" ".join(_badge(rule) for rule in suggestion.rules if rule))
+        show_text(plain(f"Predicted: {describe_saving(suggestion, plan)}."))
+        risks = [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
+        show_text("\n".join(risks[:1]))
+        more = risks[1:]
+        more += [f"- **Predicted**: {plain(f'{step}; peak {describe_plan_peak(suggestion)}.')}"]
+        more += _name_rules([rule for rule in suggestion.rules if rule])
+        more += [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
+        more += [f"- **Evidence**: {plain(describe_row(row))}" for row in suggestion.rows]
+        more += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
+        _show_more(more)
+        _show_change(suggestion.change, suggestion.snippet, key=f"change-{place}")
+        _link_units(suggestion.units, manifest, key=f"change-{place}")
+        _offer_plan(suggestion.plan, question, key=f"change-{place}", label="Download plan so far")
+
+
+def _show_more(lines: Sequence[str]) -> None:
+    """Show the reasons and assumptions once they are opened."""
+    if lines:
+        with st.expander("Evidence, risks and assumptions"):
+            show_text("\n".join(lines))
+
+
+def _show_change(change: CodeChange, snippet: str, *, key: str) -> None:
+    """Show where the code of the run changes, and its diff, settings or lines."""
+    show_note(plain(change.where))
+    if not change.text and snippet:
+        show_code(snippet, key=key, language="python")
+    for text, language in (
+        (change.diff, "diff"),
+        (change.settings, "yaml"),
+        (change.lines, "python"),
+    ):
+        if text:
+            show_code(text, key=f"{key}-{language}", language=language)
+
+
+def _badge(rule: str) -> str:
+    return f":gray-badge[{rule}]"
+
+
+def _name_rules(rules: Sequence[str]) -> list[str]:
+    """One line for each rule that has a title."""
+    return [f"- **Rule {rule}**: {plain(title)}" for rule in rules if (title := title_of(rule))]
+
+
+def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None:
+    """Show buttons to download a plan and to open it in What-if."""
+    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+        st.download_button(
+            label,
+            plan.to_toml(),
+            file_name=PLAN_FILE,
+            mime="application/toml",
+            icon=":material/download:",
+            key=f"plan-{key}",
+            on_click="ignore",
+        )
+        packed = pack_plan(plan)
+        if packed is not None:
+            page_link(
+                "what_if",
+                "Open in What-if",
+                icon=":material/tune:",
+                plan=packed,
+                **question.network,
+            )
+
+
+def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> None:
+    with show_card("Run and verify", key="run"):
+        show_title("1. Save the plan and its prediction")
+        _offer_plan(plan.fastest.plan, question, key="fastest", label=PLAN_FILE)
+        st.download_button(
+            _PREDICTION_FILE,
+            lambda: predict_advised(
+                loading.open_entry(entry).source, plan, question.wishes
+            ).model_dump_json(indent=1),
+            file_name=_PREDICTION_FILE,
+            mime="application/json",
+            icon=":material/download:",
+            key="prediction",
+            on_click="ignore",
+            help="fsdp-inspect verify compares the prediction with the run of the plan.",
+        )
+        show_code(question.command, key="advise")
+        show_title("2. Change the code")
+        _show_change(plan.change, plan.snippet, key="all-changes")
+        show_title("3. Record the run and compare it with the prediction")
+        for place, line in enumerate(plan.verify):
+            show_code(line, key=f"verify-{place}")
+
+
+# --- other plans
+
+
+def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) -> None:
+    with show_card("Alternative with less memory", key="smallest"):
+        show_title(proposal.what)
+        show_text(
+            plain(f"Predicted: {describe_alternative(proposal, plan)}. Replaces the plan above.")
+        )
+        lines = [f"- **Assumed**: {plain(line)}" for line in proposal.assumptions]
+        lines += [f"- **Risk**: {plain(line)}" for line in proposal.risks]
+        show_text("\n".join(lines))
+        _offer_plan(proposal.plan, question, key="smallest", label=PLAN_FILE)
+
+
+def _show_front(plan: PlanAdvice, question: Question) -> None:
+    with show_card("Step time and peak memory of plans", key="front") as header:
+        with header:
+            show_table_button(frame_front(plan), key="front", alt="Plans of the front")
+        if plan.replayed_peak_bytes is None:
+            show_note("The peak memory of the plans is unknown\\.")
+        else:
+            show_chart(
+                draw_front(plan),
+                key="front",
+                alt=f"{len(plan.front)} plans that no other plan beats in both step time and peak "
+                "memory, and the recorded plan; the table has the numbers",
+                on_click=lambda click: _choose_point(click, plan.front),
+            )
+        point = _pick_point(plan.front)
+        show_text(
+            plain(
+                f"Predicted: step {format_ns(point.step_ns)}, "
+                f"peak {format_bytes(point.peak_bytes)}."
+            )
+        )
+        _offer_plan(point.plan, question, key="front", label=PLAN_FILE)
+
+
+def _choose_point(click: Click, front: Sequence[ParetoPoint]) -> None:
+    """Choose the plan of the clicked point."""
+    known = [place for place, point in enumerate(front) if point.peak_bytes is not None]
+    place = click.pick(known) if click.curve == 0 else None
+    if place is not None:
+        st.session_state[_FRONT_KEY] = place
+
+
+def _pick_point(front: Sequence[ParetoPoint]) -> ParetoPoint:
+    names = [f"{place}" for place in range(len(front))]
+    legal = {name: place for place, name in enumerate(names)}
+    follow(_FRONT_KEY, _FRONT_KEY, legal, 0)
+    if st.session_state[_FRONT_KEY] not in legal.values():
+        st.session_state[_FRONT_KEY] = 0
+    chosen = st.selectbox(
+        "Plan",
+        range(len(front)),
+        format_func=lambda place: (
+            "Recorded plan" if front[place].is_recorded else front[place].what
+        ),
+        key=_FRONT_KEY,
+    )
+    link(_FRONT_KEY, str(chosen))
+    return front[int(chosen)]
+
+
+def _show_outcomes(entry: RunEntry, run_id: str) -> None:
+    """Show predictions and measured outcomes of earlier suggestions for this run."""
+    folder = loading.runs_folder()
+    if isinstance(entry.path, str) or isinstance(folder, str):
+        return  # a URL has no history of predictions
+    place = find_ledger(entry.path)
+    if not is_in_folder(place, folder):
+        return
+    try:
+        record = measure_track_record(read_ledger(place), run_id=run_id)
+    except PredictionError as error:
+        st.warning(plain(str(error)), icon=":material/warning:")
+        return
+    if not record.predictions:
+        return
+    frame = frame_outcomes(record.predictions)
+    with show_card("Predicted and measured", key="outcomes") as header:
+        with header:
+            show_csv_button(frame, key="outcomes")
+        show_text(plain(record.sentence))
+        show_table(frame, key="outcomes", alt="Predictions and outcomes, one row for each plan")
+        for note in record.notes:
+            show_note(plain(note))
+
+
+def _show_rest(plan: PlanAdvice, summary: Summary) -> None:
+    with show_card("Limits and assumptions", key="rest"):
+        lines = [_FLOOR.format(floor=format_ns(summary.floor_ns))] if summary.floor_ns else []
+        lines += plan.notes
+        lines += [f"Assumed: {line}" for line in plan.fastest.assumptions]
+        show_text("\n".join(f"- {plain(line)}" for line in lines))
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry))

@@ -1,0 +1,1 @@
+"""Page compare: its script, tables and charts."""

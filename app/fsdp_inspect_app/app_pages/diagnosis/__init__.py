@@ -1,0 +1,1 @@
+"""Page diagnosis: its script, tables and charts."""

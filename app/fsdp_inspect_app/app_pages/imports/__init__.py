@@ -1,0 +1,1 @@
+"""Page imports: its script, tables and charts."""

@@ -1,0 +1,1 @@
+"""Page live: its script, tables and charts."""

@@ -1,0 +1,300 @@
+"""Page Live: the state, pace and memory of a run that is being recorded."""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from fsdp_inspect import Run
+from fsdp_inspect.analysis.live.feed import LiveFeed
+from fsdp_inspect.errors import StoreError
+from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.report.live_wording import (
+    advise_live,
+    describe_live,
+    describe_pace,
+    headline_live,
+)
+from fsdp_inspect.result_types import (
+    DeviceSeries,
+    LiveMemory,
+    LiveState,
+    LiveStatus,
+    LiveStep,
+    RunEntry,
+    RunStatus,
+)
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.app_pages.live.charts import (
+    draw_devices,
+    draw_live_memory,
+    draw_live_steps,
+    format_sample,
+    frame_devices,
+    frame_live_ranks,
+)
+from fsdp_inspect_app.banner import show_status
+from fsdp_inspect_app.cards import (
+    Tile,
+    show_card,
+    show_chart_card,
+    show_csv_button,
+    show_empty_card,
+    show_headline,
+    show_note,
+    show_table,
+    show_text,
+    show_tiles,
+)
+from fsdp_inspect_app.empty_states import show_no_runs, show_nothing
+from fsdp_inspect_app.page_sheet import sheet_section
+from fsdp_inspect_app.selection import (
+    RANK_KEY,
+    answer_or_stop,
+    chosen_entry,
+    follow,
+    link,
+    page_link,
+    run_name,
+)
+from fsdp_inspect_app.tables import frame_of
+from fsdp_inspect_app.wording import describe_sharding, plain
+
+_REFRESH_EVERY_S = 2
+_GOING_ON = (LiveState.STARTING, LiveState.RUNNING, LiveState.STALLED)
+_REFRESH_KEY = "live: refreshes"
+_SEEN_KEY = "live: state that is shown"
+
+
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show the state of the run, again every few seconds; link to other pages if it has ended.
+
+    It runs no analysis of the whole run, because that takes longer than a refresh interval.
+    """
+    _show_header(run)
+    recorded = [record.rank for record in run.ranks_recorded]
+    is_recording = run.status is RunStatus.RUNNING
+    was_followed = st.session_state.get(_SEEN_KEY, ("", False))[0] == entry.id
+    has_streams = is_recording or run.status is RunStatus.CRASHED
+    if not recorded or not (has_streams or was_followed):
+        _show_over(run)
+        return
+    every = _REFRESH_EVERY_S if is_recording and _wants_refresh() else None
+    st.fragment(_show_now, run_every=every)(entry, run, recorded)
+
+
+def _show_header(run: Run) -> None:
+    with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
+        entry = chosen_entry()
+        name = run.id if entry is None else run_name(entry.id)
+        st.markdown(f"**{plain(name)}**", width="content", help=plain(run.id))
+        show_status(entry, run.status)
+        st.caption(plain(describe_sharding(run.manifest)), width="content")
+
+
+def _show_over(run: Run) -> None:
+    show_nothing(
+        f"This run is not live: it is {run.status.value}.",
+        "Live shows runs while they are recorded. The other pages show the data of this run.",
+    )
+    if run.notes:
+        st.warning("\n".join(f"- {plain(note)}" for note in run.notes), icon=":material/warning:")
+    _show_links()
+
+
+def _show_links() -> None:
+    with st.container(horizontal=True):
+        page_link("overview", "Overview", icon=":material/insights:")
+        page_link("timeline", "Timeline", icon=":material/view_timeline:")
+        page_link("memory", "Memory", icon=":material/memory:")
+
+
+def _pick_rank(run: Run, recorded: Sequence[int]) -> int:
+    """The shown rank, and for a live run whether the page refreshes."""
+    key = f"live rank of {run.id}"
+    follow(RANK_KEY, key, {str(rank): rank for rank in recorded}, recorded[0])
+    left, right = st.columns([1, 3], vertical_alignment="bottom")
+    with left:
+        chosen = st.selectbox("Rank", recorded, key=key)
+    link(RANK_KEY, str(chosen))
+    if run.status is RunStatus.RUNNING:
+        with right:
+            _ask_refresh()
+    return chosen
+
+
+def _ask_refresh() -> None:
+    before = _wants_refresh()
+    wanted = st.toggle(f"Refresh every {_REFRESH_EVERY_S} s", value=before, key="refresh")
+    st.session_state[_REFRESH_KEY] = wanted
+    if wanted != before:
+        st.rerun()
+
+
+def _wants_refresh() -> bool:
+    return bool(st.session_state.get(_REFRESH_KEY, True))
+
+
+@sheet_section("live")
+def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
+    """Show the headline, numbers, the last steps, memory, the machine and the ranks."""
+    answer = st.container()
+    rank = _pick_rank(run, recorded)
+    with answer:
+        live = _show_answer(entry, rank)
+    if live is None:
+        return
+    if live.state not in _GOING_ON and not live.view.steps:
+        show_note("The live streams no longer exist\\. The other pages show the recorded data\\.")
+        _show_ranks(live)
+        return
+    _show_tiles(live)
+    left, right = st.columns(2)
+    with left:
+        _show_steps(live)
+    with right:
+        _show_memory(live)
+    _show_devices(live.view.devices)
+    _show_ranks(live)
+
+
+def _show_answer(entry: RunEntry, rank: int) -> LiveStatus | None:
+    """Read the new data and describe the state of the run; None if it cannot be read."""
+    try:
+        live = look_at(entry, rank=rank)
+    except (StoreError, OSError) as error:
+        show_headline(plain(f"The live data of rank {rank} cannot be read."))
+        st.error(plain(str(error)), icon=":material/error:")
+        return None
+    _rerun_on_news(entry, live)
+    show_headline(plain(headline_live(live)))
+    show_text(plain(describe_live(live)))
+    _show_problem(entry, live)
+    if live.state not in _GOING_ON:
+        _show_links()
+    return live
+
+
+def _show_problem(entry: RunEntry, live: LiveStatus) -> None:
+    """Show the diagnosis, or else the meaning of the run's state."""
+    found = loading.read_diagnosis(entry)
+    if found.is_problem:
+        st.error(plain(describe_diagnosis(found).sentence), icon=":material/error:")
+        page_link("diagnosis", "Open Diagnosis", icon=":material/troubleshoot:")
+        return
+    advice = advise_live(live)
+    if advice:
+        st.warning(plain(advice), icon=":material/warning:")
+
+
+def _rerun_on_news(entry: RunEntry, live: LiveStatus) -> None:
+    """Rerun the whole page when the run starts, stops or ends: its banner shows the state."""
+    shown = (entry.id, live.state in _GOING_ON)
+    before = st.session_state.get(_SEEN_KEY)
+    st.session_state[_SEEN_KEY] = shown
+    if before is not None and before[0] == entry.id and before != shown:
+        st.rerun()
+
+
+def _show_tiles(live: LiveStatus) -> None:
+    steps, memory = live.view.steps, live.view.memory
+    last = steps[-1] if steps else None
+    numbers = [
+        ("Last step", str(last.step) if last else MISSING),
+        ("Typical step", format_ns(live.view.typical_step_ns)),
+        ("Exposed, last step", format_ratio(last.exposed_ratio if last else None)),
+        ("Allocated", format_bytes(memory[-1].allocated_bytes if memory else None)),
+        *((one.name.capitalize(), f"{one.value:.4g}") for one in live.view.scalars[:1]),
+    ]
+    show_tiles([Tile(name, value) for name, value in numbers])
+
+
+def _show_steps(live: LiveStatus) -> None:
+    steps = live.view.steps
+    if not steps:
+        show_empty_card("Last steps", "No completed step yet.", key="live-steps")
+        return
+    show_chart_card(
+        f"Last {len(steps)} steps" if len(steps) > 1 else "First step",
+        draw_live_steps(steps),
+        frame_of(LiveStep.TABLE, steps[::-1]),
+        key="live-steps",
+        alt=f"Step time of the steps {steps[0].step} to {steps[-1].step} and the exposed part of "
+        "each",
+        note=f"{describe_pace(live)} Exposed: {find_metric('exposed_ns').definition}.",
+    )
+
+
+def _show_memory(live: LiveStatus) -> None:
+    memory = live.view.memory
+    if not memory:
+        show_empty_card(
+            "Memory",
+            "No memory reading yet. On CPU, memory is recorded in memory steps only.",
+            key="live-memory",
+        )
+        return
+    show_chart_card(
+        "Memory",
+        draw_live_memory(memory),
+        frame_of(LiveMemory.TABLE, memory[::-1]),
+        key="live-memory",
+        alt=f"Highest readings of memory of {len(memory)} steps; the last "
+        f"{format_bytes(memory[-1].allocated_bytes)} allocated",
+        note=f"Highest reading at a unit boundary of each step, up to step {memory[-1].step}. The "
+        "page Memory has the peaks between readings. Measured.",
+    )
+
+
+def _show_devices(series: Sequence[DeviceSeries]) -> None:
+    if not series:
+        show_empty_card("Devices", "No device sample yet.", key="live-devices")
+        return
+    seconds = max(-one.seconds[0] for one in series)
+    newest = ", ".join(f"{one.label} {format_sample(one.values[-1], one.unit)}" for one in series)
+    show_chart_card(
+        f"Devices, last {seconds:.0f} s",
+        draw_devices(series),
+        frame_devices(series),
+        key="live-devices",
+        alt=f"Small charts of the devices; latest values: {newest}",
+        note="Sampled by a background thread of the rank. GPU numbers come from NVML and include "
+        "all processes of the device. CPU is in percent of one core.",
+    )
+
+
+def _show_ranks(live: LiveStatus) -> None:
+    frame = frame_live_ranks(live.ranks)
+    with show_card(f"Ranks: {len(live.ranks)}", key="live-ranks") as header:
+        with header:
+            show_csv_button(frame, key="live-ranks")
+        show_table(frame, key="live-ranks-table", alt="The ranks, one row each")
+
+
+# --- Read the new data of a live run, with one feed for all sessions.
+
+_MOST_FEEDS = 16
+
+
+def look_at(entry: RunEntry, *, rank: int) -> LiveStatus:
+    """Read the new data of a rank and return the state of the run.
+
+    Raises:
+        StoreError: The run, or a stream of the rank, cannot be read.
+        OSError: A file of the run cannot be read.
+    """
+    run = loading.open_stored(entry)
+    return _feed(str(entry.path), run.attempt, rank).look(run)
+
+
+@st.cache_resource(max_entries=_MOST_FEEDS, show_spinner=False)
+def _feed(path: str, attempt: int, rank: int) -> LiveFeed:
+    return LiveFeed(path, attempt, rank)
+
+
+chosen = chosen_entry()
+if chosen is None:
+    show_no_runs()
+else:
+    show_page(chosen, answer_or_stop(chosen, loading.open_entry))

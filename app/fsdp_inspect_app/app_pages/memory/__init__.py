@@ -1,0 +1,1 @@
+"""Page memory: its script, tables and charts."""

@@ -1,0 +1,1 @@
+"""Page overview: its script, tables and charts."""

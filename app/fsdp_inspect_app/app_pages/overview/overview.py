@@ -1,0 +1,569 @@
+"""Page Overview: the verdict, key numbers, the typical step, exposed waits and findings."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import pandas as pd
+import streamlit as st
+
+from fsdp_inspect import Run
+from fsdp_inspect.advice.run_advice import find_findings
+from fsdp_inspect.analysis.verdict import COMPARE_PLANS
+from fsdp_inspect.errors import FsdpInspectError, StoreError
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit, name_run
+from fsdp_inspect.metrics import define_metric, find_metric
+from fsdp_inspect.report.advice import describe_recommendation
+from fsdp_inspect.report.charts.results import (
+    draw_breakdown,
+    draw_dimensions,
+    draw_memory,
+    draw_owners,
+    draw_peak,
+    draw_scalar,
+    draw_step_times,
+)
+from fsdp_inspect.report.text import list_throughput
+from fsdp_inspect.report.wording import format_cause, format_kind, format_metric
+from fsdp_inspect.result_types import (
+    BreakdownCauses,
+    Exposed,
+    ExposedOwner,
+    Finding,
+    Limit,
+    MemoryOfStep,
+    PeakMoment,
+    PlanCheck,
+    RankWaits,
+    RunEntry,
+    RunManifest,
+    ScalarSeries,
+    StepBreakdown,
+    StepTimes,
+    Summary,
+    Verdict,
+)
+from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app.app_pages.advice.search import advice_of, default_wishes, known_advice
+from fsdp_inspect_app.app_pages.overview.frames import (
+    frame_breakdown,
+    frame_peak,
+    frame_scalar,
+    name_owner,
+)
+from fsdp_inspect_app.app_pages.runs.frames import frame_about
+from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.cards import (
+    Tile,
+    show_card,
+    show_chart_card,
+    show_code,
+    show_empty_card,
+    show_headline,
+    show_table_button,
+    show_text,
+    show_tiles,
+)
+from fsdp_inspect_app.drawn_chart import Click, show_chart
+from fsdp_inspect_app.exports import show_export_button, show_share_button
+from fsdp_inspect_app.page_sheet import sheet_section
+from fsdp_inspect_app.pages import find_page
+from fsdp_inspect_app.selection import (
+    RANK_KEY,
+    STEP_KEY,
+    UNIT_KEY,
+    Value,
+    entry_or_stop,
+    open_unit,
+    page_link,
+    switch_page,
+)
+from fsdp_inspect_app.tables import frame_of
+from fsdp_inspect_app.wording import code, plain
+
+_MOST_OWNERS = 8
+_TOP_UNITS = 3
+_FEW_STEPS = 3
+_MANY_STEPS = 300
+
+
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show the verdict, key numbers, the step, exposed waits by unit, findings, and all steps."""
+    manifest, summary, times = run.manifest, run.summary(), run.step_times()
+    show_run_header(manifest, summary, beside=partial(_show_buttons, run))
+    _show_answer(entry, summary)
+    _show_key_numbers(summary)
+    _show_throughput(summary)
+    _show_step(summary)
+    _show_dimensions(summary)
+    left, right = st.columns(2)
+    with left:
+        _show_owners(summary)
+    with right:
+        _show_step_times(summary, times)
+    left, right = st.columns(2)
+    with left:
+        _show_next_steps(summary, str(entry.path))
+    with right:
+        _show_findings(run)
+    _show_over_steps(run)
+    _show_about(manifest, summary)
+
+
+def _show_buttons(run: Run) -> None:
+    """Show the buttons for the whole run."""
+    with st.container(horizontal=True, horizontal_alignment="right", vertical_alignment="center"):
+        page_link("compare", "Compare", icon=":material/compare_arrows:")
+        show_share_button("overview")
+        show_export_button(run)
+
+
+def _show_answer(entry: RunEntry, summary: Summary) -> None:
+    """Show what limits the step, why, and what to do, in three lines."""
+    verdict = summary.verdict
+    with st.container(key="answer", gap="xxsmall"):
+        with _line("Limited by" if verdict.because else "Verdict"):
+            show_headline(plain(verdict.sentence))
+        with _line("Because"):
+            show_text(plain(verdict.because or verdict.why), width="stretch")
+            if summary.breakdown is not None:
+                page = page_of_limit(verdict)
+                shown = _evidence_of(page, summary.breakdown, summary)
+                page_link(page, "Show evidence", icon=":material/arrow_forward:", **shown)
+        with _line("Do"):
+            _show_what_to_do(entry, verdict)
+
+
+@contextmanager
+def _line(label: str) -> Iterator[None]:
+    """One line of the answer, with its label at the left."""
+    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+        st.caption(label, width=75)
+        yield
+
+
+def _show_what_to_do(entry: RunEntry, verdict: Verdict) -> None:
+    """Show the first step to take; the page Advice and this line have one source."""
+    first = next(iter(verdict.next_steps), "")
+    if first != COMPARE_PLANS:
+        show_text(plain(name_run(first, str(entry.path))), width="stretch")
+        return
+    advice = known_advice(entry)
+    if advice is not None:
+        show_text(plain(describe_recommendation(advice)), width="stretch")
+        page_link("advice", "Open Advice", icon=":material/lightbulb:")
+        return
+    show_text("Compare other sharding plans by simulation\\.", width="stretch")
+    if st.button("Find the best change", icon=":material/lightbulb:", key="find-change"):
+        advice_of(entry, default_wishes(entry))
+        st.rerun()
+
+
+def _evidence_of(page: str, step: StepBreakdown, summary: Summary) -> dict[str, Value]:
+    """The selection that shows the evidence of the verdict on that page."""
+    if page == "memory":
+        return {RANK_KEY: summary.memory.peak_rank, STEP_KEY: None}
+    if page == "ranks":
+        rank = summary.verdict.numbers["straggler_rank"]
+        return {RANK_KEY: None if rank is None else int(rank), STEP_KEY: None}
+    shown: dict[str, Value] = {STEP_KEY: step.closest_step, RANK_KEY: step.rank}
+    owner = next(iter(summary.exposed.owners), None) if summary.exposed else None
+    if owner is not None and owner.fqn is not None:
+        shown[UNIT_KEY] = format_unit(owner.fqn)
+    return shown
+
+
+def _show_next_steps(summary: Summary, run: str) -> None:
+    steps = summary.verdict.next_steps
+    with show_card("Details", key="verdict"):
+        if summary.verdict.because:
+            show_text(plain(summary.verdict.why))
+        named = [step for step in steps if step != COMPARE_PLANS]
+        if named:
+            show_text("\n".join(f"- {plain(name_run(step, run))}" for step in named))
+        if COMPARE_PLANS in steps:
+            page_link(
+                "advice", "Compare other sharding plans by simulation", icon=":material/lightbulb:"
+            )
+
+
+def _show_findings(run: Run) -> None:
+    summary = run.summary()
+    try:
+        findings = run.source.remember(
+            "findings of the overview", lambda: find_findings(run.source, digest=summary)
+        )
+    except FsdpInspectError as error:
+        show_empty_card("Findings", str(error), key="findings")
+        return
+    with show_card("Findings", key="findings"):
+        show_findings(findings, summary.verdict, summary.plan_check)
+
+
+def _show_key_numbers(summary: Summary) -> None:
+    times, memory = summary.step_time_ns, summary.memory
+    spread = f"{format_ns(times.p10)} to {format_ns(times.p90)}" if times else None
+    floor = f"floor {format_ns(summary.floor_ns)}" if summary.floor_ns is not None else None
+    communication = f"of {format_ns(summary.communication_ns)}"
+    numbers = [
+        ("step_time_ns", format_ns(times.typical if times else None), spread),
+        ("exposed_ns", format_ns(summary.exposed_ns), floor),
+        ("overlap_ratio", format_ratio(summary.overlap_ratio), communication),
+        (
+            "peak_allocated_bytes",
+            format_bytes(summary.peak_allocated_bytes),
+            _memory_detail(summary),
+        ),
+    ]
+    tightest = min(
+        (rank for rank in memory.ranks if rank.headroom_bytes is not None),
+        key=lambda rank: rank.headroom_bytes or 0,
+        default=None,
+    )
+    if tightest is not None:
+        device = f"of {format_bytes(tightest.device_bytes)} on rank {tightest.rank}"
+        numbers.append(("headroom_bytes", format_bytes(tightest.headroom_bytes), device))
+    origin = f"Typical step of rank {summary.median_rank}. " if times else ""
+    origins = {"step_time_ns": f"{origin}{summary.left_out.sentence} Below: p10 to p90."}
+    show_tiles(
+        [
+            Tile(
+                find_metric(name).label.capitalize(),
+                value,
+                detail,
+                ". ".join(
+                    filter(
+                        None,
+                        [
+                            define_metric(name, in_kernel_trace=summary.is_kernel_trace),
+                            origins.get(name),
+                        ],
+                    )
+                ),
+            )
+            for name, value, detail in numbers
+        ]
+    )
+
+
+def _show_throughput(summary: Summary) -> None:
+    """Show tokens per second, MFU, utilisation and goodput, as far as they are known."""
+    numbers = [*list_throughput(summary.throughput)]
+    if summary.goodput_ratio is not None:
+        wall = f"of {format_ns(summary.wall_ns)} wall time"
+        numbers.append(("goodput_ratio", summary.goodput_ratio, wall))
+    if numbers:
+        show_tiles(
+            [
+                Tile(
+                    find_metric(name).label[0].upper() + find_metric(name).label[1:],
+                    format_metric(name, value),
+                    origin,
+                    define_metric(name, in_kernel_trace=summary.is_kernel_trace),
+                )
+                for name, value, origin in numbers
+            ],
+            num_columns=4,
+        )
+
+
+def _memory_detail(summary: Summary) -> str | None:
+    if summary.peak_allocated_bytes is None:
+        return "not recorded"
+    if summary.peak_reserved_bytes is not None:
+        return f"reserved {format_bytes(summary.peak_reserved_bytes)}"
+    return f"by the {wording.describe_memory_method(summary.memory)}"
+
+
+def _show_step(summary: Summary) -> None:
+    breakdown = summary.breakdown
+    if breakdown is None:
+        st.info("No timed step yet. A step is timed once it completes after warm-up.")
+        return
+    parts = ", ".join(
+        f"{find_metric(f'{part.name}_ns').label} {format_ns(part.duration_ns)}"
+        for part in breakdown.parts
+        if part.duration_ns
+    )
+    note = (
+        f"Typical step of rank {breakdown.rank}: the mean over {len(breakdown.steps)} steps. The "
+        "parts add up. Hatching marks exposed waits. "
+        + wording.describe_provenance(
+            summary.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
+        )
+    )
+    title = f"Typical step: {format_ns(breakdown.step_time_ns)}"
+    with show_card(title, key="breakdown", note=note) as header:
+        with header:
+            show_table_button(
+                frame_breakdown(breakdown, in_kernel_trace=summary.is_kernel_trace),
+                key="breakdown",
+                alt="Parts of the step",
+            )
+        show_chart(
+            draw_breakdown(breakdown),
+            key="breakdown",
+            alt=f"One bar of {format_ns(breakdown.step_time_ns)} with the parts {parts}",
+        )
+        if summary.exposed is not None and summary.exposed.causes_ns:
+            show_text(_describe_causes(summary.exposed))
+
+
+def _show_dimensions(summary: Summary) -> None:
+    """Show communication by mesh dimension; nothing for a mesh of one dimension."""
+    step = summary.breakdown
+    if step is None or len(step.dimensions) < 2:
+        return
+    exposed = ", ".join(f"{row.dimension} {format_ns(row.exposed_ns)}" for row in step.dimensions)
+    frame = frame_of(BreakdownCauses.DIMENSIONS, step.dimensions)
+    title = f"Exposed waits by mesh dimension: {format_ns(step.exposed_ns)}"
+    inferred = [row.dimension for row in step.dimensions if row.is_inferred]
+    note = f" Inferred from ranks or names: {', '.join(inferred)}." if inferred else ""
+    note = (
+        f"Typical step of rank {step.rank}. The dimensions add up to the exposed communication of "
+        f"the step.{note}"
+    )
+    with show_card(title, key="dimensions", note=note) as header:
+        with header:
+            show_table_button(frame, key="dimensions", alt="Communication by mesh dimension")
+        show_chart(
+            draw_dimensions(step),
+            key="dimensions",
+            alt=f"{format_ns(step.exposed_ns)} by dimension: {exposed}",
+        )
+
+
+def _describe_causes(exposed: Exposed) -> str:
+    """The exposed communication of the step by cause, as Markdown."""
+    causes = " · ".join(
+        f"{format_cause(cause)} **{plain(format_ns(duration))}**"
+        for cause, duration in exposed.causes_ns.items()
+    )
+    return f"Causes: {causes}"
+
+
+def _show_owners(summary: Summary) -> None:
+    exposed = summary.exposed
+    if exposed is None or not any(owner.exposed_ns for owner in exposed.owners):
+        show_empty_card("Exposed waits by unit", "No exposed wait.", key="owners")
+        return
+    top = exposed.owners[0]
+    note = (
+        f"Typical step of rank {exposed.rank}. Waits that overlap count for each unit, so the bars "
+        "may add up to more than the exposed communication of the step. Click a bar to open its "
+        "unit. " + wording.describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
+    )
+    with show_card("Exposed waits by unit", key="owners", note=note) as header:
+        with header:
+            show_table_button(
+                frame_of(RankWaits.TABLE, exposed.owners), key="owners", alt="Waits by unit"
+            )
+        shown = [owner for owner in exposed.owners if owner.exposed_ns][:_MOST_OWNERS]
+        show_chart(
+            draw_owners(shown),
+            key="owners",
+            alt=f"Bars of exposed time by unit; longest is {name_owner(top)} in {top.phase} "
+            f"with {format_ns(top.exposed_ns)}",
+            on_click=lambda click: open_unit(click.pick([owner.fqn for owner in shown])),
+        )
+        for owner in exposed.owners[:_TOP_UNITS]:
+            _show_owner(owner)
+
+
+def _show_owner(owner: ExposedOwner) -> None:
+    """Show one line with a link to the unit: its exposed wait and the main cause."""
+    if owner.exposed_ns == 0:
+        return
+    facts = [format_ns(owner.exposed_ns), f"{format_kind(owner.kind)} in {owner.phase}"]
+    facts += [f"mostly {format_cause(cause)}" for cause in list(owner.causes_ns)[:1]]
+    sentence = plain(" " + " · ".join(facts))
+    if owner.fqn is None:
+        show_text(plain(name_owner(owner)) + sentence)
+        return
+    name = format_unit(owner.fqn)
+    page_link("units", f"{code(name)}{sentence}", icon=":material/stacks:", **{UNIT_KEY: name})
+
+
+def _show_step_times(summary: Summary, times: StepTimes) -> None:
+    if not times.over_steps:
+        return
+    show_chart_card(
+        "Step time over steps",
+        draw_step_times(times),
+        _table(partial(frame_of, StepTimes.TABLE, times.over_steps), len(times.over_steps)),
+        key="step-times",
+        alt=f"Step time of {len(times.over_steps)} steps and the exposed part of each",
+        note=(
+            f"Rank {times.median_rank}. Band: p10 to p90 of the timed steps. Click a step to open "
+            "it in the timeline. "
+            if times.median_rank is not None
+            else ""
+        )
+        + wording.describe_provenance(summary.provenance, "step"),
+        on_click=partial(_open_step, times),
+    )
+
+
+def _open_step(times: StepTimes, click: Click) -> None:
+    """Open the clicked step in the timeline."""
+    step = click.column()
+    if step in {point.step for point in times.over_steps}:
+        switch_page("timeline", **{STEP_KEY: step, RANK_KEY: times.median_rank, UNIT_KEY: None})
+
+
+def _show_over_steps(run: Run) -> None:
+    """Show the numbers that the training loop logged, if any, and memory."""
+    summary, times = run.summary(), run.step_times()
+    scalars: Mapping[str, ScalarSeries] = {}
+    problem = ""
+    try:
+        scalars = run.scalars()
+    except StoreError as error:
+        problem = str(error)
+    if not scalars and not problem:
+        _show_memory(summary, times)
+        return
+    left, right = st.columns(2)
+    with left:
+        if problem:
+            show_empty_card("Loss over steps", problem, key="loss")
+        else:
+            _show_scalar(scalars, times)
+    with right:
+        _show_memory(summary, times)
+
+
+def _show_scalar(scalars: Mapping[str, ScalarSeries], times: StepTimes) -> None:
+    """Show the loss, or else the first logged number."""
+    first = scalars.get("loss") or next(iter(scalars.values()))
+    show_chart_card(
+        f"{first.name.capitalize()} over steps",
+        draw_scalar(first, times.selection.warmup),
+        _table(partial(frame_scalar, first), len(first.steps)),
+        key="loss",
+        alt=f"{first.name} from {first.values[0]:.4g} to {first.values[-1]:.4g} "
+        f"over {len(first.steps)} steps",
+        note=f"As the training loop logged it on rank {first.rank}.",
+    )
+
+
+def _table(
+    make: Callable[[], pd.DataFrame], num_rows: int
+) -> pd.DataFrame | Callable[[], pd.DataFrame]:
+    """The table of a chart over steps; a long one is made when it is opened."""
+    return make if num_rows > _MANY_STEPS else make()
+
+
+def _show_memory(summary: Summary, times: StepTimes) -> None:
+    memory = summary.memory
+    if not memory.over_steps:
+        show_empty_card(
+            "Memory over steps",
+            "Memory was not recorded. On CPU, memory is recorded in memory steps only.",
+            key="memory",
+        )
+    elif memory.peak is not None and len(memory.over_steps) < _FEW_STEPS:
+        _show_peak(memory.peak)
+    else:
+        counted_by = wording.describe_memory_method(memory)
+        show_chart_card(
+            "Memory over steps",
+            draw_memory(memory.over_steps, times.selection.warmup),
+            _table(
+                partial(
+                    frame_of,
+                    MemoryOfStep.TABLE,
+                    memory.over_steps,
+                    *("step", "highest_allocated_bytes", "highest_reserved_bytes"),
+                ),
+                len(memory.over_steps),
+            ),
+            key="memory",
+            alt=f"Highest memory of {len(memory.over_steps)} steps; peak allocated "
+            f"{format_bytes(memory.peak_allocated_bytes)}",
+            note=f"Peak of each step on rank {memory.peak_rank}, the rank with the highest peak. "
+            f"Measured by the {counted_by}.",
+        )
+
+
+def _show_peak(peak: PeakMoment) -> None:
+    """Show the peak by category, for runs with memory of one or two steps only."""
+    where = "outside all units" if peak.fqn is None else f"in {format_unit(peak.fqn)}"
+    show_chart_card(
+        f"Peak memory: {format_bytes(peak.bytes)}",
+        draw_peak(peak),
+        frame_peak(peak),
+        key="memory",
+        alt="Memory at the peak by category: "
+        + ", ".join(
+            f"{wording.name_category(one.category)} {format_bytes(one.bytes)}"
+            for one in peak.categories
+        ),
+        note=f"Reached in step {peak.step} on rank {peak.rank}, in {peak.phase}, {where}. "
+        "Measured by the storage tracker in a memory step.",
+    )
+
+
+@st.fragment
+@sheet_section("about")
+def _show_about(manifest: RunManifest, summary: Summary) -> None:
+    """Show facts about the run, which are made when they are opened."""
+    panel = st.expander("About this run", key="about", on_change="rerun")
+    if not panel.open:
+        return
+    with panel:
+        show_code(" ".join(manifest.command) or "(no command recorded)", key="launch")
+        st.dataframe(frame_about(manifest, summary), hide_index=True, alt="Facts about this run")
+
+
+# --- List findings with a link to the page that shows the evidence.
+
+_PAGE_OF_RULE = {
+    "R32": "ranks",
+    "R21": "memory",
+    **dict.fromkeys(("R7", "R12", "R19", "R20", "R31", "R33"), "timeline"),
+    **dict.fromkeys(("R1", "R14", "R23", "R26", "R27", "R30"), "units"),
+}
+_PAGE_OF_LIMIT = {
+    Limit.MEMORY: "memory",
+    Limit.MEMORY_CREEP: "memory",
+    Limit.STRAGGLER: "ranks",
+    Limit.SLOW_GROUP: "ranks",
+}
+
+
+def page_of_limit(verdict: Verdict) -> str:
+    """The page with the details of the limit of the step."""
+    return _PAGE_OF_LIMIT.get(verdict.limit, "timeline")
+
+
+def show_findings(
+    findings: Sequence[Finding], verdict: Verdict, plan_check: PlanCheck | None
+) -> None:
+    """Show each finding in one line, with a link to its evidence."""
+    for finding in findings:
+        _show_line(finding.sentence, _page_of(finding, verdict), finding.units)
+    if plan_check is not None and plan_check.is_consistent is not False:
+        _show_line(plan_check.sentence, "units", ())
+    if not findings:
+        show_text(plain("No finding. Advice lists changes of the plan."))
+    page_link("advice", "Open Advice", icon=":material/lightbulb:")
+
+
+def _page_of(finding: Finding, verdict: Verdict) -> str:
+    if finding.rule in _PAGE_OF_RULE:
+        return _PAGE_OF_RULE[finding.rule]
+    if finding.units:
+        return "units"
+    return page_of_limit(verdict)
+
+
+def _show_line(sentence: str, page: str, units: Sequence[str]) -> None:
+    show_text(plain(sentence))
+    named = {"unit": format_unit(units[0])} if len(units) == 1 else {"unit": None}
+    file = find_page(page)
+    page_link(page, f"Show in {file.title}", icon=file.icon, **named)
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry))

@@ -1,0 +1,1 @@
+"""Page ranks: its script, tables and charts."""

@@ -1,0 +1,478 @@
+"""Page Ranks: the straggler with its cost, ranks by step, one rank, and skews."""
+
+from collections.abc import Sequence
+from functools import partial
+from math import isnan
+
+import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
+
+from fsdp_inspect import Run
+from fsdp_inspect.analysis.breakdown import measure_step_breakdown
+from fsdp_inspect.analysis.mesh_dimensions import list_axes
+from fsdp_inspect.analysis.mesh_grid import default_axes, measure_mesh_grid
+from fsdp_inspect.analysis.rank_grid import measure_rank_grid
+from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.formatting import MISSING, format_ns
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report import ranks_wording
+from fsdp_inspect.report.charts.results import draw_breakdown
+from fsdp_inspect.report.wording import format_metric
+from fsdp_inspect.result_types import (
+    CollectiveSkew,
+    DimensionWait,
+    MeshGrid,
+    RankGrid,
+    RankRow,
+    Ranks,
+    RankVerdict,
+    RunEntry,
+    RunSource,
+    Summary,
+)
+from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app.app_pages.overview.frames import frame_breakdown
+from fsdp_inspect_app.app_pages.ranks.charts import (
+    draw_grid,
+    draw_mesh_grid,
+    draw_rank_steps,
+    frame_grid,
+    frame_mesh_grid,
+    frame_rank_steps,
+)
+from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.cards import (
+    column_formats,
+    metric_tiles,
+    show_card,
+    show_chart_card,
+    show_csv_button,
+    show_headline,
+    show_note,
+    show_table,
+    show_text,
+    show_tiles,
+)
+from fsdp_inspect_app.drawn_chart import Click, show_chart
+from fsdp_inspect_app.page_sheet import sheet_section
+from fsdp_inspect_app.selection import (
+    RANK_KEY,
+    STEP_KEY,
+    entry_or_stop,
+    follow,
+    link,
+    page_link,
+    switch_page,
+)
+from fsdp_inspect_app.tables import frame_of
+from fsdp_inspect_app.wording import plain
+
+_MEASURES = {
+    "step time": "step_time_ns",
+    "exposed": "exposed_ns",
+    "own work": "own_work_ns",
+    "peak": "peak_allocated_bytes",
+    "lateness": "lateness_ns",
+}
+_MEASURE_KEY = "measure"
+_TABLE_KEY = "ranks-table"
+_MOST_REFUSALS = 4
+_PICKER_PX = 210
+_TILES = ("step_time_ns", "own_work_ns", "exposed_ns", "lateness_ns", "peak_allocated_bytes")
+
+
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show the headline, the map of ranks and steps, one rank, all ranks, and skews."""
+    summary = run.summary()
+    show_run_header(run.manifest, summary)
+    try:
+        ranks = loading.read_ranks(entry)
+    except FsdpInspectError as error:
+        _show_without_comparison(entry, summary, error)
+        return
+    answer = st.container()
+    left, right = st.columns([3, 2], vertical_alignment="bottom")
+    with left:
+        measure = _pick_measure()
+    with right:
+        rank = _pick_rank(run.id, [record.rank for record in run.ranks_recorded])
+    row = next((one for one in ranks.ranks if one.rank == rank), None)
+    with answer:
+        _show_answer(ranks, rank, row)
+    grid = loading.result_of(entry, measure_rank_grid, metric=measure)
+    step = None
+    if rank is not None:
+        step = _show_rank(entry, run, grid, rank, row)
+    _show_grid(grid, summary, rank, step)
+    if rank is None:
+        _show_mesh(entry, ranks, measure)
+        _show_dimension_waits(ranks)
+    _show_all(ranks, run.id, rank)
+
+
+def _show_without_comparison(entry: RunEntry, summary: Summary, error: FsdpInspectError) -> None:
+    """Show why the ranks cannot be compared, and their step times."""
+    show_headline("The ranks cannot be compared\\.")
+    st.error(plain(str(error)), icon=":material/error:")
+    try:
+        grid = loading.result_of(entry, measure_rank_grid, metric="step_time_ns")
+    except FsdpInspectError:
+        return
+    _show_grid(grid, summary, None, None)
+
+
+def _show_answer(ranks: Ranks, rank: int | None, row: RankRow | None) -> None:
+    answer, *details = ranks_wording.describe_answer(ranks)
+    if row is not None:
+        show_headline(plain(ranks_wording.describe_rank(row)))
+        show_text(plain(answer))
+        return
+    if rank is not None:
+        show_headline(plain(f"Rank {rank} has no timed step yet."))
+        show_text(plain(answer))
+        return
+    show_headline(plain(answer))
+    if details:
+        with st.expander("Details"):
+            show_text("\n".join(f"- {plain(line)}" for line in details))
+    if ranks.straggler is not None:
+        straggler = ranks.straggler.rank
+        page_link(
+            "ranks",
+            f"Open rank {straggler}",
+            icon=":material/search:",
+            rank=straggler,
+            step=None,
+        )
+    _show_refusals(ranks.refusals)
+
+
+def _show_refusals(refusals: Sequence[str]) -> None:
+    if not refusals:
+        return
+    lines = [f"- {plain(refusal)}" for refusal in refusals[:_MOST_REFUSALS]]
+    if len(refusals) > _MOST_REFUSALS:
+        lines.append(f"- and {len(refusals) - _MOST_REFUSALS} more")
+    st.info("Unknown:\n" + "\n".join(lines), icon=":material/info:")
+
+
+def _pick_measure() -> str:
+    names = list(_MEASURES)
+    follow(_MEASURE_KEY, "rank measure", {name: name for name in names}, names[0])
+    chosen = st.segmented_control("Measure", names, required=True, key="rank measure")
+    link(_MEASURE_KEY, str(chosen))
+    return _MEASURES[str(chosen)]
+
+
+def _pick_rank(run_id: str, known: Sequence[int]) -> int | None:
+    key = _picker_of(run_id)
+    legal: dict[str, int | None] = {str(rank): rank for rank in known}
+    follow(RANK_KEY, key, legal, None)
+    chosen = st.selectbox("Rank", known, placeholder="all ranks", key=key, index=None)
+    link(RANK_KEY, None if chosen is None else str(chosen))
+    return chosen
+
+
+def _picker_of(run_id: str) -> str:
+    """The key of the rank picker."""
+    return f"rank of {run_id}"
+
+
+def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | None) -> None:
+    metric = find_metric(grid.metric)
+    if grid.highest is None:
+        with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
+            show_note(plain(_why_empty(grid)))
+        return
+    highest = grid.highest
+    amount = format_metric(grid.metric, highest.value)
+    of_all = (
+        f"{len(grid.ranks)} ranks"
+        if len(grid.ranks) == grid.num_all_ranks
+        else f"a sample of {len(grid.ranks)} of {grid.num_all_ranks} ranks"
+    )
+    note = (
+        f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
+        f"{len(grid.steps)} steps. Highest in a timed step: {amount}, rank {highest.rank}, step "
+        f"{highest.step}. Colors span the 1st to the 99th percentile of timed steps. Click a cell "
+        "to open its rank and step. " + wording.describe_provenance(summary.provenance, "step")
+    )
+    with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid", note=note):
+        show_chart(
+            draw_grid(grid, rank=rank, step=step),
+            key="rank-grid",
+            alt=f"A map of {metric.label}: {of_all} by {len(grid.steps)} steps. Highest: {amount} "
+            f"on rank {highest.rank} in step {highest.step}",
+            on_click=partial(_open_cell, grid),
+        )
+        page_link(
+            "ranks",
+            f"Open the highest: rank {highest.rank}, step {highest.step}",
+            icon=":material/search:",
+            rank=highest.rank,
+            step=highest.step,
+        )
+        _show_grid_table(grid)
+
+
+def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
+    """Show the ranks by two dimensions of the mesh, and the group with the highest values."""
+    axes = loading.result_of(entry, list_axes)
+    if len(axes) < 2 or not ranks.ranks:
+        return
+    label = find_metric(measure).label
+    with show_card(f"{label.capitalize()} by mesh dimension", key="mesh-grid"):
+        left, right = st.columns(2)
+        first, second = loading.result_of(entry, default_axes)
+        rows = _pick_axis(left, "Rows", "mesh rows", axes, first)
+        others = [axis for axis in axes if axis != rows]
+        usual = second if second in others else others[0]
+        columns = _pick_axis(right, "Columns", "mesh columns", others, usual)
+        grid = loading.result_of(entry, _measure_mesh, metric=measure, rows=rows, columns=columns)
+        show_text(plain(ranks_wording.describe_location(grid)))
+        show_chart(
+            draw_mesh_grid(grid),
+            key="mesh-grid",
+            alt=f"A map of {label}: {rows} by {columns}. {ranks_wording.describe_location(grid)}",
+        )
+        show_note(
+            plain(
+                "Each cell is the median over its ranks, in their typical steps. A stage, group "
+                "or node is named only if each of its ranks is above all other ranks."
+            )
+        )
+        frame = frame_mesh_grid(grid)
+        panel = st.expander("Table: ranks by mesh dimension", key="mesh-grid-panel")
+        with panel:
+            show_table(frame, key="mesh-grid-rows", alt="Ranks by mesh dimension")
+            show_csv_button(frame, key=f"mesh-{measure}")
+
+
+def _show_dimension_waits(ranks: Ranks) -> None:
+    """Show which ranks are late along each dimension of the mesh."""
+    if not ranks.dimension_waits:
+        return
+    frame = frame_of(DimensionWait.TABLE, ranks.dimension_waits)
+    with show_card(DimensionWait.TABLE.title, key="dimension-waits") as header:
+        with header:
+            show_csv_button(frame, key="dimension-waits")
+        show_table(frame, key="dimension-waits-rows", alt="Late ranks, one row for each dimension")
+        show_note(
+            plain(
+                "A late rank makes its group wait along one dimension. Then the whole group is "
+                "late along the next one. No rank is named if ranks take turns in arriving last."
+            )
+        )
+
+
+def _pick_axis(place: DeltaGenerator, label: str, key: str, axes: Sequence[str], first: str) -> str:
+    """The chosen dimension; its link has the same words as the picker."""
+    name = key.replace(" ", "_")
+    follow(name, key, {axis: axis for axis in axes}, first)
+    chosen = place.selectbox(label, axes, key=key)
+    link(name, str(chosen))
+    return str(chosen)
+
+
+def _measure_mesh(run: RunSource, *, metric: str, rows: str, columns: str) -> MeshGrid:
+    return measure_mesh_grid(
+        run, measure_ranks(run).ranks, metric=metric, rows=rows, columns=columns
+    )
+
+
+def _open_cell(grid: RankGrid, click: Click) -> None:
+    """Open the rank and step of the clicked cell."""
+    rank, step = click.row(), click.column()
+    if rank in grid.ranks and step in grid.steps:
+        switch_page("ranks", rank=rank, step=step)
+
+
+def _why_empty(grid: RankGrid) -> str:
+    if grid.refusals:
+        return grid.refusals[0]
+    if grid.metric == "peak_allocated_bytes":
+        return "Memory was not recorded. On CPU, memory is recorded in memory steps only."
+    if grid.metric == "lateness_ns":
+        return "Arrival order is unknown: no collective of two ranks matches."
+    return "No completed step yet."
+
+
+@st.fragment
+@sheet_section("grid table")
+def _show_grid_table(grid: RankGrid) -> None:
+    """Show the map as a table, which is built when it is opened."""
+    title = f"Table: {len(grid.ranks)} ranks by {len(grid.steps)} steps"
+    panel = st.expander(title, key="rank-grid-panel", on_change="rerun")
+    if not panel.open:
+        return
+    with panel:
+        frame = frame_grid(grid)
+        show_table(frame, key="rank-grid-rows", alt=title)
+        show_csv_button(frame, key=f"ranks-{grid.metric}")
+
+
+def _show_rank(
+    entry: RunEntry, run: Run, grid: RankGrid, rank: int, row: RankRow | None
+) -> int | None:
+    """Show one rank: its numbers, links, one of its steps, and all its steps.
+
+    Returns:
+        The shown step; None without a completed step.
+    """
+    verdict = next((one for one in run.summary().rank_verdicts if one.rank == rank), None)
+    with show_card(f"Rank {rank}", key="one-rank"):
+        if row is not None:
+            show_tiles(metric_tiles(_TILES, row), border=False)
+        closest = _closest_step(run, rank)
+        step = _pick_step(entry, rank, closest)
+        _show_links(rank, step)
+    if step is not None:
+        _show_rank_step(entry, run, rank, step, verdict if step == closest else None)
+    _show_rank_steps(grid, rank)
+    return step
+
+
+def _closest_step(run: Run, rank: int) -> int | None:
+    return next((one.closest_step for one in run.step_times().ranks if one.rank == rank), None)
+
+
+def _pick_step(entry: RunEntry, rank: int, closest: int | None) -> int | None:
+    """The chosen completed step of the rank; default the step closest to the typical step."""
+    times = loading.result_of(entry, measure_rank_grid, metric="step_time_ns")
+    own = times.of_rank(rank)
+    steps = (
+        []
+        if own is None
+        else [step for step, time in zip(times.steps, own.tolist(), strict=True) if not isnan(time)]
+    )
+    if not steps:
+        return None
+    first = steps[-1] if closest is None else closest
+    key = f"step of rank {rank} of {entry.id}"
+    follow(STEP_KEY, key, {str(step): step for step in steps}, first)
+    chosen = st.selectbox(
+        "Step",
+        steps,
+        key=key,
+        format_func=lambda step: f"{step} (typical)" if step == closest else str(step),
+        width=_PICKER_PX,
+    )
+    link(STEP_KEY, None if chosen == closest else str(chosen))
+    return chosen
+
+
+def _show_links(rank: int, step: int | None) -> None:
+    with st.container(horizontal=True):
+        page_link(
+            "timeline",
+            "Show in timeline" if step is None else f"Show step {step} in timeline",
+            icon=":material/view_timeline:",
+            rank=rank,
+            step=step,
+        )
+        page_link("memory", "Show memory", icon=":material/memory:", rank=rank, step=None)
+        page_link("ranks", "All ranks", icon=":material/grid_on:", rank=None, step=None)
+
+
+def _show_rank_steps(grid: RankGrid, rank: int) -> None:
+    metric = find_metric(grid.metric)
+    if grid.of_rank(rank) is None:
+        with show_card(f"{metric.label.capitalize()} over steps", key="rank-steps"):
+            show_note(plain(f"Unknown for rank {rank}: {_why_empty(grid)}"))
+        return
+    show_chart_card(
+        f"{metric.label.capitalize()} over steps",
+        draw_rank_steps(grid, rank),
+        frame_rank_steps(grid, rank),
+        key="rank-steps",
+        alt=f"{metric.label} of rank {rank} over {len(grid.steps)} steps and the median of all "
+        "ranks",
+        note=f"{metric.label.capitalize()}: {metric.definition}. Click a step to open it.",
+        on_click=partial(_open_step, grid, rank),
+    )
+
+
+def _open_step(grid: RankGrid, rank: int, click: Click) -> None:
+    """Open the clicked step of the rank."""
+    step = click.column()
+    if step in grid.steps:
+        switch_page("ranks", rank=rank, step=step)
+
+
+def _show_rank_step(
+    entry: RunEntry, run: Run, rank: int, step: int, verdict: RankVerdict | None
+) -> None:
+    """Show the breakdown of one step of the rank, and the verdict for its typical step."""
+    breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
+    which = f"Step {step}, closest to the typical step" if verdict else f"Step {step}"
+    show_chart_card(
+        f"{which}: {format_ns(breakdown.step_time_ns)}",
+        draw_breakdown(breakdown),
+        frame_breakdown(breakdown),
+        key="rank-breakdown",
+        alt=f"One bar of {format_ns(breakdown.step_time_ns)}: the parts of step {step} of rank "
+        f"{rank}",
+        note=f"{verdict.sentence if verdict else ''} The parts add up. Hatching marks exposed "
+        "waits. "
+        + wording.describe_provenance(run.summary().provenance, "step", "forward", "backward"),
+    )
+
+
+def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
+    """Show all ranks; choosing a row opens its rank."""
+    if not ranks.ranks:
+        return
+    frame = frame_of(Ranks.TABLE, ranks.ranks)
+    numbers = [row.rank for row in ranks.ranks]
+    chosen = [numbers.index(shown)] if shown in numbers else []
+    with show_card(f"Ranks: {len(ranks.ranks)}", key="all-ranks") as header:
+        with header:
+            show_csv_button(frame, key="ranks")
+        st.dataframe(
+            frame,
+            hide_index=True,
+            column_config={
+                **column_formats(frame),
+                "rank": st.column_config.NumberColumn(pinned=True),
+            },
+            placeholder=MISSING,
+            # A callback reports a choice once; the row stays chosen in later runs of the page.
+            on_select=partial(_open_row, numbers, run_id),
+            selection_mode="single-row",
+            selection_default={"selection": {"rows": chosen}},
+            key=_TABLE_KEY,
+            alt="The ranks, one row each",
+        )
+        show_note(
+            plain(f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank.")
+        )
+    if ranks.skews:
+        _show_skews(ranks)
+
+
+def _open_row(numbers: Sequence[int], run_id: str) -> None:
+    """Pick the rank of the chosen row, or no rank if the row is no longer chosen."""
+    rows = st.session_state[_TABLE_KEY]["selection"]["rows"]
+    is_known = bool(rows) and rows[0] < len(numbers)
+    st.session_state[_picker_of(run_id)] = numbers[rows[0]] if is_known else None
+    link(STEP_KEY, None)
+
+
+def _show_skews(ranks: Ranks) -> None:
+    skews = frame_of(CollectiveSkew.TABLE, ranks.skews)
+    with show_card("Skew and transfer by collective", key="skews") as header:
+        with header:
+            show_csv_button(skews, key="skews")
+        show_table(
+            skews, key="skews-table", alt="Skew and transfer, one row for each kind of collective"
+        )
+        show_note(
+            plain(
+                f"Skew: {find_metric('skew_ns').definition}. Medians over the sampled collectives."
+            )
+        )
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry))

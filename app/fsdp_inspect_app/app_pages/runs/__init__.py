@@ -1,0 +1,1 @@
+"""Page runs: its script, tables and charts."""

@@ -1,0 +1,192 @@
+"""Build tables of all runs, and of the facts about one run."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from fsdp_inspect.analysis.run_list import change_ratio
+from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunManifest, Summary
+from fsdp_inspect_app import wording
+from fsdp_inspect_app.app_pages.runs.summaries import KnownRuns, RunRow
+from fsdp_inspect_app.tables import mib, ms, percent
+from fsdp_inspect_app.user_store import RunNote
+
+NAME_COLUMN, FOLDER_COLUMN = "run", "folder"
+BASELINE_MARK, PIN_MARK, STAR_MARK = "baseline", "pinned", "starred"
+_BASELINE_SUFFIX = "vs baseline (%)"
+READING, UNREADABLE = "being read", "unreadable"
+STEP_TIMES_COLUMN = "step times"
+_LONG_LIST = 1_000
+"""Rows of a list that is sent with fewer details."""
+_FEW_POINTS = 16
+"""Points of a line in a long list."""
+_REPEATED = ("status", "model", "plan", "source", "tags")
+"""Columns of texts that many runs share."""
+_COMPARED = {
+    "step time": "step_time_ns",
+    "exposed": "exposed_ns",
+    "peak": "peak_allocated_bytes",
+}
+_DEFINITIONS = {
+    "step time (ms)": "Typical step of the median rank; measured, unless the source says otherwise",
+    "exposed (ms)": "Exposed communication of the typical step of the median rank",
+    "peak allocated (MiB)": "Of the rank with the highest peak",
+    f"step time {_BASELINE_SUFFIX}": "Changes below 10% may be process noise; Compare tests them",
+    FOLDER_COLUMN: "Path of the run below the folder of runs",
+}
+
+
+def frame_runs(
+    entries: Sequence[RunEntry],
+    found: KnownRuns,
+    notes: Mapping[str, RunNote],
+    names: Mapping[str, str],
+    baseline: str | None = None,
+    pinned: Collection[str] = (),
+) -> pd.DataFrame:
+    """The list of runs, one row for each; runs that are not read yet have a name and a time only.
+
+    Args:
+        entries: The runs, in the order of the rows.
+        found: The known facts about the runs.
+        notes: All notes and stars by the id that the recorder gave the run.
+        names: The names of the runs by id.
+        baseline: The id of the baseline. With it, the changes of the other runs are columns.
+        pinned: The ids of marked runs.
+    """
+    starred = [entry.id for entry in entries if is_starred(entry, notes)]
+    marks = {**dict.fromkeys(starred, STAR_MARK), **dict.fromkeys(pinned, PIN_MARK)}
+    marks |= {baseline: BASELINE_MARK} if baseline else {}
+    reference = found.rows[baseline].summary if baseline in found.rows else None
+    rows = [
+        {
+            NAME_COLUMN: names.get(entry.id, entry.id),
+            "mark": marks.get(entry.id, ""),
+            "note": notes.get(entry.run_id, RunNote()).text,
+            **_run_row(entry, found, reference),
+        }
+        for entry in entries
+    ]
+    # Use the columns of a known run, also if the first rows are unknown runs.
+    columns: list[str] = max((list(row) for row in rows), key=len, default=[])
+    frame = pd.DataFrame(rows, columns=columns)
+    unused = [name for name in ("mark", "note") if not frame.get(name, pd.Series()).any()]
+    frame = frame.drop(columns=unused, errors="ignore")
+    if len(frame) > _LONG_LIST:
+        frame = _shrink(frame)
+    frame.attrs["definitions"] = {
+        name: words for name, words in _DEFINITIONS.items() if name in frame
+    }
+    return frame
+
+
+def _shrink(frame: pd.DataFrame) -> pd.DataFrame:
+    """Shorten the lines, and send each text once, because the browser gets every row."""
+    shorter = {name: frame[name].astype("category") for name in _REPEATED if name in frame}
+    if STEP_TIMES_COLUMN in frame:
+        shorter[STEP_TIMES_COLUMN] = frame[STEP_TIMES_COLUMN].map(_shorten, na_action="ignore")
+    return frame.assign(**shorter)
+
+
+def _shorten(values: Sequence[float]) -> NDArray[np.float32]:
+    every = -(-len(values) // _FEW_POINTS)
+    return np.array(values[::every], dtype=np.float32)
+
+
+def _run_row(entry: RunEntry, found: KnownRuns, reference: RunKeyNumbers | None) -> dict[str, Any]:
+    row = found.rows.get(entry.id)
+    recorded = pd.Timestamp(entry.created_unix_ns) if entry.created_unix_ns else pd.NaT
+    if row is None:
+        status = UNREADABLE if entry.id in found.problems else READING
+        return {"status": status, "recorded (UTC)": recorded, FOLDER_COLUMN: entry.id}
+    summary = row.summary
+    changes = {} if reference is None else _change_columns(summary, reference)
+    return {
+        "status": summary.status,
+        "step time (ms)": ms(summary.step_time_ns),
+        STEP_TIMES_COLUMN: [ms(value) for value in summary.step_times_ns] or None,
+        "exposed (ms)": ms(summary.exposed_ns),
+        "overlap (%)": percent(summary.overlap_ratio),
+        "peak allocated (MiB)": mib(summary.peak_allocated_bytes),
+        **changes,
+        "ranks": row.world_size,
+        "model": row.model,
+        "plan": row.plan,
+        "recorded (UTC)": recorded,
+        "steps": summary.num_steps,
+        "parameters": row.num_parameters or None,
+        "source": summary.source,
+        "tags": ", ".join(row.tags),
+        FOLDER_COLUMN: entry.id,
+    }
+
+
+def _change_columns(summary: RunKeyNumbers, reference: RunKeyNumbers) -> dict[str, float | None]:
+    return {
+        f"{name} {_BASELINE_SUFFIX}": percent(
+            change_ratio(getattr(summary, field), getattr(reference, field))
+        )
+        for name, field in _COMPARED.items()
+    }
+
+
+def is_starred(entry: RunEntry, notes: Mapping[str, RunNote]) -> bool:
+    """Whether the run has a star; `notes` as for `frame_runs`."""
+    return notes.get(entry.run_id, RunNote()).is_starred
+
+
+def matching_runs(
+    entries: Sequence[RunEntry],
+    found: KnownRuns,
+    wanted: str,
+    notes: Mapping[str, RunNote],
+) -> list[RunEntry]:
+    """The runs that have every wanted word: in id, name, model, plan, tags, status or note.
+
+    `notes` as for `frame_runs`.
+    """
+    words = wanted.lower().split()
+    if not words:
+        return list(entries)
+    return [
+        entry
+        for entry in entries
+        if all(
+            word in _searched(entry, found.rows.get(entry.id), notes.get(entry.run_id))
+            for word in words
+        )
+    ]
+
+
+def _searched(entry: RunEntry, row: RunRow | None, note: RunNote | None) -> str:
+    facts = [entry.id, entry.name, entry.run_id]
+    if note is not None:
+        facts += [note.text, STAR_MARK if note.is_starred else ""]
+    if row is not None:
+        facts += [row.model, row.plan, *row.tags, row.summary.status, row.summary.source]
+    return " ".join(facts).lower()
+
+
+def frame_about(manifest: RunManifest, summary: Summary) -> pd.DataFrame:
+    """The known facts about the whole run as text, one row for each fact."""
+    facts = {
+        "run id": summary.run_id,
+        "recorded (UTC)": manifest.created,
+        "status": summary.status,
+        "model": manifest.model.class_name,
+        "plan": wording.describe_sharding(manifest),
+        "mesh": ", ".join(f"{name} {size}" for name, size in manifest.mesh.items()),
+        "ranks": f"{summary.num_ranks} recorded of {summary.world_size}",
+        "device": manifest.device_name or manifest.device_type,
+        "source": manifest.source,
+        "git commit": manifest.git_commit or "",
+        "tags": ", ".join(manifest.tags),
+        **{f"version: {name}": version for name, version in manifest.versions.items()},
+        **{f"environment: {name}": value for name, value in manifest.environment.items()},
+        **{f"config: {name}": str(value) for name, value in manifest.config.items()},
+    }
+    rows = [{"fact": fact, "value": value} for fact, value in facts.items() if value]
+    return pd.DataFrame(rows)

@@ -1,0 +1,310 @@
+"""Page Runs: all runs of the folder with their key numbers.
+
+With a catalog of the folder, the list can also be filtered and grouped by any setting.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+import streamlit as st
+
+from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.formatting import MISSING, format_ns
+from fsdp_inspect.result_types import RunEntry, RunStatus
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.app_pages.runs.frames import (
+    NAME_COLUMN,
+    STEP_TIMES_COLUMN,
+    frame_runs,
+    is_starred,
+    matching_runs,
+)
+from fsdp_inspect_app.app_pages.runs.summaries import (
+    LOOK_AGAIN_S,
+    PATIENCE_S,
+    KnownRuns,
+    summaries_of,
+)
+from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headline
+from fsdp_inspect_app.catalog_reading import find_catalog
+from fsdp_inspect_app.empty_states import show_no_runs
+from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
+from fsdp_inspect_app.pages import find_page
+from fsdp_inspect_app.run_filters import choose_by_setting
+from fsdp_inspect_app.run_notes import (
+    read_notes,
+    show_failed_note,
+    show_note_button,
+    show_star_button,
+)
+from fsdp_inspect_app.selection import (
+    BASELINE_KEY,
+    PIN_KEY,
+    WITH_KEY,
+    page_link,
+    remember,
+    remembered,
+    run_name,
+    switch_page,
+)
+from fsdp_inspect_app.user_store import RunNote
+from fsdp_inspect_app.wording import code, plain
+
+_LOOK_AGAIN_S = 1.0
+_MOST_COMPARED = 8
+_MOST_REASONS = 50
+_MOST_NAMED = 5
+_NAME_PX = 240
+
+
+def show_page() -> None:
+    """Show the headline, a search, actions for the chosen runs, and the list."""
+    entries = loading.list_entries()
+    foreign = loading.list_foreign()
+    if not entries:
+        show_no_runs()
+        _show_foreign(foreign)
+        return
+    found = summaries_of(str(loading.runs_folder())).find(entries, patience_s=PATIENCE_S)
+    show_headline(_answer(found))
+    _show_foreign(foreign)
+    _show_problems({**found.problems, **_without_manifest()})
+    wanted = st.text_input(
+        f"Search {len(entries)} {'run' if len(entries) == 1 else 'runs'}",
+        placeholder="name, model, plan, tag, status, note, starred",
+        key="search",
+        icon=":material/search:",
+        bind="query-params",
+    )
+    notes = read_notes()
+    matching = matching_runs(entries, found, wanted, notes)
+    catalog = find_catalog(loading.runs_folder())
+    if catalog is not None:
+        matching = choose_by_setting(catalog, matching)
+    if matching:
+        show_failed_note()
+        _show_list(matching, found, notes)
+    elif found.is_complete:
+        st.info("No run matches. The search looks at names, models, plans, tags, status and notes.")
+        return
+    if not found.is_complete:
+        _show_progress(entries)
+    elif not found.is_checked:
+        _refresh_running(matching, found)
+    elif running := [entry for entry in matching if _is_running(entry, found)]:
+        _refresh_running(running, found)
+
+
+def _answer(found: KnownRuns) -> str:
+    timed = {
+        run: row.summary.step_time_ns
+        for run, row in found.rows.items()
+        if row.summary.step_time_ns is not None
+    }
+    if not timed:
+        return "No run has a timed step yet\\." if found.is_complete else "Reading the runs\\."
+    fastest = min(timed, key=lambda run: timed[run])
+    step = plain(format_ns(timed[fastest]))
+    if not found.is_complete:
+        return f"Fastest run so far: {code(run_name(fastest))}, {step} per step\\."
+    if len(timed) == 1:
+        return f"{code(run_name(fastest))} takes {step} per step\\."
+    return f"Fastest run: {code(run_name(fastest))}, {step} per step\\."
+
+
+def _show_foreign(foreign: Sequence[str]) -> None:
+    if foreign:
+        listed = ", ".join(code(run) for run in foreign[:_MOST_NAMED])
+        st.warning(
+            f"Links to places outside this folder are not shown: {listed}"
+            + plain(_and_more(len(foreign)))
+            + plain(
+                ". Start the dashboard with the folder that contains them, or copy the runs here."
+            ),
+            icon=":material/link_off:",
+        )
+
+
+def _without_manifest() -> dict[str, str]:
+    """The problem of each folder with attempts of a run, but without `run.json`."""
+    return dict.fromkeys(
+        loading.list_without_manifest(),
+        "run.json is missing. Expected it next to the folders of the attempts. Copy it from the "
+        "machine that recorded the run.",
+    )
+
+
+def _show_problems(problems: Mapping[str, str]) -> None:
+    """Show the number of unreadable runs; opening the line shows the reasons."""
+    count = len(problems)
+    if count:
+        words = f"{count} {'run' if count == 1 else 'runs'} cannot be read"
+        with st.expander(words, icon=":material/warning:", key="unreadable-runs"):
+            for run, problem in list(problems.items())[:_MOST_REASONS]:
+                st.markdown(f"{code(run)}: {plain(problem)}")
+
+
+def _and_more(count: int) -> str:
+    return f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
+
+
+def _show_list(
+    matching: Sequence[RunEntry], found: KnownRuns, notes: Mapping[str, RunNote]
+) -> None:
+    ids = {entry.id for entry in loading.list_entries()}
+    pinned = remembered(PIN_KEY, ids)
+    baseline = next(iter(remembered(BASELINE_KEY, ids)), None)
+    ordered = sorted(
+        matching,
+        key=lambda entry: (
+            entry.id != baseline,
+            entry.id not in pinned,
+            not is_starred(entry, notes),
+        ),
+    )
+    frame = frame_runs(ordered, found, notes, loading.run_names(), baseline, pinned)
+    actions = st.container(horizontal=True, vertical_alignment="center", key="run-actions")
+    page_sheet().add(SheetTable(frame))
+    chosen = _show_table(frame, [entry.id for entry in ordered])
+    with actions:
+        _show_actions(chosen, pinned, baseline, notes)
+    show_csv_button(frame, key="runs")
+
+
+def _show_table(frame: pd.DataFrame, ids: Sequence[str]) -> list[str]:
+    """Show the list and return the ids of the chosen rows. A click on a name opens the run."""
+    asked = set(remembered(WITH_KEY, ids))
+    # Rows are known by their positions, so a listing in another order is another table.
+    key = f"listing-{hash(tuple(ids))}"
+    state = st.dataframe(
+        frame,
+        hide_index=True,
+        on_select="rerun",
+        selection_mode=["multi-row", "single-cell"],
+        selection_default={
+            "selection": {"rows": [row for row, run in enumerate(ids) if run in asked]}
+        },
+        key=key,
+        height=_height(len(ids)),
+        column_config={
+            **column_formats(frame),
+            "mark": st.column_config.TextColumn(width=90),
+            STEP_TIMES_COLUMN: st.column_config.LineChartColumn(
+                width=110,
+                help="Step time of the timed steps of the median rank, from the first to the "
+                "last. Each line has its own scale.",
+            ),
+            "recorded (UTC)": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm"),
+            NAME_COLUMN: st.column_config.TextColumn(
+                pinned=True, width=_NAME_PX, help="Click to open"
+            ),
+        },
+        placeholder=MISSING,
+        alt="The runs, one row each",
+    )
+    selection = state["selection"]
+    chosen = [ids[row] for row in selection["rows"] if row < len(ids)]
+    remember(WITH_KEY, chosen)
+    for row, column in selection["cells"]:
+        if column == NAME_COLUMN and row < len(ids):
+            switch_page(_first_page(ids[row]), run=ids[row])
+    return chosen
+
+
+def _first_page(run: str) -> str:
+    """The page that a run opens with: Diagnosis if something went wrong, else Overview."""
+    entry = next(entry for entry in loading.list_entries() if entry.id == run)
+    try:
+        is_problem = loading.read_diagnosis(entry).is_problem
+    except FsdpInspectError:
+        return "overview"
+    return "diagnosis" if is_problem else "overview"
+
+
+def _height(num_rows: int) -> int:
+    """All rows of a short list; a long one scrolls."""
+    return min(40 + 35 * num_rows, 680)
+
+
+def _show_actions(
+    chosen: Sequence[str],
+    pinned: Sequence[str],
+    baseline: str | None,
+    notes: Mapping[str, RunNote],
+) -> None:
+    """Show the actions for the chosen runs."""
+    if not chosen:
+        st.caption(
+            "Click a name to open a run. Select rows to compare or pin runs, or to set the "
+            "baseline.",
+            width="content",
+        )
+    if len(chosen) == 1:
+        first = find_page(_first_page(chosen[0]))
+        name = code(run_name(chosen[0]))
+        page_link(first.name, f"Open {name}", icon=first.icon, run=chosen[0])
+    compared = _compared(chosen, baseline)
+    if len(compared) > _MOST_COMPARED:
+        st.caption(f"{len(compared)} runs chosen. Compare at most {_MOST_COMPARED}.")
+    elif len(compared) > 1:
+        page_link(
+            "compare",
+            f"Compare {len(compared)} runs",
+            icon=":material/compare_arrows:",
+            baseline=compared[0],
+            **{WITH_KEY: compared[1:]},
+        )
+    if len(chosen) == 1 and chosen[0] != baseline:
+        st.button(
+            "Set as baseline", on_click=remember, args=(BASELINE_KEY, [chosen[0]]), key="base"
+        )
+    if baseline is not None:
+        st.button("Clear baseline", on_click=remember, args=(BASELINE_KEY, []), key="no-base")
+    loose = [run for run in chosen if run not in pinned]
+    if loose:
+        st.button("Pin", on_click=remember, args=(PIN_KEY, [*pinned, *loose]), key="pin")
+    elif chosen:
+        rest = [run for run in pinned if run not in chosen]
+        st.button("Unpin", on_click=remember, args=(PIN_KEY, rest), key="unpin")
+    _show_note_actions(chosen, notes)
+
+
+def _show_note_actions(chosen: Sequence[str], notes: Mapping[str, RunNote]) -> None:
+    """Show the buttons that star the chosen runs, and change the note of a single one."""
+    known = {entry.id: entry.run_id for entry in loading.list_entries()}
+    run_ids = [known[run] for run in chosen if known.get(run)]
+    show_star_button(run_ids, notes, key="list")
+    if len(run_ids) == 1:
+        show_note_button(run_ids[0], notes, key="list")
+
+
+def _compared(chosen: Sequence[str], baseline: str | None) -> list[str]:
+    """The runs to compare: the baseline first, or else the first chosen run."""
+    first = [] if baseline is None else [baseline]
+    return list(dict.fromkeys([*first, *chosen])) if chosen else []
+
+
+def _is_running(entry: RunEntry, found: KnownRuns) -> bool:
+    row = found.rows.get(entry.id)
+    return row is not None and row.summary.status == RunStatus.RUNNING
+
+
+@st.fragment(run_every=LOOK_AGAIN_S)
+def _refresh_running(running: Sequence[RunEntry], shown: KnownRuns) -> None:
+    """Rerun the page when the numbers of a running run have changed."""
+    now = summaries_of(str(loading.runs_folder())).find(running, patience_s=PATIENCE_S)
+    if any(now.rows.get(entry.id) != shown.rows.get(entry.id) for entry in running):
+        st.rerun()
+
+
+@st.fragment(run_every=_LOOK_AGAIN_S)
+def _show_progress(entries: Sequence[RunEntry]) -> None:
+    """Show how many runs are read; after the last one, rerun the page."""
+    found = summaries_of(str(loading.runs_folder())).find(entries, patience_s=0.0)
+    if found.is_complete:
+        st.rerun()
+    known = len(found.rows) + len(found.problems)
+    st.progress(known / len(entries), f"Reading runs: {known} of {len(entries)}")
+
+
+show_page()

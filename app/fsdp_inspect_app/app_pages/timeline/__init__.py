@@ -1,0 +1,1 @@
+"""Page timeline: its script, tables and charts."""

@@ -1,0 +1,1 @@
+"""Page trends: its script, tables and charts."""

@@ -1,0 +1,172 @@
+"""Page Trends: one metric over all runs of the catalog, with its change points."""
+
+import pandas as pd
+import pyarrow as pa
+import streamlit as st
+
+from fsdp_inspect.catalog.trends import (
+    METRICS_OF_RUNS,
+    MODEL_AND_RANKS,
+    Trend,
+    TrendAxis,
+    TrendChange,
+    find_run_metric,
+    measure_trend,
+)
+from fsdp_inspect.columns import format_value
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.app_pages.trends.charts import MOST_SERIES, draw_trend
+from fsdp_inspect_app.cards import show_card, show_chart_card, show_headline, show_note, show_text
+from fsdp_inspect_app.catalog_reading import KnownCatalog, find_catalog
+from fsdp_inspect_app.empty_states import show_nothing
+from fsdp_inspect_app.run_filters import pick_filter
+from fsdp_inspect_app.selection import BASELINE_KEY, WITH_KEY, follow, link, page_link
+from fsdp_inspect_app.wording import code, plain
+
+_AXES = {
+    TrendAxis.TIME: "time",
+    TrendAxis.COMMIT: "commit",
+    TrendAxis.TAG: "tag",
+    TrendAxis.WORLD_SIZE: "world size",
+}
+_TOGETHER = "model and ranks"
+_MOST_CHANGES = 20
+
+
+def show_page() -> None:
+    """Show the headline, the pickers, the chart and the change points."""
+    catalog = find_catalog(loading.runs_folder())
+    if catalog is None:
+        show_nothing(
+            "This folder has no catalog, which trends require.",
+            "Create it with: fsdp-inspect index RUNS. The same command adds new runs to it.",
+        )
+        return
+    answer = st.container()
+    metric, axis, split = _pick(catalog)
+    where = pick_filter(catalog)
+    chosen = tuple((setting, tuple(values)) for setting, values in where.items())
+    trend = _measure(catalog.generation, metric, axis, split, chosen, catalog.runs)
+    with answer:
+        show_headline(_answer(trend))
+    if not trend.points:
+        st.info("No run matches, or none has this metric. Choose another metric or filter.")
+        return
+    _show_chart(trend)
+    _show_changes(trend)
+
+
+@st.cache_resource(max_entries=32, show_spinner="Looking for change points")
+def _measure(
+    generation: str,
+    metric: str,
+    axis: TrendAxis,
+    split: tuple[str, ...],
+    where: tuple[tuple[str, tuple[str, ...]], ...],
+    _runs: pa.Table,
+) -> Trend:
+    return measure_trend(_runs, metric, axis=axis, split=split, where=dict(where))
+
+
+def _pick(catalog: KnownCatalog) -> tuple[str, TrendAxis, tuple[str, ...]]:
+    splits = [_TOGETHER, *catalog.settings]
+    with st.container(horizontal=True):
+        follow("metric", "metric", {name: name for name in METRICS_OF_RUNS}, METRICS_OF_RUNS[0])
+        metric = st.selectbox(
+            "Metric",
+            METRICS_OF_RUNS,
+            key="metric",
+            format_func=lambda name: find_run_metric(name).label,
+        )
+        follow("axis", "axis", {axis.value: axis for axis in TrendAxis}, TrendAxis.TIME)
+        axis = st.selectbox("Over", list(TrendAxis), key="axis", format_func=lambda one: _AXES[one])
+        assert axis is not None  # it always has a value
+        follow("split", "split", {name: name for name in splits}, _TOGETHER)
+        split = st.selectbox("Series", splits, key="split")
+    link("metric", metric)
+    link("axis", axis.value)
+    link("split", None if split == _TOGETHER else split)
+    return metric, axis, MODEL_AND_RANKS if split == _TOGETHER else (split,)
+
+
+def _answer(trend: Trend) -> str:
+    if trend.changes:
+        last = max(trend.changes, key=lambda change: _start_of(trend, change))
+        ratio = plain(f"{100 * last.change_ratio:+.3g}%")
+        return f"{plain(trend.label.capitalize())} changed by {ratio} at {code(last.run)}\\."
+    count = sum(len(point.runs) for point in trend.points)
+    runs = f"{count:,} {'run' if count == 1 else 'runs'}"
+    if trend.axis in (TrendAxis.TIME, TrendAxis.COMMIT):
+        return plain(f"{trend.label.capitalize()}: no change point in {runs}.")
+    return plain(f"{trend.label.capitalize()} of {runs} by {_AXES[trend.axis]}.")
+
+
+def _start_of(trend: Trend, change: TrendChange) -> int:
+    return next(point.created_unix_ns for point in trend.points if point.runs[0] == change.run)
+
+
+def _show_chart(trend: Trend) -> None:
+    left_out = f" {trend.num_left_out:,} runs have no value on one of the axes." * bool(
+        trend.num_left_out
+    )
+    rest = len(trend.series) - MOST_SERIES
+    hidden = f" {rest:,} smaller series are not drawn." if rest > 0 else ""
+    show_chart_card(
+        f"{trend.label.capitalize()} over {_AXES[trend.axis]}",
+        draw_trend(trend),
+        lambda: _frame(trend),
+        key="trend",
+        alt=f"{trend.label} of each run over {_AXES[trend.axis]}",
+        note="Typical step of the median rank, or the rank with the highest peak. Points of a "
+        "commit, tag or world size are medians over their runs. Dotted: change points."
+        + hidden
+        + left_out,
+    )
+
+
+def _frame(trend: Trend) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {
+                "series": point.series,
+                _AXES[trend.axis]: point.label,
+                trend.label: format_value(trend.unit, point.value),
+                "runs": len(point.runs),
+                "first run": point.runs[0],
+            }
+            for point in trend.points
+        ]
+    )
+
+
+def _show_changes(trend: Trend) -> None:
+    if trend.axis not in (TrendAxis.TIME, TrendAxis.COMMIT):
+        return
+    with show_card("Change points", key="changes"):
+        if not trend.changes:
+            show_note(
+                "None. A change point needs at least 5 points on each side, and medians that "
+                "differ by 10%, or by 1% for memory\\."
+            )
+        for number, change in enumerate(trend.changes[:_MOST_CHANGES]):
+            _show_change(trend, change, number)
+        show_note("A change point says when the level changed, not why. Compare shows what else.")
+
+
+def _show_change(trend: Trend, change: TrendChange, number: int) -> None:
+    before, after = (format_value(trend.unit, one) for one in (change.before, change.after))
+    with st.container(horizontal=True, vertical_alignment="center", key=f"change-{number}"):
+        show_text(
+            f"{code(change.run)}: {plain(f'{100 * change.change_ratio:+.3g}%')}, from "
+            f"{plain(before)} to {plain(after)} \\({plain(change.series)}\\)"
+        )
+        page_link(
+            "compare",
+            "Compare with the run before",
+            icon=":material/compare_arrows:",
+            run=change.run,
+            **{BASELINE_KEY: change.run_before, WITH_KEY: [change.run]},
+        )
+
+
+show_page()

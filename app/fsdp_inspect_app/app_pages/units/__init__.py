@@ -1,0 +1,1 @@
+"""Page units: its script, tables and charts."""

@@ -1,0 +1,113 @@
+"""Page Units: the cost of each FSDP unit, and one unit in detail."""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from fsdp_inspect import Run
+from fsdp_inspect.formatting import MISSING, format_unit
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.charts.results import UNIT_MEASURES, draw_units
+from fsdp_inspect.result_types import RunEntry, Summary, UnitCost, UnitCosts
+from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app.app_pages.units.unit_page import show_unit
+from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.cards import column_formats, show_card, show_csv_button, show_headline
+from fsdp_inspect_app.drawn_chart import show_chart
+from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
+from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, open_unit
+from fsdp_inspect_app.tables import frame_of
+
+_MEASURE_KEY = "bars"
+_MOST_BARS = 28
+_BARS_HEIGHT = 720
+_UNIT_COLUMN = "unit"
+
+
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show one unit in detail, or all of them: the headline, bars, and the sortable table."""
+    summary = run.summary()
+    show_run_header(run.manifest, summary)
+    answer = st.container()
+    if not summary.units:
+        with answer:
+            show_headline(wording.describe_longest_wait(summary))
+        return
+    unit = _pick_unit(summary.units)
+    if unit is not None:
+        show_unit(run, unit, answer)
+        return
+    owners = summary.exposed.owners if summary.exposed is not None else ()
+    with answer:
+        show_headline(wording.describe_longest_wait(summary, owners))
+    _show_bars(summary)
+    _show_table(summary)
+
+
+def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
+    by_name = {format_unit(unit.fqn): unit for unit in units}
+    names = {name: name for name in by_name}
+    follow(UNIT_KEY, UNIT_KEY, names, None)
+    chosen = st.selectbox("Unit", list(by_name), index=None, placeholder="all units", key=UNIT_KEY)
+    link(UNIT_KEY, chosen)
+    return None if chosen is None else by_name[chosen]
+
+
+def _show_bars(summary: Summary) -> None:
+    names = {name: name for name in UNIT_MEASURES}
+    follow(_MEASURE_KEY, _MEASURE_KEY, names, "exposed")
+    chosen = st.segmented_control("Measure", list(names), required=True, key=_MEASURE_KEY)
+    measure = chosen or "exposed"
+    link(_MEASURE_KEY, measure)
+    note = f"{_describe_numbers(summary)} Click a bar to open its unit."
+    with show_card(UNIT_MEASURES[measure], key="units-bars", note=note):
+        # Many bars scroll inside their card, so that the table stays near.
+        scrolls = len(summary.units) > _MOST_BARS
+        with st.container(height=_BARS_HEIGHT if scrolls else "content", border=False):
+            fqns = [unit.fqn for unit in summary.units]
+            show_chart(
+                draw_units(summary.units, measure=measure),
+                key="units",
+                alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(summary.units)} units, "
+                "in order of execution; the table below has the numbers",
+                on_click=lambda click: open_unit(click.pick(fqns)),
+            )
+
+
+def _describe_numbers(summary: Summary) -> str:
+    provenance = wording.describe_provenance(
+        summary.provenance, "all_gather", "reduce_scatter", "forward", "backward"
+    )
+    return (
+        f"In order of execution. Typical step of rank {summary.median_rank}. Forward and backward "
+        f"include nested units. {provenance}"
+    )
+
+
+def _show_table(summary: Summary) -> None:
+    frame = frame_of(UnitCosts.TABLE, summary.units)
+    note = f"Click a unit to open it. Bus bandwidth: {find_metric('bus_bytes_per_s').definition}."
+    with show_card("All units", key="units-table", note=note) as header:
+        with header:
+            show_csv_button(frame, key="units")
+        page_sheet().add(SheetTable(frame))
+        state = st.dataframe(
+            frame,
+            hide_index=True,
+            column_config={
+                **column_formats(frame),
+                _UNIT_COLUMN: st.column_config.TextColumn(pinned=True, help="Click to open"),
+            },
+            key="units",
+            on_select="rerun",
+            selection_mode="single-cell",
+            placeholder=MISSING,
+            alt="Units, one row each",
+        )
+    for row, column in state["selection"]["cells"]:
+        if column == _UNIT_COLUMN and row < len(summary.units):
+            open_unit(summary.units[row].fqn)
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry))

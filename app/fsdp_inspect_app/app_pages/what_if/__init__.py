@@ -1,0 +1,1 @@
+"""Page what_if: its script, tables and charts."""

@@ -1,0 +1,127 @@
+"""Simulate the settings of What-if on the recorded work of a run, which is measured once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.result_types import Plan, Played, RecordedWork, RunManifest, RunSource, Simulation
+from fsdp_inspect.simulation.changes import apply_changes
+from fsdp_inspect.simulation.recorded import measure_work, observed_plan
+from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
+from fsdp_inspect.simulation.simulate import replay, simulate_work
+from fsdp_inspect_app.knobs import KNOBS_OF_NETWORK, Knob, changes_of, network_of, node_link_of
+from fsdp_inspect_app.tables import HELD_LOOKS, mib, ms
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """The common start of all predictions for a run."""
+
+    work: RecordedWork
+    replayed: Played
+    plan: Plan
+    """The recorded plan, resolved."""
+
+
+def prepare(run: RunSource) -> PreparedRun:
+    """Measure the recorded work of a run.
+
+    Raises:
+        MissingDataError: The run lacks data for a simulation.
+    """
+    work = measure_work(run)
+    plan = resolve_plan(observed_plan(run), run.manifest)
+    return PreparedRun(work, replay(work), plan)
+
+
+def simulate_knobs(
+    bench: PreparedRun,
+    manifest: RunManifest,
+    start: Plan,
+    chosen: Mapping[str, str],
+    knobs: Sequence[Knob],
+) -> Simulation:
+    """Simulate a plan with the changes and the network of the chosen settings.
+
+    Args:
+        bench: The prepared work of the run.
+        manifest: The manifest of the run.
+        start: The plan to change, resolved.
+        chosen: The texts by knob.
+        knobs: All knobs.
+
+    Raises:
+        FsdpInspectError: The plan does not fit the model, or needs data that the run lacks.
+        ValueError: The network is invalid.
+    """
+    of_plan = [knob for knob in knobs if knob not in KNOBS_OF_NETWORK]
+    plan = apply_changes(start, changes_of(chosen, of_plan), shapes_of(manifest))
+    bandwidth, latency = network_of(chosen)
+    return simulate_work(
+        bench.work,
+        manifest,
+        plan,
+        replayed=bench.replayed,
+        bus_bytes_per_s=bandwidth,
+        latency_ns=latency,
+        node=node_link_of(chosen),
+    )
+
+
+# --- Build tables of a simulated plan and the recorded plan.
+
+RECORDED, PREDICTED = "recorded plan, simulated", "this plan, predicted"
+
+
+def frame_parts(simulation: Simulation) -> pd.DataFrame:
+    """The parts of both steps, and their sums."""
+    before, after = simulation.replayed, simulation.predicted
+    rows = [
+        {
+            "part": find_metric(f"{name}_ns").label,
+            f"{RECORDED} (ms)": ms(duration),
+            f"{PREDICTED} (ms)": ms(after.parts_ns[name]),
+        }
+        for name, duration in before.parts_ns.items()
+    ]
+    total = {
+        "part": "= step",
+        f"{RECORDED} (ms)": ms(before.step_time_ns),
+        f"{PREDICTED} (ms)": ms(after.step_time_ns),
+    }
+    return pd.DataFrame([*rows, total])
+
+
+def frame_peaks(simulation: Simulation) -> pd.DataFrame:
+    """The memory at both peaks by category."""
+    before, after = simulation.replayed, simulation.predicted
+    return pd.DataFrame(
+        [
+            {
+                "category": look.label,
+                f"{RECORDED} (MiB)": mib(before.peak_categories.get(name, 0)),
+                f"{PREDICTED} (MiB)": mib(after.peak_categories.get(name, 0)),
+            }
+            for name, look in HELD_LOOKS.items()
+        ]
+    )
+
+
+def frame_played_units(played: Played) -> pd.DataFrame:
+    """The units of a simulated plan, in order."""
+    return pd.DataFrame(
+        [
+            {
+                "unit": format_unit(unit.fqn),
+                "exposed (ms)": ms(unit.exposed_ns),
+                "all-gather (ms)": ms(unit.gather_ns),
+                "all-gathers per step": unit.gathers_per_step,
+                "unsharded (MiB)": mib(unit.unsharded_bytes),
+                "parameters": unit.num_parameters,
+            }
+            for unit in played.units
+        ]
+    )

@@ -1,0 +1,363 @@
+"""Page What-if: the predicted step under another plan or on another network."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+
+import streamlit as st
+
+from fsdp_inspect import Run
+from fsdp_inspect.advice.prediction_creation import make_prediction
+from fsdp_inspect.errors import FsdpInspectError, MissingDataError, PlanError
+from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ns
+from fsdp_inspect.report.simulation import (
+    answer_simulation,
+    describe_simulation,
+    why_no_memory,
+)
+from fsdp_inspect.report.wording import format_error, format_kind
+from fsdp_inspect.result_types import (
+    Plan,
+    PredictionOrigin,
+    RecordedWork,
+    RunEntry,
+    RunManifest,
+    Simulation,
+)
+from fsdp_inspect.simulation.scenario import resolve_plan
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.app_pages.what_if.capacity_search import show_capacity_search
+from fsdp_inspect_app.app_pages.what_if.simulation import (
+    PreparedRun,
+    frame_parts,
+    frame_peaks,
+    frame_played_units,
+    prepare,
+    simulate_knobs,
+)
+from fsdp_inspect_app.banner import show_run_header
+from fsdp_inspect_app.cards import (
+    Tile,
+    show_card,
+    show_chart_card,
+    show_code,
+    show_empty_card,
+    show_headline,
+    show_note,
+    show_table_button,
+    show_tiles,
+)
+from fsdp_inspect_app.knob_widgets import show_knob
+from fsdp_inspect_app.knobs import (
+    AS_RECORDED,
+    KNOBS_OF_NETWORK,
+    KNOBS_OF_RANKS,
+    KNOBS_OF_REDUCTION,
+    Knob,
+    command_of,
+    knobs_of_units,
+    network_of,
+    node_link_of,
+    recorded_values,
+    unpack_plan,
+)
+from fsdp_inspect_app.page_sheet import sheet_section
+from fsdp_inspect_app.selection import entry_or_stop, link, page_link
+from fsdp_inspect_app.tables import draw_peaks, draw_steps
+from fsdp_inspect_app.timeline.component import show_timeline
+from fsdp_inspect_app.timeline.track_set import TrackSet
+from fsdp_inspect_app.timeline.tracks import draw_events
+from fsdp_inspect_app.wording import plain
+
+_PLAN_FILE, _PREDICTION_FILE = "plan.toml", "plan.prediction.json"
+_PLAN_KEY = "plan"
+
+
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show the headline, the settings, and the predicted step."""
+    show_run_header(run.manifest, run.summary())
+    try:
+        bench = loading.result_of(entry, prepare)
+    except (MissingDataError, PlanError) as error:
+        _show_refusal(str(error))
+    else:
+        _show_bench(entry, run, bench)
+    show_capacity_search(str(run.manifest.config.get("preset")))
+
+
+def _show_refusal(reason: str) -> None:
+    show_headline("This run cannot be simulated\\.")
+    st.info(plain(reason), icon=":material/info:")
+    show_note(
+        "The simulation requires recorded units, collectives and compute\\. Imported traces, and "
+        "runs without a timed step, do not have them\\. Record the job:"
+    )
+    show_code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", key="record")
+
+
+@st.fragment
+@sheet_section("bench")
+def _show_bench(entry: RunEntry, run: Run, bench: PreparedRun) -> None:
+    """Show the settings and all results; a changed setting reruns only this part of the page."""
+    answer = st.container()
+    start, problem = _linked_plan(run.manifest)
+    left, right = st.columns([2, 5], gap="medium")
+    with left:
+        chosen, knobs = _show_knobs(bench, run.manifest, is_linked=start is not None)
+    try:
+        if problem is not None:
+            raise problem
+        simulation = simulate_knobs(bench, run.manifest, start or bench.plan, chosen, knobs)
+    except (FsdpInspectError, ValueError) as error:
+        with answer:
+            show_headline("These settings cannot be simulated\\.")
+            st.warning(plain(str(error)), icon=":material/warning:")
+        return
+    with answer:
+        show_headline(plain(answer_simulation(simulation)))
+    with right:
+        _show_numbers(simulation)
+        _show_steps(simulation)
+        _show_peaks(simulation)
+        _show_keep(entry, simulation, chosen, knobs, is_linked=start is not None)
+    _show_timelines(entry, run, simulation)
+    show_note(plain(describe_simulation(simulation)))
+
+
+def _linked_plan(manifest: RunManifest) -> tuple[Plan | None, PlanError | None]:
+    """The plan in the address, for the model of the run; or the reason why it is invalid."""
+    text = st.query_params.get(_PLAN_KEY)
+    if not text:
+        return None, None
+    try:
+        return resolve_plan(unpack_plan(text), manifest), None
+    except PlanError as error:
+        return None, error
+
+
+# --- knobs
+
+
+def _show_knobs(
+    bench: PreparedRun, manifest: RunManifest, *, is_linked: bool
+) -> tuple[dict[str, str], list[Knob]]:
+    """The chosen texts, by setting, and all settings."""
+    recorded = {} if is_linked else recorded_values(bench.plan, manifest)
+    groups = (
+        ("Units", knobs_of_units(bench.plan), True),
+        ("Gradients", KNOBS_OF_REDUCTION, False),
+        ("Ranks", KNOBS_OF_RANKS, False),
+        ("Network", KNOBS_OF_NETWORK, True),
+    )
+    chosen: dict[str, str] = {}
+    with show_card("Plan and network", key="knobs"):
+        if is_linked:
+            show_note("Changes of the plan in the address\\.")
+            page_link("what_if", "Use the recorded plan", icon=":material/undo:")
+        for name, knobs, is_open in groups:
+            turned = any(knob.name in st.query_params for knob in knobs)
+            panel = st.expander(
+                name, expanded=is_open or turned, key=f"knobs of {name}", on_change="rerun"
+            )
+            if not panel.open:  # its widgets are made when it is opened
+                chosen |= _linked_knobs(knobs)
+                continue
+            with panel:
+                for knob in knobs:
+                    text = show_knob(knob, recorded.get(knob.name))
+                    if text is not None:
+                        chosen[knob.name] = text
+                if knobs is KNOBS_OF_NETWORK:
+                    show_note(plain(_describe_network(bench.work)))
+        all_knobs = [knob for _, knobs, _ in groups for knob in knobs]
+        st.button(
+            "Reset",
+            key="reset",
+            icon=":material/restart_alt:",
+            disabled=not chosen,
+            on_click=_reset,
+            args=([knob.name for knob in all_knobs],),
+        )
+    return chosen, all_knobs
+
+
+def _linked_knobs(knobs: Sequence[Knob]) -> dict[str, str]:
+    """The legal values of some settings in the address, by setting."""
+    linked = {knob.name: st.query_params.get(knob.name, "") for knob in knobs}
+    return {knob.name: linked[knob.name] for knob in knobs if linked[knob.name] in knob.options}
+
+
+def _reset(names: Sequence[str]) -> None:
+    for name in names:
+        st.session_state[name] = AS_RECORDED
+        link(name, None)
+
+
+def _describe_network(work: RecordedWork) -> str:
+    """The lines that were fitted to the run's own collectives."""
+    lines = "; ".join(
+        f"{format_kind(kind.label)} {format_bytes_per_s(line.bus_bytes_per_s)}, "
+        f"{format_ns(line.latency_ns)}"
+        for kind, line in work.network.lines.items()
+    )
+    return f"Fitted to the collectives of this run: {lines}."
+
+
+# --- results
+
+
+def _show_numbers(simulation: Simulation) -> None:
+    before, after = simulation.replayed, simulation.predicted
+    memory_error = format_error(simulation.memory_error)
+    numbers = (
+        (
+            "Predicted step",
+            format_ns(after.step_time_ns),
+            f"{format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}",
+            "Predicted step time. The interval includes the self-check error and the residuals of "
+            "the fitted network.",
+        ),
+        (
+            "Predicted exposed",
+            format_ns(after.exposed_ns),
+            f"recorded plan, simulated: {format_ns(before.exposed_ns)}",
+            "Predicted exposed communication in a step.",
+        ),
+        (
+            "Predicted peak",
+            format_bytes(after.peak_bytes),
+            f"recorded plan: {format_bytes(before.peak_bytes)}",
+            "Predicted peak of allocated memory.",
+        ),
+        (
+            "Self-check",
+            format_error(simulation.replay_error),
+            f"peak {memory_error}",
+            f"The simulated step of the recorded plan takes {format_ns(before.step_time_ns)}, the "
+            f"recorded step {format_ns(simulation.recorded_step_ns)}.",
+        ),
+    )
+    show_tiles([Tile(*number) for number in numbers])
+    for caveat in simulation.caveats:
+        st.warning(plain(caveat), icon=":material/warning:")
+
+
+def _show_steps(simulation: Simulation) -> None:
+    before, after = simulation.replayed, simulation.predicted
+    lines = " ".join(f"Assumed: {line}" for line in simulation.assumptions)
+    show_chart_card(
+        "Predicted step",
+        draw_steps([("recorded plan", before.parts_ns), ("this plan", after.parts_ns)]),
+        frame_parts(simulation),
+        key="steps",
+        alt=f"Two bars: the recorded plan's step of {format_ns(before.step_time_ns)} and the "
+        f"predicted one of {format_ns(after.step_time_ns)}, split into their parts",
+        note=f"Both steps are simulated, so that a common error cancels. {lines}",
+    )
+
+
+def _show_peaks(simulation: Simulation) -> None:
+    before, after = simulation.replayed, simulation.predicted
+    if before.peak_bytes is None or after.peak_bytes is None:
+        show_empty_card("Memory at the peak", why_no_memory(simulation), key="peaks")
+        return
+    show_chart_card(
+        "Memory at the peak",
+        draw_peaks(
+            [("recorded plan", before.peak_categories), ("this plan", after.peak_categories)]
+        ),
+        frame_peaks(simulation),
+        key="peaks",
+        alt=f"Two bars: the recorded plan's peak of {format_bytes(before.peak_bytes)} and the "
+        f"predicted one of {format_bytes(after.peak_bytes)}, split by category",
+        note="Predicted from all allocations of the step. The error for the recorded plan is "
+        f"{format_error(simulation.memory_error)}.",
+    )
+
+
+def _show_timelines(entry: RunEntry, run: Run, simulation: Simulation) -> None:
+    tracks = []
+    breakdown = run.summary().breakdown
+    if breakdown is not None:
+        step, rank = breakdown.closest_step, simulation.rank
+        try:
+            recorded = loading.timeline_of(entry, step=step, ranks=(rank,))
+            tracks.append(replace(recorded, title=f"Recorded, step {step}"))
+        except FsdpInspectError:
+            tracks = []  # its events are missing: only the prediction is drawn
+    after = simulation.predicted
+    if after.events is not None:
+        drawn = draw_events(after.events, rank=simulation.rank)
+        named = run.manifest.model_copy(update={"units": list(after.event_units)})
+        tracks.append(TrackSet(drawn, named, title="This plan, predicted"))
+    note = (
+        "Both start at 0 and zoom together. Hatching marks exposed waits. The table has the "
+        "predicted times of each unit."
+    )
+    with show_card("Recorded and predicted timeline", key="timelines", note=note) as header:
+        with header:
+            frame = frame_played_units(simulation.predicted)
+            show_table_button(frame, key="units", alt="Units of this plan, one row each")
+        show_timeline(tracks, key="timelines")
+
+
+def _show_keep(
+    entry: RunEntry,
+    simulation: Simulation,
+    chosen: dict[str, str],
+    knobs: Sequence[Knob],
+    *,
+    is_linked: bool,
+) -> None:
+    with show_card("Export", key="keep"):
+        bandwidth, latency = network_of(chosen)
+        origin = PredictionOrigin(
+            made_by="what-if",
+            bus_bytes_per_s=bandwidth,
+            latency_ns=latency,
+            node=node_link_of(chosen),
+        )
+        with st.container(horizontal=True, gap="small"):
+            st.download_button(
+                _PLAN_FILE,
+                simulation.plan.to_toml(),
+                file_name=_PLAN_FILE,
+                mime="application/toml",
+                icon=":material/download:",
+                key="plan-file",
+                on_click="ignore",
+            )
+            st.download_button(
+                _PREDICTION_FILE,
+                lambda: make_prediction(
+                    loading.open_entry(entry).source, simulation, origin
+                ).model_dump_json(indent=1),
+                file_name=_PREDICTION_FILE,
+                mime="application/json",
+                icon=":material/download:",
+                key="prediction-file",
+                on_click="ignore",
+                help="fsdp-inspect verify compares the prediction with the run of the plan.",
+            )
+        show_note("The same numbers in a terminal. The address of this page has all settings:")
+        show_code(_command(entry, chosen, knobs, is_linked=is_linked), key="simulate")
+        show_note("After the run of the plan:")
+        show_code(
+            f"fsdp-inspect verify {_PREDICTION_FILE} NEW_RUN --baseline "
+            f"{shlex.quote(str(entry.path))}",
+            key="verify",
+        )
+
+
+def _command(
+    entry: RunEntry, chosen: dict[str, str], knobs: Sequence[Knob], *, is_linked: bool
+) -> str:
+    """The command; for a plan from an address, the saved file has all but the network."""
+    if not is_linked:
+        return command_of(str(entry.path), chosen, knobs)
+    network = command_of(str(entry.path), chosen, KNOBS_OF_NETWORK)
+    return f"{network} --plan {_PLAN_FILE}"
+
+
+entry = entry_or_stop()
+show_page(entry, loading.open_entry(entry))

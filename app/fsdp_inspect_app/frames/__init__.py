@@ -1,1 +1,0 @@
-"""Build the tables of results that pages show and export as CSV."""
