@@ -25,7 +25,7 @@ def nearest(name: str, names: Iterable[str], *, count: int = _MAX_SHOWN) -> list
 
 def suggest(name: str, names: Sequence[str], *, what: str = "names") -> str:
     """One sentence that suggests known names for an unknown name."""
-    close = nearest(name, names)
+    close = nearest(name[:_MAX_LETTERS], names)
     if close:
         return f"Nearest: {quote_all(close)}."
     if not names:

@@ -19,6 +19,8 @@ _MODULES = ", "
 """Joins the modules of a unit."""
 _COMMAND_ON_RUN = re.compile(r"(\bfsdp-inspect [a-z]+) RUN\b")
 _LAYOUT = frozenset("\n\t")
+_FORMULA_STARTS = frozenset("=+-@＝＋－＠")
+_CELL_STARTS = frozenset("\t\r\n")
 _CONTROL_PICTURES = 0x2400
 _UNSHOWN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories of control, direction, surrogate and line-separator characters."""
@@ -239,6 +241,16 @@ def show_controls(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(_show_control(character) for character in text)
+
+
+def harmless_cell(text: str) -> str:
+    """The text as a cell of a CSV file that neither a spreadsheet nor a terminal executes.
+
+    A quote goes before a formula, as spreadsheets read one: after spaces too, and in full width.
+    """
+    shown = show_controls(text)
+    is_formula = text.lstrip()[:1] in _FORMULA_STARTS or text[:1] in _CELL_STARTS
+    return f"'{shown}" if text and is_formula else shown
 
 
 def _show_control(character: str) -> str:

@@ -101,6 +101,18 @@ def test_a_run_that_holds_passes_and_writes_summary_and_junit(made: Path, tmp_pa
     assert (suite.get("failures"), suite.get("errors")) == ("0", "0")
 
 
+def test_a_check_of_runs_executes_no_file_of_the_pull_request(made: Path, tmp_path: Path) -> None:
+    for name in ("fsdp_inspect", "json", "shlex", "typer"):
+        (tmp_path / f"{name}.py").write_text(
+            "open('executed', 'w').write(__name__)\nraise SystemExit(0)"
+        )
+
+    ended = run_action(tmp_path, runs=str(made / "leak"), baseline=str(made / "baseline.json"))
+
+    assert ended.code == 1, ended.log
+    assert not (tmp_path / "executed").exists()
+
+
 def test_a_planted_leak_fails_the_job_and_is_annotated(made: Path, tmp_path: Path) -> None:
     ended = run_action(tmp_path, runs=str(made / "leak"), baseline=str(made / "baseline.json"))
 
@@ -223,7 +235,7 @@ def yaml_of_the_docs(key: str) -> Any:
 
 
 def test_the_step_in_the_docs_gives_inputs_that_the_action_has() -> None:
-    (step,) = yaml_of_the_docs("- uses: .*fsdp-check")
+    (step,) = yaml_of_the_docs(r"- uses: [^\n]*fsdp-check")
     action = yaml.safe_load((ACTION / "action.yml").read_text())
 
     assert "/.github/actions/fsdp-check@" in step["uses"]

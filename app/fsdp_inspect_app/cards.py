@@ -109,15 +109,18 @@ def metric_tiles(names: Sequence[str], result: object) -> list[Tile]:
 
 
 def show_tiles(tiles: Sequence[Tile], *, border: bool = True, num_columns: int = 0) -> None:
-    """Show key numbers in a row, with the widths of a row of at least `num_columns` tiles."""
+    """Show key numbers in a row, with the widths of a row of at least `num_columns` tiles.
+
+    All of their texts are plain: Streamlit shows each part of a metric as Markdown.
+    """
     shown = tuple((tile.label, tile.value, tile.detail or "") for tile in tiles)
     page_sheet().add(SheetTiles(shown))
     columns = st.columns(max(len(tiles), num_columns))
     for column, tile in zip(columns, tiles, strict=False):
         column.metric(
             plain(tile.label),
-            tile.value,
-            tile.detail,
+            plain(tile.value),
+            None if tile.detail is None else plain(tile.detail),
             delta_color="off",
             delta_arrow="off",
             border=border,
@@ -252,7 +255,7 @@ def column_formats(frame: pd.DataFrame) -> dict[str, ColumnConfig]:
     formats: dict[str, ColumnConfig] = {}
     for column in frame.columns:
         digits = _digits(column, frame[column])
-        definition = definitions.get(column)
+        definition = plain(definitions[column]) if definitions.get(column) else None
         if digits is not None:
             formats[column] = st.column_config.NumberColumn(format=digits, help=definition)
         elif definition is not None:

@@ -1,4 +1,8 @@
-"""Add the dashboard's title and its script for the history to Streamlit's HTML page."""
+"""Add the dashboard's title, its script for the history and its policy to Streamlit's HTML page.
+
+The Content-Security-Policy lets a browser load nothing from other servers. Text of a run that is
+shown as markup by mistake can then neither load an image nor send data.
+"""
 
 from pathlib import Path
 
@@ -7,6 +11,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _TITLE = (b"<title>Streamlit</title>", b"<title>FSDP Inspect</title>")
 _HEAD = b"<head>"
+_POLICY = "; ".join(
+    (
+        "default-src 'self'",
+        "script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:",  # Streamlit and its components
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data: blob:",
+        "media-src 'self' data: blob:",
+        "font-src 'self' data:",
+        "worker-src 'self' blob:",
+        "object-src 'none'",
+        "base-uri 'self'",
+        "form-action 'self'",
+    )
+)
 
 
 class Shell:
@@ -54,6 +72,7 @@ class _Page:
         headers = MutableHeaders(raw=list(start["headers"]))
         if "content-length" in headers and self._body:
             headers["content-length"] = str(len(body))
+        headers["content-security-policy"] = _POLICY
         await self._send({**start, "headers": headers.raw})
         await self._send({"type": "http.response.body", "body": body})
 

@@ -16,6 +16,7 @@ from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.bars import Row, draw_bars, stack
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.palette import Look
+from fsdp_inspect.report.tables import render_csv
 from fsdp_inspect.result_types import Held
 
 NS_PER_MS = 1e6
@@ -23,8 +24,6 @@ NS_PER_MS = 1e6
 BYTES_PER_MIB = float(1 << 20)
 
 BYTES_PER_GB = 1e9
-
-_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def frame_of(spec: TableSpec, rows: Sequence[Any], *names: str) -> pd.DataFrame:
@@ -50,12 +49,8 @@ def frame_of(spec: TableSpec, rows: Sequence[Any], *names: str) -> pd.DataFrame:
 
 def to_csv(frame: pd.DataFrame) -> bytes:
     """Convert a table to CSV; `'` quotes texts that a spreadsheet would run as a formula."""
-    harmless = frame.map(_defused)
-    return harmless.to_csv(index=False).encode()
-
-
-def _defused(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_STARTS) else value
+    rows = frame.astype(object).where(frame.notna(), None).to_numpy().tolist()
+    return render_csv(list(frame.columns), rows).encode()
 
 
 def ms(value_ns: float | None) -> float | None:

@@ -66,7 +66,7 @@ class UserStore:
 
     def notes(self) -> dict[str, RunNote]:
         """All notes and stars by the id that the recorder gave the run."""
-        if not self.file.exists():
+        if not self._exists():
             return {}
         with self._open() as database:
             rows = database.execute("SELECT run, is_starred, text FROM notes").fetchall()
@@ -74,26 +74,26 @@ class UserStore:
 
     def keep_note(self, run_id: str, note: RunNote) -> None:
         """Replace the note and the star of a run."""
-        text = note.text.strip()[:LONGEST_NOTE]
+        text = _plain(note.text.strip()[:LONGEST_NOTE])
         with self._open() as database:
             if note.is_starred or text:
-                row = (run_id, int(note.is_starred), text)
+                row = (_plain(run_id), int(note.is_starred), text)
                 database.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", row)
             else:
-                database.execute("DELETE FROM notes WHERE run = ?", (run_id,))
+                database.execute("DELETE FROM notes WHERE run = ?", (_plain(run_id),))
 
     def views(self, folder: Path) -> list[SavedView]:
         """The views of a folder of runs, by name."""
-        if not self.file.exists():
+        if not self._exists():
             return []
         asked = "SELECT name, page, query FROM views WHERE folder = ? ORDER BY name"
         with self._open() as database:
-            rows = database.execute(asked, (str(folder),)).fetchall()
+            rows = database.execute(asked, (_plain(folder),)).fetchall()
         return [SavedView(str(name), str(page), str(query)) for name, page, query in rows]
 
     def keep_view(self, folder: Path, view: SavedView) -> None:
         """Save a view, instead of the view of the same name."""
-        name = " ".join(view.name.split())[:LONGEST_NAME]
+        name = _plain(" ".join(view.name.split())[:LONGEST_NAME])
         if not name:
             raise StoreError("The view has no name. Expected a name. Enter one.")
         if len(view.query) > LONGEST_QUERY:
@@ -107,27 +107,42 @@ class UserStore:
                 f"There are {others} saved views. Expected at most {MOST_VIEWS}. Delete one."
             )
         with self._open() as database:
-            row = (str(folder), name, view.page, view.query)
+            row = (_plain(folder), name, _plain(view.page), _plain(view.query))
             database.execute("INSERT OR REPLACE INTO views VALUES (?, ?, ?, ?)", row)
 
     def remove_view(self, folder: Path, name: str) -> None:
         """Delete a view, if it exists."""
         with self._open() as database:
-            database.execute("DELETE FROM views WHERE folder = ? AND name = ?", (str(folder), name))
+            row = (_plain(folder), _plain(name))
+            database.execute("DELETE FROM views WHERE folder = ? AND name = ?", row)
+
+    def _exists(self) -> bool:
+        with self._reporting():
+            return self.file.exists()
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        try:
+        with self._reporting():
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with closing(sqlite3.connect(self.file, timeout=_LOCKED_FOR_S)) as database, database:
                 database.executescript(_SCHEMA)
                 yield database
-        except (sqlite3.Error, OSError) as error:
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError, ValueError) as error:  # ValueError: a path with a zero byte
             raise StoreError(
                 f"Notes and views cannot be read from or saved in {str(self.file)!r}: {error}. "
                 "Expected an SQLite file that this user may write. Move the file away, or name "
                 f"another folder in {DATA_VARIABLE}."
             ) from error
+
+
+def _plain(text: object) -> str:
+    """The text as SQLite can store it: bytes of a path that are no UTF-8 become escapes."""
+    return str(text).encode(errors="backslashreplace").decode()
 
 
 def user_store() -> UserStore | None:

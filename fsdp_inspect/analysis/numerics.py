@@ -1,8 +1,8 @@
 """Measure the numerics of a run: where values stopped being finite, norms, and lost updates.
 
 Norms are those of the whole unit: the squared norms of the shards are added up over the ranks of
-one shard group. A unit that every rank holds whole counts once. Only ranks whose files are here
-count.
+one shard group. A unit that every rank holds whole counts once. A norm is unknown if a rank of the
+group lacks the step, because its files are missing or a kill or an edit removed its lines.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 
 _STORED = frozenset({Place.PARAMETER, Place.UPDATED_PARAMETER, Place.STATE})
 """Places that keep a non-finite value for the next step."""
+_WITH_ALL_RANKS = ("recorded", "imported")
+"""Sources of runs with a folder for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,13 @@ class NonFinite:
 
 @dataclass(frozen=True, slots=True)
 class UnitNumerics:
-    """One unit in the last numerics step."""
+    """One unit in the numerics step `Numerics.step`."""
 
     fqn: str | None
     """The name of the unit; None: parameters of no unit."""
     gradient_norm: float | None
-    """Norm of the gradients that the optimizer received; None if it was not finite, or without
-    gradients."""
+    """Norm of the gradients that the optimizer received; None if it was not finite, without
+    gradients, or if a rank of the shard group lacks the step."""
     parameter_norm: float | None
     update_ratio: float | None
     """Norm of the update / norm of the parameters."""
@@ -78,8 +80,14 @@ class Numerics(TableResult):
 
     steps: tuple[int, ...]
     """The numerics steps."""
+    step: int
+    """The step of `units` and `dtypes`: the last one that most ranks recorded."""
     ranks: tuple[int, ...]
-    """The ranks that recorded the numerics steps."""
+    """The ranks that recorded numerics steps."""
+    missing_ranks: tuple[int, ...]
+    """The ranks without `step`; counts and maxima lack them."""
+    incomplete_steps: tuple[int, ...]
+    """The numerics steps that a rank lacks."""
     units: tuple[UnitNumerics, ...]
     first_non_finite: NonFinite | None
     """None: parameters and optimizer states stayed finite. Gradients alone may overflow, because a
@@ -109,7 +117,9 @@ def measure_numerics(run: RunSource) -> Numerics | None:
         {each.unit for found in steps.values() for step in found for each in step.observations}
     )
     manifest = run.manifest
-    measured = [_measure_unit(unit, steps, numbers[-1], manifest) for unit in units]
+    lacking = {number: _ranks_without(number, steps, manifest) for number in numbers}
+    last = min(numbers, key=lambda number: (len(lacking[number]), -number))
+    measured = [_measure_unit(unit, steps, last, manifest) for unit in units]
     dtypes = {
         dtype
         for found in steps.values()
@@ -117,10 +127,13 @@ def measure_numerics(run: RunSource) -> Numerics | None:
         if each.place is Place.PARAMETER
         for dtype in each.dtypes
     }
-    uses = compare_dtypes(run, steps, numbers[-1])
+    uses = compare_dtypes(run, steps, last)
     return Numerics(
         steps=tuple(numbers),
+        step=last,
         ranks=tuple(steps),
+        missing_ranks=lacking[last],
+        incomplete_steps=tuple(number for number in numbers if lacking[number]),
         units=tuple(measured),
         first_non_finite=_find_first(steps, numbers, manifest),
         lost_ratio=_lost_ratio(steps, None),
@@ -150,7 +163,8 @@ def gradient_norms(run: RunSource) -> dict[str | None, list[tuple[int, float | N
                 for rank, step in steps.items()
             }
             group = _ranks_of_whole(unit, manifest, own)
-            if all(Place.REDUCED_GRADIENT in own.get(rank, {}) for rank in group):
+            has_gradient = any(Place.REDUCED_GRADIENT in found_at for found_at in own.values())
+            if has_gradient and group <= own.keys():
                 norm = _norm(own, Place.REDUCED_GRADIENT, group)
                 found.setdefault(_name(unit, manifest), []).append((number, norm))
     return found
@@ -173,7 +187,7 @@ def _measure_unit(
         for each in step.updates
         if each.unit == unit and rank in group
     ]
-    change = _root(changes)
+    change = _root(changes) if group <= own.keys() else None
     outputs = [found[Place.OUTPUT] for found in own.values() if Place.OUTPUT in found]
     return UnitNumerics(
         fqn=_name(unit, manifest),
@@ -190,27 +204,42 @@ def _measure_unit(
     )
 
 
+def _ranks_without(
+    number: int, steps: Mapping[int, Sequence[NumericsStep]], manifest: RunManifest
+) -> tuple[int, ...]:
+    """The ranks of the run that lack a numerics step."""
+    having = {rank for rank, found in steps.items() if any(each.step == number for each in found)}
+    return tuple(sorted(_expected_ranks(manifest) - having))
+
+
+def _expected_ranks(manifest: RunManifest) -> set[int]:
+    """All ranks of the run. Emulated and predicted runs have rank 0 only."""
+    return set(range(manifest.world_size if manifest.source in _WITH_ALL_RANKS else 1))
+
+
 def _ranks_of_whole(unit: int, manifest: RunManifest, own: Iterable[int]) -> set[int]:
-    """The recorded ranks that together hold one copy of a unit.
+    """The ranks that together hold one copy of a unit.
 
     These are the ranks of the shard group that rank 0 or the lowest rank knows. For a unit that
-    every rank holds whole, it is one rank. If the group is unknown, these are all ranks.
+    every rank holds whole, it is one recorded rank. If the group is unknown, these are all ranks.
     """
-    ranks = set(own)
-    if not 0 <= unit < len(manifest.units):
-        return ranks
-    if manifest.units[unit].is_replicated:
-        return {min(ranks)} if ranks else ranks
-    groups = {group.index: group.ranks for group in manifest.process_groups}
-    return set(groups.get(manifest.units[unit].shard_group, ())) or ranks
+    if 0 <= unit < len(manifest.units):
+        if manifest.units[unit].is_replicated:
+            return set(sorted(own)[:1])
+        groups = {group.index: group.ranks for group in manifest.process_groups}
+        known = groups.get(manifest.units[unit].shard_group)
+        if known:
+            return set(known)
+    return _expected_ranks(manifest)
 
 
 def _norm(
     own: Mapping[int, Mapping[Place, Observation]], place: Place, ranks: Iterable[int]
 ) -> float | None:
-    return _root(
-        [own[rank][place].squared_norm for rank in ranks if rank in own and place in own[rank]]
-    )
+    """The norm over these ranks; None if a rank lacks the step."""
+    if not own.keys() >= set(ranks):
+        return None
+    return _root([own[rank][place].squared_norm for rank in ranks if place in own[rank]])
 
 
 def _root(squares: Sequence[float | None]) -> float | None:
@@ -287,7 +316,7 @@ def _norm_column(name: str, label: str, definition: str) -> Column:
 
 
 Numerics.TABLE = TableSpec(
-    "Units in the last numerics step",
+    "Units in a numerics step",
     (
         unit_column("The FSDP unit", lambda row: format_owner(row.fqn, None)),
         _norm_column(

@@ -1,6 +1,7 @@
 """List the runs of a folder, with their status and key numbers.
 
-A listing reads only the small records (`run.json`, `rank.json`) and no table, so it is fast. The
+A listing reads only the small records (`run.json`, `rank.json`), and the end of the events of a
+rank that still records or was killed, so it is fast. The
 key numbers of a run (`measure_key_numbers`) come from its summary, in some milliseconds per run.
 """
 
@@ -47,7 +48,7 @@ class ListedRun:
     num_ranks: int | None
     """Number of ranks that wrote data."""
     num_steps: int | None
-    """Number of steps of the rank that reported the most."""
+    """Number of completed steps of the rank that completed the most."""
     backend: str | None
     device: str | None
     model: str | None
@@ -74,7 +75,7 @@ LISTED = TableSpec(
             "status", "How the run ended, or `live`.", lambda run: run.status or "unreadable"
         ),
         text_column("ranks", "The ranks that recorded something.", _ranks_of),
-        number_column("num_steps", "The steps that the last rank reported.", label="steps"),
+        number_column("num_steps", "The completed steps of the rank with the most.", label="steps"),
         text_column(
             "backend",
             "The backend of torch.distributed.",
@@ -162,7 +163,8 @@ def _describe(entry: RunEntry) -> ListedRun:
         return _unreadable(entry, entry.problem or "run.json cannot be read.")
     try:
         run = open_run(entry.path)
-        status, ranks, notes = run.status.value, run.ranks, tuple(run.notes)
+        status, ranks, num_steps = run.status.value, run.ranks, run.num_steps
+        notes = tuple(run.notes)
     except StoreError as error:
         return _unreadable(entry, str(error))
     return ListedRun(
@@ -175,7 +177,7 @@ def _describe(entry: RunEntry) -> ListedRun:
         status=status,
         world_size=manifest.world_size,
         num_ranks=len(ranks),
-        num_steps=max((record.num_steps for record in ranks), default=0),
+        num_steps=num_steps,
         backend=manifest.backend,
         device=manifest.device_name or manifest.device_type,
         model=manifest.model.class_name,

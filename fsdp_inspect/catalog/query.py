@@ -1,17 +1,28 @@
 """Run SQL over the tables of a catalog with DuckDB, without access to anything else.
 
-[Note: The sandbox] DuckDB gets an empty database in memory with the four tables. Access to files
-and the network, extensions, Python variables and temporary files are off, and the configuration is
-locked. Only one SELECT statement is accepted. Time and memory are limited.
+[Note: The sandbox] A process of its own runs the query (`catalog.query_process`). DuckDB gets an
+empty database in memory with the four tables. Access to files and the network, extensions, Python
+variables and temporary files are off, and the configuration is locked. Only one SELECT statement is
+accepted. The process has no home folder, so no setting shows one. This process ends it if it takes
+more time or memory than allowed: DuckDB itself stops between values, and a single value can have
+gigabytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import json
+import os
 import re
+import resource
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -45,13 +56,15 @@ class ArrowResult(TableResult):
 
 
 DEFAULT_TIMEOUT_S = 60.0
-_ROWS_AT_ONCE = 10_000
 _LEAST_MEMORY = 64 << 20
-_LOCKED = (
-    "SET python_enable_replacements = false",
-    "SET enable_external_access = false",
-    "SET lock_configuration = true",
-)
+_LOOK_S = 0.02
+"""The time between two looks at the memory of the process of a query."""
+_START_S = 120.0
+"""The most time for the start of that process, with its tables."""
+_PROCESS = "fsdp_inspect.catalog.query_process"
+_INT64, _INT64_END = -(1 << 63), 1 << 63
+_READY = b"ready\n"
+_COUNTED = re.compile(r"_\d+$")
 _UNIT_ENDINGS = (
     ("_unix_ns", None),
     ("_ns", MetricUnit.NS),
@@ -89,10 +102,11 @@ def _column_of(field: Any) -> Any:
     is_number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
     if not is_number:
         return text_column(field.name, "", value, label=field.name)
+    plain_name = _COUNTED.sub("", field.name)
     for ending, unit in _UNIT_ENDINGS:
-        if field.name.endswith(ending) and unit is not None:
+        if plain_name.endswith(ending) and unit is not None:
             return value_column(field.name, unit, "", value, label=field.name)
-        if field.name.endswith(ending):
+        if plain_name.endswith(ending):
             break
     if pa.types.is_integer(field.type):
         return number_column(field.name, "", value, label=field.name)
@@ -112,78 +126,135 @@ def run_query(
         sql: The statement. Its tables are `runs`, `units`, `ranks` and `steps`.
         read: Reads one table of the catalog; called for the tables that the statement names.
         timeout_s: The most time that it may take.
-        memory_bytes: The most memory of the query and of its result; default `--max-memory`.
+        memory_bytes: The most memory of the query, and of its result; default `--max-memory`.
 
     Raises:
         QueryError: The statement is invalid, forbidden, or takes too much time or memory.
         MissingDataError: DuckDB is not installed.
     """
     most = max(memory_bytes or max_memory_bytes(), _LEAST_MEMORY)
-    duckdb = _import_duckdb()
-    with contextlib.closing(_connect(duckdb, most)) as connection:
-        for table in TABLES:
-            is_named = re.search(rf"\b{table.name}\b", sql, re.IGNORECASE)
-            connection.register(table.name, read(table) if is_named else table.schema.empty_table())
-        for setting in _LOCKED:
-            connection.execute(setting)
-        with _describing(duckdb, sql, timeout_s, most):
-            _require_select(connection, sql)
-            with _interrupting(connection, timeout_s):
-                return QueryResult(sql, _fetch(connection, sql, most))
+    _require_duckdb()
+    tables = {
+        table.name: read(table)
+        if re.search(rf"\b{table.name}\b", sql, re.IGNORECASE)
+        else table.schema.empty_table()
+        for table in TABLES
+    }
+    with _started() as process, _Watch(process, timeout_s, most) as watch:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            _ask(process.stdin, sql, most, tables)
+            if process.stdout.readline() == _READY:
+                watch.begin()
+                return QueryResult(sql, _read_answer(process.stdout, sql, most))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise watch.reason() from error
+        raise watch.reason()
 
 
-def _import_duckdb() -> Any:
-    try:
-        import duckdb
-    except ModuleNotFoundError as error:
+def _require_duckdb() -> None:
+    if importlib.util.find_spec("duckdb") is None:
         raise MissingDataError(
             "A query needs the package 'duckdb', which is not installed. Expected it with "
             "fsdp-inspect. Install it with: pip install duckdb"
-        ) from error
-    return duckdb
-
-
-def _connect(duckdb: Any, most: int) -> Any:
-    return duckdb.connect(
-        ":memory:",
-        config={
-            "memory_limit": f"{most // 1000}KB",
-            "temp_directory": "",
-            "autoinstall_known_extensions": "false",
-            "autoload_known_extensions": "false",
-        },
-    )
-
-
-def _require_select(connection: Any, sql: str) -> None:
-    statements = connection.extract_statements(sql)
-    if len(statements) != 1:
-        raise QueryError(
-            f"The query has {len(statements)} statements. Expected one SELECT statement. Run the "
-            "statements one at a time."
-        )
-    kind = statements[0].type.name
-    if kind != "SELECT":
-        raise QueryError(
-            f"The query is a {kind} statement. Expected a SELECT statement: the catalog is "
-            "read-only, and a query accesses no files, no network and no extensions. To save a "
-            "result, use --csv or --json and redirect the output."
         )
 
 
 @contextlib.contextmanager
-def _interrupting(connection: Any, timeout_s: float) -> Iterator[None]:
-    timer = threading.Timer(timeout_s, connection.interrupt)
-    timer.daemon = True
-    timer.start()
+def _started() -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a query, which ends with the block."""
+    path = os.pathsep.join(str(Path(each).absolute()) for each in sys.path)
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", _PROCESS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env={**kept, "PYTHONPATH": path, "HOME": "/nonexistent", "TZ": "UTC"},
+        start_new_session=True,  # Ctrl-C reaches this process, which then ends the other one
+    )
     try:
-        yield
+        yield process
     finally:
-        timer.cancel()
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+        process.wait()
 
 
-def _fetch(connection: Any, sql: str, most: int) -> pa.Table:
-    reader = connection.sql(sql).to_arrow_reader(_ROWS_AT_ONCE)
+class _Watch:
+    """Ends the process of a query when it takes too much time or memory."""
+
+    def __init__(self, process: subprocess.Popen[bytes], timeout_s: float, most: int) -> None:
+        self._process, self._timeout_s, self._most = process, timeout_s, most
+        self._deadline_s = time.monotonic() + _START_S
+        self._most_resident: int | None = None
+        self._is_over = threading.Event()
+        self._ended_for: QueryError | None = None
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def begin(self) -> None:
+        """Count time and memory from now on: the process has its libraries and tables."""
+        self._deadline_s = time.monotonic() + self._timeout_s
+        self._most_resident = _resident_bytes(self._process.pid) + self._most
+
+    def reason(self) -> QueryError:
+        """The error of a process that ended without an answer."""
+        self._is_over.set()
+        self._thread.join()
+        return self._ended_for or QueryError(
+            "The process of the query ended without an answer. Expected enough free memory on this "
+            "machine. Run the query again, with a smaller --max-memory."
+        )
+
+    def _look(self) -> None:
+        while not self._is_over.wait(_LOOK_S) and self._ended_for is None:
+            if time.monotonic() > self._deadline_s:
+                self._ended_for = _too_slow(self._timeout_s)
+            elif self._takes_too_much():
+                self._ended_for = _too_large(self._most)
+        if self._ended_for is not None:
+            self._process.kill()
+
+    def _takes_too_much(self) -> bool:
+        most = self._most_resident
+        return most is not None and _resident_bytes(self._process.pid) > most
+
+
+def _resident_bytes(pid: int) -> int:
+    """The memory of a process; 0 if it is over, or without /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0
+    return int(fields[1]) * resource.getpagesize()
+
+
+def _ask(target: Any, sql: str, most: int, tables: dict[str, pa.Table]) -> None:
+    asked = {"sql": sql, "memory_bytes": most, "tables": list(tables)}
+    target.write(json.dumps(asked).encode() + b"\n")
+    for table in tables.values():
+        with pa.ipc.new_stream(target, table.schema) as writer:
+            writer.write_table(table)
+    target.close()
+
+
+def _read_answer(source: Any, sql: str, most: int) -> pa.Table:
+    answer = json.loads(source.readline())
+    if "error" in answer:
+        raise _describe(answer["error"], answer["text"], sql, most)
+    reader = pa.ipc.open_stream(source)
     batches, size = [], 0
     for batch in reader:
         size += batch.nbytes
@@ -193,42 +264,77 @@ def _fetch(connection: Any, sql: str, most: int) -> pa.Table:
                 "Add LIMIT or a GROUP BY, or raise --max-memory."
             )
         batches.append(batch)
-    return pa.Table.from_batches(batches, reader.schema)
+    table = pa.Table.from_batches(batches, reader.schema)
+    columns = [
+        _whole_numbers(column) if is_whole else column
+        for column, is_whole in zip(table.columns, answer["is_whole"], strict=True)
+    ]
+    return pa.Table.from_arrays(columns, names=_distinct(answer["columns"]))
 
 
-@contextlib.contextmanager
-def _describing(duckdb: Any, sql: str, timeout_s: float, most: int) -> Iterator[None]:
-    """Turn DuckDB's errors into one of ours, with what to do."""
-    try:
-        yield
-    except duckdb.InterruptException as error:
-        raise QueryError(
-            f"The query was stopped after {timeout_s:g} s. Expected a faster query. Add a WHERE "
-            "clause, check the joins, or raise --timeout."
-        ) from error
-    except duckdb.OutOfMemoryException as error:
-        raise QueryError(
-            f"The query needs more than {format_bytes(most)} of memory. Expected a smaller one. "
-            "Add a WHERE clause, check the joins, or raise --max-memory."
-        ) from error
-    except duckdb.PermissionException as error:
-        raise QueryError(
-            f"The query accesses something outside the catalog: {_first_line(error)}. Expected a "
+def _whole_numbers(texts: pa.ChunkedArray[Any]) -> Any:
+    """Whole numbers from their texts; they stay text if one of them needs more than 64 bits."""
+    values = [None if each is None else int(each) for each in texts.to_pylist()]
+    fits = all(each is None or _INT64 <= each < _INT64_END for each in values)
+    return pa.array(values, pa.int64()) if fits else texts
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names of columns, of which equal ones get a number: `exposed_ns`, `exposed_ns_2`."""
+    found: dict[str, None] = {}
+    for name in names:
+        chosen, number = name, 1
+        while chosen in found or (number > 1 and chosen in names):
+            number += 1
+            chosen = f"{name}_{number}"
+        found[chosen] = None
+    return list(found)
+
+
+def _too_slow(timeout_s: float) -> QueryError:
+    return QueryError(
+        f"The query was stopped after {timeout_s:g} s. Expected a faster query. Add a WHERE "
+        "clause, check the joins, or raise --timeout."
+    )
+
+
+def _too_large(most: int) -> QueryError:
+    return QueryError(
+        f"The query needs more than {format_bytes(most)} of memory. Expected a smaller one. "
+        "Add a WHERE clause, check the joins, or raise --max-memory."
+    )
+
+
+def _describe(kind: str, text: str, sql: str, most: int) -> QueryError:
+    """The error of the process of a query as one of ours, with what to do.
+
+    Args:
+        kind: The name of the class of the error.
+        text: Its message.
+        sql: The query.
+        most: The memory limit, bytes.
+    """
+    if kind == "RefusedError":
+        return QueryError(text)
+    if kind in ("OutOfMemoryException", "MemoryError", "ArrowMemoryError"):
+        return _too_large(most)
+    if kind == "PermissionException":
+        return QueryError(
+            f"The query accesses something outside the catalog: {_first_line(text)}. Expected a "
             f"query of the tables {_names()} only. Remove that part."
-        ) from error
-    except duckdb.Error as error:
-        raise QueryError(
-            f"Invalid query {sql.strip()[:200]!r}: {_first_line(error)}. Expected one SELECT "
-            f"statement in DuckDB's SQL over the tables {_names()}. "
-            "`fsdp-inspect query --help` lists the columns."
-        ) from error
+        )
+    return QueryError(
+        f"Invalid query {sql.strip()[:200]!r}: {_first_line(text)}. Expected one SELECT "
+        f"statement in DuckDB's SQL over the tables {_names()}. "
+        "`fsdp-inspect query --help` lists the columns."
+    )
 
 
 def _names() -> str:
     return ", ".join(table.name for table in TABLES)
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     hints = [line for line in lines[1:] if line.startswith(("Did you mean", "Candidate"))]
     return " ".join([lines[0].rstrip("."), *(f"({hint})" for hint in hints[:1])]) if lines else ""

@@ -28,9 +28,11 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9464
 REQUEST_TIMEOUT_S = 10.0
 """After this time, an incomplete request or an unread answer is cut off."""
+_ROOM_S = 1.0
+"""The most time that a new connection waits until the oldest one is closed."""
 MAX_CONNECTIONS = 16
-"""The highest number of concurrent connections. Further ones are closed immediately, so that
-threads and files stay bounded."""
+"""The highest number of concurrent connections, so that threads and files stay bounded. A further
+one takes the place of the oldest one that has not sent its request, or else is closed."""
 DIAGNOSIS_LIFE_S = 10.0
 """The lifetime of a diagnosis, which reads the black boxes of all ranks (0.3 MB each)."""
 _FOLLOW_S = 1.0
@@ -239,12 +241,26 @@ class _BoundedServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(address, handler)
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._incomplete: dict[socket.socket, None] = {}
+        """Connections whose request is not complete, the oldest first."""
+        self._lock = threading.Lock()
+
+    def note_complete(self, request: socket.socket) -> None:
+        """Keep a connection from now on, because its request is complete."""
+        with self._lock:
+            self._incomplete.pop(request, None)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a separate thread, or close the connection if there are too many."""
-        if not self._free.acquire(blocking=False):
+        """Answer in a separate thread.
+
+        If there are too many connections, the oldest one whose request is not complete makes room.
+        Without one, the new connection is closed.
+        """
+        if not self._free.acquire(blocking=False) and not self._make_room():
             self.shutdown_request(request)
             return
+        with self._lock:
+            self._incomplete[request] = None
         try:
             super().process_request(request, client_address)
         except BaseException:
@@ -256,7 +272,19 @@ class _BoundedServer(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.note_complete(request)
             self._free.release()
+
+    def _make_room(self) -> bool:
+        """Close the oldest connection whose request is not complete, and take its place."""
+        with self._lock:
+            oldest = next(iter(self._incomplete), None)
+            if oldest is not None:
+                del self._incomplete[oldest]
+        if oldest is not None:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        return oldest is not None and self._free.acquire(timeout=_ROOM_S)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore an error of the connection, so that the server prints no traceback."""
@@ -305,6 +333,8 @@ class _TimedHandler(BaseHTTPRequestHandler):
         """Stop the deadline when the request is complete."""
         is_complete = super().parse_request()
         self._deadline.cancel()
+        if isinstance(self.server, _BoundedServer):
+            self.server.note_complete(self.request)
         return is_complete
 
     def _cut_off(self) -> None:

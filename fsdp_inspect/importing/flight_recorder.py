@@ -109,7 +109,7 @@ def import_dumps(path: Path, out: Path, *, name: str = "") -> ImportedDumps:
     )
     with write_finished_run(out) as run:
         for rank, box in boxes.items():
-            run.write_record(_record(rank, world_size, latest_ns))
+            run.write_record(_record(rank, world_size, latest_ns).of_run(manifest))
             run.write_black_box(rank, box)
         run.finish(manifest)
     return ImportedDumps(

@@ -216,10 +216,12 @@ class _Merged:
         """Write the records of the ranks, their events and the manifest."""
         notes = self._notes()
         world_size = self._world_size()
+        manifest = self._manifest(world_size, notes)
         delays = _delays({rank: trace for rank, (_, trace) in self._traces.items()})
         for rank, (_, trace) in self._traces.items():
             created_ns = self._created_ns(trace)
-            run.write_record(_record(rank, world_size, trace, created_ns, delays[rank]))
+            record = _record(rank, world_size, trace, created_ns, delays[rank])
+            run.write_record(record.of_run(manifest))
         unmatched = frozenset(self._unequal_groups())
         asked = [
             PartToPlace(run, part.number, rank, units, groups, unmatched, delays[rank])
@@ -227,7 +229,6 @@ class _Merged:
         ]
         for _ in tasks.map(place_part, asked, "ranks", _count(on_progress, "writing ranks")):
             pass
-        manifest = self._manifest(world_size, notes)
         run.finish(manifest)
         return ImportedTraces(
             path=self._out,

@@ -350,7 +350,7 @@ def _write(
         attempt = create_run(out, manifest)
         for number, (rank, index) in enumerate(zip(ranks, indices, strict=True)):
             rows = memory_rows(rank, index)
-            record = _record(number, len(ranks), rank, manifest, failed[number])
+            record = _record(number, len(ranks), rank, manifest, failed[number]).of_run(manifest)
             writer = RankWriter(out, record.model_copy(update={"attempt": attempt}))
             writer.memory.extend(rows)
             writer.close(RunStatus.IMPORTED)

@@ -130,16 +130,6 @@ class PartToPlace:
     def __str__(self) -> str:
         return f"rank {self.rank}"
 
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the rows of the part are those of the run."""
-        return (
-            self.units == tuple(range(len(self.units)))
-            and self.groups == tuple(range(len(self.groups)))
-            and not self.unmatched.intersection(self.groups)
-            and not self.delay_ns
-        )
-
 
 def place_part(part: PartToPlace) -> None:
     """Write the events of a part as those of its rank, with the run's numbers, and its summary.
@@ -147,10 +137,7 @@ def place_part(part: PartToPlace) -> None:
     Raises:
         OSError: The events cannot be written.
     """
-    if part.is_unchanged:
-        part.run.move_part(part.number, part.rank)
-    else:
-        part.run.write_events(part.rank, _renumbered(part.run.read_part(part.number), part))
+    part.run.write_events(part.rank, _renumbered(part.run.read_part(part.number), part))
     return_freed_memory()
     part.run.summarise(part.rank)
 

@@ -336,6 +336,8 @@ class Attachment:
             rank=self._rank,
             world_size=dist.get_world_size(),
             attempt=self.folder.attempt,
+            run_id=self.folder.path.name if self.folder.created_unix_ns else "",
+            run_created_unix_ns=self.folder.created_unix_ns,
             launch=this_launch(),
             local_rank=dist.get_node_local_rank(fallback_rank=self._rank),
             host=socket.gethostname(),

@@ -130,6 +130,8 @@ def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFold
     with contextlib.suppress(OSError):  # the writer gets the same error and reports it
         if not (chosen / MANIFEST_FILE).exists():  # rank 0 does not share this disk
             known = {"run_id": chosen.name, "git_commit": find_script_commit()}
+            if answer.get("created_unix_ns"):
+                known["created_unix_ns"] = answer["created_unix_ns"]
             folder.write_manifest_if_absent(chosen, manifest.model_copy(update=known))
     created_unix_ns = answer.get("created_unix_ns", 0)
     return RecordingFolder(chosen, answer["attempt"], created_unix_ns=created_unix_ns)
@@ -159,9 +161,8 @@ def _create(path: Path, manifest: RunManifest, *, resume: bool) -> RecordingFold
                 warn(f"{error} Recording into a new folder next to it.")
             continue
         created_unix_ns = manifest.created_unix_ns
-        if attempt:
-            with contextlib.suppress(StoreError):
-                created_unix_ns = folder.read_manifest(candidate).created_unix_ns
+        with contextlib.suppress(StoreError):  # the folder may have the manifest of an earlier job
+            created_unix_ns = folder.read_manifest(candidate).created_unix_ns
         return RecordingFolder(candidate, attempt, created_unix_ns=created_unix_ns)
     raise OSError(f"no free folder name next to {path}")
 

@@ -27,6 +27,7 @@ from fsdp_inspect.trace.numerics import (
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.units import UnitHandle
+    from fsdp_inspect.trace.run import TableOrigin
 
 _MASTER_KEYS = ("master", "param")
 """Parts of the names of optimizer states that keep a copy of the parameter in higher precision."""
@@ -137,8 +138,8 @@ class StepObserver:
                 known = [each for each in sources if each is not None]
                 self._compare(unit, parameter, before, known)
 
-    def encode(self) -> bytes:
-        """The line of the step; waits once for each device."""
+    def encode(self, origin: TableOrigin | None) -> bytes:
+        """The line of the step, with its recording; waits once for each device."""
         parts: list[_Seen | _Changed] = [*self._seen.values(), *self._changed.values()]
         values = iter(_read([numbers for part in parts for numbers in part.numbers]))
         observations = tuple(
@@ -163,7 +164,8 @@ class StepObserver:
             )
             for unit in self._changed
         )
-        return encode_step(NumericsStep(self._step, observations, updates))
+        step = NumericsStep(self._step, observations, updates)
+        return encode_step(step, None if origin is None else origin.model_dump())
 
     @torch.no_grad()
     def _see(self, unit: int, place: Place, tensors: Any) -> None:

@@ -48,7 +48,8 @@ class NumericsSteps:
         if numerics is None:
             return
         try:
-            line = numerics.encode() if numerics.problem is None else b""
+            origin = self._writer.record.origin
+            line = numerics.encode(origin) if numerics.problem is None else b""
         except Exception as error:
             raise_if_of_signal(error)
             numerics.problem, line = error, b""

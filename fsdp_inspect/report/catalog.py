@@ -1,7 +1,5 @@
 """Render the result of an index, and the result of a query of the catalog."""
 
-import csv
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from fsdp_inspect.catalog.query import QueryResult
 from fsdp_inspect.catalog.tables import TABLES
 from fsdp_inspect.columns import Column, TableSpec
 from fsdp_inspect.report.layout import new_table, render_table, section
+from fsdp_inspect.report.tables import render_csv
 
 _MOST_ROWS = 50
 _MOST_RECORDS = 10
@@ -54,7 +53,7 @@ def render_query(result: QueryResult) -> RenderableType:
     spec, rows = result.TABLE, result.rows()
     if not rows:
         return Text(f"No rows. Columns: {', '.join(column.name for column in spec.columns)}.")
-    table = render_table(spec, rows[:_MOST_ROWS])
+    table = render_table(spec, rows[:_MOST_ROWS], shows_empty=True)
     if _fits(table):
         return Group(table, *_rest(len(rows), _MOST_ROWS))
     records = [_record(spec, row) for row in rows[:_MOST_RECORDS]]
@@ -70,7 +69,7 @@ def _fits(table: RenderableType) -> bool:
 def _record(spec: TableSpec, row: dict[str, Any]) -> RenderableType:
     table = new_table("", "<")
     for column in spec.columns:
-        table.add_row(column.name, Text(_text(column, row)))
+        table.add_row(Text(column.name), Text(_text(column, row)))
     return Group(table, "")
 
 
@@ -88,9 +87,5 @@ def _rest(count: int, shown: int) -> Sequence[RenderableType]:
 
 def render_query_csv(result: QueryResult) -> str:
     """The rows as CSV with raw values; a missing value is empty."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
     names = [column.name for column in result.TABLE.columns]
-    writer.writerow(names)
-    writer.writerows([[row.get(name) for name in names] for row in result.rows()])
-    return out.getvalue()
+    return render_csv(names, ([row.get(name) for name in names] for row in result.rows()))

@@ -44,6 +44,7 @@ def render_table(
     *names: str,
     bar_of: Callable[[Any], RenderableType] | None = None,
     totals: Sequence[Sequence[str]] = (),
+    shows_empty: bool = False,
 ) -> RenderableType:
     """Render the rows of a result as a table without borders.
 
@@ -56,9 +57,10 @@ def render_table(
             are left out.
         bar_of: Draws a bar at the end of each row.
         totals: The cells of further rows at the end.
+        shows_empty: Whether columns of words without any value are shown, too.
     """
     chosen = spec.only(*names) if names else spec
-    shown = chosen.without_empty_words(rows)
+    shown = chosen if shows_empty else chosen.without_empty_words(rows)
     short = shorten_names(
         str(column.value(row))
         for column in shown.columns
@@ -69,7 +71,7 @@ def render_table(
     table = _empty_table()
     for column in shown.columns:
         table.add_column(
-            column.label,
+            Text(column.label),
             justify="left" if column.is_text else "right",
             overflow="fold" if column.is_text else "ellipsis",
             no_wrap=not column.is_text or _is_narrow(column, rows),
@@ -114,7 +116,7 @@ def new_table(*headers: str, names: int = 1) -> Table:
     for position, header in enumerate(headers):
         is_words = position < names or header.startswith("<")
         table.add_column(
-            header.removeprefix("<"),
+            Text(header.removeprefix("<")),
             justify="left" if is_words else "right",
             overflow="fold" if is_words else "ellipsis",
             no_wrap=not is_words,

@@ -8,7 +8,11 @@ nanoseconds on the clock of the recording rank.
 In CSV files, `'` precedes a text that a spreadsheet would execute as a formula.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,15 +21,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.analysis.units import measure_units
-from fsdp_inspect.formatting import format_unit, show_controls
+from fsdp_inspect.formatting import format_unit, harmless_cell
 from fsdp_inspect.report.selection import Selection, event_blocks
+from fsdp_inspect.results import to_plain
 from fsdp_inspect.trace.codes import (
     DTYPES,
     EventFlag,
@@ -359,21 +363,34 @@ def _open_sheet(path: Path, schema: pa.Schema, table_format: TableFormat) -> _Sh
     return sheet
 
 
-_FORMULA = r"^\s*[=+\-@]|^[\t\r\n]"
-
-
 def _without_formulas(table: pa.Table) -> pa.Table:
     """The same table, with texts that a spreadsheet or a terminal cannot execute."""
     for position, field in enumerate(table.schema):
         if pa.types.is_string(field.type):
-            texts = _with_visible_controls(table.column(position))
-            quoted = pc.replace_substring_regex(texts, "^", "'", max_replacements=1)
-            harmless = pc.if_else(pc.match_substring_regex(texts, _FORMULA), quoted, texts)
+            encoded = table.column(position).combine_chunks().dictionary_encode()
+            cells = [harmless_cell(str(text)) for text in encoded.dictionary.to_pylist()]
+            harmless = pa.array(cells, pa.string()).take(encoded.indices)
             table = table.set_column(position, field, harmless)
-    return table
+    return table.rename_columns([harmless_cell(name) for name in table.column_names])
 
 
-def _with_visible_controls(texts: "pa.ChunkedArray[Any]") -> "pa.Array[Any]":
-    encoded = texts.combine_chunks().dictionary_encode()
-    names = [show_controls(str(text)) for text in encoded.dictionary.to_pylist()]
-    return pa.array(names, pa.string()).take(encoded.indices)
+def render_csv(names: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Rows as CSV with full precision; a missing value is an empty cell.
+
+    Args:
+        names: The headers.
+        rows: The values; lists and dictionaries become JSON.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerows([_cell(value) for value in row] for row in (names, *rows))
+    return out.getvalue()
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, (list, dict)):
+        value = json.dumps(to_plain(value), ensure_ascii=False)
+    if isinstance(value, str):
+        return harmless_cell(value)
+    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+    return "" if is_missing else value

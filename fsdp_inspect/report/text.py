@@ -26,6 +26,7 @@ from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.formatting import (
     format_bytes,
     format_count,
+    format_numbers,
     format_owner,
     format_ranks,
     format_ratio,
@@ -99,11 +100,12 @@ def render_verdict(verdict: Verdict, *, run: str = "RUN") -> RenderableType:
 
 
 def render_numerics(found: Numerics) -> RenderableType:
-    """Render the numerics of each unit in the last numerics step."""
+    """Render the numerics of each unit in the last numerics step that most ranks recorded."""
     steps = f"{len(found.steps)} numerics {'step' if len(found.steps) == 1 else 'steps'}"
     return Group(
-        Text(f"{Numerics.TABLE.title}, step {found.steps[-1]}", style="bold"),
+        Text(f"{Numerics.TABLE.title}, step {found.step}", style="bold"),
         render_table(Numerics.TABLE, found.rows()),
+        *map(Text, _missing_numerics(found)),
         "",
         Text(DtypeUse.TABLE.title, style="bold"),
         render_table(DtypeUse.TABLE, found.dtypes),
@@ -116,6 +118,23 @@ def render_numerics(found: Numerics) -> RenderableType:
             "Measured."
         ),
     )
+
+
+def _missing_numerics(found: Numerics) -> Iterable[str]:
+    """State the ranks and the steps whose numerics are missing, and the effect."""
+    if found.missing_ranks:
+        yield (
+            f"The numerics of step {found.step} are missing for "
+            f"{format_ranks(found.missing_ranks)}. The norms of units that these ranks share are "
+            "unknown (-); the other numbers are those of the other ranks."
+        )
+    others = [step for step in found.incomplete_steps if step != found.step]
+    if others:
+        steps = f"{'step' if len(others) == 1 else 'steps'} {format_numbers(others)}"
+        yield (
+            f"The numerics of {steps} are missing for some ranks: values that were not finite "
+            "there may be unknown."
+        )
 
 
 def _other_dtypes(found: Numerics) -> Iterable[str]:

@@ -128,7 +128,7 @@ def checkpoint(
 
 def is_wrap(policy: str) -> bool:
     """Whether a wrap policy is valid: see `WRAPS`."""
-    return re.fullmatch(r"root|block|split|every:[1-9][0-9]*", policy) is not None
+    return re.fullmatch(r"root|block|split|every:[1-9][0-9]{0,8}", policy) is not None
 
 
 def wrap(plan: Plan, policy: str, parameters: Mapping[str, Sequence[int]] | None = None) -> Plan:

@@ -54,6 +54,8 @@ from fsdp_inspect.trace.plan import (
 )
 from fsdp_inspect.trace.run import RunManifest, Unit
 
+_MOST_UNIT_PASSES = 1 << 14
+"""Most passes of units in a step: microbatches by units. Their simulation takes half a minute."""
 _DIVIDED_BY_TIME = (
     "The compute of a split unit is divided by the time of its parts in the memory step."
 )
@@ -344,6 +346,7 @@ class _Regrouping:
                 "microbatches: its steps are not a forward and its backward for each microbatch. "
                 "Expected such a loop. Leave the accumulation of the plan as it is."
             )
+        _check_length(wanted.microbatches, len(self._plan.units))
         microbatches = microbatches_of(wanted)
         if len(microbatches) != ran.microbatches:
             self._assumptions[
@@ -706,6 +709,20 @@ class _Regrouping:
                 "or choose a plan within the run's own mesh."
             )
         return duration
+
+
+def _check_length(microbatches: int, num_units: int) -> None:
+    """Reject a step whose simulation takes minutes.
+
+    Raises:
+        PlanError: The step has too many microbatches for the number of units.
+    """
+    most = max(_MOST_UNIT_PASSES // max(num_units, 1), 1)
+    if microbatches > most:
+        raise PlanError(
+            f"A step of {microbatches:,} microbatches with {num_units} units is too long to "
+            f"simulate. Expected at most {most:,} microbatches. Reduce the number of microbatches."
+        )
 
 
 def _unknown_link(group: int, per_node: int | None) -> MissingDataError:

@@ -31,7 +31,7 @@ from fsdp_inspect.store.arrow_columns import (
 )
 from fsdp_inspect.store.boundary import check_decoded_size
 from fsdp_inspect.store.checksums import checksum_columns, checksum_text
-from fsdp_inspect.store.records import check_version, unfinished_path
+from fsdp_inspect.store.records import ExpectedOrigin, check_version, unfinished_path
 from fsdp_inspect.store.remote_blocks import RemoteBlocks
 from fsdp_inspect.store.schema import (
     FOOTER_CHECKSUM_KEY,
@@ -43,6 +43,7 @@ from fsdp_inspect.store.schema import (
     TableT,
 )
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
+from fsdp_inspect.trace.run import TableOrigin
 
 _ZSTD_LEVEL = 3
 _MAX_FOOTER_BYTES = 16 << 20
@@ -73,6 +74,7 @@ class Footer(Record):
     """The fields of the footer; `store.schema` defines them."""
 
     table: str
+    origin: TableOrigin | None = None
     covered_rows: NonNegativeInt
     groups: tuple[Group, ...]
     kinds: tuple[tuple[int, ...], ...] | None = None
@@ -102,12 +104,13 @@ class CompactedContents(Generic[TableT]):
     """Whether `table` has the rows of all row groups."""
 
 
-def write_compacted(
+def write_compacted(  # noqa: PLR0913 - the table, and fields of its footer
     path: Path,
     file: TableFile[TableT],
     table: TableT,
     *,
     covered_rows: int,
+    origin: TableOrigin | None = None,
     details: Mapping[str, Any] | None = None,
     breaks: Sequence[int] = (),
 ) -> None:
@@ -118,13 +121,16 @@ def write_compacted(
         file: The specification of the table.
         table: All rows; written in the order of `file.sort_by`.
         covered_rows: Number of rows of the stream that this file replaces.
+        origin: The recording of the rows, for the footer.
         details: More fields for the footer.
         breaks: Rows, ascending, at which a new row group begins even if the last one is not full.
 
     Raises:
         OSError: Writing failed; no temporary file is left.
     """
-    write_compacted_parts(path, file, [(table, breaks)], covered_rows=covered_rows, details=details)
+    write_compacted_parts(
+        path, file, [(table, breaks)], covered_rows=covered_rows, origin=origin, details=details
+    )
 
 
 def write_compacted_parts(
@@ -133,6 +139,7 @@ def write_compacted_parts(
     parts: Iterable[tuple[TableT, Sequence[int]]],
     *,
     covered_rows: int,
+    origin: TableOrigin | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a table like `write_compacted`, of which only one part is in memory.
@@ -142,6 +149,7 @@ def write_compacted_parts(
         file: The specification of the table.
         parts: Consecutive rows, each part with its `breaks`.
         covered_rows: Number of rows of the stream that this file replaces.
+        origin: The recording of the rows, for the footer.
         details: More fields for the footer.
 
     Raises:
@@ -165,6 +173,7 @@ def write_compacted_parts(
                     {
                         "schema_version": SCHEMA_VERSION,
                         "table": file.name,
+                        **({} if origin is None else {"origin": origin.model_dump()}),
                         "covered_rows": covered_rows,
                         "groups": groups,
                         **listed,
@@ -190,6 +199,7 @@ def read_compacted(
     file: TableFile[TableT],
     name: str,
     *,
+    origin: ExpectedOrigin | None = None,
     steps: Collection[int] | None = None,
     kinds: Collection[int] | None = None,
 ) -> CompactedContents[TableT]:
@@ -199,13 +209,15 @@ def read_compacted(
         source: The open file; only the necessary parts are read.
         file: The specification of the table.
         name: The file's name, for messages.
+        origin: The recording to which the file must belong; None: any.
         steps: Row groups without any of these steps are skipped. If there are any, rows of other
             steps are left out, too.
         kinds: Row groups without any of these kinds are skipped, if the file lists the kinds of its
             row groups; rows of other kinds may remain.
 
     Raises:
-        CorruptFileError: The file is foreign, cut off, or changed since it was written.
+        CorruptFileError: The file is foreign, cut off, changed since it was written, or of another
+            recording.
         SchemaVersionError: A newer version of FSDP Inspect wrote the file.
     """
     try:
@@ -218,6 +230,8 @@ def read_compacted(
             thrift_container_size_limit=_MAX_FOOTER_BYTES,
         )
         footer = _read_footer(parquet, file, name)
+        if origin is not None:
+            origin.check(footer.origin, name)
         chosen = _choose_groups(footer, steps, kinds)
         check_decoded_size(_decoded_bytes(parquet, chosen), size, name)
         is_whole = len(chosen) == len(footer.groups)  # all rows are kept for other steps, too
@@ -251,14 +265,20 @@ def read_compacted(
     )
 
 
-def read_footer(source: BinaryIO | pa.NativeFile, file: TableFile[Any], name: str) -> Footer:
+def read_footer(
+    source: BinaryIO | pa.NativeFile,
+    file: TableFile[Any],
+    name: str,
+    origin: ExpectedOrigin | None = None,
+) -> Footer:
     """Read only the footer, without rows.
 
     Raises:
-        CorruptFileError: The file is foreign, cut off, or changed since it was written.
+        CorruptFileError: The file is foreign, cut off, changed since it was written, or of another
+            recording.
         SchemaVersionError: A newer version of FSDP Inspect wrote the file.
     """
-    return read_compacted(source, file, name, steps=()).details
+    return read_compacted(source, file, name, origin=origin, steps=()).details
 
 
 def _sorted(file: TableFile[TableT], table: TableT) -> TableT:

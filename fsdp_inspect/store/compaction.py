@@ -19,16 +19,22 @@ from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.parallel.tasks import InProcess, OnDone, Tasks, require_shared_folder
 from fsdp_inspect.store.compacted import read_footer, write_compacted
-from fsdp_inspect.store.files import LocalFiles, RunFiles
+from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import (
     has_running_ranks,
     is_alive,
     list_rank_places,
     rank_folder,
+    read_manifest,
     read_rank_record,
 )
 from fsdp_inspect.store.rank_tables import read_table
-from fsdp_inspect.store.records import encode_record, replace_file, write_record_bundle
+from fsdp_inspect.store.records import (
+    ExpectedOrigin,
+    encode_record,
+    replace_file,
+    write_record_bundle,
+)
 from fsdp_inspect.store.reduction.run_statistics import (
     WHOLE_STEP_KINDS,
     is_of_whole_step,
@@ -224,8 +230,9 @@ def _compact_rank(files: LocalFiles, place: Place, max_bytes: int | None) -> Ran
     _forget_stale_summary(path, [place])
     before = _size_of_tables(folder)
     tables: tuple[TableFile[Any], ...] = RECORDED_TABLES
-    rows = sum(_compact_table(files, place, file) for file in tables)
-    _summarise(files, place, record.memory_from if record else "")
+    origin = ExpectedOrigin.of_record(record)
+    rows = sum(_compact_table(files, place, file, origin) for file in tables)
+    _summarise(files, place, record.memory_from if record else "", origin)
     return RankCompaction(attempt, rank, rows, before, _size_of_tables(folder))
 
 
@@ -244,15 +251,30 @@ def write_run_summary(path: Path) -> bool:
     files, places = LocalFiles(path), list_rank_places(path)
     if not places or any(_has_open_stream(path, place) for place in places):
         return False
-    if _summed_up(path) == set(places):
+    origin = _origin_of_run(path, places)
+    if _summed_up(path, origin) == set(places):
         _write_rest(path, places)
         return True
     try:
-        write_run_summary_file(path, _read_parts(files, places), places)
+        stated = None if origin is None else origin.origin
+        write_run_summary_file(path, _read_parts(files, places), places, stated)
     except StoreError:
         return False
     _write_rest(path, places)
     return True
+
+
+def _origin_of_run(path: Path, places: Sequence[Place]) -> ExpectedOrigin | None:
+    """The origin of the run's own tables; None: no manifest and no record shows it."""
+    stated = None
+    with contextlib.suppress(StoreError):
+        record = read_rank_record(rank_folder(path, *places[0]))
+        stated = None if record is None else record.origin
+    with contextlib.suppress(StoreError):
+        return ExpectedOrigin(read_manifest(path).origin(), is_stated=stated is not None)
+    if stated is None:
+        return None
+    return ExpectedOrigin(stated.model_copy(update={"attempt": -1, "rank": -1}), is_stated=True)
 
 
 def _write_rest(path: Path, places: Sequence[Place]) -> None:
@@ -267,7 +289,7 @@ def _has_open_stream(path: Path, place: Place) -> bool:
     return any((folder / file.live_name).exists() for file in (EVENTS, MEMORY))
 
 
-def _read_parts(files: RunFiles, places: Sequence[Place]) -> Iterator[SummaryTable]:
+def _read_parts(files: LocalFiles, places: Sequence[Place]) -> Iterator[SummaryTable]:
     """The rows of whole steps of these ranks, some ranks at a time.
 
     Raises:
@@ -276,7 +298,9 @@ def _read_parts(files: RunFiles, places: Sequence[Place]) -> Iterator[SummaryTab
     part: list[SummaryTable] = []
     num_rows = 0
     for place in places:
-        rows = read_rank_summary(files, place, kinds=WHOLE_STEP_KINDS)
+        record = read_rank_record(files.path / folder_of(place))
+        origin = ExpectedOrigin.of_record(record)
+        rows = read_rank_summary(files, place, origin=origin, kinds=WHOLE_STEP_KINDS)
         if rows is None:
             raise StoreError(f"{folder_of(place)} has no current summary.")
         part.append(rows.where(is_of_whole_step(rows)))
@@ -287,14 +311,22 @@ def _read_parts(files: RunFiles, places: Sequence[Place]) -> Iterator[SummaryTab
     yield SummaryTable.concat(part)
 
 
-def _compact_table(files: LocalFiles, place: Place, file: TableFile[TableT]) -> int:
+def _compact_table(
+    files: LocalFiles, place: Place, file: TableFile[TableT], origin: ExpectedOrigin | None
+) -> int:
     """Compact one table; returns its number of rows."""
     folder = rank_folder(files.path, *place)
     live, compacted = folder / file.live_name, folder / file.compacted_name
     if not live.exists():
-        return _count_rows(files, f"{folder_of(place)}/{file.compacted_name}", file)
-    recorded = read_table(files, folder_of(place), file)
-    write_compacted(compacted, file, recorded.table, covered_rows=recorded.covered_rows)
+        return _count_rows(files, f"{folder_of(place)}/{file.compacted_name}", file, origin)
+    recorded = read_table(files, folder_of(place), file, origin=origin)
+    write_compacted(
+        compacted,
+        file,
+        recorded.table,
+        covered_rows=recorded.covered_rows,
+        origin=recorded.origin,
+    )
     if file.name in (EVENTS.name, MEMORY.name):
         (folder / SUMMARY.compacted_name).unlink(missing_ok=True)
     live.unlink(missing_ok=True)
@@ -308,10 +340,10 @@ def _forget_stale_summary(path: Path, places: Iterable[Place]) -> None:
         (path / SUMMARY.compacted_name).unlink(missing_ok=True)
 
 
-def _summed_up(path: Path) -> frozenset[Place]:
+def _summed_up(path: Path, origin: ExpectedOrigin | None = None) -> frozenset[Place]:
     """The ranks that the run's summary covers; empty if it is missing or out of date."""
     with contextlib.suppress(StoreError):
-        return summed_up(LocalFiles(path))
+        return summed_up(LocalFiles(path), origin)
     return frozenset()
 
 
@@ -325,28 +357,35 @@ def _check_size(path: Path, attempt: int, rank: int, max_bytes: int | None) -> N
         )
 
 
-def _summarise(files: LocalFiles, place: Place, memory_from: str) -> None:
+def _summarise(
+    files: LocalFiles, place: Place, memory_from: str, origin: ExpectedOrigin | None
+) -> None:
     """Write the rank's summary, unless it has a current one."""
     folder = folder_of(place)
     with contextlib.suppress(StoreError):
-        if has_rank_summary(files, place):
+        if has_rank_summary(files, place, origin):
             return
     attempt, rank = place
+    events = read_table(files, folder, EVENTS, origin=origin)
     rows = summarise_rank(
-        read_table(files, folder, EVENTS).table,
-        read_table(files, folder, MEMORY).table,
+        events.table,
+        read_table(files, folder, MEMORY, origin=origin).table,
         memory_from=memory_from,
         rank=rank,
         attempt=attempt,
     )
-    write_rank_summary(rank_folder(files.path, attempt, rank), rows)
+    stated = events.origin if origin is None else origin.origin
+    write_rank_summary(rank_folder(files.path, attempt, rank), rows, stated)
 
 
-def _count_rows(files: LocalFiles, name: str, file: TableFile[TableT]) -> int:
+def _count_rows(
+    files: LocalFiles, name: str, file: TableFile[TableT], origin: ExpectedOrigin | None
+) -> int:
     if not (files.path / name).exists():
         return 0
     with (files.path / name).open("rb") as source:
-        return sum(group[0] for group in read_footer(source, file, f"{files.label}/{name}").groups)
+        footer = read_footer(source, file, f"{files.label}/{name}", origin)
+        return sum(group[0] for group in footer.groups)
 
 
 def _mark_crashed(folder: Path, record: RankRecord) -> None:

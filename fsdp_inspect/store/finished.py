@@ -15,7 +15,11 @@ from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.compacted import write_compacted
 from fsdp_inspect.store.compaction import compact_rank, compact_run
 from fsdp_inspect.store.files import LocalFiles
-from fsdp_inspect.store.folder import rank_folder, write_manifest_if_absent
+from fsdp_inspect.store.folder import (
+    rank_folder,
+    read_rank_record,
+    write_manifest_if_absent,
+)
 from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import BLACK_BOX_FILE, EVENTS, RANK_FILE
@@ -52,27 +56,17 @@ class FinishedRun:
         """The events of a part."""
         return read_table(LocalFiles(self.path), self._part(number), EVENTS).table
 
-    def move_part(self, number: int, rank: int) -> None:
-        """Make a part the events of a rank; does nothing the second time.
-
-        Raises:
-            OSError: Moving failed.
-        """
-        target = self._rank_folder(rank) / EVENTS.compacted_name
-        try:
-            (self.path / self._part(number) / EVENTS.compacted_name).replace(target)
-        except FileNotFoundError:
-            if not target.exists():
-                raise
-
     def write_events(self, rank: int, events: EventTable) -> None:
         """Write all events of a rank, compacted; the rank has a record.
 
         Raises:
             OSError: Writing failed.
         """
-        target = self._rank_folder(rank) / EVENTS.compacted_name
-        write_compacted(target, EVENTS, events, covered_rows=len(events))
+        folder = self._rank_folder(rank)
+        record = read_rank_record(folder)
+        origin = None if record is None else record.origin
+        target = folder / EVENTS.compacted_name
+        write_compacted(target, EVENTS, events, covered_rows=len(events), origin=origin)
 
     def write_record(self, record: RankRecord) -> None:
         """Write the record of a rank.

@@ -18,6 +18,7 @@ import pyarrow as pa
 from fsdp_inspect.errors import CorruptFileError, StoreError
 from fsdp_inspect.reading import open_regular
 from fsdp_inspect.store.files import unreadable
+from fsdp_inspect.store.records import ExpectedOrigin
 from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.store.remote_files import RemoteFiles
 from fsdp_inspect.store.schema import DEVICE, EVENTS, MEMORY, SCALARS, TableFile, TableT
@@ -54,6 +55,7 @@ class StreamTail(Generic[TableT]):
         path: Path,
         file: TableFile[TableT],
         *,
+        origin: ExpectedOrigin | None = None,
         first_look_bytes: int | None = FIRST_LOOK_BYTES,
     ) -> None:
         """Prepare to read; this reads no file.
@@ -61,11 +63,13 @@ class StreamTail(Generic[TableT]):
         Args:
             path: The stream.
             file: The specification of the table.
+            origin: The recording to which the stream must belong; None: any.
             first_look_bytes: The first read takes at most this much of the end of the stream;
                 None: all of it.
         """
         self._path = path
         self._file = file
+        self._origin = origin
         self._first_look_bytes = first_look_bytes
         self.num_beginnings = 0
         """The number of times that another or a shorter file replaced the stream."""
@@ -145,7 +149,11 @@ class StreamTail(Generic[TableT]):
 
     def _decode(self, added: bytes, *, covered_rows: int) -> StreamContents[TableT]:
         return read_stream(
-            self._header + added, self._file, str(self._path), covered_rows=covered_rows
+            self._header + added,
+            self._file,
+            str(self._path),
+            covered_rows=covered_rows,
+            origin=self._origin,
         )
 
     def _read_end(self, stream: BinaryIO, start: int) -> TableT:
@@ -215,16 +223,17 @@ class NewRows:
 class RankTail:
     """Follows all live tables of one rank."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, origin: ExpectedOrigin | None = None) -> None:
         """Prepare to read; this reads no file.
 
         Args:
             folder: The rank's folder in its attempt (`store.folder.rank_folder`).
+            origin: The recording to which the streams must belong; None: any.
         """
-        self._events = StreamTail(folder / EVENTS.live_name, EVENTS)
-        self._memory = StreamTail(folder / MEMORY.live_name, MEMORY)
-        self._devices = StreamTail(folder / DEVICE.live_name, DEVICE)
-        self._scalars = StreamTail(folder / SCALARS.live_name, SCALARS)
+        self._events = StreamTail(folder / EVENTS.live_name, EVENTS, origin=origin)
+        self._memory = StreamTail(folder / MEMORY.live_name, MEMORY, origin=origin)
+        self._devices = StreamTail(folder / DEVICE.live_name, DEVICE, origin=origin)
+        self._scalars = StreamTail(folder / SCALARS.live_name, SCALARS, origin=origin)
 
     @property
     def is_over(self) -> bool:
@@ -286,20 +295,25 @@ class LiveTables:
     """Memory of all kept streams."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def read(self, path: Path, file: TableFile[TableT]) -> StreamContents[TableT] | None:
+    def read(
+        self, path: Path, file: TableFile[TableT], origin: ExpectedOrigin | None = None
+    ) -> StreamContents[TableT] | None:
         """Return a whole live table, sorted as its compacted file; only new bytes are read.
 
         Args:
             path: The stream.
             file: The specification of the table.
+            origin: The recording to which the stream must belong; None: any.
 
         Returns:
-            None if the stream is missing, damaged or unreadable. Reading all of such a stream
-            reports the error.
+            None if the stream is missing, damaged, foreign or unreadable. Reading all of such a
+            stream reports the error.
         """
         name = str(path)
         with self._lock:
-            grown = self._drop(name) or _Grown(StreamTail(path, file, first_look_bytes=None))
+            grown = self._drop(name) or _Grown(
+                StreamTail(path, file, origin=origin, first_look_bytes=None)
+            )
             try:
                 contents = _follow(grown, file)
             except StoreError:

@@ -275,6 +275,7 @@ def _check_same_time(sources: Mapping[Place, Path]) -> None:
         }
         if not known:
             continue
+        _check_one_recording(known)
         latest = max(known, key=lambda folder: known[folder].clock_start.unix_ns)
         earliest = min(known, key=lambda folder: _end_unix_ns(known[folder]))
         gap_ns = known[latest].clock_start.unix_ns - _end_unix_ns(known[earliest])
@@ -284,6 +285,21 @@ def _check_same_time(sources: Mapping[Place, Path]) -> None:
                 "Expected ranks of one job, which record at the same time. These parts belong to "
                 "different runs with one name: leave out the parts of the other run."
             )
+
+
+def _check_one_recording(known: Mapping[Path, RankRecord]) -> None:
+    """Reject ranks that state different recordings; ranks of earlier versions state none."""
+    stated = {
+        (record.run_id, record.run_created_unix_ns): folder
+        for folder, record in known.items()
+        if record.run_id
+    }
+    if len(stated) > 1:
+        one, other, *_ = stated.values()
+        raise StoreError(
+            f"{str(one)!r} and {str(other)!r} belong to different recordings. Expected the ranks "
+            "of one run. Leave out the parts of the other run."
+        )
 
 
 def _end_unix_ns(record: RankRecord) -> int:

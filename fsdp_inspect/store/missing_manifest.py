@@ -23,13 +23,13 @@ def manifest_from_ranks(folder_name: str, records: Sequence[RankRecord]) -> RunM
     """Build a manifest without units from the records of the ranks.
 
     Args:
-        folder_name: Used as the run's id.
+        folder_name: Used as the run's id, unless the records state it.
         records: At least one record.
     """
     first = min(records, key=lambda record: record.clock_start.unix_ns)
-    created_ns = first.clock_start.unix_ns
+    created_ns = first.run_created_unix_ns or first.clock_start.unix_ns
     return RunManifest(
-        run_id=folder_name,
+        run_id=first.run_id or folder_name,
         name=folder_name,
         created=datetime.fromtimestamp(created_ns / 1e9, UTC).isoformat(timespec="seconds"),
         created_unix_ns=created_ns,

@@ -61,8 +61,9 @@ def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> l
         lost = max(record.flush_interval_s for record in crashed)
         notes.append(
             f"{capitalize(format_ranks([record.rank for record in crashed]))} stopped without "
-            f"reporting an error. The last write was at {_wall_time(latest)}; at most {lost:g} s "
-            "of recording after it are lost, or more if the disk had failed."
+            f"reporting an error. The last write was at {_wall_time(latest)}. The rows "
+            f"of about {lost:g} s before the end are lost, or more if the machine was too busy or "
+            "the disk had failed."
         )
     return notes
 
@@ -133,6 +134,27 @@ def note_stream(
         notes.append(
             f"The last {stream.torn_bytes} bytes of {name} of rank {rank} are an unfinished "
             f"write. The {len(stream.table)} rows before it are complete."
+        )
+    return notes
+
+
+def note_numerics(rank: int, content: bytes, num_decoded: int, *, is_cut: bool) -> list[str]:
+    """Note the lines of a numerics file that are damaged, foreign or beyond the limit of its size.
+
+    A line without its end, of a process that was killed, is no damage.
+    """
+    lines = [line for line in content.split(b"\n")[:-1] if line.strip()]
+    notes = []
+    if len(lines) > num_decoded:
+        number = len(lines) - num_decoded
+        notes.append(
+            f"{number} {'line' if number == 1 else 'lines'} of numerics.jsonl of rank {rank} "
+            f"{'is' if number == 1 else 'are'} damaged or of another recording: these numerics "
+            "steps are missing."
+        )
+    if is_cut:
+        notes.append(
+            f"numerics.jsonl of rank {rank} is very large: only its first numerics steps are read."
         )
     return notes
 

@@ -11,8 +11,10 @@ from typing import Generic
 
 from fsdp_inspect.store.compacted import CompactedContents, read_compacted
 from fsdp_inspect.store.files import RunFiles
+from fsdp_inspect.store.records import ExpectedOrigin
 from fsdp_inspect.store.schema import TableFile, TableT
 from fsdp_inspect.store.streams import StreamContents, read_stream
+from fsdp_inspect.trace.run import TableOrigin
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class RecordedTable(Generic[TableT]):
     """The number of recorded rows according to the files, including dropped rows."""
     is_whole: bool
     """Whether the table has the rows of all steps."""
+    origin: TableOrigin | None
+    """The recording that wrote the rows; None: the files state none, or are missing."""
 
 
 def read_table(
@@ -34,6 +38,7 @@ def read_table(
     folder: str,
     file: TableFile[TableT],
     *,
+    origin: ExpectedOrigin | None = None,
     steps: Collection[int] | None = None,
 ) -> RecordedTable[TableT]:
     """Read one table of a rank; empty if it was not recorded.
@@ -42,6 +47,7 @@ def read_table(
         files: The run.
         folder: The rank's folder in it.
         file: The specification of the table.
+        origin: The recording to which the files must belong; None: any.
         steps: Parts of the file without these steps may be left out.
 
     Raises:
@@ -52,17 +58,19 @@ def read_table(
     # stream, so if the stream is missing here, the Parquet file exists (if rows were recorded).
     live_name = f"{folder}/{file.live_name}"
     raw = files.read(live_name)
-    compacted = read_compacted_table(files, folder, file, steps=steps)
+    compacted = read_compacted_table(files, folder, file, origin=origin, steps=steps)
     covered = compacted.covered_rows if compacted else 0
     stream = None
     if raw is not None:
-        stream = read_stream(raw, file, _label(files, live_name), covered_rows=covered)
+        label = _label(files, live_name)
+        stream = read_stream(raw, file, label, covered_rows=covered, origin=origin)
     parts: list[TableT] = [part.table for part in (compacted, stream) if part is not None]
     return RecordedTable(
         table=parts[0] if len(parts) == 1 else file.table.concat(parts),
         stream=stream,
         covered_rows=max(covered, stream.next_row if stream else 0),
         is_whole=compacted is None or compacted.is_whole,
+        origin=compacted.details.origin if compacted else stream.origin if stream else None,
     )
 
 
@@ -71,6 +79,7 @@ def read_compacted_table(
     folder: str,
     file: TableFile[TableT],
     *,
+    origin: ExpectedOrigin | None = None,
     steps: Collection[int] | None = None,
     kinds: Collection[int] | None = None,
 ) -> CompactedContents[TableT] | None:
@@ -80,6 +89,7 @@ def read_compacted_table(
         files: The run.
         folder: The folder in it; empty for the run folder itself.
         file: The specification of the table.
+        origin: The recording to which the file must belong; None: any.
         steps: Row groups without these steps may be left out.
         kinds: The same for kinds, if the file lists the kinds of its row groups.
 
@@ -92,7 +102,8 @@ def read_compacted_table(
     if source is None:
         return None
     with source:
-        return read_compacted(source, file, _label(files, name), steps=steps, kinds=kinds)
+        label = _label(files, name)
+        return read_compacted(source, file, label, origin=origin, steps=steps, kinds=kinds)
 
 
 def _label(files: RunFiles, name: str) -> str:

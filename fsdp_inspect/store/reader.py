@@ -22,7 +22,7 @@ from fsdp_inspect.formatting import format_numbers, format_ranks
 from fsdp_inspect.parallel.tasks import Tasks, require_shared_folder
 from fsdp_inspect.store.files import LocalFiles, RunFiles, is_url, open_files
 from fsdp_inspect.store.folder import is_alive, last_sign_unix_ns, list_runs
-from fsdp_inspect.store.live_tables import ReaderCache
+from fsdp_inspect.store.live_tables import ReaderCache, StreamTail
 from fsdp_inspect.store.missing_manifest import (
     NOTE as NO_MANIFEST_NOTE,
     manifest_from_ranks,
@@ -32,12 +32,13 @@ from fsdp_inspect.store.notes import (
     note_ends,
     note_losses,
     note_missing,
+    note_numerics,
     note_step_counts,
     note_stream,
     noting,
 )
 from fsdp_inspect.store.rank_tables import read_table
-from fsdp_inspect.store.records import decode_record
+from fsdp_inspect.store.records import ExpectedOrigin, decode_record
 from fsdp_inspect.store.reduction.run_statistics import WHOLE_STEP_KINDS, join_memory
 from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.store.remote_files import RemoteFiles
@@ -65,10 +66,12 @@ from fsdp_inspect.store.schema import (
     rank_numbers,
 )
 from fsdp_inspect.store.streams import StreamContents
+from fsdp_inspect.store.summary_files import Place
 from fsdp_inspect.store.summary_reader import SummaryReader, WholeSteps
 from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.allocations import AllocationHistory, AllocationsRecord
 from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError, decode as decode_black_box
+from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.live_memory import (
     LiveHistory,
     LiveMemoryRecord,
@@ -77,7 +80,7 @@ from fsdp_inspect.trace.live_memory import (
 )
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep, decode_steps
-from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus, TableOrigin
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from fsdp_inspect.trace.tables import (
     DeviceTable,
@@ -93,6 +96,8 @@ _RecordT = TypeVar("_RecordT", LiveMemoryRecord, OutOfMemoryRecord, AllocationsR
 _MAX_NEARBY = 5
 _MOST_TASKS = 128
 """Ranks of larger runs share tasks, because each task lists the files of the run."""
+_LAST_BYTES = 256 << 10
+"""The end of a stream that shows how many steps a rank has completed."""
 _MAX_STACK_BYTES = 4 << 20
 _MAX_NUMERICS_BYTES = 64 << 20
 _STACK_FILES = {
@@ -216,6 +221,34 @@ class StoredRun:
         return [record for record in self._records.values() if record is not None]
 
     @property
+    def num_steps(self) -> int:
+        """The number of completed steps of the rank that completed the most."""
+        return max((self._steps_of(record) for record in self.ranks), default=0)
+
+    def _steps_of(self, record: RankRecord) -> int:
+        """The completed steps of a rank; of one without an end, according to its last rows."""
+        if record.status not in (RunStatus.RUNNING, RunStatus.CRASHED):
+            return record.num_steps
+        name = f"{self._folder(record.rank)}/{EVENTS.live_name}"
+        with noting(self._found):
+            rows: EventTable | SummaryTable
+            if isinstance(self._files, LocalFiles) and self._files.exists(name):
+                tail = StreamTail(
+                    self._files.path / name,
+                    EVENTS,
+                    origin=self.origin_of(record.rank),
+                    first_look_bytes=_LAST_BYTES,
+                )
+                rows = tail.read_new()
+            else:
+                rows = self.summary(ranks=[record.rank], kinds=[EventKind.STEP])
+            ended = rows.step[rows.kind == EventKind.STEP]
+            # A row of a step shows that the steps before have ended.
+            last = int(rows.step.max(initial=0))
+            return max(record.num_steps, last, int(ended.max(initial=-1)) + 1)
+        return record.num_steps
+
+    @property
     def earlier_attempts(self) -> "Sequence[StoredRun]":
         """The attempts of the run before this one, oldest first."""
         return [
@@ -242,6 +275,15 @@ class StoredRun:
         )
         return WholeSteps(rank, alone.summary(kinds=WHOLE_STEP_KINDS), tuple(alone._found))
 
+    def origin_of(self, rank: int | None = None) -> ExpectedOrigin:
+        """The origin that the tables of a rank must have, or by default those of the run."""
+        if rank is None:
+            is_stated = any(record.run_id for record in self.ranks)
+            return ExpectedOrigin(self._manifest.origin(), is_stated)
+        known = self._records.get(rank)
+        is_stated = known is not None and bool(known.run_id)
+        return ExpectedOrigin(self._manifest.origin(self.attempt, rank), is_stated)
+
     @property
     def network_probe(self) -> NetworkProbe | None:
         """The probe of the network; None without one, or if it is damaged (see `notes`)."""
@@ -260,21 +302,44 @@ class StoredRun:
             content = self._files.read(name)
             if content:
                 try:
-                    return decode_black_box(content)
+                    box = decode_black_box(content)
                 except BlackBoxError as error:
                     raise CorruptFileError(
                         f"{_label(self._files, name)} is damaged: {error}. The last collectives of "
                         f"rank {rank} are unknown."
                     ) from error
+                self._check_box(box, rank, _label(self._files, name))
+                return box
         return None
+
+    def _check_box(self, box: BlackBox, rank: int, name: str) -> None:
+        """Reject the black box of another rank or process; imports know no process.
+
+        Raises:
+            CorruptFileError: The box is of another recording.
+        """
+        record = self._records.get(rank)
+        pid = (record.pid if record else 0) or box.header.pid
+        if box.header.pid and (box.header.rank, box.header.pid) != (rank, pid):
+            raise CorruptFileError(
+                f"{name} belongs to rank {box.header.rank}, process {box.header.pid}. Expected "
+                f"rank {rank}, process {pid}. The file is ignored: the last collectives of the "
+                "rank are unknown."
+            )
 
     def numerics(self, rank: int) -> Sequence[NumericsStep]:
         """The numerics steps of a rank; of a file beyond the limit, the first ones."""
         if not self._may_have(rank, NUMERICS_FILE):
             return ()
         with noting(self._found):
-            content = self._files.read(f"{self._folder(rank)}/{NUMERICS_FILE}")
-            found = decode_steps((content or b"")[:_MAX_NUMERICS_BYTES])
+            content = self._files.read(f"{self._folder(rank)}/{NUMERICS_FILE}") or b""
+            read = content[:_MAX_NUMERICS_BYTES]
+            expected = self.origin_of(rank)
+            own = expected.origin.model_dump()
+            known = (own,) if expected.is_stated else (own, None)
+            found = list(decode_steps(read, lambda stated: stated in known))
+            note = note_numerics(rank, read, len(found), is_cut=len(read) < len(content))
+            self._found |= dict.fromkeys(note)
             return sorted(found, key=lambda each: each.step)
         return ()
 
@@ -407,6 +472,7 @@ class StoredRun:
             self._rank_numbers,
             running={r.rank for r in self.ranks if r.status is RunStatus.RUNNING},
             found=self._found,
+            origin_of=self.origin_of,
             summarise=self._summarise_rank,
             read_together=None if self._tasks is None else self._read_together,
         )
@@ -464,7 +530,9 @@ class StoredRun:
         self, rank: int, file: TableFile[TableT], steps: Collection[int] | None
     ) -> tuple[TableT, bool]:
         """A table from its files, sorted, and whether it has all of its rows."""
-        recorded = read_table(self._files, self._folder(rank), file, steps=steps)
+        recorded = read_table(
+            self._files, self._folder(rank), file, origin=self.origin_of(rank), steps=steps
+        )
         if recorded.stream is None:
             return recorded.table, recorded.is_whole
         self._note_stream(rank, file, recorded.stream)
@@ -480,7 +548,8 @@ class StoredRun:
         folder = self._folder(rank)
         if self._files.exists(f"{folder}/{file.compacted_name}"):
             return None
-        stream = self._reuse.growing.read(self._files.path / folder / file.live_name, file)
+        path = self._files.path / folder / file.live_name
+        stream = self._reuse.growing.read(path, file, self.origin_of(rank))
         if stream is None:
             return None
         self._note_stream(rank, file, stream)
@@ -498,7 +567,9 @@ class StoredRun:
     @cached_property
     def _records(self) -> dict[int, RankRecord | None]:
         """The record of each rank that has a folder, by rank; None if the record is damaged."""
-        return _read_records(self._files, self.attempt, self._rank_numbers, self._found)
+        return _read_records(
+            self._files, self.attempt, self._rank_numbers, self._found, self._manifest
+        )
 
     @cached_property
     def _rank_numbers(self) -> Sequence[int]:
@@ -581,9 +652,13 @@ def _list_ranks(files: RunFiles, attempt: int) -> list[int]:
 
 
 def _read_records(
-    files: RunFiles, attempt: int, numbers: Sequence[int], found: dict[str, None]
+    files: RunFiles,
+    attempt: int,
+    numbers: Sequence[int],
+    found: dict[str, None],
+    manifest: RunManifest | None = None,
 ) -> dict[int, RankRecord | None]:
-    """The records of these ranks; errors are added to `found`."""
+    """The records of these ranks; errors, also of records of other runs, are added to `found`."""
     folders = [f"{attempt_name(attempt)}/{rank_name(rank)}" for rank in numbers]
     encoded = files.read_many([f"{folder}/{RANK_FILE}" for folder in folders])
     records: dict[int, RankRecord | None] = dict.fromkeys(numbers)
@@ -595,8 +670,28 @@ def _read_records(
         with noting(found):
             if isinstance(content, UnreadableFileError):
                 raise content
-            records[rank] = _read_record(files, folder, content)
+            record = _read_record(files, folder, content)
+            _check_place(record, (attempt, rank), manifest, _label(files, f"{folder}/{RANK_FILE}"))
+            records[rank] = record
     return records
+
+
+def _check_place(record: RankRecord, place: Place, manifest: RunManifest | None, name: str) -> None:
+    """Reject the record of another rank or attempt, or of another run than the manifest's.
+
+    Raises:
+        CorruptFileError: The record is of another recording.
+    """
+    stated = TableOrigin(
+        run_id=record.run_id,
+        created_unix_ns=record.run_created_unix_ns,
+        attempt=record.attempt,
+        rank=record.rank,
+    )
+    run = stated if manifest is None or not record.run_id else manifest.origin()
+    attempt, rank = place
+    expected = run.model_copy(update={"attempt": attempt, "rank": rank})
+    ExpectedOrigin(expected, is_stated=True).check(stated, name)
 
 
 def _read_record(files: RunFiles, folder: str, encoded: bytes) -> RankRecord:

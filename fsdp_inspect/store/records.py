@@ -13,6 +13,7 @@ import socket
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from fsdp_inspect.trace.allocations import AllocationsRecord
 from fsdp_inspect.trace.live_memory import LiveMemoryRecord, OutOfMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.records import SCHEMA_VERSION
-from fsdp_inspect.trace.run import RankRecord, RunManifest
+from fsdp_inspect.trace.run import RankRecord, RunManifest, TableOrigin
 
 AnyRecord = (
     RunManifest
@@ -107,6 +108,38 @@ def check_version(version: object, name: str) -> None:
         raise SchemaVersionError(
             f"{name} has the unsupported schema version {version}. Expected a version up to "
             f"{SCHEMA_VERSION}. Update fsdp-inspect: pip install --upgrade fsdp-inspect."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedOrigin:
+    """The origin that a file of a run must have."""
+
+    origin: TableOrigin
+    is_stated: bool
+    """Whether the recorder of this version wrote the file, so that it states its origin."""
+
+    @classmethod
+    def of_record(cls, record: RankRecord | None) -> "ExpectedOrigin | None":
+        """The origin of the tables of a rank; None: its record does not show it."""
+        origin = None if record is None else record.origin
+        return None if origin is None else cls(origin, is_stated=True)
+
+    def check(self, stated: TableOrigin | None, name: str) -> None:
+        """Reject a file of another run, attempt or rank.
+
+        Args:
+            stated: The origin in the file; None: it states none.
+            name: The file's name, for messages.
+
+        Raises:
+            CorruptFileError: The file has another origin, or states none where it must.
+        """
+        if stated == self.origin or (stated is None and not self.is_stated):
+            return
+        found = "does not state its recording" if stated is None else f"belongs to {stated}"
+        raise CorruptFileError(
+            f"{name} {found}. Expected {self.origin}. The file is ignored. {_REMEDY}"
         )
 
 

@@ -70,7 +70,8 @@ Rows with equal values keep the order in which they were recorded.
 uncompressed or an LZ4 frame, as its header states), and, after the writer has closed it, a record
 batch without rows and the end mark `FF FF FF FF 00 00 00 00`. Rows are in the order of recording,
 which is nearly the order of time. The schema's metadata has the key `fsdp_inspect` with the table's
-name and the schema version: `events 1`. Each record batch has two fields of custom metadata:
+name and the schema version: `events 1`. The key `fsdp_inspect_origin` is the origin (see below) as
+JSON. Each record batch has two fields of custom metadata:
 
 * `first_row`: the number of its first row, counted from 0 over all rows ever recorded into this
   table. A gap means that rows were dropped, for example because the disk was full.
@@ -79,11 +80,13 @@ name and the schema version: `events 1`. Each record batch has two fields of cus
 
 A stream without the empty batch at its end belongs to a running or killed process. Its last batch
 may be cut off anywhere (a torn tail); the batches before it are valid. An empty file is a stream
-without rows. While the disk works, a killed process loses the rows since its last flush, at most
-`flush_interval_s` of `rank.json`. After a disk fault, rows wait in the memory of the process, up to
-64 MiB of encoded rows per rank; a kill then loses all of them. Rows that the writer dropped are
-counted in `dropped` of `rank.json`, unless that file cannot be written either. A power failure may
-lose more, because the writer does not wait for the disk.
+without rows. A killed process loses the rows since its last flush. A background thread flushes
+every `flush_interval_s` of `rank.json`, as soon as it gets a core and the interpreter's lock, and
+then writes. So the loss is `flush_interval_s` plus the time that the thread waits for them and the
+disk: on a busy machine it can be seconds. After a disk fault, rows wait in the memory of the
+process, up to 64 MiB of encoded rows per rank; a kill then loses all of them. Rows that the writer
+dropped are counted in `dropped` of `rank.json`, unless that file cannot be written either. A power
+failure may lose more, because the writer does not wait for the disk.
 
 **Summaries** have two sorts of rows: rows of a whole step of a rank (`kind` 0 and from 100; at most
 one row for each of these kinds in a step, of kind 140 one for each process group) and rows of units
@@ -103,6 +106,10 @@ lowest 64-bit integer if X is -1 (`exposed_ns`: 0). Durations repeat and times n
 halves the size of `events`. The key-value pair `fsdp_inspect` is a JSON object:
 
 * `schema_version`: of this file; `table`: its name, as above;
+* `origin`: the recording that wrote the table, `run_id` and `created_unix_ns` as in `run.json`,
+  `attempt` and `rank` (both -1 in the tables of the whole run). A reader rejects a table of another
+  origin. Earlier versions stated none: then `run_id` in `rank.json` is missing, too. Lines of
+  `numerics.jsonl` have the same field;
 * `covered_rows`: the rows [0, covered_rows) of the stream are in this file (or were dropped). If
   the stream still exists, it adds only batches with a `first_row` of at least `covered_rows`;
 * `groups`: for each row group `[rows, lowest step, highest step, crc32]`. The checksum is as in a
@@ -122,6 +129,7 @@ reader then rejects the run. New fields, columns, codes and tables do not increa
 ignores unknown ones, and reads a column that an older writer did not have as -1.
 """
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -131,6 +139,7 @@ import numpy as np
 import pyarrow as pa
 
 from fsdp_inspect.trace.records import SCHEMA_VERSION
+from fsdp_inspect.trace.run import TableOrigin
 from fsdp_inspect.trace.tables import (
     MISSING_INT,
     DeviceTable,
@@ -175,6 +184,7 @@ REDUCTION_VERSION = 3
 groups."""
 
 STREAM_KEY = b"fsdp_inspect"
+ORIGIN_KEY = b"fsdp_inspect_origin"
 FIRST_ROW_KEY = b"first_row"
 CHECKSUM_KEY = b"crc32"
 FOOTER_KEY = b"fsdp_inspect"
@@ -204,6 +214,11 @@ class RelativeColumn:
         return f"{self.name}_minus_{self.base}"
 
 
+def encode_origin(origin: TableOrigin) -> bytes:
+    """Encode an origin as one line of JSON in ASCII."""
+    return json.dumps(origin.model_dump(), separators=(",", ":")).encode()
+
+
 @dataclass(frozen=True, slots=True)
 class TableFile(Generic[TableT]):
     """One table of a rank: its file names, its columns and its compacted form."""
@@ -230,14 +245,20 @@ class TableFile(Generic[TableT]):
         """Name of the compacted file: `events.parquet`."""
         return self.name + COMPACTED_SUFFIX
 
-    @property
-    def arrow_schema(self) -> pa.Schema:
-        """Columns and types in file order, without nulls; the metadata names the table."""
+    def arrow_schema(self, origin: TableOrigin | None = None) -> pa.Schema:
+        """Columns and types in file order, without nulls.
+
+        The metadata names the table and, if it is known, the recording that writes it.
+        """
         fields = [
             pa.field(name, pa.from_numpy_dtype(np.dtype(dtype)), nullable=False)
             for name, dtype in self.table.DTYPES.items()
         ]
-        return pa.schema(fields, {STREAM_KEY: f"{self.name} {SCHEMA_VERSION}"})
+        label = f"{self.name} {SCHEMA_VERSION}"
+        metadata: dict[bytes | str, bytes | str] = {STREAM_KEY: label}
+        if origin is not None:
+            metadata[ORIGIN_KEY] = encode_origin(origin)
+        return pa.schema(fields, metadata)
 
 
 EVENTS = TableFile(

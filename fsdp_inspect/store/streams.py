@@ -18,6 +18,7 @@ from typing import Any, Generic
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from fsdp_inspect.errors import CorruptFileError
 from fsdp_inspect.store.arrow_columns import (
@@ -30,15 +31,17 @@ from fsdp_inspect.store.arrow_columns import (
 )
 from fsdp_inspect.store.boundary import check_decoded_size
 from fsdp_inspect.store.checksums import checksum_columns
-from fsdp_inspect.store.records import check_version
+from fsdp_inspect.store.records import ExpectedOrigin, check_version
 from fsdp_inspect.store.schema import (
     CHECKSUM_KEY,
     END_OF_STREAM,
     FIRST_ROW_KEY,
+    ORIGIN_KEY,
     STREAM_KEY,
     TableFile,
     TableT,
 )
+from fsdp_inspect.trace.run import TableOrigin
 
 Row = tuple[float, ...]
 """One row in the column order of the table's DTYPES."""
@@ -57,8 +60,8 @@ _REMEDY = (
 class RowEncoder:
     """Encode rows as record batches of one table."""
 
-    def __init__(self, file: TableFile[Any]) -> None:
-        self._schema = file.arrow_schema
+    def __init__(self, file: TableFile[Any], origin: TableOrigin | None = None) -> None:
+        self._schema = file.arrow_schema(origin)
         formats = [_FORMATS[np.dtype(dtype).name] for dtype in file.table.DTYPES.values()]
         self._packing = struct.Struct("<" + "".join(formats))
         self._record_type = np.dtype(
@@ -114,9 +117,9 @@ class RowEncoder:
 class LiveStream:
     """One `.arrows` file that grows; one thread uses it at a time."""
 
-    def __init__(self, path: Path, file: TableFile[Any]) -> None:
+    def __init__(self, path: Path, file: TableFile[Any], origin: TableOrigin | None = None) -> None:
         self.path = path
-        self._encoder = RowEncoder(file)
+        self._encoder = RowEncoder(file, origin)
         self._pending: deque[tuple[bytes, int]] = deque()
         self._pending_bytes = 0
         self._pending_rows = 0
@@ -283,10 +286,17 @@ class StreamContents(Generic[TableT]):
     """Bytes of an unfinished batch at the end."""
     is_closed: bool
     """Whether the writer closed the stream."""
+    origin: TableOrigin | None = None
+    """The recording that wrote the stream; None: it states none."""
 
 
 def read_stream(
-    raw: bytes, file: TableFile[TableT], name: str, *, covered_rows: int = 0
+    raw: bytes,
+    file: TableFile[TableT],
+    name: str,
+    *,
+    covered_rows: int = 0,
+    origin: ExpectedOrigin | None = None,
 ) -> StreamContents[TableT]:
     """Read a live table, also while it grows and after a crash.
 
@@ -295,12 +305,14 @@ def read_stream(
         file: The specification of the table.
         name: The file's name, for messages.
         covered_rows: Leave out the rows before this number.
+        origin: The recording to which the file must belong; None: any.
 
     Raises:
-        CorruptFileError: The file is foreign, or has changed since it was written.
+        CorruptFileError: The file is foreign, has changed since it was written, or is of another
+            recording.
         SchemaVersionError: A newer version of FSDP Inspect wrote the file.
     """
-    reading = _StreamReading(raw, name)
+    reading = _StreamReading(raw, name, origin)
     batches: list[dict[str, NDArray[Any]]] = []
     next_row = missing_rows = 0
     is_closed = False
@@ -323,16 +335,19 @@ def read_stream(
         missing_rows=missing_rows,
         torn_bytes=reading.torn_bytes,
         is_closed=is_closed,
+        origin=reading.origin,
     )
 
 
 class _StreamReading:
     """One pass over a stream's bytes."""
 
-    def __init__(self, raw: bytes, name: str) -> None:
+    def __init__(self, raw: bytes, name: str, expected: ExpectedOrigin | None) -> None:
         self._raw = raw
         self._name = name
+        self._expected = expected
         self.torn_bytes = 0
+        self.origin: TableOrigin | None = None
 
     def batches(self, file: TableFile[Any]) -> list[tuple[int, Columns]]:
         """The row number and columns of each complete batch."""
@@ -367,6 +382,14 @@ class _StreamReading:
                 f"the {file.name} of a run, written by fsdp-inspect",
             )
         check_version(int(label[1]), self._name)
+        stated = schema.metadata.get(ORIGIN_KEY)
+        if stated is not None:
+            try:
+                self.origin = TableOrigin.model_validate_json(stated)
+            except ValidationError as error:
+                raise self.corrupt("its origin is invalid", "the origin of a recording") from error
+        if self._expected is not None:
+            self._expected.check(self.origin, self._name)
 
     def _checked(
         self, batch: pa.RecordBatch, metadata: pa.KeyValueMetadata | None, position: int

@@ -23,7 +23,7 @@ from fsdp_inspect.store.compacted import (
 )
 from fsdp_inspect.store.files import LocalFiles, RunFiles
 from fsdp_inspect.store.rank_tables import read_compacted_table
-from fsdp_inspect.store.records import decode_record
+from fsdp_inspect.store.records import ExpectedOrigin, decode_record
 from fsdp_inspect.store.reduction.run_statistics import (
     STATISTICS_VERSION,
     condense_run,
@@ -41,7 +41,7 @@ from fsdp_inspect.store.schema import (
 )
 from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.codes import EventKind, Statistic
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.run import RunManifest, TableOrigin
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of
 
 Place = tuple[int, int]
@@ -62,8 +62,13 @@ class SummaryFile:
     """Identifies the contents of the file."""
 
 
-def write_rank_summary(folder: Path, rows: SummaryTable) -> None:
+def write_rank_summary(folder: Path, rows: SummaryTable, origin: TableOrigin | None = None) -> None:
     """Write a rank's summary into its folder.
+
+    Args:
+        folder: The rank's folder.
+        rows: All rows of the rank.
+        origin: The recording of the rows, if it is known.
 
     Raises:
         OSError: Writing failed.
@@ -75,13 +80,17 @@ def write_rank_summary(folder: Path, rows: SummaryTable) -> None:
         SUMMARY,
         SummaryTable.concat([_by_kind(whole), units]),
         covered_rows=0,
+        origin=origin,
         details={"reduction": REDUCTION_VERSION},
         breaks=[len(whole)],
     )
 
 
 def write_run_summary_file(
-    path: Path, parts: Iterable[SummaryTable], places: Collection[Place]
+    path: Path,
+    parts: Iterable[SummaryTable],
+    places: Collection[Place],
+    origin: TableOrigin | None = None,
 ) -> None:
     """Write the run's summary.
 
@@ -90,6 +99,7 @@ def write_run_summary_file(
         parts: Rows of whole steps of some ranks; each part has the next ranks, its rows in any
             order. Only one part is in memory.
         places: The ranks that the rows cover, including ranks without a row.
+        origin: The run, if it is known.
 
     Raises:
         OSError: Writing failed.
@@ -103,6 +113,7 @@ def write_run_summary_file(
         SUMMARY,
         ((rows, _changes_of_kind(rows)) for rows in ordered),
         covered_rows=0,
+        origin=origin,
         details={"reduction": REDUCTION_VERSION, "ranks": listed},
     )
 
@@ -111,16 +122,16 @@ def read_rank_summary(
     files: RunFiles,
     place: Place,
     *,
+    origin: ExpectedOrigin | None = None,
     kinds: Collection[int] | None = None,
     steps: Collection[int] | None = None,
 ) -> SummaryTable | None:
     """Read a rank's summary, by step, with the STEP row first in each step.
 
-    The rows are those of this rank, whatever the file states.
-
     Args:
         files: The run.
         place: The attempt and the rank.
+        origin: The recording to which the file must belong; None: any.
         kinds: Rows of whole steps or rows of units are left out if none has one of these kinds.
         steps: Rows of other steps may be left out.
 
@@ -131,23 +142,34 @@ def read_rank_summary(
         CorruptFileError: The file is damaged.
         SchemaVersionError: A newer version of FSDP Inspect wrote it.
     """
-    contents = read_compacted_table(files, folder_of(place), SUMMARY, kinds=kinds, steps=steps)
+    folder = folder_of(place)
+    contents = read_compacted_table(files, folder, SUMMARY, origin=origin, kinds=kinds, steps=steps)
     if contents is None or contents.details.reduction != REDUCTION_VERSION:
         return None
-    rows = check_values(contents.table, f"{folder_of(place)}/{SUMMARY.compacted_name}")
-    attempt, rank = (np.full(len(rows), number) for number in place)
-    own = SummaryTable.from_columns({**rows.columns(), "attempt": attempt, "rank": rank})
-    return own.where(np.argsort(own.step, kind="stable"))
+    name = f"{folder}/{SUMMARY.compacted_name}"
+    rows = check_values(contents.table, name)
+    for found, expected in zip((rows.attempt, rows.rank), place, strict=True):
+        if np.any(found != expected):
+            raise CorruptFileError(
+                f"{name} has rows of another attempt or rank. Expected attempt {place[0]}, rank "
+                f"{place[1]}. It is ignored, and computed again from the events."
+            )
+    return rows.where(np.argsort(rows.step, kind="stable"))
 
 
-def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -> SummaryFile:
+def read_run_summary(
+    files: RunFiles,
+    *,
+    origin: ExpectedOrigin | None = None,
+    kinds: Collection[int] | None = None,
+) -> SummaryFile:
     """Read the run's own summary; row groups without any of the kinds are not decoded.
 
     Raises:
         CorruptFileError: The file is damaged.
         SchemaVersionError: A newer version of FSDP Inspect wrote it.
     """
-    contents = read_compacted_table(files, "", SUMMARY, kinds=kinds)
+    contents = read_compacted_table(files, "", SUMMARY, origin=origin, kinds=kinds)
     if contents is None:
         return SummaryFile(SummaryTable.empty(), frozenset(), is_whole=True)
     places = _listed(contents.details)
@@ -157,25 +179,25 @@ def read_run_summary(files: RunFiles, *, kinds: Collection[int] | None = None) -
     return SummaryFile(rows, places, is_whole=contents.is_whole, checksum=contents.details.checksum)
 
 
-def has_rank_summary(files: RunFiles, place: Place) -> bool:
+def has_rank_summary(files: RunFiles, place: Place, origin: ExpectedOrigin | None = None) -> bool:
     """Whether the rank has a current summary; only its footer is read.
 
     Raises:
-        CorruptFileError: The file is damaged.
+        CorruptFileError: The file is damaged, or of another recording.
         SchemaVersionError: A newer version of FSDP Inspect wrote it.
     """
-    footer = _read_footer(files, folder_of(place))
+    footer = _read_footer(files, folder_of(place), origin)
     return footer is not None and footer.reduction == REDUCTION_VERSION
 
 
-def summed_up(files: RunFiles) -> frozenset[Place]:
+def summed_up(files: RunFiles, origin: ExpectedOrigin | None = None) -> frozenset[Place]:
     """The ranks that the run's summary covers; only its footer is read.
 
     Raises:
-        CorruptFileError: The file is damaged.
+        CorruptFileError: The file is damaged, or of another run.
         SchemaVersionError: A newer version of FSDP Inspect wrote it.
     """
-    footer = _read_footer(files, "")
+    footer = _read_footer(files, "", origin)
     return frozenset() if footer is None else _listed(footer)
 
 
@@ -197,13 +219,13 @@ def _changes_of_kind(rows: SummaryTable) -> list[int]:
     return changes
 
 
-def _read_footer(files: RunFiles, folder: str) -> Footer | None:
+def _read_footer(files: RunFiles, folder: str, origin: ExpectedOrigin | None) -> Footer | None:
     name = f"{folder}/{SUMMARY.compacted_name}" if folder else SUMMARY.compacted_name
     source = files.open(name)
     if source is None:
         return None
     with source:
-        return read_footer(source, SUMMARY, f"{files.label.rstrip('/')}/{name}")
+        return read_footer(source, SUMMARY, f"{files.label.rstrip('/')}/{name}", origin)
 
 
 def _listed(footer: Footer) -> frozenset[Place]:
@@ -231,7 +253,8 @@ def write_statistics(path: Path) -> None:
         summary = read_run_summary(files, kinds=())
         if encoded is None or not summary.places:
             return
-        rules = StepRules.of(decode_record(encoded, RunManifest, MANIFEST_FILE))
+        manifest = decode_record(encoded, RunManifest, MANIFEST_FILE)
+        rules = StepRules.of(manifest)
         with contextlib.suppress(StoreError):
             if read_statistics(files, of_summary=summary.checksum, rules=rules) is not None:
                 return
@@ -247,12 +270,17 @@ def write_statistics(path: Path) -> None:
             STATISTICS,
             table,
             covered_rows=0,
+            origin=manifest.origin(),
             details={"condensed": _describe(summary.checksum, rules).model_dump()},
         )
 
 
 def read_statistics(
-    files: RunFiles, *, of_summary: str, rules: StepRules
+    files: RunFiles,
+    *,
+    of_summary: str,
+    rules: StepRules,
+    origin: ExpectedOrigin | None = None,
 ) -> StatisticsTable | None:
     """Read the statistics of all attempts of a run.
 
@@ -260,6 +288,7 @@ def read_statistics(
         files: The run.
         of_summary: The checksum of the run's summary.
         rules: The settings of the run.
+        origin: The run to which the file must belong; None: any.
 
     Returns:
         None if they are missing, or if they condense another summary or with other settings.
@@ -268,7 +297,7 @@ def read_statistics(
         CorruptFileError: The file is damaged.
         SchemaVersionError: A newer version of FSDP Inspect wrote it.
     """
-    contents = read_compacted_table(files, "", STATISTICS)
+    contents = read_compacted_table(files, "", STATISTICS, origin=origin)
     if contents is None or contents.details.condensed != _describe(of_summary, rules):
         return None
     name = f"{files.label.rstrip('/')}/{STATISTICS.compacted_name}"

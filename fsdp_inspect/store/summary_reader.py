@@ -15,6 +15,7 @@ import numpy as np
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.notes import noting
+from fsdp_inspect.store.records import ExpectedOrigin
 from fsdp_inspect.store.reduction.run_statistics import (
     WHOLE_STEP_KINDS,
     condense_run,
@@ -64,6 +65,7 @@ class SummaryReader:
         *,
         running: Collection[int],
         found: dict[str, None],
+        origin_of: Callable[[int | None], ExpectedOrigin],
         summarise: Callable[[int], SummaryTable],
         read_together: Callable[[Sequence[int]], Iterator[WholeSteps]] | None = None,
     ) -> None:
@@ -74,7 +76,8 @@ class SummaryReader:
             attempt: The number of the attempt.
             ranks: The ranks that have a folder, ascending.
             running: The ranks that still record; the run's summary is out of date for them.
-            found: Receives the notes about damaged files, as keys.
+            found: Receives the notes about damaged and foreign files, as keys.
+            origin_of: The origin that the files of a rank must have; None: those of the run.
             summarise: Computes the summary of a rank from its tables.
             read_together: Reads whole steps of many ranks; None: one rank after the other.
         """
@@ -83,6 +86,7 @@ class SummaryReader:
         self._ranks = ranks
         self._running = frozenset(running)
         self._found = found
+        self._origin_of = origin_of
         self._summarise = summarise
         self._read_together = read_together
         self._by_kind: dict[int, SummaryTable] = {}
@@ -131,7 +135,12 @@ class SummaryReader:
         if not listed or not (listed == {*self._ranks} == self._covered):
             return None
         with noting(self._found):
-            rows = read_statistics(self._files, of_summary=summary.checksum, rules=rules)
+            rows = read_statistics(
+                self._files,
+                of_summary=summary.checksum,
+                rules=rules,
+                origin=self._origin_of(None),
+            )
             return None if rows is None else rows.where(rows.attempt == self._attempt)
         return None
 
@@ -164,7 +173,8 @@ class SummaryReader:
             return False
         with contextlib.suppress(StoreError):
             place = self._attempt, rank
-            rows = read_rank_summary(self._files, place, kinds=WHOLE_STEP_KINDS)
+            origin = self._origin_of(rank)
+            rows = read_rank_summary(self._files, place, origin=origin, kinds=WHOLE_STEP_KINDS)
             if rows is not None:
                 self._whole_by_rank[rank] = rows.where(is_of_whole_step(rows))
                 return True
@@ -189,7 +199,7 @@ class SummaryReader:
     def _run_summary(self) -> SummaryFile:
         """The run's summary without its rows; it covers no rank if it is damaged."""
         with noting(self._found):
-            return read_run_summary(self._files, kinds=())
+            return read_run_summary(self._files, origin=self._origin_of(None), kinds=())
         return SummaryFile(SummaryTable.empty(), frozenset(), is_whole=True)
 
     def _covered_by(self, places: Iterable[Place]) -> frozenset[int]:
@@ -208,7 +218,7 @@ class SummaryReader:
         If the summary is damaged or gone, it covers no rank from now on.
         """
         with noting(self._found):
-            summary = read_run_summary(self._files, kinds=[kind])
+            summary = read_run_summary(self._files, origin=self._origin_of(None), kinds=[kind])
             if self._covered <= self._covered_by(summary.places):
                 kinds = {kind, *WHOLE_STEP_KINDS} if summary.is_whole else {kind}
                 found = _split_by_kind(self._mine(summary.rows))
@@ -258,7 +268,10 @@ class SummaryReader:
         if not self._grows(rank):
             with noting(self._found):
                 place = self._attempt, rank
-                rows = read_rank_summary(self._files, place, kinds=kinds, steps=steps)
+                origin = self._origin_of(rank)
+                rows = read_rank_summary(
+                    self._files, place, origin=origin, kinds=kinds, steps=steps
+                )
         if rows is None:  # missing, out of date or damaged: the events still have all of it
             with noting(self._found):
                 rows = self._summarise(rank)

@@ -94,8 +94,8 @@ class RankWriter:
         Args:
             run_folder: The run's folder; the record defines attempt and rank.
             record: The record of this rank.
-            flush_interval_s: A killed process loses at most this much recording while the disk
-                works.
+            flush_interval_s: A killed process loses this much recording, and the time that the
+                background thread waited for a core and for the disk.
             flush_rows: Flush earlier when a table has this many rows.
         """
         self.folder = rank_folder(run_folder, record.attempt, record.rank)
@@ -110,7 +110,8 @@ class RankWriter:
             SCALARS.name: self.scalars,
         }
         self._streams = {
-            file.name: LiveStream(self.folder / file.live_name, file) for file in RECORDED_TABLES
+            file.name: LiveStream(self.folder / file.live_name, file, record.origin)
+            for file in RECORDED_TABLES
         }
         self._run_folder = run_folder
         self._flush_interval_s = flush_interval_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -70,9 +70,10 @@ class NumericsStep:
     updates: tuple[Update, ...]
 
 
-def encode_step(found: NumericsStep) -> bytes:
-    """Encode a step as one line."""
+def encode_step(found: NumericsStep, origin: Mapping[str, Any] | None = None) -> bytes:
+    """Encode a step as one line, with the fields of its `TableOrigin` if it is known."""
     line = {
+        **({} if origin is None else {"origin": origin}),
         "step": found.step,
         "observations": [
             [
@@ -95,17 +96,26 @@ def encode_step(found: NumericsStep) -> bytes:
     return json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def decode_steps(content: bytes) -> Iterator[NumericsStep]:
-    """Decode the steps of a file; incomplete and damaged lines are left out."""
+def decode_steps(
+    content: bytes, is_own: Callable[[object], bool] = lambda origin: True
+) -> Iterator[NumericsStep]:
+    """Decode the steps of a file; incomplete, damaged and foreign lines are left out.
+
+    Args:
+        content: The bytes of the file.
+        is_own: Whether a line with this origin belongs to the rank; None: it states none.
+    """
     for line in content.split(b"\n"):
         try:
             fields = json.loads(line)
+            if not is_own(fields.get("origin")):
+                continue
             yield NumericsStep(
                 _whole(fields["step"]),
                 tuple(_observation(*each) for each in fields["observations"]),
                 tuple(_update(*each) for each in fields["updates"]),
             )
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             continue
 
 

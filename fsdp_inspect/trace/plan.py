@@ -34,6 +34,7 @@ from fsdp_inspect.error_text import describe_validation_error, quote_all, sugges
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.reading import MAX_TOML_BYTES, read_regular
 from fsdp_inspect.trace import plan_text
+from fsdp_inspect.trace.records import MAX_MICROBATCHES, MAX_WORLD_SIZE
 
 PLAN_VERSION = 1
 """Increased when an older reader would misread a newer plan."""
@@ -44,7 +45,8 @@ ROOT = ""
 
 AccumulationSync = Literal["every", "last", "all_reduce_last"]
 FloatDtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+PositiveInt = Annotated[int, Field(strict=True, ge=1, le=MAX_WORLD_SIZE)]
+Microbatches = Annotated[int, Field(strict=True, ge=1, le=MAX_MICROBATCHES)]
 
 
 def _check_reshard(value: Any) -> Any:
@@ -156,7 +158,7 @@ class UnitPlan(PlanRecord):
 class Accumulation(PlanRecord):
     """The number of microbatches of a step, and the time at which gradients are reduced."""
 
-    microbatches: PositiveInt = 1
+    microbatches: Microbatches = 1
     sync: AccumulationSync = "every"
     """`every`: reduce in each microbatch. `last`: reduce in the last one; gradients stay unsharded
     until then. `all_reduce_last` (HSDP): reduce-scatter in each and all-reduce in the last one."""

@@ -19,6 +19,8 @@ class Record(BaseModel):
 # The limits are far above any training run. A file with a larger number is damaged or hostile.
 
 MAX_WORLD_SIZE = 1 << 20
+MAX_MICROBATCHES = 1 << 10
+"""Most microbatches of a step that a plan may have: each one is simulated."""
 MAX_INDEX = 1 << 24
 """Largest number of a unit, a step, an attempt or a rank."""
 MAX_NS = 1 << 62

@@ -323,6 +323,22 @@ class JobLaunch(Record):
     """The number of restarts of the ranks before this start."""
 
 
+class TableOrigin(Record):
+    """The recording that wrote a table, as the table states it in its metadata."""
+
+    run_id: str
+    created_unix_ns: Moment
+    """`RunManifest.created_unix_ns`: runs in other folders may have the same id."""
+    attempt: int = -1
+    """-1: the table is about all attempts of the run."""
+    rank: int = -1
+    """-1: the table is about all ranks of the run."""
+
+    def __str__(self) -> str:
+        place = f", attempt {self.attempt}, rank {self.rank}" if self.rank >= 0 else ""
+        return f"run {self.run_id!r} of {self.created_unix_ns}{place}"
+
+
 class RunManifest(Record):
     """`run.json`: rank 0 writes it before any event."""
 
@@ -394,6 +410,12 @@ class RunManifest(Record):
     """Imports: the number of collectives with unknown message size; sums of bytes lack them."""
     notes: list[str] = Field(default_factory=list)
     """Imports: missing or unusual data, one note for each."""
+
+    def origin(self, attempt: int = -1, rank: int = -1) -> TableOrigin:
+        """The origin of the tables of a rank, or by default of the run's own tables."""
+        return TableOrigin(
+            run_id=self.run_id, created_unix_ns=self.created_unix_ns, attempt=attempt, rank=rank
+        )
 
     @property
     def is_kernel_trace(self) -> bool:
@@ -474,6 +496,11 @@ class RankRecord(Record):
     rank: Index
     world_size: WorldSize
     attempt: Index = 0
+    run_id: str = ""
+    """`RunManifest.run_id`; empty: an earlier version wrote the record, and its tables state no
+    origin."""
+    run_created_unix_ns: Moment = 0
+    """`RunManifest.created_unix_ns`."""
     launch: JobLaunch = JobLaunch()
     """The start of this attempt; runs of earlier versions have no id."""
     local_rank: int = 0
@@ -518,6 +545,23 @@ class RankRecord(Record):
     rank 0 lacks. Empty: not recorded, the groups of the manifest apply."""
     coordinates: dict[str, Index] = Field(default_factory=dict)
     """The position of this rank along each dimension of the mesh, by `parallelism`."""
+
+    def of_run(self, manifest: RunManifest) -> "RankRecord":
+        """The record with the identity of its run."""
+        known = {"run_id": manifest.run_id, "run_created_unix_ns": manifest.created_unix_ns}
+        return self.model_copy(update=known)
+
+    @property
+    def origin(self) -> TableOrigin | None:
+        """The origin that the tables of this rank state; None: they state none."""
+        if not self.run_id:
+            return None
+        return TableOrigin(
+            run_id=self.run_id,
+            created_unix_ns=self.run_created_unix_ns,
+            attempt=self.attempt,
+            rank=self.rank,
+        )
 
 
 class RunSource(Protocol):

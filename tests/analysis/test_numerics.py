@@ -7,8 +7,10 @@ import pytest
 from fsdp_inspect.analysis.numerics import Numerics, measure_numerics
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, diagnose
 from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.report.text import render_numerics
 from fsdp_inspect.trace.numerics import NumericsStep, Observation, Place, Update
 from tests.builders import InMemoryRun, steady_run
+from tests.report.terminal_text import text_of
 
 UNIT = 1
 
@@ -31,6 +33,10 @@ def numerics_of(*ranks: list[NumericsStep]) -> Numerics:
     found = measure_numerics(run_of(*ranks))
     assert found is not None
     return found
+
+
+def shown(found: Numerics) -> str:
+    return " ".join(text_of(render_numerics(found), width=200).split())
 
 
 def diagnose_steps(*ranks: list[NumericsStep]) -> Diagnosis:
@@ -57,6 +63,28 @@ def test_a_unit_that_every_rank_holds_whole_counts_once() -> None:
     found = measure_numerics(replicated)
     assert found is not None
     assert found.units[0].gradient_norm == pytest.approx(3.0)
+
+
+def test_norms_are_those_of_the_last_step_that_all_ranks_recorded() -> None:
+    later = step_of(8, seen(Place.PARAMETER, square=25.0), seen(Place.REDUCED_GRADIENT, 1))
+    found = numerics_of([step_of(0), later], [step_of(0)])
+    assert (found.step, found.missing_ranks, found.incomplete_steps) == (0, (), (8,))
+    assert found.units[0].parameter_norm == pytest.approx(18**0.5)
+    assert "The numerics of step 8 are missing for some ranks" in shown(found)
+
+
+def test_a_norm_is_unknown_if_a_rank_of_its_group_has_no_numerics() -> None:
+    found = numerics_of([step_of(0), step_of(8)])
+    (unit,) = found.units
+    assert (unit.gradient_norm, unit.parameter_norm, unit.update_ratio) == (None, None, None)
+    assert found.missing_ranks == (1,)
+    assert "The numerics of step 8 are missing for rank 1." in shown(found)
+
+
+def test_an_empty_shard_has_no_values_and_leaves_the_norm_known() -> None:
+    found = numerics_of([step_of(0)], [NumericsStep(0, (), ())])
+    assert found.units[0].gradient_norm == pytest.approx(3.0)
+    assert "missing" not in shown(found)
 
 
 def test_lost_updates_are_the_median_over_the_steps() -> None:

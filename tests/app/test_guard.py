@@ -3,13 +3,15 @@
 import http.client
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from typing import NamedTuple
 
 import pytest
+from fsdp_inspect_app.server import MOST_UNFINISHED
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -189,3 +191,17 @@ def test_two_hosts_are_refused(server):
         connection.putheader("Cookie", server.cookie["Cookie"])
         connection.endheaders()
         assert connection.getresponse().status in (400, 403)
+
+
+def test_half_sent_requests_are_closed_by_number_and_the_page_is_answered(server):
+    with ExitStack() as opened:
+        halves = []
+        for _ in range(MOST_UNFINISHED + 40):
+            half = opened.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            half.sendall(b"GET / HTTP/1.1\r\nHost: ")
+            halves.append(half)
+        for half in halves[:40]:
+            half.settimeout(60)
+            with suppress(ConnectionError):
+                assert half.recv(1) == b""
+        assert server.ask("/_stcore/health", **server.cookie).status == 200

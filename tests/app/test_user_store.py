@@ -1,5 +1,6 @@
 """Notes, stars and views are kept in the user's data folder, and errors say what to do."""
 
+import os
 import sqlite3
 from pathlib import Path
 
@@ -67,6 +68,30 @@ def test_a_view_that_cannot_be_saved_says_why(store, view, expected):
     with pytest.raises(StoreError, match=expected):
         store.keep_view(FOLDER, view)
     assert store.views(FOLDER) == before
+
+
+def test_names_that_are_no_utf_8_are_kept_too(store):
+    folder, run = Path(os.fsdecode(b"/x\xff")), "run-\udcff"
+    assert store.views(folder) == []
+    store.keep_view(folder, SavedView("a\udcff", "memory", "run=\udcff"))
+    assert [view.name for view in store.views(folder)] == ["a\\udcff"]
+    store.remove_view(folder, "a\udcff")
+    assert store.views(folder) == []
+    store.keep_note(run, RunNote(text="half \ud800"))
+    assert [note.text for note in store.notes().values()] == ["half \\ud800"]
+    store.keep_note(run, RunNote())
+    assert store.notes() == {}
+
+
+@pytest.mark.parametrize("data", [b"/x\xff\0/y", b"/proc/1/none"])
+def test_a_folder_that_cannot_hold_the_file_is_reported(data):
+    store = UserStore(Path(os.fsdecode(data), "notes.sqlite"))
+    for ask in (
+        lambda: store.keep_note("run", RunNote(True)),
+        lambda: store.remove_view(FOLDER, ""),
+    ):
+        with pytest.raises(StoreError, match="cannot be read from or saved in"):
+            ask()
 
 
 def test_a_damaged_file_is_reported_and_stays_as_it_is(store):

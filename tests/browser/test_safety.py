@@ -1,10 +1,13 @@
 """No text of a run, an address or another site is executed."""
 
 import http.client
+import json
+import shutil
 
 import pytest
 from fsdp_inspect_app.pages import SECTIONS
 
+from tests.browser.conftest import SAMPLES, serve
 from tests.browser.states import HOSTILE
 
 pytestmark = pytest.mark.browser
@@ -62,6 +65,35 @@ def check_harmless(page, dialogs):
     assert dialogs == []
     assert page.locator("img[src='x'], script:text('alert')").count() == 0
     assert page.locator("a[href^='javascript']").count() == 0
+
+
+def test_a_text_of_a_file_loads_nothing_and_the_page_may_load_nothing_foreign(
+    tmp_path, open_context, free_port
+):
+    folder = tmp_path / "runs"
+    shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", folder / "run")
+    for rank in (0, 1):
+        record = folder / "run" / "attempt-000" / f"rank-{rank:05d}" / "rank.json"
+        fields = json.loads(record.read_text())
+        fields.pop("crc32")
+        fields["memory_from"] += "![m](http://127.0.0.1:9/leak)"
+        record.write_text(json.dumps(fields))
+    context = open_context()
+    page = context.new_page()
+    asked, refused = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: refused.append(message.text))
+    with serve(folder, free_port(), tmp_path / "log") as address:
+        page.goto(f"{address}/overview?run=run")
+        page.get_by_text("/leak)").first.wait_for(timeout=60_000)
+        assert page.locator("img[src*='leak']").count() == 0
+        page.evaluate("(new Image()).src = 'http://127.0.0.1:9/x'")
+        page.wait_for_timeout(500)
+    assert all("leak" not in url for url in asked)
+    violations = [text for text in refused if "Content Security Policy" in text]
+    assert len(violations) == 1
+    assert "127.0.0.1:9/x" in violations[0]
+    context.close()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,10 @@ import pytest
 
 from fsdp_inspect.catalog.catalog import Catalog
 from fsdp_inspect.errors import QueryError
+from fsdp_inspect.report.catalog import render_query, render_query_csv
+from fsdp_inspect.report.json import render_json
 from tests.conftest import Invoke
+from tests.report.terminal_text import text_of
 
 
 def test_a_query_joins_the_tables(catalog: Catalog) -> None:
@@ -70,6 +73,79 @@ def test_time_and_memory_of_a_query_are_limited(catalog: Catalog) -> None:
         )
     with pytest.raises(QueryError, match=r"exceeds 64\.0 MiB"):
         catalog.query("SELECT * FROM range(100000000)", memory_bytes=1, timeout_s=300)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    ["SELECT range(20000000) FROM range(1000)", "SELECT repeat('x', 2000000000)"],
+    ids=["list", "text"],
+)
+def test_one_large_value_takes_no_more_memory_than_allowed(catalog: Catalog, sql: str) -> None:
+    with pytest.raises(QueryError, match=r"64\.0 MiB|Invalid query"):
+        catalog.query(sql, memory_bytes=1, timeout_s=60)
+
+
+def test_columns_of_one_name_keep_their_values_and_their_unit(catalog: Catalog) -> None:
+    found = catalog.query(
+        "SELECT 1 AS exposed_ns, 2 AS exposed_ns, 3 AS exposed_ns_2, 4 AS exposed_ns"
+    )
+    assert found.rows() == [
+        {"exposed_ns": 1, "exposed_ns_3": 2, "exposed_ns_2": 3, "exposed_ns_4": 4}
+    ]
+    assert render_query_csv(found).splitlines()[1] == "1,2,3,4"
+    assert text_of(render_query(found)).count(" ns") == 4
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("1.50::DECIMAL(4, 2)", 1.5),
+        ("sum(i)", 3),
+        ("2::HUGEINT ** 70", 2.0**70),
+        ("170141183460469231731687303715884105727::HUGEINT", str(2**127 - 1)),
+        ("make_timestamp_ns(1795489895588109127)", "2026-11-24 03:11:35.588109127"),
+        ("TIMESTAMP 'infinity'", "infinity"),
+        ("DATE '-infinity'", "-infinity"),
+        ("TIME '10:11:12.5'", "10:11:12.5"),
+        ("INTERVAL 3 MONTHS", "3 months"),
+        ("'infinity'::DOUBLE", None),
+        ("[TIMESTAMP 'infinity', NULL]", ["infinity", None]),
+        ("{'a': 1.5::DECIMAL(4, 2), 'b': [DATE '2026-01-02']}", {"a": 1.5, "b": ["2026-01-02"]}),
+        ("MAP {'a': 2::HUGEINT}", {"a": 2.0}),
+        ("MAP {[1]: 2}", "{[1]=2}"),
+        ("row(1, 2)", "(1, 2)"),
+        ("'\\xAA'::BLOB", "\\xAA"),
+        ("'a'::ENUM('a', 'b')", "a"),
+        ("NULL", None),
+    ],
+)
+def test_a_value_of_any_type_is_in_json_csv_and_the_table(
+    catalog: Catalog, expression: str, expected: object
+) -> None:
+    found = catalog.query(f"SELECT {expression} AS x FROM range(3) AS t(i) LIMIT 1")
+    assert json.loads(render_json(found))["rows"] == [{"x": expected}]
+    assert render_query_csv(found).startswith("x\n")
+    assert text_of(render_query(found))
+
+
+def test_no_cell_and_no_header_is_a_formula_or_markup(catalog: Catalog) -> None:
+    found = catalog.query("SELECT '=1+1' AS \"@a\", chr(27) || '[2J' AS \"[bold]b\", -3 AS c")
+    assert render_query_csv(found) == "'@a,[bold]b,c\n'=1+1,␛[2J,-3\n"
+    assert "[bold]b" in text_of(render_query(found))
+
+
+def test_no_setting_shows_the_home_folder(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/secret")
+    found = catalog.query("SELECT * FROM duckdb_settings()")
+    assert "secret/" not in render_json(found)
+    assert str(Path.home()) not in render_json(found)
+
+
+def test_the_order_of_a_query_is_kept(catalog: Catalog) -> None:
+    found = catalog.query("SELECT i FROM range(300000) AS t(i) ORDER BY i DESC")
+    assert found.table.column("i").to_pylist() == list(range(299_999, -1, -1))
 
 
 def test_the_command_prints_a_table_json_and_csv(invoke: Invoke, runs_folder: Path) -> None:

@@ -244,14 +244,34 @@ def is_closed_after(connection, content):
     return False
 
 
-def test_connections_above_the_limit_are_closed_and_later_ones_answered(server, monkeypatch):
+def test_a_scrape_is_answered_while_others_send_half_a_request(server, monkeypatch):
     monkeypatch.setattr(
         metrics, "REQUEST_TIMEOUT_S", PATIENCE_S
     )  # only the limit closes connections
+    address = f"127.0.0.1:{server.server_address[1]}"
+    with ExitStack() as opened:
+        halves = [
+            opened.enter_context(socket.create_connection(server.server_address)) for _ in range(6)
+        ]
+        assert all(is_closed(each) for each in halves[:4])
+        assert status(address, "/metrics") == 200
+        assert is_closed(halves[4])
+
+
+def test_connections_above_the_limit_are_closed_and_later_ones_answered(server, monkeypatch):
+    goes_on = threading.Event()
+    monkeypatch.setattr(
+        metrics, "_find_refusal", lambda *_: "" if goes_on.wait(PATIENCE_S) else "late"
+    )
     with ExitStack() as opened:
         for _ in range(2):
-            opened.enter_context(socket.create_connection(server.server_address))
+            busy = opened.enter_context(socket.create_connection(server.server_address))
+            busy.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        deadline = time.monotonic() + PATIENCE_S
+        while server._incomplete and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert is_closed(opened.enter_context(socket.create_connection(server.server_address)))
+        goes_on.set()
     address = f"127.0.0.1:{server.server_address[1]}"
     deadline = time.monotonic() + PATIENCE_S
     while not is_answered(address):

@@ -62,6 +62,8 @@ def make_record(rank: int = 0, **changes: Any) -> RankRecord:
     known = {
         "rank": rank,
         "world_size": 2,
+        "run_id": make_manifest().run_id,
+        "run_created_unix_ns": make_manifest().created_unix_ns,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": "cpu",

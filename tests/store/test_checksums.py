@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fsdp_inspect.store.folder import rank_folder
-from tests.store.run_files import write_run
+from tests.store.run_files import make_manifest, write_run
 
 LETTERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "double": "d"}
 
@@ -32,7 +32,14 @@ def test_batches_of_a_stream_carry_the_documented_checksum(tmp_path: Path) -> No
     path = rank_folder(write_run(tmp_path, compact=False), 0, 0) / "events.arrows"
     seen = []
     with pa.ipc.open_stream(path) as reader:
-        assert reader.schema.metadata == {b"fsdp_inspect": b"events 1"}
+        metadata = reader.schema.metadata
+        assert metadata[b"fsdp_inspect"] == b"events 1"
+        assert json.loads(metadata[b"fsdp_inspect_origin"]) == {
+            "run_id": "run",
+            "created_unix_ns": make_manifest().created_unix_ns,
+            "attempt": 0,
+            "rank": 0,
+        }
         for batch, metadata in reader.iter_batches_with_custom_metadata():
             head = metadata[b"first_row"]
             columns, types = batch.to_pydict(), types_of(batch.schema)

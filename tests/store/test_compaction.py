@@ -33,6 +33,7 @@ from tests.store.run_files import (
     assert_same_rows,
     event_rows,
     make_manifest,
+    make_record,
     memory_row,
     sorted_by,
     table_of,
@@ -40,6 +41,7 @@ from tests.store.run_files import (
     write_run,
 )
 
+ORIGIN = make_record().origin
 DEAD_PID = 2**22 + 1
 
 
@@ -156,7 +158,7 @@ def test_run_sums_up_whole_steps_and_leaves_the_units_to_the_ranks(tmp_path: Pat
 
 def test_summary_of_a_rank_that_only_took_samples_later_is_made_again(tmp_path: Path) -> None:
     compact_run(write_run(tmp_path, num_steps=3))
-    resumed = LiveStream(rank_folder(tmp_path, 0, 0) / "memory.arrows", MEMORY)
+    resumed = LiveStream(rank_folder(tmp_path, 0, 0) / "memory.arrows", MEMORY, ORIGIN)
     resumed.add([memory_row(number) for number in range(3)])  # these are already compacted
     resumed.add([memory_row(3)])
     resumed.write()
@@ -189,7 +191,7 @@ def test_rows_that_a_rank_wrote_after_it_was_compacted_are_added(tmp_path: Path)
     """A silent rank on another host counted as crashed, was compacted, and continued."""
     create_run(tmp_path, make_manifest(world_size=1))
     write_rank(tmp_path, num_steps=3).close(compact=True)
-    resumed = LiveStream(rank_folder(tmp_path, 0, 0) / "events.arrows", EVENTS)
+    resumed = LiveStream(rank_folder(tmp_path, 0, 0) / "events.arrows", EVENTS, ORIGIN)
     resumed.add(event_rows(3))  # these are already in the compacted file
     resumed.write()
     resumed.add(event_rows(5)[12:])

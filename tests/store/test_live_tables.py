@@ -22,6 +22,7 @@ from tests.store.run_files import (
     event_row,
     event_rows,
     make_manifest,
+    make_record,
     memory_row,
     scalar_row,
     table_of,
@@ -109,7 +110,7 @@ def test_bytes_that_were_read_are_not_read_again(
     assert decoded == []
     add_steps(writer, 3, 4)
     assert len(reopen(run, growing).events(0)) == 4 * EVENTS_PER_STEP
-    header = len(RowEncoder(EVENTS).header)
+    header = len(RowEncoder(EVENTS, make_record().origin).header)
     assert decoded == [header + stream.stat().st_size - before]
 
 
@@ -191,7 +192,7 @@ def test_steps_are_reduced_again_when_their_stream_was_cut_and_written_anew(
     add_steps(writer, 3, 4)
     writer.close(RunStatus.COMPLETE, compact=False)
     reopen(run, growing).summary()
-    encoder = RowEncoder(EVENTS)
+    encoder = RowEncoder(EVENTS, make_record().origin)
     rows = [event_row(number, bytes=800) for number in range(4 * EVENTS_PER_STEP)]
     stream.write_bytes(encoder.header + encoder.encode(encoder.pack(rows)[0], 0))
     assert_reads_like_a_first_opening(run, growing)
@@ -201,7 +202,7 @@ def test_a_stream_that_began_anew_is_read_from_its_beginning(run: Path, writer: 
     growing, stream = LiveTables(), rank_folder(run, 0, 0) / EVENTS.live_name
     reopen(run, growing).summary()
     stream.rename(stream.with_suffix(".moved"))  # so that its inode is not reused
-    replaced = LiveStream(stream, EVENTS)
+    replaced = LiveStream(stream, EVENTS, make_record().origin)
     rows = [event_row(number, bytes=800) for number in range(3 * EVENTS_PER_STEP)]
     replaced.add(rows)
     replaced.write()

@@ -23,7 +23,7 @@ RANK = "attempt-000/rank-00000"
 
 def write_bomb(path):
     """Write a file of some kB with a valid footer that decodes to more than 500 MiB."""
-    schema = EVENTS.arrow_schema.remove_metadata()
+    schema = EVENTS.arrow_schema().remove_metadata()
     group = {
         name: np.zeros(ROWS, kind.to_pandas_dtype())
         for name, kind in zip(schema.names, schema.types, strict=True)

@@ -1,6 +1,7 @@
 """Opening runs: complete, live, incomplete, in parts, at URLs."""
 
 import itertools
+import json
 import os
 import shutil
 import time
@@ -18,6 +19,7 @@ from fsdp_inspect.errors import (
     SchemaVersionError,
 )
 from fsdp_inspect.store import summary_reader
+from fsdp_inspect.store.compacted import write_compacted
 from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.files import RunFiles
 from fsdp_inspect.store.folder import create_run, rank_folder
@@ -28,13 +30,22 @@ from fsdp_inspect.store.reduction.run_statistics import (
     is_of_whole_step,
     summarise_rank,
 )
-from fsdp_inspect.store.schema import ROW_GROUP_ROWS
-from fsdp_inspect.store.summary_files import read_rank_summary, write_run_summary_file
+from fsdp_inspect.store.schema import EVENTS, ROW_GROUP_ROWS
+from fsdp_inspect.store.summary_files import (
+    read_rank_summary,
+    write_rank_summary,
+    write_run_summary_file,
+)
+from fsdp_inspect.trace.black_box import encode as encode_box
 from fsdp_inspect.trace.codes import EventKind, StepPart
+from fsdp_inspect.trace.numerics import NumericsStep, encode_step
 from fsdp_inspect.trace.run import RunSource, RunStatus
 from fsdp_inspect.trace.tables import EventTable, SummaryTable, limit_summary
+from tests.boxes import make_box
 from tests.store.run_files import (
+    EVENTS_PER_STEP,
     assert_same_rows,
+    event_row,
     event_rows,
     make_manifest,
     sorted_by,
@@ -146,7 +157,8 @@ def write_large_run_summary(path: Path, *, rows_of_a_kind: int) -> None:
     columns["kind"][rows_of_a_kind:] = StepPart.DATA
     columns["step"] = np.tile(np.arange(rows_of_a_kind), 2)
     columns["duration_ns"] = np.random.default_rng(0).integers(0, 1 << 40, 2 * rows_of_a_kind)
-    write_run_summary_file(path, [SummaryTable.from_columns(columns)], [(0, 0)])
+    rows, origin = SummaryTable.from_columns(columns), make_manifest().origin()
+    write_run_summary_file(path, [rows], [(0, 0)], origin)
 
 
 def test_damaged_memory_samples_leave_the_sums_of_events(tmp_path: Path) -> None:
@@ -443,3 +455,139 @@ def test_small_run_opens_and_sums_up_well_under_100_ms(tmp_path: Path) -> None:
         assert len(open_run(tmp_path).summary()) > 0
         times.append(time.process_time() - began)
     assert min(times) < 0.1  # processor time
+
+
+# ---- ranks without an end
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["live", "compacted"])
+def test_the_steps_of_a_killed_rank_are_counted_from_its_rows(
+    tmp_path: Path, compact: bool
+) -> None:
+    create_run(tmp_path, make_manifest(world_size=1))
+    writer = write_rank(tmp_path, num_steps=15, world_size=1, pid=DEAD_PID)
+    writer.events.append(event_row(15 * EVENTS_PER_STEP))  # a step that does not end
+    writer.flush()
+    assert json.loads((writer.folder / "rank.json").read_text())["num_steps"] == 0
+    if compact:
+        compact_run(tmp_path)
+    run = open_run(tmp_path)
+    assert (run.status, run.num_steps) == (RunStatus.CRASHED, 15)
+    assert any("The rows of about 1 s before the end are lost" in note for note in run.notes)
+    writer.close()
+
+
+# ---- files of other recordings
+
+
+def swap(one: Path, other: Path) -> None:
+    """Exchange two files."""
+    spare = one.with_suffix(".spare")
+    one.rename(spare)
+    other.rename(one)
+    spare.rename(other)
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["live", "compacted"])
+@pytest.mark.parametrize("name", ["events", "memory", "scalars"])
+def test_tables_of_two_ranks_that_changed_places_are_refused(
+    tmp_path: Path, name: str, compact: bool
+) -> None:
+    write_run(tmp_path, compact=compact)
+    file = f"{name}{'.parquet' if compact else '.arrows'}"
+    swap(*(rank_folder(tmp_path, 0, rank) / file for rank in (0, 1)))
+    run = open_run(tmp_path)
+    with pytest.raises(CorruptFileError, match=r"attempt 0, rank 1\. Expected .* rank 0"):
+        getattr(run, name)(0)
+
+
+def write_other_run(path: Path) -> Path:
+    """A run with the same name that was created later, with twice the steps."""
+    manifest = make_manifest(created_unix_ns=make_manifest().created_unix_ns + 1)
+    create_run(path, manifest)
+    for rank in (0, 1):
+        identity = {"run_created_unix_ns": manifest.created_unix_ns}
+        write_rank(path, rank, num_steps=6, **identity).close()
+    compact_run(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "summary.parquet",
+        "statistics.parquet",
+        "attempt-000/rank-00001/summary.parquet",
+        "attempt-000/rank-00001/rank.json",
+    ],
+)
+def test_files_of_another_run_of_the_same_name_are_noted_and_not_read(
+    tmp_path: Path, name: str
+) -> None:
+    expected = open_run(write_run(tmp_path / "run")).summary()
+    compact_run(tmp_path / "run")
+    other = write_other_run(tmp_path / "other")
+    shutil.copy(other / name, tmp_path / "run" / name)
+    run = open_run(tmp_path / "run")
+    run.statistics()
+    assert_same_rows(run.summary(), expected)
+    assert len(run.summary(kinds=[EventKind.STEP])) == 6
+    assert any(name in note and "belongs to run 'run'" in note for note in run.notes)
+
+
+@pytest.mark.parametrize("source", ["attempt-000/rank-00000/summary.parquet", "statistics.parquet"])
+def test_another_table_in_the_place_of_the_summary_of_the_run_is_noted(
+    tmp_path: Path, source: str
+) -> None:
+    expected = open_run(write_run(tmp_path)).summary()
+    compact_run(tmp_path)
+    shutil.copy(tmp_path / source, tmp_path / "summary.parquet")
+    run = open_run(tmp_path)
+    steps = limit_summary(expected, kinds=[EventKind.STEP])
+    assert_same_rows(run.summary(kinds=[EventKind.STEP]), steps)
+    assert any("summary.parquet" in note for note in run.notes)
+
+
+def test_a_table_without_its_recording_is_read_only_if_the_rank_states_none(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    table, target = open_run(tmp_path).events(0), rank_folder(tmp_path, 0, 0) / "events.parquet"
+    write_compacted(target, EVENTS, table, covered_rows=len(table))
+    with pytest.raises(CorruptFileError, match="does not state its recording"):
+        open_run(tmp_path).events(0)
+    rewrite_record(tmp_path, 0, run_id="", run_created_unix_ns=0)
+    assert_same_rows(open_run(tmp_path).events(0), table)
+
+
+def test_a_summary_with_rows_of_another_rank_is_made_again_also_without_a_footer(
+    tmp_path: Path,
+) -> None:
+    expected = open_run(write_run(tmp_path)).summary()
+    (tmp_path / "summary.parquet").unlink(missing_ok=True)
+    for rank in (0, 1):
+        rows = limit_summary(expected, ranks=[1 - rank])
+        rewrite_record(tmp_path, rank, run_id="", run_created_unix_ns=0)
+        for file in rank_folder(tmp_path, 0, rank).glob("*.parquet"):
+            file.unlink()
+        write_rank_summary(rank_folder(tmp_path, 0, rank), rows)
+    run = open_run(tmp_path)
+    assert len(run.summary()) == 0
+    assert any("rows of another attempt or rank" in note for note in run.notes)
+
+
+def test_lines_of_numerics_of_another_rank_are_noted_and_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    origins = (make_manifest().origin(0, rank).model_dump() for rank in (0, 1))
+    lines = [encode_step(NumericsStep(4, (), ()), origin) for origin in origins]
+    (rank_folder(tmp_path, 0, 0) / "numerics.jsonl").write_bytes(b"".join(lines))
+    run = open_run(tmp_path)
+    assert len(run.numerics(0)) == 1
+    assert any("1 line of numerics.jsonl of rank 0" in note for note in run.notes)
+
+
+def test_the_black_box_of_another_rank_is_noted_and_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    box = make_box([], [0, 1], rank=1, pid=os.getpid())
+    (rank_folder(tmp_path, 0, 0) / "black_box.bin").write_bytes(encode_box(box))
+    run = open_run(tmp_path)
+    assert run.black_box(0) is None
+    assert any("belongs to rank 1" in note for note in run.notes)

@@ -145,6 +145,7 @@ def test_statistics_with_other_ranks_in_their_rows_are_refused(
         STATISTICS,
         StatisticsTable.from_columns(wrong),
         covered_rows=0,
+        origin=contents.details.origin,
         details={"condensed": condensed.model_dump() if condensed else {}},
     )
     run = open_run(run_folder)

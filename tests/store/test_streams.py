@@ -136,7 +136,7 @@ def test_stream_of_another_table_is_refused() -> None:
 
 def test_stream_of_a_newer_version_is_refused() -> None:
     sink = io.BytesIO()
-    newer = EVENTS.arrow_schema.with_metadata({STREAM_KEY: "events 2"})
+    newer = EVENTS.arrow_schema().with_metadata({STREAM_KEY: "events 2"})
     with pa.ipc.new_stream(sink, newer):
         pass
     with pytest.raises(SchemaVersionError, match=r"version 2.*a version up to 1.*Update"):

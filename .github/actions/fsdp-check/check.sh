@@ -10,7 +10,7 @@ refuse() {
 
 # Split a text into words as a shell does, without any other effect of a shell.
 split() {
-    "$FSDP_CHECK_PYTHON" -c 'import shlex, sys
+    "$FSDP_CHECK_PYTHON" -P -c 'import shlex, sys
 for word in shlex.split(sys.argv[1]):
     sys.stdout.write(word + "\0")' "$1"
 }
@@ -21,12 +21,14 @@ for one in "$FSDP_CHECK_FORECAST" "$FSDP_CHECK_RECORD" "$FSDP_CHECK_RUNS"; do
 done
 [ "$given" -eq 1 ] || refuse "$given of the inputs forecast, record and runs are given. Expected exactly one. Set one and remove the others."
 [[ $FSDP_CHECK_JUNIT != *$'\n'* && -n $FSDP_CHECK_JUNIT ]] || refuse "The input junit is not a valid path. Expected a path on one line."
-"$FSDP_CHECK_PYTHON" -c 'import fsdp_inspect' ||
+"$FSDP_CHECK_PYTHON" -P -c 'import fsdp_inspect' ||
     refuse "The input python names an interpreter without fsdp-inspect. Install fsdp-inspect[record] before this step."
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-fsdp_inspect=("$FSDP_CHECK_PYTHON" -m fsdp_inspect)
+# -P: Python imports no file of the working directory, which a pull request may have written. Only a
+# forecast imports the model from there.
+fsdp_inspect=("$FSDP_CHECK_PYTHON" -P -m fsdp_inspect)
 arguments=(check --format=github "--markdown=$GITHUB_STEP_SUMMARY" "--junit=$FSDP_CHECK_JUNIT")
 if [ -n "$FSDP_CHECK_BASELINE" ]; then arguments+=("--baseline=$FSDP_CHECK_BASELINE"); fi
 if [ -n "$FSDP_CHECK_BUDGET" ]; then arguments+=("--budget=$FSDP_CHECK_BUDGET"); fi
@@ -34,7 +36,7 @@ if [ -n "$FSDP_CHECK_BUDGET" ]; then arguments+=("--budget=$FSDP_CHECK_BUDGET");
 if [ -n "$FSDP_CHECK_FORECAST" ]; then
     split "$FSDP_CHECK_FORECAST" > "$scratch/words" || refuse "The input forecast has an unclosed quote. Close it."
     mapfile -d '' -t words < "$scratch/words"
-    "${fsdp_inspect[@]}" forecast "${words[@]}" --out "$scratch/forecasts" ||
+    "$FSDP_CHECK_PYTHON" -m fsdp_inspect forecast "${words[@]}" --out "$scratch/forecasts" ||
         refuse "The forecast failed. The log of this step shows the reason."
     made=("$scratch"/forecasts/*)
     [ "${#made[@]}" -eq 1 ] || refuse "The input forecast makes ${#made[@]} forecasts. Expected one, because a baseline has one world size. Set one --world-size."

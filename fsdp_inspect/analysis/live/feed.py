@@ -66,7 +66,8 @@ class LiveFeed:
             attempt: The attempt of the job.
             rank: The rank.
         """
-        self._tail = None if is_url(path) else RankTail(rank_folder(Path(path), attempt, rank))
+        self._folder = None if is_url(path) else rank_folder(Path(path), attempt, rank)
+        self._tail: RankTail | None = None
         self._gathered = LiveRank()
         self._rank = rank
         self._lock = threading.Lock()
@@ -84,7 +85,7 @@ class LiveFeed:
         records = tuple(run.ranks)
         own = next((record for record in records if record.rank == self._rank), None)
         with self._lock:
-            if self._tail is None:
+            if self._folder is None:
                 self._gathered = LiveRank()
             if own is not None:
                 self._gathered.memory_from = own.memory_from
@@ -110,7 +111,8 @@ class LiveFeed:
         )
 
     def _read_new(self, run: StoredRun) -> NewRows:
-        if self._tail is not None:
+        if self._folder is not None:
+            self._tail = self._tail or RankTail(self._folder, run.origin_of(self._rank))
             return self._tail.read_new()
         rank = self._rank
         return NewRows(run.events(rank), run.memory(rank), run.devices(rank), run.scalars(rank))

@@ -1,7 +1,6 @@
 """Serve the tools over stdio with the official SDK of the Model Context Protocol."""
 
 import json
-import threading
 from typing import Any
 
 import anyio
@@ -47,18 +46,14 @@ async def _serve(server: Server[Any]) -> None:
 
 def build_server(folder: RunFolder) -> Server[Any]:
     """A server of the tools for the runs of a folder."""
-    lock = threading.Lock()  # the caches of a run are not made for several threads
-
-    def answer(name: str, given: dict[str, Any]) -> CallToolResult:
-        with lock:
-            return answer_call(folder, name, given)
 
     async def list_tools(_: Any, __: PaginatedRequestParams | None) -> ListToolsResult:
         return ListToolsResult(tools=[_listed(tool) for tool in TOOLS.values()])
 
     async def call_tool(_: Any, params: CallToolRequestParams) -> CallToolResult:
-        # In a thread, so that the server answers pings during a long simulation.
-        return await anyio.to_thread.run_sync(answer, params.name, params.arguments or {})
+        # In a thread, so that a long simulation keeps no other request waiting.
+        given = params.arguments or {}
+        return await anyio.to_thread.run_sync(answer_call, folder, params.name, given)
 
     return Server(
         "fsdp-inspect",
@@ -102,4 +97,5 @@ def _answer(folder: RunFolder, name: str, given: dict[str, Any]) -> dict[str, An
             f"Invalid arguments of {name}: {describe_validation_error(error, legal_keys=legal)} "
             f"Expected the arguments of the tool's schema. Change them and call {name} again."
         ) from error
-    return tool.answer(folder, arguments)
+    with folder.lending() as runs:
+        return tool.answer(runs, arguments)

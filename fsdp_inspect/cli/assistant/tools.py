@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from fsdp_inspect.analysis.provenance import measure_provenance
-from fsdp_inspect.cli.assistant.run_folder import RunFolder, describe_entry
+from fsdp_inspect.cli.assistant.run_folder import LentRuns, describe_entry
 from fsdp_inspect.error_text import suggest
 from fsdp_inspect.metrics import METRICS
 from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
@@ -150,11 +150,11 @@ class Tool:
     name: str
     description: str
     arguments: type[Arguments]
-    answer: Callable[[RunFolder, Any], dict[str, Any]]
+    answer: Callable[[LentRuns, Any], dict[str, Any]]
     """Returns JSON values."""
 
 
-def answer_list_runs(folder: RunFolder, given: ListArguments) -> dict[str, Any]:
+def answer_list_runs(folder: LentRuns, given: ListArguments) -> dict[str, Any]:
     """List the runs of the folder, newest first."""
     entries = folder.entries()
     if given.search:
@@ -175,7 +175,7 @@ def _matches(entry: Any, text: str) -> bool:
     return any(text in word.casefold() for word in words)
 
 
-def answer_compare(folder: RunFolder, given: CompareArguments) -> dict[str, Any]:
+def answer_compare(folder: LentRuns, given: CompareArguments) -> dict[str, Any]:
     """Compare runs with the first one."""
     runs = [folder.open(name) for name in given.runs]
     plain = runs[0].compare(*runs[1:]).to_dict()
@@ -184,7 +184,7 @@ def answer_compare(folder: RunFolder, given: CompareArguments) -> dict[str, Any]
     return {**_shown(plain, given.part), "origin": {"runs": origins, "command": command}}
 
 
-def define_metrics(folder: RunFolder, given: DefineArguments) -> dict[str, Any]:
+def define_metrics(folder: LentRuns, given: DefineArguments) -> dict[str, Any]:
     """Define metrics by their keys in results."""
     unknown = [name for name in given.names if name not in METRICS]
     if unknown:
@@ -227,7 +227,7 @@ def _of_run(
 ) -> Tool:
     """A tool with the result of one method of one run."""
 
-    def answer(folder: RunFolder, given: RunArguments) -> dict[str, Any]:
+    def answer(folder: LentRuns, given: RunArguments) -> dict[str, Any]:
         run = folder.open(given.run)
         result = ask(run, given)
         plain = result.to_dict() if isinstance(result, Result) else to_plain(result)
@@ -401,7 +401,9 @@ _MOST_NAMED = 30
 """The most parts that are named as left out."""
 _MOST_LETTERS = 2_000
 """The most characters of one text."""
-_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d{1,9})\]")
+_PATH = re.compile(r"(?:[^.\[\]]+|\[\d{1,9}\])(?:\.[^.\[\]]+|\[\d{1,9}\])*")
+"""A path of at least one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,6 +438,11 @@ def take_part(value: Any, part: str) -> Any:
     Raises:
         ValueError: There is no such part.
     """
+    if part and not _PATH.fullmatch(part):
+        raise ValueError(
+            f"Invalid part {part[:200]!r}. Expected a path such as 'units[0].fqn'. Omit `part` for "
+            "the whole result."
+        )
     reached = ""
     for key, position in _STEP.findall(part):
         if position:

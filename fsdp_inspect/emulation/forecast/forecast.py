@@ -46,7 +46,7 @@ from fsdp_inspect.recording.torch_api.dispatch import (
     FakeTensor,
 )
 from fsdp_inspect.store.compaction import compact_run
-from fsdp_inspect.store.folder import create_run
+from fsdp_inspect.store.folder import create_run, read_manifest
 from fsdp_inspect.store.schema import ALLOCATIONS_FILE, LIVE_MEMORY_FILE
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.allocations import to_record
@@ -148,7 +148,7 @@ def _follow(
             return target, track_step(target, has_host=has_host)
     except FsdpInspectError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         expected = (
             "Expected a step in which no shape depends on the values of a tensor. Remove such "
             "lines from the builder's step."
@@ -234,7 +234,7 @@ def _write(path: Path, manifest: RunManifest, tracked: TrackedStep) -> None:
         num_steps=TRACKED_STEP + 1,
         memory_from="storage_tracker",
     )
-    writer = RankWriter(path, record)
+    writer = RankWriter(path, record.of_run(read_manifest(path)))
     writer.memory.extend(tracked.rows)
     live = LiveMemoryRecord(
         run_id=manifest.run_id,

@@ -73,7 +73,7 @@ def find_builder(name: str) -> Builder:
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a main guard may exit
         raise ForecastError(
             f"Module {module_name!r} cannot be imported: {error!r}. Expected a module that Python "
             "finds from the current folder. Run from the module's folder, or install the module."

@@ -1,11 +1,15 @@
 """Tools open only runs of their folder, and explain errors in three parts."""
 
+import dataclasses
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
 
-from fsdp_inspect.cli.assistant.tools import limit_result, take_part
+from fsdp_inspect.cli.assistant.run_folder import RunFolder
+from fsdp_inspect.cli.assistant.tools import TOOLS, limit_result, take_part
 
 NAMES_OF_OTHERS = ("linked", "../secret", "file:///etc", "a\0b", "")
 ERRORS = (
@@ -18,6 +22,12 @@ ERRORS = (
     ("exposed", {"run": "tiny-2-ranks", "rank": 7}, "rank"),
     ("simulate", {"run": "tiny-2-ranks", "wrap": "x"}, "Invalid wrap policy: 'x'. Expected"),
     ("simulate", {"run": "tiny-2-ranks", "latency": "x"}, "such as '20us'"),
+    ("simulate", {"run": "tiny-2-ranks", "microbatches": 10**9}, "less than or equal to 1024"),
+    ("simulate", {"run": "tiny-2-ranks", "world_size": 2**70}, "less than or equal to 1048576"),
+    ("simulate", {"run": "tiny-2-ranks", "wrap": f"every:{'9' * 5000}"}, "Invalid wrap policy"),
+    ("summary", {"run": "tiny-2-ranks", "part": "[[["}, "Invalid part '[[['. Expected a path"),
+    ("summary", {"run": "tiny-2-ranks", "part": "verdict."}, "Invalid part 'verdict.'"),
+    ("units", {"run": "tiny-2-ranks", "part": f"units[{'9' * 5000}]"}, "Invalid part"),
     ("compare", {"runs": ["tiny-2-ranks"]}, "runs is ['tiny-2-ranks']. Expected"),
     ("define_metrics", {"names": ["exposed"]}, "Nearest: 'exposed_ns'"),
     ("units", {"run": "tiny-2-ranks", "part": "units[99]"}, "It is a list of 8 items."),
@@ -111,3 +121,36 @@ def test_large_results_are_shortened_and_name_what_is_left_out():
 
 def test_small_results_are_not_shortened():
     assert limit_result({"a": [1, 2]}).left_out == ()
+
+
+def test_a_slow_answer_keeps_no_other_one_waiting(runs_folder, monkeypatch):
+    pytest.importorskip("mcp")
+    from fsdp_inspect.cli.assistant.server import answer_call
+
+    folder, is_slow, goes_on = RunFolder(runs_folder), threading.Event(), threading.Event()
+
+    def answer_slowly(runs, given):
+        runs.open(given.run)
+        is_slow.set()
+        goes_on.wait(60)
+        return {}
+
+    slow = dataclasses.replace(TOOLS["simulate"], answer=answer_slowly)
+    monkeypatch.setattr("fsdp_inspect.cli.assistant.server.TOOLS", {**TOOLS, "simulate": slow})
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(answer_call, folder, "simulate", {"run": "tiny-2-ranks"})
+        assert is_slow.wait(60)
+        assert not answer_call(folder, "units", {"run": "tiny-2-ranks"}).is_error
+        assert not waiting.done()
+        goes_on.set()
+        assert not waiting.result().is_error
+
+
+def test_a_run_is_kept_open_for_later_calls(runs_folder):
+    folder = RunFolder(runs_folder)
+    with folder.lending() as first:
+        opened = first.open("tiny-2-ranks")
+        with folder.lending() as second:
+            assert second.open("tiny-2-ranks") is not opened
+    with folder.lending() as third:
+        assert third.open("tiny-2-ranks") is opened

@@ -169,3 +169,13 @@ def test_the_columns_are_those_of_every_memory_table(tmp_path: Path) -> None:
     path = forecast_memory(build_layers, tmp_path / "x", world_size=2, settings={"width": 8})
 
     assert isinstance(open_run(path).memory(0), MemoryTable)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_builder_that_exits_is_an_error(tmp_path: Path, code: int) -> None:
+    def exiting() -> ForecastTarget:
+        raise SystemExit(code)
+
+    with pytest.raises(ForecastError, match=f"SystemExit: {code}"):
+        forecast_memory(exiting, tmp_path / "run", world_size=2)
+    assert not (tmp_path / "run").exists()

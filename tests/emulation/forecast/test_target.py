@@ -1,6 +1,7 @@
 """The model of a forecast is found, or refused with a message."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -61,3 +62,14 @@ def test_a_setting_that_the_builder_does_not_take_is_named() -> None:
 def test_what_is_no_target_is_refused() -> None:
     with pytest.raises(ForecastError, match="returned a int"):
         build_target(builder, {"batch_size": 2})
+
+
+@pytest.mark.parametrize("code", [0, 1, "no data"])
+def test_a_module_that_exits_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: object
+) -> None:
+    name = f"exiting_{type(code).__name__}_{len(str(code))}_{code == 0}"
+    (tmp_path / f"{name}.py").write_text(f"import sys\nsys.exit({code!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ForecastError, match=r"cannot be imported: SystemExit"):
+        find_builder(f"{name}:build")
