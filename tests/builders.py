@@ -81,6 +81,7 @@ class InMemoryRun:
     earlier_attempts: Sequence["InMemoryRun"] = ()
     network_probe: NetworkProbe | None = None
     black_boxes: Mapping[int, BlackBox] = field(default_factory=dict)
+    desync_boxes: Mapping[int, BlackBox] = field(default_factory=dict)
     dumps: Mapping[int, Sequence[StackDump]] = field(default_factory=dict)
     numerics_steps: dict[int, Sequence[NumericsStep]] = field(default_factory=dict)
     moments: Mapping[int, Sequence[LiveMoment]] = field(default_factory=dict)
@@ -88,8 +89,8 @@ class InMemoryRun:
     failed_allocations: Mapping[int, OutOfMemoryRecord] = field(default_factory=dict)
     allocation_histories: Mapping[int, AllocationHistory] = field(default_factory=dict)
 
-    def black_box(self, rank: int) -> BlackBox | None:
-        return self.black_boxes.get(rank)
+    def black_box(self, rank: int, *, at_desync: bool = False) -> BlackBox | None:
+        return (self.desync_boxes if at_desync else self.black_boxes).get(rank)
 
     def numerics(self, rank: int) -> Sequence[NumericsStep]:
         return self.numerics_steps.get(rank, ())

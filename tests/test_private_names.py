@@ -19,6 +19,7 @@ OTHERS = ("argparse", "mlflow", "os", "runpy", "sys", "threading")
 OPERATORS = ("torch.ops.", "_aten.")
 """Operators of the dispatcher have private names in their public schemas."""
 ALLOWED = {
+    "_exit",  # a function of os
     "_attn_implementation",  # a configuration of Transformers
     "ShardingStrategy._HYBRID_SHARD_ZERO2",  # the value of a public argument
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",  # code for users to paste

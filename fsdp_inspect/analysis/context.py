@@ -86,9 +86,9 @@ class RunContext:
         """See `RunSource`."""
         return self.source.network_probe
 
-    def black_box(self, rank: int) -> BlackBox | None:
+    def black_box(self, rank: int, *, at_desync: bool = False) -> BlackBox | None:
         """See `RunSource`."""
-        return self.source.black_box(rank)
+        return self.source.black_box(rank, at_desync=at_desync)
 
     def numerics(self, rank: int) -> Sequence[NumericsStep]:
         """See `RunSource`."""

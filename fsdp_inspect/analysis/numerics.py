@@ -47,6 +47,12 @@ class NonFinite:
     total: int
     last_finite_step: int | None
     """The previous numerics step; None: there was none."""
+    ranks: tuple[int, ...]
+    """All ranks whose first such values are in the same unit and place."""
+    is_exact: bool
+    """Whether they arose here: every rank recorded this step, and it shows that the parameters were
+    finite at its start, or the step before was a numerics step. Otherwise they arose in any step
+    since `last_finite_step`, and have spread to other units and ranks since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,18 +290,19 @@ def _find_first(
     if not stored:
         return None
     number = min(stored)
-    found_at, found_rank = min(
-        (
-            (each, rank)
-            for rank, found in steps.items()
-            for step in found
-            if step.step == number
-            for each in step.observations
-            if each.num_non_finite
-        ),
-        key=lambda pair: (pair[0].order, pair[1]),
-    )
+    seen = [
+        (each, rank)
+        for rank, found in steps.items()
+        for step in found
+        if step.step == number
+        for each in step.observations
+        if each.num_non_finite
+    ]
+    found_at, found_rank = min(seen, key=lambda pair: (pair[0].order, pair[1]))
     earlier = [step for step in numbers if step < number]
+    recorded = [rank for rank, found in steps.items() if any(s.step == number for s in found)]
+    arose_here = found_at.place not in (Place.PARAMETER, Place.STATE)
+    is_next = bool(earlier) and earlier[-1] == number - 1
     return NonFinite(
         step=number,
         rank=found_rank,
@@ -304,6 +311,13 @@ def _find_first(
         count=found_at.num_non_finite,
         total=found_at.count,
         last_finite_step=earlier[-1] if earlier else None,
+        ranks=tuple(
+            rank
+            for each, rank in seen
+            if (each.unit, each.place, each.order)
+            == (found_at.unit, found_at.place, found_at.order)
+        ),
+        is_exact=(arose_here or is_next) and len(recorded) == manifest.world_size,
     )
 
 

@@ -58,7 +58,11 @@ _AROUND = (
         ActivityKind.CHECKPOINT,
         re.compile(r"torch/distributed/checkpoint/|torch/serialization\.py$|/safetensors/"),
     ),
-    (ActivityKind.COMPILE, re.compile(r"torch/_(dynamo|inductor)/|/triton/")),
+    # Two files of dynamo are on the stack of code that it only leaves alone, such as optimizers.
+    (
+        ActivityKind.COMPILE,
+        re.compile(r"torch/_(dynamo/(?!eval_frame|external)|inductor/)|/triton/"),
+    ),
 )
 """Classes of libraries anywhere on the stack. They may call the user's line, as a loader calls a
 dataset."""

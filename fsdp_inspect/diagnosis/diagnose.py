@@ -7,7 +7,7 @@ lacks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,14 @@ from fsdp_inspect.diagnosis.collective_grid import CollectiveGrid, lay_out_colle
 from fsdp_inspect.diagnosis.ends import EndKind, RankEnd, find_ends, first_ends
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory, read_out_of_memory
 from fsdp_inspect.diagnosis.process_signs import ProcessSigns, find_collection, read_signs
+from fsdp_inspect.diagnosis.run_events import (
+    RunEvent,
+    RunEventKind,
+    in_order,
+    list_ends,
+    list_failed_allocations,
+    list_hangs,
+)
 from fsdp_inspect.diagnosis.stack_groups import StackGroup, group_stacks
 from fsdp_inspect.diagnosis.standstills import is_outdated, without_ended_hang
 from fsdp_inspect.diagnosis.waits import (
@@ -40,7 +48,7 @@ from fsdp_inspect.store.reduction.collective_order import (
     read_entry,
 )
 from fsdp_inspect.store.reduction.order_wording import name_unit
-from fsdp_inspect.trace.black_box import BlackBox
+from fsdp_inspect.trace.black_box import Header
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
 from fsdp_inspect.trace.run import RunSource
 
@@ -52,6 +60,9 @@ MOST_LOST_RATIO = 0.5
 """If at least this fraction of all updates is rounded away, most parameters stop changing."""
 LEAST_HIGH_LOSSES = 5
 """The smallest number of high logged losses after a spike that counts as unrecovered."""
+_LEAST_LEAD_NS = 50_000_000
+"""Processes that are killed together end within this time."""
+_OWN_ERRORS = (EndKind.EXCEPTION, EndKind.OUT_OF_MEMORY)
 LEAST_WAIT_S = 5.0
 """A shorter wait in a run that was ended from outside is not a hang."""
 
@@ -101,6 +112,8 @@ class Unknown(StrEnum):
 
     NO_BLACK_BOX = "no black box"
     MISSING_RANKS = "missing ranks"
+    NO_PROGRESS = "no progress"
+    """The ranks run, and nothing has moved for a while. The watchdog has not seen a hang yet."""
     NO_CULPRIT = "no culprit"
     IMPORTED = "imported"
     TIME_OF_DUMP = "time of dump"
@@ -127,6 +140,10 @@ class RankState:
     """Whether the rank's watchdog reported that nothing moved."""
     process: ProcessSigns | None
     """The state of the process as seen from outside; None: it was not observed."""
+    num_batches: int | None = None
+    """Batches that data loaders gave to the training thread; None: no loader was seen."""
+    has_no_batch_left: bool = False
+    """Whether its last pass over a data loader has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +199,10 @@ class Diagnosis:
     """An unfinished collective of a background thread, in a process group that the training thread
     uses too: a possible cause of a crash or of a hang in that group. None: there is none, or the
     problem is another one."""
+    still_s: float | None = None
+    """With `NO_PROGRESS`: the time in which nothing has moved."""
+    events: tuple[RunEvent, ...] = ()
+    """What happened, in order: the ranks differed, hung, ran out of memory, ended, and so on."""
 
     @property
     def is_beside_collectives(self) -> bool:
@@ -263,18 +284,26 @@ class _Case:
         is_whole = run.manifest.source in ("emulated", "predicted")
         self._missing = () if is_whole else tuple(r for r in world if r not in self._records)
         self._states = {rank: self._state(rank) for rank in sorted(self._records)}
+        desync_boxes = {rank: run.black_box(rank, at_desync=True) for rank in self._boxes}
+        self._desync_boxes = {
+            rank: box or self._boxes[rank]
+            for rank, box in desync_boxes.items()
+            if any(desync_boxes.values())
+        }
+        """The boxes at the first difference; empty without one that the recorder saw."""
+        self._difference = self._first_difference()
 
     def decide(self) -> Diagnosis:
         """Return the first diagnosis that one of the checks finds."""
         questions = (
-            self._differs,
+            *self._wrong_results(),
             self._died,
             self._hangs,
-            self._overflows,
             self._rounds_away,
             self._spikes,
             self._stopped,
             self._unsaid,
+            self._stands_still,
             self._drifts,
         )
         for question in questions:
@@ -285,13 +314,29 @@ class _Case:
 
     # --- the checks
 
+    def _wrong_results(self) -> tuple[Callable[[], Diagnosis | None], ...]:
+        """The checks for wrong results, the earlier step first: they explain what follows."""
+        first = None if self._numerics is None else self._numerics.first_non_finite
+        if first is None or self._difference is None or self._difference.step <= first.step:
+            return self._differs, self._overflows
+        return self._overflows, self._differs
+
+    def _first_difference(self) -> OrderDifference | None:
+        """The first difference between ranks, also if later collectives have overwritten it."""
+        seen = find_order_differences(self._desync_boxes)
+        found = [self._still_counted(each) for each in seen] + find_order_differences(self._boxes)
+        return min(found, key=lambda each: (each.is_unknown, each.step), default=None)
+
+    def _still_counted(self, found: OrderDifference) -> OrderDifference:
+        """The difference with the number of collectives that have finished until now."""
+        rows = [box.of_group(found.communicator) for box in self._boxes.values()]
+        last = max(int(each["sequence"][each["finished_ns"] != 0].max(initial=-1)) for each in rows)
+        return replace(found, num_since=max(found.num_since, last - found.sequence + 1))
+
     def _differs(self) -> Diagnosis | None:
         """Check whether ranks issued different collectives."""
-        found = find_order_differences(self._boxes)
-        if not found:
-            return None
-        first = found[0]
-        if self._ended_early_instead(first):
+        first = self._difference
+        if first is None or self._ended_early_instead(first):
             return None
         is_size = first.difference in (Difference.SIZE, Difference.DTYPE)
         shown = first.usual if first.usual.unit != NO_UNIT else first.deviant or first.usual
@@ -303,11 +348,12 @@ class _Case:
             Status.PROBLEM,
             ProblemClass.SIZE_MISMATCH if is_size else ProblemClass.ORDER_DIVERGED,
             ranks=first.culprits,
-            is_certain=(first.is_majority or first.is_race) and first.is_first,
-            unit=shown.unit,
-            phase=shown.phase,
-            step=first.step,
-            location="" if place is None else str(place),
+            is_certain=((first.is_majority or first.is_race) and first.is_first)
+            or first.is_unknown,
+            unit=None if first.is_unknown else shown.unit,
+            phase=None if first.is_unknown else shown.phase,
+            step=None if first.is_unknown else first.step,
+            location="" if place is None or first.is_unknown else str(place),
             difference=first,
         )
 
@@ -328,12 +374,12 @@ class _Case:
 
         A difference in an earlier step has another cause.
         """
+        differing = {rank for ranks, _ in found.issued for rank in ranks}
         ended = [
             rank
-            for rank, box in self._boxes.items()
-            if self._loader_ended(box) and box.header.loader_ended_step <= found.step
+            for rank in self._without_batch(differing)
+            if self._boxes[rank].header.loader_ended_step <= found.step
         ]
-        differing = {rank for ranks, _ in found.issued for rank in ranks}
         if not ended or differing <= set(ended):
             return None
         sets = [set(ranks) & set(ended) for ranks, _ in found.issued]
@@ -342,10 +388,23 @@ class _Case:
         rest = next(issued for ranks, issued in found.issued if not set(ranks) & set(ended))
         return self._make_uneven(tuple(sorted(ended)), rest, found)
 
-    def _loader_ended(self, box: BlackBox) -> bool:
-        """Whether the rank's loader has ended, and the rank has begun no step since."""
-        header = box.header
-        return header.loader_ended_ns > 0 and header.loader_ended_step >= header.step
+    def _without_batch(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The ranks whose loader has ended although the loader of another rank gave more batches.
+
+        That rank must not have begun another pass, such as the next epoch.
+        """
+        headers = {rank: box.header for rank, box in self._boxes.items()}
+        return tuple(
+            rank
+            for rank in sorted(ranks)
+            if rank in headers
+            and headers[rank].has_no_batch_left
+            and any(
+                other.num_batches > headers[rank].num_batches
+                and other.num_loader_passes <= headers[rank].num_loader_passes
+                for other in headers.values()
+            )
+        )
 
     def _make_uneven(
         self,
@@ -373,12 +432,17 @@ class _Case:
         kind = firsts[0].kind
         if kind is EndKind.PEER_LOST:
             return self._peer_lost(firsts)
-        if kind is EndKind.VANISHED and self._all_vanished():
-            return None
         culprits = [end for end in firsts if end.kind is kind]
+        if kind is EndKind.INTERRUPTED and len(culprits) > 1:
+            return None  # the whole job was interrupted
         if kind is EndKind.EXCEPTION and len(culprits) > 1:
             culprits = self._earliest(culprits)
-        if kind is EndKind.VANISHED:  # a rank that waited for another one was ended after it
+        is_one_of_all = kind is EndKind.VANISHED and self._all_vanished()
+        if is_one_of_all:
+            culprits = self._killed_first(culprits)
+            if not culprits:
+                return None
+        elif kind is EndKind.VANISHED:  # a rank that waited for another one was ended after it
             culprits = [end for end in culprits if end.rank not in self._waiting] or culprits
         ranks = tuple(sorted(end.rank for end in culprits))
         state = self._states[ranks[0]]
@@ -394,15 +458,25 @@ class _Case:
             ranks=ranks,
             # A crash can come from two threads that issue collectives at once. Then chance decides
             # which ranks crash.
-            is_certain=race is None and (kind is not EndKind.VANISHED or not self._missing),
+            is_certain=race is None
+            and kind is not EndKind.INTERRUPTED
+            and not is_one_of_all
+            and (kind is not EndKind.VANISHED or not self._missing),
             race=race,
-            unit=state.last.unit if state.last is not None and state.waits else None,
+            unit=self._unit_of(state),
             phase=state.phase,
             step=state.step,
             location=culprits[0].failed_at or self._location_of(ranks[0]),
             wait=self._wait_for(ranks),
             failure=culprits[0].detail,
         )
+
+    def _unit_of(self, state: RankState) -> int | None:
+        """The unit in which a rank was when it ended."""
+        if state.last is not None and state.waits:
+            return state.last.unit
+        is_known = state.phase not in (None, Phase.OUTSIDE) and state.rank in self._boxes
+        return self._boxes[state.rank].header.unit if is_known else None
 
     def _find_race(self, communicator: str | None = None) -> Issued | None:
         """The unfinished collective of a thread that shares a communicator with the training.
@@ -455,6 +529,8 @@ class _Case:
             for rank, end in self._ends.items()
             if (0 < end.unix_ns < first and (end.kind is not EndKind.VANISHED or self._ended(rank)))
             or (end.kind is EndKind.FATAL_SIGNAL and self._does_not_answer(rank))
+            # The rank that the others waited for failed later by itself.
+            or (end.kind in _OWN_ERRORS and rank not in self._waiting)
         }
 
     def _ended(self, rank: int) -> bool:
@@ -462,9 +538,18 @@ class _Case:
         return rank in self._boxes and self._boxes[rank].header.ended_unix_ns > 0
 
     def _all_vanished(self) -> bool:
-        """Whether every rank ended silently, so that no rank stands out."""
-        kinds = {end.kind for end in self._ends.values()}
-        return kinds == {EndKind.VANISHED} and len(self._ends) > 1
+        """Whether every rank ended silently and for an unknown reason, so that none stands out."""
+        ends = self._ends.values()
+        return len(ends) > 1 and all(e.kind is EndKind.VANISHED and not e.detail for e in ends)
+
+    def _killed_first(self, ends: Sequence[RankEnd]) -> list[RankEnd]:
+        """The ranks that ended before the ranks that waited for them; empty: unknown."""
+        if not all(self._ended(end.rank) for end in ends):
+            return []
+        waiting = [end.unix_ns for end in ends if end.rank in self._waiting]
+        awaited = {rank for wait in self._waits for rank in wait.absent} - self._waiting
+        limit = min(waiting, default=0) - _LEAST_LEAD_NS
+        return [end for end in ends if end.rank in awaited and end.unix_ns < limit]
 
     @staticmethod
     def _earliest(ends: Sequence[RankEnd]) -> list[RankEnd]:
@@ -488,9 +573,7 @@ class _Case:
 
     def _exited(self, ranks: tuple[int, ...]) -> Diagnosis:
         wait = self._wait_for(ranks)
-        uneven = [
-            rank for rank in ranks if rank in self._boxes and self._loader_ended(self._boxes[rank])
-        ]
+        uneven = self._without_batch(ranks)
         problem = ProblemClass.UNEVEN_BATCHES if uneven else ProblemClass.RANK_EXITED_EARLY
         state = self._states[ranks[0]]
         return self._make(
@@ -507,12 +590,12 @@ class _Case:
 
     def _hangs(self) -> Diagnosis | None:
         """Check whether ranks wait, now or when they were ended."""
-        if not self._is_stuck() or (self._is_imported and not self._waits):
-            return None
         absent = self._waits[0].absent if self._waits else ()
         exited = tuple(rank for rank in self._complete if rank in absent)
-        if exited:
-            return self._exited(exited)
+        if exited and any(end.kind is not EndKind.COMPLETE for end in self._ends.values()):
+            return self._exited(exited)  # it never comes, however short the wait has been
+        if not self._is_stuck() or (self._is_imported and not self._waits):
+            return None
         root = root_ranks(self._waits)
         if root is not None:
             return self._late(*root)
@@ -526,8 +609,7 @@ class _Case:
         if any(box.header.hang_seen_ns for box in self._boxes.values()):
             return True
         longest = self._waits[0].seconds if self._waits else 0.0
-        limit = max(LEAST_WAIT_S, *(self._mean_step_s(rank) * 3 for rank in self._boxes), 0.0)
-        return not self._is_running and longest > limit
+        return not self._is_running and longest > self._longest_usual_s()
 
     def _mean_step_s(self, rank: int) -> float:
         entries = self._boxes[rank].entries
@@ -539,7 +621,7 @@ class _Case:
 
     def _late(self, wait: Wait, ranks: tuple[int, ...]) -> Diagnosis:
         """Diagnose a wait in a collective that other ranks have not reached."""
-        ended = tuple(rank for rank in ranks if self._loader_ended(self._boxes[rank]))
+        ended = self._without_batch(ranks)
         if ended:
             return self._make_uneven(ended, wait.issued, None, wait)
         state = self._states[ranks[0]]
@@ -667,8 +749,14 @@ class _Case:
         if first is None:
             return None
         found = self._make(
-            Status.PROBLEM, ProblemClass.NOT_FINITE, ranks=(first.rank,), step=first.step
+            Status.PROBLEM,
+            ProblemClass.NOT_FINITE,
+            ranks=first.ranks if first.is_exact else (),
+            is_certain=first.is_exact,
+            step=first.step,
         )
+        if not first.is_exact:
+            return found
         return replace(found, unit=None if first.fqn is None else format_unit(first.fqn))
 
     def _rounds_away(self) -> Diagnosis | None:
@@ -703,15 +791,17 @@ class _Case:
     def _stopped(self) -> Diagnosis | None:
         """Check whether the launcher, the scheduler or the user ended all ranks."""
         kinds = {end.kind for end in self._ends.values()}
-        from_outside = {EndKind.SIGTERM, EndKind.VANISHED}
-        if not kinds or not kinds <= from_outside:
+        from_outside = {EndKind.SIGTERM, EndKind.VANISHED, EndKind.INTERRUPTED}
+        consequences = {EndKind.PEER_LOST} if EndKind.INTERRUPTED in kinds else set[EndKind]()
+        others = {EndKind.COMPLETE, *consequences}
+        if not kinds & from_outside or not kinds <= {*from_outside, *others}:
             return None
-        first = next(iter(self._states.values()))
+        first = next(each for each in self._states.values() if each.end.kind in from_outside)
         return self._make(
             Status.PROBLEM,
             ProblemClass.STOPPED,
             ranks=(),
-            is_certain=kinds == {EndKind.SIGTERM},
+            is_certain=not kinds & {EndKind.VANISHED, EndKind.PEER_LOST},
             step=first.step,
             phase=first.phase,
         )
@@ -731,10 +821,39 @@ class _Case:
             )
         is_alone = self._run.manifest.world_size == 1 or self._run.manifest.source == "emulated"
         if not self._boxes and not is_alone:
+            has_ended = len(self._complete) == len(self._ends)
             return self._make(
-                Status.CANNOT_TELL, None, is_certain=False, unknown=Unknown.NO_BLACK_BOX
+                Status.HEALTHY if has_ended else Status.CANNOT_TELL,
+                None,
+                is_certain=False,
+                unknown=Unknown.NO_BLACK_BOX,
             )
         return None
+
+    def _stands_still(self) -> Diagnosis | None:
+        """Check whether the ranks run, but nothing has moved for a while."""
+        headers = [self._boxes[r].header for r in self._boxes if self._runs(r)]
+        idle_s = min((_still_s(header) for header in headers), default=0.0)
+        if idle_s <= self._longest_usual_s():
+            return None
+        first = next(self._states[rank] for rank in self._states if self._runs(rank))
+        return self._make(
+            Status.CANNOT_TELL,
+            None,
+            is_certain=False,
+            unknown=Unknown.NO_PROGRESS,
+            step=first.step,
+            phase=first.phase,
+            wait=next(iter(self._waits), None),
+            still_s=idle_s,
+        )
+
+    def _runs(self, rank: int) -> bool:
+        return self._ends[rank].kind is EndKind.RUNNING
+
+    def _longest_usual_s(self) -> float:
+        """A longer time without progress is unusual in this run."""
+        return max(LEAST_WAIT_S, *(self._mean_step_s(rank) * 3 for rank in self._boxes), 0.0)
 
     # --- shared parts of the checks
 
@@ -770,6 +889,10 @@ class _Case:
             activity=self._activity(rank, phase),
             hang_seen=box is not None and bool(box.header.hang_seen_ns),
             process=None if box is None else read_signs(box.header),
+            num_batches=None
+            if box is None or not box.header.num_loader_passes
+            else box.header.num_batches,
+            has_no_batch_left=box is not None and box.header.has_no_batch_left,
         )
 
     def _idle_s(self, rank: int) -> float | None:
@@ -849,10 +972,44 @@ class _Case:
         found = replace(empty, **known)
         if found.step == UNKNOWN_STEP:
             found = replace(found, step=None)
+        found = replace(found, events=self._events())
         if found.problem in _WITHOUT_GRID:
             return found
-        grid = lay_out_collectives(self._boxes, found.difference, found.wait, self._waits)
+        shown = found.difference
+        if shown is not None and shown.is_unknown:
+            shown = None
+        boxes = self._boxes
+        if self._desync_boxes and shown is not None and shown is self._difference:
+            boxes = self._desync_boxes
+        grid = lay_out_collectives(boxes, shown, found.wait, self._waits)
         return replace(found, grid=grid)
+
+    def _events(self) -> tuple[RunEvent, ...]:
+        """What happened in the run, in order."""
+        events = [
+            *list_hangs(self._records, self._boxes),
+            *list_failed_allocations(self._run),
+            *list_ends(self._ends, {rank: state.step for rank, state in self._states.items()}),
+        ]
+        if self._difference is not None and not self._ended_early_instead(self._difference):
+            events.append(
+                RunEvent(
+                    RunEventKind.DESYNC,
+                    None if self._difference.is_unknown else self._difference.step,
+                    0,
+                    self._difference.culprits,
+                )
+            )
+        first = None if self._numerics is None else self._numerics.first_non_finite
+        if first is not None:
+            events.append(RunEvent(RunEventKind.NOT_FINITE, first.step, 0, ()))
+        return in_order(events)
+
+
+def _still_s(header: Header) -> float:
+    """Seconds in which a rank has made no progress, when its process was last seen."""
+    changed_unix_ns = header.sign_unix_ns - (header.sign_ns - header.changed_ns)
+    return (max(header.sign_unix_ns, header.watched.unix_ns) - changed_unix_ns) / 1e9
 
 
 def _position(issued: Issued) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class EndKind(StrEnum):
     FATAL_SIGNAL = "fatal signal"
     """A crash inside native code, such as a segmentation fault."""
     SIGTERM = "sigterm"
+    INTERRUPTED = "interrupted"
+    """SIGINT, such as Ctrl-C."""
     VANISHED = "vanished"
     """The rank ended silently: SIGKILL, `os._exit`, or a crash whose stacks are not in the run."""
     UNKNOWN = "unknown"
@@ -58,6 +60,9 @@ _PEER_LOST = re.compile(
     r"|recvValue failed|DistNetworkError|DistStoreError",
     re.IGNORECASE,
 )
+_OF_PYTHON = re.compile(r"^(Connection\w*|BrokenPipe|Timeout)Error at step|DataLoader")
+"""Errors that Python code raises. A collective or the store raises a `RuntimeError`."""
+_OF_DEVICE = re.compile(r"CUDA error:")
 _OUT_OF_MEMORY = re.compile(
     r"^(OutOfMemoryError|MemoryError|.*DefaultCPUAllocator: (not enough|can't))"
 )
@@ -88,7 +93,11 @@ def _find_end(record: RankRecord, box: BlackBox | None, dumps: Sequence[StackDum
     if fatal is not None:
         return RankEnd(record.rank, EndKind.FATAL_SIGNAL, fatal, at, last)
     if record.failure:
-        return RankEnd(record.rank, _sort(record.failure), record.failure, at, last)
+        moment = record.failed_unix_ns or last
+        return RankEnd(record.rank, _sort(record), record.failure, at, moment)
+    if box is not None and box.header.exit_code is not None:
+        kind = EndKind.VANISHED if box.header.exit_code else EndKind.COMPLETE
+        return RankEnd(record.rank, kind, f"os._exit({box.header.exit_code})", at, last)
     if record.status is RunStatus.CRASHED:
         if any(each.source is DumpSource.SIGTERM for each in dumps):
             return RankEnd(record.rank, EndKind.SIGTERM, "", at, last)
@@ -97,10 +106,17 @@ def _find_end(record: RankRecord, box: BlackBox | None, dumps: Sequence[StackDum
     return RankEnd(record.rank, EndKind.UNKNOWN, "", at, last)
 
 
-def _sort(failure: str) -> EndKind:
+def _sort(record: RankRecord) -> EndKind:
+    failure = record.failure or ""
     if _OUT_OF_MEMORY.search(failure):
         return EndKind.OUT_OF_MEMORY
-    return EndKind.PEER_LOST if _PEER_LOST.search(failure) else EndKind.EXCEPTION
+    if failure.startswith("KeyboardInterrupt"):
+        return EndKind.INTERRUPTED
+    text = record.communication_error
+    if text is None:  # an earlier version recorded only the text
+        text = "" if _OF_PYTHON.search(failure) else failure
+    is_lost = _PEER_LOST.search(text) and not _OF_DEVICE.search(text)
+    return EndKind.PEER_LOST if is_lost else EndKind.EXCEPTION
 
 
 def first_ends(ends: Mapping[int, RankEnd]) -> list[RankEnd]:
@@ -111,7 +127,7 @@ def first_ends(ends: Mapping[int, RankEnd]) -> list[RankEnd]:
     """
     order = (
         (EndKind.FATAL_SIGNAL, EndKind.OUT_OF_MEMORY, EndKind.EXCEPTION),
-        (EndKind.VANISHED,),
+        (EndKind.INTERRUPTED, EndKind.VANISHED),
         (EndKind.PEER_LOST,),
     )
     for kinds in order:

@@ -39,8 +39,6 @@ from fsdp_inspect.trace.run import (
     RunStatus,
 )
 
-LEAST_STANDSTILL_NS = 5_000_000_000
-"""A dump written at least this long after the last collective of all ranks shows a standstill."""
 _HEADER = replace(EMPTY_HEADER, step=UNKNOWN_STEP, unit=NO_UNIT)
 _MARKS = (b"collective_seq_id", b"pg_config", b"nccl_comm_state")
 _TRACE_MARKS = (b'"traceEvents"', b'"distributedInfo"', b'"deviceProperties"')
@@ -99,9 +97,7 @@ def import_dumps(path: Path, out: Path, *, name: str = "") -> ImportedDumps:
     members = _members(dumps)
     world_size = _world_size(dumps, members)
     latest_ns = max(each.time_ns for dump in dumps.values() for each in dump.collectives)
-    written_ns = min(files[rank].stat().st_mtime_ns for rank in dumps)
-    stands_still = written_ns - latest_ns >= LEAST_STANDSTILL_NS
-    boxes = _make_boxes(dumps, members, latest_ns, stands_still=stands_still)
+    boxes = _make_boxes(dumps, members, latest_ns)
     notes = [*_general_notes(), *notes, *_notes_of_times(dumps)]
     manifest = _describe(out, path, files, world_size, latest_ns, notes)
     manifest = manifest.model_copy(
@@ -218,9 +214,11 @@ def _make_boxes(
     dumps: dict[int, Dump],
     members: dict[str, tuple[int, ...]],
     latest_ns: int,
-    *,
-    stands_still: bool,
 ) -> dict[int, BlackBox]:
+    """The boxes by rank. They show a standstill, which the diagnosis then calls probable.
+
+    No dump states when it was written, and a copy changes the time of its file.
+    """
     begins, ends = {}, {}
     for name in members:
         sequences = [dump.sequences(name) for dump in dumps.values()]
@@ -242,7 +240,7 @@ def _make_boxes(
                 num_issued=len(dump.collectives),
                 sign_ns=latest_ns,
                 sign_unix_ns=latest_ns,
-                hang_seen_ns=latest_ns if stands_still else 0,
+                hang_seen_ns=latest_ns,
             ),
         )
         for rank, dump in dumps.items()

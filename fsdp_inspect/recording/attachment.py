@@ -35,6 +35,7 @@ from fsdp_inspect.recording.failure import (
     MemoryHistory,
     describe_allocated,
     describe_failure,
+    find_communication_error,
     find_failing_line,
     is_out_of_memory,
     keep_snapshot,
@@ -775,7 +776,11 @@ class Attachment:
     def _describe_failure(self, error: BaseException) -> str:
         """Describe the error and its position; after an out-of-memory, also the memory use."""
         sentences = [describe_failure(error, self.session, self._manifest.units)]
-        self._writer.update(failed_at=find_failing_line(error))
+        self._writer.update(
+            failed_at=find_failing_line(error),
+            failed_unix_ns=time.time_ns(),
+            communication_error=find_communication_error(error),
+        )
         if not is_out_of_memory(error):
             return sentences[0]
         try:

@@ -25,6 +25,7 @@ from fsdp_inspect.trace.black_box import (
     CAPACITY,
     COLLECTION_OFFSET,
     ENTRY_STRUCT,
+    EXIT_OFFSET,
     FINISHED_OFFSET,
     HEADER_BYTES,
     STEP_OFFSET,
@@ -249,6 +250,10 @@ class BlackBoxWriter:
         """
         encoded = layout.encode_collection(unix_ns, place)
         self._buffer[COLLECTION_OFFSET : COLLECTION_OFFSET + len(encoded)] = encoded
+
+    def note_exit(self, code: int) -> None:
+        """Note a call of `os._exit`, which ends the process at once."""
+        _TIME.pack_into(self._buffer, EXIT_OFFSET, max(code, 0) + 1)
 
     def end_collection(self) -> None:
         """Note that no garbage collection runs."""

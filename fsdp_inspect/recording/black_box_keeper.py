@@ -55,6 +55,11 @@ _AFTER_JOB_S = 1.4
 """The time for which it looks, and the explanation runs, after the end of the job."""
 _HINT = "The training failed. To see which rank failed first, and why: fsdp-inspect diagnose"
 _BLOCK = 4096
+_DEAD_STATES = ("Z", "X", "x")
+_DYING_FLAGS = 0x4 | 0x200 | 0x400
+"""Flags of a process that exits, dumps its core, or was killed by a signal (`flags` in proc(5))."""
+_SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
+"""The bit of SIGKILL in the masks of pending signals."""
 
 
 def keep(descriptor: int, pid: int, target: str) -> bool:
@@ -227,20 +232,20 @@ class Watch:
         """The state of the process according to proc(5)."""
         with open(f"{self._folder}/stat") as file:  # noqa: PTH123
             fields = file.read().rpartition(")")[2].split()
+        if fields[0] in _DEAD_STATES or int(fields[6]) & _DYING_FLAGS:
+            return self._last  # its state says nothing about its work
         state, faults, now = fields[0], int(fields[9]), time.monotonic()
         if ring != self._ring:
             self._ring, self._changed_s, self._faults = ring, now, faults
         still_ns = round((now - self._changed_s) * 1e9)
         since = max(faults - self._faults, 0)
-        return WATCHED.pack(time.time_ns(), since, still_ns, self._swapped(), state[:1].encode())
-
-    def _swapped(self) -> int:
-        """Bytes of the process that are swapped out; 0 if the system does not report them."""
         with open(f"{self._folder}/status") as file:  # noqa: PTH123
-            for line in file:
-                if line.startswith("VmSwap:"):
-                    return int(line.split()[1]) << 10
-        return 0
+            status = dict(line.split(":", 1) for line in file)
+        killed = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
+        if killed & _SIGKILL_BIT:
+            return self._last
+        swapped = int(status.get("VmSwap", "0").split()[0]) << 10
+        return WATCHED.pack(time.time_ns(), since, still_ns, swapped, state[:1].encode())
 
 
 def _with_end(content: bytes) -> bytes:

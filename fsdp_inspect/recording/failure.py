@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import pickle
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,9 @@ from fsdp_inspect.trace.run import Unit
 SNAPSHOT_FILE = "memory_snapshot.pickle"
 MAX_HISTORY_ENTRIES = 50_000
 """Length of a snapshot's history of allocations and frees: a few KB each, about 100 MB."""
+_RAISES = frozenset({"RAISE_VARARGS", "RERAISE"})
+"""Instructions of Python code that raises an error itself."""
+_MAX_ERROR = 2000
 _OWN_FOLDER = f"{Path(__file__).parent}{os.sep}"
 _SNAPSHOT_PROTOCOL = 4  # the pickle protocol that torch's memory_viz page reads
 
@@ -90,6 +94,41 @@ def find_failing_line(error: BaseException) -> str:
         if package_of(frame) == "":
             found = f"{frame.f_code.co_filename}:{line}"
     return found
+
+
+def find_communication_error(error: BaseException) -> str:
+    """The text of an error that arose in a collective or in the store; empty: none did.
+
+    The error itself, its causes and the errors that were being handled count.
+    """
+    for each in _chain(error):
+        if isinstance(each, RuntimeError) and _may_be_of_torch(each):
+            return _text_of(each)[:_MAX_ERROR]
+    return ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, then the errors that it follows from."""
+    seen = set()
+    place: BaseException | None = error
+    while place is not None and id(place) not in seen:
+        seen.add(id(place))
+        yield place
+        place = place.__cause__ or (None if place.__suppress_context__ else place.__context__)
+
+
+def _may_be_of_torch(error: BaseException) -> bool:
+    """Whether native code or `torch.distributed` raised the error, and no other Python code."""
+    place, last = error.__traceback__, None
+    while place is not None:
+        if not place.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+            last = place
+        place = place.tb_next
+    if last is None:
+        return False
+    module = str(last.tb_frame.f_globals.get("__name__", ""))
+    instruction = last.tb_frame.f_code.co_code[last.tb_lasti]
+    return module.startswith("torch.distributed") or dis.opname[instruction] not in _RAISES
 
 
 def hide_own_frames(error: BaseException) -> None:

@@ -57,6 +57,22 @@ class LoopHooks:
             self._wrap_outer(optimizer, inner, patches)
         self._wrap_data_loader(patches)
         self._wrap_recomputation(patches)
+        self._wrap_join(patches)
+
+    def _wrap_join(self, patches: Patches) -> None:
+        """Note that the script expects uneven inputs."""
+        from torch.distributed.algorithms.join import Join
+
+        original, session = Join.__init__, self._session
+
+        @functools.wraps(original)
+        def joined(join: Any, joinables: Any, *args: Any, **options: Any) -> None:
+            original(join, joinables, *args, **options)
+            is_enabled = args[0] if args else options.get("enable", True)
+            if is_enabled and session.active:
+                session.stop_comparing()
+
+        patches.set_attribute(Join, "__init__", joined)
 
     # --- backward
 
@@ -183,16 +199,25 @@ class LoopHooks:
     def _wrap_data_loader(self, patches: Patches) -> None:
         original = LoaderIterator.__next__
         session = self._session
+        running = WeakSet[Any]()
+        """Iterators of the passes that run."""
 
         def following(iterator: Any) -> Any:
             # Only the training thread counts, because compute does not wait for a thread that loads
             # ahead.
             if not session.active or threading.get_ident() != session.training_thread:
                 return original(iterator)
+            if iterator not in running:
+                running.add(iterator)
+                session.num_loader_passes += 1
             start = session.clock.mark()
             try:
-                return original(iterator)
+                batch = original(iterator)
+                session.num_batches += 1
+                return batch
             except StopIteration:
+                running.discard(iterator)  # persistent workers use it again for the next pass
+                session.last_ended_pass = session.num_loader_passes
                 session.loader_ended_ns = session.clock.host_now()
                 session.loader_ended_step = session.step
                 raise

@@ -59,11 +59,14 @@ class Position:
         "in_step",
         "inputs",
         "is_memory_step",
+        "last_ended_pass",
         "loader_ended_ns",
         "loader_ended_step",
         "loss_dtype",
         "microbatch",
+        "num_batches",
         "num_collectives",
+        "num_loader_passes",
         "open_units",
         "opened_ns",
         "phase",
@@ -77,7 +80,7 @@ class Position:
         "will_repeat",
     )
 
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # noqa: PLR0915 - one statement a field
         self.training_thread = threading.get_ident()
         """The thread of the last forward of a unit; before that, the thread that attached."""
         self.step = self.microbatch = 0
@@ -113,6 +116,9 @@ class Position:
         self.watches_memory = False
         """Whether this step records any memory data at unit boundaries."""
         self.loader_ended_ns, self.loader_ended_step = 0, -1
+        self.num_batches = self.num_loader_passes = self.last_ended_pass = 0
+        """Batches that data loaders gave to the training thread; passes over them that began, and
+        their number when a pass last ended."""
         """The time at which the training's data loader last ended, and its step; 0: never."""
         self.loss_dtype = ""
         """Dtype of the tensor of the first backward: `float32`; empty before it."""
@@ -191,6 +197,7 @@ class Session(Position):
         "clock",
         "compute_stream",
         "emulation",
+        "is_compared",
         "journal",
         "numerics",
         "on_host",
@@ -222,6 +229,8 @@ class Session(Position):
         self.source = source
         self.emulation = emulation
         """The emulated network; None for a real network."""
+        self.is_compared = True
+        """Whether the order of collectives must be the same on all ranks; see `stop_comparing`."""
         self.active = True
         """False after detach, after an internal error and during a pause: hooks then only call
         the original functions."""
@@ -329,8 +338,17 @@ class Session(Position):
             self.step,
             self.microbatch,
             place,
-            is_background,
+            1 if is_background else 0 if self.is_compared else 2,
         )
+
+    def stop_comparing(self) -> None:
+        """Compare no collectives from now on: a rank without input shadows those of the others."""
+        if self.is_compared:
+            self.is_compared = False
+            self.problem(
+                "The script uses torch's Join for uneven inputs: from then on, the order of "
+                "collectives is not compared between ranks."
+            )
 
     # --- rows
 

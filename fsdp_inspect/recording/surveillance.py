@@ -10,13 +10,17 @@ not used, and the run notes it.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from fsdp_inspect.errors import DesyncError
 from fsdp_inspect.recording.folders import StackFiles
 from fsdp_inspect.recording.order_check import OrderCheck
+from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.process_groups import StoreClient, default_store
 from fsdp_inspect.recording.watchdog import Watchdog, WatchSettings
+from fsdp_inspect.store.schema import DESYNC_FILE
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.black_box import BlackBoxWriter
@@ -40,6 +44,8 @@ class Surveillance:
         self._box = box
         self._writer = writer
         self._settings = settings
+        self._has_desync = False
+        self._patches = Patches()
         self._stacks = StackFiles(writer.folder, with_source=settings.with_source)
         self._watchdog = Watchdog(session, box, writer, self._stacks, settings)
         self._gate: OrderCheck | None = None
@@ -56,8 +62,21 @@ class Surveillance:
     def _order_check(self, store: Any, prefix: str) -> OrderCheck:
         given = self._settings
         return OrderCheck(
-            store, prefix, given.rank, self._box, self._watchdog.contents, given.unit_names
+            store, prefix, given.rank, self._box, self._contents_at_desync, given.unit_names
         )
+
+    def _contents_at_desync(self) -> bytes:
+        """The black box at a difference. The first one is kept: later collectives overwrite it."""
+        contents = self._watchdog.contents()
+        if not self._has_desync:
+            self._has_desync = True
+            path = self._writer.folder / DESYNC_FILE
+
+            def write() -> None:
+                path.write_bytes(contents)
+
+            self._writer.write_file(DESYNC_FILE, write)
+        return contents
 
     @property
     def standstills(self) -> tuple[tuple[int, int], ...]:
@@ -69,11 +88,25 @@ class Surveillance:
         self._stacks.install(has_keeper=self._box.can_be_kept)
         self._writer.update(crash_stacks=self._stacks.catches_crashes)
         self._watchdog.start(self._stacks.path_to_copy)
+        self._note_exits()
+
+    def _note_exits(self) -> None:
+        """Note calls of `os._exit`, which a kill looks like from outside."""
+        leave, pid, box = os._exit, os.getpid(), self._box
+
+        def noted(status: int) -> None:
+            if os.getpid() == pid:  # children leave this way after a fork
+                with contextlib.suppress(Exception):
+                    box.note_exit(status)
+            leave(status)
+
+        self._patches.set_attribute(os, "_exit", noted)
 
     def stop(self, timeout_s: float, *, has_failed: bool) -> None:
         """Stop the watchers; see `Watchdog.stop`."""
         self._watchdog.stop(timeout_s, has_failed=has_failed)
         self._stacks.uninstall()
+        self._patches.undo()
 
     def before_update(self) -> None:
         """With `on_desync="raise"`, compare all ranks and wait for them.

@@ -182,6 +182,9 @@ class Watchdog:
             is_closed=self._is_closed,
             oom_kills=max(num_oom_kills() - self._oom_kills, 0),
             hang_after_ns=round(self._limit_s() * 1e9),
+            num_batches=session.num_batches,
+            num_loader_passes=session.num_loader_passes,
+            last_ended_pass=session.last_ended_pass,
         )
 
     def contents(self) -> bytes:

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from fsdp_inspect.analysis.loss_spikes import LossSpike
+from fsdp_inspect.analysis.numerics import NonFinite
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind
 from fsdp_inspect.diagnosis.diagnose import (
     Diagnosis,
@@ -21,6 +22,7 @@ from fsdp_inspect.diagnosis.diagnose import (
 )
 from fsdp_inspect.diagnosis.ends import EndKind
 from fsdp_inspect.diagnosis.process_signs import ProcessSigns, ProcessState
+from fsdp_inspect.diagnosis.run_events import RunEvent, RunEventKind
 from fsdp_inspect.diagnosis.waits import Wait
 from fsdp_inspect.formatting import (
     capitalize,
@@ -55,7 +57,8 @@ from fsdp_inspect.store.reduction.order_wording import (
 from fsdp_inspect.store.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.trace.numerics import Place
 
-MOST_RANKS = 16
+MOST_STATES = 16
+"""The number of different states of ranks that the evidence lists."""
 _MAX_FAILURE = 300
 
 
@@ -81,7 +84,9 @@ def describe_diagnosis(found: Diagnosis, *, run: str = "RUN") -> DiagnosisText:
 
 def _hedge(found: Diagnosis, sentence: str) -> str:
     """The sentence as the most likely explanation, if the diagnosis is not certain."""
-    is_hedged = found.is_certain or found.problem is None or "probably" in sentence.lower()
+    # That values are not finite is a fact: the sentence states what is unknown.
+    is_hedged = found.is_certain or found.problem in (None, ProblemClass.NOT_FINITE)
+    is_hedged = is_hedged or "probably" in sentence.lower()
     return sentence if is_hedged else f"Probably: {sentence}"
 
 
@@ -124,6 +129,7 @@ def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:
         "evidence": list(text.evidence),
         "next": list(text.next),
         "failure": found.failure or None,
+        "events": [_event_to_dict(event) for event in found.events],
         "missing_ranks": list(found.missing_ranks),
         "loss_spikes": [to_plain(each) for each in found.loss_spikes],
         "drift": [to_plain(each) for each in found.drift],
@@ -150,6 +156,18 @@ def _state_to_dict(state: RankState, found: Diagnosis) -> dict[str, Any]:
         "process": None if state.process is None else to_plain(state.process),
         "location": None if activity is None or activity.frame is None else str(activity.frame),
         "failure": state.end.detail or None,
+        "batches": state.num_batches,
+        "no_batch_left": state.has_no_batch_left,
+    }
+
+
+def _event_to_dict(event: RunEvent) -> dict[str, Any]:
+    return {
+        "kind": event.kind.value,
+        "step": event.step,
+        "ranks": list(event.ranks),
+        "unix_ns": event.unix_ns or None,
+        "text": _describe_event(event),
     }
 
 
@@ -163,6 +181,10 @@ def _bullet(text: str) -> RenderableType:
 def headline_diagnosis(found: Diagnosis) -> str:
     """The diagnosis in at most 12 words: the class, the ranks, the step."""
     if found.problem is None:
+        if found.still_s is not None:
+            return f"Nothing has moved for {_seconds(found.still_s)}."
+        if found.unknown is Unknown.NO_BLACK_BOX and found.status is Status.HEALTHY:
+            return "Every rank ended normally."
         return "Healthy." if found.status is Status.HEALTHY else "Cannot tell what went wrong."
     who = format_ranks(found.ranks) if 0 < len(found.ranks) <= 2 else f"{len(found.ranks)} ranks"
     words = _HEADLINES[found.problem].format(who=who if found.ranks else "a rank")
@@ -183,7 +205,7 @@ _HEADLINES = {
     ProblemClass.SLOW_BUT_ALIVE: "the ranks run, but issue no collective",
     ProblemClass.OUT_OF_MEMORY: "{who} ran out of memory",
     ProblemClass.STOPPED: "the run was stopped from outside",
-    ProblemClass.NOT_FINITE: "{who} computed values that are not finite",
+    ProblemClass.NOT_FINITE: "{who} has values that are not finite",
     ProblemClass.PRECISION_LOSS: "most updates change no stored parameter",
     ProblemClass.LOSS_SPIKE: "the loss rose and did not recover",
     ProblemClass.DRIFT: "the steps became slower and stayed slower",
@@ -216,6 +238,7 @@ def _sentence(found: Diagnosis) -> str:
 def _exited(found: Diagnosis) -> str:
     return (
         f"{capitalize(format_ranks(found.ranks))} ended normally{_in_step(found)}.{_waits(found)}"
+        f"{_skipped_batch(found)}"
     )
 
 
@@ -225,12 +248,25 @@ def _late(found: Diagnosis) -> str:
     who = capitalize(format_ranks(found.ranks))
     if found.ranks and not found.wait.absent:
         return f"{_all_wait(found, found.wait)}. {who} {_silent(found, found.ranks)}"
-    if set(found.wait.absent) != set(found.ranks):
+    if not found.ranks or not {*found.ranks} <= {*found.wait.absent}:
         return _circle(found)
     what = describe_issued(found.wait.issued, found.unit_names)
     first = found.state_of(found.ranks[0]) if found.ranks else None
     doing = "" if first is None else f" {_doing(first, found)}"
-    return f"{who} never reached {what}{of_step(found.step)}.{doing}{_waits(found)}"
+    rest = f"{_waits(found)}{_skipped_batch(found)}{_then_gone(first, found)}"
+    return f"{who} never reached {what}{of_step(found.step)}.{doing}{rest}"
+
+
+def _then_gone(state: RankState | None, found: Diagnosis) -> str:
+    """A sentence about a late rank that was the first to exit silently."""
+    if state is None or state.end.kind is not EndKind.VANISHED or not state.end.unix_ns:
+        return ""
+    others = [each.end for each in found.states if each.rank not in found.ranks]
+    is_first = all(
+        each.kind is EndKind.RUNNING or each.unix_ns > state.end.unix_ns for each in others
+    )
+    how = f"left with {state.end.detail}" if state.end.detail else "was killed, or left silently"
+    return f" Then it {how}." if is_first else ""
 
 
 def _doing(state: RankState, found: Diagnosis) -> str:
@@ -257,7 +293,7 @@ _STATES = {
     ProcessState.TRACED: "is stopped by a debugger",
     ProcessState.WAITS_FOR_DEVICE: "waits in the kernel for a device, such as a disk or a network "
     "file system",
-    ProcessState.RUNS: "runs, and native code holds Python's lock",
+    ProcessState.RUNS: "runs, and native code probably holds Python's lock",
     ProcessState.SLEEPS: "sleeps, probably in native code that holds Python's lock",
 }
 
@@ -327,7 +363,7 @@ def _activity(activity: Activity) -> str:
 def _waits(found: Diagnosis) -> str:
     if found.wait is None:
         return ""
-    count = len(found.wait.waiting)
+    count = _num_waiting(found)
     verb = "waits" if count == 1 else "wait"
     if not found.is_running:
         verb = "waited"
@@ -349,9 +385,31 @@ def _uneven(found: Diagnosis) -> str:
         rest = format_ranks(sorted(others))
     elif found.wait is not None:
         rest = format_ranks(found.wait.waiting)
+    counts = {state.rank: state.num_batches or 0 for state in found.states}
+    most = max(counts, key=lambda rank: counts[rank])
+    more = counts[most] - counts[found.ranks[0]]
     return (
         f"{who} {verb} no batch left, while {rest} began step {found.step}: the ranks have "
-        "different numbers of batches."
+        f"different numbers of batches. Rank {most} has had {more:,} more."
+    )
+
+
+def _skipped_batch(found: Diagnosis) -> str:
+    """A sentence about a rank that has had as many batches as the ranks that wait for it."""
+    late = found.state_of(found.ranks[0]) if found.ranks else None
+    waiting = [found.state_of(rank) for rank in (found.wait.waiting if found.wait else ())]
+    if late is None or not late.has_no_batch_left or late.num_batches is None:
+        return ""
+    is_skip = any(
+        each.num_batches == late.num_batches and not each.has_no_batch_left
+        for each in waiting
+        if each is not None
+    )
+    if not is_skip:
+        return ""
+    return (
+        " Its data loader has ended, and has given as many batches as on the ranks that wait: it "
+        "has used a batch without a step."
     )
 
 
@@ -379,13 +437,17 @@ def _how_died(found: Diagnosis) -> str:
     if kind is EndKind.FATAL_SIGNAL:
         at = f" at {shorten_place(found.location)}" if found.location else ""
         return f"{who} crashed in native code ({found.failure}){where}{at}.{_waited(found)}"
+    if kind is EndKind.INTERRUPTED:
+        return f"{who} was interrupted (SIGINT, such as Ctrl-C){where}.{_waited(found)}"
     if kind is EndKind.EXCEPTION:
         at = f" ({shorten_place(first.end.failed_at)})" if first and first.end.failed_at else ""
-        return f"{who} failed with {_clip(found.failure)}{at}.{_waited(found)}"
+        return f"{who} failed with {_clip(found.failure)}{at}.{_waited(found)}{_before(found)}"
     if kind is EndKind.VANISHED:
         may_have_crashed = first is not None and first.end.may_have_crashed
         crashed = " crashed in native code," if may_have_crashed else ""
         killed = f"was killed,{crashed} or left with os._exit"
+        if found.failure:
+            return f"{who} left with {found.failure}{where}.{_waited(found)}"
         if found.oom_kills:
             killed = (
                 f"was killed, probably for memory: the kernel killed {found.oom_kills} "
@@ -395,12 +457,24 @@ def _how_died(found: Diagnosis) -> str:
     return f"{who} is gone: the other ranks lost the connection to it.{_waited(found)}"
 
 
+def _before(found: Diagnosis) -> str:
+    """A sentence about the standstill before the rank that the others waited for failed."""
+    hang = next((e for e in found.events if e.kind is RunEventKind.HANG and not e.has_ended), None)
+    first = found.state_of(found.ranks[0]) if found.ranks else None
+    if hang is None or first is None or first.activity is None or first.waits:
+        return ""
+    return f" Before, nothing moved for {_seconds(hang.seconds or 0.0)}: it was " + (
+        f"{_activity(first.activity)}."
+    )
+
+
 def _out_of_memory(found: Diagnosis) -> str:
     if found.out_of_memory is not None:
         others = f" {capitalize(format_ranks(found.ranks))} failed." if len(found.ranks) > 1 else ""
         sentence = describe_out_of_memory(found.out_of_memory.record, found.unit_names)
-        return f"{sentence}{others}"
-    return f"{capitalize(format_ranks(found.ranks))} ran out of memory: {_clip(found.failure)}."
+        return f"{sentence}{others}{_before(found)}"
+    who = capitalize(format_ranks(found.ranks))
+    return f"{who} ran out of memory: {_clip(found.failure)}.{_waited(found)}{_before(found)}"
 
 
 def _position(state: RankState | None) -> str:
@@ -414,16 +488,32 @@ def _waited(found: Diagnosis) -> str:
     if found.wait is None:
         return ""
     what = describe_issued(found.wait.issued, found.unit_names)
-    count = len(found.wait.waiting)
-    return f" {count} {'rank' if count == 1 else 'ranks'} waited for it in {what}."
+    count, others = len(found.wait.waiting), _num_waiting(found) - len(found.wait.waiting)
+    more = f", and {others} in other process groups" if others > 0 else ""
+    return f" {count} {'rank' if count == 1 else 'ranks'} waited for it in {what}{more}."
+
+
+def _num_waiting(found: Diagnosis) -> int:
+    """The number of ranks that wait in any process group, without the culprits."""
+    assert found.wait is not None
+    waiting = {state.rank for state in found.states if state.waits} | {*found.wait.waiting}
+    return len(waiting - {*found.ranks})
+
+
+_STOPPED = {
+    EndKind.SIGTERM: "were ended by SIGTERM",
+    EndKind.VANISHED: "were killed",
+    EndKind.INTERRUPTED: "were interrupted (SIGINT, such as Ctrl-C)",
+}
 
 
 def _stopped(found: Diagnosis) -> str:
-    vanished = all(state.end.kind is EndKind.VANISHED for state in found.states)
-    how = "were killed" if vanished else "were ended by SIGTERM"
-    if len(found.states) == 1:
+    stopped = [state for state in found.states if state.end.kind in _STOPPED]
+    kinds = {state.end.kind for state in stopped}
+    how = _STOPPED[kinds.pop()] if len(kinds) == 1 else "were ended"
+    if len(stopped) == 1:
         how = how.replace("were", "was")
-    who = capitalize(format_ranks([state.rank for state in found.states]))
+    who = capitalize(format_ranks([state.rank for state in stopped]))
     return (
         f"{who} {how} from outside{_in_step(found)}, by a launcher, a scheduler or a user. Nothing "
         "recorded shows that a rank hung or failed before."
@@ -483,24 +573,33 @@ def _not_finite(found: Diagnosis) -> str:
     assert found.numerics is not None
     first = found.numerics.first_non_finite
     assert first is not None
+    if not first.is_exact:
+        return _not_finite_since(first)
     of_unit = "parameters of no unit" if first.fqn is None else format_unit(first.fqn)
-    before = (
-        ""
-        if first.last_finite_step is None
-        else (
-            f" In step {first.last_finite_step}, the numerics step before, parameters and "
-            "optimizer states were finite."
-        )
-    )
+    who = format_ranks(first.ranks)
+    on = f" on rank {first.rank}" if len(first.ranks) > 1 else ""
+    counts = f"{first.count:,} of {first.total:,} values{on}"
     if first.place is Place.PARAMETER:
         return (
-            f"The parameters of {of_unit} are not finite at the start of step {first.step} on rank "
-            f"{first.rank}: {first.count:,} of {first.total:,} values.{before}"
+            f"The parameters of {of_unit} are not finite at the start of step {first.step} on "
+            f"{who}: {counts}. In step {first.last_finite_step}, the numerics step before, "
+            "parameters and optimizer states were finite."
         )
     return (
-        f"The first values that are not finite are in step {first.step} on rank {first.rank}: "
-        f"{first.count:,} of {first.total:,} values of the {first.place.value} of {of_unit}."
-        f"{before}"
+        f"The first values that are not finite are in step {first.step} on {who}: {counts} of the "
+        f"{first.place.value} of {of_unit}."
+    )
+
+
+def _not_finite_since(first: NonFinite) -> str:
+    """Describe values that arose between two numerics steps, or that a rank did not record."""
+    sentence = f"Values are not finite in step {first.step}."
+    if first.last_finite_step is None:
+        return f"{sentence} They arose in it or before it: it is the first numerics step."
+    return (
+        f"{sentence} They arose after step {first.last_finite_step}, the last numerics step with "
+        "finite parameters and optimizer states. The unit and the rank are unknown, because such "
+        "values spread within a step."
     )
 
 
@@ -586,7 +685,12 @@ def _common(found: Diagnosis) -> str:
 
 
 def _no_problem(found: Diagnosis) -> str:
-    if found.status is Status.HEALTHY:
+    if found.still_s is not None:
+        return (
+            f"Cannot tell whether the ranks hang: nothing has moved for {_seconds(found.still_s)}"
+            f"{_in_step(found)}. The watchdog reports a hang later: see `--hang-after`."
+        )
+    if found.status is Status.HEALTHY and found.unknown is None:
         if found.is_running:
             return "Healthy so far: the ranks make progress, and their collectives agree."
         return "Healthy: every rank ended normally, and their collectives agree."
@@ -610,9 +714,10 @@ def _no_problem(found: Diagnosis) -> str:
                 "The ranks issued the same collectives, as far as a dump shows."
             )
         case Unknown.NO_BLACK_BOX:
+            ended = found.status is Status.HEALTHY
             return (
-                "Cannot tell whether the ranks agreed: the run has no black box. Every rank that "
-                "is recorded ended normally."
+                f"{'Every rank ended normally. ' if ended else ''}Cannot tell whether the ranks "
+                "agreed: the run has no black box."
             )
         case _:
             return (
@@ -637,6 +742,8 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
                 f"{issued.sequence + 1} of the process group{place}{inner}."
             )
         yield _why_culprits(found)
+    if len({event.kind for event in found.events}) > 1:
+        yield f"In order: {'; '.join(map(_describe_event, found.events))}."
     if found.wait is not None:
         yield _describe_wait(found.wait, found)
     if found.out_of_memory is not None:
@@ -656,8 +763,29 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
         yield f"The kernel killed {found.oom_kills} processes for memory during the run."
 
 
+def _describe_event(event: RunEvent) -> str:
+    """An event with its step, such as `in step 12, the ranks issued different collectives`."""
+    step = "" if event.step is None else f"in step {event.step}, "
+    who = format_ranks(event.ranks) if event.ranks else "the ranks"
+    match event.kind:
+        case RunEventKind.DESYNC:
+            return f"{step}the ranks issued different collectives"
+        case RunEventKind.NOT_FINITE:
+            return f"{step}values that are not finite were first seen"
+        case RunEventKind.OUT_OF_MEMORY:
+            return f"{step}an allocation of {who} failed"
+        case RunEventKind.HANG:
+            moved_on = ", then the training moved on" if event.has_ended else ""
+            return f"{step}nothing moved for {_seconds(event.seconds or 0.0)}{moved_on}"
+    assert event.end is not None
+    detail = f" ({_clip(event.end.detail)})" if event.end.detail else ""
+    return f"{step}{who} {_END[event.end.kind]}{detail}"
+
+
 def _why_culprits(found: Diagnosis) -> str:
     assert found.difference is not None
+    if found.difference.is_unknown:
+        return "The running digests of the ranks' collectives differ: see `trace.black_box`."
     if found.difference.is_race:
         return "No rank is at fault: every rank runs both threads."
     if not found.difference.culprits:
@@ -684,22 +812,18 @@ def _describe_wait(wait: Wait, found: Diagnosis) -> str:
     return text
 
 
-def _shown(found: Diagnosis) -> Sequence[RankState]:
-    """The culprits, then some others."""
-    first = [state for state in found.states if state.rank in found.ranks]
-    rest = [state for state in found.states if state.rank not in found.ranks]
-    if found.status is Status.HEALTHY or found.is_beside_collectives:
-        return []
-    return [*first, *rest][:MOST_RANKS]
-
-
 def _describe_states(found: Diagnosis) -> Iterator[str]:
     """The last state of each rank, the culprits first; ranks in the same state share a line."""
+    if found.status is Status.HEALTHY or found.is_beside_collectives:
+        return
     ranks: dict[str, list[int]] = {}
-    for state in _shown(found):
+    for state in sorted(found.states, key=lambda each: each.rank not in found.ranks):
         ranks.setdefault(_describe_state(state, found), []).append(state.rank)
-    for text, each in ranks.items():
+    for text, each in [*ranks.items()][:MOST_STATES]:
         yield f"{capitalize(format_ranks(each))}: {text}."
+    rest = [rank for each in [*ranks.values()][MOST_STATES:] for rank in each]
+    if rest:
+        yield f"{capitalize(format_ranks(rest))}: other states, see `states` of `--json`."
 
 
 def _describe_state(state: RankState, found: Diagnosis) -> str:
@@ -713,6 +837,8 @@ def _describe_state(state: RankState, found: Diagnosis) -> str:
         )
     if state.idle_s is not None and not state.waits:
         parts.append(f"nothing for {_seconds(state.idle_s)}")
+    if state.has_no_batch_left:
+        parts.append("its data loader has ended")
     if not found.is_imported:
         parts.append(_END[state.end.kind])
     is_told = state.end.kind is EndKind.OUT_OF_MEMORY and found.out_of_memory is not None
@@ -729,6 +855,7 @@ _END = {
     EndKind.PEER_LOST: "lost another rank",
     EndKind.FATAL_SIGNAL: "crashed in native code",
     EndKind.SIGTERM: "ended by SIGTERM",
+    EndKind.INTERRUPTED: "interrupted (SIGINT)",
     EndKind.VANISHED: "exited silently",
     EndKind.UNKNOWN: "its end is unknown",
 }
@@ -761,8 +888,8 @@ def _next(found: Diagnosis) -> Iterator[str]:
     yield from _next_for_rank(found)
     if found.problem is ProblemClass.NOT_FINITE and not _is_exact(found):
         yield (
-            "To find the exact step, start from the last checkpoint before, and record with "
-            "numerics_every=1."
+            "To find the step, the unit and the rank, start from the last checkpoint before, and "
+            "record with --numerics-every 1 (numerics_every=1)."
         )
     if found.unknown is Unknown.TIME_OF_DUMP:
         yield (
@@ -776,7 +903,7 @@ def _next(found: Diagnosis) -> Iterator[str]:
 def _next_for_rank(found: Diagnosis) -> Iterator[str]:
     """Next steps that follow from the state of the first culprit."""
     state = found.state_of(found.ranks[0]) if found.ranks else None
-    if "DataLoader worker" in found.failure:
+    if "DataLoader worker" in found.failure and "Original Traceback" not in found.failure:
         yield (
             "Look for the end of the data loader's worker: the kernel may have killed it for "
             "memory. Use fewer workers, or smaller batches."
@@ -793,9 +920,9 @@ def _next_for_rank(found: Diagnosis) -> Iterator[str]:
 
 
 def _is_exact(found: Diagnosis) -> bool:
-    """Whether the numerics of the step before the first non-finite values are recorded."""
+    """Whether the numerics show where the first non-finite values arose."""
     first = None if found.numerics is None else found.numerics.first_non_finite
-    return first is not None and first.last_finite_step == first.step - 1
+    return first is not None and first.is_exact
 
 
 _NEXT: dict[ProblemClass, tuple[str, ...]] = {
@@ -848,6 +975,10 @@ _OWN_GROUP = (
     "Give the background thread a process group of its own, such as dcp.async_save(..., "
     "process_group=dist.new_group(backend='gloo'))."
 )
+_ON_ONE_RANK = (
+    "Look at that line: if only some ranks reach it, let the others wait in a barrier, with a "
+    "timeout that is long enough."
+)
 _NEXT_FOR: dict[ActivityKind, tuple[str, ...]] = {
     ActivityKind.DATA: (
         "Look at the data loader of that rank: its workers, its files and its network.",
@@ -857,6 +988,14 @@ _NEXT_FOR: dict[ActivityKind, tuple[str, ...]] = {
     ),
     ActivityKind.EVALUATION: ("Evaluate on all ranks, or let the others wait for it.",),
     ActivityKind.BREAKPOINT: ("Leave the debugger, or remove the breakpoint.",),
+    ActivityKind.CODE: (_ON_ONE_RANK,),
+    ActivityKind.SLEEP: (_ON_ONE_RANK,),
+    ActivityKind.FILE: (_ON_ONE_RANK, "Look at the file system of that rank's machine."),
+    ActivityKind.NETWORK: (_ON_ONE_RANK, "Give the request a timeout."),
+    ActivityKind.CHILD_PROCESS: (_ON_ONE_RANK, "Look at the child process on that machine."),
+    ActivityKind.COMPILE: (
+        "Compile on all ranks alike: look for shapes or code that differ on that rank.",
+    ),
     ActivityKind.GARBAGE_COLLECTION: (
         "Call gc.disable() and collect on all ranks in the same step.",
     ),
@@ -884,5 +1023,9 @@ def _seconds(seconds: float) -> str:
 
 
 def _clip(text: str) -> str:
+    """The text on one line and at most `_MAX_FAILURE` long, without the stack of a worker."""
+    head, stack, tail = text.partition("Original Traceback (most recent call last):")
+    if stack and tail.strip():
+        text = f"{head.strip().rstrip('.')}: {tail.strip().splitlines()[-1].strip()}"
     line = " ".join(text.split()).rstrip(".")
     return line if len(line) <= _MAX_FAILURE else f"{line[:_MAX_FAILURE]}..."

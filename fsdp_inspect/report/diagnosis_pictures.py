@@ -52,6 +52,7 @@ _ENDS = {
     EndKind.EXCEPTION: "failed",
     EndKind.OUT_OF_MEMORY: "out of memory",
     EndKind.FATAL_SIGNAL: "crashed",
+    EndKind.INTERRUPTED: "interrupted",
     EndKind.VANISHED: "gone",
 }
 

@@ -33,6 +33,7 @@ from fsdp_inspect.store.schema import (
     BLACK_BOX_FILE,
     COMPACTED_SUFFIX,
     CRASH_FILE,
+    DESYNC_FILE,
     LIVE_SUFFIX,
     MANIFEST_FILE,
     NUMERICS_FILE,
@@ -44,7 +45,10 @@ from fsdp_inspect.store.summary_files import Place
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 
 _KEPT_SUFFIXES = (LIVE_SUFFIX, COMPACTED_SUFFIX, ".json")
-_KEPT_NAMES = (BLACK_BOX_FILE, NUMERICS_FILE, STACKS_FILE, CRASH_FILE, SIGTERM_FILE)
+_KEPT_NAMES = (
+    *(BLACK_BOX_FILE, DESYNC_FILE, NUMERICS_FILE),
+    *(STACKS_FILE, CRASH_FILE, SIGTERM_FILE),
+)
 _SPARE_BYTES = 64 << 20
 """Free space that compaction may need in addition to the copies."""
 _START_UP_NS = 600 * 10**9

@@ -46,6 +46,7 @@ from fsdp_inspect.store.schema import (
     ALLOCATIONS_FILE,
     BLACK_BOX_FILE,
     CRASH_FILE,
+    DESYNC_FILE,
     DEVICE,
     EVENTS,
     LIVE_MEMORY_FILE,
@@ -293,11 +294,12 @@ class StoredRun:
                 return decode_record(encoded, NetworkProbe, _label(self._files, PROBE_FILE))
         return None
 
-    def black_box(self, rank: int) -> BlackBox | None:
+    def black_box(self, rank: int, *, at_desync: bool = False) -> BlackBox | None:
         """The black box of a rank; None without one, or if it is damaged (see `notes`)."""
-        if not self._may_have(rank, BLACK_BOX_FILE):
+        file = DESYNC_FILE if at_desync else BLACK_BOX_FILE
+        if not self._may_have(rank, file):
             return None
-        name = f"{self._folder(rank)}/{BLACK_BOX_FILE}"
+        name = f"{self._folder(rank)}/{file}"
         with noting(self._found):
             content = self._files.read(name)
             if content:

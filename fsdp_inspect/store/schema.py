@@ -22,6 +22,7 @@ file of an earlier attempt::
           scalars.arrows, scalars.parquet
           summary.parquet             the summary of this rank; only after compaction
           black_box.bin               the last collectives; see `trace.black_box`
+          black_box_desync.bin        the same, when the ranks first issued different collectives
           stacks.txt, crash.txt, sigterm.txt
                                       stacks at a hang, a fatal signal or SIGTERM, as written by
                                       Python's faulthandler; see `trace.stack_dumps`
@@ -160,6 +161,8 @@ NUMERICS_FILE = "numerics.jsonl"
 """In a rank's folder: its numerics steps, see `trace.numerics`."""
 BLACK_BOX_FILE = "black_box.bin"
 """In a rank's folder: its last collectives, see `trace.black_box`."""
+DESYNC_FILE = "black_box_desync.bin"
+"""In a rank's folder: its black box when the ranks first differed; missing without a difference."""
 STACKS_FILE = "stacks.txt"
 """In a rank's folder: a line of JSON, and the stacks that the watchdog requested."""
 CRASH_FILE = "crash.txt"

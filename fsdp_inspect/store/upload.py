@@ -30,6 +30,7 @@ from fsdp_inspect.store.schema import (
     BLACK_BOX_FILE,
     COMPACTED_SUFFIX,
     CRASH_FILE,
+    DESYNC_FILE,
     LIVE_SUFFIX,
     MANIFEST_FILE,
     NUMERICS_FILE,
@@ -121,7 +122,10 @@ MAX_SEGMENTS = 64
 """Above this number, the newest segments of a file are replaced with one."""
 
 _RANK_SUFFIXES = (LIVE_SUFFIX, COMPACTED_SUFFIX, ".json")
-_RANK_NAMES = (BLACK_BOX_FILE, NUMERICS_FILE, STACKS_FILE, CRASH_FILE, SIGTERM_FILE)
+_RANK_NAMES = (
+    *(BLACK_BOX_FILE, DESYNC_FILE, NUMERICS_FILE),
+    *(STACKS_FILE, CRASH_FILE, SIGTERM_FILE),
+)
 _COMPARED_BYTES = 8 << 20
 """A larger file of the same size at the URL counts as uploaded, without comparing its contents."""
 

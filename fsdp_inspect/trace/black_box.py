@@ -63,8 +63,9 @@ ENTRY = np.dtype(
 `issued_ns` and `finished_ns` are on the rank's clock; a `finished_ns` of 0 means that its end was
 not seen. `number` counts the rank's collectives from 1. `sequence` counts the collectives of the
 process group from 0; point-to-point messages have -1. `digest` is the running digest of the group's
-order and steps up to this entry, without those of `state` 1. `place` is the line of code that
-issued it, 0: unknown. `state` is 1 if another thread than the training thread issued it."""
+order and steps up to this entry, without those of another `state` than 0. `place` is the line of
+code that issued it, 0: unknown. `state` is 1 if another thread than the training thread issued it,
+and 2 inside torch's `Join`."""
 ENTRY_STRUCT = struct.Struct("<qqqQQiiiHHHBBBBH")
 assert ENTRY_STRUCT.size == ENTRY.itemsize
 FINISHED_OFFSET = 8
@@ -73,6 +74,8 @@ RING_BYTES = CAPACITY * ENTRY.itemsize
 TEXT_START = HEADER_BYTES + RING_BYTES
 MAX_BYTES = TEXT_START + TEXT_BYTES
 
+EXIT_OFFSET = 248
+"""Offset of 1 + the code of `os._exit`; 0: the rank has not called it."""
 ENDED_OFFSET = 256
 """Offset of the wall time, ns, at which the keeper saw the process end; 0: it had not ended."""
 WATCHED_OFFSET = 264
@@ -88,7 +91,7 @@ STEP_OFFSET = 88
 """Offset of the step in the header."""
 CLOSED_OFFSET = 97
 """Offset of `is_closed` in the header."""
-HEADER_STRUCT = struct.Struct("<8sIIIIqQqqqqqqiiBBHIq")
+HEADER_STRUCT = struct.Struct("<8sIIIIqQqqqqqqiiBBHIqqii")
 _TIME = struct.Struct("<q")
 _LAYOUT_FIELDS = ("magic", "entry_bytes", "capacity", "text_bytes")
 """The fields that are no attribute of a `Header`."""
@@ -113,6 +116,9 @@ _HEADER_FIELDS = (
     "loader_ended_step",
     "oom_kills",
     "hang_after_ns",
+    "num_batches",
+    "num_loader_passes",
+    "last_ended_pass",
 )
 _values_of = attrgetter(*(name for name in _HEADER_FIELDS if name not in _LAYOUT_FIELDS))
 """The fields of a `Header`, in the order of `_HEADER_FIELDS`; one call, because the watchdog
@@ -180,11 +186,24 @@ class Header:
     """Processes of this machine's cgroup that the kernel killed for memory since the start."""
     hang_after_ns: int
     """The time that the watchdog waits."""
+    num_batches: int = 0
+    """Batches that data loaders gave to the training thread, in all passes."""
+    num_loader_passes: int = 0
+    """Passes over data loaders that have begun; 0: none was seen."""
+    last_ended_pass: int = 0
+    """The number of passes that had begun when a pass last ended."""
     ended_unix_ns: int = 0
     """Wall time at which the process ended; 0: it had not ended, or its end was not seen."""
+    exit_code: int | None = None
+    """The code with which the rank called `os._exit`; None: it did not."""
     watched: Watched = NOT_WATCHED
     collection: Collection | None = None
     """None: no garbage collection of all generations ran."""
+
+    @property
+    def has_no_batch_left(self) -> bool:
+        """Whether the last pass over a data loader has ended, and no other one has begun."""
+        return 0 < self.num_loader_passes == self.last_ended_pass
 
     @property
     def hang_seen_unix_ns(self) -> int:
@@ -268,9 +287,11 @@ def decode(content: bytes | bytearray) -> BlackBox:
     text_bytes = fields.pop("text_bytes")
     fields["is_closed"] = bool(fields["is_closed"])
     (ended,) = _TIME.unpack_from(content, ENDED_OFFSET)
+    (left,) = _TIME.unpack_from(content, EXIT_OFFSET)
     header = Header(
         **fields,
         ended_unix_ns=ended,
+        exit_code=left - 1 if left > 0 else None,
         watched=_decode_watched(content),
         collection=_decode_collection(content),
     )

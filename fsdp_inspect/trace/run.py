@@ -522,6 +522,11 @@ class RankRecord(Record):
     """The error that ended the training, if the recorder saw it."""
     failed_at: str = ""
     """The user's line that the error passed, `file:line`; empty: none or unknown."""
+    failed_unix_ns: Moment = 0
+    """The wall time at which the recorder saw the error; 0: none or unknown."""
+    communication_error: str | None = None
+    """The error of a collective or of the store that `failure` is or follows from; empty: it arose
+    elsewhere. None: unknown."""
     crash_stacks: bool | None = None
     """Whether a fatal signal writes stacks into the rank's folder; None: unknown."""
     num_steps: Index = 0
@@ -601,8 +606,11 @@ class RunSource(Protocol):
         """The measured durations of messages of many sizes; None: the run has none."""
         ...
 
-    def black_box(self, rank: int) -> BlackBox | None:
-        """The last collectives of a rank, with its last signs of life; None: not recorded."""
+    def black_box(self, rank: int, *, at_desync: bool = False) -> BlackBox | None:
+        """The last collectives of a rank, with its last signs of life; None: not recorded.
+
+        With `at_desync`, as they were when the ranks first issued different collectives.
+        """
         ...
 
     def stack_dumps(self, rank: int) -> Sequence[StackDump]:

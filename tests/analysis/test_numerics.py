@@ -116,18 +116,47 @@ def test_the_first_values_are_those_looked_at_first_in_the_step_that_stored_them
     assert (found.problem, found.ranks, found.step) == (ProblemClass.NOT_FINITE, (1,), 8)
     assert describe_diagnosis(found).sentence == (
         "The first values that are not finite are in step 8 on rank 1: 7 of 100 values of the "
-        "gradient of layers.1. In step 4, the numerics step before, parameters and optimizer "
-        "states were finite."
+        "gradient of layers.1."
     )
-    assert any("numerics_every=1" in step for step in describe_diagnosis(found).next)
+    assert found.is_certain
 
 
-def test_parameters_that_were_not_finite_before_the_step_are_told_so() -> None:
-    found = diagnose_steps([step_of(0, seen(Place.PARAMETER, bad=100))])
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ([], "They arose in it or before it: it is the first numerics step."),
+        ([step_of(0)], "They arose after step 0, the last numerics step with finite parameters"),
+    ],
+)
+def test_values_that_arose_between_numerics_steps_name_no_unit_and_no_rank(
+    before: list[NumericsStep], words: str
+) -> None:
+    steps = [*before, step_of(11, seen(Place.PARAMETER, bad=100))]
+
+    found = diagnose_steps(steps, steps)
+
+    assert (found.problem, found.ranks, found.unit) == (ProblemClass.NOT_FINITE, (), None)
+    assert not found.is_certain
+    text = describe_diagnosis(found)
+    assert words in text.sentence
+    assert any("--numerics-every 1 " in step for step in text.next)
+
+
+def test_parameters_that_changed_right_before_the_step_are_located() -> None:
+    bad = [step_of(0), step_of(1, seen(Place.PARAMETER, bad=100))]
+
+    found = diagnose_steps([step_of(0), step_of(1)], bad)
+
+    assert (found.ranks, found.is_certain) == ((1,), True)
     assert describe_diagnosis(found).sentence == (
-        "The parameters of layers.1 are not finite at the start of step 0 on rank 0: 100 of 100 "
-        "values."
+        "The parameters of layers.1 are not finite at the start of step 1 on rank 1: 100 of 100 "
+        "values. In step 0, the numerics step before, parameters and optimizer states were finite."
     )
+
+
+def test_a_rank_without_the_step_leaves_the_place_open() -> None:
+    bad = step_of(8, seen(Place.PARAMETER), seen(Place.UPDATED_PARAMETER, 3, bad=100))
+    assert not diagnose_steps([step_of(0), bad], [step_of(0)]).is_certain
 
 
 def test_most_updates_lost_in_a_low_precision_is_a_problem() -> None:

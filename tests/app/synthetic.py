@@ -333,7 +333,7 @@ class SyntheticRun:
     notes: Sequence[str] = ()
     network_probe: None = None
 
-    def black_box(self, rank: int) -> None:
+    def black_box(self, rank: int, *, at_desync: bool = False) -> None:
         return None
 
     def numerics(self, rank: int) -> Sequence[NumericsStep]:

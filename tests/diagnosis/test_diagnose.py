@@ -24,7 +24,7 @@ def run_of(
     statuses: dict[int, RunStatus] | None = None,
     dumps: dict[int, list[StackDump]] | None = None,
     world_size: int = 3,
-    **fields: str,
+    **fields: object,
 ) -> InMemoryRun:
     statuses = statuses or dict.fromkeys(boxes, RunStatus.RUNNING)
     ranks = [
@@ -225,9 +225,17 @@ def test_a_rank_that_was_killed_after_the_hang_did_not_cause_it() -> None:
     assert "does not answer" in describe_diagnosis(found).sentence
 
 
-def test_ranks_without_a_black_box_are_not_called_healthy() -> None:
-    found = diagnose(run_of({}, dict.fromkeys(RANKS, RunStatus.COMPLETE)))
-    assert (found.status, found.unknown) == (Status.CANNOT_TELL, Unknown.NO_BLACK_BOX)
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [(RunStatus.COMPLETE, Status.HEALTHY), (RunStatus.RUNNING, Status.CANNOT_TELL)],
+)
+def test_ranks_without_a_black_box_are_known_by_their_ends(end: RunStatus, status: Status) -> None:
+    found = diagnose(run_of({}, dict.fromkeys(RANKS, end)))
+
+    assert (found.status, found.unknown) == (status, Unknown.NO_BLACK_BOX)
+    sentence = describe_diagnosis(found).sentence
+    assert sentence.endswith("Cannot tell whether the ranks agreed: the run has no black box.")
+    assert sentence.startswith("Every rank ended") is (status is Status.HEALTHY)
 
 
 def test_an_exception_of_its_own_comes_before_lost_peers() -> None:
@@ -351,7 +359,7 @@ def test_a_death_without_a_race_is_not_blamed_on_one(saving: Call, end: str) -> 
     [
         ("T", "It does not answer: its process is stopped by a signal (SIGSTOP)."),
         ("D", "waits in the kernel for a device"),
-        ("R", "its process runs, and native code holds Python's lock."),
+        ("R", "its process runs, and native code probably holds Python's lock."),
         ("", "its process is stopped or gone, or native code holds Python's lock."),
     ],
 )
@@ -433,3 +441,270 @@ def test_of_two_ranks_that_wait_for_each_other_the_rarer_collective_is_named() -
         "(train.py:58) of step 0, and rank 0 in an all-reduce of no unit (16 B) in forward "
         "(train.py:60)."
     )
+
+
+def test_a_difference_stays_the_answer_when_later_collectives_have_overwritten_it() -> None:
+    pair = (0, 1)
+    steps = [Call(unit, step=step) for step in (0, 1) for unit in (0, 1, 2)]
+    swapped = [*steps[:3], steps[4], steps[3], steps[5]]
+    then = {0: make_box(steps, pair), 1: make_box(swapped, pair)}
+    later = {
+        rank: make_box([*calls, *(Call(unit, step=9) for unit in range(9))], pair)
+        for rank, calls in ((0, steps), (1, swapped))
+    }
+    now = {rank: replace(box, entries=box.entries[6:]) for rank, box in later.items()}
+    run = run_of(now, dict.fromkeys(pair, RunStatus.CRASHED), world_size=2)
+    term = parse_dump("Thread 0x01 (most recent call first):\n", DumpSource.SIGTERM)
+    assert term is not None
+    run = replace(run, dumps={rank: [term] for rank in pair})
+
+    found = diagnose(replace(run, desync_boxes=then))
+
+    assert (found.problem, found.ranks, found.step) == (ProblemClass.ORDER_DIVERGED, (1,), 1)
+    assert [event.kind.value for event in found.events] == ["desync", "end"]
+    text = describe_diagnosis(found)
+    assert "12 collectives have finished since, with wrong results." in text.sentence
+    assert any("In order: in step 1, the ranks issued" in each for each in text.evidence)
+    assert found.grid is not None
+    assert found.grid.rows[found.grid.focus].step == 1
+
+    unseen = diagnose(run)  # the recorder did not see it, but the digests differ
+
+    assert (unseen.problem, unseen.ranks, unseen.step) == (ProblemClass.ORDER_DIVERGED, (), None)
+    assert "before step 9" in describe_diagnosis(unseen).sentence
+
+
+def loaders(ended: tuple[int, int], waiting: tuple[int, int]) -> dict[int, BlackBox]:
+    """Rank 1 has ended its loader, and the others wait; (batches, passes) of it, and of them."""
+    batches, passes = ended
+    done = replace(HUNG, num_batches=batches, num_loader_passes=passes, last_ended_pass=passes)
+    batches, passes = waiting
+    header = replace(done, num_batches=batches, num_loader_passes=passes, last_ended_pass=0)
+    boxes = {rank: replace(waiting_box, header=header) for rank, waiting_box in all_wait().items()}
+    return {**boxes, 1: make_box(DONE, RANKS, done)}
+
+
+def all_wait() -> dict[int, BlackBox]:
+    return {rank: waiting(rank) for rank in RANKS}
+
+
+@pytest.mark.parametrize(
+    ("ended", "others", "problem"),
+    [
+        ((6, 1), (7, 1), ProblemClass.UNEVEN_BATCHES),
+        ((12, 2), (13, 2), ProblemClass.UNEVEN_BATCHES),
+        ((6, 1), (7, 2), ProblemClass.RANK_LATE),  # the others are in the next epoch
+        ((12, 2), (7, 3), ProblemClass.RANK_LATE),
+        ((12, 2), (12, 2), ProblemClass.RANK_LATE),  # it used a batch without a step
+        ((0, 0), (0, 0), ProblemClass.RANK_LATE),  # a recording of an earlier version
+    ],
+)
+def test_batches_are_uneven_only_if_another_rank_has_had_more(
+    ended: tuple[int, int], others: tuple[int, int], problem: ProblemClass
+) -> None:
+    dumps = {1: dump_at("open('fifo').read()")}
+    found = diagnose(run_of(loaders(ended, others), dumps=dumps))
+
+    assert (found.problem, found.ranks, found.is_certain) == (problem, (1,), True)
+    sentence = describe_diagnosis(found).sentence
+    assert ("Rank 0 has had 1 more." in sentence) is (problem is ProblemClass.UNEVEN_BATCHES)
+    assert ("a batch without a step" in sentence) is (ended == (12, 2) == others)
+    if problem is ProblemClass.RANK_LATE:
+        assert "reading or writing a file at train.py:88 (`open('fifo').read()`)" in sentence
+
+
+def test_a_rank_that_ended_is_named_however_short_the_others_have_waited() -> None:
+    header = replace(HEADER, sign_ns=5 * SECOND)
+    boxes = {0: make_box([*DONE, Call(3, has_finished=False)], (0, 1), header)}
+    boxes[1] = make_box(DONE, (0, 1), header)
+    statuses = {0: RunStatus.CRASHED, 1: RunStatus.COMPLETE}
+    dumps = {0: [replace(dump_at("x")[0], source=DumpSource.SIGTERM)]}
+
+    found = diagnose(run_of(boxes, statuses, dumps, world_size=2))
+
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_EXITED_EARLY, (1,))
+
+    boxes[0] = boxes[1]
+    found = diagnose(run_of(boxes, statuses, dumps, world_size=2))
+
+    assert (found.status, found.problem) == (Status.PROBLEM, ProblemClass.STOPPED)
+    assert describe_diagnosis(found).sentence.startswith("Rank 0 was ended by SIGTERM")
+
+
+def with_record(run: InMemoryRun, rank: int, **fields: object) -> InMemoryRun:
+    """The run with other fields of a rank's record."""
+    records = [
+        record.model_copy(update=fields) if record.rank == rank else record for record in run.ranks
+    ]
+    return replace(run, ranks=records)
+
+
+@pytest.mark.parametrize(
+    ("failure", "communication_error", "is_own"),
+    [
+        ("TimeoutError at step 5: the tokenizer did not answer", None, True),
+        ("BrokenPipeError at step 5: [Errno 32] Broken pipe", None, True),
+        ("RuntimeError at step 5: DataLoader timed out after 5 seconds", None, True),
+        ("RuntimeError at step 5: the feature store timed out", "", True),
+        ("RuntimeError at step 5: Connection closed by peer", "Connection closed by peer", False),
+        ("ValueError at step 5: the step failed", "gloo/transport: Connection reset", False),
+        ("RuntimeError at step 5: CUDA error: timed out", "CUDA error: timed out", True),
+    ],
+)
+def test_a_lost_peer_is_known_by_the_frame_that_raised(
+    failure: str, communication_error: str | None, is_own: bool
+) -> None:
+    boxes = {rank: make_box(DONE, RANKS) for rank in RANKS}
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.FAILED), failure="Connection closed by peer")
+    run = with_record(run, 1, failure=failure, communication_error=communication_error)
+
+    found = diagnose(run)
+
+    assert found.ranks == ((1,) if is_own else ())
+    assert (found.status is Status.PROBLEM) is is_own
+
+
+def test_of_two_own_errors_the_one_that_was_raised_first_is_named() -> None:
+    boxes = {rank: make_box(DONE, RANKS) for rank in RANKS}
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.FAILED), failure="Connection closed by peer")
+    run = with_record(run, 0, failure="ValueError: late", failed_unix_ns=9 * SECOND)
+    run = with_record(run, 2, failure="ConnectionRefusedError: x", failed_unix_ns=8 * SECOND)
+    assert diagnose(run).ranks == (2,)
+
+
+@pytest.mark.parametrize(
+    ("failure", "problem"),
+    [
+        ("RuntimeError at step 5: gave up", ProblemClass.RANK_DIED),
+        ("MemoryError at step 5", ProblemClass.OUT_OF_MEMORY),
+        ("KeyboardInterrupt at step 5", ProblemClass.RANK_LATE),  # a user ended the hang
+        ("RuntimeError at step 5: Connection closed by peer", ProblemClass.RANK_LATE),
+    ],
+)
+def test_a_late_rank_that_fails_later_is_told(failure: str, problem: ProblemClass) -> None:
+    dumps = {1: dump_at("time.sleep(11)")}
+    run = run_of(all_wait(), dict.fromkeys(RANKS, RunStatus.FAILED), dumps)
+    run = replace(run, ranks=[r.model_copy(update={"failure": "timed out"}) for r in run.ranks])
+
+    found = diagnose(with_record(run, 1, failure=failure, failed_unix_ns=99 * SECOND))
+
+    assert (found.problem, found.ranks) == (problem, (1,))
+    sentence = describe_diagnosis(found).sentence
+    assert "sleeping at train.py:88" in sentence
+    assert ("Before, nothing moved for 90 s" in sentence) is (problem is not ProblemClass.RANK_LATE)
+
+
+def test_a_late_rank_that_is_killed_later_is_told() -> None:
+    boxes = all_wait()
+    gone = replace(HUNG, ended_unix_ns=95 * SECOND)
+    boxes[1] = replace(boxes[1], header=gone)
+    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CRASHED, 2: RunStatus.RUNNING}
+
+    found = diagnose(run_of(boxes, statuses, {1: dump_at("time.sleep(11)")}))
+
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_LATE, (1,))
+    assert describe_diagnosis(found).sentence.endswith("Then it was killed, or left silently.")
+
+
+@pytest.mark.parametrize(("lead_ns", "ranks"), [(SECOND, (1,)), (SECOND // 100, ())])
+def test_of_ranks_that_all_vanished_the_one_that_others_waited_for_died_first(
+    lead_ns: int, ranks: tuple[int, ...]
+) -> None:
+    header = replace(HEADER, sign_ns=5 * SECOND, ended_unix_ns=9 * SECOND)
+    calls = [*DONE, Call(3, has_finished=False)]
+    boxes = {rank: make_box(calls, RANKS, header) for rank in RANKS}
+    boxes[1] = make_box(DONE, RANKS, replace(header, ended_unix_ns=9 * SECOND - lead_ns))
+
+    found = diagnose(run_of(boxes, dict.fromkeys(RANKS, RunStatus.CRASHED)))
+
+    assert (found.ranks, found.is_certain) == (ranks, False)
+    expected = ProblemClass.RANK_DIED if ranks else ProblemClass.STOPPED
+    assert found.problem is expected
+
+
+def test_an_interrupt_of_all_ranks_stops_the_run_from_outside() -> None:
+    boxes = {rank: make_box(DONE, RANKS) for rank in RANKS}
+    failed = dict.fromkeys(RANKS, RunStatus.FAILED)
+    run = run_of(boxes, failed, failure="KeyboardInterrupt at step 5")
+
+    found = diagnose(run)
+
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.STOPPED, (), True)
+    assert (
+        "Ranks 0-2 were interrupted (SIGINT, such as Ctrl-C)" in describe_diagnosis(found).sentence
+    )
+
+    lost = with_record(run, 1, failure="RuntimeError: Connection closed by peer")
+    assert diagnose(lost).problem is ProblemClass.STOPPED
+    one = with_record(with_record(run, 1, failure="ncclRemoteError"), 2, failure="ncclRemoteError")
+    assert (diagnose(one).problem, diagnose(one).ranks) == (ProblemClass.RANK_DIED, (0,))
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_os_exit_is_told_from_a_kill(code: int) -> None:
+    header = replace(HEADER, exit_code=code, ended_unix_ns=9 * SECOND)
+    boxes = {rank: make_box(DONE, RANKS, header) for rank in RANKS}
+
+    found = diagnose(run_of(boxes, dict.fromkeys(RANKS, RunStatus.CRASHED)))
+
+    assert found.is_certain
+    if code == 0:
+        assert found.status is Status.HEALTHY
+    else:
+        assert (found.problem, found.ranks) == (ProblemClass.RANK_DIED, RANKS)
+        assert describe_diagnosis(found).sentence == "Ranks 0-2 left with os._exit(3) in step 0."
+
+
+@pytest.mark.parametrize(("still_s", "status"), [(2, Status.HEALTHY), (8, Status.CANNOT_TELL)])
+def test_ranks_that_have_not_moved_for_a_while_are_not_said_to_make_progress(
+    still_s: int, status: Status
+) -> None:
+    seen = replace(HEADER, sign_ns=90 * SECOND, sign_unix_ns=90 * SECOND)
+    header = replace(seen, changed_ns=(90 - still_s) * SECOND)
+
+    found = diagnose(run_of({rank: make_box(DONE, RANKS, header) for rank in RANKS}))
+
+    assert found.status is status
+    sentence = describe_diagnosis(found).sentence
+    assert ("make progress" in sentence) is (status is Status.HEALTHY)
+    assert ("nothing has moved for 8.0 s in step 0" in sentence) is (status is Status.CANNOT_TELL)
+
+
+def test_the_evidence_names_every_rank() -> None:
+    ranks = tuple(range(40))
+    calls = [*DONE, Call(3, has_finished=False)]
+    boxes = {rank: make_box(calls if rank else DONE, ranks, HUNG) for rank in ranks}
+
+    found = diagnose(run_of(boxes, world_size=40))
+
+    assert any(
+        each.startswith("Ranks 1-39: waiting") for each in describe_diagnosis(found).evidence
+    )
+    assert "39 ranks wait for it" in describe_diagnosis(found).sentence
+
+
+def test_ranks_that_wait_in_other_process_groups_are_counted() -> None:
+    there = Call(0, group=1, has_finished=False)
+    boxes = {
+        0: make_box([*DONE, Call(3, has_finished=False)], RANKS, HUNG),
+        1: make_box(DONE, RANKS, HUNG),
+        2: make_box([*DONE, there], RANKS, HUNG),
+    }
+    found = diagnose(run_of(boxes))
+    assert found.ranks == (1,)
+    assert "2 ranks wait for it." in describe_diagnosis(found).sentence
+
+
+def test_the_error_of_a_worker_is_shown_with_its_text() -> None:
+    stack = "\n".join(f'  File "loader.py", line {line}, in load' for line in range(40))
+    failure = (
+        "ValueError at step 5: Caught ValueError in DataLoader worker process 0.\n"
+        f"Original Traceback (most recent call last):\n{stack}\nValueError: sample 7 is empty\n"
+    )
+    boxes = {rank: make_box(DONE, RANKS) for rank in RANKS}
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.FAILED), failure="Connection closed by peer")
+
+    text = describe_diagnosis(diagnose(with_record(run, 1, failure=failure)))
+
+    assert "worker process 0: ValueError: sample 7 is empty" in text.sentence
+    assert not any("memory" in each for each in text.next)

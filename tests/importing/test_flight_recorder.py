@@ -19,14 +19,12 @@ from tests.importing.flight_recorder_dumps import BEGIN_NS, SECOND, USER_FRAMES,
 
 
 def write(folder: Path, entries: dict[int, list[dict[str, Any]]], *, ranks: str = "[0, 1, 2]"):
-    """The dumps of some ranks, written a minute after the last collective."""
+    """The dumps of some ranks."""
     folder.mkdir(exist_ok=True)
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
     for rank, each in entries.items():
         file = folder / f"nccl_trace_rank_{rank}"
         file.write_text(json.dumps({"version": "2.10", "pg_config": config, "entries": each}))
-        moment = BEGIN_NS + 90 * SECOND
-        os.utime(file, ns=(moment, moment))
     return folder
 
 
@@ -84,11 +82,24 @@ def test_a_rank_without_a_dump_is_missing(tmp_path: Path) -> None:
 
 
 def test_equal_dumps_of_ranks_that_moved_show_no_hang(tmp_path: Path) -> None:
-    folder = write(tmp_path / "dumps", {key: [entry(0), entry(1)] for key in range(3)})
-    for file in folder.iterdir():
-        os.utime(file, ns=(BEGIN_NS + 2 * SECOND,) * 2)
-    found = diagnose_dumps(folder)
+    found = diagnose_dumps(
+        write(tmp_path / "dumps", {key: [entry(0), entry(1)] for key in range(3)})
+    )
     assert (found.status, found.unknown) == (Status.CANNOT_TELL, Unknown.TIME_OF_DUMP)
+
+
+@pytest.mark.parametrize("age_s", [0, 2, 90])
+def test_the_time_of_the_file_changes_nothing(tmp_path: Path, age_s: int) -> None:
+    done = [entry(0), entry(1)]
+    waiting = [*done, entry(2, **WAITING)]
+    folder = write(tmp_path / "dumps", {0: waiting, 1: done, 2: waiting})
+    for file in folder.iterdir():
+        os.utime(file, ns=(BEGIN_NS + age_s * SECOND,) * 2)
+
+    found = diagnose_dumps(folder)
+
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (1,), False)
+    assert any("dump again after a minute" in each for each in describe_diagnosis(found).next)
 
 
 def test_dumps_that_begin_at_other_positions_are_compared_where_all_have_them(

@@ -23,6 +23,7 @@ from fsdp_inspect.trace.black_box import (
     EMPTY_HEADER,
     ENDED_OFFSET,
     HEADER_BYTES,
+    MAX_BYTES,
     WATCHED_OFFSET,
     WATCHED_STRUCT,
     Header,
@@ -198,3 +199,36 @@ def test_a_compiled_frame_is_noticed() -> None:
     assert uses_compile()
     torch._dynamo.reset()
     torch._dynamo.utils.counters["frames"].clear()
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "pending"),
+    [("Z", 0, 0), ("R", 0x4, 0), ("D", 0x200, 0), ("R", 0x400, 0), ("T", 0, 1 << 8)],
+    ids=["zombie", "exits", "dumps its core", "was killed", "will be killed"],
+)
+def test_a_look_at_a_dying_process_does_not_replace_the_last_good_one(
+    tmp_path: Path, state: str, flags: int, pending: int
+) -> None:
+    def write(state: str, flags: int, pending: int) -> None:
+        fields = f"1 (python) {state} 1 1 1 0 -1 {flags} 0 0 7 0 0"
+        (tmp_path / "stat").write_text(fields)
+        (tmp_path / "status").write_text(f"VmSwap:\t0 kB\nSigPnd:\t{pending:016x}\n")
+
+    watch = black_box_keeper.Watch(1)
+    watch._folder = str(tmp_path)
+    content = bytes(MAX_BYTES)
+    write("T", 0, 0)
+    good = watch.look(content, is_over=False)
+    write(state, flags, pending)
+
+    assert watch.look(content, is_over=False) == good
+    assert WATCHED_STRUCT.unpack_from(good, WATCHED_OFFSET)[-1] == b"T"
+
+
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_a_call_of_os_exit_is_noted(code: int | None) -> None:
+    box = BlackBoxWriter(lambda: 5)
+    if code is not None:
+        box.note_exit(code)
+    box.write_header(EMPTY_HEADER)
+    assert decode(box.contents()).header.exit_code == code

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording import failure
 from fsdp_inspect.recording.attachment import Attachment
-from fsdp_inspect.recording.failure import MAX_HISTORY_ENTRIES, MemoryHistory, hide_own_frames
+from fsdp_inspect.recording.failure import (
+    MAX_HISTORY_ENTRIES,
+    MemoryHistory,
+    find_communication_error,
+    hide_own_frames,
+)
 from fsdp_inspect.recording.patches import wrap_call
 from fsdp_inspect.recording.sharders.find import find_sharder
 
@@ -108,3 +114,45 @@ def test_an_allocator_without_a_history_costs_the_snapshot_and_not_the_training(
     [problem] = problems
     assert problem.startswith("There will be no memory snapshot")
     assert "backend:cudaMallocAsync" in problem
+
+
+def _fail(action: Any) -> BaseException:
+    try:
+        action()
+    except BaseException as error:
+        return error
+    raise AssertionError
+
+
+def _raise_own() -> None:
+    raise RuntimeError("the feature store timed out")
+
+
+def _raise_native() -> None:
+    torch.zeros(2) @ torch.zeros(3)
+
+
+def _wrap_native() -> None:
+    try:
+        _raise_native()
+    except RuntimeError as error:
+        raise ValueError("the step failed") from error
+
+
+@pytest.mark.parametrize(
+    ("action", "is_of_torch"),
+    [
+        (_raise_own, False),
+        (_raise_native, True),
+        (_wrap_native, True),
+        (lambda: int("x"), False),
+        (
+            lambda: next(iter(DataLoader([1], num_workers=0, collate_fn=lambda _: _raise_own()))),
+            False,
+        ),
+    ],
+)
+def test_an_error_of_native_code_is_told_from_one_that_python_code_raises(
+    action: Any, is_of_torch: bool
+) -> None:
+    assert bool(find_communication_error(_fail(action))) is is_of_torch

@@ -41,3 +41,17 @@ def test_loading_ahead_on_another_thread_is_not() -> None:
         thread.join()
 
     assert kinds_recorded(load_elsewhere) == []
+
+
+def test_batches_and_passes_are_counted() -> None:
+    session = Session(HostClock(), lambda row: None, ProcessGroups())
+    patches = Patches()
+    LoopHooks(session, None, lambda optimizer: None).attach(patches)
+    data = TensorDataset(torch.arange(6.0))
+    try:
+        first, second = DataLoader(data, batch_size=2), DataLoader(data, batch_size=3)
+        list(first), next(iter(second)), list(zip(first, second, strict=False))
+    finally:
+        patches.undo()
+    counts = session.num_batches, session.num_loader_passes, session.last_ended_pass
+    assert counts == (3 + 1 + 5, 4, 4)

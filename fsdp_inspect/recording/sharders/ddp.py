@@ -38,6 +38,7 @@ from fsdp_inspect.recording.torch_api.ddp import (
     find_wrappers,
     has_final_buckets,
     has_rebuilt_buckets,
+    is_joined,
 )
 from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.recording.units import dtype_code, dtype_name
@@ -79,6 +80,8 @@ class Ddp(Sharder[BucketHandle]):
 
     def make_hooks(self, session: Session, memory: MemoryProbe) -> BucketHooks:
         """Hooks on each wrapped model and on the all-reduces."""
+        if any(is_joined(wrapper) for _, wrapper in self.wrappers):
+            session.stop_comparing()
         return BucketHooks(session, self, memory)
 
     def mesh(self) -> dict[str, int]:

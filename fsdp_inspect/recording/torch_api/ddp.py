@@ -97,6 +97,11 @@ class BucketBuffer:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def is_joined(wrapper: DistributedDataParallel) -> bool:
+    """Whether the script has put the model into torch's `Join`, for uneven inputs."""
+    return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
 def find_wrappers(model: nn.Module) -> list[tuple[str, DistributedDataParallel]]:
     """The wrapped models in a model, with the fqn of each, without wrapper segments."""
     return [

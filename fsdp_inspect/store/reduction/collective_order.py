@@ -71,7 +71,8 @@ class OrderDifference:
     is_first: bool
     """False: the ranks already differed before the oldest recorded collective."""
     issued: tuple[tuple[tuple[int, ...], Issued], ...]
-    """The collective that each set of ranks issued at this position; the largest set first."""
+    """The collective that each set of ranks issued at this position; the largest set first. One
+    set: see `is_unknown`."""
     culprits: tuple[int, ...]
     """The ranks that differ from the others; empty: unknown."""
     is_majority: bool
@@ -84,6 +85,11 @@ class OrderDifference:
     is_race: bool = False
     """Whether two threads of a rank issue collectives on this communicator, so that chance decides
     their order. Then no rank is a culprit."""
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the ranks agree again: only the digests show that they differed earlier."""
+        return len(self.issued) == 1
 
     @property
     def step(self) -> int:
@@ -147,13 +153,14 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
     is_step = len(sets) == 1
     if is_step:
         sets = reader.sets_at(position, by_step=True)
-    if len(sets) == 1:  # the ranks differed before the oldest recorded position, and agree again
+    if len(sets) == 1 and is_first:
         return None
     is_race = any(_is_race(each, position) for each in rows.values())
-    culprits, is_majority = ([], False) if is_race else _culprits(sets, reader, position)
+    is_open = is_race or len(sets) == 1
+    culprits, is_majority = ([], False) if is_open else _culprits(sets, reader, position)
     others = [rank for rank in rows if rank not in culprits]
     difference = Difference.OTHER
-    if is_step:
+    if is_step and len(sets) > 1:
         difference = Difference.STEP
     elif culprits and others:
         difference = _classify(reader, culprits[0], others[0], position)
@@ -195,7 +202,7 @@ def find_race(rows: NDArray[np.void], step: int) -> NDArray[np.void]:
         step: The step.
     """
     near = rows[np.abs(rows["step"] - step) <= 1]
-    background: NDArray[np.void] = near[near["state"] != 0]
+    background: NDArray[np.void] = near[near["state"] == 1]
     return background[:0] if len(background) == len(near) else background
 
 
@@ -308,7 +315,7 @@ def read_entry(box: BlackBox, row: np.void) -> Issued:
         sequence=int(row["sequence"]),
         place=box.places.get(int(row["place"])),
         has_finished=int(row["finished_ns"]) != 0,
-        is_background=int(row["state"]) != 0,
+        is_background=int(row["state"]) == 1,
     )
 
 

@@ -20,6 +20,11 @@ def describe_difference(found: OrderDifference, unit_names: Sequence[str]) -> st
         found: The difference.
         unit_names: The fqns of the units, by index.
     """
+    if found.is_unknown:
+        return (
+            f"The ranks issued different collectives before step {found.step}. The first "
+            "difference is older than the stored collectives. Results since then are wrong."
+        )
     earlier = ""
     if found.usual.unit == UNKNOWN_UNIT:
         earlier = " Before it, they may have differed in collectives of equal kind and size."
@@ -134,13 +139,11 @@ def shorten_place(place: str) -> str:
 
 
 def _consequence(found: OrderDifference) -> str:
-    place = f"position {found.sequence + 1} of this process group"
-    if found.num_since:
-        finished, whose = (
-            ("1 has", "its") if found.num_since == 1 else (f"{found.num_since} have", "their")
-        )
-        return (
-            f"The collectives from {place} on pair different tensors: {finished} finished, and "
-            f"{whose} results are wrong."
-        )
-    return f"The collectives from {place} on cannot pair: the job hangs or fails there."
+    place = f"osition {found.sequence + 1} of this process group"
+    if not found.num_since:
+        return f"The collectives from p{place} on cannot pair: the job hangs or fails there."
+    since = "collective has" if found.num_since == 1 else "collectives have"
+    return (
+        f"P{place} pairs different tensors: {found.num_since:,} {since} finished since, with wrong "
+        "results."
+    )

@@ -65,14 +65,21 @@ def test_of_two_ranks_without_a_step_before_no_rank_is_named() -> None:
     assert sentence.startswith("The ranks issued different collectives in step 0: rank 0 the all")
 
 
-def test_a_difference_older_than_what_is_kept_is_not_invented() -> None:
+def test_a_difference_older_than_what_is_kept_is_told_without_its_place() -> None:
     whole = boxes([Call(9), *USUAL[1:]])
     cut = {
         rank: BlackBox(box.header, box.entries[2:], box.groups, box.places)
         for rank, box in whole.items()
     }
 
-    assert find_difference(cut, "all") is None  # equal again, so the difference is unknown
+    found = find_difference(cut, "all")
+
+    assert found is not None
+    assert (found.is_unknown, found.is_first, found.culprits) == (True, False, ())
+    assert describe_difference(found, NAMES) == (
+        "The ranks issued different collectives before step 0. The first difference is older than "
+        "the stored collectives. Results since then are wrong."
+    )
 
 
 def test_a_rank_that_is_behind_does_not_differ() -> None:
@@ -119,8 +126,8 @@ def test_the_sentence_names_rank_unit_step_and_line() -> None:
     assert found is not None
     assert describe_difference(found, NAMES) == (
         "Rank 1 left out the all-gather of a in forward in step 0 (train.py:7), and issued the "
-        "all-gather of b in forward (train.py:7) instead. The collectives from position 2 of this "
-        "process group on pair different tensors: 4 have finished, and their results are wrong."
+        "all-gather of b in forward (train.py:7) instead. Position 2 of this process group "
+        "pairs different tensors: 4 collectives have finished since, with wrong results."
     )
 
 
@@ -152,3 +159,8 @@ def test_two_threads_on_one_process_group_are_no_rank_s_fault() -> None:
 def test_collectives_of_background_threads_alone_are_not_compared() -> None:
     one, other = Call(NO_UNIT, bytes=8, state=1), Call(NO_UNIT, bytes=16, state=1)
     assert find_difference(boxes([one, other], [other, one]), "all") is None
+
+
+def test_collectives_inside_join_are_not_compared() -> None:
+    shadows = [Call(NO_UNIT, state=2), Call(1, state=2), Call(1, step=1, state=2)]
+    assert find_difference(boxes([Call(0), *shadows], [Call(0), *shadows[::-1]]), "all") is None
