@@ -250,7 +250,7 @@ def _point(bench: PlanScorer, choice: Choice) -> ParetoPoint:
 
 
 def _notes(bench: PlanScorer, limit: int | None) -> list[str]:
-    notes = list(caveats_of(bench.work, bench.replay_error))
+    notes = list(caveats_of(bench.work))
     if bench.network.is_changed:
         notes.append(
             "All plans, also the recorded one, are simulated on the requested network. The trace "

@@ -88,6 +88,16 @@ class Change:
     """Units without parameters, which prefetch skips."""
     plan_file: str = "plan.toml"
 
+    def within(self, module: str) -> "Change":
+        """The change inside one module of the recorded model, with names relative to it."""
+        inner = [name for name in self.without if name.startswith(f"{module}.")]
+        return Change(
+            self.before.within(module),
+            self.after.within(module),
+            _relative(inner, module),
+            self.plan_file,
+        )
+
 
 def is_readable(calls: Sequence[ShardingCall]) -> bool:
     """Whether every call is a statement of the user's own code."""
@@ -116,16 +126,17 @@ def edit_own_calls(code: TrainingCode, change: Change) -> list[Edit] | None:
             later += changed
         else:
             return None
-    roots = find_root_calls(code.calls, change.before)
-    lines = list(lines_after(change, later))
-    if not lines:
+    if not list(lines_after(change, later)):
         return edits
-    if len(roots) != 1:
+    places = find_root_places(code.calls, change)
+    if len(places) != 1:
         return None
-    (prefix, root), *_ = roots.items()
-    if not _is_once(root):
-        return None
-    lines = [line.replace("MODEL", root.argument) for line in lines_after(change, later, prefix)]
+    prefix, root = places[0]
+    later = [name for name in later if name.startswith(prefix)]
+    inner = change.within(prefix) if len(root.units) > 1 else change
+    if inner is not change:
+        later, prefix = _relative(later, prefix), ""
+    lines = [line.replace("MODEL", root.argument) for line in lines_after(inner, later, prefix)]
     return _add_lines(edits, root, _indented(lines, _indent(root, code.sources)))
 
 
@@ -170,17 +181,19 @@ def _prefetch_lines(change: Change, setting: str, prefix: str) -> Iterator[str]:
 def replace_calls(code: TrainingCode, change: Change) -> list[Edit] | None:
     """Edits that put `apply_plan` in place of the calls; None: it would lose a setting."""
     lost = any(_NOT_IN_PLANS & set(call.keywords) for call in code.calls)
-    roots = find_root_calls(code.calls, change.before)
-    if lost or change.before.notes or not roots or not all(map(_is_once, roots.values())):
+    roots = find_root_places(code.calls, change)
+    if lost or change.before.notes or not roots:
         return None
     edits = list[Edit]()
-    places = {(call.file, call.line): prefix for prefix, call in roots.items()}
+    places = {(call.file, call.line): prefix for prefix, call in roots}
     for first, last, calls in _removals(code.calls):
         file, lines = calls[0].file, list[str]()
         for call in calls:
             if (call.file, call.line) in places:
                 prefix = places[call.file, call.line]
-                lines += apply_lines(change, call.argument, _mesh(code.calls, call, change), prefix)
+                lines += apply_lines(
+                    change, call.argument, mesh_of_calls(code.calls, call, change), prefix
+                )
         if not lines and all(call.leaves_block_empty for call in calls):
             lines = ["pass"]
         indent = _indent_at(file, first, code.sources)
@@ -211,6 +224,27 @@ def find_root_calls(calls: Sequence[ShardingCall], plan: Plan) -> dict[str, Shar
     return roots
 
 
+def find_root_places(
+    calls: Sequence[ShardingCall], change: Change
+) -> list[tuple[str, ShardingCall]]:
+    """Each call of outermost units, with the module of which it applies the plan.
+
+    A helper may shard several models by one call. Their plans must then be equal, and the plan of
+    the first one serves all. Empty: the calls are unknown, or such plans differ.
+    """
+    places: dict[tuple[str, int], list[tuple[str, ShardingCall]]] = {}
+    for prefix, call in find_root_calls(calls, change.before).items():
+        places.setdefault((call.file, call.line), []).append((prefix, call))
+    for found in places.values():
+        (first, call), *others = found
+        if len(call.units) != len(found):
+            return []
+        own = change.after.within(first)
+        if any(change.after.within(prefix) != own for prefix, _ in others):
+            return []
+    return [found[0] for found in places.values()]
+
+
 # --- which changes are simple
 
 
@@ -239,10 +273,6 @@ def _is_simple(change: Change) -> bool:
 def _reshard(change: Change, name: str) -> bool:
     old, new = (plan.unit(name).reshard_after_forward for plan in (change.before, change.after))
     return old is not new and old != new
-
-
-def _is_once(call: ShardingCall) -> bool:
-    return len(call.units) == 1
 
 
 # --- the text of the edits
@@ -299,7 +329,7 @@ def _removals(calls: Sequence[ShardingCall]) -> Iterator[tuple[int, int, list[Sh
         yield first, last, inside
 
 
-def _mesh(calls: Sequence[ShardingCall], root: ShardingCall, change: Change) -> str:
+def mesh_of_calls(calls: Sequence[ShardingCall], root: ShardingCall, change: Change) -> str:
     """The mesh of the calls as written; empty: the default mesh, or the plan has another one."""
     if change.before.mesh != change.after.mesh:
         return ""

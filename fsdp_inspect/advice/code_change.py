@@ -13,10 +13,11 @@ from fsdp_inspect.advice.call_edits import (
     Edit,
     apply_lines,
     edit_own_calls,
-    find_root_calls,
+    find_root_places,
     is_readable,
     lines_after,
     lines_of,
+    mesh_of_calls,
     replace_calls,
     write_diff,
 )
@@ -207,7 +208,7 @@ def write_code_change(manifest: RunManifest, change: Change) -> CodeChange:
     if TRAINER in (*manifest.command, *code.launch):
         return _finish(manifest, change, "The trainer applies the plan of its option --plan.")
     if not code.calls:
-        lines = apply_lines(change, "model", "mesh")
+        lines = _lines_of_models(change)
         return _finish(manifest, change, _say_unknown(manifest), lines=lines)
     if any(call.function == "apply_plan" for call in code.calls):
         where = f"The script already applies a plan in {_places(code.calls)}. Load this plan there."
@@ -231,12 +232,34 @@ def _change_own_calls(manifest: RunManifest, change: Change) -> CodeChange:
         if diff:
             where = f"The diff replaces {calls} with the plan file."
             return _finish(manifest, change, where, diff=diff)
-    roots = find_root_calls(code.calls, change.before)
-    model = next(iter(roots.values())).argument if len(roots) == 1 else ""
-    prefix = next(iter(roots), "") if len(roots) == 1 else ""
-    lines = apply_lines(change, model or "model", "mesh", prefix)
-    where = f"Replace {calls} with these lines. {_say_no_diff(manifest)}"
-    return _finish(manifest, change, where, lines=lines)
+    where = f"Replace {calls} with these lines. {_say_no_diff(manifest, change)}"
+    return _finish(manifest, change, where, lines=_lines_in_place(code.calls, change))
+
+
+def _lines_in_place(calls: Sequence[ShardingCall], change: Change) -> list[str]:
+    """Lines that apply the plan, in the names of the calls that they replace."""
+    places = find_root_places(calls, change)
+    if places and all(call.argument for _, call in places):
+        lines = [
+            line
+            for prefix, call in places
+            for line in apply_lines(
+                change, call.argument, mesh_of_calls(calls, call, change), prefix
+            )
+        ]
+        return list(dict.fromkeys(lines)) if len(places) == 1 else lines
+    return _lines_of_models(change)
+
+
+def _lines_of_models(change: Change) -> list[str]:
+    """Lines that apply the plan, in the names of the recorded models."""
+    mesh = "mesh" if change.after.has_other_dimensions else ""
+    note = ["# mesh: the data-parallel mesh that your fully_shard calls use"] if mesh else []
+    roots = [name for name in change.before.fsdp_roots if name and "." not in name]
+    if len(roots) < 2 or len(roots) != len(change.before.fsdp_roots):
+        return [*note, *apply_lines(change, "model", mesh)]
+    lines = [line for root in roots for line in apply_lines(change, root, mesh, root)]
+    return [*note, "# for each of the recorded models", *lines]
 
 
 def _change_framework(manifest: RunManifest, change: Change) -> CodeChange:
@@ -405,10 +428,23 @@ def _say_unknown(manifest: RunManifest) -> str:
     return f"{words}, because the run does not contain it."
 
 
-def _say_no_diff(manifest: RunManifest) -> str:
-    if not manifest.code.sources:
+def _say_no_diff(manifest: RunManifest, change: Change) -> str:
+    """The reason why there is no diff."""
+    code = manifest.code
+    if not code.sources:
         return "The run contains no source lines, so there is no diff."
-    return "No diff can be written for these calls."
+    unread = [call for call in code.calls if not call.argument]
+    if unread:
+        why = f"the call in {_places(unread[:1])}, shares its line or statement with other code"
+    elif not is_readable(code.calls):
+        why = "not every call is a fully_shard call of your own code"
+    elif change.before.notes:
+        why = f"a plan file cannot express the recorded sharding. {change.before.notes[0]}"
+    elif not find_root_places(code.calls, change):
+        why = "one call shards several modules that the plan treats differently"
+    else:
+        why = "a call has settings that a plan file cannot express, or the run lacks some lines"
+    return f"No diff can be written: {why.removesuffix('.')}."
 
 
 # --- Write the launch line of a recorded run with a plan applied, without conflicting options.

@@ -35,6 +35,8 @@ _BEFORE_COMMUNICATION = (
     Limit.SLOW_GROUP,
     Limit.HOST,
     Limit.INPUT,
+    Limit.COLLECTION,
+    Limit.BETWEEN,
     Limit.OTHER,
 )
 _LATE = (Limit.STRAGGLER, Limit.SLOW_GROUP)
@@ -43,6 +45,7 @@ _COSTS = {
     Limit.SLOW_GROUP: "slow_group_cost_ns",
     Limit.HOST: "host_bound_ns",
     Limit.INPUT: "data_ns",
+    Limit.COLLECTION: "garbage_collection_ns",
     Limit.COMMUNICATION: "exposed_other_ns",
 }
 """The cost of each limit a step: the name of the verdict's number."""

@@ -13,7 +13,7 @@ from fsdp_inspect.advice.plan_simulator import (
 )
 from fsdp_inspect.advice.plan_space import Choice, Space, make_space
 from fsdp_inspect.analysis.run_delay import busy_ratio
-from fsdp_inspect.errors import MissingDataError, PlanError
+from fsdp_inspect.errors import PlanError
 from fsdp_inspect.parallel.tasks import InProcess, Tasks
 from fsdp_inspect.simulation.network import Network, NodeLink, Pace
 from fsdp_inspect.simulation.recorded import (
@@ -23,7 +23,7 @@ from fsdp_inspect.simulation.recorded import (
     observed_plan,
 )
 from fsdp_inspect.simulation.scenario import Mesh, Scenario, mesh_of, resolve_plan
-from fsdp_inspect.simulation.simulate import MAX_REPLAY_ERROR
+from fsdp_inspect.simulation.self_check import expect_self_check
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 
@@ -81,12 +81,7 @@ class PlanScorer:
         step = self.simulator.replayed
         self.replay_error = step.duration_ns / self.work.step_time_ns - 1
         """The self-check: simulated / measured step time of the recorded plan, - 1."""
-        if abs(self.replay_error) > MAX_REPLAY_ERROR:
-            raise MissingDataError(
-                f"Plans of run {run.manifest.run_id!r} cannot be ranked: the simulation of the "
-                f"recorded plan itself is off by {self.replay_error:+.1%}. Expected at most "
-                f"{MAX_REPLAY_ERROR:.0%}. {self._why_off()}"
-            )
+        expect_self_check(run.manifest.run_id, self.replay_error)
         self.memory_error = self.work.memory_error
         """Simulated / measured peak memory of the recorded plan, - 1; None: unknown."""
         self.recorded = Score(step.duration_ns, step.peak_bytes, step.duration_ns)
@@ -175,16 +170,3 @@ class PlanScorer:
     def scenario(self, choice: Choice) -> Scenario:
         """The work under a plan: its resolved plan, units and assumptions."""
         return self.simulator.scenario(self.space.plan_of(choice))
-
-    def _why_off(self) -> str:
-        """Explain the error of the self-check, and how to fix it."""
-        others, alike = self.work.num_other_steps, len(self.work.steps)
-        if others:
-            return (
-                f"{others} of {others + alike} typical steps run other passes or collectives than "
-                "the rest, so no step represents all. Record a loop whose steps are alike."
-            )
-        return (
-            "Record more steps on a quiet machine. If the error stays, the simulation does not "
-            "support this loop."
-        )

@@ -4,12 +4,14 @@ A `Choice` names only the changed settings. So a simpler plan is one with fewer 
 gain of a plan can be split by change.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from fsdp_inspect.advice.setting_findings import OVERSIZED_RATIO
+from fsdp_inspect.advice.setting_findings import LARGE_PART_RATIO
+from fsdp_inspect.analysis.verdict.facts import OVERSIZED_RATIO
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.changes import (
@@ -23,7 +25,10 @@ from fsdp_inspect.simulation.changes import (
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.plan import FloatDtype, Plan, UnitPlan, owned_parameters
+from fsdp_inspect.trace.run import Unit
 
+ROOT_PARTS = "make units of large modules of the root"
+"""The begin of the description of these units."""
 Sync = Literal["every", "last", "all_reduce_last"]
 GROUP_SIZES = (1, 2, 3, 4, 6, 8)
 """Numbers of blocks in a unit."""
@@ -40,6 +45,8 @@ class Choice:
     parameters."""
     num_kept: int | None = None
     """The number of last units that stay unsharded after forward."""
+    keep_root: bool | None = None
+    """Whether the root stays unsharded after forward."""
     forward_prefetch: int | None = None
     backward_prefetch: int | None = None
     reduce_buffers: int | None = None
@@ -92,6 +99,8 @@ class Space:
     """The tuning rule of each grouping."""
     refused: Mapping[str, str]
     """Groupings that were left out, each with the risk that it would add."""
+    reshards_root: bool
+    """Whether a root unit reshards after forward."""
     embeddings: frozenset[str]
     """Units that contain only an embedding, and that backward gathers again."""
     find_risks: Callable[[Plan], list[str]]
@@ -145,6 +154,8 @@ class Space:
         plan = self.groupings[choice.grouping] if choice.grouping is not None else self.plan
         inner = plan.inner_units
         reshards = _reshards(inner, choice)
+        if choice.keep_root is not None:
+            reshards |= dict.fromkeys(plan.fsdp_roots, not choice.keep_root)
         units = [_changed(unit, choice, reshards.get(unit.name)) for unit in plan.units]
         if choice.embedding_in_backward is not None:
             update = {"unshard_in_backward": choice.embedding_in_backward}
@@ -198,11 +209,32 @@ def make_space(work: RecordedWork, plan: Plan) -> Space:
     embeddings = frozenset(
         unit.fqn
         for unit, policy in zip(work.units, work.workload.policies, strict=True)
-        if unit.module_class == "Embedding"
-        and policy.reshard_after_forward
-        and policy.unshard_in_backward
+        if _is_plain_embedding(unit) and policy.reshard_after_forward and policy.unshard_in_backward
     )
-    return Space(plan, groupings, holds_host, rules, refused, embeddings, find_risks, parameters)
+    return Space(
+        plan=plan,
+        groupings=groupings,
+        holds_host=holds_host,
+        rules=rules,
+        refused=refused,
+        reshards_root=any(
+            unit.is_root and policy.reshard_after_forward
+            for unit, policy in zip(work.units, work.workload.policies, strict=True)
+        ),
+        embeddings=embeddings,
+        find_risks=find_risks,
+        parameters=parameters,
+    )
+
+
+def _is_plain_embedding(unit: Unit) -> bool:
+    """Whether a unit is one embedding, whose backward does not read its only parameter.
+
+    A unit of an embedding and a tied head, or a user's `Embedding` with a projection, reads it.
+    """
+    shapes = [len(shape) for shape in unit.parameters.values()] or [2]
+    is_single = len(unit.modules) == 1 and unit.num_tensors <= 1
+    return unit.module_class == "Embedding" and is_single and shapes == [2]
 
 
 def _reshards(inner: Sequence[UnitPlan], choice: Choice) -> dict[str, bool | int]:
@@ -239,6 +271,7 @@ def _groupings(
     """Yield a description of the change, its rule and the plan."""
     yield from _regrouped(plan)
     yield from _unwrapped(plan, parameters)
+    yield from _root_parts(work, plan, parameters)
     sizes = {unit.fqn: unit.num_parameters for unit in work.units}
     typical = median(list(sizes.values())) or 0
     large = [name for name, size in sizes.items() if size > OVERSIZED_RATIO * typical]
@@ -289,6 +322,46 @@ def _unwrapped(
     values = {name: getattr(plan, name) for name in type(plan).model_fields}
     units = _among_neighbours(plan.units, new)
     yield "make every block a unit", "R1", Plan.from_dict({**values, "units": units})
+
+
+def _root_parts(
+    work: RecordedWork, plan: Plan, parameters: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, str, Plan]]:
+    """Make units of the large modules of the root, such as the embedding and the head (R3).
+
+    A module with a tied parameter stays in the root, because the other module reads it there.
+    """
+    names = plan.fsdp_roots
+    recorded = next((unit for unit in work.units if unit.fqn in names), None)
+    if len(names) != 1 or recorded is None or recorded.tied is None:
+        return
+    root = plan.unit(*names)
+    owned = owned_parameters(plan.units, parameters)[root.name]
+    numels: dict[str, int] = {}
+    for name in owned:
+        module = name.rpartition(".")[0]
+        numels[module] = numels.get(module, 0) + math.prod(parameters[name])
+    tied = {name.rpartition(".")[0] for name in recorded.tied}
+    least = LARGE_PART_RATIO * sum(numels.values())
+    own = {*root.modules, *tied}
+    large, norms = list[tuple[str, ...]](), list[str]()
+    for module, numel in numels.items():
+        if numel >= least and module not in own:
+            large.append((*norms, module))
+            norms = []
+        elif module not in own:  # a norm joins the module that it feeds
+            norms.append(module)
+    if not large:
+        return
+    new = [
+        root.model_copy(update={"modules": modules, "reshard_after_forward": None})
+        for modules in large
+    ]
+    is_first = large[0][0] == next(iter(numels))  # the model's order: before the blocks
+    others = [unit for unit in plan.units if unit is not root]
+    units = [root, *new[:is_first], *others, *new[is_first:]]
+    listed = "; ".join(", ".join(map(format_unit, modules)) for modules in large)
+    yield f"{ROOT_PARTS} ({listed})", "R3", with_units(plan, units)
 
 
 def _among_neighbours(units: Sequence[UnitPlan], new: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:

@@ -37,7 +37,7 @@ def how_to_apply(plan_file: str) -> str:
     return (
         "import fsdp_inspect\n"
         f"plan = fsdp_inspect.Plan.load({plan_file!r})\n"
-        "fsdp_inspect.apply_plan(model, plan, mesh)  # instead of fully_shard"
+        "fsdp_inspect.apply_plan(model, plan)  # instead of fully_shard"
     )
 
 

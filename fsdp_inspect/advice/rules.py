@@ -73,9 +73,9 @@ RULES: Mapping[str, Rule] = {
     ),
     "R8": Rule(
         "do not reshard the root when backward follows at once",
-        ("check",),
-        "A unit was gathered again in backward, although its plan keeps it unsharded. The search "
-        "also tries other settings for units inside the root.",
+        ("change", "check"),
+        "Simulated: backward begins with the root, so resharding it means gathering it twice. Or a "
+        "unit was gathered again in backward, although its plan keeps it unsharded.",
     ),
     "R9": Rule(
         "prefetch one unit ahead in forward",

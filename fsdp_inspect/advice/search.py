@@ -82,6 +82,7 @@ class Search:
             self._cuts,
             self._smaller_groups,
             self._checkpointed,
+            self._roots,
             self._depths,
             self._queues,
             self._embeddings,
@@ -133,6 +134,12 @@ class Search:
             return []
         sizes = [size for size in range(ranks, 1, -1) if ranks % size == shard % size == 0]
         return [size for size in sizes if network.line_of_smaller(size, shard)[0] is not None]
+
+    def _roots(self) -> Iterator[Choice]:
+        """Keep the root unsharded: backward begins with it, so resharding gathers it twice."""
+        if self._bench.space.reshards_root:
+            for choice in self._beam():
+                yield replace(choice, keep_root=True)
 
     def _depths(self) -> Iterator[Choice]:
         depths = (None, *range(MAX_DEPTH + 1))

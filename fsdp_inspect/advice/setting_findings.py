@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fsdp_inspect.advice.evidence import SIMULATED_PLANS, Effect, Evidence, Finding
 from fsdp_inspect.analysis.plan_check.unit_waste import padding_bytes
 from fsdp_inspect.analysis.verdict import Limit
-from fsdp_inspect.analysis.verdict.facts import DOMINANT_UNIT_RATIO
+from fsdp_inspect.analysis.verdict.facts import DOMINANT_UNIT_RATIO, OVERSIZED_RATIO
 from fsdp_inspect.analysis.verdict.words import FRAGMENTED_RATIO
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
@@ -17,8 +17,8 @@ from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import Unit
 
-OVERSIZED_RATIO = 2.0
-"""A unit above this multiple of the median unit's bytes is worth splitting (R3)."""
+LARGE_PART_RATIO = 0.2
+"""A part with less than this fraction of a unit is not worth a unit of its own (R3)."""
 FROZEN_RATIO = 0.05
 """Below this fraction of trained parameters, a model counts as mostly frozen (R29)."""
 _MOST_NAMED = 3
@@ -68,9 +68,10 @@ def _large_unit(evidence: Evidence) -> Iterator[Finding]:
         is_dominant = unit.num_parameters > DOMINANT_UNIT_RATIO * total
         if is_dominant or not typical or unit.unsharded_bytes <= OVERSIZED_RATIO * typical:
             continue
-        if _largest_tensor_bytes(unit) > OVERSIZED_RATIO * typical:
-            continue  # splitting would not help: torch gathers a tensor whole
-        excess = unit.unsharded_bytes - typical
+        # torch gathers a tensor whole, so no part is smaller than the largest tensor
+        excess = round(unit.unsharded_bytes - max(typical, _largest_tensor_bytes(unit)))
+        if excess < unit.unsharded_bytes * LARGE_PART_RATIO:
+            continue
         if evidence.peak_bytes and excess < WORTH_NAMING_RATIO * evidence.peak_bytes:
             continue
         times = unit.unsharded_bytes / typical

@@ -62,6 +62,9 @@ _OF_ALL: Mapping[str, Callable[[Any], str]] = {
         "# every call except the root's\n"
         f"fully_shard(module, mesh=mesh, reshard_after_forward={value})"
     ),
+    "keep_root": lambda value: (
+        f"fully_shard(model, mesh=mesh, reshard_after_forward={not value})  # the root's call"
+    ),
     "reduce_buffers": lambda value: f"model.set_reduce_scatter_max_input_buffers({value})",
     "separate_reduce_group": lambda value: f"model.set_separate_reduce_scatter_group({value})",
     "async_gathers": lambda value: f"model._set_unshard_async_op({value})",

@@ -10,7 +10,7 @@ from fsdp_inspect.advice.evidence import Evidence, TraceRow
 from fsdp_inspect.advice.gain_parts import say_parts, subtract_parts
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
 from fsdp_inspect.advice.plan_simulator import Paid
-from fsdp_inspect.advice.plan_space import Choice
+from fsdp_inspect.advice.plan_space import ROOT_PARTS, Choice
 from fsdp_inspect.advice.search import Increment
 from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.analysis.wait_causes import Cause
@@ -28,6 +28,7 @@ _ANYTHING = (_GATHERS, _GATHERS_AGAIN, _SCATTERS, _REDUCES)
 _AGAINST: Mapping[str, tuple[tuple[str, str], ...]] = {
     "reshard": (_GATHERS_AGAIN,),
     "num_kept": (_GATHERS_AGAIN,),
+    "keep_root": (_GATHERS_AGAIN,),
     "embedding_in_backward": (_GATHERS_AGAIN,),
     "backward_prefetch": (_GATHERS_AGAIN,),
     "forward_prefetch": (_GATHERS,),
@@ -317,18 +318,23 @@ class Narrator:
             yield f"{len(units)} units expose {format_ns(of_units)} of communication a step."
 
     def _gathered_again(self) -> Iterator[str]:
-        """The cost of the all-gathers in backward: waits and work."""
+        """The cost of the all-gathers in backward: waits and work.
+
+        A frozen model beside the trained one (a teacher, a reference) has no backward.
+        """
         work = self._bench.work.workload
         again = [
             unit
             for unit, policy in zip(work.units, work.policies, strict=True)
-            if policy.reshard_after_forward and policy.unshard_in_backward
+            if policy.reshard_after_forward and unit.gather_backward_ns is not None
         ]
+        if not again:
+            return
         busy = sum(
             unit.copy_in_ns + unit.copy_out_ns + (unit.gather_backward_launch_ns or 0)
             for unit in again
         )
-        link = sum(unit.gather_backward_ns or unit.gather_ns for unit in again)
+        link = sum(unit.gather_backward_ns or 0 for unit in again)
         yield (
             f"Backward gathers {len(again)} units again. One pass takes {format_ns(link)} on the "
             f"link and {format_ns(busy)} in copies and hooks."
@@ -348,7 +354,13 @@ class Narrator:
         if choice.accumulation_sync is not None:
             yield (
                 "The training loop decides when gradients are reduced. A plan file changes this "
-                "only if the loop reads the plan (set_requires_gradient_sync)."
+                "only if the loop reads the plan (set_requires_gradient_sync). Between the "
+                "backwards of a step, the loop must not read the gradients (clipping, norms)."
+            )
+        if choice.grouping is not None and choice.grouping.startswith(ROOT_PARTS):
+            yield (
+                "FSDP gathers these modules for their own forward only. Other code must not read "
+                "their weights, such as a loss that multiplies by the embedding."
             )
         if choice.replicas is not None:
             yield "Checkpoints of the recorded mesh must be resharded when they are loaded."
@@ -415,6 +427,7 @@ def rule_of(choice: Choice, name: str, rules: Mapping[str, str]) -> str:
         return "R9" if (choice.forward_prefetch or 0) < 2 else "R10"
     return {
         "num_kept": "R6",
+        "keep_root": "R8",
         "backward_prefetch": "R11",
         "reduce_buffers": "R10",
         "separate_reduce_group": "R25",
@@ -448,6 +461,10 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
     ),
     "num_kept": lambda value: (
         f"keep the last {_counted(value)} unsharded after forward (reshard_after_forward=False)"
+    ),
+    "keep_root": lambda value: (
+        f"{'keep the root unsharded' if value else 'reshard the root'} after forward "
+        f"(reshard_after_forward={not value} in its call)"
     ),
     "forward_prefetch": lambda value: f"prefetch {_counted(value)} ahead in forward",
     "backward_prefetch": lambda value: f"prefetch {_counted(value)} ahead in backward",

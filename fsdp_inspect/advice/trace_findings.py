@@ -27,6 +27,7 @@ from fsdp_inspect.formatting import (
     format_unit,
 )
 from fsdp_inspect.simulation.parameters import share_of
+from fsdp_inspect.simulation.self_check import PIPELINE_CAVEAT
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import Unit
@@ -89,10 +90,7 @@ def _say_pipeline(pipeline: Pipeline) -> str:
     )
 
 
-_BEWARE_IN_PIPELINE = (
-    "Do not rely on the plans below. The simulation runs each backward right after its forward, "
-    "unlike a pipeline schedule.",
-)
+_BEWARE_IN_PIPELINE = (f"Do not rely on the plans below. {PIPELINE_CAVEAT}",)
 _DO_IN_PIPELINE = (
     "Keep parameters unsharded within a step: reshard_after_forward=False for the units of a "
     "stage. torch.distributed.pipelining reshards them after the last backward.",

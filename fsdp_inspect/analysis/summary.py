@@ -30,7 +30,7 @@ from fsdp_inspect.analysis.stragglers.ranks import find_late_ranks
 from fsdp_inspect.analysis.throughput import Throughput, measure_throughput
 from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
-from fsdp_inspect.analysis.verdict.run_facts import Answers, judge
+from fsdp_inspect.analysis.verdict.run_facts import Answers, judge, measure_step_costs
 from fsdp_inspect.analysis.wait_causes import timed_collectives
 from fsdp_inspect.results import Result
 from fsdp_inspect.statistics import Distribution
@@ -144,6 +144,7 @@ def measure_summary(run: RunSource) -> Summary:
             growth=try_measure(measure_memory_growth, run, damage),
             plan_check=plan_check,
             provenance=provenance,
+            costs=try_measure(measure_step_costs, run, damage),
             run_delay=try_measure(measure_run_delay_of_hosts, run, damage),
             late=try_measure(lambda source: find_late_ranks(source, overlap.ranks), run, damage),
         )

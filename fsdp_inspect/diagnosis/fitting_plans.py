@@ -50,6 +50,8 @@ class NoPlans(StrEnum):
     """The device's memory is unknown."""
     FIRST_STEP = "first step"
     """No step has ended."""
+    LEAK = "leak"
+    """Each step leaves storages allocated, so no plan fits for long."""
     NOT_TRAINING = "not training"
     """The allocation belongs to an evaluation."""
     NOT_FOLLOWED = "not followed"
@@ -159,6 +161,8 @@ def _refusal(run: RunSource, found: OutOfMemory) -> NoPlans | None:
         return NoPlans.IMPORTED
     if record.limit_bytes is None:
         return NoPlans.NO_LIMIT
+    if found.leak and found.leak_bytes_per_step:
+        return NoPlans.LEAK
     if record.phase == Phase.EVALUATION.label:
         return NoPlans.NOT_TRAINING
     if not select_steps(run).finished:

@@ -623,6 +623,7 @@ class Attachment:
             self.session.loss_dtype,
             self.session.inputs,
             skips_reduction=self.session.skips_reduction,
+            gradients_between=self.session.gradients_between,
         )
         observed |= self._sharder.settings()
         self._manifest = self._manifest.model_copy(
@@ -820,6 +821,7 @@ class Attachment:
             limit_bytes=self._options.device_memory,
             followed=self._memory_steps.followed,
             resting_before=self._memory_steps.resting_before,
+            resting_bytes=tuple(self._memory_steps.resting_bytes),
             memory_step_peak=self._memory_steps.peak,
             name_place=self._memory_steps.name_place,
         )

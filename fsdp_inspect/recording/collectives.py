@@ -149,6 +149,9 @@ class Communication:
 
     def waited(self, start: Any, end: Any) -> None:
         """Note a wait for it that has returned: it ends then at the latest."""
+        if self.transfer is not None:
+            self.needed(start)
+            return
         self.need_from(start, end)
         if isinstance(self.end, Completion):
             self.end.ended_by(end)
@@ -340,6 +343,10 @@ class TimedWork(dist.Work):
         communication.waited(before, after)
         return result
 
+    def get_future(self) -> Any:
+        """The future of the original handle."""
+        return self._inner.get_future()
+
     def __getattribute__(self, name: str) -> Any:
         if name in _OWN_OF_TIMED_WORK:
             return object.__getattribute__(self, name)
@@ -349,6 +356,8 @@ class TimedWork(dist.Work):
 _OWN_OF_TIMED_WORK = frozenset(
     {
         "wait",
+        "get_future",
+        "_futures",
         "_inner",
         "_session",
         "_communication",

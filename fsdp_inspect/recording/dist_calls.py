@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,14 +38,20 @@ from fsdp_inspect.recording.collectives import (
 )
 from fsdp_inspect.recording.dispatcher_kernels import observe
 from fsdp_inspect.recording.emulated_network import Transfer
+from fsdp_inspect.recording.journal import Completion
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.torch_api.autograd import uses_compile
+from fsdp_inspect.recording.torch_api.autograd import (
+    call_after_backward,
+    current_graph_task_id,
+    uses_compile,
+)
 from fsdp_inspect.recording.torch_api.c10d import (
     BROADCAST_COALESCED,
     COALESCING_MANAGER,
     FUNCTIONALS,
     FUNCTIONS,
+    FUTURE,
     POINT_TO_POINT,
     ArgumentPicker,
     address_of,
@@ -71,11 +78,13 @@ _STREAM_OF_REDUCTION = {
 }
 
 
-class _Coalesced(threading.local):
-    """The open coalescing manager of a thread."""
+class _OpenCalls(threading.local):
+    """The open coalescing manager and functional collective of a thread."""
 
     queued: list[tuple[EventKind, list[torch.Tensor], Any]] | None = None
     """Kind, tensors and group of the calls that it has queued; None: no manager is open."""
+    functional: Communication | None = None
+    """The functional collective that is being called; torch may wait for it inside the call."""
 
 
 class DistCalls:
@@ -99,7 +108,8 @@ class DistCalls:
         """Functional collectives in flight, by the address of their result."""
         self._waiting: deque[Communication] = deque()
         """Asynchronous calls of the script, by their issue; waited for or not."""
-        self._of_thread = _Coalesced()
+        self._of_thread = _OpenCalls()
+        self._futures = _Futures(session)
 
     def attach(self, patches: Patches) -> None:
         """Wrap every supported function that this torch version has."""
@@ -123,6 +133,7 @@ class DistCalls:
             patches.set_attribute(dist, COALESCING_MANAGER, self._wrap_manager(manager))
             patches.set_attribute(c10d, COALESCING_MANAGER, self._wrap_manager(manager))
         patches.on_undo(observe(_BROADCAST, self._observe_broadcast))
+        self._futures.attach(patches)
 
     def _attach_functional(self, patches: Patches) -> None:
         for name, kind in FUNCTIONALS.items():
@@ -156,6 +167,8 @@ class DistCalls:
             communication = waiting.popleft()
             if communication.was_written:
                 continue
+            if communication.transfer is not None and communication.transfer.need_ns >= 0:
+                communication.needed(communication.transfer.need_ns)
             if communication.end is None:  # no future marks it
                 self._note_unwaited("An asynchronous collective or message of the script")
             else:
@@ -186,6 +199,7 @@ class DistCalls:
             and kind in _STREAM_OF_REDUCTION
             and session.hook_unit != NO_UNIT
             and session.phase == Phase.BACKWARD
+            and session.process_groups.is_of_units(group)
         )
         communication = Communication(
             session,
@@ -348,10 +362,13 @@ class DistCalls:
         """Record a collective that has returned; returns the handle to use instead of its own."""
         session = self._session
         transfer = session.take_transfer()
+        is_handle = isinstance(result, dist.Work)
         if transfer is not None:
-            self._issued_emulated(communication, transfer, result)
-            return None
-        if isinstance(result, dist.Work):
+            communication.follow(transfer)
+            if not is_handle or communication.unit != NO_UNIT:
+                self._issued_emulated(communication, transfer)
+                return None
+        if is_handle:
             return self._script_work(communication, result)
         communication.end = session.clock.mark()
         if communication.is_background:
@@ -370,20 +387,14 @@ class DistCalls:
     def _script_work(self, communication: Communication, work: dist.Work) -> dist.Work:
         """The handle that records the script's wait for an asynchronous call."""
         self._waiting.append(communication)
-        return ScriptWork(work, self._session, communication)
+        return ScriptWork(work, self._session, communication, self._futures)
 
-    def _issued_emulated(
-        self, communication: Communication, transfer: Transfer, result: Any
-    ) -> None:
+    def _issued_emulated(self, communication: Communication, transfer: Transfer) -> None:
         """Record an emulated collective with known times; FSDP or this caller waits for it."""
-        communication.follow(transfer)
         if communication.unit != NO_UNIT:
             self._reductions_of(communication.unit).add(communication)
             return
-        if isinstance(result, dist.Work):
-            communication.flags |= EventFlag.ASYNC
-        else:
-            communication.needed(transfer.need_ns)
+        communication.needed(transfer.need_ns)
         communication.write(self._session)
 
     def _wrap_functional(self, original: Callable[..., Any], kind: EventKind) -> Callable[..., Any]:
@@ -400,19 +411,47 @@ class DistCalls:
                 communication = self._begin(kind, message, group, is_functional=True)
             except Exception as error:
                 self._session.fail(error)
-            result = run_inside_collective(
-                self._session, functools.partial(original, *args, **kwargs)
-            )
-            if communication is not None and torch.is_tensor(result):
-                transfer = self._session.take_transfer()
-                if transfer is not None:
-                    communication.follow(transfer)
-                if kind == EventKind.ALL_GATHER:
-                    communication.bytes = result.numel() * result.element_size()
+            self._of_thread.functional = communication
+            try:
+                result = run_inside_collective(
+                    self._session, functools.partial(original, *args, **kwargs)
+                )
+            finally:
+                self._of_thread.functional = None
+            is_unwaited = communication is not None and not communication.was_written
+            if communication is not None and is_unwaited and torch.is_tensor(result):
+                self._functional_issued(communication, result)
                 self._unwaited[address_of(result)] = communication
             return result
 
         return recorded
+
+    def _functional_issued(self, communication: Communication, result: torch.Tensor) -> None:
+        """Note the times and the message of a functional collective that torch has issued."""
+        transfer = self._session.take_transfer()
+        if transfer is not None:
+            communication.follow(transfer)
+        if communication.kind == EventKind.ALL_GATHER:
+            communication.bytes = bytes_of([result])
+
+    def _waited_tensor(self, tensor: torch.Tensor, caller: FrameType) -> Communication | None:
+        """The functional collective that a `wait_tensor` waits for; None: it is not recorded.
+
+        Args:
+            tensor: The argument of `wait_tensor`.
+            caller: The frame that calls it.
+        """
+        # Another collective may wait for its message: a stage sends what TP has reduced.
+        communication = self._unwaited.pop(address_of(tensor), None)
+        if communication is None and not self._session.collective_depth:
+            return self._begin_backward(caller)
+        if communication is None:
+            # torch waits in the call if it gathers on another dimension than 0.
+            communication = self._of_thread.functional
+            self._of_thread.functional = None
+            if communication is not None:
+                self._functional_issued(communication, tensor)
+        return communication
 
     def _wrap_wait_tensor(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -422,10 +461,7 @@ class DistCalls:
                 return original(tensor)
             communication, before = None, None
             try:
-                # Another collective may wait for its message: a stage sends what TP has reduced.
-                communication = self._unwaited.pop(address_of(tensor), None)
-                if communication is None and not session.collective_depth:
-                    communication = self._begin_backward(sys._getframe(1))
+                communication = self._waited_tensor(tensor, sys._getframe(1))
                 before = session.clock.mark() if communication is not None else None
             except Exception as error:
                 session.fail(error)
@@ -462,14 +498,98 @@ class DistCalls:
         return communication
 
 
+class _Futures:
+    """Records the waits for the futures of the script's asynchronous collectives.
+
+    The reducer of DDP waits at the end of backward for the futures of a communication hook.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._collective_of: WeakKeyDictionary[Any, Communication] = WeakKeyDictionary()
+        self._of_hooks: list[Communication] = []
+        """The collectives of the communication hooks of this backward."""
+
+    def attach(self, patches: Patches) -> None:
+        """Wrap the methods of a future that wait for it or make another future of it."""
+        wait, then = FUTURE.wait, FUTURE.then
+
+        @functools.wraps(wait)
+        def recorded_wait(future: Any) -> Any:
+            communication = self._collective_of.get(future)
+            if communication is None or communication.was_written or not self._session.active:
+                return wait(future)
+            before = self._session.clock.mark()
+            result = wait(future)
+            self._write(communication, before)
+            return result
+
+        @functools.wraps(then)
+        def recorded_then(future: Any, callback: Callable[[Any], Any]) -> Any:
+            result = then(future, callback)
+            communication = self._collective_of.get(future)
+            if communication is not None:
+                self._collective_of[result] = communication
+            return result
+
+        patches.set_attribute(FUTURE, "wait", recorded_wait)
+        patches.set_attribute(FUTURE, "then", recorded_then)
+
+    def follow(self, future: Any, communication: Communication) -> None:
+        """Note that the script took the future of a collective."""
+        self._collective_of[future] = communication
+        session = self._session
+        if session.active and session.has_comm_hooks and current_graph_task_id() >= 0:
+            if not self._of_hooks:
+                call_after_backward(self._before_finalize)
+            self._of_hooks.append(communication)
+
+    def _before_finalize(self) -> None:
+        """Called before the reducer waits for the futures of the hooks."""
+        if self._session.active:
+            after = functools.partial(self._after_finalize, self._session.clock.mark())
+            call_after_backward(after)
+        else:
+            self._of_hooks.clear()
+
+    def _after_finalize(self, begin: Any) -> None:
+        for communication in self._of_hooks:
+            if not communication.was_written:
+                self._write(communication, begin)
+                begin = communication.wait[1] if communication.wait else begin
+        self._of_hooks.clear()
+
+    def _write(self, communication: Communication, begin: Any) -> None:
+        """Write the row of a collective that a wait from `begin` to now has ended."""
+        session = self._session
+        try:
+            now = session.clock.mark()
+            if isinstance(communication.end, Completion):
+                communication.end.ended_by(now)
+                communication.needed(begin)
+            else:
+                communication.waited(begin, now)
+            communication.write(session)
+        except Exception as error:
+            session.fail(error)
+
+
 class ScriptWork(TimedWork):
     """The handle of an asynchronous collective, send or receive of the training script.
 
-    Its row is written at the first wait for it. On CPU the future of a collective marks its end.
+    Its row is written at the first wait for it or for its future. On CPU the future of a collective
+    marks its end.
     On CUDA, and for a message, the end of that wait is an upper bound.
     """
 
-    def __init__(self, inner: dist.Work, session: Session, communication: Communication) -> None:
+    def __init__(
+        self,
+        inner: dist.Work,
+        session: Session,
+        communication: Communication,
+        futures: _Futures,
+    ) -> None:
+        self._futures = futures
         if communication.kind == EventKind.POINT_TO_POINT:  # gloo gives it no future
             dist.Work.__init__(self)
             self._inner, self._session, self._communication = inner, session, communication
@@ -489,3 +609,10 @@ class ScriptWork(TimedWork):
             except Exception as error:
                 session.fail(error)
         return result
+
+    def get_future(self) -> Any:
+        """The future of the original handle; a wait for it is recorded too."""
+        future = super().get_future()
+        if not self._communication.was_written:
+            self._futures.follow(future, self._communication)
+        return future

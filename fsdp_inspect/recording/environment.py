@@ -369,6 +369,7 @@ def observe_settings(
     inputs: str,
     *,
     skips_reduction: bool,
+    gradients_between: str = "",
 ) -> dict[str, str]:
     """Describe the settings of the model and the loop that affect memory; unknown ones are missing.
 
@@ -378,6 +379,7 @@ def observe_settings(
         loss_dtype: The dtype of the tensor of the first backward; empty: unknown.
         inputs: The tensors that the first unit received; empty: unknown.
         skips_reduction: Whether a backward left gradients unreduced.
+        gradients_between: See `Session.gradients_between`; empty: unknown.
     """
     found = {
         "dropout": _describe_dropout(model),
@@ -385,6 +387,7 @@ def observe_settings(
         "optimizer": "; ".join(dict.fromkeys(map(_describe_optimizer, optimizers))),
         "loss_dtype": loss_dtype,
         "inputs": inputs,
+        "gradients_between_backwards": gradients_between,
         "gradient_sync": "some microbatches" if skips_reduction else "every microbatch",
     }
     return {name: text for name, text in found.items() if text}

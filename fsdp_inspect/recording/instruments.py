@@ -58,7 +58,9 @@ class Instruments:
         self.checkpoints = CheckpointHooks(session)
         self._collections = GarbageCollections(session)
         outer = sharder.outer_optimizers()
-        self._loop = LoopHooks(session, optimizers, on_optimizer_step, before_update, outer)
+        self._loop = LoopHooks(
+            session, optimizers, on_optimizer_step, before_update, outer, sharder.units
+        )
 
     def attach(self) -> None:
         """Install all hooks."""

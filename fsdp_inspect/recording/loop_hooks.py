@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,8 +21,18 @@ from torch.optim.optimizer import (
 
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.torch_api.autograd import LoaderIterator, recomputation_hook
+from fsdp_inspect.recording.tensors import local_part
+from fsdp_inspect.recording.torch_api.autograd import (
+    LoaderIterator,
+    recomputation_hook,
+    version_of,
+)
+from fsdp_inspect.recording.torch_api.dispatch import storage_key
+from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.codes import EventKind, Phase
+
+_OBSERVED_STEPS = 3
+"""The first steps, in which gradients are compared between the backwards."""
 
 
 class LoopHooks:
@@ -35,9 +45,11 @@ class LoopHooks:
         on_optimizer_step: Callable[[torch.optim.Optimizer], None],
         before_update: Callable[[], None] | None = None,
         outer: Sequence[tuple[Any, torch.optim.Optimizer]] = (),
+        units: Sequence[UnitHandle] = (),
     ) -> None:
         """`before_update` runs before each optimizer step; its exceptions reach the training.
 
+        The gradients of `units` are observed between the backwards of the first steps.
         `outer`: see `Sharder.outer_optimizers`. A step of an outer optimizer counts as one step.
         """
         self._session = session
@@ -45,6 +57,9 @@ class LoopHooks:
         self._optimizers = optimizers
         self._on_optimizer_step = on_optimizer_step
         self._outer = outer
+        self._units = units
+        self._gradients: list[tuple[int, int]] = []
+        """The storage and the version of each gradient after the last backward."""
         self._backward_depth = 0
         self._optimizer_start: Any = None
         self._stepped_in_backward: torch.optim.Optimizer | None = None
@@ -85,11 +100,15 @@ class LoopHooks:
             passing = not session.active or self._backward_depth > 1
             if not (passing or session.loss_dtype):
                 session.loss_dtype = _dtype_of(args[0] if args else kwargs.get("tensors"))
-            return None if passing or torch.compiler.is_compiling() else session.begin_backward()
+            if passing or torch.compiler.is_compiling():
+                return None
+            self._note_gradients(before_backward=True)
+            return session.begin_backward()
 
         def after(begin: Any, result: Any) -> None:
             if begin is not None and session.active:
                 session.finish_backward(begin)
+                self._note_gradients(before_backward=False)
                 self._after_backward()
 
         timed = wrap_call(original, before, after, session)
@@ -103,6 +122,24 @@ class LoopHooks:
                 self._backward_depth = depth
 
         patches.set_attribute(torch.autograd, "backward", backward)
+
+    def _note_gradients(self, *, before_backward: bool) -> None:
+        """Compare the gradients before a backward with those that the last backward left."""
+        session = self._session
+        if session.step >= _OBSERVED_STEPS or (before_backward and not session.microbatch):
+            return
+        found = list(self._find_gradients())
+        if before_backward and self._gradients and session.gradients_between != "changed":
+            is_kept = found == self._gradients
+            session.gradients_between = "kept" if is_kept else "changed"
+        self._gradients = found
+
+    def _find_gradients(self) -> Iterator[tuple[int, int]]:
+        with torch.no_grad():
+            for unit in self._units:
+                for gradient in (*unit.reduced_gradients, *unit.full_gradients):
+                    local = local_part(gradient)
+                    yield storage_key(local.untyped_storage()), version_of(local)
 
     def _after_backward(self) -> None:
         """Adjust an optimizer step that contains this backward or ended inside it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
@@ -12,7 +13,12 @@ from fsdp_inspect.recording.code_places import CodePlaces
 from fsdp_inspect.recording.out_of_memory import FollowedStep, LimitFailure, make_limit_error
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.storage_log import StorageLog
-from fsdp_inspect.recording.storage_tracker import FailedAllocation, MemoryLimit, StorageTracker
+from fsdp_inspect.recording.storage_tracker import (
+    FailedAllocation,
+    MemoryLimit,
+    StorageTracker,
+    find_storages,
+)
 from fsdp_inspect.recording.torch_api.dispatch import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -24,6 +30,8 @@ from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
 
 _NO_PHASE = -1
+_RESTING_STEPS = 64
+"""Steps whose live bytes at the end are kept, to tell a leak from a single rise."""
 
 
 class MemorySteps:
@@ -64,6 +72,8 @@ class MemorySteps:
         """The last complete step, under a limit. Its log may hold megabytes."""
         self.resting_before: LiveMoment | None = None
         """The memory at the start of the first step with the optimizer's state, under a limit."""
+        self.resting_bytes: deque[int] = deque(maxlen=_RESTING_STEPS)
+        """The live bytes after each of the last steps, under a limit."""
         self.peak: LiveMoment | None = None
         """The peak of the last memory step, without a limit."""
         self._has_written = False
@@ -76,6 +86,7 @@ class MemorySteps:
         self._unit_of: dict[int, int] = {}
         """The unit of each parameter in the followed step, by the parameter's id."""
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._before_recording = find_storages()
         self.steps: list[int] = []
         """The chosen memory steps, past and future."""
 
@@ -128,6 +139,7 @@ class MemorySteps:
             else MemoryLimit(self._limit_bytes, self._make_error),
         )
         self._register(tracker)
+        tracker.register_earlier(self._before_recording)
         tracker.__enter__()
         session.follow_storages(tracker, is_memory_step=is_memory_step)
 
@@ -142,6 +154,7 @@ class MemorySteps:
             log = tracker.log
         else:
             log = tracker.end_step()
+            self.resting_bytes.append(tracker.live_bytes)
         if tracker.problem is not None:
             session.problem(f"The memory step is missing: {tracker.problem}.")
             if self._limit_bytes is not None:

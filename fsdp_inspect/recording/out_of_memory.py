@@ -181,6 +181,8 @@ class Surroundings:
     """The last complete step, under a limit."""
     resting_before: LiveMoment | None
     """The memory at the start of an early step, under a limit."""
+    resting_bytes: tuple[int, ...]
+    """The live bytes after each of the last steps, under a limit."""
     memory_step_peak: LiveMoment | None
     """The peak of the last memory step."""
     name_place: Callable[[int], str]
@@ -251,6 +253,7 @@ def _of_limit(
         reference=None if good is None else good.highest(unit, phase, name_place),
         resting_before=where.resting_before,
         resting_now=step.at_begin(name_place),
+        resting_bytes=list(where.resting_bytes),
     )
 
 

@@ -197,6 +197,8 @@ class Session(Position):
         "clock",
         "compute_stream",
         "emulation",
+        "gradients_between",
+        "has_comm_hooks",
         "is_compared",
         "journal",
         "numerics",
@@ -231,6 +233,11 @@ class Session(Position):
         """The emulated network; None for a real network."""
         self.is_compared = True
         """Whether the order of collectives must be the same on all ranks; see `stop_comparing`."""
+        self.gradients_between = ""
+        """The gradients between two backwards of a step: `kept`, or `changed` if the loop cleared
+        or changed them at least once; empty: unknown."""
+        self.has_comm_hooks = False
+        """Whether DDP waits at the end of backward for the futures of a communication hook."""
         self.active = True
         """False after detach, after an internal error and during a pause: hooks then only call
         the original functions."""

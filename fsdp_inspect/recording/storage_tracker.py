@@ -14,8 +14,8 @@ an operation are not seen and do not count.
 The tracker counts the bytes of each live storage once, for any number of views, without rounding.
 It does not count memory that no operation returns: workspaces inside kernels and libraries (cuBLAS,
 NCCL, gloo), the caching allocator's reserve, and the inside of a compiled region (`torch.compile`),
-which still runs compiled. A storage that existed before the step counts from `register_known`, or
-else from its first use.
+which still runs compiled. A storage that existed before the step counts from `register_known` or
+`register_earlier`, or else from its first use.
 
 [Note: Storages and their Python objects]
 The Python object of a storage lives as long as the storage itself (torch keeps object and storage
@@ -31,6 +31,7 @@ most `_LONGEST_RELEASE_S`.
 """
 
 import functools
+import gc
 import sys
 import threading
 import time
@@ -185,6 +186,23 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Register storages from before the step: parameters, buffers, states, gradients."""
         self.classify(tensors, category, owner_unit)
+
+    def register_earlier(self, known: Mapping[int, ref[torch.UntypedStorage]]) -> None:
+        """Follow the storages of all tensors in Python objects: earlier steps may keep some.
+
+        Args:
+            known: Storages to leave out, by their key: those from before the recording, such as a
+                data set. See `find_storages`.
+        """
+        for tensor, storage in _storages_in(_live_tensors()):
+            earlier = known.get(storage_key(storage))
+            if earlier is None or earlier() is not storage:
+                self._follow(tensor, storage)
+
+    @property
+    def live_bytes(self) -> int:
+        """The live bytes."""
+        return self._live_bytes
 
     def classify(
         self,
@@ -595,6 +613,15 @@ def _category_of_argument(func: Any, tensor: TensorLike) -> MemoryCategory | Non
     lifted = func is torch.ops.aten.lift_fresh.default
     computed = isinstance(tensor, torch.Tensor) and tensor.requires_grad
     return None if written or lifted or computed else MemoryCategory.INPUT
+
+
+def find_storages() -> dict[int, ref[torch.UntypedStorage]]:
+    """The storages of all tensors in Python objects, by their key."""
+    return {storage_key(storage): ref(storage) for _, storage in _storages_in(_live_tensors())}
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
 
 
 def _storages_in(value: object) -> list[tuple[TensorLike, torch.UntypedStorage]]:

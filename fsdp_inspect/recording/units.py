@@ -83,6 +83,10 @@ class ProcessGroups:
         for group, _ in named.values():
             self.index(group)
 
+    def is_of_units(self, group: dist.ProcessGroup) -> bool:
+        """Whether units shard or replicate over a group; others use it for other communication."""
+        return self._groups[self.index(group)].role != "other"
+
     def find(self, group: dist.ProcessGroup | None, role: str) -> int:
         """The index of a group; -1 for None."""
         return -1 if group is None else self.index(group, role)

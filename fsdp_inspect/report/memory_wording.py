@@ -233,7 +233,7 @@ def describe_counting(digest: MemoryOverview) -> str:
     how = {
         "cuda_allocator": "measured at unit boundaries, in the order of the host",
         "storage_tracker": "categories and owners are exact in memory steps, without the "
-        "rounding of the allocator",
+        "rounding of the allocator; tensors from before the recording count if a step uses them",
         "memory_snapshot": "the time of the snapshot is measured; earlier amounts, categories and "
         "owners are inferred from the trace",
     }.get(digest.rank.method, "unknown method")

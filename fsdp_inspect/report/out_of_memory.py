@@ -103,9 +103,15 @@ def _leak(found: OutOfMemory) -> Iterator[str]:
     listed = "; ".join(map(_one_growth, found.leak[:_MOST_LISTED]))
     yield (
         f"Between steps, memory grew from {format_bytes(before.bytes)} (step {before.step}) to "
-        f"{format_bytes(now.bytes)} (step {now.step}): {listed}. Each step leaves storages "
-        "allocated."
+        f"{format_bytes(now.bytes)} (step {now.step}): {listed}."
+        f"{_per_step(found)}"
     )
+
+
+def _per_step(found: OutOfMemory) -> str:
+    if not found.leak_bytes_per_step:
+        return " The run does not show whether each step adds to it."
+    return f" Each step leaves {format_bytes(found.leak_bytes_per_step)} allocated."
 
 
 def _largest(rows: Sequence[LiveBytes]) -> str:
@@ -214,6 +220,14 @@ def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
                 f"{format_bytes(searched.limit_bytes)} would fit. More ranks, a smaller batch or "
                 f"CPU offload need less.{left_out}"
             )
+        case NoPlans.LEAK:
+            place = found.leak[0].place if found.leak else ""
+            line = f" of {shorten_place(place)}" if place else ""
+            return (
+                f"No plan fits for long: each step leaves "
+                f"{format_bytes(found.leak_bytes_per_step)} allocated. Stop keeping the tensors"
+                f"{line} over steps: keep a number (`.item()`) or a detached copy, or delete them."
+            )
         case NoPlans.FIRST_STEP:
             return (
                 "Cannot tell which plan fits, because no step ended before the failure: what the "
@@ -303,7 +317,14 @@ def name_plan_file(first: str, at: int) -> str:
 def out_of_memory_to_dict(found: OutOfMemory, searched: PlanSearch | None) -> dict[str, Any]:
     """The failed allocation, the live memory and the plans, as JSON values."""
     record = found.record
-    left_out = {"live", "reference", "resting_before", "resting_now", "schema_version"}
+    left_out = {
+        "live",
+        "reference",
+        "resting_before",
+        "resting_now",
+        "resting_bytes",
+        "schema_version",
+    }
     head = record.model_dump(mode="json", exclude=left_out)
     then = record.reference
     return {

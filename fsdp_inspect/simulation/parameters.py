@@ -8,11 +8,11 @@ at a time, and frees its whole after the copy.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.plan import ROOT
-from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.run import ParameterTraits, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,101 @@ def is_inside(name: str, module: str) -> bool:
     return module == ROOT or name.startswith(f"{module}.")
 
 
-def padded_numel(shape: Sequence[int], ranks: int) -> int:
-    """Elements with the first dimension padded to a multiple of the ranks, as torch does."""
-    first, *rest = shape or [1]
-    return -(-first // ranks) * ranks * math.prod(rest)
+def padded_numel(shape: Sequence[int], ranks: int, dim: int = 0) -> int:
+    """Elements with the sharded dimension padded to a multiple of the ranks, as torch does."""
+    sizes = [*shape] or [1]
+    sizes[dim] = -(-sizes[dim] // ranks) * ranks
+    return math.prod(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A recorded parameter, by what it adds to the messages of its unit."""
+
+    shape: Sequence[int]
+    traits: ParameterTraits
+    stored: float
+    """Bytes of an element in a shard."""
+    trained: float
+    """The trained fraction: 0 or 1, unless the run only has that of the whole unit."""
+    gathered_scale: float
+    """Recorded / computed bytes of its unit's all-gather. Other than 1: torch gathers other tensors
+    (float8), or an older run lacks the settings of its parameters."""
+    reduced_scale: float
+    """The same of the reduce-scatter."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the sizes of its unit's messages are not explained by its parameters."""
+        scales = (self.gathered_scale, self.reduced_scale)
+        return not all(math.isclose(scale, 1, rel_tol=1e-3) for scale in scales)
+
+    def padded(self, ranks: int) -> int:
+        """Elements with padding, as part of the output of an all-gather."""
+        return padded_numel(self.shape, ranks, self.traits.shard_dim)
+
+    def gathered_dtype(self, wanted: str | None) -> str:
+        """The dtype of its all-gather under a `param_dtype`; torch casts floating point only."""
+        is_float = "float" in self.traits.dtype
+        return wanted if wanted and is_float else self.traits.gathered_dtype
+
+    def gathered_bytes(self, ranks: int, wanted: str | None) -> float:
+        """Bytes that it adds to an all-gather over the ranks, under a `param_dtype`."""
+        return self.padded(ranks) * itemsize(self.gathered_dtype(wanted)) * self.gathered_scale
+
+    def reduced_bytes(self, ranks: int, dtype: str) -> float:
+        """Bytes that its gradient adds to a reduce-scatter over the ranks."""
+        return self.padded(ranks) * self.trained * itemsize(dtype) * self.reduced_scale
+
+
+def describe_parameters(unit: Unit, ranks: int) -> dict[str, Parameter]:
+    """The parameters of a recorded unit by name, such that they add up to its recorded bytes.
+
+    Args:
+        unit: A unit of a manifest.
+        ranks: Ranks of its shard group.
+    """
+    ratio = unit.num_trainable_parameters / max(unit.num_parameters, 1)
+    same = ParameterTraits(dtype=unit.param_dtype, gathered_dtype=unit.param_dtype)
+    found = {
+        name: Parameter(
+            shape,
+            traits := unit.traits.get(name, same),
+            stored=itemsize(traits.dtype),
+            trained=float(traits.is_trained) if unit.traits else ratio,
+            gathered_scale=1.0,
+            reduced_scale=1.0,
+        )
+        for name, shape in parameters_of(unit).items()
+    }
+    each = found.values()
+    gathered = sum(one.gathered_bytes(ranks, None) for one in each)
+    reduced = sum(one.reduced_bytes(ranks, unit.reduce_dtype) for one in each)
+    stored = sum(one.padded(ranks) * one.stored for one in each) / ranks
+    return {
+        name: replace(
+            one,
+            stored=one.stored * _ratio(unit.sharded_bytes, stored),
+            gathered_scale=_ratio(unit.unsharded_bytes, gathered),
+            reduced_scale=_ratio(unit.reduce_bytes, reduced),
+        )
+        for name, one in found.items()
+    }
+
+
+def _ratio(recorded: int, computed: float) -> float:
+    return recorded / computed if recorded and computed else 1.0
+
+
+def sharded_gradient_bytes(unit: Unit, ranks: int) -> int:
+    """Bytes of the gradients of one rank's shard, in the dtypes of its parameters.
+
+    Args:
+        unit: A unit of a manifest or of a plan.
+        ranks: Ranks of its shard group.
+    """
+    each = describe_parameters(unit, ranks).values()
+    return round(sum(one.padded(ranks) * one.stored * one.trained for one in each) / ranks)
 
 
 def smaller_group(reshard_after_forward: bool | int | None) -> int | None:
@@ -83,12 +174,21 @@ def last_gradient_of(unit: Unit) -> int:
     """Bytes of the gradient of the unit's last parameter; 0 if it is unknown."""
     if not unit.parameters or not unit.num_trainable_parameters:
         return 0
-    *_, shape = unit.parameters.values()
-    return math.prod(shape) * itemsize(unit.param_dtype)
+    trained = [name for name in unit.parameters if _is_trained(unit, name)]
+    return math.prod(unit.parameters[trained[-1]]) * itemsize(_gathered_dtype(unit, trained[-1]))
+
+
+def _is_trained(unit: Unit, name: str) -> bool:
+    return name not in unit.traits or unit.traits[name].is_trained
+
+
+def _gathered_dtype(unit: Unit, name: str) -> str:
+    return unit.traits[name].gathered_dtype if name in unit.traits else unit.param_dtype
 
 
 def _whole_bytes(unit: Unit, shard: int) -> list[int]:
     """Padded bytes of each parameter; their sum if they were not recorded."""
-    width = itemsize(unit.param_dtype)
-    sizes = [padded_numel(shape, shard) * width for shape in unit.parameters.values()]
-    return sizes or [unit.unsharded_bytes]
+    if not unit.parameters:
+        return [unit.unsharded_bytes]
+    each = describe_parameters(unit, shard).values()
+    return [round(one.gathered_bytes(shard, None)) for one in each]

@@ -12,7 +12,7 @@ replay error shows it.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
@@ -31,6 +31,7 @@ from fsdp_inspect.simulation.network import Network, find_node, fit_network, kno
 from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
 from fsdp_inspect.simulation.recorded_memory import grow_memory, measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
+from fsdp_inspect.simulation.self_check import MAX_REPLAY_ERROR
 from fsdp_inspect.simulation.step_pieces import (
     ClockPart,
     ClockStretch,
@@ -108,7 +109,8 @@ class RecordedWork:
     steps: tuple[int, ...]
     """The steps over which every duration of the workload is a mean. See [Note: means]."""
     step_time_ns: int
-    """The step time of the rank's typical step."""
+    """The step time of the rank's typical step. If it differs much from that of `steps`, because
+    other steps run other passes, the mean of `steps`."""
     execution: Execution
     units: tuple[Unit, ...]
     """The units that ran, by their index in the workload."""
@@ -130,6 +132,8 @@ class RecordedWork:
     memory, or the run has no such step."""
     num_other_steps: int = 0
     """Steps as typical in time as `steps`, but with other passes or collectives."""
+    is_pipeline: bool = False
+    """Whether the rank sends to others or receives from them in these steps."""
     accumulation: Accumulation | None = field(default_factory=Accumulation)
     """The accumulation of the step; None: its passes are not a forward and its backward for each
     microbatch, so the accumulation cannot be changed."""
@@ -183,15 +187,60 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
     work = _Builder(run, readings, events, member).build()
     num_unusual = int((~np.isin(member.typical_steps, usual)).sum())
     num_other = num_unusual + len(read) - len(readings)
-    return _with_checked_memory(replace(work, num_other_steps=num_other))
+    played = work.play()
+    _expect_same_collectives(run, work, events, played)
+    work = replace(
+        work,
+        step_time_ns=_time_of_kind(work, readings) if num_other else work.step_time_ns,
+        num_other_steps=num_other,
+        is_pipeline=bool(np.any(events.kind == EventKind.POINT_TO_POINT)),
+    )
+    return _with_checked_memory(work, played.peak_bytes)
 
 
-def _with_checked_memory(work: RecordedWork) -> RecordedWork:
-    """The work; its memory is removed if it does not explain the recorded peak."""
-    if not work.peak_bytes:
-        return work
-    played = work.play().peak_bytes
-    if not played:
+def _time_of_kind(work: RecordedWork, readings: Sequence[StepReading]) -> int:
+    """The step time to compare with, if the typical step mixes kinds of steps."""
+    own = _mean([reading.duration_ns for reading in readings])
+    is_close = abs(own / max(work.step_time_ns, 1) - 1) <= MAX_REPLAY_ERROR
+    return work.step_time_ns if is_close else own
+
+
+def _expect_same_collectives(
+    run: RunSource, work: RecordedWork, events: EventTable, played: PlayedStep
+) -> None:
+    """Check that the simulated step of the recorded plan has the recorded collectives.
+
+    Raises:
+        MissingDataError: A unit gathers or reduces more or less often than in the recorded steps.
+    """
+    kinds = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
+    of_units = np.isin(events.kind, kinds) & (events.phase != Phase.EVALUATION)
+    of_units &= np.isin(events.unit, [unit.index for unit in work.units])
+    ran = Counter(zip(events.unit[of_units].tolist(), events.kind[of_units].tolist(), strict=True))
+    simulated = Counter(
+        (work.units[span.unit].index, int(span.kind)) for span in played.spans if span.kind in kinds
+    )
+    names = {unit.index: unit.fqn for unit in work.units}
+    for unit, kind in sorted({*ran, *simulated}):
+        count = ran[unit, kind] / len(work.steps)
+        if count != simulated[unit, kind]:
+            raise MissingDataError(
+                f"Run {run.manifest.run_id!r} cannot be simulated: the schedule model issues "
+                f"{simulated[unit, kind]} {EventKind(kind).label.replace('_', '-')}s of "
+                f"unit {format_unit(names[unit])} per step, and the run issued {count:g}. Expected "
+                "equal counts: the model does not describe how this loop uses FSDP. "
+                "`fsdp-inspect exposed` shows the measured waits."
+            )
+
+
+def _with_checked_memory(work: RecordedWork, played: int | None) -> RecordedWork:
+    """The work; its memory is removed if it does not explain the recorded peak.
+
+    Args:
+        work: The recorded work.
+        played: The simulated peak of the recorded plan, bytes; None: unknown.
+    """
+    if not work.peak_bytes or not played:
         return work
     error = played / work.peak_bytes - 1
     if abs(error) <= MAX_MEMORY_ERROR:
@@ -253,14 +302,17 @@ def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:
     """Check that the durations of FSDP's collectives are known.
 
     Raises:
-        MissingDataError: Some durations are upper bounds: asynchronous all-gathers on CUDA.
+        MissingDataError: Some durations are upper bounds, such as those of asynchronous all-gathers
+            on CUDA.
     """
     of_units = np.isin(events.kind, list(COLLECTIVES)) & (events.unit >= 0)
-    if np.any(of_units & ((events.flags & EventFlag.LATEST_END) != 0)):
+    bounds = of_units & ((events.flags & EventFlag.LATEST_END) != 0)
+    if bounds.any():
+        kinds = sorted({EventKind(kind).label.replace("_", "-") for kind in events.kind[bounds]})
         raise MissingDataError(
-            f"Run {run.manifest.run_id!r} cannot be simulated: it issued all-gathers "
-            "asynchronously on CUDA (unshard_async_op), so only upper bounds of their durations "
-            "are recorded. Expected measured durations. Record a run without unshard_async_op."
+            f"Run {run.manifest.run_id!r} cannot be simulated: the ends of some {kinds[0]}s of its "
+            "units are known only from the waits for them, so their durations are upper bounds. "
+            "Expected measured durations. On CUDA, record a run without unshard_async_op."
         )
 
 
@@ -322,7 +374,7 @@ def _observe_plan(run: RunSource) -> Plan:
         return plan
     events = run.events(member.rank, steps=[int(_usual_steps(run, member)[0])])
     reading = read_step(events)
-    accumulation = (reading and _accumulation(reading)) or Accumulation()
+    accumulation = (reading and _accumulation(run, reading, events)) or Accumulation()
     plan = plan.model_copy(update={"accumulation": accumulation})
     kept = _kept_between_microbatches(plan, run.manifest, events)
     return plan.change(kept, reshard_after_backward=False) if kept else plan
@@ -344,8 +396,30 @@ def _kept_between_microbatches(plan: Plan, manifest: RunManifest, events: EventT
     return [unit.name for unit in plan.units if unit.reshard_after_backward and unit.name in kept]
 
 
-def _accumulation(reading: StepReading) -> Accumulation | None:
-    """The accumulation of a step; None if it is not a forward and its backward for each."""
+def _accumulation(run: RunSource, reading: StepReading, events: EventTable) -> Accumulation | None:
+    """The accumulation of a step.
+
+    A microbatch is a backward whose gradients are added to others before one optimizer step, with
+    nothing cleared or changed between them.
+
+    Args:
+        run: The run.
+        reading: The step.
+        events: Events that contain those of the step.
+
+    Returns:
+        None if the step is not a forward and its backward for each microbatch, or if an optimizer
+        steps before the last backward has ended (TBPTT, a GAN), or if the loop clears or changes
+        gradients between two backwards (SAM).
+    """
+    if run.manifest.observed.get("gradients_between_backwards") == "changed":
+        return accumulation_of_passes(reading.passes) if len(reading.passes) == 2 else None
+    in_step = events.where(events.step == reading.step)
+    ends = in_step.end_ns[(in_step.kind == EventKind.BACKWARD) & (in_step.unit != NO_UNIT)]
+    steps = in_step.start_ns[in_step.kind == EventKind.OPTIMIZER]
+    is_divided = bool(np.any(steps < ends.max(initial=0)))
+    if is_divided and len(reading.passes) > 2:
+        return None
     return accumulation_of_passes(reading.passes)
 
 
@@ -423,7 +497,7 @@ class _Builder:
         self._stretches = [
             (stretch, _mean(durations[:, column])) for column, stretch in enumerate(first.stretches)
         ]
-        self._gathered = {(each.part, each.unit) for each, _ in self._stretches}
+        self._unpaired = self._find_unpaired()
         self._hooks = {
             part: self._find_hooks(part, gather)
             for gather, entry in _ENTRY_OF.items()
@@ -478,7 +552,7 @@ class _Builder:
             run_delay_ratio=run_delay_of(self._run, self._rank) or 0.0,
             torch_release=self._run.manifest.torch_release,
             peak_bytes=None if memory is None else memory.peak_bytes,
-            accumulation=_accumulation(self._readings[0]),
+            accumulation=_accumulation(self._run, self._readings[0], self._events),
         )
 
     def _shard_ranks(self) -> Sequence[int]:
@@ -486,6 +560,26 @@ class _Builder:
         groups = {unit.shard_group for unit in self._units}
         known = (each for each in self._run.manifest.process_groups if each.index in groups)
         return max((each.ranks for each in known), key=len, default=[self._rank])
+
+    def _find_unpaired(self) -> Set[tuple[ClockPart, int]]:
+        """The entries of units of which an all-gather has no entry after it in its pass.
+
+        Their hooks cannot be told from compute. The all-gather of such a unit costs no entry hooks,
+        so that the simulated step spends the time that the recorded step spent.
+        """
+        unpaired: set[tuple[ClockPart, int]] = set()
+        for number in range(len(self._first_passes)):
+            waiting: set[tuple[ClockPart, int]] = set()
+            for stretch, _ in self._of_pass(number):
+                entry = _ENTRY_OF.get(stretch.part, stretch.part), stretch.unit
+                if stretch.part not in _ENTRY_OF:
+                    waiting.discard(entry)
+                elif entry in waiting:
+                    unpaired.add(entry)
+                else:
+                    waiting.add(entry)
+            unpaired |= waiting
+        return unpaired
 
     # --- stretches
 
@@ -506,21 +600,33 @@ class _Builder:
         found: dict[int, list[int]] = defaultdict(list)
         enclosed: set[int] = set()
         for number in range(len(self._first_passes)):
-            for stretch, ns in self._of_pass(number):
-                if stretch.part is part and (gather, stretch.unit) in self._gathered:
+            for stretch, ns, has_hooks in self._with_hooks(number):
+                if stretch.part is part and has_hooks:
                     found[stretch.unit].append(ns)
                     enclosed.update([stretch.unit] if stretch.enclosing >= 0 else [])
         least = {unit: min(each) for unit, each in found.items()}
         typical = median(list(least.values())) or 0
+        if part is not gather:
+            least |= {unit: 0 for own, unit in self._unpaired if own is part}
         hooks = {unit.index: least.get(unit.index, typical) for unit in self._units}
         return {unit: min(ns, typical) if unit in enclosed else ns for unit, ns in hooks.items()}
 
-    def _beyond_hooks(self, stretch: ClockStretch, ns: int) -> int:
-        """The compute in the time before a unit."""
-        for gather, entry in _ENTRY_OF.items():
-            if stretch.part is entry and (gather, stretch.unit) not in self._gathered:
-                return ns
-        return max(ns - self._hooks[stretch.part][stretch.unit], 0)
+    def _with_hooks(self, number: int) -> Iterator[tuple[ClockStretch, int, bool]]:
+        """The stretches of a pass, each with whether it contains hooks of an all-gather.
+
+        The entry of a unit contains them if the unit was gathered before, in the same pass.
+        """
+        gathered: set[int] = set()
+        for stretch, ns in self._of_pass(number):
+            if stretch.part in _ENTRY_OF:
+                gathered.add(stretch.unit)
+                yield stretch, ns, True
+            elif stretch.part in _ENTRY_OF.values():
+                has_hooks = stretch.unit in gathered
+                gathered.discard(stretch.unit)
+                yield stretch, ns, has_hooks and (stretch.part, stretch.unit) not in self._unpaired
+            else:
+                yield stretch, ns, False
 
     def _program(self) -> tuple[list[Piece], tuple[Pass, ...]]:
         """The pieces of compute, and the passes in which they run."""
@@ -556,9 +662,10 @@ class _Builder:
         read = _Template(is_forward, [], [], [], [])
         slot: _Slot = ("start", -1)
         compute = 0
-        for stretch, ns in self._of_pass(number):
+        for stretch, ns, has_hooks in self._with_hooks(number):
             is_own = stretch.part in (ClockPart.FORWARD, ClockPart.BACKWARD)
-            compute += ns if is_own else self._beyond_hooks(stretch, ns)
+            hooks = self._hooks[stretch.part][stretch.unit] if has_hooks else 0
+            compute += max(ns - hooks, 0)
             if stretch.part in _ENTRY_OF:
                 continue
             # Outside of all units: code between two units belongs to the next unit.

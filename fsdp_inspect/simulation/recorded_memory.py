@@ -19,7 +19,11 @@ import numpy as np
 
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
-from fsdp_inspect.simulation.parameters import last_gradient_of, share_of
+from fsdp_inspect.simulation.parameters import (
+    last_gradient_of,
+    sharded_gradient_bytes,
+    share_of,
+)
 from fsdp_inspect.simulation.parts import Course, FirstUse
 from fsdp_inspect.simulation.workload import Op, Pass, Piece, Workload
 from fsdp_inspect.trace.codes import OF_COMMUNICATION, MemoryCategory, MemoryPoint, Phase
@@ -367,22 +371,19 @@ class _Reader:
     # --- units
 
     def _unit(self, unit: Unit) -> UnitMemory:
-        trained = unit.num_trainable_parameters / max(unit.num_parameters, 1)
+        gradients = sharded_gradient_bytes(unit, self._shard)
         return UnitMemory(
             unsharded=unit.unsharded_bytes,
             reduce_input=unit.reduce_bytes,
-            sharded_gradients=round(unit.sharded_bytes * trained),
-            resting=unit.sharded_bytes + round(unit.sharded_bytes * trained * self._state_ratio()),
+            sharded_gradients=gradients,
+            resting=unit.sharded_bytes + round(gradients * self._state_ratio()),
             last_gradient=last_gradient_of(unit),
             share=share_of(unit, self._shard),
         )
 
     def _state_ratio(self) -> float:
         """Bytes of optimizer state per byte of trained sharded parameters."""
-        sharded = sum(
-            unit.sharded_bytes * unit.num_trainable_parameters / max(unit.num_parameters, 1)
-            for unit in self._units
-        )
+        sharded = sum(sharded_gradient_bytes(unit, self._shard) for unit in self._units)
         states = self._category(MemoryCategory.OPTIMIZER_STATE, self._first)
         return states / sharded if sharded else 0.0
 

@@ -12,7 +12,12 @@ from functools import cached_property
 
 import numpy as np
 
-from fsdp_inspect.simulation.parameters import itemsize, parameters_of
+from fsdp_inspect.simulation.parameters import (
+    Parameter,
+    describe_parameters,
+    parameters_of,
+    sharded_gradient_bytes,
+)
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.simulation.workload import Op, Pass, Tape, UnitWork
 from fsdp_inspect.trace.plan import Plan
@@ -117,18 +122,17 @@ class RecordedUnits:
         """The units of the plan that ran, by name."""
         self.shapes: dict[str, list[int]] = {}
         """The shape of each parameter."""
-        self.lumps: dict[str, Unit] = {}
-        """The units without recorded parameters, by the single entry of each."""
+        self.parameters: dict[str, Parameter] = {}
+        """Each parameter with its settings."""
         self._owners: dict[str, list[int]] = defaultdict(list)
         self._by_parameters: dict[frozenset[str], Unit] = {}
         self._positions: dict[int, int] = {}
         for position, unit in enumerate(work.units):
             parameters = parameters_of(unit)
             self.shapes |= parameters
+            self.parameters |= describe_parameters(unit, self._shard_of(unit))
             for name in parameters:
                 self._owners[name].append(position)
-            if not unit.parameters:
-                self.lumps |= dict.fromkeys(parameters, unit)
             self._by_parameters.setdefault(frozenset(parameters), unit)
             self._positions.setdefault(unit.index, position)
         self.numels = {name: math.prod(shape) for name, shape in self.shapes.items()}
@@ -137,7 +141,11 @@ class RecordedUnits:
         """The pieces of each unit, by position."""
         for at, piece in enumerate(work.workload.pieces):
             self.pieces_of[piece.unit].append(at)
-        self.sharded_bytes = sum(unit.sharded_bytes for unit in work.units) or 1
+        self.sharded_bytes = sum(unit.sharded_bytes for unit in work.units)
+        self.gradient_bytes = sum(
+            sharded_gradient_bytes(unit, self._shard_of(unit)) for unit in work.units
+        )
+        """Sharded gradients of all units, bytes of one rank."""
 
     @cached_property
     def rates(self) -> Rates:
@@ -155,25 +163,6 @@ class RecordedUnits:
     def owners(self, parameters: Collection[str]) -> list[int]:
         """The units that own some of these parameters, by position, in order."""
         return sorted({each for name in parameters for each in self._owners[name]})
-
-    def trained_ratio(self, parameters: Collection[str]) -> float:
-        """The fraction of trained parameters, derived from the units that own them."""
-        total = trained = 0.0
-        for position in self.owners(parameters):
-            unit = self._work.units[position]
-            own = sum(self.numels[name] for name in parameters_of(unit) if name in parameters)
-            total += own
-            trained += own * unit.num_trainable_parameters / max(unit.num_parameters, 1)
-        return trained / total if total else 1.0
-
-    def elements(self, parameters: Collection[str]) -> tuple[int, int]:
-        """The padded elements of the units that own parameters, and their bytes on all ranks."""
-        total = own = 0
-        for position in dict.fromkeys(self._owners[name][-1] for name in parameters):
-            unit = self._work.units[position]
-            total += unit.unsharded_bytes // itemsize(unit.param_dtype)
-            own += unit.sharded_bytes * self._shard_of(unit)
-        return total, own
 
     def _shard_of(self, unit: Unit) -> int:
         recorded = self.planned.get(unit.fqn)

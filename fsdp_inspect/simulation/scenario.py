@@ -15,7 +15,7 @@ its measured communication. Other values are derived:
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -24,11 +24,12 @@ from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.network import Network
 from fsdp_inspect.simulation.parameters import (
+    Parameter,
     is_inside,
     itemsize,
     last_gradient_of,
-    padded_numel,
     parameters_of,
+    sharded_gradient_bytes,
     share_of,
     smaller_group,
 )
@@ -52,7 +53,7 @@ from fsdp_inspect.trace.plan import (
     find_owner,
     modules_around,
 )
-from fsdp_inspect.trace.run import RunManifest, Unit
+from fsdp_inspect.trace.run import ParameterTraits, RunManifest, Unit, traits_that_differ
 
 _MOST_UNIT_PASSES = 1 << 14
 """Most passes of units in a step: microbatches by units. Their simulation takes half a minute."""
@@ -60,6 +61,10 @@ _DIVIDED_BY_TIME = (
     "The compute of a split unit is divided by the time of its parts in the memory step."
 )
 _DIVIDED_BY_PARAMETERS = "The compute of a split unit is divided by the fraction of its parameters."
+_SCALED = (
+    "The recorded messages of some regrouped parameters are larger or smaller than their sizes and "
+    "dtypes explain. They keep this ratio in other units."
+)
 _OWN_COMMUNICATORS = (
     "Each unit gathers in backward on its own communicator. Its all-gather does not queue behind "
     "reductions, and neither slows the other."
@@ -415,27 +420,36 @@ class _Regrouping:
         planned, members = self._planned[name], self._members[name]
         before = self._unchanged.get(name)
         source = before or self._work.units[0]
-        param_dtype = planned.param_dtype or source.param_dtype
+        own = {each: self._recorded.parameters[each] for each in members}
+        wanted = planned.param_dtype
+        param_dtype = _compute_dtype(own.values(), wanted)
         reduce_dtype = planned.reduce_dtype or (
             source.reduce_dtype
             if planned.param_dtype is None
             else self._default_reduce_dtype(members, param_dtype)
         )
         ranks = self._shard_of(name)
-        padded = sum(self._padded_numel(each, shape, ranks) for each, shape in members.items())
-        numel = sum(self._recorded.numels[each] for each in members)
-        trained = self._recorded.trained_ratio(members)
+        numels = [self._recorded.numels[each] for each in members]
+        if before is None and any(each.is_scaled for each in own.values()):
+            self._assumptions[_SCALED] = None
         return Unit(
             index=index,
             fqn=name,
             modules=list(planned.modules),
-            num_parameters=numel,
-            num_trainable_parameters=round(numel * trained),
+            num_parameters=sum(numels),
+            num_trainable_parameters=round(
+                sum(n * each.trained for n, each in zip(numels, own.values(), strict=True))
+            ),
             num_tensors=before.num_tensors if before else len(members),
             parameters=members,
-            unsharded_bytes=padded * itemsize(param_dtype),
-            sharded_bytes=self._sharded_bytes(name, members, padded),
-            reduce_bytes=round(padded * trained) * itemsize(reduce_dtype),
+            traits=_traits(own, wanted),
+            unsharded_bytes=round(sum(each.gathered_bytes(ranks, wanted) for each in own.values())),
+            sharded_bytes=round(
+                sum(each.padded(ranks) * each.stored for each in own.values()) / ranks
+            ),
+            reduce_bytes=round(
+                sum(each.reduced_bytes(ranks, reduce_dtype) for each in own.values())
+            ),
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             reshard_after_forward=reshard_of(
@@ -446,25 +460,13 @@ class _Regrouping:
             is_root=name in self._roots,
         )
 
-    def _sharded_bytes(self, name: str, members: Collection[str], padded: int) -> int:
-        """Bytes of one rank, in the dtypes of the recorded units that own the parameters."""
-        total, own = self._recorded.elements(members)
-        return round(padded / self._shard_of(name) * own / total) if total else 0
-
     def _default_reduce_dtype(self, members: Collection[str], param_dtype: str) -> str:
         """The dtype in which torch reduces if it decides: since 2.15 that of the parameters."""
-        total, own = self._recorded.elements(members)
-        is_stored_in_32_bits = own == total * itemsize("float32")
+        own = (self._recorded.parameters[each] for each in members)
+        is_stored_in_32_bits = all(each.stored == 4 for each in own if each.trained)
         if self._work.torch_release >= (2, 15) and is_stored_in_32_bits:
             return "float32"
         return param_dtype
-
-    def _padded_numel(self, parameter: str, shape: Sequence[int], ranks: int) -> int:
-        """Elements that a parameter puts into the output of an all-gather over the ranks."""
-        lump = self._recorded.lumps.get(parameter)
-        if lump is not None:
-            return lump.unsharded_bytes // itemsize(lump.param_dtype)
-        return padded_numel(shape, ranks)
 
     # --- compute
 
@@ -567,14 +569,14 @@ class _Regrouping:
         )
 
     def _unit_memory(self, unit: Unit, states: int) -> UnitMemory:
-        trained = unit.num_trainable_parameters / max(unit.num_parameters, 1)
-        sharded = unit.sharded_bytes
-        gradients = round(sharded * trained)
+        recorded = self._recorded
+        gradients = sharded_gradient_bytes(unit, self._shard_of(unit.fqn))
+        per_gradient = (states - recorded.sharded_bytes) / max(recorded.gradient_bytes, 1)
         return UnitMemory(
             unsharded=unit.unsharded_bytes,
             reduce_input=unit.reduce_bytes,
             sharded_gradients=gradients,
-            resting=round(sharded * states / self._recorded.sharded_bytes),
+            resting=unit.sharded_bytes + round(gradients * per_gradient),
             last_gradient=last_gradient_of(unit),
             share=share_of(unit, self._shard_of(unit.fqn)),
         )
@@ -723,6 +725,29 @@ def _check_length(microbatches: int, num_units: int) -> None:
             f"A step of {microbatches:,} microbatches with {num_units} units is too long to "
             f"simulate. Expected at most {most:,} microbatches. Reduce the number of microbatches."
         )
+
+
+def _compute_dtype(parameters: Iterable[Parameter], wanted: str | None) -> str:
+    """The dtype of the all-gather of a unit, as in a manifest."""
+    first = min(parameters, key=lambda each: not each.trained)
+    return first.gathered_dtype(wanted)
+
+
+def _traits(own: dict[str, Parameter], wanted: str | None) -> dict[str, ParameterTraits]:
+    """The settings of a unit's parameters, as in a manifest."""
+    if any(0 < one.trained < 1 for one in own.values()):
+        return {}  # an older run without them
+    return traits_that_differ(
+        {
+            name: one.traits.model_copy(
+                update={
+                    "gathered_dtype": one.gathered_dtype(wanted),
+                    "is_trained": one.trained > 0,
+                }
+            )
+            for name, one in own.items()
+        }
+    )
 
 
 def _unknown_link(group: int, per_node: int | None) -> MissingDataError:

@@ -32,6 +32,12 @@ from fsdp_inspect.simulation.recorded import (
 )
 from fsdp_inspect.simulation.scenario import ScenarioMaker
 from fsdp_inspect.simulation.schedule import PlayedStep, Span
+from fsdp_inspect.simulation.self_check import (
+    PIPELINE_CAVEAT,
+    caveat_of_kinds,
+    expect_self_check,
+    self_check_margin,
+)
 from fsdp_inspect.simulation.workload import Workload
 from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.trace.codes import (
@@ -223,6 +229,10 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         bus_bytes_per_s: As in `simulate_plan`.
         latency_ns: As in `simulate_plan`.
         node: As in `simulate_plan`.
+
+    Raises:
+        MissingDataError: The simulation does not describe the run (`self_check`), or as in
+            `simulate_plan`.
     """
     own = work.network if node is None else work.network.change_node(node)
     network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
@@ -231,6 +241,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     replayed = replayed or replay(work)
     predicted = _play(scenario.workload, work.execution, scenario.units)
     error = replayed.step_time_ns / work.step_time_ns - 1 if work.step_time_ns else 0.0
+    expect_self_check(manifest.run_id, error)
     steps = [predicted.step_time_ns] + [
         play(
             maker.make(scenario.plan, network.at(pace)).workload, work.execution, with_spans=False
@@ -253,15 +264,19 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         high_ns=high,
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         assumptions=(*scenario.assumptions, *unknown_latencies(network)),
-        caveats=caveats_of(work, error),
+        caveats=caveats_of(work),
         memory_refusal=work.memory_refusal or scenario.memory_refusal,
         plan=scenario.plan,
     )
 
 
-def caveats_of(work: RecordedWork, replay_error: float) -> tuple[str, ...]:
+def caveats_of(work: RecordedWork) -> tuple[str, ...]:
     """The reasons to doubt every prediction from this work, one sentence each."""
-    found = (caveat_of_self_check(replay_error), caveat_of_cores(work.run_delay_ratio))
+    found = (
+        caveat_of_kinds(len(work.steps), work.num_other_steps),
+        PIPELINE_CAVEAT if work.is_pipeline else None,
+        caveat_of_cores(work.run_delay_ratio),
+    )
     return tuple(each for each in found if each is not None)
 
 
@@ -368,40 +383,6 @@ def _describe(unit: Unit, gather_ns: int, rows: SummaryTable, waits: Waits) -> U
         gather_ns=gather_ns,
         exposed_ns=int(own.exposed_ns.sum()),
         causes_ns=_by_cause(waits.by_cause_ns[mine]),
-    )
-
-
-# --- Judge what the self-check of a simulation allows to say.
-#
-# The self-check simulates the recorded plan. Its error is simulated / measured step time - 1. Every
-# command and page that shows a prediction asks here.
-
-MAX_REPLAY_ERROR = 0.05
-"""The largest error with which plans are ranked, and a predicted change is stated without a
-caveat."""
-
-
-def self_check_margin(error: float) -> float:
-    """The half width of an interval around a simulated time that includes the measured one.
-
-    Args:
-        error: Simulated / measured - 1, above -1.
-
-    Returns:
-        A fraction of the simulated time: measured = simulated / (1 + error), so the two differ by
-        error / (1 + error) of the simulated one.
-    """
-    return abs(error / (1 + error)) if error > -1 else 1.0
-
-
-def caveat_of_self_check(error: float) -> str | None:
-    """The sentence that every prediction needs at this error; None if the error is small."""
-    if abs(error) <= MAX_REPLAY_ERROR:
-        return None
-    return (
-        f"The simulation of the recorded plan is off by {error:+.1%}, so it does not "
-        "describe this run well: the predicted change is uncertain by as much, and the interval "
-        "includes this error. `fsdp-inspect advise` ranks no plans of this run."
     )
 
 

@@ -160,6 +160,8 @@ class OutOfMemoryRecord(Record):
     """The memory after an early step that was followed; None: no such step."""
     resting_now: LiveMoment | None = None
     """The memory when the failed step began; None: unknown."""
+    resting_bytes: list[int] = Field(default_factory=list)
+    """The live bytes after each of the last steps; empty: unknown."""
 
     @property
     def is_at_same_place(self) -> bool:

@@ -181,6 +181,25 @@ class RunStatus(StrEnum):
     IMPORTED = "imported"
 
 
+class ParameterTraits(Record):
+    """The settings of one parameter of a unit whose parameters differ in a setting."""
+
+    dtype: str
+    """The dtype in which a rank stores its shard."""
+    gathered_dtype: str
+    """The dtype of the all-gather."""
+    is_trained: bool = True
+    shard_dim: Amount = 0
+    """The dimension on which it is sharded."""
+
+
+def traits_that_differ(traits: dict[str, ParameterTraits]) -> dict[str, ParameterTraits]:
+    """The settings of the parameters of a unit; empty if all are equal, on dimension 0."""
+    first, *others = traits.values()
+    is_uniform = first.shard_dim == 0 and all(each == first for each in others)
+    return {} if is_uniform else traits
+
+
 class Unit(Record):
     """A communication group of parameters.
 
@@ -202,6 +221,10 @@ class Unit(Record):
     num_tensors: Amount = 0
     parameters: dict[str, list[Amount]] = Field(default_factory=dict)
     """The unsharded shape of each parameter by fqn, in the model's order; empty: not recorded."""
+    traits: dict[str, ParameterTraits] = Field(default_factory=dict)
+    """The settings of each parameter by fqn; empty: they are equal, on dimension 0, or unknown."""
+    tied: list[str] | None = None
+    """Parameters that several modules of the model share; None: not recorded."""
     unsharded_bytes: Amount
     """The padded all-gather output in the parameter dtype, which an unshard allocates. Without
     sharding: the parameters."""

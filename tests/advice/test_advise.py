@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
@@ -19,22 +20,27 @@ from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run, find_findings
 from fsdp_inspect.simulation.policies import policies_of
-from fsdp_inspect.simulation.recorded import Execution, play
+from fsdp_inspect.simulation.recorded import Execution, observed_plan, play
 from fsdp_inspect.simulation.scenario import make_scenario
 from fsdp_inspect.simulation.schedule import Schedule
 from fsdp_inspect.simulation.simulate import predicted_events, simulate_plan
 from fsdp_inspect.simulation.workload import (
     Microbatch,
+    Op,
+    Pass,
     Piece,
     UnitPolicy,
     UnitWork,
     Workload,
     passes_of,
+    reversed_tape,
     tape_of,
 )
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.trace.plan import Plan, UnitPlan
+from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan
 from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import EventTable
 from tests.builders import MIB, InMemoryRun, RunBuilder
 from tests.recording.virtual_training import Replay
 from tests.simulation.test_recorded import MS, US, as_run, names_of, workloads
@@ -201,6 +207,32 @@ def test_gradients_of_several_microbatches_are_reduced_once_where_reductions_are
     assert "R16" in rules_of(advice)
 
 
+def add_optimizer_in_each_backward(run: InMemoryRun) -> InMemoryRun:
+    """The run with an optimizer step right after the first unit of each backward."""
+    events = run.events(0)
+    first = np.flatnonzero((events.kind == EventKind.BACKWARD) & (events.unit >= 0))
+    steps = events.where(first)
+    columns = {"kind": EventKind.OPTIMIZER, "unit": -1, "phase": Phase.OPTIMIZER}
+    changed = {name: np.full_like(getattr(steps, name), value) for name, value in columns.items()}
+    optimizer = replace(steps, start_ns=steps.end_ns, **changed)
+    return replace(run, event_tables={0: EventTable.concat([events, optimizer])})
+
+
+@pytest.mark.parametrize("loop", ["optimizer_between", "gradients_changed"])
+def test_backwards_that_do_not_accumulate_are_no_microbatches(loop: str):
+    """TBPTT updates after each backward, and SAM clears the gradients of the first one."""
+    workload = blocks(6, compute_ns=10 * MS, link_ns=40 * MS)
+    workload = replace(workload, passes=passes_of(tape_of(workload.pieces), [Microbatch()] * 2))
+    run = as_run(workload, Execution.HOST)
+    if loop == "optimizer_between":
+        run = add_optimizer_in_each_backward(run)
+    else:
+        observed = {"gradients_between_backwards": "changed"}
+        run = replace(run, manifest=run.manifest.model_copy(update={"observed": observed}))
+    assert observed_plan(run).accumulation == Accumulation()
+    assert not {"R16", "R17"} & rules_of(plan_advice(run))
+
+
 def test_a_time_limit_that_no_plan_keeps_is_said():
     advice = plan_advice(open_run(SAMPLE), time_limit_ns=1)
     assert advice.smallest is None
@@ -288,6 +320,24 @@ def test_a_gain_names_the_parts_of_the_step_that_become_shorter():
     first = plan_advice(run).suggestions[0]
     assert first.saved_by_ns["all-gather"] > 0.9 * first.saved_ns
     assert first.evidence[0].startswith("The gain by part of the step: all-gather ")
+
+
+def test_a_frozen_reference_model_is_not_gathered_again_by_backward():
+    workload = blocks(6, compute_ns=10 * MS, link_ns=40 * MS)
+    whole = [((Op.ENTER, at), (Op.RUN, at), (Op.LEAVE, at)) for at in range(6)]
+    reference, trained = sum(whole[3:], ()), sum(whole[:3], ())
+    backward = Pass(Phase.BACKWARD, reversed_tape(trained), 0, reduces=frozenset(range(3)))
+    passes = (
+        Pass(Phase.FORWARD, reference, 0, keeps_graph=False),
+        Pass(Phase.FORWARD, trained, 0),
+        backward,
+    )
+    run = as_run(replace(workload, passes=passes), Execution.HOST)
+    said = [text for each in plan_advice(run).suggestions for text in each.evidence]
+    again = [text for text in said if text.startswith("Backward gathers")]
+    assert again
+    # The three trained units, and the last unit of the reference: torch prefetches it.
+    assert {text.split(".")[0] for text in again} == {"Backward gathers 4 units again"}
 
 
 def test_a_gain_lists_its_large_parts_and_adds_up_the_small_ones():

@@ -151,6 +151,53 @@ def test_one_helper_that_shards_several_models_is_only_named():
     assert write_code_change(manifest_of(code), Change(plan, kept)).diff
 
 
+def of_two_models() -> tuple[Plan, Plan, tuple[str, ...]]:
+    """The plan of two equal models, the same change of both, and the units of their blocks."""
+    names = tuple(f"{model}.layers.{at}" for model in ("lm", "ref") for at in range(2))
+    plan = Plan(units=tuple(UnitPlan(modules=(name,)) for name in (*names, "lm", "ref")))
+    merged = plan.merge(["lm.layers.0", "lm.layers.1"]).merge(["ref.layers.0", "ref.layers.1"])
+    return plan, merged, names
+
+
+def test_one_helper_that_shards_equal_models_gets_the_plan_of_the_first():
+    plan, merged, names = of_two_models()
+    code = own_calls(LOOP.replace("mesh=mesh", "**options"), (3, names), (4, ("lm", "ref")))
+    change = write_code_change(manifest_of(code), Change(plan, merged))
+    assert added(change)[-2:] == [
+        '    plan = fsdp_inspect.Plan.load("plan.toml").within("lm")',
+        '    fsdp_inspect.apply_plan(model, plan, options.get("mesh"))',
+    ]
+    ahead = plan.model_copy(update={"forward_prefetch": 1})
+    lines = added(write_code_change(manifest_of(code), Change(plan, ahead)))
+    assert lines[0].startswith("    names = [")
+    assert "lm" not in lines[0]
+
+
+def test_printed_lines_name_each_model_and_no_mesh_that_does_not_exist():
+    plan, merged, _ = of_two_models()
+    change = write_code_change(manifest_of(TrainingCode()), Change(plan, merged))
+    assert "fsdp_inspect.apply_plan(lm, plan)" in change.lines
+    assert 'Plan.load("plan.toml").within("ref")' in change.lines
+    assert "fsdp_inspect.apply_plan(ref, plan)" in change.lines
+    assert "mesh" not in change.lines
+    ast.parse(change.lines)
+
+
+def test_a_call_that_shares_its_line_is_the_reason_for_no_diff():
+    text = """\
+def shard(m, **k):
+    for b in m.layers: b.half(); fully_shard(b, **k)
+    fully_shard(m, **k)
+"""
+    change = changed(text, MERGED, (2, BLOCKS), (3, ("",)))
+    assert not change.diff
+    assert change.where.endswith(
+        "No diff can be written: the call in train.py, line 2, shares its line or statement with "
+        "other code."
+    )
+    assert change.lines.splitlines()[-1] == 'fsdp_inspect.apply_plan(m, plan, k.get("mesh"))'
+
+
 def test_accumulation_is_left_to_the_loop():
     after = RESHARDED.model_copy(update={"accumulation": Accumulation(microbatches=2, sync="last")})
     change = changed(LOOP, after, *CALLS)
@@ -161,7 +208,7 @@ def test_accumulation_is_left_to_the_loop():
 def test_an_older_run_says_that_the_place_is_unknown():
     change = write_code_change(manifest_of(TrainingCode()), Change(PLAN, MERGED))
     assert "unknown, because the run does not contain it" in change.where
-    assert "apply_plan(model, plan, mesh)" in change.lines
+    assert "apply_plan(model, plan)" in change.lines
 
 
 def test_a_model_sharded_before_the_recorder_was_imported_is_reported():

@@ -124,7 +124,7 @@ def test_a_unit_of_several_times_the_median_is_named_with_what_it_gathers_at_onc
     assert "times as much as the median unit" in large.sentence
 
 
-@pytest.mark.parametrize(("num_tensors", "expected"), [(8, True), (1, False)])
+@pytest.mark.parametrize(("num_tensors", "expected"), [(8, True), (2, True), (1, False)])
 def test_a_large_unit_that_is_one_large_tensor_cannot_be_split(num_tensors: int, *, expected: bool):
     weight = {f"head.{at}": [2_000_000 // num_tensors] for at in range(num_tensors)}
     small = {"num_parameters": 200_000, "unsharded_bytes": 800_000, "param_dtype": "float32"}

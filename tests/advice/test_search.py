@@ -5,13 +5,22 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.advice.plan_scores import PlanScorer
-from fsdp_inspect.advice.plan_space import Choice
+from fsdp_inspect.advice.plan_space import ROOT_PARTS, Choice, Space, make_space
 from fsdp_inspect.advice.search import Search, SearchResult
 from fsdp_inspect.simulation.memory import PieceMemory
 from fsdp_inspect.simulation.network import CostLine, Network, Node, NodeLink
+from fsdp_inspect.simulation.workload import UnitPolicy
 from fsdp_inspect.trace.codes import EventKind
 from tests.builders import RunBuilder
-from tests.simulation.test_smaller_groups import INSIDE, MS, RANKS, SIZE, recorded
+from tests.simulation.test_smaller_groups import (
+    INSIDE,
+    MS,
+    RANKS,
+    SIZE,
+    block,
+    plan,
+    recorded,
+)
 
 SLOW = CostLine(MS, 0.03e9)
 BETWEEN_NODES = Network(
@@ -110,3 +119,49 @@ def test_activations_whose_part_a_run_does_not_tell_are_not_guessed(
     bench = bench_on(monkeypatch, kept=20 * SIZE, tells_parts=False)
     assert not search(bench, 10 * SIZE).fits
     assert all(choice.checkpointing is None for choice in bench.scores)
+
+
+def space_with_root(**changes: object) -> Space:
+    """The plans to try for blocks in a root that owns an embedding, a norm and a head."""
+    work, _ = recorded()
+    fields: dict[str, object] = {
+        "fqn": "",
+        "modules": [""],
+        "is_root": True,
+        "tied": [],
+        "parameters": {
+            "emb.weight": [800, 250],
+            "norm.weight": [250],
+            "head.weight": [800, 250],
+        },
+    }
+    root = block(len(work.units), **{**fields, **changes})
+    workload = replace(
+        work.workload,
+        units=[*work.workload.units, work.workload.units[0]],
+        policies=[*work.workload.policies, UnitPolicy(reshard_after_forward=True)],
+    )
+    return make_space(replace(work, units=(*work.units, root), workload=workload), plan())
+
+
+def test_large_modules_of_the_root_become_units_around_the_blocks():
+    space = space_with_root()
+    name = f"{ROOT_PARTS} (emb; norm, head)"
+    assert space.rules[name] == "R3"
+    order = [unit.modules for unit in space.groupings[name].units]
+    blocks = [(f"layers.{at}",) for at in range(4)]
+    assert order == [("",), ("emb",), *blocks, ("norm", "head")]
+
+
+@pytest.mark.parametrize("tied", [["emb.weight"], None])
+def test_a_tied_or_perhaps_tied_embedding_stays_in_the_root(tied: list[str] | None):
+    found = [name for name in space_with_root(tied=tied).groupings if name.startswith(ROOT_PARTS)]
+    assert found == ([f"{ROOT_PARTS} (norm, head)"] if tied else [])
+
+
+def test_a_root_that_reshards_may_stay_unsharded():
+    space = space_with_root()
+    assert space.reshards_root
+    kept = space.plan_of(Choice(keep_root=True))
+    assert kept.unit("").reshard_after_forward is False
+    assert kept.unit("layers.0").reshard_after_forward is True

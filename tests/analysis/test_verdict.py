@@ -19,6 +19,9 @@ MS = 1_000_000
 GIB, MIB = 1 << 30, 1 << 20
 
 
+FIRST = Waiting(fqn="", kind="all_gather", phase="forward", exposed_ns=20 * MS)
+
+
 def facts(**changes):
     """A step of 100 ms with compute only, with some changes."""
     plain = {
@@ -68,6 +71,24 @@ def growth(bytes_per_step=1 << 20, steps_until_full=500):
         pytest.param({"host_bound_ns": 10 * MS}, Limit.HOST, id="host"),
         pytest.param({"exposed_ns": 5 * MS}, Limit.COMMUNICATION, id="communication"),
         pytest.param({"other_ns": 30 * MS}, Limit.OTHER, id="other"),
+        pytest.param(
+            {"other_ns": 40 * MS, "collection_ns": 35 * MS}, Limit.COLLECTION, id="collections"
+        ),
+        pytest.param({"collection_ns": 4 * MS}, Limit.COMPUTE, id="few collections"),
+        pytest.param(
+            {"between_ns": 50 * MS, "exposed_ns": 20 * MS}, Limit.BETWEEN, id="between steps"
+        ),
+        pytest.param({"between_ns": 10 * MS}, Limit.COMPUTE, id="little between steps"),
+        pytest.param({"recompute_ns": 25 * MS}, Limit.RECOMPUTE, id="recomputation"),
+        pytest.param(
+            {"recompute_ns": 25 * MS, "exposed_ns": 40 * MS}, Limit.COMMUNICATION, id="the larger"
+        ),
+        pytest.param(
+            {"exposed_ns": 24 * MS, "floor_ns": 24 * MS, "first_gather": FIRST},
+            Limit.FIRST_GATHER,
+            id="a large root",
+        ),
+        pytest.param({"exposed_ns": 24 * MS, "floor_ns": 24 * MS}, Limit.COMPUTE, id="a floor"),
         pytest.param({"device_ratio": 0.95}, Limit.MEMORY, id="memory"),
         pytest.param({"device_ratio": 0.94}, Limit.COMPUTE, id="memory below its threshold"),
         pytest.param(
@@ -165,6 +186,60 @@ def test_communication_outside_fsdp_is_named_before_any_plan(dimension, phase, n
     assert f"is the all-reduce of {name}: 12.0 ms. No sharding plan changes it." in verdict.why
     assert verdict.next_steps[0] != COMPARE_PLANS
     assert verdict.next_steps[1:] == (COMPARE_PLANS,)
+
+
+def test_gathers_of_an_optimizer_are_not_taken_for_clipping():
+    part = OtherPart(
+        kind="all_gather",
+        phase="optimizer",
+        dimension="other",
+        exposed_ns=12 * MS,
+        total_ns=18 * MS,
+    )
+    verdict = give_verdict(facts(exposed_ns=30 * MS, other_part=part, has_plan=True))
+    assert "is the all-gather of the optimizer: 12.0 ms" in verdict.why
+    assert "Muon" in verdict.next_steps[0]
+    assert "clipping" not in verdict.next_steps[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "headline", "remedy"),
+    [
+        (
+            {"collection_ns": 20 * MS},
+            "Python's garbage collection takes 20% of the step.",
+            "gc.freeze()",
+        ),
+        (
+            {"between_ns": 100 * MS},
+            "Checkpoints or evaluation take 50% of the time.",
+            "async_save",
+        ),
+        (
+            {"recompute_ns": 20 * MS},
+            "Activation checkpointing repeats forwards for 20% of the step.",
+            "Checkpoint fewer blocks",
+        ),
+        (
+            {"first_gather": FIRST},
+            "The first all-gather is exposed for 20% of the step.",
+            "fully_shard(model.embedding)",
+        ),
+    ],
+)
+def test_costs_that_no_part_shows_are_named_with_size_and_remedy(changes, headline, remedy):
+    verdict = give_verdict(facts(**changes))
+    assert verdict.sentence == headline
+    assert remedy in verdict.next_steps[0]
+    assert len(headline.split()) <= 12
+
+
+def test_a_late_issue_under_a_backward_prefetch_of_the_script_names_its_order():
+    late = {"exposed_ns": 30 * MS, "causes_ns": {"late_issue": 20 * MS}, "has_plan": True}
+    first = give_verdict(facts(**late, names_backward_prefetch=True)).next_steps[0]
+    assert first.startswith("Check the order of set_modules_to_backward_prefetch")
+    assert "20.0 ms are exposed" in first
+    assert give_verdict(facts(**late)).next_steps[0] == COMPARE_PLANS
 
 
 def test_waiting_for_late_ranks_comes_before_any_plan():

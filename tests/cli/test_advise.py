@@ -50,7 +50,7 @@ def test_every_suggestion_says_its_rule_interval_evidence_and_memory(invoke):
         assert each["snippet"]
         assert each["plan"]["units"]
         assert each["verify"][-1].startswith("fsdp-inspect verify plan.prediction.json ")
-    assert "fsdp_inspect.apply_plan(model, plan, mesh)" in result["snippet"]
+    assert "fsdp_inspect.apply_plan(model, plan)" in result["snippet"]
     write, launch, verify = result["verify"]
     assert write.endswith(" --write plan.toml")
     assert "--plan plan.toml" in launch

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -67,6 +68,49 @@ class Wrapped(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.net(tokens)
+
+
+class Adapted(nn.Module):
+    """A frozen matrix with an adapter of rank 5, which two ranks pad; its matrix may be int8."""
+
+    def __init__(self, base: nn.Linear, *, is_quantized: bool) -> None:
+        super().__init__()
+        base.requires_grad_(requires_grad=False)
+        weight = (base.weight * 100).round().to(torch.int8) if is_quantized else base.weight
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.narrow = nn.Linear(base.in_features, 5, bias=False)
+        self.wide = nn.Linear(5, base.out_features, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to(hidden.dtype)
+        return functional.linear(hidden, weight) + self.wide(self.narrow(hidden))
+
+
+class Experts(nn.Module):
+    """Three experts with equal weights, as one tensor, which is sharded on dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, WIDTH, WIDTH) * 0.01)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bth,ehd->btd", hidden, self.weights)
+
+
+def replace_layers(model: nn.Module, loop: str) -> None:
+    """Give the blocks of a model the layers of a loop."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        if loop == "experts":
+            layer.up, layer.down = Experts(), nn.Identity()  # type: ignore[union-attr]
+        else:
+            for name in ("up", "down"):
+                base = getattr(layer, name)
+                setattr(layer, name, Adapted(base, is_quantized=loop == "quantized"))
+
+
+def second_dimension(parameter: nn.Parameter) -> Shard | None:
+    """The dimension on which experts are sharded."""
+    return Shard(1) if parameter.ndim == 3 else None
 
 
 Step = Callable[[nn.Module, torch.Tensor], None]
@@ -166,12 +210,44 @@ def teaching(model: nn.Module, tokens: torch.Tensor) -> None:
     (model["student"](tokens) - target).square().mean().backward()  # type: ignore[index]
 
 
+def truncated(model: nn.Module, tokens: torch.Tensor) -> None:
+    """Three backwards, each with its own optimizer step, as truncated backpropagation does."""
+    for _ in range(3):
+        plain(model, tokens)
+        _update(model)
+
+
+def sharpness(model: nn.Module, tokens: torch.Tensor) -> None:
+    """Gradients at perturbed weights, as sharpness-aware minimization computes them."""
+    plain(model, tokens)
+    moves = []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                moves.append((parameter, parameter.grad * 0.01))
+                parameter.add_(moves[-1][1])
+                parameter.grad = None
+    plain(model, tokens)
+    with torch.no_grad():
+        for parameter, move in moves:
+            parameter.sub_(move)
+
+
+def _update(model: nn.Module) -> None:
+    optimizer: torch.optim.Optimizer = model.optimizer  # type: ignore[assignment]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 LOOPS: dict[str, Step] = {
     each.__name__: each
     for each in (plain, chunked_loss, two_losses, pipelined, siamese, reference, discarded,
-                 generating, evaluating, failing, accumulating, teaching)
+                 generating, evaluating, failing, accumulating, teaching, truncated, sharpness)
 }  # fmt: skip
-_MODELS = ("shared_layer", "checkpointed", "frozen", "tied", "wrapped", "without_root")
+_MODELS = (
+    *("shared_layer", "checkpointed", "frozen", "tied", "wrapped", "without_root"),
+    *("adapters", "quantized", "experts"),
+)
 LOOPS |= dict.fromkeys(_MODELS, plain)
 
 
@@ -193,6 +269,8 @@ def build(loop: str) -> nn.Module:
         roots = [model]
     if loop == "tied":
         model.head.weight = model.embedding.weight
+    if loop in ("adapters", "quantized", "experts"):
+        replace_layers(model, loop)
     if loop == "frozen":
         model.layers[0].requires_grad_(requires_grad=False)
     for root in roots:
@@ -200,7 +278,7 @@ def build(loop: str) -> nn.Module:
         if loop == "without_root":
             parts += [root.embedding, root.norm, root.head]
         for part in parts:
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh=mesh, shard_placement_fn=second_dimension)
         if loop != "without_root":
             fully_shard(root, mesh=mesh)
     return model
@@ -211,7 +289,7 @@ def train(loop: str, folder: str) -> None:
     torch.manual_seed(0)
     model = build(loop)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
+    optimizer = model.optimizer = torch.optim.AdamW(trained)  # type: ignore[assignment]
     tokens = torch.randint(0, VOCABULARY, (4, 32))
     with Recorder(
         model, optimizer=optimizer, path=f"{folder}/{loop}", warmup_steps=2, print_verdict=False
@@ -219,8 +297,7 @@ def train(loop: str, folder: str) -> None:
         for _ in range(NUM_STEPS):
             with recorder.step():
                 LOOPS[loop](model, tokens)
-                optimizer.step()
-                optimizer.zero_grad()
+                _update(model)
 
 
 def main() -> None:

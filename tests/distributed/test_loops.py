@@ -39,7 +39,8 @@ def test_the_recorded_step_is_replayed(run: Run) -> None:
     is_explained = abs(simulation.memory_error) <= 0.02
     assert (simulation.peak_bytes is not None) == is_explained
     assert is_explained or simulation.memory_refusal
-    if run.id != "accumulating":  # its later microbatches add to existing gradients
+    # Later backwards of a step add to existing gradients, or the loop frees them in between.
+    if run.id not in ("accumulating", "truncated", "sharpness"):
         # A busy machine makes gloo free its copy of a reduce-scatter's input later, on either rank.
         assert min(abs(simulation.memory_error), abs(other.memory_error or 0)) < 0.01
 
@@ -60,6 +61,23 @@ def test_advice_is_given_and_the_plan_is_followed(run: Run) -> None:
     advice = run.advise()
     assert advice.plan is not None, advice.refusal
     assert check_plan(run.source).is_consistent
+
+
+@pytest.mark.parametrize(("loop", "between"), [("accumulating", "kept"), ("sharpness", "changed")])
+def test_the_recorder_observes_the_gradients_between_backwards(
+    recorded: Path, loop: str, between: str
+) -> None:
+    observed = open_run(recorded / loop).source.manifest.observed
+    assert observed["gradients_between_backwards"] == between
+
+
+@pytest.mark.parametrize("loop", ["truncated", "sharpness"])
+def test_backwards_that_do_not_accumulate_are_not_reduced_together(
+    recorded: Path, loop: str
+) -> None:
+    advice = open_run(recorded / loop).advise()
+    assert advice.plan is not None
+    assert all(point.plan.accumulation.microbatches == 1 for point in advice.plan.front)
 
 
 def test_no_unit_is_merged_into_a_module_that_a_loop_does_not_run(recorded: Path) -> None:

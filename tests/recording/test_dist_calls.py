@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives as functional
 
 from fsdp_inspect.recording.clocks import CudaClock, HostClock
 from fsdp_inspect.recording.dist_calls import DistCalls
+from fsdp_inspect.recording.emulated_network import Transfer
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.unit_timing import Reductions
@@ -105,7 +106,8 @@ def test_the_wait_for_an_asynchronous_collective_is_where_the_script_waits() -> 
 def test_an_asynchronous_collective_that_is_never_waited_for_ends_with_its_future() -> None:
     with Recorded() as recorded:
         future = dist.all_reduce(torch.ones(8), async_op=True).get_future()
-        future.wait()
+        while not future.done():
+            time.sleep(0.001)
         recorded.calls.close()
     [row] = recorded.collectives()
     assert row["end_ns"] > row["start_ns"]
@@ -220,3 +222,105 @@ def test_an_asynchronous_message_is_one_row_at_its_first_wait(
     assert (row["kind"], row["bytes"]) == (EventKind.POINT_TO_POINT, 16)
     assert row["flags"] & EventFlag.LATEST_END
     assert row["start_ns"] <= row["need_ns"] <= row["end_ns"]
+
+
+def test_a_gather_of_another_dimension_is_recorded_where_torch_waits_in_the_call() -> None:
+    has_new_name = hasattr(functional, "all_gather_single")
+    name = "all_gather_single" if has_new_name else "all_gather_tensor"
+    with Recorded() as recorded:
+        getattr(functional, name)(torch.ones(3, 4), 1, dist.group.WORLD)
+        recorded.session.step += 2
+        recorded.calls.end_step()
+    [row] = recorded.collectives()
+    assert (row["kind"], row["bytes"]) == (EventKind.ALL_GATHER, 48)
+    assert row["start_ns"] <= row["need_ns"] <= row["end_ns"]
+    assert recorded.session.problems == []
+
+
+@pytest.mark.parametrize("role", ["replicate", "other"])
+def test_only_a_reduction_of_the_units_own_groups_belongs_to_the_unit(role: str) -> None:
+    """Tensor parallelism reduces gradients of norms in FSDP's hook, over another group."""
+    with Recorded() as recorded:
+        session = recorded.session
+        session.process_groups.index(None, role)
+        session.hook_unit, session.phase = 3, Phase.BACKWARD
+        dist.all_reduce(torch.ones(4))
+    [row] = recorded.collectives()
+    assert row["unit"] == (3 if role == "replicate" else -1)
+
+
+def test_a_wait_for_the_future_of_a_collective_is_recorded() -> None:
+    with Recorded() as recorded:
+        future = dist.all_reduce(torch.ones(8), async_op=True).get_future()
+        issued_ns = time.perf_counter_ns()
+        future.then(lambda done: done.value()).wait()
+        future.wait()
+    [row], [wait] = recorded.collectives(), recorded.waits()
+    assert wait["start_ns"] == row["need_ns"]
+    assert row["need_ns"] >= issued_ns
+    assert row["start_ns"] < row["end_ns"]
+
+
+def test_the_end_of_backward_waits_for_the_futures_of_communication_hooks() -> None:
+    futures = []
+
+    def reduce(gradient: torch.Tensor) -> None:
+        futures.append(dist.all_reduce(gradient.clone(), async_op=True).get_future())
+
+    with Recorded() as recorded:
+        recorded.session.has_comm_hooks = True
+        weights = [torch.ones(4, requires_grad=True) for _ in range(2)]
+        for weight in weights:
+            weight.register_hook(reduce)
+        (weights[0] * weights[1]).sum().backward()
+        ended_ns = time.perf_counter_ns()
+    assert len(recorded.collectives()) == len(futures) == 2
+    issued = max(row["issue_ns"] for row in recorded.collectives())
+    for row, wait in zip(recorded.collectives(), recorded.waits(), strict=True):
+        assert issued <= row["need_ns"] == wait["start_ns"]
+        assert row["need_ns"] <= wait["end_ns"] <= ended_ns
+
+
+class Link:
+    """An emulated link on which each collective takes 5 ms."""
+
+    def __init__(self) -> None:
+        self.transfer: Transfer | None = None
+
+    def take_transfer(self) -> Transfer | None:
+        taken, self.transfer = self.transfer, None
+        return taken
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        now_ns = time.perf_counter_ns()
+        transfer = Transfer(EventKind.ALL_REDUCE, 16, now_ns, now_ns, now_ns + 5 * MS)
+        self.transfer = transfer
+        return EmulatedWork(transfer)
+
+
+class EmulatedWork(FinishedWork):
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__()
+        self.transfer = transfer
+
+    def wait(self, *args: object) -> bool:
+        self.transfer.need_ns = time.perf_counter_ns()
+        return True
+
+
+def test_an_emulated_asynchronous_collective_is_waited_for_where_the_script_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link = Link()
+    monkeypatch.setattr(dist, "all_reduce", link.all_reduce)
+    recorded = Recorded()
+    monkeypatch.setattr(recorded.session, "emulation", link)
+    with recorded:
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        assert recorded.collectives() == []
+        assert work is not None
+        work.wait()
+    [row], [wait] = recorded.collectives(), recorded.waits()
+    assert row["end_ns"] - row["start_ns"] == 5 * MS
+    assert row["start_ns"] < row["need_ns"] == wait["start_ns"]
+    assert wait["end_ns"] == row["end_ns"]

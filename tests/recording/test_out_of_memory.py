@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.diagnosis.fitting_plans import NoPlans, search_plans
 from fsdp_inspect.recording import attachment
 from fsdp_inspect.recording.launcher import parse_arguments
 from fsdp_inspect.recording.out_of_memory import (
@@ -25,7 +26,7 @@ from fsdp_inspect.recording.out_of_memory import (
 )
 from fsdp_inspect.recording.storage_log import Moment, StorageLog
 from fsdp_inspect.recording.storage_tracker import FailedAllocation
-from fsdp_inspect.report.out_of_memory import describe_memory_at_failure
+from fsdp_inspect.report.out_of_memory import describe_fitting_plans, describe_memory_at_failure
 from fsdp_inspect.run import Run
 from fsdp_inspect.store import writer
 from fsdp_inspect.store.reader import open_run
@@ -184,6 +185,49 @@ def test_what_every_step_leaves_behind_is_found(one_rank: None, tmp_path: Path) 
     assert leak.bytes == (now.step - before.step) * 16 * KIB
     text = " ".join(describe_memory_at_failure(found))
     assert "Between steps, memory grew from" in text
+    assert "Each step leaves 16.0 KiB allocated." in text
+    searched = search_plans(open_run(tmp_path / "run"), found, name_file=str)
+    assert searched.reason is NoPlans.LEAK
+    [said] = describe_fitting_plans(found, searched)
+    assert said.startswith("No plan fits for long: each step leaves 16.0 KiB allocated. Stop")
+    assert "test_out_of_memory.py" in said
+
+
+def test_memory_that_rises_once_is_no_leak(one_rank: None, tmp_path: Path) -> None:
+    model = fully_shard(nn.Linear(64, 64))
+    kept: list[torch.Tensor] = []
+
+    def loop() -> None:
+        with Recorder(model, path=tmp_path / "run", device_memory="256KiB") as recorder:
+            for step in range(12):
+                with recorder.step():
+                    model(torch.ones(8, 64)).sum().backward()
+                    if step == 4:
+                        kept.append(torch.ones(32, KIB))
+                    if step == 11:
+                        torch.ones(64, KIB)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        loop()
+    found = Run(open_run(tmp_path / "run")).diagnose().out_of_memory
+    assert found is not None
+    assert found.leak
+    assert found.leak_bytes_per_step is None
+
+
+def test_a_memory_step_counts_what_earlier_steps_keep(one_rank: None, tmp_path: Path) -> None:
+    model = fully_shard(nn.Linear(64, 64))
+    kept: list[torch.Tensor] = []
+    before = torch.ones(128, KIB)  # a data set
+    with Recorder(model, path=tmp_path / "run", memory_steps=[2, 6]) as recorder:
+        for _ in range(8):
+            with recorder.step():
+                model(torch.ones(8, 64)).sum().backward()
+                kept.append(torch.ones(4, KIB))
+    samples = open_run(tmp_path / "run").memory(0)
+    peaks = [int(samples.peak_allocated[samples.step == step].max()) for step in (2, 6)]
+    assert peaks[1] - peaks[0] == 4 * 16 * KIB
+    assert peaks[1] < before.nbytes
 
 
 # --- CUDA, without a device
@@ -224,6 +268,7 @@ def test_the_report_on_cuda_has_the_allocator_s_state(monkeypatch: pytest.Monkey
         limit_bytes=None,
         followed=None,
         resting_before=None,
+        resting_bytes=(),
         memory_step_peak=FollowedStep(1, log).at_begin(str),
         name_place=lambda number: "",
     )

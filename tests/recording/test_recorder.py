@@ -68,6 +68,14 @@ def test_a_plain_model_is_refused_with_the_remedy(fake_ranks: None, tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
+def test_a_composable_replica_is_refused_with_its_name(one_rank: None, tmp_path: Path) -> None:
+    from torch.distributed._composable import replicate
+
+    model = replicate(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(RecordingError, match="composable replicate, which is unsupported"):
+        Recorder(model, path=tmp_path / "run").__enter__()
+
+
 def test_models_of_two_sharders_are_refused(one_rank: None, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

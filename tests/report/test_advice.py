@@ -119,7 +119,7 @@ def test_long_names_and_texts_fit_on_one_screen(advice: Advice) -> None:
     assert text.count("…") == 3
     assert "fully_shard([" not in text
     assert "      # advise ... --take 1 --write FILE writes the plan file" in lines
-    assert "      fsdp_inspect.apply_plan(model, plan, mesh)  # instead of fully_shard" in lines
+    assert "      fsdp_inspect.apply_plan(model, plan)  # instead of fully_shard" in lines
     assert LONG_NAMES[-1] in "\n".join(read(long, details=True))
 
 

@@ -52,6 +52,12 @@ def test_a_large_parameter_behind_a_small_one_rises_by_its_copy_less_what_went()
     assert kept.rise == 80 - 160 + 800
 
 
+def test_the_sharded_dimension_is_padded():
+    assert padded_numel([3, 64, 96], 8) == 8 * 64 * 96
+    assert padded_numel([3, 64, 96], 8, dim=1) == 3 * 64 * 96
+    assert padded_numel([], 8) == 8
+
+
 def test_padding_is_kept_too():
     assert share_of(unit(4, w=[9, 10]), RANKS).kept == 16 * 10 * 2 // 4
 

@@ -175,6 +175,42 @@ def test_any_program_of_passes_plays_again_in_its_own_time(workload: Workload):
     assert abs(played - measured) <= 500  # ns: every mean is rounded
 
 
+def test_a_unit_that_a_backward_gathers_in_advance_and_never_uses_costs_its_recorded_time():
+    """Its entry without an all-gather is compute of the root, not hooks."""
+    work = UnitWork(gather_ns=MS, reduce_ns=MS, gather_launch_ns=MS, reduce_launch_ns=MS)
+    whole = {unit: _whole(unit, unit) for unit in range(1, 4)}
+
+    def forward(number: int, *blocks: int, keeps_graph: bool = True) -> Pass:
+        inside = tuple(entry for block in blocks for entry in whole[block])
+        tape = ((Op.ENTER, 0), *inside, (Op.RUN, 0), (Op.LEAVE, 0))
+        return Pass(Phase.FORWARD, tape, number, keeps_graph=keeps_graph)
+
+    def backward(one: Pass) -> Pass:
+        used = frozenset(unit for op, unit in one.tape if op is Op.ENTER)
+        return Pass(Phase.BACKWARD, reversed_tape(one.tape), one.microbatch, reduces=used)
+
+    first, second = forward(0, 1, 3), forward(1, 1, 2, 3)
+    again = [forward(0, 1, keeps_graph=False), forward(0, 3, 1, keeps_graph=False)]
+    workload = Workload(
+        [work] * 4,
+        [UnitPolicy(reshard_after_forward=False)] * 4,
+        [Piece(unit, MS, MS) for unit in range(4)],
+        (first, *again, backward(first), second, backward(second)),
+    )
+    played, measured = played_again(as_run(workload, Execution.BLOCKING_HOST))
+    assert played == measured
+
+
+def test_a_run_with_other_collectives_than_the_schedule_is_refused():
+    run = as_run(simple(3), Execution.BLOCKING_HOST)
+    events = run.events(0)
+    is_first = (events.kind == EventKind.ALL_GATHER) & (events.unit == 1)
+    is_first &= events.phase == Phase.BACKWARD
+    without = replace(run, event_tables={0: events.where(~is_first)})
+    with pytest.raises(MissingDataError, match=r"2 all-gathers of unit layers\.1 .* issued 1"):
+        measure_work(without)
+
+
 @given(workload=programs().filter(lambda drawn: drawn.passes[0].tape[0] == (Op.ENTER, 0)))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_any_program_of_a_root_plays_again_in_its_own_time(workload: Workload):

@@ -27,7 +27,7 @@ from fsdp_inspect.simulation.workload import (
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan, UnitPlan
-from fsdp_inspect.trace.run import RunManifest, Unit
+from fsdp_inspect.trace.run import ParameterTraits, RunManifest, Unit
 from tests.builders import RunBuilder
 
 MS = 1_000_000
@@ -97,6 +97,73 @@ def block_plan(num_blocks: int = 4) -> Plan:
 def scenario_of(plan: Plan, network: Network = NETWORK) -> Scenario:
     work, manifest = recorded()
     return make_scenario(work, manifest, plan, network)
+
+
+def unchanged(unit: Unit) -> Unit:
+    """The unit under the recorded plan, if all blocks are like it."""
+    work, manifest = recorded(1)
+    work = replace(work, units=(unit,))
+    manifest = manifest.model_copy(update={"units": [unit]})
+    return make_scenario(work, manifest, block_plan(1), NETWORK).units[0]
+
+
+NAMES = ("layers.0.experts", "layers.0.adapter", "layers.0.base")
+EXPERTS_BYTES, BASE_BYTES = 3 * 64 * 96 * 4, 64 * 64
+
+
+def traits(dtype: str = "float32", **changes: object) -> ParameterTraits:
+    return ParameterTraits.model_validate({"dtype": dtype, "gathered_dtype": dtype, **changes})
+
+
+def mixed_unit(**changes: object) -> Unit:
+    """Experts sharded on dimension 1, an adapter of 5 rows, and a frozen base of one byte each."""
+    numels = (3 * 64 * 96, 5 * 64, 64 * 64)
+    adapter = 6 * 64 * 4  # padded to two ranks
+    fields: dict[str, object] = {
+        "parameters": dict(zip(NAMES, ([3, 64, 96], [5, 64], [64, 64]), strict=True)),
+        "num_parameters": sum(numels),
+        "num_trainable_parameters": sum(numels[:2]),
+        "num_tensors": 3,
+        "unsharded_bytes": EXPERTS_BYTES + adapter + BASE_BYTES,
+        "sharded_bytes": (EXPERTS_BYTES + adapter + BASE_BYTES) // RANKS,
+        "reduce_bytes": EXPERTS_BYTES + adapter,
+        "traits": dict(
+            zip(
+                NAMES,
+                (traits(shard_dim=1), traits(), traits("int8", is_trained=False)),
+                strict=True,
+            )
+        ),
+    }
+    return block(0).model_copy(update={**fields, **changes})
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["its_settings", "an_older_run"])
+def test_the_recorded_plan_has_the_recorded_bytes(known: bool):
+    unit = mixed_unit() if known else mixed_unit(traits={})
+    same = unchanged(unit)
+    assert [
+        (each.unsharded_bytes, each.sharded_bytes, each.reduce_bytes, each.traits)
+        for each in (same, unit)
+    ].count((unit.unsharded_bytes, unit.sharded_bytes, unit.reduce_bytes, unit.traits)) == 2
+
+
+def test_each_parameter_keeps_its_dtype_and_its_sharded_dimension_in_another_unit():
+    unit = mixed_unit()
+    work, manifest = recorded(1)
+    plan = Plan(units=(UnitPlan(modules=("layers.0",)), UnitPlan(modules=("layers.0.base",))))
+    unit = unit.model_copy(
+        update={
+            "parameters": {f"{name}.weight": shape for name, shape in unit.parameters.items()},
+            "traits": {f"{name}.weight": each for name, each in unit.traits.items()},
+        }
+    )
+    manifest = manifest.model_copy(update={"units": [unit]})
+    scenario = make_scenario(replace(work, units=(unit,)), manifest, plan, NETWORK)
+    rest, base = scenario.units
+    assert (base.unsharded_bytes, base.reduce_bytes, base.param_dtype) == (BASE_BYTES, 0, "int8")
+    assert rest.unsharded_bytes == rest.reduce_bytes == unit.reduce_bytes
+    assert not scenario.workload.units[1].is_trainable
 
 
 def blocking_ns(scenario: Scenario) -> int:

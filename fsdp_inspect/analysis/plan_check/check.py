@@ -154,13 +154,18 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
         count_unit(unit, plans.get(unit.fqn), manifest, observed, roots) for unit in manifest.units
     ]
     loop = _describe_loop(observed, [count.unit.fqn for count in counts if count.is_kept])
+    deviations = [*_joined(finding for count in counts for finding in _explain(count))]
+    once = _find_single_deviation(counts, observed.steps)
     wrong = [
-        *_joined(finding for count in counts for finding in _explain(count)),
+        *(deviations if once is None else ()),
         *(_check_loop(plan, loop) if plan else ()),
         *(_check_prefetch(plan, manifest, observed) if plan else ()),
     ]
     totals = tuple(_total(counts, kind) for kind in COUNTED_KINDS)
     result = _phrase_result(totals, wrong, num_steps=len(observed.steps), num_units=len(counts))
+    notes = [] if once is None else [_as_note(each, once) for each in deviations]
+    if notes and not wrong:
+        result = f"The run follows its plan, except in step {once}. {_phrase_finding(notes[0])}"
     return PlanCheck(
         rank=rank,
         steps=observed.steps,
@@ -171,12 +176,27 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
         units=tuple(_describe_unit(count) for count in counts),
         findings=(
             *wrong,
+            *notes,
             *_prefetched_in_vain(counts, num_steps=len(observed.steps)),
             *_remarks(counts),
             *_unused_units(counts, observed),
             *find_waste(manifest),
         ),
     )
+
+
+def _find_single_deviation(counts: Sequence[UnitCount], steps: Sequence[int]) -> int | None:
+    """The only one of several checked steps that deviates from the plan; None: none or more.
+
+    A plan acts in every step, so one step deviates for another reason, such as a retried forward.
+    """
+    off = {step for count in counts for each in _collectives(count) for step in each.off_steps}
+    return off.pop() if len(off) == 1 and len(steps) > 1 else None
+
+
+def _as_note(finding: PlanFinding, step: int) -> PlanFinding:
+    sentence = f"{finding.sentence}, in step {step} only, as after a retried forward"
+    return replace(finding, rule="", is_contradiction=False, is_normal=True, sentence=sentence)
 
 
 def _read_plan(manifest: RunManifest) -> tuple[Plan | None, str | None]:

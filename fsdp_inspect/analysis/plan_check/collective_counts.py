@@ -226,6 +226,8 @@ class CollectiveCount:
     """The rule behind the expected number."""
     is_consistent: bool
     """Whether the counts match in every step, and every message has the expected size."""
+    off_steps: tuple[int, ...] = ()
+    """The checked steps with another number or another size of messages than expected."""
     remark: str = ""
     """A predicate of the unit about parameters without gradients in some steps, which FSDP
     supports; empty: all parameters have gradients in every step."""
@@ -518,6 +520,14 @@ class _UnitCounter:
             rule += ". The script runs parts of the unit apart, and each part reduces once"
         if not fits and kind != EventKind.ALL_GATHER and self._lacks_gradients(events):
             fits, remark = True, remark or _without_gradients(kind, sizes, expected_bytes)
+        off = {
+            step
+            for step, wanted, ran in zip(self._observed.steps, expected, counts, strict=True)
+            if wanted != ran
+        }
+        if not fits:
+            is_odd = (events.bytes >= 0) & (events.bytes != expected_bytes)
+            off |= set(events.step[is_odd].tolist())
         return CollectiveCount(
             kind=kind.label,
             expected_per_step=_mean(expected),
@@ -527,7 +537,8 @@ class _UnitCounter:
             expected_bytes=expected_bytes,
             observed_bytes=sizes,
             rule=rule,
-            is_consistent=list(expected) == counts and fits,
+            is_consistent=not off,
+            off_steps=tuple(sorted(off)),
             remark=remark if fits else "",
         )
 

@@ -3,6 +3,7 @@
 The rules are R14 (full-precision all-gathers), R27 (tied weights) and R30 (padding).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from fsdp_inspect.trace.run import RunManifest, Unit
 
 PADDING_RATIO = 0.01
 """Padding below this fraction of a unit's all-gather is not reported (R30)."""
+FULL_PRECISION_RATIO = 0.02
+"""Units in float32 below this fraction of all gathered bytes are not reported (R14)."""
 
 _HALF = ("bfloat16", "float16")
 
@@ -42,12 +45,20 @@ def find_waste(manifest: RunManifest) -> Iterator[PlanFinding]:
 def padding_bytes(unit: Unit) -> int:
     """Return the padding in each all-gather, in bytes; 0 if the sizes are unknown.
 
-    FSDP pads the first dimension of every tensor.
+    FSDP pads the sharded dimension of every tensor, by default the first one.
     """
-    size = ITEMSIZE.get(unit.param_dtype)
-    if size is None or not unit.unsharded_bytes or not unit.num_parameters:
+    dtypes = {
+        name: unit.traits[name].gathered_dtype if unit.traits else unit.param_dtype
+        for name in unit.parameters
+    }
+    sizes = [ITEMSIZE.get(dtype, 0) for dtype in (*dtypes.values(), unit.param_dtype)]
+    if not all(sizes) or not unit.unsharded_bytes or not unit.num_parameters:
         return 0
-    return max(unit.unsharded_bytes - size * unit.num_parameters, 0)
+    own = sizes[-1] * unit.num_parameters
+    if unit.traits:
+        shapes = unit.parameters.values()
+        own = sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=False))
+    return max(unit.unsharded_bytes - own, 0)
 
 
 def _padding(manifest: RunManifest) -> Iterator[PlanFinding]:
@@ -65,13 +76,18 @@ def _padding(manifest: RunManifest) -> Iterator[PlanFinding]:
 
 
 def _full_precision(manifest: RunManifest) -> Iterator[PlanFinding]:
-    """Find units that gather in float32 while other units gather in 16 bits."""
+    """Find units that gather in float32 while other units gather in 16 bits.
+
+    Small messages are no waste: many recipes keep norms in float32.
+    """
     dtypes = {unit.param_dtype for unit in manifest.units}
-    if "float32" in dtypes and dtypes.intersection(_HALF):
-        full = [unit.fqn for unit in manifest.units if unit.param_dtype == "float32"]
+    full = [unit for unit in manifest.units if unit.param_dtype == "float32"]
+    total = sum(unit.unsharded_bytes for unit in manifest.units)
+    is_much = sum(unit.unsharded_bytes for unit in full) >= FULL_PRECISION_RATIO * total
+    if full and is_much and dtypes.intersection(_HALF):
         yield PlanFinding(
             "R14",
-            tuple(full),
+            tuple(unit.fqn for unit in full),
             False,
             "gathers in float32 while other units gather in 16 bits: MixedPrecisionPolicy("
             "param_dtype) halves its messages",

@@ -226,12 +226,12 @@ def _judge_chance(evidence: StragglerEvidence, ranks: Sequence[int], num_sets: i
     chance = work.chance(*ranks, num_sets=num_sets)
     if chance <= MAX_CHANCE:
         return None
-    needed = steps_to_tell(work.num_ranks, size=len(ranks), num_sets=num_sets)
+    needed = steps_to_tell(work, *ranks, num_sets=num_sets)
     return (
         f"each of {format_ranks(ranks)} works longer than every other rank in "
         f"{work.num_longest(*ranks)} of {work.num_steps} steps. Among equal ranks, a set of ranks "
         f"with a common position does so by chance in up to {format_ratio(chance)} of runs. "
-        f"Record at least {needed} timed steps."
+        f"Record {needed}."
     )
 
 

@@ -24,6 +24,9 @@ from fsdp_inspect.statistics import median
 MAX_CHANCE = 0.05
 """The highest accepted probability of a false straggler among equal ranks."""
 
+_MOST_STEPS = 512
+"""The highest number of steps that is proposed."""
+
 
 def chance_of_most(
     num_longest: int, num_steps: int, num_ranks: int, *, size: int = 1, num_sets: int | None = None
@@ -50,13 +53,18 @@ def chance_of_most(
     return min(1.0, (num_ranks if num_sets is None else num_sets) * tail)
 
 
-def steps_to_tell(num_ranks: int, *, size: int = 1, num_sets: int | None = None) -> int:
-    """Return the number of steps from which ranks that always work longest are not chance."""
-    return next(
-        n
-        for n in range(1, 64)
-        if chance_of_most(n, n, num_ranks, size=size, num_sets=num_sets) <= MAX_CHANCE
-    )
+def steps_to_tell(work: "RankWork", *ranks: int, num_sets: int | None = None) -> str:
+    """Phrase the number of steps from which these ranks are not chance.
+
+    They are assumed to work longest in the same fraction of further steps.
+    """
+    ratio = work.num_longest(*ranks) / max(work.num_steps, 1)
+    for n in range(work.num_steps + 1, _MOST_STEPS):
+        wins = math.floor(ratio * n + 1e-9)
+        chance = chance_of_most(wins, n, work.num_ranks, size=len(ranks), num_sets=num_sets)
+        if chance <= MAX_CHANCE:
+            return f"at least {n} timed steps"
+    return "many more timed steps"
 
 
 class RankWork:

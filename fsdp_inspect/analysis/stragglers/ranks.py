@@ -516,8 +516,8 @@ def _find_straggler(
         return None, (
             f"rank {row.rank} works longest in {work.num_longest(row.rank)} of {work.num_steps} "
             f"steps. Among {work.num_ranks} equal ranks, this happens by chance in up to "
-            f"{format_ratio(chance)} of runs. Record at least "
-            f"{steps_to_tell(work.num_ranks)} timed steps."
+            f"{format_ratio(chance)} of runs. Record "
+            f"{steps_to_tell(work, row.rank)}."
         )
     priced, replay = evidence.pricing.without([row.rank]), evidence.pricing.result
     if priced is None or replay is None:

@@ -13,6 +13,10 @@ step of that rank. Each limit has a threshold:
 | straggler     | one straggler costs 5% of the step                                   | R32    |
 | slow group    | one node, stage or group of ranks costs 5% of the step               | R32    |
 | communication | exposed communication, without the floor, takes 5% of the step       | R1-R17 |
+| collection    | Python collects garbage for 5% of the step                           |        |
+| between steps | checkpoints and evaluation take 10% of the step and that time        |        |
+| recomputation | repeated forwards of activation checkpointing take 15% of the step   | R18    |
+| first gather  | a root much larger than the other units: its first gather takes 10%  | R1, R3 |
 | other         | 30% of the step lies in no recorded part                             |        |
 | compute       | none of these: the plan is fine, and the advice is "change nothing"  |        |
 
@@ -168,5 +172,8 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "peak_allocated_bytes": facts.peak_allocated_bytes,
         "peak_reserved_bytes": facts.peak_reserved_bytes,
         "device_ratio": facts.device_ratio,
+        "garbage_collection_ns": facts.collection_ns,
+        "between_steps_ns": facts.between_ns,
+        "recompute_ns": facts.recompute_ns,
         "growth_bytes_per_step": growth.bytes_per_step if growth else None,
     }

@@ -178,12 +178,29 @@ class StepFacts:
     straggler: StragglerFacts | None = None
     slow_group: SlowGroup | None = None
     growth: MemoryGrowthFacts | None = None
+    collection_ns: int = 0
+    """Garbage collections in the step. They are part of other times, such as `other_ns`."""
+    between_ns: int = 0
+    """Checkpoints and evaluation before the step, which the step time does not contain."""
+    recompute_ns: int = 0
+    """Repeated forwards of activation checkpointing, a part of `compute_ns`."""
+    first_gather: Waiting | None = None
+    """The first all-gather of a root unit that is much larger than the other units. Its wait is
+    part of the floor. None: no such unit."""
+    names_backward_prefetch: bool = False
+    """Whether the script sets the units that backward prefetches."""
     contradiction: str | None = None
     """The contradiction between the run and its plan, as a sentence; None: there is none."""
 
     def ratio(self, duration_ns: int) -> float:
         """Return a time as a fraction of the step; 0 for a step without duration."""
         return duration_ns / self.step_time_ns if self.step_time_ns else 0.0
+
+    @property
+    def between_ratio(self) -> float:
+        """Time between steps as a fraction of it and the step together."""
+        whole = self.between_ns + self.step_time_ns
+        return self.between_ns / whole if whole else 0.0
 
     @property
     def is_unwrapped(self) -> bool:
@@ -203,6 +220,8 @@ class StepFacts:
 
 DOMINANT_UNIT_RATIO = 0.50
 """R1 applies if one unit holds more than this fraction of the parameters."""
+OVERSIZED_RATIO = 2.0
+"""A unit is much larger than the others above this multiple of the median unit."""
 
 
 # --- Define the thresholds of the limits and the order in which they apply.
@@ -216,6 +235,10 @@ HOST_RATIO = 0.10
 STRAGGLER_RATIO = 0.05
 """Also for a slow group."""
 COMMUNICATION_RATIO = 0.05
+COLLECTION_RATIO = 0.05
+BETWEEN_RATIO = 0.10
+RECOMPUTE_RATIO = 0.15
+FIRST_GATHER_RATIO = 0.10
 OTHER_RATIO = 0.30
 CREEP_STEPS = 10_000
 """Growth is a risk if it fills the device within this number of steps."""
@@ -237,6 +260,12 @@ class Limit(StrEnum):
     SLOW_GROUP = "slow_group"
     """All ranks of a node, a TP group or a pipeline stage work longer than the other ranks."""
     COMMUNICATION = "communication"
+    COLLECTION = "garbage_collection"
+    BETWEEN = "between_steps"
+    """Checkpoints or evaluation between the steps."""
+    RECOMPUTE = "recomputation"
+    FIRST_GATHER = "first_gather"
+    """The first all-gather, of a root unit that is much larger than the other units."""
     OTHER = "other"
     COMPUTE = "compute"
     UNKNOWN = "unknown"
@@ -257,6 +286,7 @@ def find_limit(facts: StepFacts) -> Limit:
         return Limit.MEMORY_CREEP
     late = facts.straggler.cost_ns if facts.straggler else 0
     group = facts.slow_group.cost_ns if facts.slow_group else 0
+    first = facts.first_gather.exposed_ns if facts.first_gather else 0
     shares = {
         Limit.INPUT: (facts.ratio(facts.data_ns), INPUT_RATIO),
         Limit.CORES: (facts.core_wait_ratio, CORES_RATIO),
@@ -264,7 +294,11 @@ def find_limit(facts: StepFacts) -> Limit:
         Limit.STRAGGLER: (facts.ratio(late), STRAGGLER_RATIO),
         Limit.SLOW_GROUP: (facts.ratio(group), STRAGGLER_RATIO),
         Limit.COMMUNICATION: (facts.ratio(facts.avoidable_ns), COMMUNICATION_RATIO),
-        Limit.OTHER: (facts.ratio(facts.other_ns), OTHER_RATIO),
+        Limit.COLLECTION: (facts.ratio(facts.collection_ns), COLLECTION_RATIO),
+        Limit.BETWEEN: (facts.between_ratio, BETWEEN_RATIO),
+        Limit.RECOMPUTE: (facts.ratio(facts.recompute_ns), RECOMPUTE_RATIO),
+        Limit.FIRST_GATHER: (facts.ratio(first), FIRST_GATHER_RATIO),
+        Limit.OTHER: (facts.ratio(facts.other_ns - facts.collection_ns), OTHER_RATIO),
     }
     named = {limit: share for limit, (share, least) in shares.items() if share >= least}
     if Limit.CORES in named:

@@ -16,6 +16,7 @@ from fsdp_inspect.analysis.memory.peak import Memory, RankMemory
 from fsdp_inspect.analysis.plan_check.check import PlanCheck
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.run_delay import RunDelay
+from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.analysis.verdict import (
     UNKNOWN,
     HighestMoment,
@@ -31,13 +32,36 @@ from fsdp_inspect.analysis.verdict import (
     give_rank_verdict,
     give_verdict,
 )
+from fsdp_inspect.analysis.verdict.facts import OVERSIZED_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_ns, format_ratio
+from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
-from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.tables import rows_of
 
 _PASSES = frozenset({Phase.FORWARD.label, Phase.BACKWARD.label})
 _COMPUTE_PARTS = (StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Costs inside other parts of the typical step of the median rank, ns."""
+
+    collection_ns: int
+    recompute_ns: int
+
+
+def measure_step_costs(run: RunSource) -> StepCosts | None:
+    """Measure costs that no part of the breakdown shows; None without a timed step."""
+    member = inspected_rank(run)
+    if member is None:
+        return None
+    collection, recompute = (
+        member.typical_per_step(rows_of(member.rows, kinds=[kind]), "duration_ns")
+        for kind in (EventKind.GARBAGE_COLLECTION, EventKind.RECOMPUTE)
+    )
+    return StepCosts(collection, recompute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +81,7 @@ class Answers:
     provenance: Provenance | None
     late: StragglerFacts | SlowGroup | None
     """The straggler or the slow group."""
+    costs: StepCosts | None = None
     run_delay: RunDelay | None = None
     """The rank whose training thread waits longest for a core."""
 
@@ -182,6 +207,12 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         has_gathers=_has_gathers(answers),
         num_units=len(parameters),
         largest_unit_ratio=max(parameters, default=0) / max(sum(parameters), 1),
+        collection_ns=answers.costs.collection_ns if answers.costs else 0,
+        recompute_ns=answers.costs.recompute_ns if answers.costs else 0,
+        between_ns=step.between_ns,
+        first_gather=_first_gather(answers),
+        names_backward_prefetch=isinstance(manifest.plan.get("backward_prefetch"), dict)
+        and bool(manifest.plan["backward_prefetch"]),
         core_wait_ratio=answers.run_delay.run_delay_ratio if answers.run_delay else 0.0,
         core_wait_rank=answers.run_delay.rank if answers.run_delay else None,
         straggler=answers.late if isinstance(answers.late, StragglerFacts) else None,
@@ -227,6 +258,31 @@ def _largest_other(exposed: Exposed) -> OtherPart | None:
         exposed_ns=min(largest.exposed_ns, other),
         total_ns=other,
     )
+
+
+def _first_gather(answers: Answers) -> Waiting | None:
+    """The exposed first all-gather of a root unit that is much larger than the other units."""
+    units, exposed = answers.manifest.units, answers.exposed
+    sizes = [unit.unsharded_bytes for unit in units]
+    if exposed is None or len(units) < 2:
+        return None
+    large = {
+        unit.fqn
+        for unit in units
+        if unit.is_root and unit.unsharded_bytes > OVERSIZED_RATIO * (median(sizes) or 0)
+    }
+    found = (
+        owner
+        for owner in exposed.owners
+        if owner.fqn in large
+        and owner.kind == EventKind.ALL_GATHER.label
+        and owner.phase == Phase.FORWARD.label
+        and owner.floor_ns
+    )
+    owner = max(found, key=lambda each: each.floor_ns, default=None)
+    if owner is None:
+        return None
+    return Waiting(fqn=owner.fqn, kind=owner.kind, phase=owner.phase, exposed_ns=owner.floor_ns)
 
 
 def _top_owner(exposed: Exposed) -> Waiting | None:

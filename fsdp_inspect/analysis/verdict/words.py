@@ -358,12 +358,22 @@ def _phrase_other_part(facts: StepFacts, part: OtherPart) -> Words:
     )
 
 
+_OF_OPTIMIZERS = frozenset({"all_gather", "broadcast", "reduce_scatter", "all_to_all"})
+"""Collectives that clipping, norms and metrics do not issue."""
+
+
 def describe_other_part(part: OtherPart) -> tuple[str, str]:
     """Return the name of communication that FSDP did not issue, and its remedy."""
     if part.dimension in _DIMENSIONS:
         return _DIMENSIONS[part.dimension]
     if part.dimension not in _LOOP_DIMENSIONS:
         return f"the mesh dimension {part.dimension!r}", FIND_CALL
+    if part.phase == Phase.OPTIMIZER.label and part.kind in _OF_OPTIMIZERS:
+        return (
+            "the optimizer",
+            "The optimizer exchanges parameters or updates itself (ZeRO-1, Muon, Shampoo): issue "
+            "its collectives without waiting for each, and in fewer and larger messages.",
+        )
     if part.phase == Phase.OPTIMIZER.label:
         return (
             "the optimizer phase",
@@ -463,6 +473,13 @@ def _advise_communication(facts: StepFacts) -> list[str]:
             f"{format_ratio(STRAGGLER_RATIO)} of the step. `fsdp-inspect ranks RUN` shows the "
             "ranks."
         )
+    late = facts.causes_ns.get(Cause.LATE_ISSUE.label, 0)
+    if facts.names_backward_prefetch and facts.ratio(late) >= WORTH_NAMING_RATIO:
+        steps.append(
+            "Check the order of set_modules_to_backward_prefetch, or remove the calls: "
+            f"{format_ns(late)} are exposed because all-gathers are issued late. By default torch "
+            "prefetches in the reverse order of forward."
+        )
     if facts.has_plan:
         steps.append(COMPARE_PLANS)
         if facts.blocks_host:
@@ -552,6 +569,67 @@ def _say_plan_gain(facts: StepFacts) -> str:
     return f"Change nothing in {_plan(facts)}."
 
 
+def _phrase_collection(facts: StepFacts) -> Words:
+    return (
+        f"Python's garbage collection takes {_ratio(facts, facts.collection_ns)} of the step.",
+        f"Collections stop the training thread for {format_ns(facts.collection_ns)} a step"
+        f"{_on_rank(facts)}.",
+        f"Collections of garbage stop the training thread for "
+        f"{_of_step(facts, facts.collection_ns)}.",
+        (
+            "Call gc.freeze() after the model is built, then gc.disable(), and gc.collect() on all "
+            "ranks in the same step, such as every 1,000 steps.",
+            "Remove gc.collect() from the step, if the script calls it.",
+        ),
+    )
+
+
+def _phrase_between(facts: StepFacts) -> Words:
+    return (
+        f"Checkpoints or evaluation take {format_ratio(facts.between_ratio)} of the time.",
+        f"They take {format_ns(facts.between_ns)} before each step{_on_rank(facts)}.",
+        f"Checkpoints, evaluation or other passes without a gradient take "
+        f"{format_ns(facts.between_ns)} before each typical step of "
+        f"{format_ns(facts.step_time_ns)}, which does not contain them.",
+        (
+            "Save or evaluate less often, or save in the background "
+            "(torch.distributed.checkpoint.async_save).",
+            "Run `fsdp-inspect lifetime RUN` to see each part.",
+        ),
+    )
+
+
+def _phrase_recomputation(facts: StepFacts) -> Words:
+    do = "Checkpoint fewer blocks, if memory allows."
+    return (
+        f"Activation checkpointing repeats forwards for {_ratio(facts, facts.recompute_ns)} of "
+        "the step.",
+        f"Repeated forwards take {format_ns(facts.recompute_ns)} a step{_on_rank(facts)}.",
+        f"Repeated forwards take {_of_step(facts, facts.recompute_ns)}. They free the activations "
+        "of the checkpointed modules.",
+        (do, *([COMPARE_PLANS] if facts.has_plan else [])),
+    )
+
+
+def _phrase_first_gather(facts: StepFacts) -> Words:
+    first = facts.first_gather
+    assert first is not None
+    name = format_unit(first.fqn or "")
+    return (
+        f"The first all-gather is exposed for {_ratio(facts, first.exposed_ns)} of the step.",
+        f"{name} is gathered whole before any compute: {format_ns(first.exposed_ns)}"
+        f"{_on_rank(facts)}.",
+        f"{name} is much larger than the other units. Its all-gather takes "
+        f"{_of_step(facts, first.exposed_ns)}, and no compute runs next to the first all-gather.",
+        (
+            "Make units of its large modules, such as the embedding and the output layer: "
+            "fully_shard(model.embedding). The output layer is then gathered later, next to "
+            "compute.",
+            *([COMPARE_PLANS] if facts.has_plan else []),
+        ),
+    )
+
+
 _WORDS: dict[Limit, Callable[[StepFacts], Words]] = {
     Limit.MEMORY: _phrase_memory,
     Limit.MEMORY_CREEP: _phrase_growth,
@@ -561,6 +639,10 @@ _WORDS: dict[Limit, Callable[[StepFacts], Words]] = {
     Limit.STRAGGLER: _phrase_straggler,
     Limit.SLOW_GROUP: _phrase_slow_group,
     Limit.COMMUNICATION: _phrase_communication,
+    Limit.COLLECTION: _phrase_collection,
+    Limit.BETWEEN: _phrase_between,
+    Limit.RECOMPUTE: _phrase_recomputation,
+    Limit.FIRST_GATHER: _phrase_first_gather,
     Limit.OTHER: _phrase_other,
     Limit.COMPUTE: _phrase_compute,
 }

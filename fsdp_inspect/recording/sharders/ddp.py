@@ -186,6 +186,7 @@ class BucketHooks:
             forward = self._wrap_forward(wrapper)
             patches.set_attribute(wrapper, "forward", forward)
             for name in comm_hooks_of(wrapper):
+                self._session.has_comm_hooks = True
                 self._session.problem(
                     f"The model has the communication hook {name}: its collectives are recorded, "
                     "but not by bucket."

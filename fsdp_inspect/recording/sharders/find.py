@@ -22,7 +22,7 @@ from fsdp_inspect.recording.sharders.zero import call_torch_for_collectives
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.torch_api import deepspeed_zero
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
-from fsdp_inspect.recording.torch_api.marks import sharder_name_of
+from fsdp_inspect.recording.torch_api.marks import is_composable_replica, sharder_name_of
 from fsdp_inspect.recording.torch_api.needs import find_missing_name, find_missing_part
 from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.trace.sharders import (
@@ -86,6 +86,12 @@ def find_sharder(model: nn.Module) -> Sharder[Any]:
     engine = wrapper_around(model) if "deepspeed" in sys.modules else model
     if engine is not model:
         return find_sharder(engine)
+    if any(map(is_composable_replica, model.modules())):
+        raise RecordingError(
+            f"{name} is replicated by torch's composable replicate, which is unsupported: it has "
+            "neither units of fully_shard nor a DistributedDataParallel around it. Expected one of "
+            "them. Wrap the model in DistributedDataParallel(model), which trains in the same way."
+        )
     raise RecordingError(
         f"{name} is not sharded: fully_shard was never called on it or on a module in it, and it "
         "has no FullyShardedDataParallel, no DistributedDataParallel and no DeepSpeed engine. "

@@ -20,7 +20,7 @@ from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.recording.unit_hooks import RootHooks, UnitHooks
 from fsdp_inspect.recording.units import dtype_name
 from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.run import ParameterTraits, Unit, traits_that_differ
 from fsdp_inspect.trace.sharders import FSDP2
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ class Fsdp2(Sharder[GroupHandle]):
         trained = [parameter.requires_grad for parameter in parameters]
         trained_numels = [numel for numel, wanted in zip(numels, trained, strict=True) if wanted]
         shard_size = handle.shard_group.size() if handle.shard_group is not None else 1
-        original = parameters[0].dtype
         reduce_dtype = handle.reduce_dtype
         padded = fsdp2.padded_shard_numels(group)
+        stored = [parameter.dtype.itemsize for parameter in parameters]
         padded_trained = sum(numel for numel, wanted in zip(padded, trained, strict=True) if wanted)
         return Unit(
             index=index,
@@ -111,8 +111,10 @@ class Fsdp2(Sharder[GroupHandle]):
             num_trainable_parameters=sum(trained_numels),
             num_tensors=len(parameters),
             parameters=fsdp2.parameter_shapes(handle),
+            traits=_traits(handle),
+            tied=fsdp2.tied_parameters(handle),
             unsharded_bytes=fsdp2.gathered_bytes(group, shard_size),
-            sharded_bytes=sum(padded) * original.itemsize,
+            sharded_bytes=sum(numel * size for numel, size in zip(padded, stored, strict=True)),
             reduce_bytes=padded_trained * shard_size * reduce_dtype.itemsize,
             param_dtype=dtype_name(handle.param_dtype),
             reduce_dtype=dtype_name(reduce_dtype),
@@ -141,6 +143,19 @@ class Fsdp2(Sharder[GroupHandle]):
             return original(group, *args, **kwargs)  # type: ignore[no-untyped-call]
 
         patches.set_attribute(FSDPParamGroup, "lazy_init", lazy_init)
+
+
+def _traits(handle: GroupHandle) -> dict[str, ParameterTraits]:
+    traits = [
+        ParameterTraits(
+            dtype=dtype_name(param.sharded_param.dtype),
+            gathered_dtype=dtype_name(fsdp2.gathered_dtype_of(param)),
+            is_trained=param.sharded_param.requires_grad,
+            shard_dim=int(param.fsdp_placement.dim),
+        )
+        for param in handle.group.fsdp_params
+    ]
+    return traits_that_differ(dict(zip(fsdp2.parameter_shapes(handle), traits, strict=True)))
 
 
 class GroupHooks:

@@ -17,6 +17,11 @@ current_graph_task_id = torch._C._current_graph_task_id
 """The number of the backward that runs on this thread; -1: none."""
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows with each change of a tensor in place."""
+    return tensor._version
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call a function when the running backward has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -16,6 +16,8 @@ from fsdp_inspect.trace.codes import EventKind
 
 __all__ = ["functional"]
 
+FUTURE: Any = torch._C.Future
+"""The class of the futures of collectives."""
 BROADCAST_COALESCED = "_broadcast_coalesced"
 """The function of `torch.distributed` that broadcasts several tensors together."""
 COALESCING_MANAGER = "_coalescing_manager"

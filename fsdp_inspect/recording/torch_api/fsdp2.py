@@ -189,8 +189,10 @@ class GroupHandle:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """The dtype of the all-gather; that of the first parameter if they differ."""
-        return gathered_dtype_of(self.group.fsdp_params[0])
+        """The dtype of the all-gather; that of the first trained parameter if they differ."""
+        params = self.group.fsdp_params
+        trained = (param for param in params if param.sharded_param.requires_grad)
+        return gathered_dtype_of(next(trained, params[0]))
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -373,6 +375,16 @@ def parameter_shapes(handle: GroupHandle) -> dict[str, list[int]]:
         module, name = next(place for place in _places_of(param) if place[0] in names)
         shapes[strip_wrappers(f"{names[module]}.{name}".removeprefix("."))] = list(param._orig_size)
     return shapes
+
+
+def tied_parameters(handle: GroupHandle) -> list[str]:
+    """The fqns of a unit's parameters that several modules share; the first name of each."""
+    names = parameter_shapes(handle)
+    return [
+        name
+        for name, param in zip(names, handle.group.fsdp_params, strict=True)
+        if len(list(_places_of(param))) > 1
+    ]
 
 
 def padded_shard_numels(group: FSDPParamGroup) -> list[int]:

@@ -12,6 +12,7 @@ from fsdp_inspect.recording.torch_api.engine_names import is_engine
 from fsdp_inspect.recording.torch_api.simple_fsdp import is_parametrized
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SIMPLE_FSDP, ZERO1, ZERO2, ZERO3
 
+_REPLICATE = "torch.distributed._composable.replicate"
 _STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 _STAGES_1_AND_2 = "DeepSpeedZeroOptimizer"
 
@@ -28,6 +29,11 @@ def sharder_name_of(module: nn.Module) -> str | None:
     if is_engine(module):
         return {1: ZERO1, 2: ZERO2, 3: ZERO3}.get(stage_of(module) or 0)
     return SIMPLE_FSDP if is_parametrized(module) else None
+
+
+def is_composable_replica(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` (of DDP) was applied to a module."""
+    return type(module).__module__ == _REPLICATE and type(module).__name__.startswith("DDP")
 
 
 def stage_of(engine: Any) -> int | None:

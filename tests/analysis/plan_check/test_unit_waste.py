@@ -1,7 +1,7 @@
 import pytest
 
 from fsdp_inspect.analysis.plan_check.unit_waste import find_waste
-from fsdp_inspect.trace.run import ModelInfo, RunManifest
+from fsdp_inspect.trace.run import ModelInfo, ParameterTraits, RunManifest
 from tests.builders import RunBuilder
 
 
@@ -48,3 +48,24 @@ def test_a_tied_weight_whose_units_hold_more_is_counted_without_names():
     [found] = find_waste(manifest_of(num_parameters=160))
     assert (found.rule, found.fqns) == ("R27", ())
     assert "The units hold 40 more parameters than the model" in found.sentence
+
+
+@pytest.mark.parametrize(("size", "is_named"), [(512, False), (1024, True)])
+def test_small_norms_in_full_precision_are_no_waste(size, is_named):
+    half = {"param_dtype": "bfloat16", "unsharded_bytes": 40_000, "num_parameters": 20_000}
+    norm = {"unsharded_bytes": size, "num_parameters": size // 4}
+    manifest = manifest_of(embed=half, head=norm, num_parameters=20_000 + size // 4)
+    found = [(waste.rule, waste.fqns) for waste in find_waste(manifest)]
+    assert found == [("R14", ("head",))] * is_named
+
+
+def test_a_frozen_base_in_another_dtype_is_no_padding():
+    traits = {
+        "base": ParameterTraits(dtype="int8", gathered_dtype="int8", is_trained=False),
+        "adapter": ParameterTraits(dtype="float32", gathered_dtype="float32"),
+    }
+    shapes = {"base": [90], "adapter": [10]}
+    unit = {"parameters": shapes, "traits": traits, "unsharded_bytes": 90 + 40}
+    assert not list(find_waste(manifest_of(head=unit)))
+    [padding] = find_waste(manifest_of(head={**unit, "unsharded_bytes": 90 + 64}))
+    assert "(24 B) is padding" in padding.sentence

@@ -41,8 +41,19 @@ def test_chance_is_exact_where_a_rank_is_the_longest_in_every_step():
 
 @pytest.mark.parametrize(("num_ranks", "steps"), [(2, 6), (3, 4), (4, 4), (8, 3), (64, 2)])
 def test_few_ranks_need_more_steps(num_ranks, steps):
-    assert steps_to_tell(num_ranks) == steps
+    members = [member(rank, [100 - (rank > 0)]) for rank in range(num_ranks)]
+    assert steps_to_tell(RankWork(members), 0) == f"at least {steps} timed steps"
     assert chance_of_most(steps - 1, steps - 1, num_ranks) > MAX_CHANCE
+
+
+def test_more_steps_are_needed_than_were_recorded():
+    """One of five ranks works longest in four of five steps: four steps were not enough."""
+    own = [100, 100, 100, 100, 98]
+    members = [member(rank, own if rank == 0 else [99] * 5) for rank in range(2)]
+    text = steps_to_tell(RankWork(members), 0)
+    assert int(text.split()[2]) > 5
+    half = [member(0, [100, 98]), member(1, [98, 100])]
+    assert steps_to_tell(RankWork(half), 0) == "many more timed steps"
 
 
 def test_equal_work_is_the_longest_of_nobody():
