@@ -142,6 +142,8 @@ class RankState:
     """The state of the process as seen from outside; None: it was not observed."""
     num_batches: int | None = None
     """Batches that data loaders gave to the training thread; None: no loader was seen."""
+    start_stage: int = 0
+    """The `StartStage` of a rank that has not begun to train; 0: it has."""
     has_no_batch_left: bool = False
     """Whether its last pass over a data loader has ended."""
 
@@ -608,8 +610,14 @@ class _Case:
             return False
         if any(box.header.hang_seen_ns for box in self._boxes.values()):
             return True
-        longest = self._waits[0].seconds if self._waits else 0.0
+        longest = self._waits[0].seconds - self._since_first_end_s() if self._waits else 0.0
         return not self._is_running and longest > self._longest_usual_s()
+
+    def _since_first_end_s(self) -> float:
+        """Seconds from the first end of a rank to the last sign of life; a wait in them follows."""
+        known = [end.unix_ns for end in self._ends.values() if end.kind is not EndKind.RUNNING]
+        first = min(filter(None, known), default=self._latest_ns)
+        return max(self._latest_ns - first, 0) / 1e9
 
     def _mean_step_s(self, rank: int) -> float:
         entries = self._boxes[rank].entries
@@ -731,6 +739,11 @@ class _Case:
                 for state in self._states.values()
                 if state.activity is None or state.activity.kind is not ActivityKind.COLLECTIVE
             )
+        stages = {rank: state.start_stage for rank, state in self._states.items()}
+        last = max(stages.values(), default=0)
+        behind = tuple(rank for rank, stage in stages.items() if stage < last)
+        if behind or (last and problem is ProblemClass.FOREIGN_COLLECTIVE):
+            problem, ranks = ProblemClass.RANK_LATE, behind or ranks
         first = self._states[next(iter(ranks or self._states))]
         return self._make(
             Status.PROBLEM,
@@ -892,6 +905,7 @@ class _Case:
             num_batches=None
             if box is None or not box.header.num_loader_passes
             else box.header.num_batches,
+            start_stage=self._records[rank].start_stage,
             has_no_batch_left=box is not None and box.header.has_no_batch_left,
         )
 

@@ -88,6 +88,11 @@ class Discovery:
         call_after_import("torch.distributed.fsdp", self._await_fully_shard)
         call_after_import(ENGINE_MODULE, self._await_engine)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a model is recorded, or the reason why none is has been printed."""
+        return self.recorder is not None or self._has_said_why
+
     def finish(self, error: BaseException | None) -> Path | None:
         """End the recording, or print the reason why there is none.
 

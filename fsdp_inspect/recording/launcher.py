@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from fsdp_inspect.recording.discovery import Discovery
     from fsdp_inspect.recording.recorder import Recorder
+    from fsdp_inspect.recording.start_watch import StartWatch
 
 
 _DESCRIPTION = """\
@@ -116,6 +117,7 @@ class Launch:
         self._pid = os.getpid()
         self._directory = Path.cwd()  # the script may change it
         self._discovery: Discovery | None = None
+        self._start: StartWatch | None = None
         call_after_import("torch", self._discover)
 
     def finish(self, error: BaseException | None) -> None:
@@ -125,6 +127,9 @@ class Launch:
         if self._discovery is None:
             say("nothing was recorded: the script did not import torch in this process.")
             return
+        if self._start is not None and self._discovery.recorder is None:
+            is_clean = error is None or (isinstance(error, SystemExit) and not error.code)
+            self._start.end(None if is_clean else error)
         try:
             folder = self._discovery.finish(error)
         except Exception as problem:  # an internal error must not change the script's exit
@@ -145,8 +150,15 @@ class Launch:
         """Wait for a model. The script has imported torch, so importing it here costs nothing."""
         try:
             from fsdp_inspect.recording.discovery import Discovery
+            from fsdp_inspect.recording.start_watch import StartWatch
 
             self._discovery = Discovery(self._open_recorder, say)
+            self._start = StartWatch(
+                self._directory / self._given.out,
+                self._given.recorder.get("hang_after_s"),
+                lambda: self._discovery is None or self._discovery.is_over,
+                with_source=self._given.recorder.get("record_source", True),
+            )
         except Exception as error:
             say(f"nothing will be recorded: {error!r}. The script continues.")
 
@@ -155,6 +167,8 @@ class Launch:
         from fsdp_inspect.recording.models import class_name_of
         from fsdp_inspect.recording.recorder import Recorder
 
+        if self._start is not None:
+            self._start.end(None)
         keywords = dict(self._given.recorder)
         keywords.setdefault("name", class_name_of(model))
         path = default_path(keywords["name"], self._directory / self._given.out)

@@ -56,6 +56,7 @@ from fsdp_inspect.store.reduction.order_wording import (
 )
 from fsdp_inspect.store.reduction.out_of_memory_wording import describe_out_of_memory
 from fsdp_inspect.trace.numerics import Place
+from fsdp_inspect.trace.run import StartStage
 
 MOST_STATES = 16
 """The number of different states of ranks that the evidence lists."""
@@ -243,6 +244,8 @@ def _exited(found: Diagnosis) -> str:
 
 
 def _late(found: Diagnosis) -> str:
+    if found.wait is None and any(state.start_stage for state in found.states):
+        return _not_started(found)
     if found.wait is None:
         return f"No rank has issued a collective for {_longest_idle(found)}.{_common(found)}"
     who = capitalize(format_ranks(found.ranks))
@@ -255,6 +258,25 @@ def _late(found: Diagnosis) -> str:
     doing = "" if first is None else f" {_doing(first, found)}"
     rest = f"{_waits(found)}{_skipped_batch(found)}{_then_gone(first, found)}"
     return f"{who} never reached {what}{of_step(found.step)}.{doing}{rest}"
+
+
+_STAGES = {
+    0: "trains",
+    StartStage.STARTED: "has no process group",
+    StartStage.GROUP_MADE: "has a process group and no sharded model",
+    StartStage.SHARDED: "has begun to shard its model",
+}
+
+
+def _not_started(found: Diagnosis) -> str:
+    """Describe ranks that stand before their first step: the stage and the work of each."""
+    groups: dict[str, list[int]] = {}
+    for state in found.states:
+        doing = "" if state.activity is None else f", {_activity(state.activity)}"
+        text = f"{_STAGES.get(state.start_stage, 'trains')}{doing}"
+        groups.setdefault(text, []).append(state.rank)
+    each = "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items())
+    return f"The training has not begun. {capitalize(each)}."
 
 
 def _then_gone(state: RankState | None, found: Diagnosis) -> str:

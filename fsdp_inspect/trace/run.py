@@ -5,7 +5,7 @@ newer minor version may add. Writing is strict.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from itertools import groupby
 from typing import Annotated, Any, Protocol
 
@@ -198,6 +198,16 @@ def traits_that_differ(traits: dict[str, ParameterTraits]) -> dict[str, Paramete
     first, *others = traits.values()
     is_uniform = first.shard_dim == 0 and all(each == first for each in others)
     return {} if is_uniform else traits
+
+
+class StartStage(IntEnum):
+    """The stages of a rank before its first step, in their order."""
+
+    STARTED = 1
+    GROUP_MADE = 2
+    """The process group exists."""
+    SHARDED = 3
+    """The sharding of a model has begun."""
 
 
 class Unit(Record):
@@ -550,6 +560,8 @@ class RankRecord(Record):
     communication_error: str | None = None
     """The error of a collective or of the store that `failure` is or follows from; empty: it arose
     elsewhere. None: unknown."""
+    start_stage: int = 0
+    """The `StartStage` of a rank that has not begun to train; 0: it has a recorder."""
     crash_stacks: bool | None = None
     """Whether a fatal signal writes stacks into the rank's folder; None: unknown."""
     num_steps: Index = 0

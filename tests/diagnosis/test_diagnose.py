@@ -634,6 +634,11 @@ def test_an_interrupt_of_all_ranks_stops_the_run_from_outside() -> None:
         "Ranks 0-2 were interrupted (SIGINT, such as Ctrl-C)" in describe_diagnosis(found).sentence
     )
 
+    late = replace(HEADER, sign_ns=60 * SECOND, sign_unix_ns=60 * SECOND)  # its end took 50 s
+    waits = {rank: replace(waiting(rank), header=late) for rank in RANKS}
+    ended = run_of(waits, failed, failure="KeyboardInterrupt", failed_unix_ns=5 * SECOND)
+    assert diagnose(ended).problem is ProblemClass.STOPPED
+
     lost = with_record(run, 1, failure="RuntimeError: Connection closed by peer")
     assert diagnose(lost).problem is ProblemClass.STOPPED
     one = with_record(with_record(run, 1, failure="ncclRemoteError"), 2, failure="ncclRemoteError")

@@ -107,6 +107,8 @@ EXPECTED: dict[str, Expected] = {
     "stopped": Expected((P.RANK_LATE,), ""),
     "uneven": Expected((P.UNEVEN_BATCHES,), ""),
     "exception": Expected((P.RANK_DIED,), ""),
+    "exception-late": Expected((P.RANK_DIED, P.RANK_LATE), ""),
+    "exception-own": Expected((P.RANK_DIED,), "own"),
     "memory": Expected((P.OUT_OF_MEMORY,), ""),
     "memory-hoard": Expected((P.OUT_OF_MEMORY,), "hoard"),
     "memory-batch": Expected((P.OUT_OF_MEMORY,), "batch"),

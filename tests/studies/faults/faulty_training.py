@@ -205,6 +205,17 @@ def fail() -> None:
     raise ValueError("the loss is not a number")  # fault: exception
 
 
+def fail_late() -> None:
+    """Let the others wait for longer than a hang takes, then raise an exception."""
+    time.sleep(4)
+    raise RuntimeError("gave up")  # fault: late
+
+
+def time_out() -> None:
+    """Raise an error of this rank's own whose words are those of a lost peer."""
+    raise TimeoutError("the connection to the tokenizer timed out")  # fault: own
+
+
 def fail_for_memory() -> None:
     """Raise the error of the allocator."""
     raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")  # fault: memory
@@ -327,6 +338,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stopped": stop_process,
     "child": wait_for_child,
     "exception": fail,
+    "exception-late": fail_late,
+    "exception-own": time_out,
     "memory": fail_for_memory,
     "memory-hoard": hoard,
     "segmentation": crash,

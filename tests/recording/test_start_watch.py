@@ -1,0 +1,67 @@
+"""The start of a rank that fails or stands before a model trains."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass
+from fsdp_inspect.recording.start_watch import StartWatch
+from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.run import open_run
+
+
+@pytest.fixture
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartWatch]:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    watch = StartWatch(tmp_path, 0.2, lambda: False, with_source=True)
+    yield watch
+    watch.end(None)
+
+
+def diagnosis_in(folder: Path) -> Diagnosis:
+    (run,) = folder.iterdir()
+    return open_run(run).diagnose()
+
+
+def test_a_script_that_fails_before_it_trains_leaves_a_run(
+    tmp_path: Path, watch: StartWatch
+) -> None:
+    try:
+        raise ValueError("the mesh is wrong")
+    except ValueError as error:
+        watch.end(error)
+
+    found = diagnosis_in(tmp_path)
+
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_DIED, (0,))
+    assert (
+        "ValueError before the first step: the mesh is wrong" in describe_diagnosis(found).sentence
+    )
+    assert "test_start_watch.py" in found.location
+
+
+def test_a_rank_that_stands_before_it_trains_leaves_its_stacks_until_it_trains(
+    tmp_path: Path, watch: StartWatch
+) -> None:
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*/*/*/stacks.txt")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+
+    found = diagnosis_in(tmp_path)
+
+    assert found.is_problem
+    assert not found.is_certain
+    sentence = describe_diagnosis(found).sentence
+    assert sentence.startswith("Probably: The training has not begun. Rank 0: has no process group")
+    assert "test_start_watch.py" in sentence
+    watch.end(None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_without_a_fault_writes_nothing(tmp_path: Path, watch: StartWatch) -> None:
+    watch.end(None)
+    assert list(tmp_path.iterdir()) == []
