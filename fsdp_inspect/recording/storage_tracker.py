@@ -194,7 +194,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known: Storages to leave out, by their key: those from before the recording, such as a
                 data set. See `find_storages`.
         """
-        for tensor, storage in _storages_in(_live_tensors()):
+        for tensor, storage in _live_storages():
             earlier = known.get(storage_key(storage))
             if earlier is None or earlier() is not storage:
                 self._follow(tensor, storage)
@@ -617,11 +617,16 @@ def _category_of_argument(func: Any, tensor: TensorLike) -> MemoryCategory | Non
 
 def find_storages() -> dict[int, ref[torch.UntypedStorage]]:
     """The storages of all tensors in Python objects, by their key."""
-    return {storage_key(storage): ref(storage) for _, storage in _storages_in(_live_tensors())}
+    return {storage_key(storage): ref(storage) for _, storage in _live_storages()}
 
 
-def _live_tensors() -> list[torch.Tensor]:
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+def _live_storages() -> Iterator[tuple[TensorLike, torch.UntypedStorage]]:
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):
+            try:
+                yield from _storages_in(each)
+            except Exception as error:  # a tensor of another library without a storage
+                raise_if_of_signal(error)
 
 
 def _storages_in(value: object) -> list[tuple[TensorLike, torch.UntypedStorage]]:

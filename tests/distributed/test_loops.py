@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from tests.distributed.loop_driver import LOOPS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("loop_driver.py")
 
 
@@ -43,6 +46,39 @@ def test_the_recorded_step_is_replayed(run: Run) -> None:
     if run.id not in ("accumulating", "truncated", "sharpness"):
         # A busy machine makes gloo free its copy of a reduce-scatter's input later, on either rank.
         assert min(abs(simulation.memory_error), abs(other.memory_error or 0)) < 0.01
+
+
+IN_VIRTUAL_TIME = ("adapters", "quantized", "experts", "truncated", "sharpness", "teaching")
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight emulated ranks, on a clock that only communication and the recorder advance.
+
+    The process is a new one, because modules that are already loaded keep the real clock.
+    """
+    folder = tmp_path_factory.mktemp("emulated")
+    network = ("--world-size=8", "--bandwidth=300MB/s", "--latency=200us", "--no-verdict")
+    clock = (sys.executable, "-m", "tests.studies.validation.virtual_time", "fsdp_inspect.emulate")
+    command = [*clock, *network, str(DRIVER), str(folder), *IN_VIRTUAL_TIME]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize("loop", IN_VIRTUAL_TIME)
+def test_a_simulation_without_a_change_is_the_recorded_step(emulated: Path, loop: str) -> None:
+    """The identity law: the time within 0.5%, and every byte."""
+    run = open_run(emulated / loop)
+    simulation = run.simulate()
+    assert simulation.step_time_ns == pytest.approx(simulation.recorded_step_ns, rel=0.005)
+    units = {unit.fqn: unit for unit in run.source.manifest.units}
+    for unit in simulation.predicted.event_units:
+        known = units[unit.fqn]
+        assert (unit.unsharded_bytes, unit.sharded_bytes, unit.reduce_bytes) == (
+            known.unsharded_bytes,
+            known.sharded_bytes,
+            known.reduce_bytes,
+        )
 
 
 def test_each_pass_has_the_collectives_that_ran(run: Run) -> None:

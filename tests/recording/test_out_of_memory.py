@@ -25,7 +25,7 @@ from fsdp_inspect.recording.out_of_memory import (
     parse_request,
 )
 from fsdp_inspect.recording.storage_log import Moment, StorageLog
-from fsdp_inspect.recording.storage_tracker import FailedAllocation
+from fsdp_inspect.recording.storage_tracker import FailedAllocation, find_storages
 from fsdp_inspect.report.out_of_memory import describe_fitting_plans, describe_memory_at_failure
 from fsdp_inspect.run import Run
 from fsdp_inspect.store import writer
@@ -213,6 +213,19 @@ def test_memory_that_rises_once_is_no_leak(one_rank: None, tmp_path: Path) -> No
     assert found is not None
     assert found.leak
     assert found.leak_bytes_per_step is None
+
+
+class Opaque(torch.Tensor):
+    """A tensor of another library that hides its storage."""
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        raise AttributeError("no storage")
+
+
+def test_tensors_that_hide_their_storage_are_left_out() -> None:
+    hidden = torch.ones(3).as_subclass(Opaque)
+    assert find_storages()
+    del hidden
 
 
 def test_a_memory_step_counts_what_earlier_steps_keep(one_rank: None, tmp_path: Path) -> None:
