@@ -123,7 +123,7 @@ _ALL = (
         "overlap_ratio",
         "overlap",
         _RATIO,
-        "1 - exposed / communication; 100% without communication",
+        "1 - exposed / communication; unknown without communication",
         Better.HIGHER,
     ),
     Metric(

@@ -13,6 +13,7 @@ from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.request import AdviceRequest, how_to_apply, how_to_verify
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
+from fsdp_inspect.analysis.verdict.words import NOT_TRAINING
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run
@@ -127,6 +128,8 @@ def give_advice(
         tasks: Runs the simulations; default in this process.
     """
     findings = tuple(_on_run(each, request.run_name) for each in find_first_things(evidence))
+    if run.manifest.lacks_training:
+        return Advice(run.manifest.run_id, NOT_TRAINING, (), None, NOT_TRAINING)
     try:
         bench = PlanScorer(
             run,

@@ -155,8 +155,8 @@ class RankOverlap:
     exposed_ns: int
     """The time in which the compute stream (CPU: the main thread) waits for a running
     collective."""
-    overlap_ratio: float
-    """1 - exposed / communication, 0 to 1; 1.0 without communication."""
+    overlap_ratio: float | None
+    """1 - exposed / communication, 0 to 1; None without communication."""
     communication_bytes: int | None
     """Sum of the full padded messages of one step; None if some sizes are unknown."""
     collectives_per_step: float
@@ -172,9 +172,9 @@ class Overlap:
     """The ranks, ascending. Ranks without a timed step are absent."""
 
 
-def ratio_of_overlap(exposed_ns: int, communication_ns: int) -> float:
-    """The part of communication that is not exposed, 0 to 1; 1.0 without communication."""
-    return 1 - exposed_ns / communication_ns if communication_ns else 1.0
+def ratio_of_overlap(exposed_ns: int, communication_ns: int) -> float | None:
+    """The part of communication that is not exposed, 0 to 1; None without communication."""
+    return 1 - exposed_ns / communication_ns if communication_ns else None
 
 
 def measure_overlap(run: RunSource) -> Overlap:

@@ -91,7 +91,7 @@ class Summary(Result):
     communication_ns: int | None
     exposed_ns: int | None
     overlap_ratio: float | None
-    """1 - exposed_ns / communication_ns; 1.0 without communication."""
+    """1 - exposed_ns / communication_ns; None without communication."""
     floor_ns: int | None
     """The part of `exposed_ns` that no setting can hide."""
     communication_bytes: int | None

@@ -28,9 +28,14 @@ def import_(  # noqa: PLR0913 - one argument an option
     ],
     out: Annotated[Path, typer.Option("--out", metavar="RUN", help="The run folder to create.")],
     by_step: Annotated[
-        bool,
-        typer.Option("--by-step", help="Split the trace into steps at its ProfilerStep marks."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--by-step/--whole-trace",
+            help="One step for each ProfilerStep mark, or the whole trace as one step. Default: "
+            "the marks, if the trace has any.",
+            show_default=False,
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(help="Name of the run; default the name of PATH.")] = "",
     max_size: Annotated[
         int | None,

@@ -26,6 +26,18 @@ from fsdp_inspect.importing.trace_file import ImportLimits
 
 EVENTS_KEY = "traceEvents"
 STRETCH_BYTES = 1 << 20
+_FOREIGN_BYTES = 1 << 20
+"""A file without a key of a trace in this much of its beginning is no trace."""
+_KNOWN_KEYS = frozenset(
+    {
+        *("schemaVersion", "deviceProperties", "distributedInfo", "displayTimeUnit"),
+        *("baseTimeNanoseconds", "traceName", "record_shapes", "profile_memory", "with_stack"),
+        *("with_flops", "with_modules", "cuda_runtime_version", "cuda_driver_version"),
+        *("hip_runtime_version", "hip_driver_version", "cupti_version", "trace_id", "host_name"),
+        *("metadata", "otherData", "systemTraceEvents", "samples", "stackFrames"),
+    }
+)
+"""Keys of traces besides the events; other files share at most few of them."""
 
 _GUESSES = 4
 _SPACE = re.compile(rb"[ \t\r\n]*")
@@ -67,6 +79,8 @@ class EventReader:
         self._buffer_offset = 0
         """Offset of the buffer in the content."""
         self._has_events = False
+        self._open_key = ""
+        """The key whose value is read."""
 
     def batches(
         self, decode_all: DecodeAll[EventT], decode_one: DecodeOne[EventT]
@@ -80,6 +94,8 @@ class EventReader:
         first = self._peek()
         if first == b"[":
             self._at += 1
+            if self._peek() not in (b"{", b"]"):
+                raise self._odd("has", "an array of events, each of which is an object")
             yield from self._events(decode_all, decode_one)
             return
         if first != b"{":
@@ -104,12 +120,36 @@ class EventReader:
         """Read the next key; also its value, except for the key of the events."""
         self._expect(b'"')
         key = self._take(self._find_string_end)
-        name = str(self._decode_value(b'"' + key))
+        name = self._open_key = str(self._decode_value(b'"' + key))
         self._expect(b":")
         if name != EVENTS_KEY:
             self._peek()
             self.other_values[name] = self._decode_value(self._take(self._find_value_end))
+            self._check_foreign(self._offset)
         return name
+
+    def _check_foreign(self, num_bytes: int) -> None:
+        """Reject a file that has no key of a trace in its first megabyte.
+
+        Args:
+            num_bytes: The bytes without such a key.
+
+        Raises:
+            ImportingError: The file is not a trace.
+        """
+        if self._has_events or num_bytes < _FOREIGN_BYTES or not self._is_foreign:
+            return
+        keys = list(dict.fromkeys([*self.other_values, self._open_key]))
+        raise ImportingError(
+            f"{self._name} is JSON, but not a trace: its first megabyte has no {EVENTS_KEY!r}, but "
+            f"{', '.join(map(repr, keys[:5]))}. Expected a "
+            "trace written by torch.profiler. Export one with prof.export_chrome_trace(path)."
+        )
+
+    @property
+    def _is_foreign(self) -> bool:
+        known = _KNOWN_KEYS.intersection([*self.other_values, self._open_key])
+        return not known
 
     def _find_string_end(self) -> int | None:
         found = _STRING_END.match(self._buffer, self._at)
@@ -149,6 +189,7 @@ class EventReader:
                 self._at = end
                 return taken
             self._check_size("A value")
+            self._check_foreign(self._num_waiting)
             if not self._fill(2 * self._num_waiting + 1):
                 raise self._truncated()
 

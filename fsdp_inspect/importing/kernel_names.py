@@ -18,6 +18,8 @@ _LIBRARIES = re.compile(
     r"|(?:nv|roc|i)shmem|nixl"
     # DeepEP and its variants: `deep_ep::internode::dispatch`, `dpsk::ep::...`, `hybrid_ep::...`.
     r"|deep_?ep::(?!layout)|dpsk::ep::|hybrid_ep::(?:dispatch|combine|device_sync|update)"
+    # AMD MORI: `mori::moe::EpDispatchIntraNodeKernel`, also without its namespace; its shmem, io.
+    r"|(?<![a-z])mori(?:::|_)(?!\w*layout)|(?<![a-z])ep_?(?:dispatch|combine)_?(?:intra|inter|copy|ll|low)"
     # torch's symmetric memory; userbuffers of TransformerEngine; QuickReduce of ROCm.
     r"|symmetric_memory|symm_mem|multimem_|userbuffers|quick_?reduce",
     re.IGNORECASE,

@@ -18,11 +18,12 @@ from fsdp_inspect.importing.rank_trace import RankTrace
 from fsdp_inspect.importing.trace_file import ImportLimits
 from fsdp_inspect.importing.trace_part import (
     CollectiveOrder,
+    LeftOut,
     PartToPlace,
     TracePart,
     TraceToRead,
     place_part,
-    read_part,
+    read_part_or_say,
 )
 from fsdp_inspect.parallel.tasks import InProcess, OnDone, Tasks
 from fsdp_inspect.store.finished import FinishedRun, write_finished_run
@@ -100,7 +101,7 @@ def import_traces(  # noqa: PLR0913 - the file, and options
     path: Path,
     out: Path,
     *,
-    by_step: bool = False,
+    by_step: bool | None = None,
     name: str = "",
     limits: ImportLimits | None = None,
     on_progress: OnProgress | None = None,
@@ -111,7 +112,8 @@ def import_traces(  # noqa: PLR0913 - the file, and options
     Args:
         path: A file (`.json`, `.json.gz`) or a folder of them.
         out: The run folder to create; must not exist, or be empty.
-        by_step: One step for each ProfilerStep mark; otherwise the whole trace is one step.
+        by_step: One step for each ProfilerStep mark, or the whole trace as one step. None: one
+            for each mark, if the trace has marks.
         name: Name of the run; the default is the name of the file or folder.
         limits: Limits of the sizes to read.
         on_progress: Called while files are read.
@@ -121,8 +123,9 @@ def import_traces(  # noqa: PLR0913 - the file, and options
         A description of the imported run.
 
     Raises:
-        ImportingError: A file is damaged, hostile, too large or not a trace, or two files belong
-            to one rank. No run folder is left.
+        ImportingError: No file can be read (each is damaged, hostile, too large or not a trace), or
+            two files belong to one rank. No run folder is left. If other files can be read, a file
+            that cannot is left out, and a note names it.
         StoreError: `out` exists already or cannot be written.
     """
     files = find_traces(path)
@@ -134,18 +137,21 @@ def import_traces(  # noqa: PLR0913 - the file, and options
             for number, file in enumerate(files)
         ]
         for part in _read(asked, tasks, progress):
-            merged.add(part)
+            if isinstance(part, LeftOut):
+                merged.leave_out(part)
+            else:
+                merged.add(part)
         return merged.finish(run, tasks or InProcess(), progress)
 
 
 def _read(
     asked: Sequence[TraceToRead], tasks: Tasks | None, on_progress: OnProgress
-) -> Iterator[TracePart]:
+) -> Iterator[TracePart | LeftOut]:
     if tasks is not None:
-        return tasks.map(read_part, asked, "traces", _count(on_progress, "reading traces"))
+        return tasks.map(read_part_or_say, asked, "traces", _count(on_progress, "reading traces"))
 
-    def read(one: TraceToRead) -> TracePart:
-        return read_part(one, lambda share: on_progress(one.file.name, share))
+    def read(one: TraceToRead) -> TracePart | LeftOut:
+        return read_part_or_say(one, lambda share: on_progress(one.file.name, share))
 
     return InProcess().map(read, asked, "traces", lambda done, total: None)
 
@@ -177,6 +183,11 @@ class _Merged:
         self._orders: dict[int, dict[int, CollectiveOrder]] = {}
         self._counts: Counter[str] = Counter()
         self._has_guessed_ranks = False
+        self._left_out: list[LeftOut] = []
+
+    def leave_out(self, part: LeftOut) -> None:
+        """Note a trace that cannot be read."""
+        self._left_out.append(part)
 
     def add(self, part: TracePart) -> None:
         """Number the units and groups of a trace, and keep what the run needs of it."""
@@ -214,6 +225,8 @@ class _Merged:
 
     def finish(self, run: FinishedRun, tasks: Tasks, on_progress: OnProgress) -> ImportedTraces:
         """Write the records of the ranks, their events and the manifest."""
+        if not self._traces:
+            raise ImportingError(self._left_out[0].reason)
         notes = self._notes()
         world_size = self._world_size()
         manifest = self._manifest(world_size, notes)
@@ -269,6 +282,14 @@ class _Merged:
         said = [trace.world_size or 0 for _, trace in self._traces.values()]
         return max(max(said), max(self._traces) + 1, self._names.largest_group)
 
+    def _stated_sizes(self) -> dict[int, list[str]]:
+        """The files by the world size that they state."""
+        sizes: dict[int, list[str]] = {}
+        for _, (file, trace) in sorted(self._traces.items()):
+            if trace.world_size:
+                sizes.setdefault(trace.world_size, []).append(file)
+        return dict(sorted(sizes.items()))
+
     def _unequal_groups(self) -> list[int]:
         """Groups whose ranks do not have the same collectives in the same order."""
         groups = {group for orders in self._orders.values() for group in orders}
@@ -287,6 +308,24 @@ class _Merged:
             note if len(files) == len(self._traces) else f"{_listed(files)}: {note}"
             for note, files in said.items()
         ]
+        notes += [
+            f"{each.file} was left out: {each.reason}" for each in self._left_out[:_MAX_NOTED]
+        ]
+        if len(self._left_out) > _MAX_NOTED:
+            notes.append(f"{len(self._left_out) - _MAX_NOTED} more files were left out.")
+        sizes = self._stated_sizes()
+        if len(sizes) > 1:
+            listed = ", ".join(f"{size} ({_listed(files)})" for size, files in sizes.items())
+            notes.append(
+                f"The traces state different world sizes: {listed}. They may be of different jobs: "
+                "import one job at a time. The largest is used."
+            )
+        whole = [file for _, (file, trace) in sorted(self._traces.items()) if trace.is_whole_trace]
+        if 0 < len(whole) < len(self._traces):
+            notes.append(
+                f"{_listed(whole)}: without ProfilerStep marks, the whole trace is one step. Its "
+                "steps are not those of the other ranks: import with --whole-trace to compare them."
+            )
         if self._has_guessed_ranks and len(self._traces) > 1:
             notes.append(
                 "Some traces do not contain their rank: they are numbered in the order of their "
@@ -354,7 +393,7 @@ class _Merged:
                 self._roles, world_size=world_size, has_ranges=has_names
             ),
             world_size=world_size,
-            backend=traces[0].backend,
+            backend=next((each.backend for each in traces if each.backend), "unknown"),
             device_type=traces[0].device_type,
             device_name=traces[0].device_name,
             source="imported",
@@ -368,6 +407,7 @@ class _Merged:
             num_devices_per_trace=max(each.num_devices for each in gaps),
             longest_pause_ns=paused.longest_pause_ns,
             paused_trace_ns=paused.duration_ns,
+            lacks_training=all(each.lacks_training for each in traces),
             num_unsized_collectives=self._counts["unsized"],
             notes=list(notes),
         )

@@ -12,7 +12,7 @@ Older traces have µs since 1970, for which floats are too coarse: these are dec
 import gc
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.json_events import EventReader
 from fsdp_inspect.importing.messages import (
     NOTHING,
@@ -59,6 +60,11 @@ class Category(IntEnum):
 
 _COMPLETE = "X"
 """The phase of an event that has a start and a duration."""
+_LEAST_DOUBLED = 10
+"""Fewer equal events without ids may be equal by chance."""
+_BEGIN = "B"
+_PAIRED = frozenset({_BEGIN, "E"})
+"""The phases of events that state the begin or the end alone."""
 _DEVICES = (
     *("gpu", "cuda", "hip", "xpu", "mtia", "glow", "hpu", "privateuse1"),
     *("mlu", "gcu", "musa", "npu"),
@@ -192,6 +198,10 @@ class KinetoTrace:
     """Events left out because their times are missing, negative or out of range."""
     unread: Mapping[str, int]
     """The number of complete events by unknown category: work that may be missing."""
+    num_doubled: int = 0
+    """Events left out because the file has the same event before."""
+    num_unpaired: int = 0
+    """Begin and end events left out because the other one of the pair is missing."""
 
     def with_kernels(self, copies: NDArray[np.bool_]) -> "KinetoTrace":
         """The same trace with some copies as the last kernels.
@@ -240,9 +250,16 @@ def read_trace(
 
     with _without_cycle_collection():
         for batch in reader.batches(decode, columns.decode_odd):  # type: ignore[arg-type]
+            if not columns.num_events and batch and not any(event.ph for event in batch):
+                raise ImportingError(
+                    f"{path.name} is not a trace: none of its first {len(batch):,} objects has a "
+                    "phase ('ph'). Expected events as torch.profiler writes them. Export a trace "
+                    "with prof.export_chrome_trace(path)."
+                )
             columns.add(batch)
             del batch
     columns.forget_unneeded()
+    num_doubled = columns.forget_doubled()
     events = {category: columns.of(category) for category in Category}
     return_freed_memory()
     return KinetoTrace(
@@ -255,6 +272,8 @@ def read_trace(
         num_events=columns.num_events + columns.num_unreadable,
         num_odd=columns.num_odd + columns.num_unreadable,
         unread=dict(columns.unread.most_common()),
+        num_doubled=num_doubled,
+        num_unpaired=columns.num_unpaired,
     )
 
 
@@ -302,6 +321,9 @@ class _Columns:
     num_odd: int = 0
     num_unreadable: int = 0
     unread: Counter[str] = field(default_factory=Counter)
+    num_unmatched_ends: int = 0
+    _begun: dict[Any, list[Any]] = field(default_factory=dict)
+    """Begin events whose end is still missing, by thread; the innermost one comes last."""
     _reader: MessageReader = field(default_factory=MessageReader)
     _communicates: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=bool))
     """For each name, whether it is a communication; computed on demand."""
@@ -330,12 +352,55 @@ class _Columns:
         """Append the necessary fields of these events."""
         self.num_events += len(events)
         complete = [one for one in events if one.ph == _COMPLETE]
+        if len(complete) < len(events):
+            complete += self._pair(one for one in events if one.ph in _PAIRED)
         kept = [one for one in complete if one.cat in _CODES]
         if len(kept) < len(complete):
             others = (one.cat for one in complete if one.cat not in _CODES)
             self.unread.update(category for category in others if category not in _NOT_WORK)
         if kept:
             self._add(kept)
+
+    @property
+    def num_unpaired(self) -> int:
+        """Begin events without an end, and ends without a begin event."""
+        return self.num_unmatched_ends + sum(map(len, self._begun.values()))
+
+    def _pair(self, events: Iterable[_Event | _ExactEvent]) -> Iterator[_Event | _ExactEvent]:
+        """Join begin and end events of each thread to complete events; pairs may be nested."""
+        for one in events:
+            begun = self._begun.setdefault(repr((one.pid, one.tid)), [])
+            if one.ph == _BEGIN:
+                begun.append(one)
+            elif begun:
+                first = begun.pop()
+                first.ph, first.dur = _COMPLETE, one.ts - first.ts
+                yield first
+            else:
+                self.num_unmatched_ends += 1
+
+    def forget_doubled(self) -> int:
+        """Drop each event that equals an earlier one in name, thread, times and ids.
+
+        A stream runs one kernel at a time, and a thread one call of one name from one moment on.
+
+        Returns:
+            The number of dropped events of all categories.
+        """
+        num_dropped = 0
+        for category in Category:
+            columns = _join(self._parts.pop(category) or [_NO_EVENTS])
+            kept = _first_of_equals(columns, are_labels=category is Category.ANNOTATION)
+            if len(kept) < len(columns):
+                num_dropped += len(columns) - len(kept)
+                places = {old: new for new, old in enumerate(kept.tolist())}
+                messages = self.messages[category]
+                self.messages[category] = {
+                    places[old]: messages[old] for old in sorted(messages) if old in places
+                }
+                columns = columns.where(kept)
+            self._parts[category] = [columns]
+        return num_dropped
 
     def forget_unneeded(self) -> None:
         """Drop host operators without needed information if kernels have launches."""
@@ -410,6 +475,28 @@ class _Columns:
             ]
             self._communicates = known = np.append(known, new)
         return np.asarray(known[names], dtype=bool)
+
+
+def _first_of_equals(columns: EventColumns, *, are_labels: bool) -> NDArray[np.int64]:
+    """The positions of the events, without those that equal an earlier one; ascending.
+
+    Events without an id count only if they are labels, or if every event is there twice: a
+    converter doubled them all.
+    """
+    count = len(columns)
+    keys = (
+        *(columns.correlation, columns.external, columns.name, columns.thread),
+        *(columns.end_ns, columns.start_ns),
+    )
+    order = np.lexsort((np.arange(count), *keys))
+    is_equal = np.zeros(count, dtype=bool)
+    if count:
+        same = np.logical_and.reduce([key[order][1:] == key[order][:-1] for key in keys])
+        same &= (columns.end_ns > columns.start_ns)[order][1:]
+        has_id = ((columns.correlation >= 0) | (columns.external >= 0))[order][1:]
+        are_all = are_labels or (count >= _LEAST_DOUBLED and 2 * np.count_nonzero(same) == count)
+        is_equal[order[1:]] = same if are_all else same & has_id
+    return np.flatnonzero(~is_equal)
 
 
 def _join(parts: list[EventColumns]) -> EventColumns:

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,21 @@ from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import UNITS_FROM_FSDP1, UNITS_FROM_ORDER, UNITS_FROM_RANGES
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+
+_NCCL = re.compile(r"(?:nccl|rccl)(?:Dev|Kernel|:)|void (?:nccl|rccl)", re.IGNORECASE)
+"""The names of kernels and operators of NCCL and RCCL, which torch calls nccl."""
+_OF_TRAINING = re.compile(
+    r"backward|(?<![a-z])bwd|_bwd|autograd::engine|optimizer\b|optimizer\.|multi_tensor|dgrad|wgrad"
+    r"|reduce_?scatter|zero_grad|_foreach_(?:add|lerp|addc)|(?<![a-z])adam|grad_?scal",
+    re.IGNORECASE,
+)
+"""Names of operators, kernels and ranges of a backward pass or an optimizer."""
+_OF_INFERENCE = re.compile(
+    r"paged_?attention|reshape_and_cache|kv_?cache|batch(?:decode|prefill)|flash_fwd_splitkv"
+    r"|decode_attention|(?<![a-z])(?:vllm|sglang|lmdeploy)(?![a-z])|top_?k_?top_?p",
+    re.IGNORECASE,
+)
+"""Names of kernels and ranges of servers of language models."""
 
 # --- Find signs that a trace lacks work of the device, or joins the work of several devices.
 #
@@ -131,19 +147,24 @@ class RankTrace:
     """Complete events of unknown categories."""
     gaps: TraceGaps
     """Work of the device that the trace may lack."""
+    is_whole_trace: bool
+    """Whether the whole trace is one step, because it has no marks or none were asked for."""
+    lacks_training: bool
+    """Whether the trace shows operators or kernels of inference, and none of training."""
 
 
-def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrace:
+def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> RankTrace:
     """Turn a trace into a rank's events.
 
     Args:
         trace: The trace of one process.
         names: The run's units and groups; new ones are added.
-        by_step: Whether each ProfilerStep is a step; otherwise the whole trace is one step.
+        by_step: Whether each ProfilerStep is a step, or the whole trace is one step. None: each
+            ProfilerStep, if the trace has any.
 
     Raises:
-        ImportingError: The trace has neither kernels nor communication, or lacks the ProfilerStep
-            marks that `by_step` requires.
+        ImportingError: The trace has neither kernels nor communication, all of its durations are
+            0, or it lacks the ProfilerStep marks that `by_step` requires.
     """
     distributed = trace.other_values.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
@@ -151,7 +172,9 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
     num_kernels = len(trace.events[Category.KERNEL])
     has_kernels = num_kernels > 0
     has_launches = len(trace.events[Category.LAUNCH]) > 0
-    marks = StepMarks.of(trace) if by_step else StepMarks.whole()
+    _check_durations(trace)
+    splits = StepMarks.has_any(trace) if by_step is None else by_step
+    marks = StepMarks.of(trace) if splits else StepMarks.whole()
     ranges = UnitRanges.of(trace)
     phases = PhaseRanges.of(trace, ranges)
     backend = str(distributed.get("backend", ""))
@@ -174,7 +197,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
     return RankTrace(
         rank=read_whole(distributed.get("rank")),
         world_size=groups.world_size or None,
-        backend=backend or ("nccl" if has_kernels else "gloo"),
+        backend=backend or _backend_of(trace, comms, has_kernels=has_kernels),
         device_type="cuda" if has_kernels else "cpu",
         device_name=str(device.get("name", "")),
         device_memory_bytes=read_whole(device.get("totalGlobalMem")),
@@ -191,12 +214,57 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool) -> RankTrac
         num_device_events=num_kernels + len(trace.events[Category.MEMORY_COPY]),
         num_unread_events=sum(trace.unread.values()),
         gaps=gaps,
+        is_whole_trace=marks.is_whole_trace,
+        lacks_training=_lacks_training(trace.names),
     )
 
 
+def _lacks_training(names: Sequence[str]) -> bool:
+    """Whether names show what the trace ran, and neither a backward pass nor an optimizer."""
+    shows = any(name.startswith("aten::") or _OF_INFERENCE.search(name) for name in names)
+    return shows and not any(_OF_TRAINING.search(name) for name in names)
+
+
+def _backend_of(trace: KinetoTrace, comms: Communications, *, has_kernels: bool) -> str:
+    """The backend that the communication of a trace shows; empty: it shows none."""
+    if not len(comms):
+        return ""
+    if not has_kernels:
+        return "gloo"
+    return "nccl" if any(_NCCL.match(name) for name in trace.names) else ""
+
+
+def _check_durations(trace: KinetoTrace) -> None:
+    """Reject a trace that states no time of any work.
+
+    Raises:
+        ImportingError: All durations are 0.
+    """
+    kernels = trace.events[Category.KERNEL]
+    work = [kernels] if len(kernels) else [each for each in trace.events.values() if len(each)]
+    if work and all(np.array_equal(each.start_ns, each.end_ns) for each in work):
+        raise ImportingError(
+            f"{trace.name}: all durations are 0, so no time of any work is known. Expected "
+            "durations in µs (`dur`). The trace was edited or converted: export it again with "
+            "prof.export_chrome_trace(path)."
+        )
+
+
 def _check_content(trace: KinetoTrace, comms: Communications, has_kernels: bool) -> None:
+    if len(comms) and np.array_equal(comms.start_ns, comms.end_ns):
+        raise ImportingError(
+            f"{trace.name}: the durations of all {len(comms):,} communications are 0, so no wait "
+            "is known. Expected durations in µs (`dur`). The trace was edited or converted: export "
+            "it again with prof.export_chrome_trace(path)."
+        )
     if has_kernels or len(comms):
         return
+    if trace.num_unpaired:
+        raise ImportingError(
+            f"{trace.name} has no usable kernels or communication: {trace.num_unpaired:,} of its "
+            f"{trace.num_events:,} events state only a begin or only an end. Expected pairs of "
+            "both, or complete events. The trace is damaged or was edited: export it again."
+        )
     if trace.num_odd:
         raise ImportingError(
             f"{trace.name} has no usable kernels or communication: {trace.num_odd:,} of its "
@@ -282,6 +350,11 @@ def _notes(
     lacks_launches: bool,
 ) -> list[str]:
     notes = [_note_on_units(ranges)]
+    if _lacks_training(trace.names):
+        notes.append(
+            "The trace shows no backward pass and no optimizer step (inferred from names): it may "
+            "be of inference."
+        )
     if trace.num_odd:
         notes.append(
             f"{trace.num_odd:,} of {trace.num_events:,} events were left out: their times are "
@@ -290,6 +363,16 @@ def _notes(
     if trace.unread:
         listed = ", ".join(f"{count:,} {name!r}" for name, count in [*trace.unread.items()][:3])
         notes.append(f"Events of unknown categories were left out: {listed}.")
+    if trace.num_doubled:
+        notes.append(
+            f"{trace.num_doubled:,} events were left out, because the trace has the same event "
+            "(name, thread, times and id) twice."
+        )
+    if trace.num_unpaired:
+        notes.append(
+            f"{trace.num_unpaired:,} events were left out, because their begin or their end is "
+            "missing."
+        )
     unknown = comms.bytes == NOTHING
     if np.any(unknown):
         kinds = Counter(EventKind(kind).label for kind in comms.kind[unknown].tolist())
@@ -303,7 +386,7 @@ def _notes(
         if steps > 1:
             notes.append(
                 f"The whole trace was imported as one step; it has {steps} ProfilerStep marks. "
-                "Import with --by-step for one step at each mark."
+                "Import without --whole-trace for one step at each mark."
             )
     if lacks_launches:
         notes.append(

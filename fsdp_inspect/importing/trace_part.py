@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.kineto_events import read_trace
 from fsdp_inspect.importing.names import RunNames, describe_trace_units, find_roles
 from fsdp_inspect.importing.rank_trace import RankTrace, read_rank
@@ -35,7 +36,7 @@ class TraceToRead:
     run: FinishedRun
     number: int
     """The number of the part."""
-    by_step: bool
+    by_step: bool | None
     limits: ImportLimits
 
     def __str__(self) -> str:
@@ -109,6 +110,24 @@ def read_part(asked: TraceToRead, on_share: Callable[[float], None] | None = Non
     del events
     return_freed_memory()
     return part
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A trace that cannot be read."""
+
+    file: str
+    reason: str
+
+
+def read_part_or_say(
+    asked: TraceToRead, on_share: Callable[[float], None] | None = None
+) -> TracePart | LeftOut:
+    """Read one trace as `read_part`; a trace that cannot be read is left out with the reason."""
+    try:
+        return read_part(asked, on_share)
+    except ImportingError as error:
+        return LeftOut(asked.file.name, str(error))
 
 
 @dataclass(frozen=True, slots=True)

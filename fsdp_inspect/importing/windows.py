@@ -40,6 +40,12 @@ class StepMarks:
         """Build one window over the whole trace, as step 0."""
         return cls((0,), np.array([_EVER.min]), np.array([_EVER.max]), True)
 
+    @staticmethod
+    def has_any(trace: KinetoTrace) -> bool:
+        """Whether the trace has ProfilerStep marks."""
+        numbers = [number for number, name in enumerate(trace.names) if _MARK.fullmatch(name)]
+        return bool(np.isin(trace.events[Category.ANNOTATION].name, numbers).any())
+
     @classmethod
     def of(cls, trace: KinetoTrace) -> "StepMarks":
         """Find the trace's ProfilerStep marks; a step lasts until the start of the next one.
@@ -57,10 +63,10 @@ class StepMarks:
         if len(marks) == 0:
             raise ImportingError(
                 f"{trace.name} has no ProfilerStep marks. Expected one mark for each step, as "
-                "profile(schedule=...) with prof.step() writes them. Import without --by-step to "
+                "profile(schedule=...) with prof.step() writes them. Import with --whole-trace to "
                 "get the whole trace as one step."
             )
-        order = np.argsort(marks.start_ns, kind="stable")
+        _, order = np.unique(marks.start_ns, return_index=True)  # the first mark of each start
         start_ns, end_ns = marks.start_ns[order], marks.end_ns[order]
         said = [numbers[name] for name in marks.name[order].tolist()]
         is_ascending = all(low < high for low, high in pairwise(said))

@@ -18,6 +18,7 @@ from fsdp_inspect.report.layout import render_table
 from fsdp_inspect.report.openmetrics import MetricsExport
 from fsdp_inspect.report.perfetto import PerfettoExport
 from fsdp_inspect.report.tables import TablesExport
+from fsdp_inspect.report.wording import name_backend
 from fsdp_inspect.store.compaction import CompactionResult
 from fsdp_inspect.store.merging import MergeResult
 from fsdp_inspect.store.run_upload import UploadResult
@@ -183,10 +184,12 @@ _SHOWN_UNITS = 3
 
 def render_import(imported: ImportedTraces) -> RenderableType:
     """Render the imported ranks, events and units, the notes, and the next command."""
+    backend = name_backend(imported.backend)
     lines = [
         Text(
-            f"{_count(len(imported.ranks), 'rank')} of {imported.world_size} imported "
-            f"({imported.backend}), {_count(imported.num_steps, 'step')}: {imported.path}"
+            f"{_count(len(imported.ranks), 'rank')} of {imported.world_size} imported"
+            f"{f' ({backend})' if backend else ''}, {_count(imported.num_steps, 'step')}: "
+            f"{imported.path}"
         ),
         Text(
             f"{imported.num_trace_events:,} trace events read; "

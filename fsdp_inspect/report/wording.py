@@ -36,7 +36,9 @@ def describe_run(heading: Heading) -> str:
 
 def name_backend(backend: str | None) -> str:
     """The backend as text: `nccl`, `emulated`; empty if it is unknown."""
-    return "emulated" if backend == _NO_NETWORK else backend or ""
+    if backend == _NO_NETWORK:
+        return "emulated"
+    return "" if backend in (None, "unknown") else str(backend)
 
 
 def describe_provenance(provenance: Provenance | None, *groups: str) -> str:

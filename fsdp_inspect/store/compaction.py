@@ -325,7 +325,7 @@ def _compact_table(
         file,
         recorded.table,
         covered_rows=recorded.covered_rows,
-        origin=recorded.origin,
+        origin=recorded.origin if origin is None else origin.origin,  # an empty stream states none
     )
     if file.name in (EVENTS.name, MEMORY.name):
         (folder / SUMMARY.compacted_name).unlink(missing_ok=True)

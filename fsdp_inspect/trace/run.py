@@ -439,6 +439,8 @@ class RunManifest(Record):
     longest part of its trace over all traces."""
     paused_trace_ns: Amount = 0
     """Imports: the duration of that trace."""
+    lacks_training: bool = False
+    """Imports: the traces show what ran, but no backward pass and no optimizer step: inference."""
     num_unsized_collectives: int = 0
     """Imports: the number of collectives with unknown message size; sums of bytes lack them."""
     notes: list[str] = Field(default_factory=list)

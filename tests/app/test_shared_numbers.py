@@ -44,7 +44,10 @@ class Pages:
 
     def metrics(self, page: str) -> dict[str, tuple[str, str]]:
         """Value and detail of each number card, by label."""
-        return {each.label: (each.value, each.delta) for each in self._opened[page].metric}
+        return {
+            each.label: (each.value.replace("\\", ""), each.delta.replace("\\", ""))
+            for each in self._opened[page].metric
+        }
 
     def frames(self, page: str, *columns: str) -> list[pd.DataFrame]:
         """The tables of a page with these columns."""

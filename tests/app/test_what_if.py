@@ -105,8 +105,8 @@ def test_the_page_shows_what_it_plays(open_app, run, bench, knobs):
     assert not app.exception
     shown = simulate_knobs(bench, run.manifest, bench.plan, chosen, knobs)
     assert answer_simulation(shown) in read(app)
-    assert app.metric[0].value == format_ns(shown.predicted.step_time_ns)
-    assert app.metric[2].value == format_bytes(shown.predicted.peak_bytes)
+    assert app.metric[0].value.replace("\\", "") == format_ns(shown.predicted.step_time_ns)
+    assert app.metric[2].value.replace("\\", "") == format_bytes(shown.predicted.peak_bytes)
     assert codes_of(app)[0] == command_of(str(SAMPLES / RUN), chosen, knobs)
 
 
@@ -163,7 +163,7 @@ def test_a_plan_from_a_link_is_played_and_can_be_changed_further(open_app, bench
     file = tmp_path / "plan.toml"
     plan.dump(file)
     printed = simulate_by_command(codes_of(app)[0].replace("plan.toml", str(file)))
-    assert app.metric[0].value == format_ns(printed["predicted"]["step_time_ns"])
+    assert app.metric[0].value.replace("\\", "") == format_ns(printed["predicted"]["step_time_ns"])
 
 
 def test_a_plan_of_another_model_is_explained(open_app):

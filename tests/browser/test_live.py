@@ -20,7 +20,7 @@ NO_PROCESS = 2**22 + 1
 def live(tmp_path, free_port):
     """A server, and the writers of the two ranks of its run."""
     create_run(tmp_path / "runs" / "now", make_manifest(run_id="now"))
-    writers = [write_steps(tmp_path / "runs" / "now", rank) for rank in (0, 1)]
+    writers = [write_steps(tmp_path / "runs" / "now", rank, run_id="now") for rank in (0, 1)]
     with serve(tmp_path / "runs", free_port(), tmp_path / "log") as address:
         yield address, writers
     for writer in writers:

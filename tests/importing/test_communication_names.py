@@ -30,6 +30,13 @@ KERNELS = {
     "void hybrid_ep::combine_kernel<float, 8>(hybrid_ep::combine_kernel_param_t)": K.ALL_TO_ALL,
     "_ZN7deep_ep9intranode8dispatchILi8ELi768ELi8192EEEvP4int4PfPi": K.ALL_TO_ALL,
     "void hybrid_ep::device_sync_kernel(unsigned int*, unsigned int)": K.BARRIER,
+    # AMD MORI: mangled, demangled, compiled at run time.
+    "_ZN4mori3moe25EpDispatchIntraNodeKernelI14__hip_bfloat16EEvNS0_21EpDispatchCombineArgsIT_EE": (
+        K.ALL_TO_ALL
+    ),
+    "void mori::moe::EpCombineInterNodeV1Kernel<hip_bfloat16>(mori::moe::EpArgs)": K.ALL_TO_ALL,
+    "EpDispatchIntraNodeKernel_bf16": K.ALL_TO_ALL,
+    "void deep_ep::intranode::notify_dispatch<8>(int const*, int*)": K.ALL_TO_ALL,
     # NVSHMEM and its relatives.
     "void c10d::nvshmem_extension::allToAllV(void*, void*, long*, long*)": K.ALL_TO_ALL,
     "nvshmemi_barrier_on_stream_kernel(int)": K.BARRIER,

@@ -73,12 +73,23 @@ def test_a_trace_that_is_cut_off_leaves_nothing(tmp_path, whole, share):
     assert_nothing_is_left(tmp_path)
 
 
-def test_a_later_rank_that_is_damaged_leaves_nothing(tmp_path, whole):
+@pytest.mark.parametrize("broken", [b"", b"{", None, b"[1, 2]", b'{"a": 1}'])
+def test_a_rank_that_is_damaged_is_left_out_and_named(tmp_path, whole, broken):
     folder = tmp_path / "traces"
     folder.mkdir()
-    (folder / "rank0.json").write_bytes(whole)
-    (folder / "rank1.json").write_bytes(whole[:-50])
-    with pytest.raises(ImportingError, match=r"rank1\.json"):
+    (folder / "rank0.json").write_bytes(whole[:-50] if broken is None else broken)
+    (folder / "rank1.json").write_bytes(whole)
+    imported = import_traces(folder, tmp_path / "run")
+    assert imported.files == ("rank1.json",)
+    assert any(note.startswith("rank0.json was left out: ") for note in imported.notes)
+
+
+def test_if_no_rank_can_be_read_nothing_is_left(tmp_path, whole):
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for rank in (0, 1):
+        (folder / f"rank{rank}.json").write_bytes(whole[:-50])
+    with pytest.raises(ImportingError, match=r"rank0\.json"):
         import_traces(folder, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["traces"]
 

@@ -100,3 +100,26 @@ def test_one_event_may_not_fill_memory(small_stretches):
     endless = b'{"traceEvents": [{"name": "' + b"x" * 10_000
     with pytest.raises(ImportingError, match="is larger than"):
         read(endless, limits=ImportLimits(max_event_bytes=1000))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"data": [' + b'{"a": 1, "b": [1, {"c": "}, {"}]},' * 300_000,
+        b"{" + b"".join(b'"k%d": {"a": [1, 2]},' % number for number in range(300_000)),
+    ],
+    ids=["one value", "many keys"],
+)
+def test_a_foreign_file_is_refused_after_its_first_megabyte(content):
+    read = 0
+
+    def blocks():
+        nonlocal read
+        for start in range(0, len(content), 1 << 18):
+            read = start + (1 << 18)
+            yield content[start : start + (1 << 18)]
+
+    reader = EventReader(blocks(), "trace.json", ImportLimits())
+    with pytest.raises(ImportingError, match="is JSON, but not a trace"):
+        list(reader.batches(json.loads, json.loads))
+    assert read <= 4 << 20

@@ -333,3 +333,13 @@ def test_a_copied_summary_counts_for_the_rank_of_its_folder(tmp_path: Path) -> N
     shutil.copy(source / "summary.parquet", target)
     (tmp_path / "summary.parquet").unlink(missing_ok=True)
     assert set(open_run(tmp_path).summary(ranks=[1]).rank.tolist()) == {1}
+
+
+def test_a_rank_killed_before_its_first_rows_of_a_table_is_compacted(tmp_path: Path) -> None:
+    create_run(tmp_path, make_manifest(world_size=1))
+    writer = write_rank(tmp_path, num_steps=3, world_size=1, pid=DEAD_PID)
+    assert (rank_folder(tmp_path, 0, 0) / "device.arrows").stat().st_size == 0
+    assert compact_run(tmp_path).skipped == []
+    run = open_run(tmp_path)
+    assert (len(run.devices(0)), len(run.events(0))) == (0, 12)
+    writer.close(compact=False)

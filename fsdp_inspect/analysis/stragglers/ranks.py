@@ -109,7 +109,8 @@ class RankRow:
     step_time_ns: int
     communication_ns: int
     exposed_ns: int
-    overlap_ratio: float
+    overlap_ratio: float | None
+    """None without communication."""
     own_work_ns: int
     """Step time - exposed communication: the time in which the rank does not wait for other
     ranks."""

@@ -147,6 +147,8 @@ class StepFacts:
     collectives or data."""
     sharder: SharderTraits = FSDP2_TRAITS
     """The sharder whose settings the verdict names."""
+    lacks_training: bool = False
+    """Whether the run is a trace of inference, for which no advice about training applies."""
     knows_fsdp: bool = True
     """Whether a collective without a unit is known not to come from FSDP."""
     other_part: OtherPart | None = None

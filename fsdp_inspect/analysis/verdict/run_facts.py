@@ -38,8 +38,11 @@ from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
 from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.sharders import DDP, FSDP1, SharderTraits, traits_of
 from fsdp_inspect.trace.tables import rows_of
 
+_SHARDED = frozenset({EventKind.ALL_GATHER.label, EventKind.REDUCE_SCATTER.label})
+_REDUCED = frozenset({EventKind.ALL_REDUCE.label})
 _PASSES = frozenset({Phase.FORWARD.label, Phase.BACKWARD.label})
 _COMPUTE_PARTS = (StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER)
 
@@ -201,7 +204,8 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         **_measure_times(answers, times),
         backend=manifest.backend,
         is_kernel_trace=manifest.is_kernel_trace,
-        sharder=manifest.sharder_traits,
+        sharder=_sharder(answers),
+        lacks_training=manifest.lacks_training,
         knows_fsdp=manifest.knows_fsdp,
         has_plan=manifest.can_rank_plans,
         has_gathers=_has_gathers(answers),
@@ -218,6 +222,20 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         straggler=answers.late if isinstance(answers.late, StragglerFacts) else None,
         slow_group=answers.late if isinstance(answers.late, SlowGroup) else None,
     )
+
+
+def _sharder(answers: Answers) -> SharderTraits:
+    """The sharder of the step. A trace that only all-reduces has the sharder DDP.
+
+    An import does not record its sharder, and FSDP's collectives show FSDP.
+    """
+    manifest = answers.manifest
+    if manifest.source != "imported" or answers.exposed is None:
+        return manifest.sharder_traits
+    kinds = {row.kind for row in answers.exposed.passes if row.kind in _SHARDED | _REDUCED}
+    if manifest.is_fsdp1:
+        return traits_of(FSDP1)
+    return traits_of(DDP) if kinds and kinds <= _REDUCED else manifest.sharder_traits
 
 
 def _has_gathers(answers: Answers) -> bool:
@@ -403,5 +421,5 @@ def _pause(manifest: RunManifest) -> Verdict | None:
         f"No conclusion: one pause takes {format_ratio(pause / trace)} of the trace.",
         f"The device does nothing for {format_ns(pause)} of {format_ns(trace)} in one piece. The "
         "trace was imported as one step, so whether the pause lies in a step is not known.",
-        "Profile with schedule=... and prof.step(), and import with --by-step.",
+        "Profile with schedule=... and prof.step(): each mark is then a step.",
     )

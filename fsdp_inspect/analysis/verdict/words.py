@@ -3,7 +3,7 @@
 A headline has at most 12 words. The details are in the reason.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fsdp_inspect.analysis.verdict.facts import (
     STRAGGLER_RATIO,
@@ -34,6 +34,11 @@ WORTH_NAMING_RATIO = 0.02
 COMPARE_PLANS = "Compare other sharding plans by simulation: `fsdp-inspect advise RUN`."
 """The only next step about the plan of a recorded run. The simulation decides which change of the
 plan helps. The verdict names no change, so it cannot contradict the simulation."""
+NOT_TRAINING = (
+    "The trace shows no backward pass and no optimizer step, so no advice about training applies. "
+    "Profile a training step for advice."
+)
+"""The only next step about a trace of inference."""
 FIND_CALL = "Find the call that issues it: `fsdp-inspect exposed RUN` shows its kind and phase."
 
 Words = tuple[str, str, str, tuple[str, ...]]
@@ -47,6 +52,8 @@ _PHASES_BY_NAME = frozenset({"forward", "backward"})
 def phrase_limit(limit: Limit, facts: StepFacts) -> Words:
     """Phrase a limit. The first next step is a contradiction between run and plan, if any."""
     sentence, because, why, next_steps = _WORDS[limit](facts)
+    if facts.lacks_training:
+        return sentence, because, why, (NOT_TRAINING,)
     if facts.contradiction:
         first = f"First find out why the plan check fails. {facts.contradiction}"
         next_steps = (first, *next_steps)
@@ -485,45 +492,68 @@ def _advise_communication(facts: StepFacts) -> list[str]:
         if facts.blocks_host:
             steps.append(_MEASURE_ON_GPUS)
         return steps
-    sharder = facts.sharder
-    if facts.is_unwrapped and (facts.has_gathers or sharder.keep_gathered is None):
-        steps.append(
-            f"{sharder.hide_single_unit}: no compute hides the communication of a single unit."
-        )
-    if sharder.keep_gathered and facts.ratio(facts.backward_gathers_ns) >= WORTH_NAMING_RATIO:
-        steps.append(
-            f"Try {sharder.keep_gathered} if memory allows: the all-gathers of backward are "
-            f"exposed for {format_ns(facts.backward_gathers_ns)}."
-        )
-    serialized = facts.causes_ns.get(Cause.SERIALIZED.label, 0)
-    if sharder.separate_communicator and facts.ratio(serialized) >= WORTH_NAMING_RATIO:
-        steps.append(
-            f"Give reduce-scatter its own communicator ({sharder.separate_communicator}): "
-            f"{format_ns(serialized)} are exposed because collectives queue behind each other."
-        )
-    steps += _advise_most_exposed(facts)
+    changes = sorted(_changes_by_gain(facts), key=lambda change: -change[0])
+    steps += [text for gain_ns, text in changes if facts.ratio(gain_ns) >= WORTH_NAMING_RATIO]
     return steps or ["Start with the most exposed collective: `fsdp-inspect exposed RUN` shows it."]
 
 
-def _advise_most_exposed(facts: StepFacts) -> list[str]:
+def _changes_by_gain(facts: StepFacts) -> Iterator[tuple[int, str]]:
+    """Yield the exposed time that a change can remove at most, and the change.
+
+    Only changes of the run's sharder, of collectives that the step has.
+    """
+    sharder, kinds = facts.sharder, facts.exposed_by_kind_ns
     if facts.blocks_host:
-        return [_MEASURE_ON_GPUS]
+        yield facts.exposed_ns, _MEASURE_ON_GPUS
+        return
+    if facts.is_unwrapped and (facts.has_gathers or sharder.keep_gathered is None):
+        yield (
+            facts.exposed_ns,
+            f"{sharder.hide_single_unit}: no compute hides the communication of a single unit.",
+        )
+    if sharder.keep_gathered and facts.backward_gathers_ns:
+        yield (
+            facts.backward_gathers_ns,
+            f"Try {sharder.keep_gathered} if memory allows: the all-gathers of backward are "
+            f"exposed for {format_ns(facts.backward_gathers_ns)}.",
+        )
+    serialized = facts.causes_ns.get(Cause.SERIALIZED.label, 0)
+    has_both = not kinds or (kinds.get("reduce_scatter", 0) and facts.has_gathers)
+    if sharder.separate_communicator and has_both:
+        yield (
+            serialized,
+            f"Give reduce-scatter its own communicator ({sharder.separate_communicator}): "
+            f"{format_ns(serialized)} are exposed because collectives queue behind each other.",
+        )
+    yield from _changes_of_most_exposed(facts)
+
+
+def _changes_of_most_exposed(facts: StepFacts) -> Iterator[tuple[int, str]]:
     if facts.top is None:
-        return []
-    is_late = (
-        not facts.causes_ns
-        or facts.ratio(facts.causes_ns.get(Cause.LATE_ISSUE.label, 0)) >= WORTH_NAMING_RATIO
-    )
-    sharder = facts.sharder
-    if facts.top.kind == "all_gather" and is_late and sharder.prefetch_ahead:
-        return [f"{sharder.prefetch_ahead}, so that the all-gather is issued earlier."]
-    is_reduction = facts.top.kind == "reduce_scatter" or facts.top.fqn is not None
-    if is_reduction and facts.top.kind in _REDUCTIONS and facts.reduces_in_float32:
-        return [
+        return
+    sharder, kind = facts.sharder, facts.top.kind
+    late = facts.causes_ns.get(Cause.LATE_ISSUE.label, 0)
+    if kind == "all_gather" and sharder.prefetch_ahead and (late or not facts.causes_ns):
+        yield (
+            late or facts.top.exposed_ns,
+            f"{sharder.prefetch_ahead}, so that the all-gather is issued earlier.",
+        )
+    of_reductions = sum(facts.exposed_by_kind_ns.get(each, 0) for each in _REDUCTIONS)
+    is_reduction = kind == "reduce_scatter" or (kind in _REDUCTIONS and facts.top.fqn is not None)
+    if is_reduction and facts.reduces_in_float32:
+        yield (
+            max(of_reductions, facts.top.exposed_ns) // 2,
             f"Reduce gradients in bfloat16 ({sharder.reduce_in_16_bits}): this halves the "
-            "bytes. Check that the loss still falls."
-        ]
-    return []
+            "bytes. Check that the loss still falls.",
+        )
+    bandwidth = facts.causes_ns.get(Cause.BANDWIDTH.label, 0)
+    if bandwidth and kind in ("all_gather", *_REDUCTIONS):
+        yield (
+            bandwidth // 2,
+            f"Send fewer bytes, or use a faster link: {format_ns(bandwidth)} are exposed because "
+            "transfers take longer than the compute that could hide them. A larger microbatch, or "
+            "gradient accumulation, gives each transfer more compute.",
+        )
 
 
 def _phrase_other(facts: StepFacts) -> Words:

@@ -128,8 +128,9 @@ def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:
         show_note(plain(f"A {source.kind.value}: {files}, {format_bytes(source.num_bytes)}."))
         by_step = not source.kind.is_snapshot and st.toggle(
             "One step per ProfilerStep",
+            value=True,
             key="import by step",
-            help="Without it the whole trace is one step\\.",
+            help="Without it, and without such marks, the whole trace is one step\\.",
         )
         is_busy = jobs.view is not None and jobs.view.state is JobState.RUNNING
         if st.button("Import", type="primary", disabled=is_busy, icon=":material/input:"):

@@ -62,13 +62,13 @@ class ImportJobs:
         with self._lock:
             return self._view
 
-    def start(self, source: ImportSource, *, name: str = "", by_step: bool = False) -> None:
+    def start(self, source: ImportSource, *, name: str = "", by_step: bool = True) -> None:
         """Start an import.
 
         Args:
             source: An entry of the listing.
             name: The name of the run. Its letters, digits and `._-` name the folder.
-            by_step: Traces: one step for each ProfilerStep mark.
+            by_step: Traces: one step for each ProfilerStep mark, if there are any.
 
         Raises:
             StoreError: The source, or the folder of imports, is a link out of the folder of runs.

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
                 Path(path),
                 Path(out),
                 name=name,
-                by_step=by_step == "1",
+                by_step=None if by_step == "1" else False,
                 on_progress=lambda file, share: _say(file=file, share=round(share, 3)),
             ).notes
         _say(run=Path(out).name, notes=list(notes))
