@@ -78,6 +78,8 @@ class PlanAdvice:
     alternative to `fastest`. None if no plan lowers the peak by `WORTH_RATIO`."""
     front: tuple[ParetoPoint, ...]
     notes: tuple[str, ...]
+    caveats: tuple[str, ...]
+    """What makes every prediction of the run uncertain, one sentence each."""
     snippet: str
     """Python that applies the written plan."""
     change: CodeChange
@@ -220,6 +222,7 @@ def _advise_plan(
             *_maybe_faster(bench, search, target),
             *_limits_of_play(bench, request, fits=found.fits),
         ),
+        caveats=caveats_of(bench.work),
         snippet=how_to_apply(request.plan_file),
         change=change,
         verify=how_to_verify(request, change.launch),
@@ -253,7 +256,7 @@ def _point(bench: PlanScorer, choice: Choice) -> ParetoPoint:
 
 
 def _notes(bench: PlanScorer, limit: int | None) -> list[str]:
-    notes = list(caveats_of(bench.work))
+    notes = list[str]()
     if bench.network.is_changed:
         notes.append(
             "All plans, also the recorded one, are simulated on the requested network. The trace "

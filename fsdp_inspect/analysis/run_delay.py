@@ -90,8 +90,8 @@ def caveat_of_cores(run_delay_ratio: float) -> str | None:
         return None
     return (
         f"The training thread had no CPU core for {format_ratio(run_delay_ratio)} of the "
-        "recording. Measured times are too long by an unknown part of it, so the interval is wide. "
-        "Record the run again on free cores."
+        "recording. Measured times are too long by an unknown part of it, and a late rank or a "
+        "wait may be a missing core. Record the run again on free cores."
     )
 
 

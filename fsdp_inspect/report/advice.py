@@ -197,6 +197,8 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
     plan, options = advice.plan, ["--details shows the evidence and the other changes."]
     yield ""
     if plan is not None and plan.suggestions:
+        yield from (_Clipped(f"Caution: {each}", _TEXT_LINES) for each in plan.caveats)
+    if plan is not None and plan.suggestions:
         if finding is not None or (len(plan.suggestions) > 1 and not _exceeds_limit(plan)):
             yield _Clipped(_whole_plan(plan), _ROW_LINES)
         options.append("--write FILE saves the plan.")
@@ -209,10 +211,12 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
 def _whole_plan(plan: PlanAdvice) -> str:
     number = len(plan.suggestions)
     changes = "With this change" if number == 1 else f"With all {number} changes"
+    fastest = plan.fastest
     return (
-        f"{changes}: {format_ns(plan.fastest.step_ns)} a step instead of "
-        f"{format_ns(plan.replayed_step_ns)} (both simulated), "
-        f"peak {describe_plan_peak(plan.fastest)}."
+        f"{changes}: {format_ns(fastest.step_ns)} a step (interval "
+        f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}) instead of "
+        f"{format_ns(plan.replayed_step_ns)}, both simulated; "
+        f"peak {describe_plan_peak(fastest)}."
     )
 
 
@@ -389,6 +393,7 @@ def _front(plan: PlanAdvice) -> Table:
 
 
 def _assumptions(plan: PlanAdvice) -> Iterator[str]:
+    yield from (f"Caution: {each}" for each in plan.caveats)
     yield from plan.notes
     yield from (f"Assumed: {line}" for line in plan.fastest.assumptions)
 

@@ -12,12 +12,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from fsdp_inspect.analysis.mesh_grid import MeshGrid
+from fsdp_inspect.analysis.run_delay import caveat_of_cores
 from fsdp_inspect.analysis.stragglers.dimension_waits import DimensionWait
 from fsdp_inspect.analysis.stragglers.evidence import LEAST_BUSIEST_RATIO, LEAST_COST_RATIO
 from fsdp_inspect.analysis.stragglers.expert_load import ExpertGroup, ExpertLoad, LoadFinding
 from fsdp_inspect.analysis.stragglers.rank_replay import StepReplay
 from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks, Straggler
 from fsdp_inspect.analysis.verdict import SlowGroup
+from fsdp_inspect.analysis.verdict.facts import CORES_RATIO
 from fsdp_inspect.analysis.verdict.words import describe_slow_group, describe_waits_along
 from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.formatting import MISSING, capitalize, format_ns, format_ranks, format_ratio
@@ -49,6 +51,8 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
             lines.append(_DEFINITION)
         if ranks.replay is not None:
             lines.append(_imbalance(ranks, ranks.replay))
+    caveat = caveat_of_cores(ranks.run_delay_ratio or 0.0)
+    lines.extend([caveat] if caveat else [])
     lines.extend(_late_along(row) for row in ranks.dimension_waits if _is_located(ranks, row))
     if ranks.expert_load is not None:
         lines.append(describe_expert_load(ranks.expert_load))
@@ -204,6 +208,11 @@ def _no_straggler(ranks: Ranks) -> str:
         return "Ranks cannot be compared: the run folder has one rank only."
     if ranks.straggler_refusal is not None:
         return f"It is unknown whether there is a straggler: {ranks.straggler_refusal}"
+    if (ranks.run_delay_ratio or 0.0) >= CORES_RATIO:
+        return (
+            "It is unknown whether there is a straggler: training threads had no CPU core for "
+            f"{format_ratio(ranks.run_delay_ratio or 0.0)} of the time."
+        )
     if ranks.replay is not None:
         return _NO_STRAGGLER
     least = _waits_least(ranks.ranks)

@@ -41,7 +41,7 @@ from fsdp_inspect.analysis.breakdown import DimensionTime, measure_dimensions
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, name_rank_sets, rank_coordinates
-from fsdp_inspect.analysis.run_delay import run_delay_of
+from fsdp_inspect.analysis.run_delay import measure_run_delay
 from fsdp_inspect.analysis.shared_collectives import Matching
 from fsdp_inspect.analysis.step_selection import (
     RankSteps,
@@ -84,7 +84,7 @@ from fsdp_inspect.columns import (
     text_column,
     value_column,
 )
-from fsdp_inspect.formatting import format_ns, format_ratio
+from fsdp_inspect.formatting import format_ns, format_ranks, format_ratio
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median, percentile
@@ -272,6 +272,9 @@ class Ranks(TableResult):
     straggler_refusal: str | None
     """The reason why it is unknown whether a rank or a group is slow, as a clause without a capital
     letter. None: it is known, or no clocks are aligned (`refusals`)."""
+    run_delay_ratio: float | None
+    """The largest fraction of the recording in which the training thread of a sampled rank is ready
+    but has no core; None: not measured."""
     replay: StepReplay | None
     """The replay; None if clocks are not aligned, or the recorded order cannot be replayed."""
     dimension_waits: tuple[DimensionWait, ...]
@@ -375,8 +378,12 @@ def _measure_ranks(run: RunSource, max_ranks: int) -> Ranks:
     slow_group, group_refusal = find_slow_group(evidence, name_rank_sets(run, evidence.ranks))
     priced, refusal = (None, None) if slow_group else _find_straggler(rows, evidence)
     if priced is not None:
-        refusal = _find_missing_core(run, priced.row.rank, evidence)
+        refusal = _find_missing_core(run, [priced.row.rank], evidence)
         priced = priced if refusal is None else None
+    if slow_group is not None:
+        group_refusal = _find_missing_core(run, slow_group.ranks, evidence)
+        slow_group = slow_group if group_refusal is None else None
+    delay = measure_run_delay(run, sample)
     return Ranks(
         ranks=rows,
         skews=_measure_skews(run, arrivals),
@@ -384,6 +391,7 @@ def _measure_ranks(run: RunSource, max_ranks: int) -> Ranks:
         straggler=_describe_straggler(run, evidence, priced) if priced else None,
         slow_group=slow_group,
         straggler_refusal=None if priced else refusal or group_refusal,
+        run_delay_ratio=delay.run_delay_ratio if delay else None,
         replay=pricing.result,
         dimension_waits=measure_dimension_waits(run, arrivals, alignment.uncertainty_ns),
         expert_load=measure_expert_load(run),
@@ -537,15 +545,21 @@ def _find_straggler(
     return _Priced(row, priced[1], cost), None
 
 
-def _find_missing_core(run: RunSource, rank: int, evidence: StragglerEvidence) -> str | None:
-    """Return why the extra work of a rank may be waiting for a CPU core; None: it is not."""
-    ratio = run_delay_of(run, rank)
-    if ratio is None or 2 * ratio * evidence.step_time_ns < evidence.work.excess_ns(rank):
+def _find_missing_core(
+    run: RunSource, ranks: Sequence[int], evidence: StragglerEvidence
+) -> str | None:
+    """Return why the extra work of slow ranks may be waits for a core; None: it is not."""
+    delay = measure_run_delay(run, ranks)
+    if delay is None:
         return None
+    ratio = delay.run_delay_ratio
+    if 2 * ratio * evidence.step_time_ns < evidence.work.excess_ns(*ranks):
+        return None
+    verb = "works" if len(ranks) == 1 else "work"
     return (
-        f"rank {rank} works longest in most steps, but its training thread has no CPU core for "
-        f"{format_ratio(ratio)} of the time. This explains at least half of its extra work. Give "
-        "each rank cores of its own, and record again."
+        f"{format_ranks(ranks)} {verb} longest in most steps, but the training thread of rank "
+        f"{delay.rank} has no CPU core for {format_ratio(ratio)} of the time. This explains at "
+        "least half of the extra work. Give each rank cores of its own, and record again."
     )
 
 

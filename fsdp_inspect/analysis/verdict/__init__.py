@@ -30,6 +30,7 @@ and the advice is to wrap the blocks (R1).
 
 from dataclasses import dataclass, field
 
+from fsdp_inspect.analysis.run_delay import caveat_of_cores
 from fsdp_inspect.analysis.verdict.facts import (
     STRAGGLER_RATIO,
     HighestMoment,
@@ -118,6 +119,9 @@ def give_verdict(facts: StepFacts) -> Verdict:
     """Return the limit of a step, its reason, and the changes to try next."""
     limit = find_limit(facts)
     sentence, because, why, next_steps = phrase_limit(limit, facts)
+    caveat = caveat_of_cores(facts.core_wait_ratio)
+    if caveat is not None and limit is not Limit.CORES:
+        why = f"{why} {caveat}"
     is_outside_fsdp = limit is Limit.COMMUNICATION and facts.other_part is not None
     return Verdict(limit, sentence, why, next_steps, _numbers(facts), is_outside_fsdp, because)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+from fsdp_inspect.report.ranks_wording import describe_answer
 from fsdp_inspect.trace.tables import DeviceTable
 from tests.builders import RunBuilder, steady_run
 from tests.llama70b import (
@@ -92,7 +93,12 @@ def test_a_rank_without_a_core_is_no_straggler(delay_ns, named):
     ]
     ranks = measure_ranks(replace(run, device_tables={2: DeviceTable.from_rows(samples)}))
     assert (ranks.straggler is not None) == named
-    assert named or "its training thread has no CPU core for 20%" in ranks.straggler_refusal
+    headline, *rest = describe_answer(ranks)
+    assert headline.startswith("Rank 2") == named
+    assert any("had no CPU core" in line for line in rest) == (delay_ns > 50)
+    assert (
+        named or "the training thread of rank 2 has no CPU core for 20%" in ranks.straggler_refusal
+    )
 
 
 def test_ranks_that_take_turns_are_an_imbalance_and_no_straggler():

@@ -1,11 +1,14 @@
 """Slow nodes, TP groups and replicas, distinguished from single slow ranks and from noise."""
 
+from dataclasses import replace
+
 import pytest
 
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.report.ranks_wording import describe_answer
+from fsdp_inspect.trace.tables import DeviceTable
 from tests.cube_run import cube_run
 
 TWO_NODES = ("a",) * 4 + ("b",) * 4
@@ -59,6 +62,19 @@ def test_no_slow_group_is_named_without_evidence(work, straggler):
     found = measure_ranks(cube_run(work))
     assert found.slow_group is None
     assert (found.straggler and found.straggler.rank) == straggler
+
+
+def test_a_group_without_cores_is_not_slow():
+    unknown = dict.fromkeys(DeviceTable.DTYPES, -1)
+    samples = [{**unknown, "time_ns": at, "run_delay_ns": at // 2} for at in (0, 1000)]
+    run = replace(
+        cube_run(slow(4, 5, 6, 7), hosts=TWO_NODES),
+        device_tables={5: DeviceTable.from_rows(samples)},
+    )
+    found = measure_ranks(run)
+    assert found.slow_group is None
+    assert found.straggler is None
+    assert "rank 5 has no CPU core for 50% of the time" in found.straggler_refusal
 
 
 def test_one_step_cannot_distinguish_a_slow_group_from_chance():

@@ -240,6 +240,8 @@ def _show_plan(entry: RunEntry, run: Run, advice: Advice, question: Question) ->
     if plan is None:
         return
     _show_numbers(plan)
+    for caveat in plan.caveats:
+        st.warning(plain(caveat), icon=":material/warning:")
     for place, suggestion in enumerate(plan.suggestions, 1):
         _show_suggestion(place, suggestion, plan, question, run.manifest)
     if plan.suggestions:
