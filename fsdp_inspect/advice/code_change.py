@@ -239,6 +239,10 @@ def _change_own_calls(manifest: RunManifest, change: Change) -> CodeChange:
 def _lines_in_place(calls: Sequence[ShardingCall], change: Change) -> list[str]:
     """Lines that apply the plan, in the names of the calls that they replace."""
     places = find_root_places(calls, change)
+    if len(places) == 1 and places[0][0] and not places[0][1].argument:
+        prefix, call = places[0]  # without the source lines, the name of the module is unknown
+        note = f"# model: the module {prefix} of the recorded model, which your calls shard"
+        return [note, *apply_lines(change, "model", mesh_of_calls(calls, call, change), prefix)]
     if places and all(call.argument for _, call in places):
         lines = [
             line

@@ -190,13 +190,16 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def register_earlier(self, known: Mapping[int, ref[torch.UntypedStorage]]) -> None:
         """Follow the storages of all tensors in Python objects: earlier steps may keep some.
 
+        Single numbers, such as the step counters of an optimizer, are left out.
+
         Args:
             known: Storages to leave out, by their key: those from before the recording, such as a
                 data set. See `find_storages`.
         """
         for tensor, storage in _live_storages():
             earlier = known.get(storage_key(storage))
-            if earlier is None or earlier() is not storage:
+            is_new = earlier is None or earlier() is not storage
+            if is_new and tensor.dim() > 0:
                 self._follow(tensor, storage)
 
     @property

@@ -10,10 +10,9 @@ LIBRARY = Path(fsdp_inspect.__file__).parent
 PLACES = {
     "finding": (
         "advice/findings.py", "advice/setting_findings.py", "advice/trace_findings.py",
-        "advice/sharding_findings.py",
         "analysis/plan_check/unit_waste.py",
     ),
-    "change": ("advice/plan_space.py", "advice/change_words.py"),
+    "change": ("advice/plan_space.py", "advice/suggestions.py"),
     "check": ("analysis/plan_check/check.py", "analysis/plan_check/unit_waste.py"),
 }  # fmt: skip
 """The files that apply the rules of each kind."""

@@ -28,16 +28,30 @@ FAKE = """\
 import shutil, sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
+
+from fsdp_inspect.store.checksums import checksum_text
+
 sample, runs, name, *plan = sys.argv[1:]
 if plan and {fails!r} in name:
     sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
 folder = Path(runs) / f"{{name}}-run"
 shutil.copytree(sample, folder)
-record = folder / "run.json"
-text = "".join(line for line in record.read_text().splitlines(True) if '"crc32"' not in line)
-text = text.rstrip().removesuffix("}}").rstrip().removesuffix(",") + "}}"
-import re
-record.write_text(re.sub(r'"run_id": *"[^"]*"', f'"run_id": "{{name}}"', text))
+old = b"20261124-031135-tiny-2-ranks-f705"
+new = name.encode().ljust(len(old), b"-")  # of the same length, so that footers stay valid
+for path in filter(Path.is_file, folder.rglob("*")):
+    content = path.read_bytes().replace(old, new)
+    if path.suffix == ".parquet":
+        stated = pq.read_schema(path).metadata
+        footer = stated[b"fsdp_inspect"].replace(old, new).decode()
+        content = content.replace(
+            stated[b"fsdp_inspect_crc32"], checksum_text(footer).encode()
+        )
+    if path.suffix == ".json":
+        lines = content.decode().splitlines(True)
+        text = "".join(line for line in lines if '"crc32"' not in line)
+        content = (text.rstrip().removesuffix("}}").rstrip().removesuffix(",") + "}}").encode()
+    path.write_bytes(content)
 """
 """Does not train: it copies a recorded run, and runs out of memory under one of the plans."""
 

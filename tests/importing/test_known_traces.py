@@ -40,7 +40,7 @@ ProfilerStep."""
 @pytest.fixture(scope="module", params=KNOWN_US)
 def imported(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("imported") / request.param
-    import_traces(FOLDER / f"{request.param}.json.gz", folder)
+    import_traces(FOLDER / f"{request.param}.json.gz", folder, by_step=False)
     return request.param, open_run(folder)
 
 

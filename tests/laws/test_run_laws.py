@@ -87,7 +87,8 @@ def test_the_headline_is_the_typical_step(ranks):
 def test_exposed_never_exceeds_communication_nor_the_step(ranks):
     for rank in measure_overlap(build(ranks)).ranks:
         assert 0 <= rank.exposed_ns <= rank.communication_ns <= rank.step_time_ns
-        assert 0 <= rank.overlap_ratio <= 1
+        assert (rank.overlap_ratio is None) == (rank.communication_ns == 0)
+        assert rank.overlap_ratio is None or 0 <= rank.overlap_ratio <= 1
 
 
 @FEW_EXAMPLES

@@ -123,7 +123,7 @@ def test_a_training_feeds_its_trackers_and_keeps_its_losses(tmp_path):
     lines = (tmp_path / "run.fake").read_text().splitlines()
     assert lines[:2] == ["attach", "start run http://127.0.0.1:8501/?run=run"]
     assert [int(line.split()[0]) for line in lines[2:-1]] == list(range(12))
-    for name in ("step_time_s", "exposed_s", "overlap_ratio", "goodput_ratio", "tokens_per_s"):
+    for name in ("step_time_s", "exposed_s", "goodput_ratio", "tokens_per_s"):
         assert f"'fsdp/{name}'" in lines[-2]
     assert lines[-1] == "close"
     assert tracked.stderr.count("The tracker 'broken' failed: ConnectionError: no network.") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_inspect.recording.clocks import CudaClock
@@ -27,7 +28,9 @@ class Recorded:
         self.device = device
         sharder = find_sharder(model)
         rows: list[tuple[int, ...]] = []
-        session = Session(CudaClock(device), rows.append, ProcessGroups())
+        groups = ProcessGroups()
+        groups.find(dist.group.WORLD, "shard")  # as the recorder finds the groups of units
+        session = Session(CudaClock(device), rows.append, groups)
         probe = MemoryProbe(session, lambda row: None, None)
         instruments = Instruments(session, sharder, probe, None, lambda optimizer: None)
         instruments.attach()
