@@ -199,7 +199,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, storage in _live_storages():
             earlier = known.get(storage_key(storage))
             is_new = earlier is None or earlier() is not storage
-            if is_new and tensor.dim() > 0:
+            is_number = isinstance(tensor, torch.Tensor) and tensor.dim() == 0
+            if is_new and not is_number:
                 self._follow(tensor, storage)
 
     @property
