@@ -63,8 +63,9 @@ def main() -> int:
     graph = grimp.build_graph(
         "fsdp_inspect", "fsdp_inspect_app", "instrumented_trainer", "tests", cache_dir=None
     )
-    chosen = sorted({test for path in changed for test in find_tests(path, graph)})
-    untested = [str(path) for path in changed if not find_tests(path, graph)]
+    tests_of = {path: find_tests(path, graph) for path in changed}
+    chosen = sorted({test for tests in tests_of.values() for test in tests})
+    untested = [str(path) for path, tests in tests_of.items() if not tests]
     print(f"{len(changed)} changed files, {len(chosen)} test files.", *_list(untested), sep="\n")
     if not chosen:
         return 0

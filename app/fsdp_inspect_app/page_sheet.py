@@ -1,7 +1,7 @@
 """Collect what the page shows, so that it can be saved as one HTML file.
 
 `cards` adds every headline, title, text, tile, chart and table that it shows, and the timeline adds
-its drawing. The file is made when it is requested (`page_file`). It has no controls of the page.
+its drawing. The file is made when it is requested (`exports`). It has no controls of the page.
 """
 
 from collections.abc import Callable, Iterator

@@ -129,9 +129,9 @@ def give_advice(
         on_play: Called with the number of plans simulated so far.
         tasks: Runs the simulations; default in this process.
     """
-    findings = tuple(_on_run(each, request.run_name) for each in find_first_things(evidence))
     if run.manifest.lacks_training:
         return Advice(run.manifest.run_id, NOT_TRAINING, (), None, NOT_TRAINING)
+    findings = tuple(_on_run(each, request.run_name) for each in find_first_things(evidence))
     try:
         bench = PlanScorer(
             run,

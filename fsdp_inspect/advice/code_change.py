@@ -244,14 +244,13 @@ def _lines_in_place(calls: Sequence[ShardingCall], change: Change) -> list[str]:
         note = f"# model: the module {prefix} of the recorded model, which your calls shard"
         return [note, *apply_lines(change, "model", mesh_of_calls(calls, call, change), prefix)]
     if places and all(call.argument for _, call in places):
-        lines = [
+        return [
             line
             for prefix, call in places
             for line in apply_lines(
                 change, call.argument, mesh_of_calls(calls, call, change), prefix
             )
         ]
-        return list(dict.fromkeys(lines)) if len(places) == 1 else lines
     return _lines_of_models(change)
 
 

@@ -133,7 +133,7 @@ class Effect:
     """The plans whose simulation predicts the time; empty: no plan does."""
     is_exposed: bool = False
     """The time is exposed communication. Changes of the plan may save the same time: then this
-    effect does not count it ([Note: no ms twice] in `advice.gain_attribution`)."""
+    effect does not count it ([Note: no ms twice] in `advice.gain_parts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Finding:
 
 # --- Find shard groups that cross nodes, and measure their bandwidth across and within nodes.
 #
-# There is no result if the node of a rank is unknown (`trace.nodes`).
+# There is no result if the node of a rank is unknown (`trace.run`).
 
 
 def find_node_links(run: RunSource) -> NodeLinks | None:

@@ -1,10 +1,10 @@
 """Collect the findings of a run: problems that no sharding plan can fix.
 
 The order is: the limit of the step, problems in the trace (`advice.trace_findings`), costly
-settings (`advice.setting_findings`), another sharder (`advice.sharding_findings`). The findings
+settings (`advice.setting_findings`), another sharder. The findings
 take their numbers from the analyses and measure nothing. The cost of a finding is the number of an
 analysis. Its effect is a bound, and no time is counted twice ([Note: no ms twice] in
-`advice.gain_attribution`).
+`advice.gain_parts`).
 """
 
 from collections.abc import Iterable, Iterator

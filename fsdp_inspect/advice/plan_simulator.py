@@ -106,7 +106,7 @@ class Score:
     """`step_ns` with the highest durations that an unknown latency allows; plans are ranked by it.
     Equal to `step_ns` if the latency is known."""
     paid: Paid = NOTHING_PAID
-    """Part of `step_ns`; see [Note: what hiding costs] in `advice.slowdown`."""
+    """Part of `step_ns`; see [Note: what hiding costs]."""
 
     def saves_over(self, other: "Score") -> int:
         """The time that this plan saves both at the typical and at the cautious end, ns."""

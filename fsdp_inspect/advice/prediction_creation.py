@@ -41,7 +41,7 @@ class PredictionOrigin:
     node: NodeLink | None = None
     """The requested link within a node; None: as measured in the run."""
     paid: Paid = NOTHING_PAID
-    """The cost of hiding communication, on top of the simulation (`advice.slowdown`)."""
+    """The cost of hiding communication, on top of the simulation (`advice.plan_simulator`)."""
 
 
 def predict_advised(

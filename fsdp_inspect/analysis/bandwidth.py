@@ -3,9 +3,9 @@
 A transfer is the part of a collective in which its own bytes travel. If other ranks recorded the
 collective, it is the shortest duration over the ranks, because the last rank to arrive does not
 wait. Otherwise it is the time from the collective's turn on its communicator
-(`analysis.collectives.queues`) to its end. That time includes the wait for ranks that arrive later,
+(`analysis.shared_collectives`) to its end. That time includes the wait for ranks that arrive later,
 and on a backend that blocks the host also queueing and wake-up. Bus and algorithm bandwidth are
-those of nccl-tests (`trace.bus_bandwidth`).
+those of nccl-tests (`trace.links`).
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Split the time of a step into parts that add up to it.
 
 All parts lie on one clock of one rank, the compute stream (CPU: the main thread), and are split by
-`reduction.step_parts`. The breakdown of a run is that of its typical step ([Note: the typical step]
-in `reduction.typical_steps`), rounded to nanoseconds so that the parts still add up. Its exposed
-parts are also split by dimension of the device mesh.
+`store.reduction.step_parts`. The breakdown of a run is that of its typical step ([Note: the typical
+step] in `store.reduction.timed_steps`), rounded to nanoseconds so that the parts still add up. Its
+exposed parts are also split by dimension of the device mesh.
 """
 
 from collections.abc import Callable, Iterator, Sequence

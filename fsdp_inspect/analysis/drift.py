@@ -7,7 +7,7 @@ split is a change if each side has at least 10 blocks, the medians differ by at 
 least 97% of the pairs of blocks of both sides differ in the same direction. Outliers therefore give
 no change point, and slow wandering rarely does.
 
-What changed with a change point is found by `analysis.drift_evidence`.
+The last part of this file finds what changed with a change point.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,8 +64,8 @@ class ChangePoint:
     change_ratio: float
     """after / before - 1."""
     accounted_by: tuple[str, ...]
-    """Parts that changed by the same time as the step, one sentence each; see [Note: Coincidence]
-    in `drift_evidence`."""
+    """Parts that changed by the same time as the step, one sentence each; see [Note:
+    Coincidence]."""
     coincident: tuple[str, ...]
     """Other changes at the same step, one sentence each. They are not causes."""
 

@@ -3,8 +3,9 @@
 Exposed time belongs to the collective that is waited for, and so to the unit that owns it. If a
 rank waits for two collectives at once, the time counts for both. So the owners can add up to more
 than the step's exposed time, which is a union. `analysis.wait_causes` defines the causes. Every
-time is a time of the rank's typical step ([Note: the typical step] in `reduction.typical_steps`),
-so causes add up to the exposed time, and kinds to the exposed time of the breakdown.
+time is a time of the rank's typical step ([Note: the typical step] in
+`store.reduction.timed_steps`), so causes add up to the exposed time, and kinds to the exposed time
+of the breakdown.
 """
 
 from collections import defaultdict

@@ -60,7 +60,7 @@ def measure_device_overhead(run: RunSource) -> DeviceOverhead:
 # --- Estimate the device memory that a forecast leaves out, if no run measured it.
 #
 # A forecast counts storages. A device also holds reserved memory that no storage uses (rounding,
-# fragmentation, blocks of other streams) and memory outside the allocator. `device_overhead`
+# fragmentation, blocks of other streams) and memory outside the allocator. `DeviceOverhead`
 # measures both on a GPU run. Without such a run, this allowance is the sum of:
 #
 # - reserved, not allocated: the prediction of the allocator model

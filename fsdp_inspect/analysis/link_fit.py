@@ -2,7 +2,7 @@
 
     duration = latency + message x factor / bus bandwidth
 
-The factor is that of nccl-tests (`trace.bus_bandwidth`), so the bandwidth is comparable with the
+The factor is that of nccl-tests (`trace.links`), so the bandwidth is comparable with the
 bandwidth of the link. Both results are non-negative. The fit minimises the relative error (of the
 logarithm). Large errors count linearly and not squared, because some collectives are delayed by
 ten times their duration. A latency requires messages of different sizes. Without them, the result

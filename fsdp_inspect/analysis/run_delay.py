@@ -7,9 +7,11 @@ here: on the host's clock, a thread without a core looks like a thread that work
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_ratio
 from fsdp_inspect.trace.run import RunSource
@@ -97,6 +99,10 @@ def caveat_of_cores(run_delay_ratio: float) -> str | None:
 
 def run_delay_of(run: RunSource, rank: int) -> float | None:
     """The `run_delay_ratio` of one rank; None if it is unknown."""
+    return remember(run, ("run delay", rank), partial(_measure, run, rank))
+
+
+def _measure(run: RunSource, rank: int) -> float | None:
     try:
         samples = run.devices(rank)
     except StoreError:

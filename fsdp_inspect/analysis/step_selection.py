@@ -2,7 +2,7 @@
 
 Timed steps are the completed steps that are neither warm-up steps nor memory steps.
 
-[Note: the typical step] and [Note: long runs] are in `reduction.typical_steps`.
+[Note: the typical step] and [Note: long runs] are in `store.reduction.timed_steps`.
 
 [Note: the median rank] Collectives synchronise the ranks, so a step takes the same time on all of
 them; they differ in how long they wait. So the rank that represents the run is the one whose

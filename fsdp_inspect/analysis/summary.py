@@ -3,7 +3,7 @@
 `fsdp-inspect summary`, the dashboard's Overview and the end of a recording show this object. Its
 fields are the keys of `summary --json`, with the units in their names. Times are times of the
 typical step of the median rank, unless a field states otherwise ([Note: the typical step] in
-`reduction.typical_steps`).
+`store.reduction.timed_steps`).
 """
 
 from dataclasses import dataclass

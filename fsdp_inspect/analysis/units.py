@@ -1,8 +1,8 @@
 """Measure the cost of each FSDP unit: its collectives, copies, forward and backward.
 
 All numbers are per step, in the typical step of one rank ([Note: the typical step] in
-`reduction.typical_steps`), unless stated otherwise. Bus bandwidth is that of nccl-tests
-(`trace.bus_bandwidth`).
+`store.reduction.timed_steps`), unless stated otherwise. Bus bandwidth is that of nccl-tests
+(`trace.links`).
 """
 
 from collections.abc import Callable, Sequence

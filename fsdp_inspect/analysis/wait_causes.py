@@ -1,7 +1,8 @@
 """Split each exposed wait for a collective by cause, to the nanosecond.
 
-`reduction.step_parts` defines when a wait is exposed. A wait has several causes, not one label: the
-causes of one collective add up to its exposed time exactly. The split uses these moments:
+`store.reduction.step_parts` defines when a wait is exposed. A wait has several causes, not one
+label: the causes of one collective add up to its exposed time exactly. The split uses these
+moments:
 
     from      the compute stream begins to wait (kernel traces: the collective's start)
     ready     the dependencies of its stream have ended. For a reduction: its gradients are

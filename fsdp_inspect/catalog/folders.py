@@ -1,7 +1,7 @@
-"""Access the folder of a catalog and the folder of its runs on a disk.
+"""Access the folder of a catalog and the folder of its runs, on a disk or at a URL.
 
-All file access of the catalog goes through the two protocols of this file. `remote_folders`
-implements them for URLs.
+All file access of the catalog goes through the two protocols of this file, which it implements for
+a disk and for URLs.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ unused folder, and the catalog stays as it was. With several writers, each gener
 the last one counts: a writer adds its runs to the generation that is current when it writes. Two
 writers at the same moment may lose the runs of one of them, which the next index then reads again.
 On S3, the later one of them notices it and adds its runs to the generation of the other
-(`remote_folders`).
+(`folders`).
 A generation stays for some minutes after it was replaced, for readers that began
 before; after that, the next writer removes it.
 """

@@ -261,11 +261,11 @@ def _is_trainable(unit: Unit) -> bool | None:
     return unit.num_trainable_parameters > 0
 
 
-def _name_units(fqns: Sequence[str]) -> str:
+def _name_units(fqns: Sequence[str], separator: str = ", ") -> str:
     """`layers.0`, `layers.0, layers.1 and 4 more`; `none`."""
     if not fqns:
         return "none"
-    shown = ", ".join(format_unit(fqn) for fqn in fqns[:_MOST_NAMED])
+    shown = separator.join(format_unit(fqn) for fqn in fqns[:_MOST_NAMED])
     return f"{shown} and {len(fqns) - _MOST_NAMED} more" if len(fqns) > _MOST_NAMED else shown
 
 
@@ -276,6 +276,8 @@ def _name_units(fqns: Sequence[str]) -> str:
 
 UNITS = "units"
 """The name of a difference in the units themselves."""
+_OF_MODULES = "; "
+"""Separates units of a plan, whose names list their modules with commas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +318,8 @@ def _cut_otherwise(asked: Plan, ran: Plan) -> Iterator[PlanDifference]:
         yield PlanDifference(
             UNITS,
             "",
-            _name_plan_units(only_asked),
-            _name_plan_units(only_ran),
+            _name_units(only_asked, _OF_MODULES),
+            _name_units(only_ran, _OF_MODULES),
         )
 
 
@@ -338,7 +340,9 @@ def _plan_unit_settings(
                 found.setdefault(values, []).append(first.name)
         for (wanted, got), names in found.items():
             where = (
-                f"all {len(names)} units" if len(names) == len(pairs) else _name_plan_units(names)
+                f"all {len(names)} units"
+                if len(names) == len(pairs)
+                else _name_units(names, _OF_MODULES)
             )
             yield PlanDifference(setting, where, wanted, got)
 
@@ -371,10 +375,3 @@ def _of_the_whole(asked: Plan, ran: Plan) -> Iterator[PlanDifference]:
 
 def _plain(value: Any) -> Any:
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
-
-
-def _name_plan_units(names: list[str]) -> str:
-    if not names:
-        return "none"
-    shown = "; ".join(format_unit(name) for name in names[:_MOST_NAMED])
-    return f"{shown} and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else shown

@@ -286,12 +286,11 @@ class _Case:
         is_whole = run.manifest.source in ("emulated", "predicted")
         self._missing = () if is_whole else tuple(r for r in world if r not in self._records)
         self._states = {rank: self._state(rank) for rank in sorted(self._records)}
-        desync_boxes = {rank: run.black_box(rank, at_desync=True) for rank in self._boxes}
-        self._desync_boxes = {
-            rank: box or self._boxes[rank]
-            for rank, box in desync_boxes.items()
-            if any(desync_boxes.values())
-        }
+        kept = {rank: run.black_box(rank, at_desync=True) for rank in self._boxes}
+        has_seen = any(kept.values())
+        self._desync_boxes = (
+            {rank: box or self._boxes[rank] for rank, box in kept.items()} if has_seen else {}
+        )
         """The boxes at the first difference; empty without one that the recorder saw."""
         self._difference = self._first_difference()
 

@@ -123,7 +123,7 @@ class HostRows:
         return make_rows(EventKind.STEP, low, high, step=step, stream=Stream.HOST)
 
     def _empty_kernels(self) -> EventTable:
-        """One empty kernel in each step, which marks a kernel trace (`reduction.step_parts`)."""
+        """One empty kernel in each step: it marks a kernel trace (`store.reduction.step_parts`)."""
         low, _ = self._bounds()
         step = np.array(self.marks.number, dtype=np.int64)
         return make_rows(EventKind.COMPUTE, low, low, step=step, stream=Stream.HOST)

@@ -113,6 +113,10 @@ def _count_devices(trace: KinetoTrace) -> int:
     return int(np.count_nonzero(counts >= _LEAST_SHARE * len(kernels)))
 
 
+_NO_TRAINING = (
+    "The trace shows no backward pass and no optimizer step (inferred from names): it may be of "
+    "inference."
+)
 _UNIX_AGE_NS = 10**18
 """Larger times are since 1970 instead of since the base time of the trace."""
 
@@ -194,6 +198,10 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> R
     names.learn_ranks(groups)
     origin_ns = int(min(events.start_ns.min(), events.issue_ns.min()))
     device = _device(trace.other_values)
+    lacks_training = _lacks_training(trace.names)
+    notes = _notes(trace, comms, ranges, marks, lacks_launches=has_kernels and not has_launches)
+    if lacks_training:
+        notes.insert(1, _NO_TRAINING)
     return RankTrace(
         rank=read_whole(distributed.get("rank")),
         world_size=groups.world_size or None,
@@ -207,15 +215,13 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> R
         num_steps=len(marks.number),
         wall_start_ns=_wall_ns(trace.other_values, origin_ns),
         unit_origin=_origin(ranges),
-        notes=tuple(
-            _notes(trace, comms, ranges, marks, lacks_launches=has_kernels and not has_launches)
-        ),
+        notes=tuple(notes),
         num_events=trace.num_events,
         num_device_events=num_kernels + len(trace.events[Category.MEMORY_COPY]),
         num_unread_events=sum(trace.unread.values()),
         gaps=gaps,
         is_whole_trace=marks.is_whole_trace,
-        lacks_training=_lacks_training(trace.names),
+        lacks_training=lacks_training,
     )
 
 
@@ -350,11 +356,6 @@ def _notes(
     lacks_launches: bool,
 ) -> list[str]:
     notes = [_note_on_units(ranges)]
-    if _lacks_training(trace.names):
-        notes.append(
-            "The trace shows no backward pass and no optimizer step (inferred from names): it may "
-            "be of inference."
-        )
     if trace.num_odd:
         notes.append(
             f"{trace.num_odd:,} of {trace.num_events:,} events were left out: their times are "

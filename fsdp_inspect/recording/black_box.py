@@ -242,7 +242,7 @@ class BlackBoxWriter:
             self.finish(pending[0], ns)
 
     def begin_collection(self, unix_ns: int, place: str) -> None:
-        """Note a garbage collection that begins; takes no lock, as `garbage_collection` requires.
+        """Note a garbage collection that begins; takes no lock, as `GarbageCollections` requires.
 
         Args:
             unix_ns: The wall time.

@@ -86,7 +86,8 @@ class MemorySteps:
         self._unit_of: dict[int, int] = {}
         """The unit of each parameter in the followed step, by the parameter's id."""
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._before_recording = find_storages()
+        may_follow = wanted == "auto" or len(wanted) > 0 or limit_bytes is not None
+        self._before_recording = find_storages() if may_follow else {}
         self.steps: list[int] = []
         """The chosen memory steps, past and future."""
 

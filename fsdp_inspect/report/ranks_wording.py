@@ -19,7 +19,6 @@ from fsdp_inspect.analysis.stragglers.expert_load import ExpertGroup, ExpertLoad
 from fsdp_inspect.analysis.stragglers.rank_replay import StepReplay
 from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks, Straggler
 from fsdp_inspect.analysis.verdict import SlowGroup
-from fsdp_inspect.analysis.verdict.facts import CORES_RATIO
 from fsdp_inspect.analysis.verdict.words import describe_slow_group, describe_waits_along
 from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.formatting import MISSING, capitalize, format_ns, format_ranks, format_ratio
@@ -208,11 +207,6 @@ def _no_straggler(ranks: Ranks) -> str:
         return "Ranks cannot be compared: the run folder has one rank only."
     if ranks.straggler_refusal is not None:
         return f"It is unknown whether there is a straggler: {ranks.straggler_refusal}"
-    if (ranks.run_delay_ratio or 0.0) >= CORES_RATIO:
-        return (
-            "It is unknown whether there is a straggler: training threads had no CPU core for "
-            f"{format_ratio(ranks.run_delay_ratio or 0.0)} of the time."
-        )
     if ranks.replay is not None:
         return _NO_STRAGGLER
     least = _waits_least(ranks.ranks)

@@ -99,11 +99,10 @@ def describe_parameters(unit: Unit, ranks: int) -> dict[str, Parameter]:
         ranks: Ranks of its shard group.
     """
     ratio = unit.num_trainable_parameters / max(unit.num_parameters, 1)
-    same = ParameterTraits(dtype=unit.param_dtype, gathered_dtype=unit.param_dtype)
     found = {
         name: Parameter(
             shape,
-            traits := unit.traits.get(name, same),
+            traits := unit.traits_of(name),
             stored=itemsize(traits.dtype),
             trained=float(traits.is_trained) if unit.traits else ratio,
             gathered_scale=1.0,
@@ -174,16 +173,8 @@ def last_gradient_of(unit: Unit) -> int:
     """Bytes of the gradient of the unit's last parameter; 0 if it is unknown."""
     if not unit.parameters or not unit.num_trainable_parameters:
         return 0
-    trained = [name for name in unit.parameters if _is_trained(unit, name)]
-    return math.prod(unit.parameters[trained[-1]]) * itemsize(_gathered_dtype(unit, trained[-1]))
-
-
-def _is_trained(unit: Unit, name: str) -> bool:
-    return name not in unit.traits or unit.traits[name].is_trained
-
-
-def _gathered_dtype(unit: Unit, name: str) -> str:
-    return unit.traits[name].gathered_dtype if name in unit.traits else unit.param_dtype
+    *_, last = (name for name in unit.parameters if unit.traits_of(name).is_trained)
+    return math.prod(unit.parameters[last]) * itemsize(unit.traits_of(last).gathered_dtype)
 
 
 def _whole_bytes(unit: Unit, shard: int) -> list[int]:

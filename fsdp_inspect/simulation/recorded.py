@@ -5,10 +5,10 @@ same under another plan, but waits change.
 
 [Note: means] The recorded step time is that of the rank's typical step, as in every other command.
 Every duration of the work is the mean over its typical steps ([Note: the typical step] in
-`reduction.typical_steps`), so that parts add up to the step. Two kinds of typical steps are left
-out of the work: those with other passes or collectives than most timed steps, and, if there are
-more than `MAX_STEPS`, those farthest from the typical step time. If they differ from the rest, the
-replay error shows it.
+`store.reduction.timed_steps`), so that parts add up to the step. Two kinds of typical steps are
+left out of the work: those with other passes or collectives than most timed steps, and, if there
+are more than `MAX_STEPS`, those farthest from the typical step time. If they differ from the rest,
+the replay error shows it.
 """
 
 from collections import Counter, defaultdict
@@ -320,7 +320,7 @@ def with_own_turns(events: EventTable) -> EventTable:
     """The events, with each collective starting at its turn on its communicator.
 
     A collective that is queued behind a collective of another stream appears to run
-    (`analysis.collectives.queues`). The schedule models this queue itself.
+    (`analysis.shared_collectives`). The schedule models this queue itself.
     """
     collectives = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
     turns = queue_up(events.where(collectives)).turn_ns

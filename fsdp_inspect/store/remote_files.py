@@ -1,7 +1,7 @@
 """Read the files of a run at a URL that fsspec supports: `s3://`, `gs://`, `https://`.
 
 Listings answer which files exist. Whole small files and blocks of tables are cached under their
-ETag. A growing file is joined from its segments (`store.segments`).
+ETag. A growing file is joined from its segments (`StreamSegment`).
 """
 
 import contextlib

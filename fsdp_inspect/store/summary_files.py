@@ -236,8 +236,8 @@ def _listed(footer: Footer) -> frozenset[Place]:
 
 # --- Write and read the statistics of a run, and check whether they are current.
 #
-# They condense the run's summary (`reduction.run_statistics`). Their footer has the checksum of
-# that summary and the settings of the run, so statistics of another state of the run are never
+# They condense the run's summary (`store.reduction.run_statistics`). Their footer has the checksum
+# of that summary and the settings of the run, so statistics of another state of the run are never
 # used.
 
 

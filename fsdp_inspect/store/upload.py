@@ -1,6 +1,6 @@
 """Upload the files of a run to a URL, and only what is missing there.
 
-Files that grow are uploaded in segments of their new bytes (`store.segments`). All other files are
+Files that grow are uploaded in segments of their new bytes (`StreamSegment`). All other files are
 uploaded again when they change. When a stream has become a Parquet file, its segments are removed.
 Links are not followed, so no file from outside the run is uploaded.
 """

@@ -327,7 +327,7 @@ class StepFlag(NamedCode):
 
 
 class Statistic(NamedCode):
-    """The meaning of a row of the run's statistics (`reduction.run_statistics`)."""
+    """The meaning of a row of the run's statistics (`store.reduction.run_statistics`)."""
 
     FINISHED = 0
     """A step that at least one rank completed, with its flags. `count`: number of ranks."""

@@ -212,7 +212,7 @@ def lay_side_by_side(events: EventTable) -> Iterator[SideBySide]:
     """Yield all steps of some events of one rank, many steps on each axis.
 
     Steps with compute kernels and steps without never share an axis, because their parts are
-    defined differently (`reduction.step_parts`).
+    defined differently (`store.reduction.step_parts`).
 
     Args:
         events: In any order.

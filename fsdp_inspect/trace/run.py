@@ -271,6 +271,11 @@ class Unit(Record):
         """Its first module. A damaged run or an import can lack the modules: then its name."""
         return self.modules[0] if self.modules else self.fqn
 
+    def traits_of(self, name: str) -> ParameterTraits:
+        """The settings of one parameter, also if all parameters have those of the unit."""
+        same = ParameterTraits(dtype=self.param_dtype, gathered_dtype=self.param_dtype)
+        return self.traits.get(name, same)
+
     @property
     def is_replicated(self) -> bool:
         """Whether every rank keeps all parameters (torch's `replicate`): it has no shard group."""
@@ -710,7 +715,7 @@ class RunSource(Protocol):
         ...
 
     def statistics(self) -> StatisticsTable:
-        """The statistics of all ranks (`reduction.run_statistics`)."""
+        """The statistics of all ranks (`store.reduction.run_statistics`)."""
         ...
 
 

@@ -341,8 +341,8 @@ class SummaryTable(Table):
       evaluation passes).
     * Other kinds below 100: sums over events.
     * Kinds from 100 (`codes.StepPart`): the parts of the breakdown, which add up to the step's
-      duration exactly. See `reduction.step_parts`.
-    * Kinds from 130: the memory of the step. See `reduction.memory_parts`.
+      duration exactly. See `store.reduction.step_parts`.
+    * Kinds from 130: the memory of the step. See `store.reduction.memory_parts`.
     * Kind 140: the collectives of one process group.
     """
 
@@ -389,8 +389,8 @@ class SummaryTable(Table):
 class StatisticsTable(Table):
     """The statistics of a run: few rows for each rank, however many steps it has.
 
-    `reduction.run_statistics` computes them from the rows of whole steps. Sums are over the typical
-    steps of the rank.
+    `store.reduction.run_statistics` computes them from the rows of whole steps. Sums are over the
+    typical steps of the rank.
     """
 
     DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {

@@ -3,7 +3,7 @@
 Every emulated collective is one spinning kernel on the stream on which FSDP issues it. Recorder and
 profiler both count in the host's order: the recorder's n-th collective is the n-th by the
 profiler's correlation id. A collective that is queued behind another collective of its communicator
-begins after it (`analysis.collectives.queues`). This begin is compared with the start of the
+begins after it (`analysis.shared_collectives`). This begin is compared with the start of the
 kernel.
 
 [Note: two clocks] The profiler has its own clock. The offset is the median difference of the ends

@@ -490,7 +490,7 @@ def _highest(values: Iterable[int | None]) -> int | None:
 
 
 def memory_parts(run: RunSource, *, ranks: Collection[int] | None = None) -> SummaryTable:
-    """Return the memory rows of some ranks, or of all; `reduction.memory_parts` defines them.
+    """Return the memory rows of some ranks, or of all; `store.reduction.memory_parts` defines them.
 
     Returns:
         Rows of the kinds `MEMORY_PARTS`, by rank and step. A rank with damaged samples has none.
@@ -509,7 +509,7 @@ def memory_parts(run: RunSource, *, ranks: Collection[int] | None = None) -> Sum
 
 
 def memory_statistics(run: RunSource, *, without: Collection[int] = ()) -> StatisticsTable:
-    """Return the highest and the last memory of each rank; see `reduction.run_statistics`.
+    """Return the highest and the last memory of each rank; see `store.reduction.run_statistics`.
 
     Args:
         run: A recorded or imported run.

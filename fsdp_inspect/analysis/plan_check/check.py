@@ -3,7 +3,7 @@
 The declaration is the manifest's record of units, mesh and prefetch. The observation is the
 collectives of one rank in its timed steps. One rank is enough, because a rank that issues other
 collectives than the rest hangs. The expected collectives come from a replay of the recorded
-forwards and backwards (`analysis.plan_check.expected_collectives`). So units used twice, frozen
+forwards and backwards (`analysis.plan_check.collective_counts`). So units used twice, frozen
 units, evaluation, checkpointing and accumulation need no exceptions; CPU offload changes no
 collective. Behaviour of the training loop that no plan declares (accumulation, keeping parameters
 between microbatches) is read from the collectives and reported as `loop`.

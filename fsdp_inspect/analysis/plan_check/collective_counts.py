@@ -1,7 +1,7 @@
 """Count the observed and the expected collectives of each unit.
 
 This is the counting behind `analysis.plan_check.check`. It compares the events of one rank with the
-replay of `analysis.plan_check.expected_collectives`, by unit and step, and the message sizes with
+replay of the forwards and backwards, by unit and step, and the message sizes with
 the sizes in the manifest.
 """
 

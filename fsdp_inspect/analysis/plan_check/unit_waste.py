@@ -47,18 +47,15 @@ def padding_bytes(unit: Unit) -> int:
 
     FSDP pads the sharded dimension of every tensor, by default the first one.
     """
-    dtypes = {
-        name: unit.traits[name].gathered_dtype if unit.traits else unit.param_dtype
-        for name in unit.parameters
-    }
-    sizes = [ITEMSIZE.get(dtype, 0) for dtype in (*dtypes.values(), unit.param_dtype)]
-    if not all(sizes) or not unit.unsharded_bytes or not unit.num_parameters:
-        return 0
-    own = sizes[-1] * unit.num_parameters
-    if unit.traits:
-        shapes = unit.parameters.values()
-        own = sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=False))
-    return max(unit.unsharded_bytes - own, 0)
+    numels = {name: math.prod(shape) for name, shape in unit.parameters.items()}
+    own = [
+        numel * ITEMSIZE.get(unit.traits_of(name).gathered_dtype, 0)
+        for name, numel in numels.items()
+    ]
+    if not unit.traits:  # also without recorded shapes
+        own = [unit.num_parameters * ITEMSIZE.get(unit.param_dtype, 0)]
+    is_known = all(own) and bool(unit.unsharded_bytes)
+    return max(unit.unsharded_bytes - sum(own), 0) if is_known else 0
 
 
 def _padding(manifest: RunManifest) -> Iterator[PlanFinding]:

@@ -76,6 +76,7 @@ from fsdp_inspect.analysis.stragglers.rank_work import (
     steps_to_tell,
 )
 from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, SlowGroup, StragglerFacts
+from fsdp_inspect.analysis.verdict.facts import CORES_RATIO
 from fsdp_inspect.columns import (
     Column,
     TableSpec,
@@ -384,14 +385,21 @@ def _measure_ranks(run: RunSource, max_ranks: int) -> Ranks:
         group_refusal = _find_missing_core(run, slow_group.ranks, evidence)
         slow_group = slow_group if group_refusal is None else None
     delay = measure_run_delay(run, sample)
+    run_delay_ratio = delay.run_delay_ratio if delay else None
+    refusal = refusal or group_refusal
+    if not (priced or slow_group or refusal) and (run_delay_ratio or 0.0) >= CORES_RATIO:
+        refusal = (
+            f"training threads had no CPU core for {format_ratio(run_delay_ratio or 0.0)} of the "
+            "time."
+        )
     return Ranks(
         ranks=rows,
         skews=_measure_skews(run, arrivals),
         skewed_ratio=_skewed_ratio(evidence.aligned),
         straggler=_describe_straggler(run, evidence, priced) if priced else None,
         slow_group=slow_group,
-        straggler_refusal=None if priced else refusal or group_refusal,
-        run_delay_ratio=delay.run_delay_ratio if delay else None,
+        straggler_refusal=None if priced else refusal,
+        run_delay_ratio=run_delay_ratio,
         replay=pricing.result,
         dimension_waits=measure_dimension_waits(run, arrivals, alignment.uncertainty_ns),
         expert_load=measure_expert_load(run),

@@ -73,7 +73,7 @@ class StragglerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowGroup:
-    """The ranks of one place that the others wait for; see `analysis.stragglers.slow_groups`."""
+    """The ranks of one place that the others wait for; see `analysis.stragglers.evidence`."""
 
     names: tuple[str, ...]
     """Names of the place, the plainest first: `pp 1`, `node b`, `tp group of rank 4`. With several

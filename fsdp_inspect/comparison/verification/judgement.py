@@ -7,7 +7,7 @@ cancels.
 [Note: compute stays] A plan changes waits, not compute. A busy machine changes compute: it slows
 its processes, but not an emulated link or another rank. On a busy machine, the same plan therefore
 changes the step differently. A difference in compute between the sides counts as noise of the
-machine, except for the predicted cost of hiding communication (`advice.slowdown`). So do
+machine, except for the predicted cost of hiding communication (`advice.plan_simulator`). So do
 differences in FSDP's copies and in the optimizer.
 
 With at least `RUNS_FOR_A_TEST` runs on both sides, the measured change has a 95% interval.

@@ -62,8 +62,8 @@ def fake_rank(
     Args:
         world_size: Ranks of the job.
         gpus_per_node: Ranks on one node, the value of `LOCAL_WORLD_SIZE`.
-        device_type: The device for which to choose kernels: see `cuda_kernels`, and multi-tensor
-            optimizers and gradient norms.
+        device_type: The device for which to choose kernels: see `choose_cuda_kernels`, and
+            multi-tensor optimizers and gradient norms.
         compiles: Whether `torch.compile` compiles; False: its regions run as eager code.
 
     Yields:
@@ -330,7 +330,7 @@ def _drop(
 # `model.to("cuda")`, `torch.device("cuda", rank)`, `init_device_mesh("cuda", ...)`,
 # `torch.cuda.set_device(...)` and `init_process_group("nccl")`. In a forecast all fake tensors are
 # CPU tensors, whatever device the code requests. Where torch chooses by device what to save,
-# `cuda_kernels` chooses for that device.
+# `choose_cuda_kernels` chooses for that device.
 
 _WITHOUT_EFFECT = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
 """Functions of `torch.cuda` that training scripts call and that allocate nothing."""

@@ -59,7 +59,7 @@ class TrackedStep:
     mesh: dict[str, int]
     plan: dict[str, Any]
     observed: dict[str, str]
-    """See `recording.observed_settings`."""
+    """See `recording.environment`."""
     notes: tuple[str, ...]
     """Limits of the count, one sentence each."""
     rows: Sequence[tuple[int, ...]]

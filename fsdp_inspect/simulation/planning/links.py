@@ -3,7 +3,7 @@
 A ring of N ranks carries message x (N-1)/N, and twice that for an all-reduce. A group within a node
 uses the link within nodes. For a group that crosses nodes, the bandwidths of the network cards of
 its ranks in one node add up, but they never exceed the link within nodes. The latency grows with
-the ring (`trace.link_presets`).
+the ring (`trace.links`).
 """
 
 from dataclasses import dataclass

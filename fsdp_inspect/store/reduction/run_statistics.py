@@ -207,7 +207,7 @@ class _TimedSteps:
     def _typical(self) -> NDArray[np.int64]:
         """Positions of the typical steps, ascending.
 
-        See [Note: the typical step] in `reduction.typical_steps`.
+        See [Note: the typical step] in `store.reduction.timed_steps`.
         """
         within = np.arange(len(self.rank)) - np.repeat(self.firsts, self.counts)
         left_out = np.repeat(self.counts // 4, self.counts)

@@ -101,6 +101,17 @@ def test_a_rank_without_a_core_is_no_straggler(delay_ns, named):
     )
 
 
+def test_without_cores_it_is_unknown_whether_a_rank_is_a_straggler():
+    unknown = dict.fromkeys(DeviceTable.DTYPES, -1)
+    samples = [{**unknown, "time_ns": at, "run_delay_ns": at // 4} for at in (0, 1000)]
+    run = build_run(*[(160, 100), (100, 160)] * 2)
+    ranks = measure_ranks(replace(run, device_tables={0: DeviceTable.from_rows(samples)}))
+    headline, *rest = describe_answer(ranks)
+    assert ranks.straggler_refusal == "training threads had no CPU core for 25% of the time."
+    assert headline.endswith(f"whether there is a straggler: {ranks.straggler_refusal}")
+    assert any("had no CPU core for 25% of the recording" in line for line in rest)
+
+
 def test_ranks_that_take_turns_are_an_imbalance_and_no_straggler():
     works = [(160, 100), (100, 160), (160, 100), (100, 160)]
     ranks = measure_ranks(build_run(*works))

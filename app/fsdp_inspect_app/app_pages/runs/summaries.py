@@ -2,7 +2,7 @@
 
 A folder may hold thousands of runs, and each takes some milliseconds to read. One thread reads
 them, newest first, and stores the numbers with the state of the run's files. While that state is
-unchanged, a run is not read again, also not by a later dashboard (`findings_cache`).
+unchanged, a run is not read again, also not by a later dashboard (`FindingsCache`).
 """
 
 import contextlib

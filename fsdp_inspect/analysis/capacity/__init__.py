@@ -1,1 +1,0 @@
-"""Find the runs that fit into a device's memory, with forecasts."""

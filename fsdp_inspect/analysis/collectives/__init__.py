@@ -1,1 +1,0 @@
-"""Match the collectives of several ranks, and derive queues and transfers from them."""
