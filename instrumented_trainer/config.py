@@ -21,7 +21,7 @@ from pydantic import (
     field_validator,
 )
 
-from fsdp_inspect.emulation.fixed_compute import LEGAL as FIXED_TIMES_LEGAL
+from fsdp_inspect.emulation.fixed_times import LEGAL as FIXED_TIMES_LEGAL
 from fsdp_inspect.emulation.network import LEGAL as EMULATION_LEGAL
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.reading import InvalidTextError, parse_json

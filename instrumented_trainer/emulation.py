@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from fsdp_inspect.emulation.fixed_compute import FixedCompute, FixedTimes, parse_fixed_times
+from fsdp_inspect.emulation.fixed_compute import FixedCompute
+from fsdp_inspect.emulation.fixed_times import FixedTimes, parse_fixed_times
 from fsdp_inspect.emulation.process import active_emulation
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.recording.torch_api.modules import modules_by_name

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from fsdp_inspect.emulation.fixed_compute import FixedTimes
+from fsdp_inspect.emulation.fixed_times import FixedTimes
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.formatting import format_count
 from fsdp_inspect.quantities import parse_bytes

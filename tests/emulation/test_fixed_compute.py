@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_inspect.emulation.fixed_compute import FixedCompute, parse_fixed_times
+from fsdp_inspect.emulation.fixed_compute import FixedCompute
+from fsdp_inspect.emulation.fixed_times import parse_fixed_times
 from fsdp_inspect.emulation.network import parse_specification
 from fsdp_inspect.emulation.process import Emulation, emulate
 from fsdp_inspect.errors import ConfigError

@@ -32,8 +32,10 @@ pytestmark = pytest.mark.distributed
 _TRIES = 3
 """The number of tries to be equal. The machine has other work, and without the recorder a rank that
 fails in backward aborts instead at times, in the threads of gloo."""
-_MOST_LOAD = 1.25
-"""Runnable processes for each processor, above which times are not judged."""
+_MOST_LOAD = 0.75
+"""Runnable processes for each processor before the test, above which times are not judged."""
+_MOST_PRESSURE = 10.0
+"""The same for the percentage of the last 10 s in which a runnable process had no processor."""
 _GUARD = [("two-errors", "recorder"), ("two-errors", "launcher"), ("sigkill", "launcher")]
 _CASES = [(name, how) for name in ENDS if name != "hang" for how in ("recorder", "launcher")]
 _EXPLAINED = (
@@ -41,6 +43,9 @@ _EXPLAINED = (
     *("exception-in-backward", "data-worker", "two-errors", "two-errors-on-rank-0-first"),
     *("sigkill", "abort", "hard-exit", "restart-in-vain"),
 )
+
+
+_HINT = "fsdp_inspect: The training failed. To see which rank failed first, and why"
 
 
 def end_of(name: str, recorded: Recorded, folder: Path) -> JobEnd:
@@ -51,7 +56,13 @@ def end_of(name: str, recorded: Recorded, folder: Path) -> JobEnd:
 
 def is_busy() -> bool:
     """Whether other work holds the processors, so that times of two ends are not comparable."""
-    return os.getloadavg()[0] > _MOST_LOAD * len(os.sched_getaffinity(0))
+    if os.getloadavg()[0] > _MOST_LOAD * len(os.sched_getaffinity(0)):
+        return True
+    try:
+        pressure = Path("/proc/pressure/cpu").read_text()
+    except OSError:
+        return True
+    return float(pressure.split("avg10=")[1].split()[0]) > _MOST_PRESSURE
 
 
 @pytest.mark.timeout(900)
@@ -59,12 +70,13 @@ def is_busy() -> bool:
 def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path: Path) -> None:
     (name, how), differences, plain_s = case, [], 0.0
     for pair in range(_TRIES):
+        was_busy = is_busy()
         plain = end_of(name, "no", tmp_path / f"{pair}-plain")
         recorded = end_of(name, how, tmp_path / f"{pair}-recorded")
         found = find_differences(plain, recorded)
         plain_s = max(plain_s, plain.after_s)
         later_s = recorded.after_s - plain_s
-        is_late = later_s > MOST_LATER_S and not is_busy()
+        is_late = later_s > MOST_LATER_S and not was_busy
         if is_late and plain.code:  # a normal end waits for the verdict
             found.append(f"{later_s:.2f} s later")
         if recorded.outlived_s > MOST_OUTLIVED_S:
@@ -73,7 +85,9 @@ def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path:
             attempts = 1 + name.startswith("restart")
             explanations = recorded.stderr.count("fsdp_inspect: Rank")
             assert explanations <= attempts, recorded.stderr
-            if explanations < attempts:  # ended 1.4 s after the job, before it could print
+            # Without a processor, the explanation ends 1.4 s after the job and names its command.
+            hints = recorded.stderr.count(_HINT) if was_busy else 0
+            if explanations + hints < attempts:
                 found.append(f"{explanations} explanations: {recorded.stderr}")
         if not found:
             return
@@ -82,19 +96,21 @@ def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path:
 
 
 def test_an_exception_is_explained_once_with_its_line_and_who_waited(tmp_path: Path) -> None:
-    for pair in range(_TRIES):  # a busy machine may need longer than the end of the job
-        end = end_of("exception", "launcher", tmp_path / str(pair))
-        text = " ".join(end.stderr.split())
-        if "fsdp_inspect: Rank" in text:
-            break
-        assert "To see which rank failed first, and why" in text
+    end = end_of("exception", "launcher", tmp_path / "end")
+    text = end.stderr
+    if "fsdp_inspect: Rank" not in text:  # a busy machine needs longer than the end of the job
+        assert _HINT in text
+        (run,) = (tmp_path / "end" / "runs").iterdir()
+        command = [sys.executable, "-m", "fsdp_inspect", "diagnose", str(run), "--brief"]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    text = " ".join(text.split())
     lines = SCRIPT.read_text().splitlines()
     line = 1 + lines.index("    raise ValueError(message)")
     assert (
-        "fsdp_inspect: Rank 1 failed with ValueError at step 4: no label "
+        "Rank 1 failed with ValueError at step 4: no label "
         f"(ends/ending_script.py:{line}). 1 rank waited for it in the all-gather of 0 in forward."
     ) in text
-    assert text.count("fsdp_inspect: Rank") == 1
+    assert text.count("Rank 1 failed") == 1
 
 
 def test_no_explanation_is_printed_where_none_is_wanted(tmp_path: Path) -> None:
