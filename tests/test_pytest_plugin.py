@@ -182,7 +182,7 @@ def test_a_forecast_is_held_against_its_limit_and_its_baseline(session: Session)
     assert "peak_allocated_bytes rose by 256 KiB" in exact
     assert "at the peak of backward, in layers." in exact
     assert "unsharded parameter of layers.2 +256 KiB" in exact
-    assert "`layers.2` now reshard_after_forward=False" in exact
+    assert "`layers.2` has reshard_after_forward=False" in exact
     absolute = part_of(worse, "test_fits")
     assert "is 4.05 MiB, above the limit 4 MiB" in absolute
     assert "Memory at the peak by category: 4.05 MiB in memory step" in absolute

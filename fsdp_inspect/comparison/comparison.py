@@ -122,6 +122,7 @@ def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
         causes=compare_causes(sides),
         units=compare_units(sides),
         memory=compare_categories(sides),
+        runs=tuple(side.median_run for side in sides),
     )
     conclusions = conclude(evidence)
     step_time = next(metric for metric in evidence.metrics if metric.name == "step_time_ns")

@@ -6,12 +6,14 @@ A conclusion states only results that the data supports:
 - the parts of the step that explain the change (parts add up, so do their changes);
 - the unit whose collectives or compute change most in the largest of these parts;
 - counts and bytes that differ, because noise cannot change them;
-- the settings that differ. A single one is called the likely reason; of several, none is.
+- the settings that explain more bytes, or that can lengthen the parts that became longer
+  (`causes`), and the number of those that differ. A single one is called the likely reason.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fsdp_inspect.comparison.causes import find_causes, parts_of
 from fsdp_inspect.comparison.differences import (
     CategoryComparison,
     MetricComparison,
@@ -20,8 +22,10 @@ from fsdp_inspect.comparison.differences import (
     UnitComparison,
     find_movements,
 )
+from fsdp_inspect.comparison.increases import find_increases_by_unit, find_longer, held_at
 from fsdp_inspect.comparison.noise import CONFIDENCE, PROCESS_NOISE_RATIO, Judgement, Telling
 from fsdp_inspect.comparison.settings import SettingDifference
+from fsdp_inspect.comparison.sides import MeasuredRun
 from fsdp_inspect.formatting import (
     format_bytes,
     format_ns,
@@ -73,6 +77,8 @@ class ConclusionEvidence:
     causes: tuple[PartComparison, ...]
     units: tuple[UnitComparison, ...]
     memory: tuple[CategoryComparison, ...]
+    runs: tuple[MeasuredRun, ...]
+    """The median run of each side."""
 
 
 def conclude(evidence: ConclusionEvidence) -> tuple[Conclusion, ...]:
@@ -148,12 +154,19 @@ def _conclude(evidence: ConclusionEvidence, other: int) -> Conclusion:
     )
     is_different = is_certain or judged.telling is Telling.DIFFERENT
     headline, details = _phrase_step_time(evidence, step, judged, other)
+    causes = [*_explain_peak(evidence, other), *_explain_time(evidence, other, judged)]
     return Conclusion(
         label=evidence.labels[other],
         telling=judged.telling,
         headline=headline,
         sentence=f"{headline} {details}",
-        reasons=(*reasons, *_phrase_settings(evidence.settings, other, is_different, is_certain)),
+        reasons=(
+            *reasons,
+            *causes,
+            *_phrase_settings(
+                evidence.settings, other, is_different, is_certain, are_causes_known=bool(causes)
+            ),
+        ),
     )
 
 
@@ -337,8 +350,56 @@ def _signed_bytes(change: int) -> str:
 # --- settings that differ
 
 
+def _explain_peak(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
+    """Name the settings of the side with the higher peak that explain its bytes."""
+    peak = next(metric for metric in evidence.metrics if metric.name == "peak_allocated_bytes")
+    if peak.judgements[other - 1].telling is not Telling.DIFFERENT:
+        return
+    lower, higher = sorted((0, other), key=lambda side: peak.values[side] or 0)
+    before, after = (evidence.runs[side] for side in (lower, higher))
+    old, new = before.digest.memory.peak, after.digest.memory.peak
+    if old is None or new is None:
+        return
+    causes = find_causes(
+        before.manifest,
+        after.manifest,
+        find_increases_by_unit(held_at(old), held_at(new)),
+        of_memory=True,
+        phase=new.phase,
+        moved_by=new.bytes - old.bytes if new.fqn != old.fqn else None,
+    )
+    if causes:
+        label = evidence.labels[higher]
+        yield f"The higher peak of {label} is explained by its settings: {'; '.join(causes)}."
+
+
+def _explain_time(evidence: ConclusionEvidence, other: int, judged: Judgement) -> Iterator[str]:
+    """Name the settings of the slower side that can lengthen the parts that are longer there."""
+    if judged.telling is not Telling.DIFFERENT:
+        return
+    faster, slower = (0, other) if (judged.change or 0) > 0 else (other, 0)
+    parts = [
+        {part.name: part.values_ns[side] or 0 for part in evidence.parts}
+        for side in (faster, slower)
+    ]
+    longer = parts_of(find_longer(parts[0], parts[1], {}, {}))
+    before, after = (evidence.runs[side].manifest for side in (faster, slower))
+    causes = find_causes(before, after, (), of_memory=False, longer=longer) if longer else ()
+    if causes:
+        names = [find_metric(f"{name}_ns").label for name in parts[1] if name in longer]
+        yield (
+            f"Settings of {evidence.labels[slower]} that can lengthen {', '.join(names)}: "
+            f"{'; '.join(causes)}."
+        )
+
+
 def _phrase_settings(
-    settings: Sequence[SettingDifference], other: int, is_different: bool, is_certain: bool
+    settings: Sequence[SettingDifference],
+    other: int,
+    is_different: bool,
+    is_certain: bool,
+    *,
+    are_causes_known: bool,
 ) -> Iterator[str]:
     """Name the settings that differ, and whether they are the likely reason.
 
@@ -347,6 +408,7 @@ def _phrase_settings(
         other: The side, from 1.
         is_different: Whether a number differs beyond noise, so that the difference needs a reason.
         is_certain: Whether counts or bytes differ, which noise cannot change.
+        are_causes_known: Whether a setting was named that can have this effect.
     """
     differing = [setting for setting in settings if setting.values[0] != setting.values[other]]
     names = list(dict.fromkeys(setting.name for setting in differing))
@@ -363,5 +425,6 @@ def _phrase_settings(
     else:
         more = f" and {len(names) - _MOST_SETTINGS} more" if len(names) > _MOST_SETTINGS else ""
         listed = f"{len(names)} settings differ ({', '.join(names[:_MOST_SETTINGS])}{more})"
-        reason = " These runs do not show which setting is the reason." if is_different else ""
+        is_unknown = is_different and not are_causes_known
+        reason = " These runs do not show which setting is the reason." if is_unknown else ""
         yield f"{listed}.{reason}"

@@ -23,6 +23,8 @@ _ALWAYS_OBSERVED = ("dropout", "gradient_sync", "inputs")
 """Observed settings that are unknown where they are missing: in a run of an older version, or
 without a memory step."""
 _MOST_NAMED = 3
+_WORDS_OF_SHAPE = ("batch", "seq", "length", "compile", "dim", "layers", "heads", "vocab")
+"""Words in the name of a script's setting that decides how much a step computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,12 @@ def find_other_settings(first: RunManifest, second: RunManifest) -> tuple[Settin
     return tuple(
         difference for difference in differences if difference.name not in _REPEATS_MAY_DIFFER
     )
+
+
+def decides_shape(name: str) -> bool:
+    """Whether the words of a setting's name show that it decides how much a step computes."""
+    words = name.lower()
+    return not words.startswith("eval") and any(part in words for part in _WORDS_OF_SHAPE)
 
 
 def find_comparison_caveats(

@@ -18,8 +18,8 @@ from fsdp_inspect.comparison.gate.check import (
     MetricCheck,
     find_risen,
 )
-from fsdp_inspect.comparison.gate.increases import AllocatingLine, Increase
 from fsdp_inspect.comparison.gate.limits import TIME_METRICS
+from fsdp_inspect.comparison.increases import AllocatingLine, Increase
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.formatting import format_bytes, format_category, format_ns

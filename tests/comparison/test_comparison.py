@@ -295,3 +295,25 @@ def test_causes_are_of_the_steps_whose_parts_are_compared():
     comparison = compare_runs(steady_run(), steady_run(run_id="other"))
     exposed = sum(row.values_ns[0] for row in comparison.parts if row.name.startswith("exposed"))
     assert sum(row.values_ns[0] for row in comparison.causes) == exposed == 250
+
+
+def with_resharding(run, reshard):
+    units = [
+        unit.model_copy(update={"reshard_after_forward": reshard}) for unit in run.manifest.units
+    ]
+    return replace(run, manifest=run.manifest.model_copy(update={"units": units}))
+
+
+def test_a_setting_is_named_on_the_slower_side_if_it_can_lengthen_the_longer_part():
+    adam, sgd = ({"optimizer": name, "dropout": "none"} for name in ("AdamW()", "SGD()"))
+    keeps = with_resharding(run_of_step(100, observed=adam), False)
+    frees = with_resharding(run_of_step(200, exposed=100, observed=sgd), True)
+
+    [slower] = compare_runs(keeps, frees).conclusions
+    [faster] = compare_runs(frees, keeps).conclusions
+
+    for conclusion, label in ((slower, "B"), (faster, "A")):
+        [named] = [reason for reason in conclusion.reasons if reason.startswith("Settings of")]
+        assert named.startswith(f"Settings of {label} that can lengthen exposed all-gather: ")
+        assert "reshard_after_forward=True: backward gathers" in named
+        assert "optimizer" not in named

@@ -4,7 +4,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 from fsdp_inspect.comparison.gate.check import CheckOutcome, CheckResult, MetricCheck
-from fsdp_inspect.comparison.gate.increases import AllocatingLine, Increase
+from fsdp_inspect.comparison.increases import AllocatingLine, Increase
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.report.check import (
     describe_outcome,
@@ -60,7 +60,7 @@ TIMES = replace(
         Increase("exposed_all_gather", (), 2 * MS, 13 * MS),
         Increase("all_gather in backward", ("layers.3",), 1 * MS, 11 * MS),
     ),
-    causes=("`layers.3` now reshard_after_forward=True: backward gathers it again (2.0 KiB)",),
+    causes=("`layers.3` has reshard_after_forward=True: backward gathers it again (2.0 KiB)",),
 )
 
 

@@ -22,15 +22,8 @@ from pydantic import (
 )
 
 from fsdp_inspect.comparison.gate.limits import GateLimit, parse_limits
-from fsdp_inspect.comparison.gate.measurements import (
-    GateMeasurements,
-    Held,
-    LineBytes,
-    MemoryMoment,
-    fold,
-    in_words_and_numbers,
-    unfold,
-)
+from fsdp_inspect.comparison.gate.measurements import GateMeasurements, fold, unfold
+from fsdp_inspect.comparison.increases import Held, LineBytes, MemoryMoment, in_words_and_numbers
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import NAMES_AND_PLACES
 from fsdp_inspect.error_text import describe_validation_error

@@ -20,9 +20,11 @@ from enum import StrEnum
 from typing import Any
 
 from fsdp_inspect.analysis.run_delay import find_run_delay_difference
+from fsdp_inspect.comparison.causes import find_causes, parts_of
 from fsdp_inspect.comparison.gate.baseline import Baseline, torch_release
-from fsdp_inspect.comparison.gate.causes import find_causes
-from fsdp_inspect.comparison.gate.increases import (
+from fsdp_inspect.comparison.gate.limits import MEMORY_METRICS, PHASES, TIME_METRICS, GateLimit
+from fsdp_inspect.comparison.gate.measurements import GateMeasurements
+from fsdp_inspect.comparison.increases import (
     AllocatingLine,
     Increase,
     find_increases,
@@ -30,8 +32,6 @@ from fsdp_inspect.comparison.gate.increases import (
     find_lines,
     find_longer,
 )
-from fsdp_inspect.comparison.gate.limits import MEMORY_METRICS, PHASES, TIME_METRICS, GateLimit
-from fsdp_inspect.comparison.gate.measurements import GateMeasurements
 from fsdp_inspect.comparison.noise import (
     PROCESS_NOISE_RATIO,
     RUNS_FOR_A_TEST,
@@ -178,7 +178,7 @@ def check_run(
     limits = {**(baseline.parsed_limits() if baseline else {}), **(budget or {})}
     before = baseline.manifest if baseline else None
     settings = compare_settings([before, _comparable(reading.manifest, before)]) if before else ()
-    reasons = [*reading.problems, *_other_keys(baseline, reading)]
+    reasons = [*reading.problems, *_other_keys(baseline, reading, _MEASURED_BY)]
     metrics = () if reasons else tuple(_judge_all(reading, baseline, limits))
     reasons += [one.reason for one in metrics if one.outcome is CheckOutcome.UNTOLD]
     if not metrics and not reasons:
@@ -192,13 +192,19 @@ def check_run(
     of_time = [name for name in failed if name in TIME_METRICS]
     phase = _phase_to_explain(reading, failed or [one.name for one in find_risen(metrics)])
     grown = _grown(reading, baseline, phase)
+    longer = _longer(reading, baseline, of_time)
     causes: tuple[str, ...] = ()
     others: tuple[PhaseGrowth, ...] = ()
     if baseline and failed:
         causes = _causes_of(
-            reading, baseline, phase, of_memory=bool(of_memory), of_time=bool(of_time)
+            *(reading, baseline, phase),
+            of_memory=bool(of_memory),
+            longer=parts_of(longer) if of_time else None,
         )
         others = tuple(_explain_others(reading, baseline, phase, of_memory))
+        if not causes:  # the increase can follow from another plan, and nothing shows it
+            reasons += [*_other_keys(baseline, reading, _SHARDED_BY), *_declared(baseline, reading)]
+            outcome = CheckOutcome.UNTOLD if reasons else outcome
     return CheckResult(
         outcome=outcome,
         exit_code=EXIT_CODES[outcome],
@@ -208,7 +214,7 @@ def check_run(
         method=reading.method,
         metrics=metrics,
         growth=grown,
-        longer=_longer(reading, baseline, of_time),
+        longer=longer,
         phase=phase,
         unit=reading.moments[phase].unit if phase in reading.moments else None,
         causes=causes,
@@ -268,7 +274,7 @@ def _causes_of(
     phase: str | None,
     *,
     of_memory: bool,
-    of_time: bool,
+    longer: frozenset[str] | None = None,
 ) -> tuple[str, ...]:
     """The likely causes of the increase at the peak of a phase."""
     moved_by = None
@@ -280,7 +286,7 @@ def _causes_of(
         reading.manifest,
         _grown_by_unit(reading, baseline, phase),
         of_memory=of_memory,
-        of_time=of_time,
+        longer=longer,
         phase=phase,
         moved_by=moved_by,
     )
@@ -299,7 +305,7 @@ def _explain_others(
     """
     first = _grown_by_unit(reading, baseline, phase)
     known = {(one.category, one.units): one.increase for one in first}
-    causes = _causes_of(reading, baseline, phase, of_memory=True, of_time=False)
+    causes = _causes_of(reading, baseline, phase, of_memory=True)
     seen = {phase}
     for metric in sorted(failed[1:], key=lambda name: name != "resting_bytes"):
         other = _phase_to_explain(reading, [metric])
@@ -316,7 +322,7 @@ def _explain_others(
         is_left = other == RESTING and (is_new or bool(causes))
         if not growth or not (is_left or (is_new and is_larger)):
             continue
-        found = _causes_of(reading, baseline, other, of_memory=True, of_time=False)
+        found = _causes_of(reading, baseline, other, of_memory=True)
         if not found or found != causes:
             grown = _grown(reading, baseline, other)
             lines = _lines_of(reading, baseline, other, grown)
@@ -368,35 +374,42 @@ def _is_improved(one: MetricCheck) -> bool:
 # --- required equality of settings
 
 
-def _other_keys(baseline: Baseline | None, reading: GateMeasurements) -> Iterator[str]:
+def _other_keys(
+    baseline: Baseline | None,
+    reading: GateMeasurements,
+    keys: Mapping[str, Callable[[RunManifest], str]],
+) -> Iterator[str]:
     """The reasons why the baseline does not match the run, one sentence each with a remedy."""
     if baseline is None:
         return
     before = baseline.manifest
     after = _comparable(reading.manifest, before)
-    remedy = "Write a new baseline with --update, or check a run with the baseline's settings."
-    pairs = {name: (value_of(before), value_of(after)) for name, value_of in _KEYS.items()}
-    if baseline.method and reading.method:
+    pairs = {name: (value_of(before), value_of(after)) for name, value_of in keys.items()}
+    if baseline.method and reading.method and keys is _MEASURED_BY:
         pairs["memory counter"] = (baseline.method, reading.method)
-    if before.world_size != after.world_size:
-        del pairs["mesh"]  # the mesh follows from the world size
     for name, (was, now) in pairs.items():
         if was != now:
-            yield f"The baseline has {name} {was}, and the run has {now}. {remedy}"
+            yield f"The baseline has {name} {was}, and the run has {now}. {_OTHER_BASELINE}"
+
+
+def _declared(baseline: Baseline, reading: GateMeasurements) -> Iterator[str]:
+    before, after = baseline.manifest.config, reading.manifest.config
     for name in DECLARED:
-        if name in before.config and name in after.config:
-            was, now = before.config[name], after.config[name]
-            if was != now:
-                yield (
-                    f"The declared plan changed: {name} is {was!r} in the baseline and {now!r} in "
-                    f"the run. {remedy}"
-                )
+        if name in before and name in after and before[name] != after[name]:
+            yield (
+                f"The declared plan changed: {name} is {before[name]!r} in the baseline and "
+                f"{after[name]!r} in the run. {_OTHER_BASELINE}"
+            )
 
 
-_KEYS: Mapping[str, Callable[[RunManifest], str]] = {
-    "torch": torch_release,
+_OTHER_BASELINE = "Write a new baseline with --update, or check a run with the baseline's settings."
+_SHARDED_BY: Mapping[str, Callable[[RunManifest], str]] = {
     "world size": lambda manifest: str(manifest.world_size),
     "mesh": lambda manifest: " x ".join(str(size) for size in manifest.mesh.values()),
+}
+"""Settings whose effect the check explains if it can (`causes`)."""
+_MEASURED_BY: Mapping[str, Callable[[RunManifest], str]] = {
+    "torch": torch_release,
     "device": lambda manifest: f"{manifest.device_type} {manifest.device_name}".strip(),
     "source": lambda manifest: manifest.source,
     "emulated network": lambda manifest: json.dumps(manifest.emulation, sort_keys=True),

@@ -5,8 +5,6 @@ number per run. Warm-up steps do not count, because they allocate memory that la
 libraries load workspaces, the allocator grows, and the optimizer creates its state.
 """
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,45 +17,24 @@ from fsdp_inspect.analysis.memory.peak import Memory, PeakMoment, measure_memory
 from fsdp_inspect.analysis.run_delay import measure_run_delay
 from fsdp_inspect.analysis.step_times import RankOverlap, measure_overlap
 from fsdp_inspect.comparison.gate.limits import CATEGORY_METRICS, PHASES, TIME_METRICS
+from fsdp_inspect.comparison.increases import (
+    NO_UNIT,
+    Held,
+    LineBytes,
+    MemoryMoment,
+    held_at,
+    name_of,
+    sum_waits,
+)
 from fsdp_inspect.comparison.settings import find_other_settings
 from fsdp_inspect.error_text import quote_all
-from fsdp_inspect.formatting import format_owner, format_unit
+from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.live_memory import RESTING, LiveMoment
 from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
 
-NO_UNIT = "(no unit)"
 _USABLE = (RunStatus.COMPLETE, RunStatus.IMPORTED)
 _MOST_NAMED = 3
-
-Held = dict[tuple[str, str], int]
-"""Bytes at a moment by unit and category, or ns a step by unit and wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class LineBytes:
-    """Live storages of a unit and category that one line of the user's code allocated."""
-
-    unit: str
-    category: str
-    line: str
-    """`file:line`."""
-    bytes: int
-    count: int
-    """The number of storages."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryMoment:
-    """Live memory at the peak of a phase, or after the step."""
-
-    bytes: int
-    unit: str
-    """Position: the innermost unit on the host's stack."""
-    held: Held
-    lines: tuple[LineBytes, ...] = ()
-    """The lines that allocated it, the largest first; empty: not recorded. Storages without a known
-    line and the smallest storages are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +156,8 @@ def _moments_of(run: RunSource, memory: Memory) -> dict[str, MemoryMoment]:
     return {
         name: MemoryMoment(
             moment.bytes,
-            _name(moment.fqn),
-            _held(moment),
+            name_of(moment.fqn),
+            held_at(moment),
             tuple(_lines_of(live.get(name), moment, names)),
         )
         for name, moment in found.items()
@@ -195,20 +172,6 @@ def _lines_of(
         if row.place:
             unit = names.get(row.unit, NO_UNIT)
             yield LineBytes(unit, row.category, row.place, row.bytes, row.count)
-
-
-def _held(peak: PeakMoment) -> Held:
-    if not peak.owners:
-        return {(NO_UNIT, one.category): one.bytes for one in peak.categories}
-    return {
-        (_name(owner.fqn), one.category): one.bytes
-        for owner in peak.owners
-        for one in owner.categories
-    }
-
-
-def _name(fqn: str | None) -> str:
-    return NO_UNIT if fqn is None else format_unit(fqn)
 
 
 # --- times
@@ -250,18 +213,9 @@ def _parts_of(timings: Sequence[_Timing]) -> dict[str, int]:
 
 
 def _waits_of(timings: Sequence[_Timing]) -> Held:
-    of_runs = [_add_up_waits(timing.exposed) for timing in timings if timing.exposed is not None]
+    of_runs = [sum_waits(timing.exposed) for timing in timings if timing.exposed is not None]
     keys = dict.fromkeys(key for waits in of_runs for key in waits)
     return {key: median([waits.get(key, 0) for waits in of_runs]) or 0 for key in keys}
-
-
-def _add_up_waits(exposed: Exposed) -> Held:
-    """Exposed time by unit, collective and phase, over all dimensions of the mesh."""
-    waits: Counter[tuple[str, str]] = Counter()
-    for owner in exposed.owners:
-        name = format_owner(owner.fqn, owner.is_fsdp)
-        waits[name, f"{owner.kind} in {owner.phase}"] += owner.exposed_ns
-    return dict(waits)
 
 
 def _run_delays_of(runs: Sequence[RunSource], timings: Sequence[_Timing]) -> tuple[float, ...]:
@@ -297,8 +251,6 @@ def _problems(runs: Sequence[RunSource], *, are_history: bool) -> Iterator[str]:
 # Consecutive units with the same settings, or the same memory at a moment, share a row. A model of
 # 80 blocks then takes as many lines as one of two, and a different block is easy to see.
 
-_NUMBER = re.compile(r"\d+")
-
 
 def fold(named: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Merge equal neighbours into one row: `each` is the value of each of its `units`.
@@ -320,9 +272,3 @@ def unfold(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]
         return [(str(name), dict(row["each"])) for row in rows for name in row["units"]]
     except (KeyError, TypeError) as error:
         raise ValueError("Invalid row of units: `each` or `units` is missing") from error
-
-
-def in_words_and_numbers(name: str) -> list[tuple[str, int]]:
-    """A sort key that puts `layers.2` before `layers.10`."""
-    numbers = [int(number) for number in _NUMBER.findall(name)] or [-1]
-    return list(zip(_NUMBER.split(name), [*numbers, -1], strict=False))

@@ -42,7 +42,12 @@ from fsdp_inspect.comparison.noise import (
     estimate_shift,
     rank_test,
 )
-from fsdp_inspect.comparison.settings import NAMES_AND_PLACES, PlanDifference, find_plan_differences
+from fsdp_inspect.comparison.settings import (
+    NAMES_AND_PLACES,
+    PlanDifference,
+    decides_shape,
+    find_plan_differences,
+)
 from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.simulation.predictions.records import Circumstances, Estimate, Prediction, Ruling
 from fsdp_inspect.simulation.recorded import observed_plan
@@ -184,9 +189,6 @@ def _agree(predicted: Shift, shift: float) -> bool:
 # A difference in the compute or the messages of a step makes a run incomparable. A difference that
 # may only shift times a little is a caveat.
 
-_WORDS_OF_SHAPE = ("batch", "seq", "length", "compile", "dim", "layers", "heads", "vocab")
-"""Words in the name of a script's setting that decides how much a step computes."""
-
 
 def differences_of(plan: Mapping[str, Any], run: RunSource) -> tuple[PlanDifference, ...]:
     """Differences between the predicted plan and the plan that ran; empty if none was observed."""
@@ -295,12 +297,6 @@ def _is_implied(name: str, ran: Circumstances) -> bool:
 def _other_settings(expected: Mapping[str, Any], ran: Mapping[str, Any]) -> list[str]:
     shared = [name for name in expected if name in ran and name not in DECIDED_BY_PLAN]
     return [name for name in shared if expected[name] != ran[name]]
-
-
-def decides_shape(name: str) -> bool:
-    """Whether the words of a setting's name show that it decides how much a step computes."""
-    words = name.lower()
-    return not words.startswith("eval") and any(part in words for part in _WORDS_OF_SHAPE)
 
 
 _HARMLESS = NAMES_AND_PLACES | {"steps", "emulate", "fixed_compute"}

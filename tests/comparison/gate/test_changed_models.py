@@ -33,7 +33,7 @@ REGRESSIONS = {
         "peak_allocated_bytes",
         "backward",
         [("unsharded_parameter", ["layers.2"], 2 * BLOCK)],
-        "`layers.2` now reshard_after_forward=False: +1 unsharded block (256 KiB)",
+        "`layers.2` has reshard_after_forward=False: +1 unsharded block (256 KiB)",
     ),
     "kept activation": (
         "peak_allocated_bytes",
@@ -45,7 +45,7 @@ REGRESSIONS = {
         "peak_allocated_bytes",
         "backward",
         [("reduce_scatter_buffer", ["layers.5"], 2 * BLOCK)],
-        "now reduce_dtype=float32 instead of bfloat16",
+        "have reduce_dtype=float32 instead of bfloat16",
     ),
     "leak": (
         "peak_allocated_bytes",
@@ -69,7 +69,7 @@ REGRESSIONS = {
         "peak_allocated_bytes",
         "backward",
         [("unsharded_parameter", ["(root)"], 128 * KIB)],
-        "`embedding` is no longer a unit, and `(root)` holds its parameters",
+        "`embedding` is not a unit, and `(root)` holds its parameters",
     ),
     "buffer": (
         "peak_allocated_bytes",

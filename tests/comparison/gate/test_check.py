@@ -101,13 +101,11 @@ def test_a_check_that_passes_says_what_grew(reading):
 @pytest.mark.parametrize(
     ("manifest", "words"),
     [
-        ({"world_size": 8}, "world size 4"),
         ({"versions": {"torch": "2.14.0"}}, "torch 2.13.0"),
         ({"device_type": "cpu"}, "device cuda"),
-        ({"mesh": {"replicate": 2, "shard": 2}}, "mesh 4"),
         ({"source": "recorded"}, "source predicted"),
     ],
-    ids=["world size", "torch", "device", "mesh", "source"],
+    ids=["torch", "device", "source"],
 )
 def test_a_baseline_of_something_else_is_no_comparison(reading, manifest, words):
     result = check_run(changed(reading, 2.0, **manifest), make_baseline(reading))
@@ -117,14 +115,49 @@ def test_a_baseline_of_something_else_is_no_comparison(reading, manifest, words)
     assert "--update" in result.reasons[0]
 
 
-def test_a_plan_that_was_changed_on_purpose_is_no_regression(reading):
-    before = changed(reading, config={"wrap": "block"})
-    after = changed(reading, 2.0, config={"wrap": "every:2"})
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ({"config": {"wrap": "block"}}, {"config": {"wrap": "every:2"}}, "plan changed: wrap"),
+        ({}, {"mesh": {"replicate": 2, "shard": 2}}, "mesh 4"),
+        ({}, {"world_size": 8}, "world size 4"),
+    ],
+    ids=["wrap", "mesh", "world size"],
+)
+def test_another_plan_is_judged_if_its_effect_is_explained(reading, before, after, words):
+    baseline = make_baseline(changed(reading, **before))
 
-    result = check_run(after, make_baseline(before))
+    unexplained = check_run(changed(reading, 2.0, **after), baseline)
+    same = check_run(changed(reading, **after), baseline)
 
-    assert result.exit_code == 2
-    assert "The declared plan changed: wrap" in result.reasons[0]
+    assert unexplained.exit_code == 2
+    assert words in unexplained.reasons[0]
+    assert "--update" in unexplained.reasons[0]
+    assert same.exit_code == 0
+
+
+def test_larger_shards_are_explained_by_the_mesh(reading):
+    """Twice the bytes of shards and optimizer state, on half as many ranks to shard over."""
+    was = {"sharded_parameter", "sharded_gradient", "optimizer_state"}
+    doubled = [
+        unit.model_copy(update={"sharded_bytes": 2 * unit.sharded_bytes})
+        for unit in reading.manifest.units
+    ]
+    moments = {
+        name: dataclasses.replace(
+            moment,
+            held={key: (1 + (key[1] in was)) * amount for key, amount in moment.held.items()},
+        )
+        for name, moment in reading.moments.items()
+    }
+    assert any(key[1] in was for moment in reading.moments.values() for key in moment.held)
+    mesh = {"replicate": 2, "shard": 2}
+    larger = dataclasses.replace(changed(reading, 1.5, mesh=mesh, units=doubled), moments=moments)
+
+    result = check_run(larger, make_baseline(reading))
+
+    assert result.exit_code == 1
+    assert result.causes[0] == ("the mesh is 2 x 2 instead of 4: a shard is up to 2 times as large")
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,12 @@ _COPY = ("temporary", "(no unit)")
 EXPECTED: dict[str, Expected] = {
     "nothing": Expected(None, None, (RECORDED, FORECAST)),
     "no reshard after forward": Expected(
-        "now reshard_after_forward=False", ("unsharded_parameter", "layers.0")
+        "reshard_after_forward=False", ("unsharded_parameter", "layers.0")
     ),
     "a block left unwrapped": Expected(
-        "`layers.1` is no longer a unit", ("unsharded_parameter", "(root)")
+        "`layers.1` is not a unit", ("unsharded_parameter", "(root)")
     ),
-    "reduction in float32": Expected(
-        "now reduce_dtype=float32", ("reduce_scatter_buffer", "layers.3")
-    ),
+    "reduction in float32": Expected("reduce_dtype=float32", ("reduce_scatter_buffer", "layers.3")),
     # On 2 ranks, full gradients in bfloat16 are as large as a shard in float32.
     "no_sync": Expected(
         "gradient_sync is some microbatches", ("unsharded_gradient", "layers.0"), (RECORDED,)
@@ -60,13 +58,13 @@ EXPECTED: dict[str, Expected] = {
     "eager attention": Expected("attention is eager instead of sdpa", ("activation", "layers.1")),
     "eager attention without a setting": Expected(None, ("activation", "layers.1")),
     "checkpointing off in one block": Expected(
-        "`layers.2` is no longer checkpointed", ("activation", "layers.2")
+        "`layers.2` is not checkpointed", ("activation", "layers.2")
     ),
     "checkpointing off in all blocks": Expected(
-        "`layers.0, layers.2` are no longer checkpointed", ("activation", "layers.0")
+        "`layers.0, layers.2` are not checkpointed", ("activation", "layers.0")
     ),
     "amsgrad": Expected("optimizer is AdamW with amsgrad=True", ("optimizer_state", "layers.0")),
-    "parameters in float32": Expected("now param_dtype=float32", ("activation", "layers.1")),
+    "parameters in float32": Expected("param_dtype=float32", ("activation", "layers.1")),
     "gradients kept across steps": Expected(None, ("sharded_gradient", "layers.0")),
     "a retained graph": Expected(None, ("activation", "layers.1")),
     "a list that keeps activations": Expected(None, _KEPT),

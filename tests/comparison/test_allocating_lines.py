@@ -4,8 +4,7 @@ from collections import Counter
 
 from hypothesis import given, strategies as st
 
-from fsdp_inspect.comparison.gate.increases import Increase, find_lines
-from fsdp_inspect.comparison.gate.measurements import LineBytes, MemoryMoment
+from fsdp_inspect.comparison.increases import Increase, LineBytes, MemoryMoment, find_lines
 
 AMOUNTS = st.lists(st.sampled_from([4, 8, 16, 64, 512]), max_size=3)
 

@@ -10,12 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_inspect.comparison.gate.measurements import (
-    Held,
-    LineBytes,
-    MemoryMoment,
-    in_words_and_numbers,
-)
+from fsdp_inspect.analysis.exposed import Exposed
+from fsdp_inspect.analysis.memory.peak import PeakMoment
+from fsdp_inspect.formatting import format_owner, format_unit
 
 _NEARLY_ALL = 0.95
 _LEAST_SHARE = 0.05
@@ -25,6 +22,37 @@ _BESIDE_THE_LONGEST = 0.25
 _EXPOSED = "exposed_"
 """Prefix of the parts of a step that are waits."""
 _NUMBER = re.compile(r"\d+")
+
+
+NO_UNIT = "(no unit)"
+Held = dict[tuple[str, str], int]
+"""Bytes at a moment by unit and category, or ns a step by unit and wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineBytes:
+    """Live storages of a unit and category that one line of the user's code allocated."""
+
+    unit: str
+    category: str
+    line: str
+    """`file:line`."""
+    bytes: int
+    count: int
+    """The number of storages."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMoment:
+    """Live memory at the peak of a phase, or after the step."""
+
+    bytes: int
+    unit: str
+    """Position: the innermost unit on the host's stack."""
+    held: Held
+    lines: tuple[LineBytes, ...] = ()
+    """The lines that allocated it, the largest first; empty: not recorded. Storages without a known
+    line and the smallest storages are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +77,31 @@ class Increase:
     def where(self) -> str:
         """The units in short form: `layers.*` for several whose names differ in a number."""
         return abbreviate_units(self.units)
+
+
+def held_at(peak: PeakMoment) -> Held:
+    """The bytes at a moment by unit and category."""
+    if not peak.owners:
+        return {(NO_UNIT, one.category): one.bytes for one in peak.categories}
+    return {
+        (name_of(owner.fqn), one.category): one.bytes
+        for owner in peak.owners
+        for one in owner.categories
+    }
+
+
+def name_of(fqn: str | None) -> str:
+    """The name of a unit; None: memory of no unit."""
+    return NO_UNIT if fqn is None else format_unit(fqn)
+
+
+def sum_waits(exposed: Exposed) -> Held:
+    """Exposed time by unit, collective and phase, over all dimensions of the mesh."""
+    waits: Counter[tuple[str, str]] = Counter()
+    for owner in exposed.owners:
+        name = format_owner(owner.fqn, owner.is_fsdp)
+        waits[name, f"{owner.kind} in {owner.phase}"] += owner.exposed_ns
+    return dict(waits)
 
 
 def find_increases(before: Held, after: Held) -> tuple[Increase, ...]:
@@ -158,12 +211,19 @@ def _beside_the_longest(longer: Sequence[Increase]) -> list[Increase]:
     return sorted(kept, key=lambda one: -one.increase)
 
 
+def in_words_and_numbers(name: str) -> list[tuple[str, int]]:
+    """A sort key that puts `layers.2` before `layers.10`."""
+    numbers = [int(number) for number in _NUMBER.findall(name)] or [-1]
+    return list(zip(_NUMBER.split(name), [*numbers, -1], strict=False))
+
+
 def abbreviate_units(units: Sequence[str]) -> str:
     """The units in short form: `layers.3`, `layers.*` for three or more, or the names."""
-    patterns = list(dict.fromkeys(_NUMBER.sub("*", unit) for unit in units))
-    if len(units) > 2 and len(patterns) < len(units):
+    modules = [name for unit in units for name in unit.split(", ")]
+    patterns = list(dict.fromkeys(_NUMBER.sub("*", name) for name in modules))
+    if len(modules) > 2 and len(patterns) < len(modules):
         return ", ".join(patterns)
-    return ", ".join(units)
+    return ", ".join(modules)
 
 
 # --- Find the lines of the user's code that allocate the memory that grew.

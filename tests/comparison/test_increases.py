@@ -1,6 +1,6 @@
 """Growth is named; moves and variation are not."""
 
-from fsdp_inspect.comparison.gate.increases import (
+from fsdp_inspect.comparison.increases import (
     Increase,
     abbreviate_units,
     find_increases,

@@ -8,6 +8,10 @@ mostly by a limited number of bytes: a batch that is 25% larger raises activatio
 causes are stated if together they account for `EXPLAINED_RATIO` of the increase. Otherwise none is:
 an unrecorded change is then at least as likely, and the output lists what grew instead.
 
+[Note: longer parts] Each setting can lengthen some parts of the step only: a dropped prefetch
+lengthens waits for all-gathers, and not forward. A cause of time is stated only if a part that it
+can lengthen became longer.
+
 [Note: moved peak] If the peak moves to another unit, the two moments hold different activations.
 Their increase contains memory that did not grow. A cause with limited bytes is then compared with
 the increase of the peak itself.
@@ -18,12 +22,11 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.comparison.gate.increases import Increase, abbreviate_units
-from fsdp_inspect.comparison.gate.measurements import NO_UNIT
-from fsdp_inspect.comparison.settings import compare_settings
-from fsdp_inspect.comparison.verification.judgement import decides_shape
+from fsdp_inspect.comparison.increases import NO_UNIT, Increase, abbreviate_units
+from fsdp_inspect.comparison.settings import compare_settings, decides_shape
+from fsdp_inspect.comparison.sides import align_units
 from fsdp_inspect.formatting import format_bytes, format_unit
-from fsdp_inspect.trace.codes import ITEMSIZE, MemoryCategory
+from fsdp_inspect.trace.codes import ITEMSIZE, PARTS_OF_STEP, MemoryCategory
 from fsdp_inspect.trace.live_memory import RESTING
 from fsdp_inspect.trace.run import RunManifest, Unit
 
@@ -35,6 +38,12 @@ _UNSHARDED = ("unsharded_parameter", "all_gather_buffer")
 _REDUCED = ("reduce_scatter_buffer", "unsharded_gradient", "sharded_gradient")
 _FREED_IN_A_STEP = {*_COMPUTED, "all_gather_buffer", "reduce_scatter_buffer"}
 """No setting lets these outlive a step. Only code that keeps tensors does."""
+_COMPUTE = ("forward", "backward")
+_WAITS_OF_GATHERS = ("exposed_all_gather", "fsdp_copies", "host_bound")
+_WAITS_OF_REDUCTION = (
+    *("exposed_reduce_scatter", "exposed_all_reduce", "exposed_other", "fsdp_copies", "host_bound"),
+)
+_ANY_PART = tuple(part.label for part in PARTS_OF_STEP)
 _OFFLOADED = ("sharded_parameter", "sharded_gradient", "optimizer_state", "temporary")
 _ALL = tuple(category.label for category in MemoryCategory)
 _RAISED_BY_MODEL: Mapping[str, Collection[str]] = {
@@ -63,6 +72,8 @@ class _Cause:
     sentence: str
     raises: Collection[str]
     """Categories of memory that the setting can raise; empty: it only costs time."""
+    lengthens: Collection[str] = ()
+    """Parts of the step that the setting can lengthen; empty: it only costs memory."""
     most_bytes: int | None = None
     """The largest possible increase of these categories together; None: unknown."""
     most_of: Callable[[Increase], float] | None = None
@@ -75,7 +86,7 @@ def find_causes(  # noqa: PLR0913 - the two sides, and what of them exceeds its 
     growth: Sequence[Increase],
     *,
     of_memory: bool,
-    of_time: bool,
+    longer: frozenset[str] | None = None,
     phase: str | None = None,
     moved_by: int | None = None,
 ) -> tuple[str, ...]:
@@ -86,17 +97,20 @@ def find_causes(  # noqa: PLR0913 - the two sides, and what of them exceeds its 
         after: The settings of the run.
         growth: Increases of memory by category and unit.
         of_memory: Whether memory exceeds its limit.
-        of_time: Whether a time exceeds its limit.
+        longer: Parts of the step that take longer, from `parts_of`; empty: a time exceeds its
+            limit, and its parts are unknown; None: no time needs an explanation.
         phase: The phase whose peak increased; `resting`: after the step; None: unknown.
         moved_by: The increase of a peak that moved to another unit; None: it did not move.
     """
-    was = {unit.fqn: unit for unit in before.units}
+    rows = align_units([before.units, after.units])
+    was = {unit.fqn: old[0] for old, new in (row.members for row in rows) if old for unit in new}
     shared = [unit for unit in after.units if unit.fqn in was]
     found = [
+        *_sharded(before, after),
         *_regrouped(before.units, after.units),
-        *(_kept_longer(was, shared) if of_memory else ()),
-        *(_gathered_again(was, shared) if of_time else ()),
-        *_dtypes(was, shared, of_time=of_time),
+        *_kept_longer(was, shared),
+        *_gathered_again(was, shared),
+        *_dtypes(was, shared),
         *_prefetched(before, after, phase),
         *_checkpointed(before, after),
         *_sizes(before, after, phase),
@@ -105,18 +119,29 @@ def find_causes(  # noqa: PLR0913 - the two sides, and what of them exceeds its 
     if phase == RESTING:
         found = [replace(cause, raises=set(cause.raises) - _FREED_IN_A_STEP) for cause in found]
     of_bytes = _explaining(found, growth, moved_by) if of_memory else []
-    timed = found if of_time else []
-    return tuple(dict.fromkeys(cause.sentence for cause in (*of_bytes, *timed)))
+    of_time = [] if longer is None else [cause for cause in found if _lengthens(cause, longer)]
+    return tuple(dict.fromkeys(cause.sentence for cause in (*of_bytes, *of_time)))
+
+
+def parts_of(longer: Sequence[Increase]) -> frozenset[str]:
+    """The parts of the step among increases of time; a wait of a collective counts as its part."""
+    names = [one.category.partition(" in ")[0] for one in longer]
+    return frozenset(name if name in _ANY_PART else f"exposed_{name}" for name in names)
+
+
+def _lengthens(cause: _Cause, longer: frozenset[str]) -> bool:
+    """Whether a cause can lengthen one of the parts. See [Note: longer parts]."""
+    return bool(cause.lengthens) and (not longer or not longer.isdisjoint(cause.lengthens))
 
 
 def _explaining(
     causes: Sequence[_Cause], growth: Sequence[Increase], moved_by: int | None
 ) -> list[_Cause]:
     """The causes that account for the increase. See [Note: explained bytes]."""
-    left = [one.increase for one in growth]
+    left = [one.increase for one in growth]  # for causes with a limit first, then for the others
     total = sum(left)
     kept: list[tuple[_Cause, int]] = []
-    for cause in causes:
+    for cause in sorted(causes, key=lambda one: one.most_of is None and one.most_bytes is None):
         most, taken = cause.most_bytes, 0
         most = None if most is None else round(most * (1 + _ROUNDING_RATIO))
         for place, one in enumerate(growth):
@@ -131,13 +156,49 @@ def _explaining(
             kept.append((cause, taken))
     named = sum(taken for _, taken in kept)
     if total and named >= EXPLAINED_RATIO * total:
-        return [cause for cause, _ in kept]
+        return sorted((cause for cause, _ in kept), key=causes.index)
     if moved_by is None:
         return []
     # See [Note: moved peak].
     limited = [(cause, taken) for cause, taken in kept if cause.most_bytes is not None]
     enough = sum(taken for _, taken in limited) >= EXPLAINED_RATIO * moved_by
     return [cause for cause, _ in limited] if enough else []
+
+
+def _sharded(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
+    """Another mesh: other shards, and other groups that communicate."""
+    old, new = (" x ".join(map(str, mesh.values())) for mesh in (before.mesh, after.mesh))
+    if old == new and before.world_size == after.world_size:
+        return
+    change = f"is {new} instead of {old}"
+    if before.world_size != after.world_size:
+        change = f"has {after.world_size} ranks instead of {before.world_size}"
+    was = {unit.fqn: unit.sharded_bytes for unit in before.units}
+    ratios = {
+        format_unit(unit.fqn): unit.sharded_bytes / was[unit.fqn]
+        for unit in after.units
+        if was.get(unit.fqn)
+    }
+    most = max(ratios.values(), default=1.0)
+    shards = f": a shard is up to {most:.3g} times as large" if most > 1 else ""
+    yield _Cause(
+        f"the mesh {change}{shards}",
+        _OFFLOADED if most > 1 else (),
+        ("optimizer", *_WAITS_OF_GATHERS, *_WAITS_OF_REDUCTION),
+        most_of=_by_unit(ratios),
+    )
+
+
+def _by_unit(ratios: Mapping[str, float]) -> Callable[[Increase], float]:
+    """The most by which memory may grow with its unit's ratio; memory of no unit: the highest."""
+    highest = max((ratio for ratio in ratios.values() if ratio < math.inf), default=1.0)
+
+    def most(one: Increase) -> float:
+        own = (ratios.get(name, 1.0) for name in one.units if name != NO_UNIT)
+        ratio = min(own, default=highest)
+        return math.inf if ratio == math.inf else max(ratio - 1, 0.0) * one.before
+
+    return most
 
 
 def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[_Cause]:
@@ -154,43 +215,46 @@ def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[_Cause
     names = abbreviate_units([format_unit(unit.fqn) for unit in gone])
     for unit, old in larger:
         yield _Cause(
-            f"`{names}` {'is no longer a unit' if len(gone) == 1 else 'are no longer units'}, and "
+            f"`{names}` {'is not a unit' if len(gone) == 1 else 'are not units'}, and "
             f"`{format_unit(unit.fqn)}` holds {'its' if len(gone) == 1 else 'their'} parameters: "
             f"it unshards {format_bytes(unit.unsharded_bytes)} instead of "
             f"{format_bytes(old.unsharded_bytes)}",
             (*_UNSHARDED, *_REDUCED),
+            (*_COMPUTE, *_WAITS_OF_GATHERS, *_WAITS_OF_REDUCTION),
             most_of=_within([unit]),
         )
     if not larger:
-        new = [format_unit(unit.fqn) for unit in after if unit.fqn not in known]
+        new = [unit for unit in after if unit.fqn not in known]
+        most = [max((unit.unsharded_bytes for unit in units), default=0) for units in (gone, new)]
         yield _Cause(
-            f"the units changed: `{names}` became `{abbreviate_units(new) or 'none'}`",
-            (*_UNSHARDED, *_REDUCED),
+            f"{len(gone)} units became {len(new)}, of up to {format_bytes(most[1])} instead of "
+            f"{format_bytes(most[0])} unsharded",
+            (*_UNSHARDED, *_REDUCED) if most[1] > most[0] else (),
+            (*_COMPUTE, *_WAITS_OF_GATHERS, *_WAITS_OF_REDUCTION),
         )
 
 
 def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Cause]:
     """Units that keep more between forward and backward than in the baseline."""
     for now, units in _resharding(was, shared, keeps_more=True).items():
-        names = abbreviate_units([format_unit(unit.fqn) for unit in units])
         number, noun = len(units), "block" if len(units) == 1 else "blocks"
         most = sum(unit.unsharded_bytes for unit in units)
         if now is False:
             held = format_bytes(most)
             yield _Cause(
-                f"`{names}` now reshard_after_forward=False: +{number} unsharded {noun} ({held}) "
+                f"{_have(units)} reshard_after_forward=False: +{number} unsharded {noun} ({held}) "
                 "between forward and backward",
                 _UNSHARDED,
-                most,
-                _within(units),
+                most_bytes=most,
+                most_of=_within(units),
             )
         else:
             yield _Cause(
-                f"`{names}` now reshard_after_forward={now}: {number} {noun} sharded over only "
+                f"{_have(units)} reshard_after_forward={now}: {number} {noun} sharded over only "
                 f"{now} ranks between forward and backward",
                 (*_UNSHARDED, "sharded_parameter"),
-                most,
-                _within(units),
+                most_bytes=most,
+                most_of=_within(units),
             )
 
 
@@ -203,13 +267,18 @@ def _within(units: Sequence[Unit]) -> Callable[[Increase], float]:
 def _gathered_again(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Cause]:
     """Units that backward gathers more often than in the baseline, or from more ranks."""
     for now, units in _resharding(was, shared, keeps_more=False).items():
-        names = abbreviate_units([format_unit(unit.fqn) for unit in units])
         held = format_bytes(sum(unit.unsharded_bytes for unit in units))
         yield _Cause(
-            f"`{names}` now reshard_after_forward={now}: backward gathers "
+            f"{_have(units)} reshard_after_forward={now}: backward gathers "
             f"{'it' if len(units) == 1 else 'them'} again ({held})",
             (),
+            ("backward", *_WAITS_OF_GATHERS),
         )
+
+
+def _have(units: Sequence[Unit]) -> str:
+    names = abbreviate_units([format_unit(unit.fqn) for unit in units])
+    return f"`{names}` {'has' if len(units) == 1 else 'have'}"
 
 
 def _resharding(
@@ -233,24 +302,28 @@ def _kept(reshard_after_forward: bool | int) -> float:
     return 1 / reshard_after_forward
 
 
-def _dtypes(was: dict[str, Unit], shared: Sequence[Unit], *, of_time: bool) -> Iterator[_Cause]:
-    """Changed dtypes; a narrower dtype can only explain time."""
-    for name, what, raises in (
-        ("param_dtype", "all-gathers", (*_UNSHARDED, *_COMPUTED, *_REDUCED)),
-        ("reduce_dtype", "gradient reduction", _REDUCED),
+def _dtypes(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Cause]:
+    """Changed dtypes; a narrower dtype can only explain compute, which has other kernels."""
+    for name, what, raises, waits in (
+        *(("param_dtype", "all-gathers", (*_UNSHARDED, *_COMPUTED, *_REDUCED), _WAITS_OF_GATHERS),),
+        *(("reduce_dtype", "gradient reduction", _REDUCED, _WAITS_OF_REDUCTION),),
     ):
-        changed: dict[tuple[str, str], list[str]] = {}
+        changed: dict[tuple[str, str], list[Unit]] = {}
         for unit in shared:
             old, new = getattr(was[unit.fqn], name), getattr(unit, name)
-            if old != new and (of_time or ITEMSIZE.get(new, 0) >= ITEMSIZE.get(old, 0)):
-                changed.setdefault((old, new), []).append(format_unit(unit.fqn))
+            if old != new:
+                changed.setdefault((old, new), []).append(unit)
         for (old, new), units in changed.items():
-            sentence = f"`{abbreviate_units(units)}` now {name}={new} instead of {old}"
-            yield _Cause(f"{sentence}: {what} in {new}", raises)
+            is_wider = ITEMSIZE.get(new, 0) >= ITEMSIZE.get(old, 0)
+            yield _Cause(
+                f"{_have(units)} {name}={new} instead of {old}: {what} in {new}",
+                raises if is_wider else (),
+                (*_COMPUTE, *waits) if is_wider else _COMPUTE,
+            )
 
 
 def _prefetched(before: RunManifest, after: RunManifest, phase: str | None) -> Iterator[_Cause]:
-    """Deeper prefetch. A prefetch setting raises memory in its own phase only."""
+    """Deeper prefetch costs memory in its own phase only; less prefetch costs waits."""
     for name in ("forward_prefetch", "backward_prefetch"):
         old, new = before.plan.get(name), after.plan.get(name)
         is_possible = phase is None or name.startswith(phase)
@@ -259,6 +332,11 @@ def _prefetched(before: RunManifest, after: RunManifest, phase: str | None) -> I
         was, now = _depth(old), _depth(new)
         if now > was:
             yield _Cause(f"{name} gathers {now} units ahead instead of {was}", _UNSHARDED)
+        elif now < was:
+            sentence = f"{name} gathers {now} units ahead instead of {was}"
+            yield _Cause(sentence, (), _WAITS_OF_GATHERS)
+        elif now:
+            yield _Cause(f"{name} has another order", (), _WAITS_OF_GATHERS)
 
 
 def _depth(prefetch: object) -> int:
@@ -270,18 +348,20 @@ def _depth(prefetch: object) -> int:
 
 
 def _checkpointed(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
-    """Modules that repeat less of their forward than in the baseline."""
+    """Modules that repeat less of their forward (memory), or more (time), than in the baseline."""
     was, now = (_checkpoints(each.plan.get("checkpointing")) for each in (before, after))
-    for gone, words in (
-        ([name for name in was if name not in now], "no longer checkpointed"),
-        (
-            [name for name, kind in was.items() if kind == "full" and now.get(name, kind) != kind],
-            "now checkpointed selectively",
-        ),
+    less = [name for name in was if name not in now]
+    partly = [name for name, kind in was.items() if kind == "full" and now.get(name, kind) != kind]
+    more = [name for name, kind in now.items() if was.get(name) not in (kind, "full")]
+    for changed, words, raises, lengthens in (
+        (less, "not checkpointed", _COMPUTED, ()),
+        (partly, "checkpointed selectively", _COMPUTED, ()),
+        (more, "checkpointed: backward repeats the forward", (), ("backward", "host_bound")),
     ):
-        if gone:
-            names = abbreviate_units([format_unit(name) for name in gone])
-            yield _Cause(f"`{names}` {'is' if len(gone) == 1 else 'are'} {words}", _COMPUTED)
+        if changed:
+            names = abbreviate_units([format_unit(name) for name in changed])
+            verb = "is" if len(changed) == 1 else "are"
+            yield _Cause(f"`{names}` {verb} {words}", raises, lengthens)
 
 
 def _checkpoints(checkpointing: object) -> dict[str, str]:
@@ -308,22 +388,25 @@ def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterat
             yield _Cause(
                 sentence,
                 (*_COMPUTED, "input") if is_batch else _ALL,
+                (*_COMPUTE, "data", "host_bound") if is_batch else _ANY_PART,
                 most_of=_in_proportion(name, old, new),
             )
         elif difference.group == "plan" and name == "offload" and new == "none":
-            yield _Cause(f"offload of {difference.where} is {new} instead of {old}", _OFFLOADED)
+            sentence = f"offload of {difference.where} is {new} instead of {old}"
+            yield _Cause(sentence, _OFFLOADED)
         elif difference.group == "model" and name == "optimizer":
             raises = ("optimizer_state", *(("temporary",) if phase == "optimizer" else ()))
-            yield _Cause(_describe_other_optimizer(str(old), str(new)), raises)
+            yield _Cause(_describe_other_optimizer(str(old), str(new)), raises, ("optimizer",))
         elif difference.group == "model" and name == "num_parameters":
             sentence = f"the model has {new:,} parameters instead of {old:,}"
             most_of = _as_parameters(before, after)
-            yield _Cause(sentence, _RAISED_BY_MODEL[name], most_of=most_of)
+            yield _Cause(sentence, _RAISED_BY_MODEL[name], _ANY_PART, most_of=most_of)
         elif (
             difference.group == "model" and name in _RAISED_BY_MODEL and _can_raise(name, old, new)
         ):
             most_of = _next_to_the_loss(after) if name == "loss_dtype" else None
-            yield _Cause(sentence, _RAISED_BY_MODEL[name], most_of=most_of)
+            parts = _WAITS_OF_REDUCTION if name == "gradient_sync" else _COMPUTE
+            yield _Cause(sentence, _RAISED_BY_MODEL[name], parts, most_of=most_of)
 
 
 def _inputs(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
@@ -346,6 +429,7 @@ def _inputs(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
             f"the {'batch' if is_batch else 'inputs'} grew: the model receives {_short(new)} "
             f"instead of {_short(old)}",
             (*_COMPUTED, "input"),
+            (*_COMPUTE, "data", "host_bound"),
             most_of=_growing_by(ratio if is_batch else ratio**2),
         )
 
@@ -379,18 +463,10 @@ def _as_parameters(before: RunManifest, after: RunManifest) -> Callable[[Increas
     now = {format_unit(unit.fqn): unit.num_parameters for unit in after.units}
     if not (was and now):
         return None
-    ratios = {
-        name: number / was[name] - 1 if was.get(name) else math.inf for name, number in now.items()
-    }
-    ratios[NO_UNIT] = max((ratio for ratio in ratios.values() if ratio < math.inf), default=0.0)
-
-    def most(one: Increase) -> float:
-        ratio = min((ratios.get(name, 0.0) for name in one.units), default=0.0)
-        if ratio <= 0 or ratio == math.inf:
-            return max(ratio, 0.0)
-        return ratio * one.before * (_COMPUTED_PER_PARAMETER if one.category in _COMPUTED else 1)
-
-    return most
+    most = _by_unit(
+        {name: number / was[name] if was.get(name) else math.inf for name, number in now.items()}
+    )
+    return lambda one: most(one) * (_COMPUTED_PER_PARAMETER if one.category in _COMPUTED else 1)
 
 
 def _next_to_the_loss(after: RunManifest) -> Callable[[Increase], float]:
