@@ -138,17 +138,6 @@ def format_category(category: str) -> str:
     return hyphenated.replace("reduce_scatter", "reduce-scatter").replace("_", " ")
 
 
-def format_run(run_id: str, name: str) -> str:
-    """Format a run: its name, then the end of its id, which distinguishes runs of the same name.
-
-    Example: `small · 3e9c`. A run without a name, or with an id of another form, is shown as its
-    id.
-    """
-    ending = run_id.rpartition("-")[2]
-    is_ending = run_id.endswith(f"{name}-{ending}") and ending.isalnum()
-    return f"{name} · {ending}" if name and is_ending else run_id
-
-
 _DIMENSIONS_OF_FSDP = frozenset({"shard", "replicate", "other"})
 """Mesh dimensions that do not describe a collective that FSDP did not issue."""
 

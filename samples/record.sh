@@ -23,13 +23,14 @@ record() { # NAME RANKS TRAINER-OPTIONS...
         "$bin/python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
             -m instrumented_trainer --steps 25 --runs-dir . --name "$name" "$@"
     )
-    rm -rf "${samples:?}/$name/run"
     mkdir -p "$samples/$name"
-    mv "$work"/*"$name"* "$samples/$name/run"
+    find "$samples/$name" -mindepth 1 -not -name README.md -delete
+    mv "$work"/*"$name"*/* "$samples/$name/"
+    rmdir "$work"/*"$name"*
     rmdir "$work"
     # The black box (260 KiB a rank) explains runs that hang or die; these ended normally.
-    rm -f "$samples/$name"/run/attempt-*/rank-*/black_box.bin
-    "$bin/fsdp-inspect" summary "$samples/$name/run" --json | "$bin/python" -c "
+    rm -f "$samples/$name"/attempt-*/rank-*/black_box.bin
+    "$bin/fsdp-inspect" summary "$samples/$name" --json | "$bin/python" -c "
 import json, sys
 summary = json.load(sys.stdin)
 print(json.dumps({key: summary[key] for key in $keys}, indent=2))" > "$samples/$name/expected.json"

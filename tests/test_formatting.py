@@ -101,17 +101,3 @@ def test_runs_of_numbers_read_in_short(numbers, text):
 
 def test_spans_are_the_first_and_last_of_each_run():
     assert formatting.find_spans([3, 4, 5, 9]) == [(3, 5), (9, 9)]
-
-
-@pytest.mark.parametrize(
-    ("run_id", "name", "shown"),
-    [
-        ("20261121-025000-small-3e9c", "small", "small · 3e9c"),
-        ("20261121-025000-a-b-3e9c", "a-b", "a-b · 3e9c"),
-        ("20261121-025000-7909", "", "20261121-025000-7909"),
-        ("my-run", "small", "my-run"),
-        ("small", "small", "small"),
-    ],
-)
-def test_a_run_is_called_by_its_name_and_what_tells_it_from_others(run_id, name, shown):
-    assert formatting.format_run(run_id, name) == shown

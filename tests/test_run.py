@@ -14,11 +14,11 @@ from fsdp_inspect.results import Result, TableResult
 from fsdp_inspect.run import Run
 from tests.builders import RunBuilder, steady_run
 
-SAMPLES = sorted((Path(__file__).parents[1] / "samples").glob("*/run"))
+SAMPLES = sorted(path.parent for path in (Path(__file__).parents[1] / "samples").glob("*/run.json"))
 TABLES = ("breakdown", "exposed", "units", "memory", "ranks", "step_times")
 
 
-@pytest.fixture(scope="module", params=SAMPLES, ids=lambda path: path.parent.name)
+@pytest.fixture(scope="module", params=SAMPLES, ids=lambda path: path.name)
 def run(request: pytest.FixtureRequest) -> Run:
     return fi.open_run(request.param)
 

@@ -19,12 +19,15 @@ from typing import Any, TypeVar
 import streamlit as st
 
 from fsdp_inspect import Run
-from fsdp_inspect.formatting import format_run
 from fsdp_inspect.report.html import ComparisonContents, read_comparison
 from fsdp_inspect.result_types import Diagnosis, Ranks, RunEntry, RunSource, Summary
 from fsdp_inspect.store.boundary import files_of_run, is_in_folder
 from fsdp_inspect.store.files import is_url
-from fsdp_inspect.store.folder import list_runs, list_without_manifest as list_without_manifest_in
+from fsdp_inspect.store.folder import (
+    folder_name,
+    list_runs,
+    list_without_manifest as list_without_manifest_in,
+)
 from fsdp_inspect.store.live_tables import LiveTables, ReaderCache
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.store.remote_files import RemoteFiles
@@ -430,7 +433,7 @@ def _look_at_files(path: str, folder: str) -> _LocalRun:
     return _LocalRun(_State(newest_ns, num_bytes, moment), tuple(tables))
 
 
-# --- Name the runs of the folder for people: the name of a run, then its short unique id.
+# --- Name the runs for people: by their folders.
 
 MOST_LETTERS = 48
 """The most letters of a name. Longer names lose their middle."""
@@ -439,28 +442,16 @@ MOST_LETTERS = 48
 def name_runs(entries: Iterable[RunEntry]) -> dict[str, str]:
     """The shown names of runs by their ids in the listing; no two are the same.
 
-    A run is shown as its name and the end of the id that the recorder gave it: `llama-1b · 3e9c`.
-    A run without a name is shown as its id in the listing. Copies have one name, so their ids in
-    the listing follow it.
+    A run has the name of its folder, as in the terminal. If several folders have one name, the path
+    below the listed folder is shown.
     """
-    named = {entry.id: _run_name(entry) for entry in entries}
-    longer = {run: f"{name} · {shorten(run)}" for run, name in named.items()}
-    count, longer_count = Counter(named.values()), Counter(longer.values())
+    named = {entry.id: shorten(folder_name(entry.path)) for entry in entries}
+    paths = {run: shorten(run) for run in named}
+    count, count_of_paths = Counter(named.values()), Counter(paths.values())
     return {
-        run: name
-        if count[name] == 1
-        else (longer[run] if longer_count[longer[run]] == 1 else f"{name} · {run}")
+        run: name if count[name] == 1 else (paths[run] if count_of_paths[paths[run]] == 1 else run)
         for run, name in named.items()
     }
-
-
-def _run_name(entry: RunEntry) -> str:
-    if not entry.name:
-        return shorten(entry.id)
-    whole = format_run(entry.run_id, entry.name)
-    if whole == entry.run_id:
-        return shorten(entry.name)
-    return whole.replace(entry.name, shorten(entry.name), 1)
 
 
 def shorten(name: str, most: int = MOST_LETTERS) -> str:

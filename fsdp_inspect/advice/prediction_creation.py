@@ -104,7 +104,7 @@ def make_prediction(run: RunSource, simulation: Simulation, origin: PredictionOr
         what=origin.what or _name_changes(changes),
         changes=changes,
         rules=list(origin.rules),
-        run_id=simulation.run_id,
+        run_id=run.manifest.recorded_id,
         circumstances=Circumstances.of(run.manifest),
         baseline_plan=recorded.to_dict(),
         plan=simulation.plan.to_dict(),

@@ -9,6 +9,7 @@ from fsdp_inspect.cli.arguments import JsonOption, print_renderable
 
 if TYPE_CHECKING:
     from fsdp_inspect.store.reader import StoredRun
+    from fsdp_inspect.trace.run import TableOrigin
 
 SidesArgument = Annotated[
     list[str],
@@ -103,13 +104,13 @@ def _refuse_mixture(given: str, names: list[str], runs: "list[StoredRun]") -> No
 
 def _refuse_twins(given: list[str], opened: "list[StoredRun | list[StoredRun]]") -> None:
     """Reject a comparison of a run with itself or its copy."""
-    seen: dict[str, str] = {}
+    seen: dict[TableOrigin, str] = {}
     for name, side in zip(given, opened, strict=True):
         for run in side if isinstance(side, list) else [side]:
-            run_id = run.manifest.run_id
-            if run_id in seen:
+            origin = run.manifest.origin()
+            if origin in seen:
                 raise typer.BadParameter(
-                    f"{name!r} and {seen[run_id]!r} contain the same run {run_id!r}. Expected "
-                    "different runs. Leave one out."
+                    f"{name!r} and {seen[origin]!r} contain the same run {origin.run_id!r}. "
+                    "Expected different runs. Leave one out."
                 )
-            seen[run_id] = name
+            seen[origin] = name

@@ -107,10 +107,10 @@ def _open_all(given: list[str]) -> "list[StoredRun]":
 
     sides = [open_side(one) for one in given]
     runs = [run for side in sides for run in (side if isinstance(side, list) else [side])]
-    for run_id, count in Counter(run.manifest.run_id for run in runs).items():
+    for origin, count in Counter(run.manifest.origin() for run in runs).items():
         if count > 1:
             raise FsdpInspectError(
-                f"Run {run_id!r} is given {count} times. Expected different runs, "
+                f"Run {origin.run_id!r} is given {count} times. Expected different runs, "
                 "because a repeated run is no further evidence. Give it once."
             )
     return runs
@@ -125,7 +125,7 @@ def _find_baseline(prediction: "Prediction", run: "StoredRun") -> "list[StoredRu
         return []
     for entry in list_runs(Path(run.path).absolute().parent):
         manifest = entry.manifest
-        if manifest is not None and manifest.run_id == prediction.run_id:
+        if manifest is not None and manifest.has_id(prediction.run_id):
             return [open_run(entry.path)]
     return []
 

@@ -50,7 +50,8 @@ class RunEntry:
     created_unix_ns: int
     """Wall time of the start of the run; 0 if it cannot be read."""
     run_id: str = ""
-    """The id that the recorder gave the run; empty if it cannot be read."""
+    """The id that the recorder gave the run (`RunManifest.recorded_id`); empty if it cannot be
+    read."""
     name: str = ""
     """The name of the run; empty if it has none, or it cannot be read."""
 
@@ -66,7 +67,7 @@ class RunEntry:
 
     def _read(self) -> tuple[RunManifest | None, str | None]:
         try:
-            return read_manifest(self.path), None
+            return read_manifest(self.path).in_folder(folder_name(self.path)), None
         except StoreError as error:
             return None, str(error)
 
@@ -174,6 +175,12 @@ def rewrite_manifest(path: Path, manifest: RunManifest) -> None:
             update={"created": first.created, "created_unix_ns": first.created_unix_ns}
         )
     replace_file(path / MANIFEST_FILE, encode_record(manifest))
+
+
+def folder_name(path: Path | str) -> str:
+    """The name of a run: the last part of its path or URL; empty for the root of a file system."""
+    text = str(path)
+    return text.rstrip("/").rpartition("/")[2] if "://" in text else Path(text).absolute().name
 
 
 def read_manifest(path: Path | str) -> RunManifest:

@@ -21,7 +21,7 @@ from fsdp_inspect.errors import (
 from fsdp_inspect.formatting import format_numbers, format_ranks
 from fsdp_inspect.parallel.tasks import Tasks, require_shared_folder
 from fsdp_inspect.store.files import LocalFiles, RunFiles, is_url, open_files
-from fsdp_inspect.store.folder import is_alive, last_sign_unix_ns, list_runs
+from fsdp_inspect.store.folder import folder_name, is_alive, last_sign_unix_ns, list_runs
 from fsdp_inspect.store.live_tables import ReaderCache, StreamTail
 from fsdp_inspect.store.missing_manifest import (
     NOTE as NO_MANIFEST_NOTE,
@@ -152,6 +152,7 @@ def open_run(
     if encoded is None:
         return _open_without_manifest(files, attempts, chosen, note, reuse or ReaderCache())
     manifest = decode_record(encoded, RunManifest, _label(files, MANIFEST_FILE))
+    manifest = manifest.in_folder(folder_name(files.label))
     return StoredRun(files, manifest, attempts=attempts, attempt=chosen, reuse=reuse, tasks=tasks)
 
 
@@ -190,7 +191,7 @@ class StoredRun:
 
     @property
     def run_id(self) -> str:
-        """The run's id, as recorded."""
+        """The name of the run: that of its folder."""
         return self._manifest.run_id
 
     @property
@@ -390,11 +391,12 @@ class StoredRun:
             label = _label(self._files, name)
             record = decode_record(encoded, kind, label)
             found = (record.run_id, record.rank, record.attempt)
-            if found == (self._manifest.run_id, rank, self.attempt):
+            known = self._manifest.recorded_id
+            if found == (known, rank, self.attempt):
                 return record
             raise CorruptFileError(
                 f"{label} belongs to another recording: run {record.run_id!r}, rank {record.rank}, "
-                f"attempt {record.attempt}. Expected run {self._manifest.run_id!r}, rank {rank}, "
+                f"attempt {record.attempt}. Expected run {known!r}, rank {rank}, "
                 f"attempt {self.attempt}. It is ignored."
             )
         return None
@@ -712,7 +714,8 @@ def _open_without_manifest(
     known = [record for record in records.values() if record is not None]
     if not known:
         raise NotARunError(_describe_no_run(files.label))
-    manifest = manifest_from_ranks(files.label.rstrip("/").rsplit("/", 1)[-1], known)
+    name = folder_name(files.label)
+    manifest = manifest_from_ranks(name, known).in_folder(name)
     nameless = StoredRun(files, manifest, attempts=attempts, attempt=attempt, reuse=reuse)
     summaries = (nameless.summary(ranks=[record.rank]) for record in known)
     units = units_from_summary(next(filter(len, summaries), SummaryTable.empty()))

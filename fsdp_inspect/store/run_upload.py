@@ -107,12 +107,12 @@ def _refuse_other_run(path: Path, url: str) -> None:
     own, there = (_read_manifest(place) for place in (path, url))
     if own is None or there is None:
         return
-    first, second = ((each.run_id, each.created_unix_ns) for each in (own, there))
-    is_of_other_node = own.run_id == there.run_id and not _has_rank_0(path)
+    first, second = (each.origin() for each in (own, there))
+    is_of_other_node = own.recorded_id == there.recorded_id and not _has_rank_0(path)
     if first != second and not is_of_other_node:
         raise StoreError(
-            f"{url!r} contains another run: {there.run_id!r} of {there.created}. Expected the run "
-            f"{own.run_id!r} of {own.created}, or no run. Choose another URL."
+            f"{url!r} contains another run: {there.recorded_id!r} of {there.created}. Expected the "
+            f"run {own.recorded_id!r} of {own.created}, or no run. Choose another URL."
         )
 
 

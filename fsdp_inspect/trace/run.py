@@ -9,7 +9,7 @@ from enum import IntEnum, StrEnum
 from itertools import groupby
 from typing import Annotated, Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
@@ -382,6 +382,8 @@ class RunManifest(Record):
 
     schema_version: Index = SCHEMA_VERSION
     run_id: str
+    """The name of the run's folder, also after a copy or a change of the name. `recorded_id` is the
+    one in the file."""
     name: str = ""
     created: str
     """ISO 8601, UTC."""
@@ -451,10 +453,34 @@ class RunManifest(Record):
     notes: list[str] = Field(default_factory=list)
     """Imports: missing or unusual data, one note for each."""
 
+    _recorded_id: str = PrivateAttr("")
+
+    @property
+    def recorded_id(self) -> str:
+        """The id that the recorder gave the run; its tables state it."""
+        return self._recorded_id or self.run_id
+
+    @field_serializer("run_id")
+    def _write_id(self, _: str) -> str:
+        return self.recorded_id
+
+    def in_folder(self, name: str) -> "RunManifest":
+        """The manifest of a run that was read from a folder with this name; empty: unknown."""
+        named = self.model_copy(update={"run_id": name or self.run_id})
+        named._recorded_id = self.recorded_id
+        return named
+
+    def has_id(self, name: str) -> bool:
+        """Whether the run has this name, or was recorded with it."""
+        return name in (self.run_id, self.recorded_id)
+
     def origin(self, attempt: int = -1, rank: int = -1) -> TableOrigin:
         """The origin of the tables of a rank, or by default of the run's own tables."""
         return TableOrigin(
-            run_id=self.run_id, created_unix_ns=self.created_unix_ns, attempt=attempt, rank=rank
+            run_id=self.recorded_id,
+            created_unix_ns=self.created_unix_ns,
+            attempt=attempt,
+            rank=rank,
         )
 
     @property
@@ -595,7 +621,7 @@ class RankRecord(Record):
 
     def of_run(self, manifest: RunManifest) -> "RankRecord":
         """The record with the identity of its run."""
-        known = {"run_id": manifest.run_id, "run_created_unix_ns": manifest.created_unix_ns}
+        known = {"run_id": manifest.recorded_id, "run_created_unix_ns": manifest.created_unix_ns}
         return self.model_copy(update=known)
 
     @property

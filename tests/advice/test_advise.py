@@ -46,7 +46,7 @@ from tests.recording.virtual_training import Replay
 from tests.simulation.test_recorded import MS, US, as_run, names_of, workloads
 from tests.simulation.test_recorded_streams import as_run as as_stream_run, step_ns
 
-SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
+SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,10 +10,10 @@ from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.store.reader import open_run
 from tests.builders import RunBuilder
 
-SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
+SAMPLES = sorted(path.parent for path in (Path(__file__).parents[2] / "samples").glob("*/run.json"))
 
 
-@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
 def test_every_field_is_the_digests_own(path: Path):
     run = open_run(path)
     outline, digest = measure_run_heading(run), measure_summary(run)

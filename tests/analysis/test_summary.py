@@ -182,7 +182,7 @@ def test_an_imported_kernel_trace_is_judged_by_what_it_knows():
 
 
 def test_the_causes_of_the_verdict_are_those_of_its_step():
-    run = open_run(SAMPLES / "async-prefetch-2-ranks" / "run")
+    run = open_run(SAMPLES / "async-prefetch-2-ranks")
     of_step = measure_breakdown_causes(run)
     causes = ", ".join(
         f"{cause.replace('_', ' ')} {format_ns(duration)}"

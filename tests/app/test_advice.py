@@ -22,7 +22,7 @@ from fsdp_inspect.version import __version__
 from tests.app.conftest import start_app
 from tests.app.test_pages import SAMPLES, codes_of, read
 
-RUN = "tiny-2-ranks/run"
+RUN = "tiny-2-ranks"
 
 
 @pytest.fixture(scope="module")

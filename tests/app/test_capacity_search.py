@@ -21,7 +21,7 @@ CHOICES = {
 
 @pytest.fixture
 def open_what_if(open_app):
-    return lambda **address: open_app(SAMPLES, "what_if", run="tiny-2-ranks/run", **address)
+    return lambda **address: open_app(SAMPLES, "what_if", run="tiny-2-ranks", **address)
 
 
 def plan_command(app):

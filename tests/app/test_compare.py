@@ -79,7 +79,7 @@ def open_with(open_app, folder, baseline, *others, **address):
     return app
 
 
-BEFORE = "before · before"
+BEFORE = "before"
 """The folder has a copy of the run `before`, so its place follows its name."""
 
 

@@ -35,7 +35,7 @@ def without_names(headline: str, names) -> str:
     [
         ("Step 5, rank 0: 46 ms of 368 ms exposed.", 1),
         ("Predicted: 110 ms a step, 5.2% less than with the recorded plan.", 2),
-        ("7 runs. Fastest: tiny-2-ranks · f705, 122 ms per step.", 1),
+        ("7 runs. Fastest: tiny-2-ranks, 122 ms per step.", 1),
         ("Peak 26.4 MiB on rank 1.", 1),
     ],
 )

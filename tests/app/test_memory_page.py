@@ -20,7 +20,7 @@ from tests.app.test_pages import SAMPLES, charts_of, codes_of, errors_of, read
 from tests.builders import RunBuilder
 from tests.importing.snapshots import FakeAllocator, train
 
-SAMPLE = "tiny-2-ranks/run"
+SAMPLE = "tiny-2-ranks"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_an_allocators_run_shows_headroom_growth_ranks_and_the_device(shown):
 
 def test_the_address_chooses_rank_and_step(open_app, runs_folder):
     app = open_app(runs_folder, "memory", run="whole", rank="0", step="3")
-    assert app.selectbox(key="memory rank of synthetic").value == 0
+    assert app.selectbox(key="memory rank of whole").value == 0
     assert app.query_params["step"] == "3"
     assert "Memory over step 3, rank 0" in read(app)
 

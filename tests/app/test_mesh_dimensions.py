@@ -18,7 +18,7 @@ from fsdp_inspect.trace.run import ProcessGroup
 from tests.app.test_pages import SAMPLES, read
 from tests.builders import RunBuilder
 
-SAMPLE = "hsdp-4-ranks/run"
+SAMPLE = "hsdp-4-ranks"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_the_bars_add_up_to_the_exposed_wait(run):
 
 
 def test_a_mesh_of_one_dimension_is_not_split(open_app):
-    app = open_app(SAMPLES, "overview", run="tiny-2-ranks/run")
+    app = open_app(SAMPLES, "overview", run="tiny-2-ranks")
     assert not app.exception
     assert "Exposed waits by mesh dimension" not in read(app)
 
@@ -78,7 +78,7 @@ def test_the_map_and_its_table_have_the_numbers_of_the_grid(run):
 
 
 def test_a_comparison_has_a_row_for_each_dimension(run):
-    comparison = run.compare(open_run(SAMPLES / "tiny-2-ranks/run"))
+    comparison = run.compare(open_run(SAMPLES / "tiny-2-ranks"))
     assert [row.name for row in comparison.dimensions][:2] == ["replicate", "shard"]
     exposed = next(row for row in comparison.metrics if row.name == "exposed_ns")
     for side, value in enumerate(exposed.values):

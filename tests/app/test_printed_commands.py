@@ -19,7 +19,7 @@ from tests.app.test_pages import codes_of
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "samples"
-LONGEST = "async-prefetch-2-ranks/run"
+LONGEST = "async-prefetch-2-ranks"
 SAMPLE_IDS = [
     pytest.param(name, marks=[pytest.mark.study] * (name == LONGEST))
     for name in sorted(

@@ -12,7 +12,7 @@ from fsdp_inspect_app.timeline.tracks import build_timeline
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.store.reader import open_run
 
-SAMPLE = Path(__file__).parents[2] / "samples/async-prefetch-2-ranks/run"
+SAMPLE = Path(__file__).parents[2] / "samples/async-prefetch-2-ranks"
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from fsdp_inspect.report import ranks_wording
 from fsdp_inspect.store.reader import open_run
 from tests.app.test_pages import SAMPLES, charts_of, errors_of, read
 
-SAMPLE = "hsdp-4-ranks/run"
+SAMPLE = "hsdp-4-ranks"
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,8 @@ from fsdp_inspect.store.folder import list_runs
 from tests.app.conftest import start_app
 
 SAMPLES = Path(__file__).parents[2] / "samples"
-RUNS = sorted(
-    path.parent.relative_to(SAMPLES).as_posix() for path in SAMPLES.glob("*/run/run.json")
-)
-SMALLEST = "tiny-2-ranks/run"
+RUNS = sorted(path.parent.relative_to(SAMPLES).as_posix() for path in SAMPLES.glob("*/run.json"))
+SMALLEST = "tiny-2-ranks"
 PAGES = ("runs", "overview", "units", "memory", "ranks", "advice", "what_if", "compare")
 NS_PER_MS = 1e6
 
@@ -36,7 +34,7 @@ class Pages:
         self._opened = {name: self._open(name, run) for name in PAGES}
 
     def _open(self, name: str, run: str) -> AppTest:
-        other = SMALLEST if run.startswith("hsdp") else "hsdp-4-ranks/run"
+        other = SMALLEST if run.startswith("hsdp") else "hsdp-4-ranks"
         compared = {"baseline": run, "with": other} if name == "compare" else {"run": run}
         page = start_app(SAMPLES, name, **compared)
         assert not page.exception

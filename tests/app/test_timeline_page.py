@@ -13,7 +13,7 @@ from tests.app.conftest import start_app
 from tests.app.synthetic import make_run, write_run
 from tests.app.test_pages import SAMPLES, read
 
-RUN = "tiny-2-ranks/run"
+RUN = "tiny-2-ranks"
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ PAGES = [file.name for file in SECTIONS["This run"]]
 @pytest.fixture
 def runs(tmp_path):
     """A run in which the record and summary of rank 1 are folders, so they cannot be read."""
-    shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", tmp_path / "run")
+    shutil.copytree(SAMPLES / "tiny-2-ranks", tmp_path / "run")
     for name in (f"{RANK}/rank.json", f"{RANK}/summary.parquet"):
         (tmp_path / "run" / name).unlink()
         (tmp_path / "run" / name).mkdir()
@@ -40,11 +40,11 @@ def test_every_page_shows_the_rest(runs, page):
 def torn(tmp_path_factory):
     """A folder with a run whose tables of rank 1 end in the middle, and one without run.json."""
     folder = tmp_path_factory.mktemp("torn")
-    shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", folder / "run")
+    shutil.copytree(SAMPLES / "tiny-2-ranks", folder / "run")
     for table in ("events", "memory", "scalars"):
         file = folder / "run" / RANK / f"{table}.parquet"
         os.truncate(file, file.stat().st_size // 2)
-    shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", folder / "headless")
+    shutil.copytree(SAMPLES / "tiny-2-ranks", folder / "headless")
     (folder / "headless" / "run.json").unlink()
     return folder
 

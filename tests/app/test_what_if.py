@@ -37,7 +37,7 @@ from fsdp_inspect.store.reader import open_run
 from tests.app.conftest import start_app
 from tests.app.test_pages import SAMPLES, codes_of, read
 
-RUN = "tiny-2-ranks/run"
+RUN = "tiny-2-ranks"
 
 
 @pytest.fixture(scope="module")

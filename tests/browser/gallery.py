@@ -73,7 +73,7 @@ def record_runs(runs: Path) -> tuple[str, str, str]:
         Their ids.
     """
     for sample in list_runs(SAMPLES):
-        shutil.copytree(sample.path, runs / sample.path.parent.name)
+        shutil.copytree(sample.path, runs / sample.path.name)
     write_traces(runs / "traces")
     before = {entry.id for entry in list_runs(runs)}
     found = []

@@ -13,7 +13,7 @@ from fsdp_inspect.store.reader import open_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-SAMPLE = "hsdp-4-ranks/run"
+SAMPLE = "hsdp-4-ranks"
 NUM_RANKS, NUM_STEPS = 2, 8
 """Of the run `recorded`."""
 

@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import expect
 
 from fsdp_inspect.analysis.summary import measure_summary
-from fsdp_inspect.formatting import format_bytes, format_count, format_ns, format_ratio, format_run
+from fsdp_inspect.formatting import format_bytes, format_count, format_ns, format_ratio
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 
@@ -35,7 +35,7 @@ def test_runs_lists_the_recorded_runs_and_a_click_opens_one(server, tab, recorde
     table.click(position={"x": 70, "y": 52})
     dashboard.page.wait_for_url("**/overview?**")
     dashboard.settle()
-    name = format_run(runs[0].manifest.run_id, runs[0].manifest.name)
+    name = runs[0].id
     assert name in dashboard.page.get_by_test_id("stMain").inner_text()
     assert dashboard.page.title() == f"Overview - {name} - FSDP Inspect"
 

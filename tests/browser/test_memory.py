@@ -11,7 +11,7 @@ from tests.browser.conftest import serve
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-SAMPLE = "tiny-2-ranks/run"
+SAMPLE = "tiny-2-ranks"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from fsdp_inspect.store.reader import open_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-SAMPLE = "hsdp-4-ranks/run"
+SAMPLE = "hsdp-4-ranks"
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def test_a_text_of_a_file_loads_nothing_and_the_page_may_load_nothing_foreign(
     tmp_path, open_context, free_port
 ):
     folder = tmp_path / "runs"
-    shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", folder / "run")
+    shutil.copytree(SAMPLES / "tiny-2-ranks", folder / "run")
     for rank in (0, 1):
         record = folder / "run" / "attempt-000" / f"rank-{rank:05d}" / "rank.json"
         fields = json.loads(record.read_text())

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
     ("page", "parameters", "asked"),
     [
         pytest.param("units", {"bars": "parameters"}, "bars=parameters", id="choice"),
-        pytest.param("", {"search": "hsdp", "pin": "hsdp-4-ranks/run"}, "search=hsdp", id="runs"),
+        pytest.param("", {"search": "hsdp", "pin": "hsdp-4-ranks"}, "search=hsdp", id="runs"),
     ],
 )
 def test_a_view_is_saved_opened_and_deleted(server, tab, open_context, page, parameters, asked):

@@ -151,10 +151,10 @@ def walk(dashboard: Dashboard, width: int) -> list[Answer]:
 def write_runs(folder: Path) -> None:
     """The samples, a killed run, and a run whose table of events is torn."""
     for sample in list_runs(SAMPLES):
-        shutil.copytree(sample.path, folder / sample.path.parent.name)
+        shutil.copytree(sample.path, folder / sample.path.name)
     write_crashed(folder / "killed")
     torn = folder / "torn"
-    shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", torn)
+    shutil.copytree(SAMPLES / "tiny-2-ranks", torn)
     table = next(torn.glob("attempt-*/rank-00001/events.parquet"))
     os.truncate(table, table.stat().st_size // 2)
 

@@ -129,7 +129,7 @@ def test_catalog_on_the_disk_may_describe_runs_at_a_url_and_the_reverse(
     uploaded: str, local: Path, empty: str, tmp_path: Path
 ) -> None:
     index_runs(uploaded, tmp_path / "catalog")
-    assert open_catalog(tmp_path / "catalog").open_run("sub/deep").run_id == "sub/deep"
+    assert open_catalog(tmp_path / "catalog").open_run("sub/deep").run_id == "deep"
     index_runs(local, empty)
     assert open_catalog(empty).open_run("run-0").run_id == "run-0"
 

@@ -7,10 +7,12 @@ import pytest
 from fsdp_inspect.trace.plan import Plan
 
 SAMPLES = Path(__file__).parents[2] / "samples"
-SAMPLE = SAMPLES / "tiny-2-ranks" / "run"
+SAMPLE = SAMPLES / "tiny-2-ranks"
 
 
-@pytest.mark.parametrize("folder", sorted(SAMPLES.glob("*/run")), ids=lambda p: p.parent.name)
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in SAMPLES.glob("*/run.json")), ids=lambda p: p.name
+)
 def test_the_first_line_answers_in_words_with_the_number(invoke, folder):
     lines = invoke("advise", folder).out.splitlines()
     assert re.search(r"\d%? .*step", lines[0])
@@ -19,7 +21,9 @@ def test_the_first_line_answers_in_words_with_the_number(invoke, folder):
     assert lines[1] == ""
 
 
-@pytest.mark.parametrize("folder", sorted(SAMPLES.glob("*/run")), ids=lambda p: p.parent.name)
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in SAMPLES.glob("*/run.json")), ids=lambda p: p.name
+)
 def test_the_advice_fits_on_one_screen_of_80_by_24(invoke, folder):
     lines = invoke("advise", folder).out.splitlines()
     assert len(lines) <= 23

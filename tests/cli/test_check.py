@@ -54,12 +54,11 @@ def test_a_regression_exits_with_1_and_says_where(invoke, forecasts, baseline):
     assert "config.plant: nothing -> not resharded" in words
 
 
-def test_another_world_size_cannot_be_judged(invoke, forecasts, baseline):
+def test_another_world_size_is_a_cause(invoke, forecasts, baseline):
     ended = invoke("check", forecasts / "wider", "--baseline", baseline)
 
-    assert ended.code == 2
-    assert "world size 4" in " ".join(ended.out.split())
-    assert "--update" in ended.out
+    assert ended.code == 0
+    assert "machine.world_size: 4 -> 8" in ended.out
 
 
 def test_json_has_the_verdict_and_the_evidence(invoke, forecasts, baseline):

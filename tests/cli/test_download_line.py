@@ -15,7 +15,7 @@ from tests.s3_server import FaultyProxy
 
 pytest.importorskip("s3fs", reason="needs the extra [s3]")
 
-SAMPLE = Path(__file__).resolve().parents[2] / "samples" / "tiny-2-ranks" / "run"
+SAMPLE = Path(__file__).resolve().parents[2] / "samples" / "tiny-2-ranks"
 SQL = "SELECT run, step_time_ns FROM runs"
 LINE = re.compile(rb"\r\x1b\[2KReading \([0-9.]+ [KMi]*B downloaded\)$")
 

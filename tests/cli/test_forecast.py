@@ -170,7 +170,7 @@ def test_force_replaces_nothing_that_is_no_forecast(builder, invoke, runs_folder
 
     assert ended.code == 1
     assert "is not a forecast" in ended.err
-    assert open_run(out / "build-8-ranks").manifest.run_id == "hand-made"
+    assert open_run(out / "build-8-ranks").manifest.recorded_id == "hand-made"
 
 
 def test_the_highest_of_each_phase_is_told(invoke):

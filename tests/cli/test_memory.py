@@ -6,10 +6,10 @@ import pytest
 from fsdp_inspect.importing.snapshot import import_snapshot
 from tests.importing.snapshots import FakeAllocator, train
 
-SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
+SAMPLES = sorted(path.parent for path in (Path(__file__).parents[2] / "samples").glob("*/run.json"))
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
 def test_memory_of_a_sample_is_told(invoke, sample):
     ended = invoke("memory", sample)
     assert ended.code == 0

@@ -117,7 +117,7 @@ def test_invalid_input_has_exit_code_2_and_no_traceback(words, message, invoke):
 
 
 def test_a_calibrating_run_replaces_the_roofline(invoke):
-    run = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
+    run = Path(__file__).parents[2] / "samples" / "tiny-2-ranks"
     done = invoke("plan", *SMALL, "--json", "--calibrate", run)
     assert done.code == 0, done.err
     step = json.loads(done.out)["best"]["step_time_ns"]

@@ -45,8 +45,8 @@ def test_programs_are_told_what_was_written(invoke, runs_folder, tmp_path):
     out = tmp_path / "report.html"
     told = json.loads(invoke("report", runs_folder / "steady", "--out", out, "--json").out)
     assert (told["path"], told["bytes"]) == (str(out), out.stat().st_size)
-    assert told["runs"] == ["hand-made"]
+    assert told["runs"] == ["steady"]
     assert told["sections"][0] == "Parts of the step"
     several = [runs_folder / "steady", runs_folder / "four"]
     told = json.loads(invoke("report", *several, "--out", out, "--force", "--json").out)
-    assert told["runs"] == ["hand-made", "four"]
+    assert told["runs"] == ["steady", "four"]

@@ -5,7 +5,7 @@ import pytest
 
 from fsdp_inspect.trace.plan import Plan
 
-SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
+SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks"
 
 
 def test_a_prediction_says_by_how_much_with_its_interval_and_the_replays_error(invoke):

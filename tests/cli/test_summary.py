@@ -31,7 +31,7 @@ def test_the_verdict_is_there_for_programs_too(invoke, runs_folder):
 
 def test_a_folder_with_one_run_inside_stands_for_that_run(invoke, tmp_path):
     write_run(steady_run(run_id="only"), tmp_path / "sample" / "run")
-    assert invoke("summary", tmp_path / "sample").out.startswith("only  complete")
+    assert invoke("summary", tmp_path / "sample").out.startswith("run  complete")
 
 
 def test_a_folder_with_several_runs_asks_which(invoke, runs_folder):

@@ -28,7 +28,7 @@ def quiet(tuned, tmp_path):
 def told(tmp_path, invoke):
     """A copy of a sample, a prediction of another plan for it, and the path of the prediction."""
     run = tmp_path / "runs" / "before"
-    shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", run)
+    shutil.copytree(SAMPLES / "tiny-2-ranks", run)
     file = tmp_path / "prediction.json"
     ended = invoke("simulate", run, "--reshard-after-forward", "false", "--write-prediction", file)
     assert ended.code == 0, ended.err
@@ -92,7 +92,7 @@ def test_new_advice_says_how_earlier_predictions_came_out(tuned, invoke):
 def test_a_run_of_another_plan_cannot_be_judged_and_is_named(told, invoke):
     run, file = told
     other = run.with_name("after")
-    shutil.copytree(SAMPLES / "async-prefetch-2-ranks" / "run", other)
+    shutil.copytree(SAMPLES / "async-prefetch-2-ranks", other)
     ended = invoke("verify", file, other)
     assert ended.code == 2
     words = " ".join(ended.out.split())
@@ -132,13 +132,13 @@ def test_a_run_that_is_given_twice_is_refused(told, invoke):
     [
         ("nowhere.json", "Cannot read a prediction from"),
         (
-            SAMPLES / "tiny-2-ranks" / "run" / "run.json",
+            SAMPLES / "tiny-2-ranks" / "run.json",
             "its format is not 'fsdp-inspect prediction'",
         ),
     ],
 )
 def test_a_file_that_is_no_prediction_ends_with_2(invoke, file, complaint):
-    ended = invoke("verify", file, SAMPLES / "tiny-2-ranks" / "run")
+    ended = invoke("verify", file, SAMPLES / "tiny-2-ranks")
     assert ended.code == 2
     assert complaint in ended.err
 

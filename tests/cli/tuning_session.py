@@ -88,6 +88,6 @@ def fake_training(folder: Path, *, fails: str = "plan-1") -> list[str]:
     """A command with placeholders that writes a copy of a sample."""
     script = folder / "fake.py"
     script.write_text(FAKE.format(fails=fails))
-    sample = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
+    sample = Path(__file__).parents[2] / "samples" / "tiny-2-ranks"
     words = (sys.executable, script, sample, "{runs}", "{name}", "--plan={plan}")
     return [str(word) for word in words]

@@ -24,7 +24,7 @@ PROBE = ("-m", "fsdp_inspect.probe", "--seconds", "0.3")
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A recorded run of two ranks whose messages do not show the latency."""
-    return Path(shutil.copytree(SAMPLES / "tiny-2-ranks" / "run", tmp_path / "run"))
+    return Path(shutil.copytree(SAMPLES / "tiny-2-ranks", tmp_path / "run"))
 
 
 def test_a_probe_measures_messages_of_the_run_s_groups_and_is_used(run: Path, run_ranks: Torchrun):
@@ -70,7 +70,7 @@ def test_a_probe_narrows_the_prediction(run: Path):
     ],
 )
 def test_an_unsuitable_run_ends_with_one_line(sample: str, message: str, run_ranks: Torchrun):
-    done = run_ranks(*PROBE, SAMPLES / sample / "run", num_ranks=2, check=False)
+    done = run_ranks(*PROBE, SAMPLES / sample, num_ranks=2, check=False)
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -24,7 +24,7 @@ from fsdp_inspect.store.reader import open_run
 from tests.builders import RunBuilder
 from tests.laws.test_run_laws import STEP_NS, STEPS, UNITS, add
 
-SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
+SAMPLES = sorted(path.parent for path in (Path(__file__).parents[2] / "samples").glob("*/run.json"))
 FEW_EXAMPLES = settings(max_examples=40, deadline=None)
 
 # Steps of different lengths, enough that the middle half leaves some out.
@@ -158,12 +158,12 @@ def test_every_analysis_shows_the_same_typical_step(ranks):
     check_one_number_per_quantity(build(ranks))
 
 
-@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.parent.name for folder in SAMPLES])
+@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.name for folder in SAMPLES])
 def test_every_analysis_shows_the_same_typical_step_of_a_sample(folder):
     check_one_number_per_quantity(open_run(folder))
 
 
-@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.parent.name for folder in SAMPLES])
+@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.name for folder in SAMPLES])
 def test_a_simulation_shows_the_typical_step_as_the_recorded_one(folder):
     run = open_run(folder)
     assert measure_work(run).step_time_ns == measure_summary(run).step_time_ns.typical
@@ -193,7 +193,7 @@ def answer(capsys, monkeypatch):
     return ask
 
 
-@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.parent.name for folder in SAMPLES])
+@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.name for folder in SAMPLES])
 def test_every_command_shows_the_same_typical_step_of_a_sample(answer, folder):
     summary, breakdown, exposed, units, ranks = (
         answer(command, folder) for command in ("summary", "breakdown", "exposed", "units", "ranks")

@@ -16,7 +16,7 @@ from tests.store.run_files import write_run
 
 pytest.importorskip("distributed", reason="needs the extra [dask]")
 
-SAMPLE = Path(__file__).resolve().parents[2] / "samples" / "tiny-2-ranks" / "run"
+SAMPLE = Path(__file__).resolve().parents[2] / "samples" / "tiny-2-ranks"
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from fsdp_inspect.report.advice import (
 from fsdp_inspect.store.reader import open_run
 from tests.builders import MIB
 
-SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks" / "run"
+SAMPLE = Path(__file__).parents[2] / "samples" / "tiny-2-ranks"
 US = 1_000
 LONG_NAMES = tuple(
     f"language_model.decoder.transformer.encoder_stack.layers.{at:05d}" for at in range(4)

@@ -11,7 +11,7 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventFlag, MemoryPoint
 from tests.builders import RunBuilder, add_steady_step, steady_run
 
-SAMPLE = Path(__file__).parents[2] / "samples" / "hsdp-4-ranks" / "run"
+SAMPLE = Path(__file__).parents[2] / "samples" / "hsdp-4-ranks"
 TABLES = ["events", "memory", "devices", "scalars", "summary", "steps", "units"]
 
 

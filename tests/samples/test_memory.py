@@ -23,7 +23,7 @@ INSIDE = [one.label for one in MemoryCategory if one is not MemoryCategory.OUTSI
 
 @pytest.fixture(params=NAMES)
 def run(request: pytest.FixtureRequest) -> StoredRun:
-    return open_run(SAMPLES / request.param / "run")
+    return open_run(SAMPLES / request.param)
 
 
 def test_no_reading_lies_above_the_peak(run: StoredRun) -> None:

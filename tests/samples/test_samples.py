@@ -24,7 +24,7 @@ def expected(name: str) -> dict[str, Any]:
 
 
 def test_there_is_a_two_rank_run_and_a_hybrid_one() -> None:
-    meshes = [open_run(SAMPLES / name / "run").manifest.mesh for name in NAMES]
+    meshes = [open_run(SAMPLES / name).manifest.mesh for name in NAMES]
     assert any(len(mesh) == 1 and mesh for mesh in meshes)
     assert any(sorted(mesh.values()) == [2, 2] for mesh in meshes)
 
@@ -39,21 +39,21 @@ def test_a_sample_is_small_and_says_how_it_was_made(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_opens_complete_and_without_notes(name: str) -> None:
-    run = open_run(SAMPLES / name / "run")
+    run = open_run(SAMPLES / name)
     assert run.status is RunStatus.COMPLETE
     assert list(run.notes) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_summary_of_a_sample_has_its_expected_numbers(name: str, run_python: Torchrun) -> None:
-    done = run_python("-m", "fsdp_inspect", "summary", SAMPLES / name / "run", "--json")
+    done = run_python("-m", "fsdp_inspect", "summary", SAMPLES / name, "--json")
     summary = json.loads(done.stdout)
     assert {key: summary[key] for key in expected(name)} == expected(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_holds_nothing_of_the_machine_it_was_made_on(name: str) -> None:
-    manifest = (SAMPLES / name / "run" / "run.json").read_text()
+    manifest = (SAMPLES / name / "run.json").read_text()
     assert "/root" not in manifest
     assert "/home" not in manifest
     assert "/work" not in manifest

@@ -22,7 +22,7 @@ from fsdp_inspect.simulation.workload import (
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.plan import Plan
 
-SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
+SAMPLES = sorted(path.parent for path in (Path(__file__).parents[2] / "samples").glob("*/run.json"))
 SIZE = 1000
 RESTING = 300
 NUM_BLOCKS = 6
@@ -145,7 +145,7 @@ def test_time_does_not_depend_on_memory():
     assert steps[0].spans == steps[1].spans
 
 
-@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.parent.name for folder in SAMPLES])
+@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.name for folder in SAMPLES])
 def test_the_samples_own_peaks_play_again_within_a_percent(folder: Path):
     work = measure_work(open_run(folder))
     assert work.play().peak_bytes == pytest.approx(work.peak_bytes, rel=0.01)
@@ -154,7 +154,7 @@ def test_the_samples_own_peaks_play_again_within_a_percent(folder: Path):
 def test_a_run_without_prefetch_predicts_the_peak_with_it():
     """The two samples differ in prefetch only; both ran for real."""
     plain, ahead = (
-        open_run(Path(__file__).parents[2] / "samples" / name / "run")
+        open_run(Path(__file__).parents[2] / "samples" / name)
         for name in ("tiny-2-ranks", "async-prefetch-2-ranks")
     )
     predicted = simulate_plan(plain, Plan.from_dict(ahead.manifest.plan)).predicted.peak_bytes

@@ -31,7 +31,7 @@ from fsdp_inspect.trace.run import ParameterTraits, RunManifest, Unit
 from tests.builders import RunBuilder
 
 MS = 1_000_000
-SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
+SAMPLES = sorted(path.parent for path in (Path(__file__).parents[2] / "samples").glob("*/run.json"))
 RANKS = 2
 MESSAGE = 1_000_000
 LATENCY_NS, PER_BYTE_NS = MS, 4.0  # per bus byte: half the message on two ranks
@@ -175,7 +175,7 @@ def test_the_recorded_plan_is_the_recorded_work():
     assert scenario_of(block_plan()).workload == work.workload
 
 
-@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.parent.name for folder in SAMPLES])
+@pytest.mark.parametrize("folder", SAMPLES, ids=[folder.name for folder in SAMPLES])
 def test_a_samples_own_plan_plays_as_the_sample_does(folder: Path):
     run = open_run(folder)
     work = measure_work(run)
@@ -259,7 +259,7 @@ def test_more_ranks_pad_the_first_dimension():
 
 
 def test_a_run_without_replicas_would_all_reduce_where_it_reduces():
-    (plain,) = (path for path in SAMPLES if path.parent.name == "tiny-2-ranks")
+    (plain,) = (path for path in SAMPLES if path.name == "tiny-2-ranks")
     work = measure_work(open_run(plain))
     assert [each.all_reduces for each in work.workload.passes] == [True, True]
 

@@ -24,7 +24,7 @@ from tests.store.run_files import assert_same_rows, make_manifest, write_rank, w
 
 s3fs = pytest.importorskip("s3fs", reason="needs the extra [s3]")
 
-SAMPLE = Path(__file__).resolve().parents[2] / "samples" / "tiny-2-ranks" / "run"
+SAMPLE = Path(__file__).resolve().parents[2] / "samples" / "tiny-2-ranks"
 MISSING_NAME = "fsdp-inspect-no-such-bucket"
 
 

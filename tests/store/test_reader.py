@@ -443,7 +443,7 @@ def test_url_of_an_unknown_kind_is_named() -> None:
 
 
 def test_file_url_is_a_local_path(tmp_path: Path) -> None:
-    assert open_run(f"file://{write_run(tmp_path)}").run_id == "run"
+    assert open_run(f"file://{write_run(tmp_path)}").run_id == tmp_path.name
 
 
 @pytest.mark.study

@@ -21,7 +21,7 @@ from fsdp_inspect.trace.tables import StatisticsTable
 from tests.builders import steady_run, write_run as write_built_run
 from tests.store.run_files import assert_same_rows, write_run
 
-SAMPLES = sorted((Path(__file__).parents[2] / "samples").glob("*/run"))
+SAMPLES = sorted(path.parent for path in (Path(__file__).parents[2] / "samples").glob("*/run.json"))
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def uses_its_statistics(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> bool
     return not computed
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
 def test_a_summary_is_the_same_with_and_without_statistics(sample: Path, tmp_path: Path) -> None:
     path = shutil.copytree(sample, tmp_path / "run")
     compact_run(path)

@@ -84,7 +84,7 @@ class RunFolder:
         for entry in entries:
             if entry.id == name:
                 return entry
-        same = [one for one in entries if one.manifest and one.manifest.run_id == name]
+        same = [one for one in entries if one.manifest and one.manifest.has_id(name)]
         if len(same) == 1:
             return same[0]
         names = [entry.id for entry in entries]

@@ -216,7 +216,7 @@ def find_obstacles(
     """
     for run in runs:
         manifest = run.manifest
-        if manifest.run_id == prediction.run_id:
+        if manifest.has_id(prediction.run_id):
             yield (
                 f"Run {manifest.run_id} is the baseline of the prediction. "
                 "Expected a run of the predicted plan."

@@ -193,14 +193,14 @@ class TrackRecord:
 
 
 def measure_track_record(
-    ledger: Ledger, *, run_id: str | None = None, changes: Collection[str] = ()
+    ledger: Ledger, *, run_ids: Collection[str] | None = None, changes: Collection[str] = ()
 ) -> TrackRecord:
     """Sum up a prediction history.
 
     Args:
         ledger: The prediction history of a folder of runs.
-        run_id: Only predictions from this baseline; None: all. The Advice page of the dashboard
-            uses it for the outcomes of a run's suggestions.
+        run_ids: Only predictions from the baseline with these names; None: all. The Advice page of
+            the dashboard uses it for the outcomes of a run's suggestions.
         changes: Settings with a separate tally (`Prediction.changes`).
     """
     last = {outcome.prediction_id: outcome for outcome in ledger.outcomes}
@@ -208,7 +208,7 @@ def measure_track_record(
     found = [
         VerifiedPrediction(prediction, last.get(prediction.prediction_id))
         for prediction in made.values()
-        if run_id is None or prediction.run_id == run_id
+        if run_ids is None or prediction.run_id in run_ids
     ]
     found.sort(key=lambda each: -each.prediction.created_unix_ns)
     tally = _tally(found)

@@ -12,7 +12,7 @@ from fsdp_inspect.store.reduction.memory_parts import samples_of
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveOwner
 from tests.recording.test_storage_log import forward_and_backward
 
-SAMPLE = Path(__file__).parents[3] / "samples/tiny-2-ranks/run"
+SAMPLE = Path(__file__).parents[3] / "samples/tiny-2-ranks"
 STEP = 3
 
 

@@ -368,17 +368,17 @@ def test_an_imported_run_without_passes_is_not_judged():
     )
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in SAMPLES.glob("*/run")))
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in SAMPLES.glob("*/run.json")))
 def test_every_sample_did_what_its_plan_says(name):
-    check = check_plan(open_run(SAMPLES / name / "run"))
+    check = check_plan(open_run(SAMPLES / name))
     assert check.is_consistent is True, check.sentence
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in SAMPLES.glob("*/run")))
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in SAMPLES.glob("*/run.json")))
 def test_gathered_bytes_are_the_padded_parameters_in_their_dtype(name):
     """RULES E: all-gather bytes are the sum of the padded numel times the dtype's size."""
-    manifest = open_run(SAMPLES / name / "run").manifest
-    check = check_plan(open_run(SAMPLES / name / "run"))
+    manifest = open_run(SAMPLES / name).manifest
+    check = check_plan(open_run(SAMPLES / name))
     for unit, described in zip(check.units, manifest.units, strict=True):
         shards = len(manifest.process_groups[described.shard_group].ranks)
         assert unit.all_gather.observed_bytes == (shards * described.sharded_bytes,)

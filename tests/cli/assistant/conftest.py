@@ -21,7 +21,7 @@ def runs_folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("assistant")
     folder = root / "runs"
     for sample in ("tiny-2-ranks", "hsdp-4-ranks", "async-prefetch-2-ranks"):
-        shutil.copytree(SAMPLES / sample / "run", folder / sample)
+        shutil.copytree(SAMPLES / sample, folder / sample)
     write_run(folder / "failed", make_run(num_ranks=2, num_steps=4), failures={1: "ValueError: x"})
     write_run(root / "secret", make_run(num_ranks=2, num_steps=4))
     (folder / "linked").symlink_to(root / "secret")

@@ -45,7 +45,7 @@ def _of(ask: Callable[[Any], Any]) -> Callable[[str], Any]:
 
 @cache
 def _open(run: str) -> Any:
-    return open_run(SAMPLES / run / "run")
+    return open_run(SAMPLES / run)
 
 
 QUESTIONS = (

@@ -25,7 +25,7 @@ def export(run, folder, *, name="trace.json", ranks=None, steps=None, **options)
 
 @pytest.fixture(scope="module", params=["async-prefetch-2-ranks", "hsdp-4-ranks"])
 def sample(request):
-    return open_run(SAMPLES / request.param / "run")
+    return open_run(SAMPLES / request.param)
 
 
 def test_a_recorded_run_is_a_valid_trace_with_every_event_as_a_slice(sample, tmp_path):

@@ -9,7 +9,7 @@ from fsdp_inspect.simulation.planning.transformer import load_model
 from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.store.reader import open_run
 
-SAMPLE = Path(__file__).parents[3] / "samples" / "tiny-2-ranks" / "run"
+SAMPLE = Path(__file__).parents[3] / "samples" / "tiny-2-ranks"
 
 
 def test_the_operations_of_a_run_are_those_of_the_formulas_with_attention() -> None:

@@ -51,7 +51,7 @@ def test_the_last_outcome_of_a_prediction_counts_and_the_newest_comes_first():
 
 def test_predictions_of_one_baseline_are_found_with_their_outcomes():
     other = prediction(prediction_id="other", run_id="another")
-    record = measure_track_record(Ledger((prediction(), other), (outcome(),)), run_id="another")
+    record = measure_track_record(Ledger((prediction(), other), (outcome(),)), run_ids=["another"])
     assert [(each.prediction, each.outcome) for each in record.predictions] == [(other, None)]
 
 

@@ -119,7 +119,11 @@ def _allocator(options: argparse.Namespace, _: Path) -> list[Figure]:
 def _search(options: argparse.Namespace, folder: Path) -> list[Figure]:
     from tests.studies.benchmarks.search import measure_search
 
-    samples = [options.sample] if options.sample else sorted(SAMPLES.glob("*/run"))
+    samples = (
+        [options.sample]
+        if options.sample
+        else sorted(path.parent for path in SAMPLES.glob("*/run.json"))
+    )
     return measure_search(
         folder, samples, ranks=options.ranks, steps=options.search_steps, repeats=5
     )

@@ -122,11 +122,11 @@ def measure_dashboard(folder: Path, scale: Scale = FULL) -> list[Figure]:
 
 def _write_runs(folder: Path, scale: Scale) -> None:
     for name in _RECORDED:
-        if not (SAMPLES / name / "run").is_dir():
+        if not (SAMPLES / name).is_dir():
             raise RuntimeError(
                 f"No sample {name!r} in {str(SAMPLES)!r}. `make samples` records it."
             )
-        shutil.copytree(SAMPLES / name / "run", folder / name)
+        shutil.copytree(SAMPLES / name, folder / name)
     shape = Shape(scale.ranks, scale.steps, scale.units)
     whole = write_repeated_run(folder / _LARGE[0], shape, distinct=_DISTINCT_RANKS)
     write_part(whole, folder / _LARGE[1], shape)

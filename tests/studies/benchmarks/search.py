@@ -69,7 +69,7 @@ def measure_search(
             (f"--dask local:{NUM_CPUS}", pair, ""),
         ):
             for path, what, slowdown in (
-                *((sample, sample.parent.name, None) for sample in samples),
+                *((sample, sample.name, None) for sample in samples),
                 (large, f"{NUM_UNITS} units", None),
                 (large, f"{NUM_UNITS} units with a slowdown of compute", SLOWDOWN),
             ):

@@ -48,7 +48,7 @@ from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 from tests.importing.snapshots import FakeAllocator, train
 from tests.prediction_records import outcome
 
-SAMPLE = Path(__file__).parents[3] / "samples" / "tiny-2-ranks" / "run"
+SAMPLE = Path(__file__).parents[3] / "samples" / "tiny-2-ranks"
 RANK = "attempt-000/rank-00000"
 _STACKS = """\
 {"clock_ns": 5, "training_thread": "0x01", "threads": {"0x01": "MainThread"}}

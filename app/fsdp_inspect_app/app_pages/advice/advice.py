@@ -42,6 +42,7 @@ from fsdp_inspect.simulation.predictions.ledger import (
     read_ledger,
 )
 from fsdp_inspect.store.boundary import is_in_folder
+from fsdp_inspect.store.folder import folder_name
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.app_pages.advice.charts import draw_front, frame_front, frame_outcomes
 from fsdp_inspect_app.app_pages.advice.search import PLAN_FILE, advice_of, default_wishes
@@ -92,7 +93,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
         _show_findings(advice.findings, run.manifest)
     if advice.plan is None:
         _show_refusal(advice)
-        _show_outcomes(entry, run.id)
+        _show_outcomes(entry)
         return
     _show_plan(entry, run, advice, question)
 
@@ -246,7 +247,7 @@ def _show_plan(entry: RunEntry, run: Run, advice: Advice, question: Question) ->
         _show_suggestion(place, suggestion, plan, question, run.manifest)
     if plan.suggestions:
         _show_how_to_run(entry, plan, question)
-    _show_outcomes(entry, advice.run_id)
+    _show_outcomes(entry)
     left, right = st.columns([3, 2])
     with left:
         _show_front(plan, question)
@@ -450,7 +451,7 @@ def _pick_point(front: Sequence[ParetoPoint]) -> ParetoPoint:
     return front[int(chosen)]
 
 
-def _show_outcomes(entry: RunEntry, run_id: str) -> None:
+def _show_outcomes(entry: RunEntry) -> None:
     """Show predictions and measured outcomes of earlier suggestions for this run."""
     folder = loading.runs_folder()
     if isinstance(entry.path, str) or isinstance(folder, str):
@@ -459,7 +460,8 @@ def _show_outcomes(entry: RunEntry, run_id: str) -> None:
     if not is_in_folder(place, folder):
         return
     try:
-        record = measure_track_record(read_ledger(place), run_id=run_id)
+        names = (entry.run_id, folder_name(entry.path))
+        record = measure_track_record(read_ledger(place), run_ids=names)
     except PredictionError as error:
         st.warning(plain(str(error)), icon=":material/warning:")
         return

@@ -15,6 +15,7 @@ from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.html import ComparisonContents, render_comparison_page
 from fsdp_inspect.result_types import Comparison, RunEntry, RunManifest, Side, UnitMeasure
+from fsdp_inspect.trace.run import TableOrigin
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.app_pages.compare.charts import (
     draw_memory_changes,
@@ -117,15 +118,15 @@ def show_page() -> None:
 
 def _refuse_copies(chosen: Sequence[RunEntry]) -> None:
     """Reject copies of one run, which would never differ."""
-    seen: dict[str, str] = {}
+    seen: dict[TableOrigin, str] = {}
     for entry in chosen:
-        run_id = loading.open_entry(entry).manifest.run_id
-        if run_id in seen:
+        origin = loading.open_entry(entry).manifest.origin()
+        if origin in seen:
             raise FsdpInspectError(
-                f"{seen[run_id]!r} and {entry.id!r} are copies of one run, {run_id!r}. Expected "
-                "different runs. Remove one of them from the comparison."
+                f"{seen[origin]!r} and {entry.id!r} are copies of one run, {origin.run_id!r}. "
+                "Expected different runs. Remove one of them from the comparison."
             )
-        seen[run_id] = entry.id
+        seen[origin] = entry.id
 
 
 # --- sides
