@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def mark_slow(cases: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
@@ -26,3 +27,10 @@ def chosen_cases(request: pytest.FixtureRequest, argument: str) -> Callable[[Any
             if call is not None and argument in call.params:
                 wanted.add(call.params[argument])
     return lambda case: case in wanted
+
+
+def examples(most: int) -> int:
+    """The number of examples of a property: `most` at night, and at most the default otherwise."""
+    default: int = settings.get_profile("guard").max_examples
+    is_guard = settings.default is not None and settings.default.max_examples == default
+    return min(most, default) if is_guard else most

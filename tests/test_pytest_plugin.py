@@ -153,6 +153,7 @@ def part_of(printed: str, test: str) -> str:
 # --- forecasts
 
 
+@pytest.mark.slow
 def test_a_forecast_is_held_against_its_limit_and_its_baseline(session: Session) -> None:
     session.pytester.makepyfile(test_memory=FORECASTS)
 

@@ -269,6 +269,7 @@ CHOICES = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(workload=workloads(), choices=st.lists(CHOICES, min_size=2, max_size=6))
 @settings(max_examples=12, deadline=None)
 def test_plans_that_share_work_take_what_the_simulation_of_each_says(

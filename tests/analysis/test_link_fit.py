@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.analysis.link_fit import fit_link
+from tests.cases import examples
 
 FACTOR = 7 / 8
 SIZES = np.array([1 << 20, 4 << 20, 16 << 20] * 8)
@@ -75,7 +76,7 @@ def test_without_bytes_and_durations_there_is_no_fit():
     assert fit_link(np.array([-1, 64]), np.array([10, 0]), 1.0) is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 10**6), st.integers(100, 10**9)), min_size=1, max_size=20),
     st.integers(2, 100),

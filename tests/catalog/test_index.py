@@ -153,6 +153,7 @@ def index_with_many_publications(folder: Path) -> None:
     index_runs(folder, rebuild=True)
 
 
+@pytest.mark.slow
 def test_a_killed_index_leaves_a_readable_catalog_that_the_next_one_completes(
     tmp_path: Path,
 ) -> None:

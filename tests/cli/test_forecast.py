@@ -102,6 +102,7 @@ def test_json_from_a_new_process_holds_what_the_table_shows(command):
     assert reserved["expandable_peak_reserved_bytes"] % (2 << 20) == 0
 
 
+@pytest.mark.slow
 def test_a_builder_of_ones_own_is_found_from_the_current_folder(builder, invoke):
     ended = invoke(
         "forecast", builder, "--set", "width=256", "--fit", "1MiB", "--json", *WITHOUT_ALLOWANCE
@@ -150,6 +151,7 @@ def test_what_cannot_be_forecast_says_why(builder, invoke, arguments, message):
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 def test_only_what_was_asked_for_is_kept_and_replaced_when_told(builder, invoke, tmp_path):
     out = tmp_path / "kept"
     asked = ("forecast", builder, "--world-size", "4", "--fit", "1MiB", "--out", out)

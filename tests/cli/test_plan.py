@@ -139,6 +139,7 @@ def forked(monkeypatch):
     monkeypatch.setattr(forecaster, "subprocess", popen)
 
 
+@pytest.mark.slow
 def test_the_reported_plans_are_forecast_and_say_so(forked, invoke):
     done = invoke("plan", *TINY, "--json")
 

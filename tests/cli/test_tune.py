@@ -76,6 +76,7 @@ def test_a_plan_that_runs_out_of_memory_is_an_outcome_and_no_end(tmp_path):
     assert len(ledger.predictions) == 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_has_ended_and_resume_does_the_rest(tmp_path):
     command = fake_training(tmp_path, fails="none")
     words = [sys.executable, "-m", "fsdp_inspect", "tune", "--runs-dir", tmp_path / "runs"]

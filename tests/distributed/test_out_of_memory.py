@@ -61,6 +61,7 @@ def script(run_ranks: Any, tmp_path: Path) -> Any:
     return train
 
 
+@pytest.mark.slow
 def test_the_first_proposed_plan_passes_under_the_limit_and_the_recorded_one_does_not(
     trainer: Any, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ def figures_in(out: Path) -> list[dict[str, str]]:
     return figures
 
 
+@pytest.mark.slow
 def test_a_second_call_adds_its_steps_to_the_results_of_the_first(tmp_path: Path) -> None:
     assert offline(tmp_path, "100", "costs").returncode == 0
     done = offline(tmp_path, "12", "clock")

@@ -12,6 +12,7 @@ from fsdp_inspect.errors import FsdpInspectError, ImportingError
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.importing.trace_file import ImportLimits
 from fsdp_inspect.store.reader import open_run
+from tests.cases import examples
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 
@@ -172,7 +173,7 @@ FIELDS = ("ph", "cat", "name", "ts", "dur", "pid", "tid", "args")
 ARGUMENTS = ("correlation", "External id", "dtype", "Group size", "Out msg nelems", "stream")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_events_with_odd_values_are_borne_or_refused_in_words(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("odd")
@@ -190,7 +191,7 @@ def test_events_with_odd_values_are_borne_or_refused_in_words(tmp_path_factory, 
         assert_the_parts_add_up(folder / "run")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_damaged_bytes_are_borne_or_refused_in_words(tmp_path_factory, whole, data):
     folder = tmp_path_factory.mktemp("damaged")

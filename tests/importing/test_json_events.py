@@ -10,6 +10,7 @@ from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing import json_events
 from fsdp_inspect.importing.json_events import EventReader, find_event_ends
 from fsdp_inspect.importing.trace_file import ImportLimits
+from tests.cases import examples
 
 TEXT = st.text(st.sampled_from('ab"\\{}[],: \n\té'), max_size=12)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
@@ -34,7 +35,7 @@ def small_stretches(monkeypatch):
     monkeypatch.setattr(json_events, "STRETCH_BYTES", 32)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(EVENTS, KEYS, KEYS, st.integers(1, 50), st.booleans())
 def test_events_and_values_are_those_of_the_json(events, before, after, block, indents):
     content = {**before, "traceEvents": events, **after}
@@ -46,7 +47,7 @@ def test_events_and_values_are_those_of_the_json(events, before, after, block, i
     assert beside == {**before, **after}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(EVENTS)
 def test_the_ends_of_events_are_where_each_is_whole(events):
     encoded = json.dumps(events).encode()[1:]

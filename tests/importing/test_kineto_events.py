@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.importing.kineto_events import Category, read_trace
 from fsdp_inspect.importing.trace_file import ImportLimits
+from tests.cases import examples
 
 KINETO_NS = st.integers(0, 7_889_238 * 10**9)
 """Kineto's times are within three months of its base time."""
@@ -34,7 +35,7 @@ def read(path):
     return read_trace(path, ImportLimits())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(KINETO_NS, min_size=1, max_size=9) | st.lists(UNIX_NS, min_size=1, max_size=9))
 def test_times_are_exact_to_the_nanosecond(tmp_path_factory, times):
     path = tmp_path_factory.mktemp("trace") / "trace.json"

@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from fsdp_inspect.errors import CorruptFileError, FsdpInspectError
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.importing.snapshot_pickle import read_plain_pickle
+from tests.cases import examples
 from tests.importing.snapshots import FakeAllocator, train
 
 numbers = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.booleans()
@@ -162,7 +163,7 @@ def test_a_snapshot_cut_off_anywhere_leaves_nothing_behind(tmp_path):
         assert not import_bytes(SNAPSHOT[:length], tmp_path)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(SNAPSHOT) - 1), st.binary(max_size=3)), max_size=4))
 def test_a_damaged_snapshot_is_imported_or_refused_in_words(tmp_path_factory, damage):
     data = bytearray(SNAPSHOT)
@@ -198,7 +199,7 @@ def nearly_snapshots(draw):
     return snapshot
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(nearly_snapshots())
 def test_a_snapshot_with_an_impossible_value_is_imported_or_refused_in_words(
     tmp_path_factory, snapshot

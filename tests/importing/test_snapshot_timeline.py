@@ -7,6 +7,7 @@ from fsdp_inspect.importing.snapshot_contents import parse_snapshot
 from fsdp_inspect.importing.snapshot_positions import follow_annotations
 from fsdp_inspect.importing.snapshot_timeline import find_alive, follow_trace
 from fsdp_inspect.trace.codes import MemoryCategory
+from tests.cases import examples
 from tests.importing.snapshots import KIB, FakeAllocator, train
 
 operations = st.lists(
@@ -29,7 +30,7 @@ def run_program(program):
     return allocator, course
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(operations)
 def test_the_timeline_is_what_the_allocator_counted(program):
     allocator, course = run_program(program)
@@ -41,7 +42,7 @@ def test_the_timeline_is_what_the_allocator_counted(program):
     assert (timeline.active >= timeline.allocated).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(operations, st.integers(0, 1000))
 def test_what_is_alive_adds_up_to_what_is_allocated_at_every_moment(program, number):
     allocator, _ = run_program(program)

@@ -7,6 +7,7 @@ from hypothesis import given, settings, strategies as st
 from fsdp_inspect.emulation.allocator.blocks import Block
 from fsdp_inspect.emulation.allocator.caching_allocator import CachingAllocator, DeviceFullError
 from fsdp_inspect.emulation.allocator.settings import MIB, AllocatorSettings
+from tests.cases import examples
 
 SIZES = st.one_of(
     st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(MIB, 64 * MIB), st.just(10 * MIB)
@@ -64,7 +65,7 @@ def check(allocator: CachingAllocator, used: list[Block]) -> None:
     assert all(block.is_used for block in used)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SETTINGS, STEPS)
 def test_blocks_tile_the_segments_and_nothing_overlaps(
     chosen: AllocatorSettings, steps: list[tuple[str, int, int]]
@@ -72,7 +73,7 @@ def test_blocks_tile_the_segments_and_nothing_overlaps(
     run(CachingAllocator(chosen), steps)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SETTINGS, STEPS)
 def test_freeing_everything_and_emptying_the_cache_returns_all_memory(
     chosen: AllocatorSettings, steps: list[tuple[str, int, int]]
@@ -85,7 +86,7 @@ def test_freeing_everything_and_emptying_the_cache_returns_all_memory(
     assert allocator.segments() == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(SETTINGS, STEPS)
 def test_equal_requests_give_equal_addresses(
     chosen: AllocatorSettings, steps: list[tuple[str, int, int]]

@@ -13,11 +13,12 @@ from fsdp_inspect.results import to_plain
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Stream
 from fsdp_inspect.trace.tables import EventTable
 from tests.builders import RunBuilder
+from tests.cases import examples
 
 STEP_NS = 50
 UNITS = ("", "layers.0", "layers.1")
 KINDS = sorted(set(EventKind) - {EventKind.STEP})
-FEW_EXAMPLES = settings(max_examples=50, deadline=None)
+FEW_EXAMPLES = settings(max_examples=examples(50), deadline=None)
 
 
 @st.composite

@@ -11,9 +11,10 @@ from fsdp_inspect.store.reduction.run_statistics import condense_memory, condens
 from fsdp_inspect.store.reduction.timed_steps import StepRules
 from fsdp_inspect.trace.codes import PARTS_OF_STEP, EventKind, Statistic, StepPart
 from fsdp_inspect.trace.tables import SummaryTable, rows_of
+from tests.cases import examples
 from tests.laws.test_typical_step_laws import RANKS, build
 
-FEW_EXAMPLES = settings(max_examples=40, deadline=None)
+FEW_EXAMPLES = settings(max_examples=examples(40), deadline=None)
 STATISTICS = (Statistic.LOW, Statistic.MIDDLE, Statistic.HIGH)
 
 

@@ -22,10 +22,11 @@ from fsdp_inspect.cli import main
 from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.store.reader import open_run
 from tests.builders import RunBuilder
+from tests.cases import examples
 from tests.laws.test_run_laws import STEP_NS, STEPS, UNITS, add
 
 SAMPLES = sorted(path.parent for path in (Path(__file__).parents[2] / "samples").glob("*/run.json"))
-FEW_EXAMPLES = settings(max_examples=40, deadline=None)
+FEW_EXAMPLES = settings(max_examples=examples(40), deadline=None)
 
 # Steps of different lengths, enough that the middle half leaves some out.
 RANKS = st.lists(

@@ -16,11 +16,12 @@ from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Method, Phase, Stream
 from fsdp_inspect.trace.tables import EventTable
 from tests.builders import RunBuilder
+from tests.cases import examples
 
 STEP_NS = 60
 UNITS = ("", "layers.0", "layers.1")
 HAPPENINGS = sorted(NEEDED_KINDS - {EventKind.STEP, EventKind.COMPUTE} | {EventKind.FORWARD})
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=examples(40), deadline=None)
 MOMENTS = st.integers(0, STEP_NS)
 
 

@@ -79,6 +79,7 @@ def tune(folder: Path, *options: object, **variables: str) -> list[str]:
     return [plan.read_text() for plan in sorted(folder.rglob("plan-*.toml"))]
 
 
+@pytest.mark.slow
 def test_tune_starts_its_workers_once_and_chooses_the_plans_of_one_process(tmp_path: Path) -> None:
     started = tmp_path / "started"
     started.mkdir()
@@ -162,6 +163,7 @@ def start_diagnosis(run: Path, folder: Path, *options: str) -> subprocess.Popen[
     )
 
 
+@pytest.mark.slow
 def test_plans_after_out_of_memory_are_those_of_one_process_although_a_worker_is_killed(
     cluster: Cluster, failed: Path, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def assert_nothing_is_left(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_worker_killed_in_a_task_changes_no_byte_of_the_run(
     traces: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def block_of(section: str, language: str) -> str:
     return str(block)
 
 
+@pytest.mark.slow
 def test_slurm_script_imports_traces_on_the_workers_of_a_job(tmp_path: Path) -> None:
     pytest.importorskip("dask_jobqueue", reason="needs dask-jobqueue")
     for name, text in (("sbatch", SBATCH), ("scancel", SCANCEL)):
@@ -125,6 +126,7 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
             process.wait(60)
 
 
+@pytest.mark.slow
 def test_kubernetes_commands_index_runs(tmp_path: Path, free_port: Callable[[], int]) -> None:
     runs, port = tmp_path / "runs", free_port()
     write_run(runs / "run", ranks=range(2))

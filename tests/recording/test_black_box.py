@@ -133,6 +133,7 @@ def test_a_rank_that_is_killed_leaves_all_of_its_collectives(tmp_path: Path) -> 
     assert begun_ns <= box.header.ended_unix_ns <= time.time_ns()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the keeper needs Linux")
 def test_the_keeper_of_the_first_rank_that_vanished_prints_the_diagnosis(tmp_path: Path) -> None:
     write_crashed(tmp_path / "run")

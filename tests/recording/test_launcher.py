@@ -154,6 +154,7 @@ def test_spawned_processes_find_the_functions_of_the_script(tmp_path: Path) -> N
     assert launched.stdout == "[1, 4, 9]\n"
 
 
+@pytest.mark.slow
 def test_variables_that_torch_reads_at_import_are_still_the_scripts_to_set(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os\nos.environ['OMP_NUM_THREADS'] = '2'\n"

@@ -76,6 +76,7 @@ def _units() -> FSDPModule:
     return fully_shard(model)
 
 
+@pytest.mark.slow
 def test_the_training_sees_the_error_at_every_mark_of_a_step(
     one_rank: None,
     tmp_path: Path,

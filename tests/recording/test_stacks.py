@@ -98,6 +98,7 @@ def test_a_handler_with_a_file_of_its_own_stays_and_a_crash_is_not_ruled_out(
     assert "was killed, crashed in native code, or left with os._exit" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handler", mark_slow(("record", "environment"), but=("environment",)))
 def test_after_the_recording_stacks_go_to_stderr_again(tmp_path: Path, handler: str) -> None:
     stderr = crash(tmp_path, handler, "after")

@@ -116,6 +116,7 @@ def test_the_link_names_the_run():
     assert page_of(None, "a") is None
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_training_feeds_its_trackers_and_keeps_its_losses(tmp_path):
     tracked = run_tracked(tmp_path / "run", "fake", "broken", "hanging")

@@ -29,6 +29,7 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Phase, Source
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from tests.builders import InMemoryRun, RunBuilder
+from tests.cases import examples
 
 US = 1_000
 MS = 1_000_000
@@ -155,21 +156,21 @@ def played_again(run: InMemoryRun) -> tuple[int, int]:
 
 
 @given(workload=workloads())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_blocking_run_plays_again_in_its_own_time(workload: Workload):
     played, measured = played_again(as_run(workload, Execution.BLOCKING_HOST))
     assert abs(played - measured) <= 200  # ns: every mean is rounded
 
 
 @given(workload=workloads())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_an_emulated_run_plays_again_in_its_own_time(workload: Workload):
     played, measured = played_again(as_run(workload, Execution.HOST))
     assert abs(played - measured) <= 200  # ns: every mean is rounded
 
 
 @given(workload=programs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_program_of_passes_plays_again_in_its_own_time(workload: Workload):
     played, measured = played_again(as_run(workload, Execution.BLOCKING_HOST))
     assert abs(played - measured) <= 500  # ns: every mean is rounded
@@ -212,7 +213,7 @@ def test_a_run_with_other_collectives_than_the_schedule_is_refused():
 
 
 @given(workload=programs().filter(lambda drawn: drawn.passes[0].tape[0] == (Op.ENTER, 0)))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_any_program_of_a_root_plays_again_in_its_own_time(workload: Workload):
     # Code before a pass is part of its compute. Passes with one tape share its mean.
     workload = replace(workload, passes=tuple(replace(p, before_ns=0) for p in workload.passes))
@@ -222,7 +223,7 @@ def test_any_program_of_a_root_plays_again_in_its_own_time(workload: Workload):
 
 
 @given(workload=workloads())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_the_stretches_and_what_is_taken_make_up_the_step(workload: Workload):
     run = as_run(workload, Execution.BLOCKING_HOST)
     member = timed_rank(run)

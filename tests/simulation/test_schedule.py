@@ -21,6 +21,7 @@ from fsdp_inspect.simulation.workload import (
     tape_of,
 )
 from fsdp_inspect.trace.codes import EventKind
+from tests.cases import examples
 from tests.simulation.oracle import Case, Layer, Move, play_with_torch, workload_of
 
 US = 1_000
@@ -193,26 +194,26 @@ def assert_same_schedule(case: Case, mesh: DeviceMesh) -> None:
 
 
 @given(case=cases())
-@settings(max_examples=NUM_CASES, deadline=None)
+@settings(max_examples=examples(NUM_CASES), deadline=None)
 def test_the_schedule_is_that_of_torch_on_streams(mesh: DeviceMesh, case: Case):
     assert_same_schedule(without_replicas(case), mesh)
 
 
 @given(case=programs())
-@settings(max_examples=NUM_CASES, deadline=None)
+@settings(max_examples=examples(NUM_CASES), deadline=None)
 def test_any_program_of_passes_runs_as_on_torch(mesh: DeviceMesh, case: Case):
     assert_same_schedule(without_replicas(case), mesh)
 
 
 @given(case=cases())
-@settings(max_examples=NUM_CASES // 2, deadline=None)
+@settings(max_examples=examples(NUM_CASES // 2), deadline=None)
 def test_the_schedule_is_that_of_torch_with_replicas(hybrid_mesh: DeviceMesh, case: Case):
     case = of_two_at_most(case)
     assert_same_schedule(replace(case, separate_reduce_group=False), hybrid_mesh)
 
 
 @given(case=cases())
-@settings(max_examples=NUM_CASES, deadline=None)
+@settings(max_examples=examples(NUM_CASES), deadline=None)
 def test_a_step_without_spans_takes_the_same_time(case: Case):
     schedule = Schedule(workload_of(case), StreamMachine())
     bare = [schedule.play(with_spans=False) for _ in range(2)][1]

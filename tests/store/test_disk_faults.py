@@ -25,6 +25,7 @@ from fsdp_inspect.store.schema import EVENTS, MEMORY
 from fsdp_inspect.store.streams import read_stream
 from fsdp_inspect.store.writer import LONGEST_RETRY_S, RankWriter, RetryTimer, SpareDescriptor
 from fsdp_inspect.trace.run import RunStatus
+from tests.cases import examples
 from tests.store.run_files import event_row, make_manifest, make_record, memory_row
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +143,7 @@ def act(writer: RankWriter, disk: FaultyOs, action: str, value: int, num_rows: i
     return 0
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     actions=st.lists(ACTIONS, max_size=40),
     max_backlog=st.sampled_from([1, 5_000, 50_000, 1 << 26]),

@@ -22,6 +22,7 @@ from fsdp_inspect.store.schema import (
 from fsdp_inspect.store.streams import Row
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.tables import Table
+from tests.cases import examples
 from tests.store.run_files import assert_same_rows, make_manifest, make_record, sorted_by, table_of
 
 RANK = "attempt-000/rank-00000"
@@ -60,7 +61,7 @@ def expected(file: TableFile[Table], batches: Batches) -> Table:
     return sorted_by(table_of(file.table, rows), file.sort_by or "")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(batches_of(EVENTS), batches_of(MEMORY), batches_of(DEVICE), batches_of(SCALARS))
 def test_rows_survive_writing_reading_and_compacting(
     events: Batches, memory: Batches, devices: Batches, scalars: Batches

@@ -10,6 +10,7 @@ from fsdp_inspect.analysis.clocks.alignment import align_clocks, last_arrivals
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.run import ProcessGroup
 from tests.builders import RunBuilder
+from tests.cases import examples
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ collectives = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.tuples(offsets, drifts), st.tuples(offsets, drifts), collectives, st.booleans())
 def test_the_true_offset_lies_within_the_stated_uncertainty(one, two, schedule, chained):
     machines, clocks = ["a", "a", "b", "c"], {"a": Clock(), "b": Clock(*one), "c": Clock(*two)}

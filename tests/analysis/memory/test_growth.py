@@ -5,6 +5,7 @@ from hypothesis import given, settings, strategies as st
 from fsdp_inspect.analysis.memory.growth import MIN_STEPS, measure_memory_growth
 from fsdp_inspect.trace.codes import MemoryPoint
 from tests.builders import MIB, RunBuilder
+from tests.cases import examples
 
 GIB = 1 << 30
 
@@ -91,7 +92,7 @@ def test_very_many_steps_are_thinned_out():
     assert (growth.num_steps, growth.growth_bytes_per_step) == (3000, MIB)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 2**32 - 1))
 def test_a_slope_is_found_through_noise_smaller_than_it(seed):
     noise = np.random.default_rng(seed).integers(-MIB, MIB, 40)

@@ -6,6 +6,7 @@ from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.stragglers.rank_replay import Replay, read_programs
 from fsdp_inspect.trace.codes import EventKind, Stream
 from tests.builders import RunBuilder
+from tests.cases import examples
 
 
 class Lockstep:
@@ -152,7 +153,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.lists(actions, min_size=1, max_size=15))
 def test_any_schedule_of_work_collectives_and_waits_is_reproduced(schedule):
     job = Lockstep(3)

@@ -17,6 +17,7 @@ from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.apply import apply_plan
 from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.trace.plan import Plan
+from tests.cases import examples
 from tests.torch_versions import needs_torch
 
 WIDTH = 8
@@ -145,7 +146,7 @@ def sizes_of(model: nn.Module) -> list[tuple[str, dict[str, int], dict[str, list
 
 @pytest.mark.filterwarnings("ignore:Unit .* holds only vectors")
 @given(data=st.data(), tree=TREES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_an_observed_plan_gives_a_copy_the_same_units_sizes_and_collectives(
     meshes: list[DeviceMesh], data: st.DataObject, tree: Tree
 ):

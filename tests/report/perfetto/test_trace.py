@@ -11,6 +11,7 @@ from fsdp_inspect.report.selection import select
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Stream
 from tests.builders import RunBuilder, add_steady_step, steady_run
+from tests.cases import examples
 from tests.report.perfetto.trace_reader import read_trace
 
 SAMPLES = Path(__file__).parents[3] / "samples"
@@ -250,7 +251,7 @@ kinds = st.sampled_from(
 
 
 @given(st.lists(st.tuples(kinds, span, st.integers(0, 120)), max_size=25), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_schedule_gives_slices_that_overlap_on_a_track(tmp_path_factory, members, on_stream):
     builder = RunBuilder()
     rank = builder.rank(0)

@@ -79,6 +79,7 @@ def test_full_checkpointing_repeats_the_forward_of_the_blocks_in_backward(foreca
     assert repeated == run("none", "forward", blocks) - last_products > 0
 
 
+@pytest.mark.slow
 def test_the_best_plan_is_that_of_all_forecasts(forecasts):
     machine = make_machine("h100-nvlink", memory_bytes=4 * GIB)
 

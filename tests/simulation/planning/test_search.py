@@ -98,6 +98,7 @@ def test_a_budget_inside_the_interval_is_undecided():
     assert found.shortfall is not None
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_fit_states_the_smallest_memory_and_gpus():
     job = replace(make_job("llama-8b", gpus=8, gpus_per_node=8), seq_len=8192)
     machine = make_machine("h200-ib400", memory_bytes=2 * GIB)
