@@ -29,7 +29,7 @@ _NEEDED = (
     "fsdp_inspect.analysis.summary",
     "fsdp_inspect_app.loading",
     "fsdp_inspect_app.app_pages.timeline.frames",
-    "fsdp_inspect_app.app_pages.runs.summaries",
+    "fsdp_inspect_app.catalog_reading",
     "fsdp_inspect.report.figures",
     "fsdp_inspect.analysis.rank_waits",
     "fsdp_inspect.advice.run_advice",

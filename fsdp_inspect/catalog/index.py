@@ -46,6 +46,7 @@ from fsdp_inspect.comparison.settings import device_of, settings_as_text
 from fsdp_inspect.errors import CatalogError, FsdpInspectError
 from fsdp_inspect.parallel.tasks import InProcess, InThreads, Tasks, require_shared_folder
 from fsdp_inspect.results import Result
+from fsdp_inspect.store.boundary import refuse_links_out
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.run import RunSource, RunStatus
 
@@ -95,6 +96,8 @@ class _Unread:
     """The folder of runs."""
     run: str
     fingerprint: str
+    within: bool = False
+    """Whether a run with a link out of the folder is refused."""
 
     def __str__(self) -> str:
         return self.run
@@ -105,7 +108,10 @@ class _Unread:
         Raises:
             StoreError: The run cannot be read.
         """
-        return open_run(join_place(self.runs, self.run))
+        place = join_place(self.runs, self.run)
+        if self.within and isinstance(self.runs, Path) and isinstance(place, Path):
+            refuse_links_out(place, self.runs)
+        return open_run(place)
 
 
 def read_run_tables(asked: _Unread) -> _Tables:
@@ -120,11 +126,13 @@ def read_run_tables(asked: _Unread) -> _Tables:
     return {table.name: to_table(table, rows.get(table.name, [])) for table in TABLES}
 
 
-def index_runs(
+def index_runs(  # noqa: PLR0913 - the two folders, and options
     runs: str | Path,
     out: str | Path | None = None,
     *,
     rebuild: bool = False,
+    within: bool = False,
+    publish_every_s: float = _PUBLISH_EVERY_S,
     on_progress: Progress | None = None,
     tasks: Tasks | None = None,
 ) -> IndexResult:
@@ -137,6 +145,8 @@ def index_runs(
         runs: The folder of runs, or its URL.
         out: The folder of the catalog, or its URL; default `.fsdp-inspect` in the folder of runs.
         rebuild: Read every run again.
+        within: Refuse a run with a link out of the folder, for a server that others use.
+        publish_every_s: The shortest time after which a long index publishes what it has read.
         on_progress: Called with the number of runs read so far, and the number to read.
         tasks: Runs the reading of each run; default in this process, with threads at a URL.
 
@@ -152,6 +162,8 @@ def index_runs(
         where=IN_RUNS if out is None else absolute_place(place),
         tasks=tasks or (InProcess() if isinstance(place, Path) else InThreads(_THREADS_AT_URL)),
         rebuild=rebuild,
+        within=within,
+        publish_every_s=publish_every_s,
     )
     indexing.runs.check()
     return indexing.run(on_progress or (lambda done, total: None))
@@ -167,6 +179,8 @@ class _Indexing:
     where: str
     tasks: Tasks
     rebuild: bool
+    within: bool
+    publish_every_s: float
     fresh: dict[str, _Tables] = field(default_factory=dict)
     """Rows that this process computed and has not published yet, by run."""
     published: list[str] = field(default_factory=list)
@@ -187,8 +201,8 @@ class _Indexing:
         states = self.runs.fingerprints(running)
         self.listed, self.gone = set(states), known.keys() - states.keys()
         unread = [run for run, state in states.items() if known.get(run, ("", ""))[0] != state]
-        self.next_look = time.monotonic() + _PUBLISH_EVERY_S
-        asked = [_Unread(self.place, run, states[run]) for run in unread]
+        self.next_look = time.monotonic() + self.publish_every_s
+        asked = [_Unread(self.place, run, states[run], self.within) for run in unread]
         read = self.tasks.map(read_run_tables, asked, "runs", on_progress)
         for run, tables_of_run in zip(unread, read, strict=True):
             self.fresh[run] = tables_of_run
@@ -240,7 +254,7 @@ class _Indexing:
         if started > self.next_look or len(self.fresh) >= _MOST_FRESH:
             self._publish(begun_ns, is_complete=False)
             cost = time.monotonic() - started
-            self.next_look = time.monotonic() + max(_PUBLISH_EVERY_S, _PUBLISH_COST * cost)
+            self.next_look = time.monotonic() + max(self.publish_every_s, _PUBLISH_COST * cost)
 
     def _publish(self, begun_ns: int, *, is_complete: bool) -> None:
         """Write a generation: the rows of this process, and for other runs the current ones.

@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from fsdp_inspect_app import dated, loading
-from fsdp_inspect_app.app_pages.runs import summaries
+from fsdp_inspect_app import catalog_reading, dated, loading
 from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 
@@ -29,7 +28,7 @@ PATIENCE_S = 300
 def patient_lists() -> Iterator[None]:
     """The list of runs waits until all runs are read, however slow the machine is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(summaries, "PATIENCE_S", PATIENCE_S)
+        patch.setattr(catalog_reading, "PATIENCE_S", PATIENCE_S)
         yield
 
 

@@ -1,58 +1,165 @@
-"""Runs and Trends show the numbers of the catalog, and filter and group by any setting."""
+"""Lists of runs, filters and trends read a catalog that keeps itself up to date."""
 
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
-from fsdp_inspect_app.app_pages.runs import summaries
-from fsdp_inspect_app.app_pages.runs.summaries import Summaries
-from fsdp_inspect_app.catalog_reading import find_catalog
+from fsdp_inspect_app import catalog_reading
+from fsdp_inspect_app.catalog_reading import RunIndex, index_of
 
+from fsdp_inspect.catalog import index
 from fsdp_inspect.catalog.index import index_runs
-from fsdp_inspect.store.folder import list_runs
+from fsdp_inspect.store.folder import create_run, list_runs
+from fsdp_inspect.trace.run import RunStatus
 from tests.app.conftest import start_app
 from tests.app.synthetic import make_run, write_run
+from tests.app.test_pages import read
+from tests.store.run_files import make_manifest, write_rank
 
 PATIENT_S = 300.0
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Four runs and their catalog."""
+    """Four runs without a catalog of their own."""
     folder = tmp_path_factory.mktemp("runs")
     for number in range(4):
         write_run(folder / f"run-{number}", make_run(num_steps=4))
-    index_runs(folder)
     return folder
 
 
-def test_rows_of_the_catalog_are_shown_before_any_run_is_read(folder, monkeypatch):
-    original, may_read = summaries.fingerprint_run, threading.Event()
+@pytest.fixture
+def reads(monkeypatch):
+    """The runs that were read, in order."""
+    read = []
+    original = index.measure_key_numbers
+
+    def counting(run):
+        read.append(run.manifest.run_id)
+        return original(run)
+
+    monkeypatch.setattr(index, "measure_key_numbers", counting)
+    monkeypatch.setattr(catalog_reading, "LOOK_AGAIN_S", 0.0)
+    return read
+
+
+@pytest.fixture
+def slow_reading(monkeypatch):
+    """An event without which no run is read."""
+    original, may_read = index.measure_key_numbers, threading.Event()
+
+    def waiting(run):
+        assert may_read.wait(PATIENT_S)
+        return original(run)
+
+    monkeypatch.setattr(index, "measure_key_numbers", waiting)
+    yield may_read
+    may_read.set()
+
+
+def find(index: RunIndex, folder: Path):
+    return index.find(list_runs(folder), patience_s=PATIENT_S)
+
+
+def test_every_run_is_read_and_what_cannot_be_read_says_why(tmp_path):
+    write_run(tmp_path / "runs" / "good", make_run(num_steps=4))
+    (tmp_path / "runs" / "bad").mkdir()
+    (tmp_path / "runs" / "bad" / "run.json").write_text("not json")
+    found = find(RunIndex(tmp_path / "runs", tmp_path / "out"), tmp_path / "runs")
+    assert found.is_complete
+    assert found.rows["good"]["num_steps"] == 4
+    assert found.rows["good"]["plan"] == "10 units, reshard after forward, bfloat16"
+    assert "invalid JSON" in found.problems["bad"]
+    assert not list((tmp_path / "runs").glob(".*"))  # the folder belongs to others
+
+
+def test_a_run_is_read_again_only_when_its_files_have_changed(tmp_path, reads):
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    write_run(runs / "one", make_run(num_steps=4))
+    write_run(runs / "two", make_run(num_steps=4))
+    for _ in range(2):  # the second one is a later dashboard
+        index = RunIndex(runs, out)
+        for _ in range(2):
+            assert find(index, runs).is_complete
+    assert sorted(reads) == ["one", "two"]
+    shutil.rmtree(runs / "two")
+    write_run(runs / "two", make_run(num_steps=6))
+    assert find(index, runs).rows["two"]["num_steps"] == 6
+    assert sorted(reads) == ["one", "two", "two"]
+
+
+def test_a_page_does_not_wait_for_runs_that_take_long(tmp_path, slow_reading):
+    write_run(tmp_path / "runs" / "run", make_run(num_steps=4))
+    index, entries = RunIndex(tmp_path / "runs", tmp_path / "out"), list_runs(tmp_path / "runs")
+    first = index.find(entries, patience_s=0.0)
+    assert (first.rows, first.is_complete) == ({}, False)
+    slow_reading.set()
+    assert index.find(entries, patience_s=PATIENT_S).is_complete
+
+
+def test_a_run_with_a_link_out_of_the_folder_is_not_read(tmp_path, reads):
+    write_run(tmp_path / "runs" / "run", make_run(num_steps=2))
+    (tmp_path / "outside").write_text("{}")
+    (tmp_path / "runs" / "run" / "plan.toml").symlink_to(tmp_path / "outside")
+    found = find(RunIndex(tmp_path / "runs", tmp_path / "out"), tmp_path / "runs")
+    assert "outside the folder of runs" in found.problems["run"]
+    assert reads == []
+
+
+def test_a_run_that_goes_on_is_read_until_it_ends(tmp_path, reads):
+    create_run(tmp_path / "runs" / "run", make_manifest())
+    writer = write_rank(tmp_path / "runs" / "run", num_steps=4)
+    index = RunIndex(tmp_path / "runs", tmp_path / "out")
+    assert find(index, tmp_path / "runs").is_running("run")
+    writer.close(RunStatus.COMPLETE)
+    assert not find(index, tmp_path / "runs").is_running("run")
+
+
+def test_a_catalog_in_the_folder_of_runs_is_shown_before_any_run_is_read(
+    folder, tmp_path, monkeypatch
+):
+    runs = shutil.copytree(folder, tmp_path / "runs")
+    index_runs(runs)
+    shutil.rmtree(runs / "run-0")
+    write_run(runs / "run-0", make_run(num_steps=6))
+    may_check, original = threading.Event(), catalog_reading.index_runs
 
     def waiting(*arguments, **options):
-        assert may_read.wait(PATIENT_S)
+        assert may_check.wait(PATIENT_S)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(summaries, "fingerprint_run", waiting)
-    of_folder = Summaries(folder)
-    found = of_folder.find(list_runs(folder), patience_s=PATIENT_S)
-    may_read.set()
-    assert of_folder._idle.wait(PATIENT_S)
-    assert found.is_complete
-    assert not found.is_checked
-    assert found.rows["run-0"].summary.num_steps == 4
-
-
-def test_a_run_that_changed_since_the_index_is_read_again(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "runs")
-    shutil.rmtree(tmp_path / "runs" / "run-0")
-    write_run(tmp_path / "runs" / "run-0", make_run(num_steps=6))
-    of_folder, entries = Summaries(tmp_path / "runs"), list_runs(tmp_path / "runs")
-    of_folder.find(entries, patience_s=PATIENT_S)
-    of_folder._idle.wait(PATIENT_S)
-    found = of_folder.find(entries, patience_s=PATIENT_S)
+    monkeypatch.setattr(catalog_reading, "index_runs", waiting)
+    index = RunIndex(runs, tmp_path / "out")
+    found = index.find(list_runs(runs), patience_s=0.5)
+    assert (found.is_complete, found.is_checked) == (True, False)
+    assert found.rows["run-0"]["num_steps"] == 4
+    may_check.set()
+    assert index._idle.wait(PATIENT_S)
+    found = find(index, runs)
     assert found.is_checked
-    assert found.rows["run-0"].summary.num_steps == 6
+    assert found.rows["run-0"]["num_steps"] == 6
+
+
+@pytest.mark.parametrize("content", ["{", None], ids=["damaged", "no folder"])
+def test_a_cache_that_cannot_be_used_is_no_error(tmp_path, content):
+    write_run(tmp_path / "runs" / "run", make_run(num_steps=4))
+    if content is None:
+        (tmp_path / "out").write_text("in the way")
+    else:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "catalog.json").write_text(content)
+    found = find(RunIndex(tmp_path / "runs", tmp_path / "out"), tmp_path / "runs")
+    assert found.rows["run"]["num_steps"] == 4
+
+
+def test_the_catalog_is_in_the_users_cache_and_nobody_else_may_read_it(tmp_path, monkeypatch):
+    write_run(tmp_path / "runs" / "run", make_run(num_steps=4))
+    monkeypatch.setenv("FSDP_INSPECT_CACHE", str(tmp_path / "cache"))
+    assert find(index_of(str(tmp_path / "runs")), tmp_path / "runs").is_complete
+    [catalog] = (tmp_path / "cache" / "catalogs").iterdir()
+    assert (catalog / "catalog.json").exists()
+    assert catalog.stat().st_mode & 0o077 == 0
 
 
 def test_runs_are_grouped_and_filtered_by_a_setting(folder):
@@ -64,23 +171,23 @@ def test_runs_are_grouped_and_filtered_by_a_setting(folder):
     assert len(unknown.dataframe[0].value) == 4
 
 
-def test_trends_of_the_catalog_state_that_there_is_no_change(folder):
+def test_trends_state_that_there_is_no_change(folder):
     shown = start_app(folder, "trends", metric="exposed_ns", axis="time")
     assert not shown.exception
     assert "at least 5 points on each side" in " ".join(each.value for each in shown.caption)
 
 
-def test_trends_without_a_catalog_say_how_to_make_one(tmp_path):
+def test_the_page_of_runs_says_that_it_reads_and_goes_on(tmp_path, monkeypatch, slow_reading):
     write_run(tmp_path / "run", make_run(num_steps=4))
-    shown = start_app(tmp_path, "trends")
-    assert "inspect index RUNS" in " ".join(
-        block.value for block in [*shown.markdown, *shown.info, *shown.caption]
-    )
-
-
-def test_a_damaged_catalog_is_ignored_by_the_pages(tmp_path):
-    write_run(tmp_path / "run", make_run(num_steps=4))
-    index_runs(tmp_path)
-    (tmp_path / ".fsdp-inspect" / "catalog.json").write_text("{")
-    assert find_catalog(tmp_path) is None
-    assert len(start_app(tmp_path, "runs").dataframe[0].value) == 1
+    monkeypatch.setattr(catalog_reading, "PATIENCE_S", 0.0)
+    app = start_app(tmp_path, search="nothing")
+    assert "Reading the runs." in read(app)
+    assert app.get("progress")[0].proto.text == "Reading runs: 0 of 1"
+    assert not app.info
+    assert "Reading the runs." in read(start_app(tmp_path, "trends"))
+    slow_reading.set()
+    monkeypatch.setattr(catalog_reading, "PATIENCE_S", PATIENT_S)
+    found = start_app(tmp_path, search="nothing")
+    assert "takes 380 ms per step" in read(found)
+    assert not found.get("progress")
+    assert found.info[0].value.startswith("No run matches.")

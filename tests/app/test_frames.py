@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 from fsdp_inspect_app.app_pages.overview.frames import frame_breakdown
 from fsdp_inspect_app.app_pages.runs.frames import STEP_TIMES_COLUMN, frame_runs
-from fsdp_inspect_app.app_pages.runs.summaries import KnownRuns, RunRow
 from fsdp_inspect_app.app_pages.timeline.frames import frame_spans
 from fsdp_inspect_app.app_pages.units.charts import frame_collectives
+from fsdp_inspect_app.catalog_reading import KnownRuns
 from fsdp_inspect_app.tables import frame_of, gb_per_s, mib, ms, to_csv
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
@@ -117,10 +117,21 @@ def list_of_runs(count):
     rows = {}
     for number, entry in enumerate(entries[:-1]):
         times = tuple(range(number, number + 40_000_000, 1_000_000))
-        numbers = result_types.RunKeyNumbers(
-            "complete", "recorded", 42, 10**7, 10**6, 0.5, None, times
-        )
-        rows[entry.id] = RunRow(numbers, entry.id, "Llama", 8, "root", 2, ("main",))
+        rows[entry.id] = {
+            "status": "complete",
+            "source": "recorded",
+            "num_steps": 42,
+            "world_size": 2,
+            "step_time_ns": 10**7,
+            "exposed_ns": 10**6,
+            "overlap_ratio": 0.5,
+            "peak_allocated_bytes": None,
+            "step_times_ns": times,
+            "model": "Llama",
+            "num_parameters": 8,
+            "plan": "root",
+            "tags": ["main"],
+        }
     return frame_runs(entries, KnownRuns(rows, {}, is_complete=False), {}, {})
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import fsspec
 import pytest
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.catalog_reading import find_catalog
+from fsdp_inspect_app.catalog_reading import index_of
 from streamlit.testing.v1 import AppTest
 
 from fsdp_inspect.catalog.index import index_runs
+from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.run_upload import upload_run
 from tests.app.synthetic import make_run, write_run
 
@@ -61,7 +62,9 @@ def test_url_of_the_command_line_stays_a_url(monkeypatch: pytest.MonkeyPatch) ->
 def test_trends_and_runs_use_the_catalog_at_the_url(
     at_url: str, open_app: Callable[..., AppTest]
 ) -> None:
-    found = find_catalog(at_url)
+    index = index_of(at_url)
+    assert index.find(list_runs(at_url), patience_s=300).is_complete
+    found = index.catalog()
     assert found is not None
     assert found.runs["run"].to_pylist() == ["one", "two"]
     trends = open_app(at_url, "trends", metric="exposed_ns", axis="time")

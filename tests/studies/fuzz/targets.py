@@ -8,6 +8,7 @@ import base64
 import json
 import random
 import shutil
+import tempfile
 import tomllib
 import zlib
 from collections.abc import Callable
@@ -449,8 +450,8 @@ def _make_page_input(corpus: Corpus, rng: random.Random) -> bytes:
 
 
 def _load_page(corpus: Corpus, content: bytes) -> None:
-    from fsdp_inspect_app.app_pages.runs.summaries import Summaries
     from fsdp_inspect_app.app_pages.what_if.simulation import prepare
+    from fsdp_inspect_app.catalog_reading import RunIndex
     from fsdp_inspect_app.knobs import unpack_plan
 
     if not content.startswith(b"{"):
@@ -458,7 +459,8 @@ def _load_page(corpus: Corpus, content: bytes) -> None:
         return
     with corpus.replaced("compacted/run.json", content) as path:
         entries = list_runs(path.parent)
-        found = Summaries(path.parent).find(entries, patience_s=5)
+        with tempfile.TemporaryDirectory() as out:
+            found = RunIndex(path.parent, Path(out)).find(entries, patience_s=5)
         if not found.is_complete:
             raise CommandFailure("the thread of the run list ended without a result")
         prepare(open_run(path.parent))

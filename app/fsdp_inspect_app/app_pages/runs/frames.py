@@ -8,9 +8,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.run_list import change_ratio
-from fsdp_inspect.result_types import RunEntry, RunKeyNumbers, RunManifest, Summary
+from fsdp_inspect.result_types import RunEntry, RunManifest, Summary
 from fsdp_inspect_app import wording
-from fsdp_inspect_app.app_pages.runs.summaries import KnownRuns, RunRow
+from fsdp_inspect_app.catalog_reading import KnownRuns, RunRow
 from fsdp_inspect_app.tables import mib, ms, percent
 from fsdp_inspect_app.user_store import RunNote
 
@@ -60,7 +60,7 @@ def frame_runs(
     starred = [entry.id for entry in entries if is_starred(entry, notes)]
     marks = {**dict.fromkeys(starred, STAR_MARK), **dict.fromkeys(pinned, PIN_MARK)}
     marks |= {baseline: BASELINE_MARK} if baseline else {}
-    reference = found.rows[baseline].summary if baseline in found.rows else None
+    reference = found.rows.get(baseline or "")
     rows = [
         {
             NAME_COLUMN: names.get(entry.id, entry.id),
@@ -96,39 +96,36 @@ def _shorten(values: Sequence[float]) -> NDArray[np.float32]:
     return np.array(values[::every], dtype=np.float32)
 
 
-def _run_row(entry: RunEntry, found: KnownRuns, reference: RunKeyNumbers | None) -> dict[str, Any]:
+def _run_row(entry: RunEntry, found: KnownRuns, reference: RunRow | None) -> dict[str, Any]:
     row = found.rows.get(entry.id)
     recorded = pd.Timestamp(entry.created_unix_ns) if entry.created_unix_ns else pd.NaT
     if row is None:
         status = UNREADABLE if entry.id in found.problems else READING
         return {"status": status, "recorded (UTC)": recorded, FOLDER_COLUMN: entry.id}
-    summary = row.summary
-    changes = {} if reference is None else _change_columns(summary, reference)
+    changes = {} if reference is None else _change_columns(row, reference)
     return {
-        "status": summary.status,
-        "step time (ms)": ms(summary.step_time_ns),
-        STEP_TIMES_COLUMN: [ms(value) for value in summary.step_times_ns] or None,
-        "exposed (ms)": ms(summary.exposed_ns),
-        "overlap (%)": percent(summary.overlap_ratio),
-        "peak allocated (MiB)": mib(summary.peak_allocated_bytes),
+        "status": row["status"],
+        "step time (ms)": ms(row["step_time_ns"]),
+        STEP_TIMES_COLUMN: [ms(value) for value in row["step_times_ns"] or ()] or None,
+        "exposed (ms)": ms(row["exposed_ns"]),
+        "overlap (%)": percent(row["overlap_ratio"]),
+        "peak allocated (MiB)": mib(row["peak_allocated_bytes"]),
         **changes,
-        "ranks": row.world_size,
-        "model": row.model,
-        "plan": row.plan,
+        "ranks": row["world_size"],
+        "model": row["model"],
+        "plan": row["plan"],
         "recorded (UTC)": recorded,
-        "steps": summary.num_steps,
-        "parameters": row.num_parameters or None,
-        "source": summary.source,
-        "tags": ", ".join(row.tags),
+        "steps": row["num_steps"],
+        "parameters": row["num_parameters"],
+        "source": row["source"],
+        "tags": ", ".join(row["tags"] or ()),
         FOLDER_COLUMN: entry.id,
     }
 
 
-def _change_columns(summary: RunKeyNumbers, reference: RunKeyNumbers) -> dict[str, float | None]:
+def _change_columns(row: RunRow, reference: RunRow) -> dict[str, float | None]:
     return {
-        f"{name} {_BASELINE_SUFFIX}": percent(
-            change_ratio(getattr(summary, field), getattr(reference, field))
-        )
+        f"{name} {_BASELINE_SUFFIX}": percent(change_ratio(row[field], reference[field]))
         for name, field in _COMPARED.items()
     }
 
@@ -166,7 +163,8 @@ def _searched(entry: RunEntry, row: RunRow | None, note: RunNote | None) -> str:
     if note is not None:
         facts += [note.text, STAR_MARK if note.is_starred else ""]
     if row is not None:
-        facts += [row.model, row.plan, *row.tags, row.summary.status, row.summary.source]
+        texts = [row[name] for name in ("model", "plan", "status", "source")]
+        facts += [text or "" for text in (*texts, *(row["tags"] or ()))]
     return " ".join(facts).lower()
 
 

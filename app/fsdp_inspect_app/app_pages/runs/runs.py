@@ -1,6 +1,6 @@
 """Page Runs: all runs of the folder with their key numbers.
 
-With a catalog of the folder, the list can also be filtered and grouped by any setting.
+The list can be searched, and filtered and grouped by any setting.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ import streamlit as st
 
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import MISSING, format_ns
-from fsdp_inspect.result_types import RunEntry, RunStatus
-from fsdp_inspect_app import loading
+from fsdp_inspect.result_types import RunEntry
+from fsdp_inspect_app import catalog_reading, loading
 from fsdp_inspect_app.app_pages.runs.frames import (
     NAME_COLUMN,
     STEP_TIMES_COLUMN,
@@ -19,14 +19,13 @@ from fsdp_inspect_app.app_pages.runs.frames import (
     is_starred,
     matching_runs,
 )
-from fsdp_inspect_app.app_pages.runs.summaries import (
-    LOOK_AGAIN_S,
-    PATIENCE_S,
-    KnownRuns,
-    summaries_of,
-)
 from fsdp_inspect_app.cards import column_formats, show_csv_button, show_headline
-from fsdp_inspect_app.catalog_reading import find_catalog
+from fsdp_inspect_app.catalog_reading import (
+    LOOK_AGAIN_S,
+    KnownRuns,
+    index_of,
+    show_reading,
+)
 from fsdp_inspect_app.empty_states import show_no_runs
 from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
 from fsdp_inspect_app.pages import find_page
@@ -50,7 +49,6 @@ from fsdp_inspect_app.selection import (
 from fsdp_inspect_app.user_store import RunNote
 from fsdp_inspect_app.wording import code, plain
 
-_LOOK_AGAIN_S = 1.0
 _MOST_COMPARED = 8
 _MOST_REASONS = 50
 _MOST_NAMED = 5
@@ -65,7 +63,9 @@ def show_page() -> None:
         show_no_runs()
         _show_foreign(foreign)
         return
-    found = summaries_of(str(loading.runs_folder())).find(entries, patience_s=PATIENCE_S)
+    folder = str(loading.runs_folder())
+    index = index_of(folder)
+    found = index.find(entries, patience_s=catalog_reading.PATIENCE_S)
     show_headline(_answer(found))
     _show_foreign(foreign)
     _show_problems({**found.problems, **_without_manifest()})
@@ -78,7 +78,7 @@ def show_page() -> None:
     )
     notes = read_notes()
     matching = matching_runs(entries, found, wanted, notes)
-    catalog = find_catalog(loading.runs_folder())
+    catalog = index.catalog()
     if catalog is not None:
         matching = choose_by_setting(catalog, matching)
     if matching:
@@ -88,18 +88,18 @@ def show_page() -> None:
         st.info("No run matches. The search looks at names, models, plans, tags, status and notes.")
         return
     if not found.is_complete:
-        _show_progress(entries)
+        show_reading(folder, entries)
     elif not found.is_checked:
         _refresh_running(matching, found)
-    elif running := [entry for entry in matching if _is_running(entry, found)]:
+    elif running := [entry for entry in matching if found.is_running(entry.id)]:
         _refresh_running(running, found)
 
 
 def _answer(found: KnownRuns) -> str:
     timed = {
-        run: row.summary.step_time_ns
+        run: row["step_time_ns"]
         for run, row in found.rows.items()
-        if row.summary.step_time_ns is not None
+        if row["step_time_ns"] is not None
     }
     if not timed:
         return "No run has a timed step yet\\." if found.is_complete else "Reading the runs\\."
@@ -284,27 +284,13 @@ def _compared(chosen: Sequence[str], baseline: str | None) -> list[str]:
     return list(dict.fromkeys([*first, *chosen])) if chosen else []
 
 
-def _is_running(entry: RunEntry, found: KnownRuns) -> bool:
-    row = found.rows.get(entry.id)
-    return row is not None and row.summary.status == RunStatus.RUNNING
-
-
 @st.fragment(run_every=LOOK_AGAIN_S)
 def _refresh_running(running: Sequence[RunEntry], shown: KnownRuns) -> None:
     """Rerun the page when the numbers of a running run have changed."""
-    now = summaries_of(str(loading.runs_folder())).find(running, patience_s=PATIENCE_S)
+    index = index_of(str(loading.runs_folder()))
+    now = index.find(running, patience_s=catalog_reading.PATIENCE_S)
     if any(now.rows.get(entry.id) != shown.rows.get(entry.id) for entry in running):
         st.rerun()
-
-
-@st.fragment(run_every=_LOOK_AGAIN_S)
-def _show_progress(entries: Sequence[RunEntry]) -> None:
-    """Show how many runs are read; after the last one, rerun the page."""
-    found = summaries_of(str(loading.runs_folder())).find(entries, patience_s=0.0)
-    if found.is_complete:
-        st.rerun()
-    known = len(found.rows) + len(found.problems)
-    st.progress(known / len(entries), f"Reading runs: {known} of {len(entries)}")
 
 
 show_page()

@@ -14,11 +14,11 @@ from fsdp_inspect.catalog.trends import (
     measure_trend,
 )
 from fsdp_inspect.columns import format_value
-from fsdp_inspect_app import loading
+from fsdp_inspect_app import catalog_reading, loading
 from fsdp_inspect_app.app_pages.trends.charts import MOST_SERIES, draw_trend
 from fsdp_inspect_app.cards import show_card, show_chart_card, show_headline, show_note, show_text
-from fsdp_inspect_app.catalog_reading import KnownCatalog, find_catalog
-from fsdp_inspect_app.empty_states import show_nothing
+from fsdp_inspect_app.catalog_reading import KnownCatalog, index_of, show_reading
+from fsdp_inspect_app.empty_states import show_no_runs
 from fsdp_inspect_app.run_filters import pick_filter
 from fsdp_inspect_app.selection import BASELINE_KEY, WITH_KEY, follow, link, page_link
 from fsdp_inspect_app.wording import code, plain
@@ -35,12 +35,16 @@ _MOST_CHANGES = 20
 
 def show_page() -> None:
     """Show the headline, the pickers, the chart and the change points."""
-    catalog = find_catalog(loading.runs_folder())
+    folder, entries = str(loading.runs_folder()), loading.list_entries()
+    if not entries:
+        show_no_runs()
+        return
+    index = index_of(folder)
+    found = index.find(entries, patience_s=catalog_reading.PATIENCE_S)
+    catalog = index.catalog()
     if catalog is None:
-        show_nothing(
-            "This folder has no catalog, which trends require.",
-            "Create it with: fsdp-inspect index RUNS. The same command adds new runs to it.",
-        )
+        show_headline("Reading the runs\\.")
+        show_reading(folder, entries)
         return
     answer = st.container()
     metric, axis, split = _pick(catalog)
@@ -54,6 +58,8 @@ def show_page() -> None:
         return
     _show_chart(trend)
     _show_changes(trend)
+    if not found.is_complete:
+        show_reading(folder, entries)
 
 
 @st.cache_resource(max_entries=32, show_spinner="Looking for change points")
