@@ -19,19 +19,18 @@ _MOST_VALUES = 1_000
 def pick_filter(catalog: KnownCatalog) -> dict[str, list[str]]:
     """Show the pickers of a setting and its values; returns the chosen values by setting."""
     names = [NO_SETTING, *catalog.settings]
-    with st.container(horizontal=True, vertical_alignment="bottom"):
-        follow("setting", "setting", {name: name for name in names}, NO_SETTING)
-        setting = st.selectbox("Filter by setting", names, key="setting", width=280)
-        link("setting", None if setting == NO_SETTING else setting)
-        if setting == NO_SETTING:
-            link("value", None)
-            return {}
-        values = _values(catalog, setting)
-        follow_all("value", f"value of {setting}", {value: value for value in values}, [])
-        chosen = st.multiselect(
-            "Values", values, key=f"value of {setting}", placeholder="all values", width="stretch"
-        )
-        link("value", chosen or None)
+    follow("setting", "setting", {name: name for name in names}, NO_SETTING)
+    setting = st.selectbox("Filter by setting", names, key="setting", width=280)
+    link("setting", None if setting == NO_SETTING else setting)
+    if setting == NO_SETTING:
+        link("value", None)
+        return {}
+    values = _values(catalog, setting)
+    follow_all("value", f"value of {setting}", {value: value for value in values}, [])
+    chosen = st.multiselect(
+        "Values", values, key=f"value of {setting}", placeholder="all values", width="stretch"
+    )
+    link("value", chosen or None)
     return {setting: chosen} if chosen else {}
 
 
@@ -42,12 +41,13 @@ def _values(catalog: KnownCatalog, setting: str) -> list[str]:
 
 def choose_by_setting(catalog: KnownCatalog, entries: Sequence[RunEntry]) -> list[RunEntry]:
     """Show the filter and the groups; returns the runs that match the filter."""
-    where = pick_filter(catalog)
-    matching = _matching(catalog, entries, where)
     names = [NO_SETTING, *catalog.settings]
-    follow("group", "group", {name: name for name in names}, NO_SETTING)
-    group = st.selectbox("Group by", names, key="group", width=280)
-    link("group", None if group == NO_SETTING else group)
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        follow("group", "group", {name: name for name in names}, NO_SETTING)
+        group = st.selectbox("Group by", names, key="group", width=280)
+        link("group", None if group == NO_SETTING else group)
+        where = pick_filter(catalog)
+    matching = _matching(catalog, entries, where)
     if group != NO_SETTING and matching:
         frame = frame_groups(catalog, matching, group)
         show_table(frame, key="groups", alt=f"The runs by {group}")

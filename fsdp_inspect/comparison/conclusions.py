@@ -370,7 +370,7 @@ def _explain_peak(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
     )
     if causes:
         label = evidence.labels[higher]
-        yield f"The higher peak of {label} is explained by its settings: {'; '.join(causes)}."
+        yield f"The higher peak of {label} is explained by its settings: {_join(causes)}."
 
 
 def _explain_time(evidence: ConclusionEvidence, other: int, judged: Judgement) -> Iterator[str]:
@@ -389,8 +389,13 @@ def _explain_time(evidence: ConclusionEvidence, other: int, judged: Judgement) -
         names = [find_metric(f"{name}_ns").label for name in parts[1] if name in longer]
         yield (
             f"Settings of {evidence.labels[slower]} that can lengthen {', '.join(names)}: "
-            f"{'; '.join(causes)}."
+            f"{_join(causes)}."
         )
+
+
+def _join(causes: Sequence[str]) -> str:
+    """The causes in one sentence, without the marks of code for Markdown."""
+    return "; ".join(causes).replace("`", "")
 
 
 def _phrase_settings(

@@ -48,7 +48,8 @@ def show_page() -> None:
         return
     answer = st.container()
     metric, axis, split = _pick(catalog)
-    where = pick_filter(catalog)
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        where = pick_filter(catalog)
     chosen = tuple((setting, tuple(values)) for setting, values in where.items())
     trend = _measure(catalog.generation, metric, axis, split, chosen, catalog.runs)
     with answer:
