@@ -122,6 +122,23 @@ def format_ranks(numbers: Sequence[int]) -> str:
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_numbers(numbers)}"
 
 
+def plural(count: int, noun: str, nouns: str | None = None) -> str:
+    """Format a number of things: `1 rank`, `2 ranks`, `1,000 ranks`.
+
+    Args:
+        count: The number.
+        noun: The thing, in the singular.
+        nouns: Its plural; default: the singular with an `s`.
+    """
+    return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Format the first names of a list: `a, b, c`, or `a, b and 3 more`."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest:,} more" if rest > 0 else "")
+
+
 def capitalize(text: str) -> str:
     """The text with a large first letter; the rest stays, unlike with `str.capitalize`."""
     return text[:1].upper() + text[1:]

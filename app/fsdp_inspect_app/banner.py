@@ -6,6 +6,7 @@ from typing import Literal
 
 import streamlit as st
 
+from fsdp_inspect.formatting import listed
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.result_types import Heading, RunEntry, RunManifest, RunStatus
 from fsdp_inspect_app import loading, wording
@@ -132,11 +133,9 @@ def _damage(notes: Sequence[str]) -> list[str]:
     unnamed = [file for file in torn if not any(file in note for note in notes)]
     if not unnamed:
         return []
-    named = ", ".join(unnamed[:_MOST_NAMED])
-    more = f" and {len(unnamed) - _MOST_NAMED} more" if len(unnamed) > _MOST_NAMED else ""
     return [
-        f"Incomplete files: {named}{more}. Each ends in the middle, so the numbers that need it "
-        "are missing. Copy it again from the machine that recorded the run."
+        f"Incomplete files: {listed(unnamed, _MOST_NAMED)}. Each ends in the middle, so the "
+        "numbers that need it are missing. Copy it again from the machine that recorded the run."
     ]
 
 

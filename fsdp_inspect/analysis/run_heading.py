@@ -8,6 +8,7 @@ from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.context import try_measure
 from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
 from fsdp_inspect.analysis.step_times import measure_step_times
+from fsdp_inspect.formatting import plural
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 # --- Describe a run: command, model, device, mesh, versions, environment and code.
@@ -56,7 +57,7 @@ def identify(manifest: RunManifest) -> RunIdentity:
 def describe_sharding(manifest: RunManifest) -> str:
     """Describe the sharding in short: `10 units, reshard after forward, bfloat16`."""
     units = manifest.units
-    facts = [f"{len(units)} {'unit' if len(units) == 1 else 'units'}", _describe_reshard(manifest)]
+    facts = [f"{plural(len(units), 'unit')}", _describe_reshard(manifest)]
     mesh = " x ".join(f"{size} {name}" for name, size in manifest.mesh.items() if size > 1)
     facts.append(f"mesh {mesh}" if len(manifest.mesh) > 1 and mesh else "")
     facts.append(" and ".join(sorted({unit.param_dtype for unit in units})))

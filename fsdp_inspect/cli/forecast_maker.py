@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from fsdp_inspect.errors import ForecastError
+from fsdp_inspect.formatting import plural
 from fsdp_inspect.reading import InvalidTextError, parse_json
 from fsdp_inspect.store.reader import StoredRun, open_run
 
@@ -67,7 +68,7 @@ class ForecastMaker:
         text: str | None = None,
     ) -> "StoredRun":
         if key not in self._made:
-            ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+            ranks = plural(world_size, "rank")
             settings = _assignments(changed) if text is None else [text]
             what = ", ".join([f"forecasting {self._name} on {ranks}", *settings])
             if not self._console.is_terminal:

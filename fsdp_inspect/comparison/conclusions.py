@@ -33,6 +33,7 @@ from fsdp_inspect.formatting import (
     format_signed,
     format_times,
     format_unit,
+    listed,
 )
 from fsdp_inspect.metrics import find_metric
 
@@ -428,8 +429,7 @@ def _phrase_settings(
             reason = ": the likely reason, unless the machine was busier in one of the runs"
         yield f"The only setting that differs is {names[0]}{reason}."
     else:
-        more = f" and {len(names) - _MOST_SETTINGS} more" if len(names) > _MOST_SETTINGS else ""
-        listed = f"{len(names)} settings differ ({', '.join(names[:_MOST_SETTINGS])}{more})"
+        differ = f"{len(names)} settings differ ({listed(names, _MOST_SETTINGS)})"
         is_unknown = is_different and not are_causes_known
         reason = " These runs do not show which setting is the reason." if is_unknown else ""
-        yield f"{listed}.{reason}"
+        yield f"{differ}.{reason}"

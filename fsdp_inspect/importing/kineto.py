@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fsdp_inspect.errors import ImportingError
+from fsdp_inspect.formatting import listed
 from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.rank_trace import RankTrace
 from fsdp_inspect.importing.trace_file import ImportLimits
@@ -305,7 +306,7 @@ class _Merged:
             for note in trace.notes:
                 said.setdefault(note, []).append(file)
         notes = [
-            note if len(files) == len(self._traces) else f"{_listed(files)}: {note}"
+            note if len(files) == len(self._traces) else f"{listed(files, _MAX_NOTED)}: {note}"
             for note, files in said.items()
         ]
         notes += [
@@ -315,16 +316,17 @@ class _Merged:
             notes.append(f"{len(self._left_out) - _MAX_NOTED} more files were left out.")
         sizes = self._stated_sizes()
         if len(sizes) > 1:
-            listed = ", ".join(f"{size} ({_listed(files)})" for size, files in sizes.items())
+            stated = [f"{size} ({listed(files, _MAX_NOTED)})" for size, files in sizes.items()]
             notes.append(
-                f"The traces state different world sizes: {listed}. They may be of different jobs: "
-                "import one job at a time. The largest is used."
+                f"The traces state different world sizes: {', '.join(stated)}. They may be "
+                "of different jobs: import one job at a time. The largest is used."
             )
         whole = [file for _, (file, trace) in sorted(self._traces.items()) if trace.is_whole_trace]
         if 0 < len(whole) < len(self._traces):
             notes.append(
-                f"{_listed(whole)}: without ProfilerStep marks, the whole trace is one step. Its "
-                "steps are not those of the other ranks: import with --whole-trace to compare them."
+                f"{listed(whole, _MAX_NOTED)}: without ProfilerStep marks, the whole trace is one "
+                "step. Its steps are not those of the other ranks: import with --whole-trace to "
+                "compare them."
             )
         if self._has_guessed_ranks and len(self._traces) > 1:
             notes.append(
@@ -455,8 +457,3 @@ def _record(
         num_steps=trace.num_steps,
         flushed_unix_ns=wall_ns + last_ns,
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _MAX_NOTED
-    return f"{', '.join(names[:_MAX_NOTED])}{f' and {rest} more' if rest > 0 else ''}"

@@ -15,7 +15,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 from fsdp_inspect.errors import CorruptFileError, NotARunError, StoreError
-from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.formatting import format_bytes, listed, plural
 from fsdp_inspect.importing.snapshot_contents import SnapshotContents, parse_snapshot
 from fsdp_inspect.importing.snapshot_pickle import (
     MAX_MEMORY_BYTES,
@@ -184,7 +184,7 @@ def _general_notes(ranks: Sequence[RankSnapshot], files: Sequence[Path]) -> list
     notes = [
         "A memory snapshot contains sizes only: no times of steps, compute or communication, no "
         "world size and no total memory of the device. This run has "
-        f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'} "
+        f"{plural(len(ranks), 'rank')} "
         f"({', '.join(file.name for file in files[:4])}{', ...' if len(files) > 4 else ''})."
     ]
     if units:
@@ -215,10 +215,7 @@ def _notes_of_ranks(
     for one, rank, file in zip(contents, ranks, files, strict=True):
         for note in _notes_of_rank(one, rank):
             found.setdefault(note, []).append(file.name)
-    return [
-        f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}: {note}"
-        for note, names in found.items()
-    ]
+    return [f"{listed(names, 4)}: {note}" for note, names in found.items()]
 
 
 def _notes_of_rank(contents: SnapshotContents, rank: RankSnapshot) -> list[str]:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.errors import ClusterError
+from fsdp_inspect.formatting import listed
 from fsdp_inspect.parallel.tasks import OnDone
 from fsdp_inspect.version import __version__
 
@@ -317,10 +318,8 @@ def _missing(futures: Sequence[Any], items: Sequence[Any], what: str) -> str:
         for future, item in zip(futures, items, strict=True)
         if future is not None and future.status != "finished"
     ]
-    rest = len(left) - _MAX_NAMED
-    names = ", ".join(_name(item) for item in left[:_MAX_NAMED])
-    more = f" and {rest:,} more" if rest > 0 else ""
-    return f"{len(left):,} of {len(items):,} {what} are missing: {names}{more}."
+    names = listed([_name(item) for item in left], _MAX_NAMED)
+    return f"{len(left):,} of {len(items):,} {what} are missing: {names}."
 
 
 def _name(item: Any) -> str:

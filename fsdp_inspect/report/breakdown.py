@@ -7,7 +7,7 @@ from rich.text import Text
 
 from fsdp_inspect.analysis.breakdown import DIMENSIONS, PartTime, StepBreakdown
 from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
-from fsdp_inspect.formatting import format_ratio
+from fsdp_inspect.formatting import format_ratio, plural
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import bar, dim, indented, render_table, section
 from fsdp_inspect.report.wording import causes_table, format_metric
@@ -71,7 +71,7 @@ def _title(digest: BreakdownCauses, shown: StepBreakdown) -> str:
 
 
 def _count_steps(shown: StepBreakdown) -> str:
-    return "1 step" if len(shown.steps) == 1 else f"{len(shown.steps)} steps"
+    return plural(len(shown.steps), "step")
 
 
 def parts_table(shown: StepBreakdown) -> RenderableType:

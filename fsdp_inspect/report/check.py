@@ -22,7 +22,7 @@ from fsdp_inspect.comparison.gate.limits import TIME_METRICS
 from fsdp_inspect.comparison.increases import AllocatingLine, Increase
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import SettingDifference
-from fsdp_inspect.formatting import format_bytes, format_category, format_ns
+from fsdp_inspect.formatting import format_bytes, format_category, format_ns, plural
 from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.wording import format_method
 from fsdp_inspect.trace.live_memory import RESTING
@@ -43,7 +43,7 @@ def describe_outcome(result: CheckResult) -> str:
     if not failed:
         count = len(result.metrics)
         lower = f" Lower than before: {', '.join(result.improved)}." if result.improved else ""
-        metrics = f"{count} {'metric' if count == 1 else 'metrics'}"
+        metrics = f"{plural(count, 'metric')}"
         return f"{result.name}: passes ({metrics}).{_growth_within_limits(result)}{lower}"
     worst = failed[0]
     return f"{result.name}: {worst.name} {_excess(worst)}.{_where(result, worst)}"
@@ -52,10 +52,10 @@ def describe_outcome(result: CheckResult) -> str:
 def describe_baseline(baseline: Baseline, *, num_runs: int) -> str:
     """Describe the metrics that a new baseline gates."""
     count = sum(name in baseline.memory for name in ALWAYS)
-    gated = f"{count} {'metric' if count == 1 else 'metrics'} of memory"
+    gated = f"{plural(count, 'metric')} of memory"
     if baseline.times:
         return f"The gate checks {gated} and the times of {num_runs} runs."
-    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    runs = plural(num_runs, "run")
     return (
         f"The gate checks {gated}. It does not check times: they require {RUNS_FOR_A_TEST} runs, "
         f"and the baseline has {runs}."

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fsdp_inspect.comparison.equivalence import Equivalence, StepFault, StepStatus
-from fsdp_inspect.formatting import format_ranks, format_unit
+from fsdp_inspect.formatting import format_ranks, format_unit, plural
 from fsdp_inspect.report.layout import dim, indented, render_table, section
 from fsdp_inspect.results import to_plain
 
@@ -104,14 +104,14 @@ def describe_equivalence(found: Equivalence) -> str:
 def describe_evidence(found: Equivalence) -> list[str]:
     """The numbers behind the sentence."""
     lines = [
-        f"Step {found.step}, {found.world_size} ranks, {_count(found.num_backwards, 'backward')} "
+        f"Step {found.step}, {found.world_size} ranks, {plural(found.num_backwards, 'backward')} "
         "in the step. Gradients are those after the last backward."
     ]
     faulty = [each for each in found.units if each.fault is not None]
     if found.units and not faulty:
         worst = max(found.units, key=lambda each: each.error_ratio)
         lines.append(
-            f"The gradients of all {_count(len(found.units), 'unit')} agree within rounding. "
+            f"The gradients of all {plural(len(found.units), 'unit')} agree within rounding. "
             f"Largest error: {worst.error_ratio:.1e} of the norm, tolerance "
             f"{worst.tolerance_ratio:.1e}."
         )
@@ -175,7 +175,3 @@ def equivalence_to_dict(found: Equivalence) -> dict[str, Any]:
 
 def _factor(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.4g}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

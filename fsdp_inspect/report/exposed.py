@@ -25,6 +25,7 @@ from fsdp_inspect.formatting import (
     format_owner,
     format_ratio,
     format_unit,
+    plural,
     shorten_names,
 )
 from fsdp_inspect.report.layout import (
@@ -227,7 +228,7 @@ def _prefetch(prefetch: Prefetch | None, unit: str | None) -> Iterator[Renderabl
     if prefetch is None or not prefetch.num_gathers:
         return
     counted = ", ".join(f"{count} {issue}" for issue, count in prefetch.num_by_issue.items())
-    steps = "1 step" if prefetch.num_steps == 1 else f"{prefetch.num_steps} steps"
+    steps = plural(prefetch.num_steps, "step")
     title = f"All-gathers over {steps}: {counted}"
     if unit is None and set(prefetch.num_by_issue) <= {"blocked", "first"}:
         yield from section(title, Text("They block the host, so no compute hides them."))

@@ -16,7 +16,7 @@ from fsdp_inspect.analysis.forecasts import (
 )
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction
-from fsdp_inspect.formatting import format_bytes, format_category, format_count, format_unit
+from fsdp_inspect.formatting import format_bytes, format_category, format_count, format_unit, plural
 from fsdp_inspect.report.layout import dim, new_table, render_table, section
 
 MOST_OWNERS = 8
@@ -41,7 +41,7 @@ def _parts(digest: ForecastTable) -> Iterable[RenderableType]:
             *("unit", "bytes", "main_category", "main_category_bytes"),
         )
         size = digest.rows[0].world_size
-        yield from section(f"Memory at the peak by unit, {_ranks(size)}", table)
+        yield from section(f"Memory at the peak by unit, {plural(size, 'rank')}", table)
     if digest.fit is not None and digest.fit.remedies:
         yield from section("Changes that reduce the peak", _remedies_table(digest.fit))
     yield ""
@@ -52,7 +52,8 @@ def _headline(digest: ForecastTable) -> str:
     first = digest.rows[0]
     return (
         f"{digest.name} ({format_count(digest.num_parameters)} parameters) on "
-        f"{_ranks(first.world_size)}: peak {format_bytes(first.peak_bytes)}, {_place(first)}."
+        f"{plural(first.world_size, 'rank')}: peak {format_bytes(first.peak_bytes)}, "
+        f"{_place(first)}."
     )
 
 
@@ -61,12 +62,8 @@ def _place(row: ForecastRow) -> str:
     return f"{_in_phase(row.phase)}{where}"
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
 def _describe_fit(fit: Fit, allowance_bytes: int | None) -> Iterable[str]:
-    limit, on_ranks = format_bytes(fit.limit_bytes), f"on {_ranks(fit.world_size)}"
+    limit, on_ranks = format_bytes(fit.limit_bytes), f"on {plural(fit.world_size, 'rank')}"
     needed = "It"
     if allowance_bytes:
         needed = f"Required with the allowance: {format_bytes(fit.peak_bytes)}. It"
@@ -100,7 +97,7 @@ def _sizes_table(digest: ForecastTable) -> Table:
     """A row per category and a column per world size."""
     held = [{one.category: one.bytes for one in row.categories} for row in digest.rows]
     categories = list(dict.fromkeys(category for row in held for category in row))
-    table = new_table("", *(_ranks(row.world_size) for row in digest.rows))
+    table = new_table("", *(plural(row.world_size, "rank") for row in digest.rows))
     for category in categories:
         table.add_row(format_category(category), *(format_bytes(row.get(category)) for row in held))
     peaks = [Text(format_bytes(row.peak_bytes), style="bold") for row in digest.rows]

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fsdp_inspect.analysis.lifetime import LifePhase, Lifetime, PhaseTime
-from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.formatting import format_ns, plural
 from fsdp_inspect.report.layout import bar, dim, indented, render_table, section
 from fsdp_inspect.report.wording import format_metric
 
@@ -40,8 +40,8 @@ def describe_goodput(digest: Lifetime) -> str:
 
 
 def _details(digest: Lifetime) -> str:
-    steps = "1 completed step" if digest.num_steps == 1 else f"{digest.num_steps} completed steps"
-    attempts = "1 attempt" if digest.num_attempts == 1 else f"{digest.num_attempts} attempts"
+    steps = plural(digest.num_steps, "completed step")
+    attempts = plural(digest.num_attempts, "attempt")
     details = f"{steps} in {attempts}"
     if digest.num_lost_steps:
         details += f", {digest.num_lost_steps} lost at a restart"

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fsdp_inspect.advice.migration import Migration
-from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.formatting import format_bytes, plural
 from fsdp_inspect.report.layout import dim, indented, render_table, section
 from fsdp_inspect.results import to_plain
 
@@ -33,7 +33,7 @@ def render_migration(found: Migration) -> RenderableType:
 def describe_migration(found: Migration) -> str:
     """The headline of a migration."""
     lost = sum(not each.has_counterpart and bool(each.recorded) for each in found.settings)
-    settings = "1 setting has" if lost == 1 else f"{lost} settings have"
+    settings = plural(lost, "setting has", "settings have")
     return f"FSDP2 can shard the same {len(found.plan.units)} units; {settings} no counterpart."
 
 

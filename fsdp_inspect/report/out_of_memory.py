@@ -15,6 +15,7 @@ from fsdp_inspect.formatting import (
     format_ns,
     format_ratio,
     format_unit,
+    plural,
 )
 from fsdp_inspect.report.memory_wording import describe_expandable
 from fsdp_inspect.results import to_plain
@@ -74,7 +75,7 @@ def _list(rows: Sequence[Filling], name: Any, *, with_category: bool = False) ->
         parts.append(f"{name(row.name)} {format_bytes(row.bytes)}{most}")
     left = rows[_MOST_LISTED:]
     if left:
-        others = "1 other" if len(left) == 1 else f"{len(left)} others"
+        others = plural(len(left), "other")
         parts.append(f"{others} {format_bytes(sum(row.bytes for row in left))}")
     return ", ".join(parts)
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.analysis.run_list import LISTED, ListedRun
-from fsdp_inspect.formatting import format_bytes, format_numbers
+from fsdp_inspect.formatting import format_bytes, format_numbers, listed, plural
 from fsdp_inspect.importing.flight_recorder import ImportedDumps
 from fsdp_inspect.importing.kineto import ImportedTraces
 from fsdp_inspect.importing.snapshot import ImportedSnapshot
@@ -27,7 +27,7 @@ from fsdp_inspect.trace.run import RunSource
 
 def render_compaction(result: CompactionResult) -> RenderableType:
     """Render the compacted ranks, the sizes, and the ranks that were skipped."""
-    ranks = f"{len(result.compacted)} {'rank' if len(result.compacted) == 1 else 'ranks'}"
+    ranks = f"{plural(len(result.compacted), 'rank')}"
     lines = [
         Text(
             f"{ranks} compacted, {result.rows:,} rows, {format_bytes(result.bytes_before)} -> "
@@ -102,9 +102,9 @@ def render_upload(result: UploadResult) -> RenderableType:
 
 
 def _upload_lines(result: UploadResult) -> Iterator[Text]:
-    ranks = f"{result.num_ranks} {'rank' if result.num_ranks == 1 else 'ranks'}"
+    ranks = f"{plural(result.num_ranks, 'rank')}"
     if result.num_files:
-        objects = f"{result.num_files} {'file' if result.num_files == 1 else 'files'}"
+        objects = f"{plural(result.num_files, 'file')}"
         sent = f"{objects} ({format_bytes(result.num_bytes)}) uploaded"
     else:
         sent = "nothing was missing"
@@ -131,7 +131,7 @@ def render_export(result: PerfettoExport | TablesExport | MetricsExport) -> Rend
 
 
 def _render_trace(result: PerfettoExport) -> RenderableType:
-    ranks = f"{len(result.ranks)} {'rank' if len(result.ranks) == 1 else 'ranks'}"
+    ranks = f"{plural(len(result.ranks), 'rank')}"
     size = format_bytes(result.uncompressed_bytes)
     lines = [
         Text(f"Wrote {result.path}: {result.num_events:,} events of {ranks}, {size} unpacked."),
@@ -187,13 +187,13 @@ def render_import(imported: ImportedTraces) -> RenderableType:
     backend = name_backend(imported.backend)
     lines = [
         Text(
-            f"{_count(len(imported.ranks), 'rank')} of {imported.world_size} imported"
-            f"{f' ({backend})' if backend else ''}, {_count(imported.num_steps, 'step')}: "
+            f"{plural(len(imported.ranks), 'rank')} of {imported.world_size} imported"
+            f"{f' ({backend})' if backend else ''}, {plural(imported.num_steps, 'step')}: "
             f"{imported.path}"
         ),
         Text(
             f"{imported.num_trace_events:,} trace events read; "
-            f"{_count(imported.num_collectives, 'collective')} among {imported.num_events:,} rows"
+            f"{plural(imported.num_collectives, 'collective')} among {imported.num_events:,} rows"
         ),
         Text(_describe_units(imported.units)),
         *(Text(f"note: {note}", style="yellow") for note in imported.notes),
@@ -206,7 +206,7 @@ def render_snapshot(imported: ImportedSnapshot) -> RenderableType:
     """Render the imported memory snapshots, the notes, and the next command."""
     lines = [
         Text(
-            f"{_count(len(imported.files), 'memory snapshot')} imported, "
+            f"{plural(len(imported.files), 'memory snapshot')} imported, "
             f"{imported.num_entries:,} trace entries: {imported.path}"
         ),
         Text(_describe_units(imported.units)),
@@ -220,8 +220,8 @@ def render_dumps(imported: ImportedDumps) -> RenderableType:
     """Render the imported flight recorder dumps, the notes, and the next command."""
     lines = [
         Text(
-            f"{_count(len(imported.ranks), 'flight recorder dump')} of {imported.world_size} ranks "
-            f"imported, {_count(imported.num_collectives, 'collective')}: {imported.path}"
+            f"{plural(len(imported.ranks), 'flight recorder dump')} of {imported.world_size} ranks "
+            f"imported, {plural(imported.num_collectives, 'collective')}: {imported.path}"
         ),
         *(Text(f"note: {note}", style="yellow") for note in imported.notes),
         Text(f"Next: fsdp-inspect diagnose {shlex.quote(str(imported.path))}"),
@@ -232,10 +232,5 @@ def render_dumps(imported: ImportedDumps) -> RenderableType:
 def _describe_units(units: tuple[str, ...]) -> str:
     if not units:
         return "no units"
-    named = ", ".join(unit or "(root)" for unit in units[:_SHOWN_UNITS])
-    rest = len(units) - _SHOWN_UNITS
-    return f"{_count(len(units), 'unit')}: {named}{f' and {rest} more' if rest > 0 else ''}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun if number == 1 else f'{noun}s'}"
+    named = listed([unit or "(root)" for unit in units], _SHOWN_UNITS)
+    return f"{plural(len(units), 'unit')}: {named}"

@@ -13,7 +13,7 @@ from rich.text import Text
 from fsdp_inspect.advice.tuning import TunedPlan, Tuning
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.verification.verification import Quantity, Verification, VerifiedUnit
-from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
+from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio, plural
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, new_table, section, unit_name
 from fsdp_inspect.report.wording import format_change, format_error, format_method, format_metric
@@ -143,8 +143,8 @@ def _provenance(verification: Verification) -> Iterator[str]:
         f"{format_error(prediction.replay_error)}."
     )
     yield (
-        f"Measured ({verification.source}): medians of {_processes(num_runs)} of the plan and "
-        f"{_processes(num_baselines) if num_baselines else 'the run in the prediction'} of the "
+        f"Measured ({verification.source}): medians of {plural(num_runs, 'run')} of the plan and "
+        f"{plural(num_baselines, 'run') if num_baselines else 'the run in the prediction'} of the "
         "baseline. The outcome compares the predicted and the measured change from the baseline, "
         "so effects of the machine on both runs cancel. "
         + (
@@ -156,10 +156,6 @@ def _provenance(verification: Verification) -> Iterator[str]:
     )
     yield from (f"Caution: {caveat}" for caveat in prediction.caveats)
     yield from (f"Assumed: {assumption}" for assumption in prediction.assumptions)
-
-
-def _processes(number: int) -> str:
-    return "1 run" if number == 1 else f"{number} runs"
 
 
 # --- Render a tuning session for a terminal: the answer, the plans, what to do next.

@@ -14,7 +14,7 @@ from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.run_heading import Heading
 from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, Telling
-from fsdp_inspect.formatting import MISSING, format_count, format_ns, format_signed
+from fsdp_inspect.formatting import MISSING, format_count, format_ns, format_signed, plural
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import render_table
 
@@ -25,7 +25,7 @@ _NO_NETWORK = "fake"
 def describe_run(heading: Heading) -> str:
     """Describe ranks, backend, device and model: `2 ranks · gloo · cpu · Decoder`."""
     identity = heading.identity
-    ranks = f"{heading.world_size} {'rank' if heading.world_size == 1 else 'ranks'}"
+    ranks = f"{plural(heading.world_size, 'rank')}"
     model = identity.model
     if model and identity.num_parameters:
         model += f", {format_count(identity.num_parameters)} parameters"

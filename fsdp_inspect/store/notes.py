@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.formatting import capitalize, format_ranks
+from fsdp_inspect.formatting import capitalize, format_ranks, plural
 from fsdp_inspect.store.schema import TableT
 from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.trace.run import RankRecord, RunStatus
@@ -25,11 +25,7 @@ def noting(found: dict[str, None]) -> Iterator[None]:
 
 def describe_rows(numbers: Mapping[str, int]) -> str:
     """Numbers of rows by table as text: `8 rows of events, 1 row of memory`; empty for none."""
-    return ", ".join(
-        f"{rows} {'row' if rows == 1 else 'rows'} of {table}"
-        for table, rows in numbers.items()
-        if rows
-    )
+    return ", ".join(f"{plural(rows, 'row')} of {table}" for table, rows in numbers.items() if rows)
 
 
 def note_missing(missing: Sequence[int], world_size: int) -> list[str]:
@@ -148,7 +144,7 @@ def note_numerics(rank: int, content: bytes, num_decoded: int, *, is_cut: bool) 
     if len(lines) > num_decoded:
         number = len(lines) - num_decoded
         notes.append(
-            f"{number} {'line' if number == 1 else 'lines'} of numerics.jsonl of rank {rank} "
+            f"{plural(number, 'line')} of numerics.jsonl of rank {rank} "
             f"{'is' if number == 1 else 'are'} damaged or of another recording: these numerics "
             "steps are missing."
         )

@@ -28,7 +28,7 @@ from fsdp_inspect.analysis.plan_check.collective_counts import (
 from fsdp_inspect.analysis.plan_check.unit_waste import PlanFinding, find_waste
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.formatting import format_bytes, format_unit
+from fsdp_inspect.formatting import format_bytes, format_unit, listed, plural
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource
@@ -440,7 +440,7 @@ def _phrase_result(
     num_steps: int,
     num_units: int,
 ) -> str:
-    over = f"{num_steps} {'step' if num_steps == 1 else 'steps'} of {num_units} units"
+    over = f"{plural(num_steps, 'step')} of {num_units} units"
     if not wrong:
         ran = sum(total.observed_count for total in totals)
         return f"The run follows its plan: {ran:,} collectives in {over}, as expected."
@@ -456,6 +456,5 @@ def _phrase_result(
 def _phrase_finding(finding: PlanFinding) -> str:
     if not finding.fqns:
         return finding.sentence
-    shown = ", ".join(format_unit(fqn) for fqn in finding.fqns[:3])
-    more = f" and {len(finding.fqns) - 3} more" if len(finding.fqns) > 3 else ""
-    return f"{shown}{more}: {finding.sentence}."
+    shown = listed([format_unit(fqn) for fqn in finding.fqns], 3)
+    return f"{shown}: {finding.sentence}."

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import PredictionError
-from fsdp_inspect.formatting import format_ratio
+from fsdp_inspect.formatting import format_ratio, plural
 from fsdp_inspect.reading import MAX_JSON_BYTES, InvalidTextError, parse_json, read_regular
 from fsdp_inspect.simulation.predictions.records import (
     PREDICTION_FORMAT,
@@ -96,7 +96,7 @@ def read_ledger(path: Path) -> Ledger:
 
 
 def _say_refused(path: Path, count: int, reason: str) -> str:
-    lines = "1 line" if count == 1 else f"{count} lines"
+    lines = plural(count, "line")
     return f"{lines} of {path.name} {'is' if count == 1 else 'are'} {reason} and ignored."
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import MISSING, format_ns
+from fsdp_inspect.formatting import MISSING, format_ns, listed, plural
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import catalog_reading, loading
 from fsdp_inspect_app.app_pages.runs.frames import (
@@ -70,7 +70,7 @@ def show_page() -> None:
     _show_foreign(foreign)
     _show_problems({**found.problems, **_without_manifest()})
     wanted = st.text_input(
-        f"Search {len(entries)} {'run' if len(entries) == 1 else 'runs'}",
+        f"Search {plural(len(entries), 'run')}",
         placeholder="name, model, plan, tag, status, note, starred",
         key="search",
         icon=":material/search:",
@@ -114,10 +114,9 @@ def _answer(found: KnownRuns) -> str:
 
 def _show_foreign(foreign: Sequence[str]) -> None:
     if foreign:
-        listed = ", ".join(code(run) for run in foreign[:_MOST_NAMED])
         st.warning(
-            f"Links to places outside this folder are not shown: {listed}"
-            + plain(_and_more(len(foreign)))
+            "Links to places outside this folder are not shown: "
+            + listed([code(run) for run in foreign], _MOST_NAMED)
             + plain(
                 ". Start the dashboard with the folder that contains them, or copy the runs here."
             ),
@@ -138,14 +137,10 @@ def _show_problems(problems: Mapping[str, str]) -> None:
     """Show the number of unreadable runs; opening the line shows the reasons."""
     count = len(problems)
     if count:
-        words = f"{count} {'run' if count == 1 else 'runs'} cannot be read"
+        words = f"{plural(count, 'run')} cannot be read"
         with st.expander(words, icon=":material/warning:", key="unreadable-runs"):
             for run, problem in list(problems.items())[:_MOST_REASONS]:
                 st.markdown(f"{code(run)}: {plain(problem)}")
-
-
-def _and_more(count: int) -> str:
-    return f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
 
 
 def _show_list(

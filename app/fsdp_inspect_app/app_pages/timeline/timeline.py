@@ -12,7 +12,7 @@ from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.run_heading import measure_run_heading
 from fsdp_inspect.analysis.step_waits import describe_event, measure_step_waits
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import format_ns, format_unit
+from fsdp_inspect.formatting import format_ns, format_unit, listed
 from fsdp_inspect.result_types import (
     EventFacts,
     Memory,
@@ -375,9 +375,7 @@ def _describe_difference(
     ]
     for where, names in (("here", difference.only_here), ("in B", difference.only_there)):
         if names:
-            listed = ", ".join(names[:_MOST_NAMED])
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            words.append(f"Units only {where}: {listed}{more}.")
+            words.append(f"Units only {where}: {listed(names, _MOST_NAMED)}.")
     if not difference.has_same_order:
         words.append("The units run in another order in B.")
     return " ".join(words)
@@ -475,10 +473,9 @@ def _describe_memory(entry: RunEntry, tracks: TrackSet) -> list[str]:
     sampled = loading.result_of(entry, find_sampled_steps)
     if not sampled:
         return ["This run has no memory readings."]
-    named = ", ".join(map(str, sampled[:_MOST_NAMED]))
-    more = f" and {len(sampled) - _MOST_NAMED} more" if len(sampled) > _MOST_NAMED else ""
+    named = listed([str(step) for step in sampled], _MOST_NAMED)
     steps = "step" if len(sampled) == 1 else "steps"
-    return [f"This step has no memory readings. Readings: {steps} {named}{more}."]
+    return [f"This step has no memory readings. Readings: {steps} {named}."]
 
 
 def _describe_clocks(tracks: TrackSet) -> list[str]:

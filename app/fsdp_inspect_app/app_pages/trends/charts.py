@@ -2,6 +2,7 @@
 
 from fsdp_inspect.catalog.trends import Trend, TrendAxis, TrendPoint
 from fsdp_inspect.columns import format_value
+from fsdp_inspect.formatting import listed
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_lines
@@ -88,5 +89,4 @@ def _axis(trend: Trend, places: list[float]) -> PlaceAxis:
 
 
 def _name(point: TrendPoint) -> str:
-    more = f" and {len(point.runs) - 1} more" if len(point.runs) > 1 else ""
-    return f"{point.label[:19]}: {point.runs[0]}{more}"
+    return f"{point.label[:19]}: {listed(point.runs, 1)}"

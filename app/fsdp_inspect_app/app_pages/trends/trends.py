@@ -14,6 +14,7 @@ from fsdp_inspect.catalog.trends import (
     measure_trend,
 )
 from fsdp_inspect.columns import format_value
+from fsdp_inspect.formatting import plural
 from fsdp_inspect_app import catalog_reading, loading
 from fsdp_inspect_app.app_pages.trends.charts import MOST_SERIES, draw_trend
 from fsdp_inspect_app.cards import show_card, show_chart_card, show_headline, show_note, show_text
@@ -102,7 +103,7 @@ def _answer(trend: Trend) -> str:
         ratio = plain(f"{100 * last.change_ratio:+.3g}%")
         return f"{plain(trend.label.capitalize())} changed by {ratio} at {code(last.run)}\\."
     count = sum(len(point.runs) for point in trend.points)
-    runs = f"{count:,} {'run' if count == 1 else 'runs'}"
+    runs = f"{plural(count, 'run')}"
     if trend.axis in (TrendAxis.TIME, TrendAxis.COMMIT):
         return plain(f"{trend.label.capitalize()}: no change point in {runs}.")
     return plain(f"{trend.label.capitalize()} of {runs} by {_AXES[trend.axis]}.")
