@@ -2,10 +2,10 @@
 
 The recorded plan itself is simulated first. Its error is the self-check.
 
-[Note: the interval] The ends of the interval are the step with messages at the fast and at the slow
-end of the network's cost lines, minus and plus `noise_ratio`. It should contain 90% of the runs of
-a plan. Its constants come from six of the loops of `make validate`. docs/figures.md has the
-coverage, also for other loops.
+[Note: the interval] The ends of the interval are the step with messages, and with compute after
+hooks, at the fast and at the slow end of what the run allows, minus and plus `noise_ratio`. It
+should contain 90% of the runs of a plan. Its constants come from six of the loops of `make
+validate`. docs/figures.md has the coverage, also for other loops.
 """
 
 import math
@@ -244,7 +244,9 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     expect_self_check(manifest.run_id, error)
     steps = [predicted.step_time_ns] + [
         play(
-            maker.make(scenario.plan, network.at(pace)).workload, work.execution, with_spans=False
+            maker.make(scenario.plan, network.at(pace), pace).workload,
+            work.execution,
+            with_spans=False,
         ).duration_ns
         for pace in (Pace.FAST, Pace.SLOW)
     ]
