@@ -60,17 +60,20 @@ def _start_nothing(sampler: object) -> None:
     """Replace the start of the device sampler."""
 
 
-def main() -> None:
-    """Run the module of the command line."""
-    is_thread_time = sys.argv[1] == "--thread-time"
-    clock = ThreadClock() if is_thread_time else VirtualClock()
-    # Replace them before other modules bind the functions by name.
+def install(clock: VirtualClock | ThreadClock) -> None:
+    """Replace the clock of the process, before other modules bind the functions by name."""
     time.perf_counter_ns = clock.read
     from fsdp_inspect.emulation import network
     from fsdp_inspect.recording.devices import DeviceSampler
 
     network.sleep_until = clock.sleep_until
     DeviceSampler.start = _start_nothing  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Run the module of the command line."""
+    is_thread_time = sys.argv[1] == "--thread-time"
+    install(ThreadClock() if is_thread_time else VirtualClock())
     del sys.argv[: 1 + is_thread_time]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
