@@ -26,7 +26,13 @@ from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.trace.sharders import DDP, FSDP1
 
-_RULES = {Limit.STRAGGLER: "R32", Limit.SLOW_GROUP: "R32", Limit.HOST: "R19", Limit.MEMORY: "R21"}
+_RULES = {
+    Limit.STRAGGLER: "R32",
+    Limit.SLOW_GROUP: "R32",
+    Limit.HOST: "R19",
+    Limit.MEMORY: "R21",
+    Limit.BACKWARD_ORDER: "R11",
+}
 _BEFORE_COMMUNICATION = (
     Limit.MEMORY,
     Limit.MEMORY_CREEP,
@@ -37,7 +43,14 @@ _BEFORE_COMMUNICATION = (
     Limit.INPUT,
     Limit.COLLECTION,
     Limit.BETWEEN,
+    Limit.BACKWARD_ORDER,
     Limit.OTHER,
+)
+_OF_COMMUNICATION = (
+    Limit.COMMUNICATION,
+    Limit.FIRST_GATHER,
+    Limit.ROOT_GATHER,
+    Limit.LATENCY,
 )
 _LATE = (Limit.STRAGGLER, Limit.SLOW_GROUP)
 _COSTS = {
@@ -46,6 +59,7 @@ _COSTS = {
     Limit.HOST: "host_bound_ns",
     Limit.INPUT: "data_ns",
     Limit.COLLECTION: "garbage_collection_ns",
+    Limit.BACKWARD_ORDER: "backward_order_ns",
     Limit.COMMUNICATION: "exposed_other_ns",
 }
 """The cost of each limit a step: the name of the verdict's number."""
@@ -76,7 +90,7 @@ def _verifiable(finding: Finding) -> Finding:
 def _limit(evidence: Evidence) -> Iterator[Finding]:
     """The limit of the step, unless a simulated plan or faster compute is the answer."""
     verdict = evidence.verdict
-    is_communication = verdict.limit is Limit.COMMUNICATION
+    is_communication = verdict.limit in _OF_COMMUNICATION
     is_simulated = evidence.manifest.sharder_traits.is_simulated
     is_ours = is_communication and not (is_simulated or verdict.is_outside_fsdp)
     if verdict.limit in _BEFORE_COMMUNICATION or verdict.is_outside_fsdp or is_ours:

@@ -240,7 +240,7 @@ class PlanSimulator:
     def _scenario(self, plan: Plan, key: Hashable, pace: Pace) -> Scenario:
         known = self._scenarios.get((pace, key))
         if known is None:
-            known = self._maker.make(plan, self._networks[pace])
+            known = self._maker.make(plan, self._networks[pace], pace)
             self._scenarios[pace, key] = known
         return known
 

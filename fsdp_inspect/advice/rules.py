@@ -1,6 +1,6 @@
 """The table of tuning rules: the title, the trigger and the limits of each rule.
 
-The rules collect public knowledge about tuning FSDP. They have the ids R1 to R35. A rule is
+The rules collect public knowledge about tuning FSDP. They have the ids R1 to R37. A rule is
 
 - `finding`: a problem from settings or from the trace (`advice.findings`);
 - `change`: a change of the plan, simulated on the recorded run (`advice.plan_space`,
@@ -119,8 +119,9 @@ RULES: Mapping[str, Rule] = {
     ),
     "R16": Rule(
         "reduce gradients with the last microbatch only, or with each one",
-        ("change", "check"),
-        "Simulated for runs that accumulate. Or the steps accumulate differently from the plan.",
+        ("change", "check", "finding"),
+        "Simulated for runs that accumulate. Or the steps accumulate differently from the plan. "
+        "DDP: every bucket is reduced in each microbatch, and the loop only adds up gradients.",
     ),
     "R17": Rule(
         "keep parameters unsharded between microbatches",
@@ -222,6 +223,18 @@ RULES: Mapping[str, Rule] = {
         ("finding",),
         "FSDP: the model, its gradients and its optimizer state fit one device, and DDP would save "
         "2% of the step. DDP: sharding would free 2% of the peak.",
+    ),
+    "R36": Rule(
+        "do not search for unused parameters",
+        ("finding",),
+        "DDP with find_unused_parameters, without static_graph: every backward of rank 0 used all "
+        "parameters.",
+    ),
+    "R37": Rule(
+        "gather fewer and larger messages under ZeRO-3",
+        ("finding",),
+        "At least half of the modules that ZeRO-3 gathers have less than 128 KiB, and waits for "
+        "all-gathers take 2% of the step.",
     ),
 }
 

@@ -27,7 +27,7 @@ from fsdp_inspect.analysis.prefetch import measure_gathers_in_flight
 from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.simulation.recorded import RecordedWork
-from fsdp_inspect.trace.codes import MemoryCategory
+from fsdp_inspect.trace.codes import EventKind, MemoryCategory
 from fsdp_inspect.trace.run import RunSource
 
 
@@ -195,6 +195,11 @@ def _evidence(run: RunSource, digest: Summary, *, for_plans: bool = True) -> Evi
         causes_ns=exposed.causes_ns if exposed else {},
         exposed_by_kind_ns=exposed.by_kind_ns if exposed else {},
         backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
+        reductions_per_unit=sum(
+            each.count_per_step / each.num_units
+            for each in (exposed.passes if exposed else ())
+            if each.num_units and each.kind == EventKind.ALL_REDUCE.label
+        ),
         device_bytes=digest.memory.device_bytes,
         step_time_ns=digest.step_time_ns.typical if digest.step_time_ns else None,
         peak_bytes=digest.peak_allocated_bytes,

@@ -16,6 +16,7 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, forma
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.sharders import DDP, ZERO3
 
 LARGE_PART_RATIO = 0.2
 """A part with less than this fraction of a unit is not worth a unit of its own (R3)."""
@@ -29,7 +30,8 @@ _PLANS_IN_16_BITS = "the plans with --allow-dtypes"
 def find_costly_settings(evidence: Evidence) -> Iterator[Finding]:
     """Badly sized units, waste, dtypes, the environment, the allocator, offload."""
     for find in (_one_unit, _large_unit, _waste, _full_precision, _frozen, _connections,
-                 _fragmentation, _retries, _offload):  # fmt: skip
+                 _fragmentation, _retries, _offload, _search_of_unused, _reduced_microbatches,
+                 _tiny_gathers):  # fmt: skip
         yield from find(evidence)
 
 
@@ -343,3 +345,107 @@ def _offload(evidence: Evidence) -> Iterator[Finding]:
             snippet="fully_shard(module, mesh=mesh, "
             "offload_policy=CPUOffloadPolicy(pin_memory=True))",
         )
+
+
+# --- Settings of DDP and of ZeRO, whose plans are not simulated.
+
+
+def _search_of_unused(evidence: Evidence) -> Iterator[Finding]:
+    """DDP searches for unused parameters, and no backward had any."""
+    observed = evidence.manifest.observed
+    if evidence.manifest.sharder != DDP or observed.get("find_unused_parameters") != "True":
+        return
+    if observed.get("unused_parameters") != "none" or observed.get("static_graph") == "True":
+        return
+    yield Finding(
+        "R36",
+        (),
+        "DDP searches for unused parameters, and every backward used all of them.",
+        "find_unused_parameters=True traverses the graph in every step, and keeps the first order "
+        "of the buckets instead of the order of the gradients.",
+        ("Set find_unused_parameters=False, the default.",),
+        effect=Effect(sentence="None is predicted: the time of the search is not recorded."),
+        assumptions=(
+            "Backwards of other ranks and of later steps use every parameter, like those of rank "
+            "0. Else torch stops with an error that names the setting.",
+        ),
+        snippet="model = DistributedDataParallel(model, find_unused_parameters=False)",
+    )
+
+
+def _reduced_microbatches(evidence: Evidence) -> Iterator[Finding]:
+    """DDP reduces the gradients of each microbatch, and the loop adds them to one step."""
+    observed, times = evidence.manifest.observed, evidence.reductions_per_unit
+    if evidence.manifest.sharder != DDP or times < _LEAST_REPEATED:
+        return
+    # Gradients that the loop reads, clears or uses between backwards must be reduced.
+    if observed.get("gradients_between_backwards") != "kept":
+        return
+    saved = round(evidence.exposed_by_kind_ns.get("all_reduce", 0) * (1 - 1 / times))
+    if not evidence.is_worth_naming(saved):
+        return
+    yield Finding(
+        "R16",
+        (),
+        f"DDP reduces every bucket {times:.3g} times per step.",
+        "The gradients of each microbatch are reduced, although the loop only adds them up. "
+        "no_sync() has no effect if the forward of the microbatch runs outside of it.",
+        ("Run the forward and the backward of all microbatches but the last under no_sync().",),
+        {"exposed_all_reduce_ns": evidence.exposed_by_kind_ns.get("all_reduce", 0)},
+        rows=evidence.rows(lambda wait: wait.kind == "all_reduce"),
+        effect=Effect(
+            sentence=f"Saves at most {format_ns(saved)} a step: the waits for the reductions of "
+            "all microbatches but one.",
+            saved_low_ns=0,
+            saved_high_ns=saved,
+            is_exposed=True,
+        ),
+        snippet=(
+            "with model.no_sync():  # around forward and backward\n"
+            "    loss = model(inputs).loss / num_microbatches\n"
+            "    loss.backward()"
+        ),
+    )
+
+
+_LEAST_REPEATED = 1.9
+"""Reductions per bucket and step from which each microbatch is reduced: about two or more."""
+_TINY_BYTES = 128 << 10
+"""A gather of fewer bytes takes mostly its latency: 13 us at 10 GB/s."""
+
+
+def _tiny_gathers(evidence: Evidence) -> Iterator[Finding]:
+    """ZeRO-3 gathers many modules with few parameters one by one."""
+    manifest = evidence.manifest
+    if manifest.sharder != ZERO3:
+        return
+    gathered = [unit for unit in manifest.units if unit.reshard_after_forward]
+    tiny = [unit for unit in gathered if unit.unsharded_bytes < _TINY_BYTES]
+    exposed = evidence.exposed_by_kind_ns.get("all_gather", 0)
+    if 2 * len(tiny) < len(gathered) or not tiny or not evidence.is_worth_naming(exposed):
+        return
+    largest = max(unit.num_parameters for unit in tiny)
+    threshold = manifest.observed.get("param_persistence_threshold", "unknown")
+    yield Finding(
+        "R37",
+        tuple(unit.fqn for unit in tiny[:_MOST_NAMED]),
+        f"ZeRO-3 gathers {len(tiny)} of {len(gathered)} modules with less than "
+        f"{format_bytes(_TINY_BYTES)} each.",
+        f"Such a gather takes mostly its latency. All-gathers are exposed for {format_ns(exposed)} "
+        f"a step. stage3_param_persistence_threshold is {threshold}.",
+        (
+            f"Raise stage3_param_persistence_threshold to {largest + 1}, so that these parameters "
+            "stay gathered.",
+            "Or gather each block at once: deepspeed.utils.set_z3_leaf_modules(model, [Block]).",
+        ),
+        {"exposed_all_gather_ns": exposed},
+        rows=evidence.rows(lambda wait: wait.kind == "all_gather"),
+        effect=Effect(
+            sentence=f"Saves at most {format_ns(exposed)} a step, all waits for all-gathers.",
+            saved_low_ns=0,
+            saved_high_ns=exposed,
+            is_exposed=True,
+            added_low_bytes=0,
+            added_high_bytes=sum(unit.unsharded_bytes for unit in tiny),
+        ),
+    )

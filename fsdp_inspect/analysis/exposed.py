@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.breakdown import DimensionTime, split_typical_step
+from fsdp_inspect.analysis.link_fit import fit_link
 from fsdp_inspect.analysis.mesh_dimensions import GroupDimensions, group_dimensions
 from fsdp_inspect.analysis.step_selection import RankSteps, collective_rows, timed_rank
 from fsdp_inspect.analysis.wait_causes import NEEDED_KINDS, Cause, Waits, read_waits, split_waits
@@ -24,11 +25,14 @@ from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_c
 from fsdp_inspect.formatting import format_owner
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.statistics import apportion
-from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.mesh_dimensions import OTHER, order_labels
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.tables import EventTable, SummaryTable, positions_by_value, rows_of
 
+_MOST_RESIDUAL, _LEAST_EXPLAINED = 0.2, 0.5
+"""The latency of a fit counts as known with at most this residual and at least this explained
+ratio. Waits for other ranks, which are part of durations, fail both."""
 MOST_EVIDENCE = 10
 """The highest number of waits that are listed as evidence."""
 
@@ -290,6 +294,11 @@ class Exposed:
     backward_gathers_ns: int
     """Exposed time of FSDP's all-gathers in backward, which `reshard_after_forward=False`
     removes."""
+    late_prefetch_ns: int
+    """Exposed time by late issue of FSDP's all-gathers in backward after the first one. All of
+    their exposed time if some of them are unused."""
+    latency_ns: int
+    """Exposed time that messages without bytes would have, too; 0 if the latency is unknown."""
     by_kind_ns: dict[str, int]
     """Exposed time by collective: `all_gather`, `reduce_scatter`, `all_reduce`, `other`."""
     causes_ns: dict[str, int]
@@ -358,6 +367,8 @@ def measure_exposed(
         exposed_ns=exposed,
         step_ratio=exposed / step_time if step_time else 0.0,
         backward_gathers_ns=_backward_gathers(member),
+        late_prefetch_ns=_late_prefetch(typical),
+        latency_ns=_latency(typical),
         by_kind_ns={
             part.label.removeprefix("exposed_"): split.duration_ns(part)
             for part in sorted(EXPOSED_PART_CODES)
@@ -400,6 +411,37 @@ def _backward_gathers(member: RankSteps) -> int:
     rows = rows_of(member.rows, kinds=[EventKind.ALL_GATHER])
     rows = rows.where((rows.phase == Phase.BACKWARD) & (rows.unit != NO_UNIT))
     return member.typical_per_step(rows, "exposed_ns")
+
+
+def _late_prefetch(typical: "_TypicalWaits") -> int:
+    rows, causes = typical.waits.collectives, typical.waits.share_by_cause_ns
+    gathers = (rows.kind == EventKind.ALL_GATHER) & (rows.phase == Phase.BACKWARD)
+    gathers = np.flatnonzero(gathers & (rows.unit != NO_UNIT))
+    backward = rows.step[gathers].astype(np.int64) << 32 | rows.microbatch[gathers]
+    order = np.lexsort((rows.issue_ns[gathers], backward))
+    _, first = np.unique(backward[order], return_index=True)
+    later = np.delete(gathers[order], first)
+    is_unused = bool(np.any(rows.flags[later] & EventFlag.UNUSED))
+    late = causes[later] if is_unused else causes[later, Cause.LATE_ISSUE]
+    return round(float(late.sum()) / max(typical.num_steps, 1))
+
+
+def _latency(typical: "_TypicalWaits") -> int:
+    waits = typical.waits
+    rows, total = waits.collectives, 0.0
+    duration = np.maximum(rows.end_ns - waits.turn_ns, 1)
+    exposed = waits.share_by_cause_ns.sum(axis=1)
+    is_known = (rows.flags & EventFlag.LATEST_END) == 0
+    key = rows.kind.astype(np.int64) << 32 | (rows.group + 1)
+    for of_kind in (key == each for each in np.unique(key)):
+        fitted = of_kind & is_known
+        fit = fit_link(rows.bytes[fitted], duration[fitted], 1.0)
+        if fit is None or fit.residual_ratio > _MOST_RESIDUAL:
+            continue
+        if fit.is_constant or (fit.refusal is None and fit.explained_ratio >= _LEAST_EXPLAINED):
+            latency = fit.typical_ns if fit.is_constant else fit.latency_ns
+            total += float((exposed * np.minimum(latency / duration, 1))[of_kind].sum())
+    return round(total / max(typical.num_steps, 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,9 +88,10 @@ class UnitCost:
     """Time of FSDP's copies between parameters and communication buffers; None if an import does
     not record them, like the next two fields."""
     forward_ns: int | None
-    """Time from parameters ready to output, including nested units."""
+    """Time from parameters ready to output, including nested units and waits for them."""
     backward_ns: int | None
-    """Time from parameters ready to gradients complete, including nested units and recompute."""
+    """Time from parameters ready to gradients complete, including nested units, waits for them and
+    recompute."""
     recompute_ns: int
     """Forward work that activation checkpointing repeats in backward. It is part of
     `backward_ns`."""

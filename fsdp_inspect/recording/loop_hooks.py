@@ -128,7 +128,7 @@ class LoopHooks:
         session = self._session
         if session.step >= _OBSERVED_STEPS or (before_backward and not session.microbatch):
             return
-        found = list(self._find_gradients())
+        found = sorted(self._find_gradients())  # DDP may have rebuilt its buckets in between
         if before_backward and self._gradients and session.gradients_between != "changed":
             is_kept = found == self._gradients
             session.gradients_between = "kept" if is_kept else "changed"

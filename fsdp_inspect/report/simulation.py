@@ -14,7 +14,7 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, forma
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, new_table, render_table
 from fsdp_inspect.report.wording import format_cause, format_error
-from fsdp_inspect.simulation.simulate import UNITS_OF_PLAN, Simulation
+from fsdp_inspect.simulation.simulate import UNITS_OF_PLAN, KindOfStep, Simulation
 
 MOST_UNITS = 40
 _NO_CHANGE = 0.0005
@@ -41,7 +41,9 @@ def render_simulation(simulation: Simulation) -> RenderableType:
 
 def answer_simulation(simulation: Simulation) -> str:
     """State the change of the predicted step time from the recorded plan."""
-    change = simulation.change
+    change = simulation.change_of_all
+    if change is None:  # a kind of step is unknown; the reasons say which
+        change = simulation.change
     if abs(change) < _NO_CHANGE:
         return "Predicted step time: as with the recorded plan."
     word = "shorter" if change < 0 else "longer"
@@ -68,11 +70,21 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
         f"measured at {format_ns(simulation.recorded_step_ns)}, an error of "
         f"{format_error(simulation.replay_error)}."
     )
+    for number, kind in enumerate(simulation.kinds):
+        yield _kind(kind, "This prediction" if number == 0 else "Another kind of step")
     for caveat in simulation.caveats:
         yield f"Caution: {caveat}"
     yield from _memory(simulation)
     for assumption in simulation.assumptions:
         yield f"Assumed: {assumption}"
+
+
+def _kind(kind: KindOfStep, name: str) -> str:
+    share = f"{name} describes {format_ratio(kind.ratio)} of the steps: "
+    if kind.refusal is not None:
+        return f"{share}no prediction. {kind.refusal}"
+    before, after = format_ns(kind.replayed_step_ns), format_ns(kind.step_time_ns)
+    return f"{share}{before} -> {after}."
 
 
 def _memory(simulation: Simulation) -> Iterable[str]:

@@ -365,7 +365,7 @@ def _units_footer(costs: UnitCosts) -> str:
     return (
         f"Typical step of rank {costs.rank}, from {costs.num_steps} timed steps. n: collectives "
         "per step, mean over all timed steps. duration: of one collective. exposed: per typical "
-        "step. forward and backward include nested units. "
+        "step. forward and backward include nested units and the waits for them. "
         f"bus: {find_metric('bus_bytes_per_s').definition}."
     )
 

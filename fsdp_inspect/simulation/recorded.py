@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,6 +133,8 @@ class RecordedWork:
     memory, or the run has no such step."""
     num_other_steps: int = 0
     """Steps as typical in time as `steps`, but with other passes or collectives."""
+    kinds_ratios: tuple[float, ...] = (1.0,)
+    """The fraction of each kind of step, the most frequent first."""
     is_pipeline: bool = False
     """Whether the rank sends to others or receives from them in these steps."""
     accumulation: Accumulation | None = field(default_factory=Accumulation)
@@ -156,12 +159,13 @@ def play(workload: Workload, execution: Execution, *, with_spans: bool = True) -
     return schedule.play(with_spans=with_spans)
 
 
-def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
+def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> RecordedWork:
     """Measure the work in a rank's timed steps.
 
     Args:
         run: A recorded or emulated run.
         rank: Default: the median rank.
+        kind: Steps of one kind have the same passes and collectives; 0: the most frequent kind.
 
     Raises:
         IncompleteRunError: The run has no data of that rank.
@@ -170,7 +174,8 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
     """
     expect_simulated_sharder(run.manifest)
     member = inspected_rank(run, rank)
-    usual = np.zeros(0, np.int32) if member is None else _usual_steps(run, member)
+    kinds = [] if member is None else _kinds_of_steps(run, member)
+    usual = kinds[kind].steps if kind < len(kinds) else np.zeros(0, np.int32)
     read = [] if member is None else list(_readings(run, member.rank, usual))
     readings = _alike(read)
     if member is None or not readings:
@@ -185,13 +190,14 @@ def measure_work(run: RunSource, *, rank: int | None = None) -> RecordedWork:
     events = with_own_turns(run.events(member.rank, steps=steps))
     _expect_measured_collectives(run, events)
     work = _Builder(run, readings, events, member).build()
-    num_unusual = int((~np.isin(member.typical_steps, usual)).sum())
+    num_unusual = int((~np.isin(member.typical_steps, usual)).sum()) if kind == 0 else 0
     num_other = num_unusual + len(read) - len(readings)
     played = work.play()
     _expect_same_collectives(run, work, events, played)
     work = replace(
         work,
-        step_time_ns=_time_of_kind(work, readings) if num_other else work.step_time_ns,
+        step_time_ns=_time_of_kind(work, readings) if num_other or kind else work.step_time_ns,
+        kinds_ratios=tuple(each.ratio for each in kinds),
         num_other_steps=num_other,
         is_pipeline=bool(np.any(events.kind == EventKind.POINT_TO_POINT)),
     )
@@ -372,7 +378,7 @@ def _observe_plan(run: RunSource) -> Plan:
     member = inspected_rank(run)
     if member is None:
         return plan
-    events = run.events(member.rank, steps=[int(_usual_steps(run, member)[0])])
+    events = run.events(member.rank, steps=[int(_kinds_of_steps(run, member)[0].steps[0])])
     reading = read_step(events)
     accumulation = (reading and _accumulation(run, reading, events)) or Accumulation()
     plan = plan.model_copy(update={"accumulation": accumulation})
@@ -423,16 +429,20 @@ def _accumulation(run: RunSource, reading: StepReading, events: EventTable) -> A
     return accumulation_of_passes(reading.passes)
 
 
-def _usual_steps(run: RunSource, member: RankSteps) -> NDArray[np.int32]:
-    """The steps with the passes and collectives of most timed steps, of any step time.
+class _Kind(NamedTuple):
+    """Timed steps with equal passes and collectives."""
+
+    steps: NDArray[np.int32]
+    """The typical ones, or else all; the nearest to the typical step time first."""
+    ratio: float
+    """Fraction of all timed steps."""
+
+
+def _kinds_of_steps(run: RunSource, member: RankSteps) -> list[_Kind]:
+    """The kinds of timed steps, the most frequent first.
 
     A step after an evaluation, for example, has other all-gathers, because units are still
-    unsharded. The largest set of steps with equal counts is taken, so that the simulated step does
-    not depend on which steps are typical in time.
-
-    Returns:
-        The typical ones of these steps, or else all of them; the nearest to the typical step time
-        first.
+    unsharded. Kinds do not depend on step times.
     """
     kinds = [EventKind.FORWARD, EventKind.BACKWARD, *COLLECTIVES]
     rows = run.summary(ranks=[member.rank], kinds=kinds)
@@ -446,11 +456,15 @@ def _usual_steps(run: RunSource, member: RankSteps) -> NDArray[np.int32]:
     distance = np.abs(member.step_time_ns - member.typical_mean(member.step_time_ns))
     _, of_set, sizes = np.unique(sums, return_inverse=True, return_counts=True)
     num_typical = np.bincount(of_set, weights=member.is_typical)
-    first = np.lexsort((distance, -num_typical[of_set], -sizes[of_set]))[0]
-    usual = of_set == of_set[first]
-    chosen = usual & member.is_typical
-    chosen = np.flatnonzero(chosen if chosen.any() else usual)
-    return member.steps[chosen[np.argsort(distance[chosen], kind="stable")]]
+    order = np.lexsort((distance, -num_typical[of_set], -sizes[of_set]))
+    kinds = []
+    for number in dict.fromkeys(of_set[order].tolist()):
+        is_own = of_set == number
+        is_chosen = is_own & member.is_typical
+        chosen = np.flatnonzero(is_chosen if is_chosen.any() else is_own)
+        steps = member.steps[chosen[np.argsort(distance[chosen], kind="stable")]]
+        kinds.append(_Kind(steps, int(sizes[number]) / len(member.steps)))
+    return kinds
 
 
 def _readings(run: RunSource, rank: int, usual: NDArray[np.int32]) -> Iterator[StepReading]:

@@ -10,7 +10,10 @@ its measured communication. Other values are derived:
   code for each tensor;
 - compute of a split unit: if the host computes, by the time of its parts in the memory step. Else
   by the fraction of its parameters, since matrix products take time in proportion to their weights.
-  Either is an assumption, and the scenario names it.
+  Either is an assumption, and the scenario names it;
+- compute after hooks, if the host computes: FSDP's hooks leave cold caches, and part of torch's
+  hooks of a module runs inside the boundaries of its unit. Both end with the hooks if units merge.
+  `HOOK_TRAIL` is an estimate, and the interval reaches from no such effect to twice the estimate.
 """
 
 import math
@@ -22,7 +25,7 @@ from itertools import pairwise
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
-from fsdp_inspect.simulation.network import Network
+from fsdp_inspect.simulation.network import Network, Pace
 from fsdp_inspect.simulation.parameters import (
     Parameter,
     is_inside,
@@ -43,6 +46,7 @@ from fsdp_inspect.simulation.recomputation import recompute
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
 from fsdp_inspect.simulation.recorded_units import RecordedUnits, Regrouping, copy_of_share
 from fsdp_inspect.simulation.workload import Op, Pass, Piece, Tape, UnitWork, Workload
+from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.plan import (
@@ -55,6 +59,11 @@ from fsdp_inspect.trace.plan import (
 )
 from fsdp_inspect.trace.run import ParameterTraits, RunManifest, Unit, traits_that_differ
 
+HOOK_TRAIL = (0.4, 0.2)
+"""Compute that disappears with the hooks of a module in forward and of a unit in backward, as a
+fraction of the hooks' time. Measured in docs/figures.md."""
+_MOST_TRAIL = 0.5
+"""The largest fraction of a unit's compute that is attributed to hooks."""
 _MOST_UNIT_PASSES = 1 << 14
 """Most passes of units in a step: microbatches by units. Their simulation takes half a minute."""
 _DIVIDED_BY_TIME = (
@@ -65,6 +74,10 @@ _SCALED = (
     "The recorded messages of some regrouped parameters are larger or smaller than their sizes and "
     "dtypes explain. They keep this ratio in other units."
 )
+_TRAIL = (
+    "Hooks of FSDP slow the compute after them by {:.0%} of their own time in forward and {:.0%} "
+    "in backward, and other units have other hooks."
+).format(*HOOK_TRAIL)
 _OWN_COMMUNICATORS = (
     "Each unit gathers in backward on its own communicator. Its all-gather does not queue behind "
     "reductions, and neither slows the other."
@@ -171,12 +184,13 @@ class ScenarioMaker:
         self._mesh = mesh_of(self._ran, manifest)
         self._recorded = RecordedUnits(work, self._ran, self._mesh.shard)
 
-    def make(self, plan: Plan, network: Network) -> Scenario:
+    def make(self, plan: Plan, network: Network, pace: Pace = Pace.TYPICAL) -> Scenario:
         """Derive the recorded work under a plan.
 
         Args:
             plan: The plan, with or without patterns.
             network: The run's own network, or another network.
+            pace: The end of the uncertainty of the compute after hooks.
 
         Raises:
             MissingDataError: The plan needs data that the run does not contain: a link, a
@@ -189,7 +203,7 @@ class ScenarioMaker:
         is_new = network.is_changed or mesh != self._mesh
         changed = replace(network, is_changed=is_new)
         repeated = recompute(self._work, self._ran, resolved)
-        scenario = _Regrouping(repeated.work, self._recorded, resolved, mesh, changed).build()
+        scenario = _Regrouping(repeated.work, self._recorded, resolved, mesh, changed, pace).build()
         return replace(
             scenario,
             assumptions=(*repeated.assumptions, *scenario.assumptions),
@@ -219,8 +233,10 @@ class _Regrouping:
         plan: Plan,
         mesh: Mesh,
         network: Network,
+        pace: Pace,
     ) -> None:
         self._work = work
+        self._pace = pace
         self._recorded = recorded
         self._plan = plan
         self._planned = {unit.name: unit for unit in plan.units}
@@ -502,7 +518,60 @@ class _Regrouping:
 
     def _pieces(self, cuts: Sequence[_Cut]) -> list[Piece]:
         recorded = self._work.workload.pieces
-        return [_scaled(recorded[cut.piece], cut.unit, *self._shares_of_time(cut)) for cut in cuts]
+        pieces = [
+            _scaled(recorded[cut.piece], cut.unit, *self._shares_of_time(cut)) for cut in cuts
+        ]
+        if self._work.execution is Execution.STREAM or len(self._unchanged) == len(self._names):
+            return pieces
+        self._assumptions[_TRAIL] = None
+        factors = list(zip(*(self._trails(cuts, pieces, at) for at in range(2)), strict=True))
+        return [
+            replace(
+                piece,
+                forward_ns=round(piece.forward_ns * factors[piece.unit][0]),
+                backward_ns=round(piece.backward_ns * factors[piece.unit][1]),
+            )
+            for piece in pieces
+        ]
+
+    def _trails(self, cuts: Sequence[_Cut], pieces: Sequence[Piece], direction: int) -> list[float]:
+        """By unit of the plan, its compute / its recorded compute: it runs after other hooks.
+
+        Args:
+            cuts: The pieces of the plan.
+            pieces: Their recorded compute.
+            direction: 0: forward, whose hooks run for each module. 1: backward.
+        """
+        works = self._work.workload.units
+        hooks = [each.gather_launch_ns for each in works]
+        if direction:
+            hooks = [
+                each.reduce_launch_ns
+                + (forward if (own := each.gather_backward_launch_ns) is None else own)
+                for each, forward in zip(works, hooks, strict=True)
+            ]
+        once = HOOK_TRAIL[direction] * (median(hooks) or 0)
+
+        def trail(modules: Sequence[str]) -> float:
+            return once if direction else once * max(len(modules), 1)
+
+        before, removed = defaultdict[int, float](float), defaultdict[int, float](float)
+        for each in self._work.workload.pieces:
+            before[each.unit] += (each.forward_ns, each.backward_ns)[direction]
+        total = defaultdict[int, float](float)
+        for cut, piece in zip(cuts, pieces, strict=True):
+            old = self._work.workload.pieces[cut.piece].unit
+            own = (piece.forward_ns, piece.backward_ns)[direction]
+            part = trail(self._work.units[old].modules) / max(before[old], 1)
+            total[cut.unit] += own
+            removed[cut.unit] += own * min(part, _MOST_TRAIL)
+        factors = []
+        for index, name in enumerate(self._names):
+            more = trail(self._planned[name].modules) - removed[index]
+            end = {Pace.FAST: 2 * (more < 0), Pace.SLOW: 2 * (more > 0)}.get(self._pace, 1)
+            is_same = name in self._unchanged or not total[index]
+            factors.append(1.0 if is_same else max(1 + end * more / total[index], 1 - _MOST_TRAIL))
+        return factors
 
     def _shares_of_time(self, cut: _Cut) -> tuple[float, float]:
         """The fractions of a piece's forward and backward in a cut.

@@ -56,6 +56,6 @@ def caveat_of_kinds(num_steps: int, num_other_steps: int) -> str | None:
         return None
     return (
         f"{num_other_steps} of {total} typical steps run other passes or collectives. The "
-        f"prediction describes the most frequent kind, {num_steps} steps, and says nothing about "
-        "the others."
+        f"prediction describes the most frequent kind, {num_steps} steps. `fsdp-inspect simulate` "
+        "predicts each kind."
     )

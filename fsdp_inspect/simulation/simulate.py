@@ -2,15 +2,16 @@
 
 The recorded plan itself is simulated first. Its error is the self-check.
 
-[Note: the interval] The ends of the interval are the step with messages at the fast and at the slow
-end of the network's cost lines, minus and plus `noise_ratio`. It should contain 90% of the runs of
-a plan. Its constants come from six of the loops of `make validate`. docs/figures.md has the
-coverage, also for other loops.
+[Note: the interval] The ends of the interval are the step with messages, and with compute after
+hooks, at the fast and at the slow end of what the run allows, minus and plus `noise_ratio`. It
+should contain 90% of the runs of a plan. Its constants come from six of the loops of `make
+validate`. docs/figures.md has the coverage, also for other loops.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from fsdp_inspect.analysis.run_delay import caveat_of_cores
 from fsdp_inspect.analysis.step_selection import collective_rows
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
 from fsdp_inspect.columns import TableSpec, metric_column, unit_column
+from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.results import Result, to_plain
 from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.simulation.network import NodeLink, Pace, unknown_latencies
@@ -33,6 +35,7 @@ from fsdp_inspect.simulation.recorded import (
 from fsdp_inspect.simulation.scenario import ScenarioMaker
 from fsdp_inspect.simulation.schedule import PlayedStep, Span
 from fsdp_inspect.simulation.self_check import (
+    MAX_OTHER_RATIO,
     PIPELINE_CAVEAT,
     caveat_of_kinds,
     expect_self_check,
@@ -125,6 +128,30 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True)
+class KindOfStep:
+    """The prediction of one kind of step, if a loop has several."""
+
+    ratio: float
+    """Fraction of the timed steps."""
+    recorded_step_ns: int | None
+    replayed_step_ns: int | None
+    step_time_ns: int | None
+    """The predicted step time; None: see `refusal`."""
+    refusal: str | None = None
+    """The reason why this kind cannot be predicted."""
+
+    @classmethod
+    def of(cls, simulation: "Simulation", ratio: float) -> "KindOfStep":
+        """The kind that a simulation predicts."""
+        return cls(
+            ratio,
+            simulation.recorded_step_ns,
+            simulation.replayed.step_time_ns,
+            simulation.step_time_ns,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Simulation(Result):
     """The predicted step of a plan with the recorded step."""
 
@@ -157,6 +184,23 @@ class Simulation(Result):
     """The reason why the prediction has no peak although the recorded plan has one; None: it has a
     peak."""
     plan: Plan
+    kinds: tuple[KindOfStep, ...] = ()
+    """The kinds of steps that are at least a tenth of all, the most frequent first. The other
+    attributes describe the first one. Empty: nearly all steps are of one kind."""
+
+    @property
+    def change_of_all(self) -> float | None:
+        """The change of the mean over all kinds, predicted / replayed - 1; None: some are unknown.
+
+        Without several kinds, it is `change`.
+        """
+        if not self.kinds:
+            return self.change
+        before = [(each.ratio, each.replayed_step_ns) for each in self.kinds]
+        after = [(each.ratio, each.step_time_ns) for each in self.kinds]
+        sums = [sum(ratio * ns for ratio, ns in side if ns is not None) for side in (before, after)]
+        is_known = all(each.refusal is None for each in self.kinds)
+        return sums[1] / sums[0] - 1 if is_known and sums[0] else None
 
     @property
     def step_time_ns(self) -> int:
@@ -199,14 +243,26 @@ def simulate_plan(
         PlanError: The plan does not fit the model.
         ValueError: The network is invalid.
     """
-    return simulate_work(
-        measure_work(run, rank=rank),
-        run.manifest,
-        plan,
+    work = measure_work(run, rank=rank)
+    simulate = partial(
+        simulate_work,
+        manifest=run.manifest,
         bus_bytes_per_s=bus_bytes_per_s,
         latency_ns=latency_ns,
         node=node,
     )
+    found = simulate(work, plan=plan)
+    if caveat_of_kinds(len(work.steps), work.num_other_steps) is None:
+        return found
+    kinds = [KindOfStep.of(found, work.kinds_ratios[0])]
+    for kind, ratio in enumerate(work.kinds_ratios):
+        if kind and ratio >= MAX_OTHER_RATIO:
+            try:
+                other = simulate(measure_work(run, rank=rank, kind=kind), plan=plan)
+                kinds.append(KindOfStep.of(other, ratio))
+            except (MissingDataError, PlanError) as error:
+                kinds.append(KindOfStep(ratio, None, None, None, str(error)))
+    return replace(found, kinds=tuple(kinds))
 
 
 def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and known results
@@ -244,7 +300,9 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     expect_self_check(manifest.run_id, error)
     steps = [predicted.step_time_ns] + [
         play(
-            maker.make(scenario.plan, network.at(pace)).workload, work.execution, with_spans=False
+            maker.make(scenario.plan, network.at(pace), pace).workload,
+            work.execution,
+            with_spans=False,
         ).duration_ns
         for pace in (Pace.FAST, Pace.SLOW)
     ]

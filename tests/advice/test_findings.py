@@ -11,6 +11,7 @@ from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.plan_check.check import check_plan
 from fsdp_inspect.analysis.verdict import StepFacts, StragglerFacts, give_verdict
 from fsdp_inspect.trace.plan import Plan, UnitPlan
+from fsdp_inspect.trace.sharders import DDP, ZERO3
 from tests.builders import RunBuilder
 
 FACTS = StepFacts(
@@ -187,3 +188,38 @@ def test_padding_is_named_where_it_is_two_hundredths_of_what_is_gathered():
     beside = findings(units={"layers.0": sized, "layers.1": others, "layers.2": others})
     assert [each.rule for each in alone if each.rule == "R30"] == ["R30"]
     assert [each.rule for each in beside if each.rule == "R30"] == []
+
+
+MANY_GATHERS = {"exposed_by_kind_ns": {"all_gather": 20}, "step_time_ns": 100}
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "is_gathered", "is_found"),
+    [
+        pytest.param(64 << 10, True, True, id="tiny"),
+        pytest.param(64 << 20, True, False, id="large"),
+        pytest.param(64 << 10, False, False, id="persistent"),
+    ],
+)
+def test_tiny_gathers_of_zero_3_are_named(num_bytes, is_gathered, is_found):
+    sizes = {"unsharded_bytes": num_bytes, "reshard_after_forward": is_gathered}
+    evidence = evidence_of(units=dict.fromkeys(UNITS, sizes), sharder=ZERO3)
+    found = find_first_things(replace(evidence, **MANY_GATHERS))
+    assert ("R37" in rules(found)) == is_found
+
+
+OBSERVED = {"find_unused_parameters": "True", "unused_parameters": "none", "static_graph": "False"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"unused_parameters": "some"},
+        {"find_unused_parameters": "False"},
+        {"static_graph": "True"},
+    ],
+)
+def test_a_search_for_unused_parameters_is_named_if_there_are_none(changes):
+    found = findings(sharder=DDP, observed=OBSERVED | changes)
+    assert ("R36" in rules(found)) == (not changes)

@@ -222,8 +222,23 @@ def test_gathers_of_an_optimizer_are_not_taken_for_clipping():
         ),
         (
             {"first_gather": FIRST},
-            "The first all-gather is exposed for 20% of the step.",
-            "fully_shard(model.embedding)",
+            "The large root unit is exposed for 20% of the step.",
+            "bfloat16",
+        ),
+        (
+            {"exposed_ns": 40 * MS, "backward_order_ns": 20 * MS, "latency_ns": 30 * MS},
+            "The order of backward prefetch exposes 20% of the step.",
+            "Remove the calls of set_modules_to_backward_prefetch",
+        ),
+        (
+            {"exposed_ns": 40 * MS, "root_gather_ns": 20 * MS},
+            "Gathering the root again in backward exposes 20% of the step.",
+            "Keep the root unsharded",
+        ),
+        (
+            {"exposed_ns": 40 * MS, "latency_ns": 20 * MS},
+            "The latency of collectives is exposed for 20% of the step.",
+            "fewer and larger messages",
         ),
     ],
 )
@@ -234,12 +249,24 @@ def test_costs_that_no_part_shows_are_named_with_size_and_remedy(changes, headli
     assert len(headline.split()) <= 12
 
 
-def test_a_late_issue_under_a_backward_prefetch_of_the_script_names_its_order():
-    late = {"exposed_ns": 30 * MS, "causes_ns": {"late_issue": 20 * MS}, "has_plan": True}
-    first = give_verdict(facts(**late, names_backward_prefetch=True)).next_steps[0]
-    assert first.startswith("Check the order of set_modules_to_backward_prefetch")
-    assert "20.0 ms are exposed" in first
-    assert give_verdict(facts(**late)).next_steps[0] == COMPARE_PLANS
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"backward_order_ns": 9 * MS, "root_gather_ns": 9 * MS}, id="small parts"),
+        pytest.param({"latency_ns": 40 * MS, "num_units": 1}, id="latency of a single unit"),
+        pytest.param({"latency_ns": 40 * MS, "blocks_host": True}, id="a blocking backend"),
+        pytest.param({"latency_ns": 40 * MS, "causes_ns": {"straggler": 30 * MS}}, id="late ranks"),
+    ],
+)
+def test_a_part_of_communication_is_no_headline_without_enough_evidence(changes):
+    assert give_verdict(facts(exposed_ns=40 * MS, **changes)).limit is Limit.COMMUNICATION
+
+
+def test_the_order_of_backward_prefetch_explains_why_the_plan_check_fails():
+    changes = {"exposed_ns": 40 * MS, "contradiction": "The run does not follow its plan."}
+    order = give_verdict(facts(**changes, backward_order_ns=20 * MS))
+    assert not any("plan check" in step for step in order.next_steps)
+    assert "plan check" in give_verdict(facts(**changes)).next_steps[0]
 
 
 def test_waiting_for_late_ranks_comes_before_any_plan():

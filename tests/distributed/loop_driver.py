@@ -4,18 +4,18 @@ torchrun --nproc-per-node 2 loop_driver.py FOLDER [LOOP ...]
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_inspect import Recorder
+from fsdp_inspect import Plan, Recorder, apply_plan
 from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 
 WIDTH, VOCABULARY, NUM_STEPS = 128, 256, 9
@@ -251,8 +251,8 @@ _MODELS = (
 LOOPS |= dict.fromkeys(_MODELS, plain)
 
 
-def build(loop: str) -> nn.Module:
-    """The model of a loop, sharded."""
+def build(loop: str, plan: Plan | None = None) -> nn.Module:
+    """The model of a loop, sharded; by a plan, if its loop has a single model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if loop == "teaching":
         model: nn.Module = nn.ModuleDict({"student": Model(), "teacher": Model(num_blocks=2)})
@@ -273,6 +273,15 @@ def build(loop: str) -> nn.Module:
         replace_layers(model, loop)
     if loop == "frozen":
         model.layers[0].requires_grad_(requires_grad=False)
+    if plan is None:
+        shard(loop, roots, mesh)
+    else:
+        apply_plan(model, plan, mesh)
+    return model
+
+
+def shard(loop: str, roots: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Make each block a unit, and the rest of each model its root unit."""
     for root in roots:
         parts = [*root.layers, *([root.head] if loop == "chunked_loss" else [])]
         if loop == "without_root":
@@ -281,7 +290,6 @@ def build(loop: str) -> nn.Module:
             fully_shard(part, mesh=mesh, shard_placement_fn=second_dimension)
         if loop != "without_root":
             fully_shard(root, mesh=mesh)
-    return model
 
 
 def train(loop: str, folder: str) -> None:

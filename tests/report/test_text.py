@@ -72,9 +72,9 @@ layers.1     100   100 ns    160 ns       0 ns   10 ns           1
 
 Typical step of rank 0, from 3 timed steps. n: collectives per step, mean over
 all timed steps. duration: of one collective. exposed: per typical step. forward
-and backward include nested units. bus: message x (N-1)/N / duration for
-all-gather and reduce-scatter, 2(N-1)/N for all-reduce, N ranks in the group
-(nccl-tests); missing for N = 1."""
+and backward include nested units and the waits for them. bus: message x (N-1)/N
+/ duration for all-gather and reduce-scatter, 2(N-1)/N for all-reduce, N ranks
+in the group (nccl-tests); missing for N = 1."""
 
 
 def summary_of(run):

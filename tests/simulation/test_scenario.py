@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.errors import MissingDataError, PlanError
-from fsdp_inspect.simulation.network import CostLine, Network, fit_network
+from fsdp_inspect.simulation.network import CostLine, Network, Pace, fit_network
 from fsdp_inspect.simulation.recorded import (
     Execution,
     RecordedWork,
@@ -14,7 +14,14 @@ from fsdp_inspect.simulation.recorded import (
     observed_plan,
     play,
 )
-from fsdp_inspect.simulation.scenario import Mesh, Scenario, make_scenario, mesh_of
+from fsdp_inspect.simulation.scenario import (
+    HOOK_TRAIL,
+    Mesh,
+    Scenario,
+    ScenarioMaker,
+    make_scenario,
+    mesh_of,
+)
 from fsdp_inspect.simulation.workload import (
     Op,
     Piece,
@@ -41,6 +48,11 @@ NETWORK = Network(
         EventKind.REDUCE_SCATTER: CostLine(LATENCY_NS, 1e9 / PER_BYTE_NS),
     }
 )
+
+
+# Hooks of 3 ms around a gather, and of 1 ms around a reduction.
+FORWARD_TRAIL_NS = round(HOOK_TRAIL[0] * 3 * MS)
+BACKWARD_TRAIL_NS = round(HOOK_TRAIL[1] * 4 * MS)
 
 
 def transfer_ns(message: int) -> int:
@@ -92,6 +104,10 @@ def recorded(num_blocks: int = 4) -> tuple[RecordedWork, RunManifest]:
 def block_plan(num_blocks: int = 4) -> Plan:
     names = [f"layers.{i}" for i in range(num_blocks)]
     return Plan(units=tuple(UnitPlan(modules=(n,), reshard_after_forward=True) for n in names))
+
+
+def forward_ns(scenario: Scenario) -> int:
+    return sum(piece.forward_ns for piece in scenario.workload.pieces)
 
 
 def scenario_of(plan: Plan, network: Network = NETWORK) -> Scenario:
@@ -191,7 +207,10 @@ def test_merged_blocks_share_one_latency_and_keep_their_compute():
     assert first.gather_ns == transfer_ns(2 * MESSAGE)
     assert first.copy_out_ns == 2 * MS
     assert first.gather_launch_ns == pytest.approx(6 * MS, rel=0.51)  # one size: no constant known
-    assert sum(piece.forward_ns for piece in scenario.workload.pieces) == 40 * MS
+    # torch runs the hooks of a forward for each module, those of a backward for each unit.
+    pieces = scenario.workload.pieces
+    assert sum(piece.forward_ns for piece in pieces) == 40 * MS
+    assert sum(piece.backward_ns for piece in pieces) == 80 * MS - 2 * BACKWARD_TRAIL_NS
     assert [unit.fqn for unit in scenario.units] == ["layers.0, layers.1", "layers.2, layers.3"]
 
 
@@ -199,7 +218,10 @@ def test_a_split_block_divides_its_compute_by_its_parameters_and_says_so():
     parts = [["layers.0.attention"], ["layers.0.ffn"]]
     scenario = scenario_of(block_plan().split("layers.0", parts))
     attention, ffn = scenario.workload.pieces[:2]
-    assert (attention.forward_ns, ffn.forward_ns) == (2.5 * MS, 7.5 * MS)
+    # Each part has its own hooks, and the block's hooks were part of its compute.
+    before, after = 0.25 * FORWARD_TRAIL_NS, FORWARD_TRAIL_NS
+    assert attention.forward_ns == 2.5 * MS - before + after
+    assert ffn.forward_ns == 7.5 * MS - 3 * before + after
     assert scenario.workload.units[0].gather_ns == transfer_ns(MESSAGE // 4)
     assert any("split" in sentence for sentence in scenario.assumptions)
 
@@ -211,6 +233,25 @@ def test_one_unit_around_all_is_gathered_once():
     ]
     assert scenario.workload.units[0].gather_ns == transfer_ns(4 * MESSAGE)
     assert not scenario.workload.policies[0].reshard_after_forward  # torch's rule for the root
+    assert forward_ns(scenario) == 40 * MS - 3 * FORWARD_TRAIL_NS
+
+
+def test_the_interval_of_compute_after_hooks_is_from_none_to_twice_the_estimate():
+    work, manifest = recorded()
+    maker = ScenarioMaker(work, manifest)
+    root = Plan(units=(UnitPlan(modules=("",)),))
+    ends = [forward_ns(maker.make(root, NETWORK, pace)) for pace in (Pace.SLOW, Pace.FAST)]
+    assert ends == [40 * MS, 40 * MS - 6 * FORWARD_TRAIL_NS]
+    parts = block_plan().split("layers.0", [["layers.0.attention"], ["layers.0.ffn"]])
+    ends = [forward_ns(maker.make(parts, NETWORK, pace)) for pace in (Pace.FAST, Pace.SLOW)]
+    assert ends == [40 * MS, 40 * MS + 2 * FORWARD_TRAIL_NS]
+
+
+def test_a_device_computes_independently_of_the_hosts_hooks():
+    work, manifest = recorded()
+    work = replace(work, execution=Execution.STREAM)
+    root = Plan(units=(UnitPlan(modules=("",)),))
+    assert forward_ns(make_scenario(work, manifest, root, NETWORK)) == 40 * MS
 
 
 def test_keeping_blocks_unsharded_saves_their_second_gather():

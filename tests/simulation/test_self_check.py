@@ -11,9 +11,12 @@ from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.report.simulation import render_simulation
 from fsdp_inspect.simulation.recorded import Execution, measure_work, observed_plan
 from fsdp_inspect.simulation.self_check import self_check_margin
-from fsdp_inspect.simulation.simulate import caveats_of, replay, simulate_work
+from fsdp_inspect.simulation.simulate import caveats_of, replay, simulate_plan, simulate_work
+from fsdp_inspect.trace.run import RunSource
+from tests.report.terminal_text import text_of
 from tests.simulation.test_recorded import as_run, simple
 
 
@@ -41,19 +44,33 @@ def test_simulate_and_advise_refuse_a_large_error_with_the_same_words() -> None:
     assert str(ranked.value) == str(simulated.value)
 
 
-def test_the_most_frequent_kind_of_step_is_simulated_and_the_others_are_a_caveat() -> None:
+def two_kinds() -> RunSource:
     """Some steps skip a unit, as those of GRPO generate text: no step represents all."""
     run = as_run(simple(3), Execution.HOST)
     events = run.events(0)
     is_skipped = (events.step % 2 == 1) & (events.unit == 2)
-    run = replace(run, event_tables={0: events.where(~is_skipped)})
+    return replace(run, event_tables={0: events.where(~is_skipped)})
+
+
+def test_the_most_frequent_kind_of_step_is_simulated_and_the_others_are_a_caveat() -> None:
+    run = two_kinds()
     work = measure_work(run)
     assert work.num_other_steps == len(work.steps) > 0
     [caveat] = caveats_of(work)
     assert "typical steps run other passes or collectives." in caveat
     advice = advise_run(run, AdviceRequest())
     assert advice.plan is not None
-    assert caveat in advice.plan.caveats
+    assert advice.plan.caveats == (caveat,)
+
+
+def test_each_kind_of_step_is_simulated() -> None:
+    run = two_kinds()
+    simulation = simulate_plan(run, observed_plan(run))
+    assert simulation.change_of_all == 0
+    few, all_units = sorted(each.step_time_ns or 0 for each in simulation.kinds)
+    assert 0 < few < all_units
+    assert sum(each.ratio for each in simulation.kinds) == 1
+    assert "describes 50% of the steps" in text_of(render_simulation(simulation), width=200)
 
 
 def test_a_pipeline_is_a_caveat_of_every_prediction() -> None:

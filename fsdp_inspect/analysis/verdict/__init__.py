@@ -16,7 +16,12 @@ step of that rank. Each limit has a threshold:
 | collection    | Python collects garbage for 5% of the step                           |        |
 | between steps | checkpoints and evaluation take 10% of the step and that time        |        |
 | recomputation | repeated forwards of activation checkpointing take 15% of the step   | R18    |
-| first gather  | a root much larger than the other units: its first gather takes 10%  | R1, R3 |
+| first gather  | a root much larger than the other units: its first gather and last    | R1, R3 |
+|               | reduction take 10%                                                   |        |
+| backward      | communication, and a quarter of it is late or unused all-gathers of  | R11    |
+| order         | an order that the script sets                                        |        |
+| root gather   | communication, and a quarter of it is the root's second all-gather   | R8     |
+| latency       | communication, and half of it is latency                             | R2     |
 | other         | 30% of the step lies in no recorded part                             |        |
 | compute       | none of these: the plan is fine, and the advice is "change nothing"  |        |
 
@@ -179,5 +184,9 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "garbage_collection_ns": facts.collection_ns,
         "between_steps_ns": facts.between_ns,
         "recompute_ns": facts.recompute_ns,
+        "first_gather_ns": facts.first_gather.exposed_ns if facts.first_gather else None,
+        "backward_order_ns": facts.backward_order_ns,
+        "root_gather_ns": facts.root_gather_ns,
+        "latency_ns": facts.latency_ns,
         "growth_bytes_per_step": growth.bytes_per_step if growth else None,
     }

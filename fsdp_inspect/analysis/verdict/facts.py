@@ -187,10 +187,15 @@ class StepFacts:
     recompute_ns: int = 0
     """Repeated forwards of activation checkpointing, a part of `compute_ns`."""
     first_gather: Waiting | None = None
-    """The first all-gather of a root unit that is much larger than the other units. Its wait is
-    part of the floor. None: no such unit."""
-    names_backward_prefetch: bool = False
-    """Whether the script sets the units that backward prefetches."""
+    """The first all-gather and the last reduction of a root unit that is much larger than the other
+    units. Their waits are part of the floor. None: no such unit."""
+    backward_order_ns: int = 0
+    """Exposed time of late or unused all-gathers in backward, if the script sets the units that
+    backward prefetches."""
+    root_gather_ns: int = 0
+    """Exposed time of the root unit's all-gather in backward."""
+    latency_ns: int = 0
+    """Exposed time that messages without bytes would have, too; 0 if it is unknown."""
     contradiction: str | None = None
     """The contradiction between the run and its plan, as a sentence; None: there is none."""
 
@@ -241,6 +246,10 @@ COLLECTION_RATIO = 0.05
 BETWEEN_RATIO = 0.10
 RECOMPUTE_RATIO = 0.15
 FIRST_GATHER_RATIO = 0.10
+WRONG_SETTING_RATIO = 0.25
+"""The fraction of the exposed time from which a wrong setting of the plan is its headline."""
+MAIN_PART_RATIO = 0.50
+"""The same for a part without a certain remedy."""
 OTHER_RATIO = 0.30
 CREEP_STEPS = 10_000
 """Growth is a risk if it fills the device within this number of steps."""
@@ -267,7 +276,12 @@ class Limit(StrEnum):
     """Checkpoints or evaluation between the steps."""
     RECOMPUTE = "recomputation"
     FIRST_GATHER = "first_gather"
-    """The first all-gather, of a root unit that is much larger than the other units."""
+    """The first all-gather and the last reduction, of a root much larger than the other units."""
+    BACKWARD_ORDER = "backward_order"
+    """The units that the script prefetches in backward."""
+    ROOT_GATHER = "root_gather"
+    """The root unit is gathered again in backward."""
+    LATENCY = "latency"
     OTHER = "other"
     COMPUTE = "compute"
     UNKNOWN = "unknown"
@@ -307,7 +321,40 @@ def find_limit(facts: StepFacts) -> Limit:
         named = {limit: share for limit, share in named.items() if limit not in _OF_CORES}
     if not named.keys().isdisjoint(_BEFORE_COMMUNICATION):
         named.pop(Limit.COMMUNICATION, None)
-    return max(named, key=lambda limit: named[limit], default=Limit.COMPUTE)
+    limit = max(named, key=lambda limit: named[limit], default=Limit.COMPUTE)
+    is_communication = limit in (Limit.COMMUNICATION, Limit.FIRST_GATHER)
+    return _part_of_communication(facts, limit) if is_communication else limit
+
+
+def _part_of_communication(facts: StepFacts, limit: Limit) -> Limit:
+    """The part of the exposed time with the clearest remedy; the given limit if no part is large.
+
+    A wrong setting of the plan comes first, because its remedy costs nothing.
+    """
+    is_late = 2 * facts.late_ranks_ns > facts.exposed_ns
+    if facts.blocks_host or is_late or facts.other_part is not None:
+        return limit
+    first = facts.first_gather.exposed_ns if facts.first_gather else 0
+    for least, parts in (
+        (
+            WRONG_SETTING_RATIO,
+            {
+                Limit.BACKWARD_ORDER: facts.backward_order_ns,
+                Limit.ROOT_GATHER: facts.root_gather_ns,
+            },
+        ),
+        (
+            MAIN_PART_RATIO,
+            {
+                Limit.FIRST_GATHER: first,
+                Limit.LATENCY: facts.latency_ns if facts.num_units > 1 else 0,
+            },
+        ),
+    ):
+        largest = max(parts, key=lambda part: parts[part])
+        if parts[largest] >= max(least * facts.exposed_ns, 1):
+            return largest
+    return limit
 
 
 def _creeps(facts: StepFacts) -> bool:

@@ -215,8 +215,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         recompute_ns=answers.costs.recompute_ns if answers.costs else 0,
         between_ns=step.between_ns,
         first_gather=_first_gather(answers),
-        names_backward_prefetch=isinstance(manifest.plan.get("backward_prefetch"), dict)
-        and bool(manifest.plan["backward_prefetch"]),
+        **_named_parts(answers),
         core_wait_ratio=answers.run_delay.run_delay_ratio if answers.run_delay else 0.0,
         core_wait_rank=answers.run_delay.rank if answers.run_delay else None,
         straggler=answers.late if isinstance(answers.late, StragglerFacts) else None,
@@ -278,8 +277,27 @@ def _largest_other(exposed: Exposed) -> OtherPart | None:
     )
 
 
+def _named_parts(answers: Answers) -> dict[str, int]:
+    """The parts of the exposed time that have a remedy of their own."""
+    exposed, named = answers.exposed, answers.manifest.plan.get("backward_prefetch")
+    if exposed is None:
+        return {}
+    roots = {unit.fqn for unit in answers.manifest.units if unit.is_root}
+    return {
+        "backward_order_ns": exposed.late_prefetch_ns if isinstance(named, dict) and named else 0,
+        "root_gather_ns": sum(
+            owner.exposed_ns
+            for owner in exposed.owners
+            if owner.fqn in roots
+            and owner.kind == EventKind.ALL_GATHER.label
+            and owner.phase == Phase.BACKWARD.label
+        ),
+        "latency_ns": exposed.latency_ns,
+    }
+
+
 def _first_gather(answers: Answers) -> Waiting | None:
-    """The exposed first all-gather of a root unit that is much larger than the other units."""
+    """The first all-gather and last reduction of a root that is much larger than other units."""
     units, exposed = answers.manifest.units, answers.exposed
     sizes = [unit.unsharded_bytes for unit in units]
     if exposed is None or len(units) < 2:
@@ -289,18 +307,12 @@ def _first_gather(answers: Answers) -> Waiting | None:
         for unit in units
         if unit.is_root and unit.unsharded_bytes > OVERSIZED_RATIO * (median(sizes) or 0)
     }
-    found = (
-        owner
-        for owner in exposed.owners
-        if owner.fqn in large
-        and owner.kind == EventKind.ALL_GATHER.label
-        and owner.phase == Phase.FORWARD.label
-        and owner.floor_ns
-    )
-    owner = max(found, key=lambda each: each.floor_ns, default=None)
-    if owner is None:
+    found = [owner for owner in exposed.owners if owner.fqn in large and owner.floor_ns]
+    first = max(found, key=lambda each: each.floor_ns, default=None)
+    if first is None:
         return None
-    return Waiting(fqn=owner.fqn, kind=owner.kind, phase=owner.phase, exposed_ns=owner.floor_ns)
+    whole_ns = sum(owner.floor_ns for owner in found if owner.fqn == first.fqn)
+    return Waiting(fqn=first.fqn, kind=first.kind, phase=first.phase, exposed_ns=whole_ns)
 
 
 def _top_owner(exposed: Exposed) -> Waiting | None:

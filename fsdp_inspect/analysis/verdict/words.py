@@ -54,7 +54,7 @@ def phrase_limit(limit: Limit, facts: StepFacts) -> Words:
     sentence, because, why, next_steps = _WORDS[limit](facts)
     if facts.lacks_training:
         return sentence, because, why, (NOT_TRAINING,)
-    if facts.contradiction:
+    if facts.contradiction and limit is not Limit.BACKWARD_ORDER:
         first = f"First find out why the plan check fails. {facts.contradiction}"
         next_steps = (first, *next_steps)
     return sentence, because, why, next_steps
@@ -480,13 +480,6 @@ def _advise_communication(facts: StepFacts) -> list[str]:
             f"{format_ratio(STRAGGLER_RATIO)} of the step. `fsdp-inspect ranks RUN` shows the "
             "ranks."
         )
-    late = facts.causes_ns.get(Cause.LATE_ISSUE.label, 0)
-    if facts.names_backward_prefetch and facts.ratio(late) >= WORTH_NAMING_RATIO:
-        steps.append(
-            "Check the order of set_modules_to_backward_prefetch, or remove the calls: "
-            f"{format_ns(late)} are exposed because all-gathers are issued late. By default torch "
-            "prefetches in the reverse order of forward."
-        )
     if facts.has_plan:
         steps.append(COMPARE_PLANS)
         if facts.blocks_host:
@@ -646,15 +639,58 @@ def _phrase_first_gather(facts: StepFacts) -> Words:
     assert first is not None
     name = format_unit(first.fqn or "")
     return (
-        f"The first all-gather is exposed for {_ratio(facts, first.exposed_ns)} of the step.",
-        f"{name} is gathered whole before any compute: {format_ns(first.exposed_ns)}"
-        f"{_on_rank(facts)}.",
-        f"{name} is much larger than the other units. Its all-gather takes "
-        f"{_of_step(facts, first.exposed_ns)}, and no compute runs next to the first all-gather.",
+        f"The large root unit is exposed for {_ratio(facts, first.exposed_ns)} of the step.",
+        f"{name} is gathered before any compute and reduced after all of it: "
+        f"{format_ns(first.exposed_ns)}{_on_rank(facts)}.",
+        f"{name} is much larger than the other units. Its first all-gather and its last reduction "
+        f"take {_of_step(facts, first.exposed_ns)}, and no compute runs next to them.",
         (
-            "Make units of its large modules, such as the embedding and the output layer: "
-            "fully_shard(model.embedding). The output layer is then gathered later, next to "
-            "compute.",
+            "Make units of its large modules that run late, such as the output layer: they are "
+            "then gathered next to compute. An embedding is needed first, so only fewer bytes "
+            "shorten its part: bfloat16, or a smaller shard group.",
+            *([COMPARE_PLANS] if facts.has_plan else []),
+        ),
+    )
+
+
+def _phrase_backward_order(facts: StepFacts) -> Words:
+    size = facts.backward_order_ns
+    return (
+        f"The order of backward prefetch exposes {_ratio(facts, size)} of the step.",
+        f"All-gathers in backward are late or unused for {format_ns(size)}{_on_rank(facts)}.",
+        f"The script sets the units that backward prefetches. After the first all-gather of "
+        f"backward, late or unused ones are exposed for {_of_step(facts, size)}.",
+        (
+            "Remove the calls of set_modules_to_backward_prefetch, or correct their order. By "
+            "default torch prefetches in the reverse order of forward.",
+        ),
+    )
+
+
+def _phrase_root_gather(facts: StepFacts) -> Words:
+    size = facts.root_gather_ns
+    return (
+        f"Gathering the root again in backward exposes {_ratio(facts, size)} of the step.",
+        f"Backward waits {format_ns(size)} for parameters that forward had{_on_rank(facts)}.",
+        f"The root unit reshards after forward, and backward begins with it. Its second all-gather "
+        f"is exposed for {_of_step(facts, size)}.",
+        (
+            "Keep the root unsharded after forward (reshard_after_forward=False), which is torch's "
+            "default for a root.",
+            *([COMPARE_PLANS] if facts.has_plan else []),
+        ),
+    )
+
+
+def _phrase_latency(facts: StepFacts) -> Words:
+    size = facts.latency_ns
+    return (
+        f"The latency of collectives is exposed for {_ratio(facts, size)} of the step.",
+        f"Messages of any size would wait {format_ns(size)} a step{_on_rank(facts)}.",
+        f"{_phrase_kinds(facts)} The fitted latency accounts for {format_ns(size)} of it, and "
+        "fewer bytes do not shorten this part.",
+        (
+            "Send fewer and larger messages: larger units, or parameters kept after forward.",
             *([COMPARE_PLANS] if facts.has_plan else []),
         ),
     )
@@ -673,6 +709,9 @@ _WORDS: dict[Limit, Callable[[StepFacts], Words]] = {
     Limit.BETWEEN: _phrase_between,
     Limit.RECOMPUTE: _phrase_recomputation,
     Limit.FIRST_GATHER: _phrase_first_gather,
+    Limit.BACKWARD_ORDER: _phrase_backward_order,
+    Limit.ROOT_GATHER: _phrase_root_gather,
+    Limit.LATENCY: _phrase_latency,
     Limit.OTHER: _phrase_other,
     Limit.COMPUTE: _phrase_compute,
 }

@@ -39,6 +39,7 @@ from fsdp_inspect.recording.torch_api.ddp import (
     has_final_buckets,
     has_rebuilt_buckets,
     is_joined,
+    leaves_parameters_unused,
 )
 from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.recording.units import dtype_code, dtype_name
@@ -65,6 +66,8 @@ class Ddp(Sharder[BucketHandle]):
     def __init__(self, wrappers: Sequence[tuple[str, DistributedDataParallel]]) -> None:
         self.wrappers = wrappers
         self._num_rebuilt = self._count_rebuilt()
+        self._unused = ""
+        """Whether a backward left parameters unused: `none` or `some`; empty: unknown."""
         super().__init__(self._find_units())
 
     @classmethod
@@ -119,7 +122,16 @@ class Ddp(Sharder[BucketHandle]):
 
     def settings(self) -> dict[str, str]:
         """The settings of the first wrapped model."""
-        return ddp_settings_of(self.wrappers[0][1])
+        unused = {"unused_parameters": self._unused} if self._unused else {}
+        return ddp_settings_of(self.wrappers[0][1]) | unused
+
+    def note_backward(self) -> None:
+        """Note whether the backward that ends now used every parameter of the first model."""
+        first = self.wrappers[0][1]
+        if first.find_unused_parameters and self._unused != "some":
+            unused = "some" if leaves_parameters_unused(first) else "none"
+            self.num_changes += unused != self._unused
+            self._unused = unused
 
     def update_units(self) -> None:
         """Find the buckets again if a reducer has assigned parameters to other buckets.
@@ -155,6 +167,10 @@ class WrappedModels(Protocol):
 
     def update_units(self) -> None:
         """Find the buckets again if a reducer has changed them."""
+        ...
+
+    def note_backward(self) -> None:
+        """Called before the reducer waits for its buckets."""
         ...
 
 
@@ -334,6 +350,7 @@ class BucketHooks:
         if not session.active:
             return
         try:
+            self._sharder.note_backward()
             self._waiting = [
                 each.end
                 for each in self._reductions.all_reduces

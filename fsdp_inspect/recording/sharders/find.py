@@ -206,6 +206,9 @@ class NoUnits(Sharder[Any]):
         """The optimizers of engines."""
         return deepspeed_zero.outer_optimizers_of(self._engines)
 
+    def note_backward(self) -> None:
+        """Do nothing; see `ddp.WrappedModels`."""
+
     def update_units(self) -> None:
         """Do nothing; see `ddp.WrappedModels`."""
 

@@ -176,6 +176,14 @@ def comm_hooks_of(wrapper: DistributedDataParallel) -> list[str]:
     return [getattr(hook, "__name__", repr(hook)) for hook, _ in hooks]
 
 
+def leaves_parameters_unused(wrapper: DistributedDataParallel) -> bool:
+    """Whether the backward that ends now used not every parameter, on this rank.
+
+    Known with `find_unused_parameters` only, before the reducer waits for its buckets.
+    """
+    return not bool(wrapper.reducer._get_local_used_map().all())
+
+
 def ddp_settings_of(wrapper: DistributedDataParallel) -> dict[str, str]:
     """The settings that change the schedule or the memory, as text."""
     logged: dict[str, Any] = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]

@@ -117,6 +117,7 @@ UNIT_NAMES: Mapping[str, Sequence[str]] = {
         "wrapper._has_rebuilt_buckets",
         "wrapper._module_parameters",
         "wrapper.process_group",
+        "wrapper.reducer._get_local_used_map",
         "wrapper.reducer._get_zeros_like_grad_buckets",
         "wrapper.require_backward_grad_sync",
     ),

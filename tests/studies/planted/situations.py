@@ -294,13 +294,9 @@ def main() -> None:
     if "RANK" in os.environ:
         record_straggler(Path(sys.argv[1]))
         return
-    from tests.studies.validation.virtual_time import VirtualClock
+    from tests.studies.validation.virtual_time import VirtualClock, install
 
-    clock = VirtualClock()
-    time.perf_counter_ns = clock.read  # before other modules bind the function by name
-    from fsdp_inspect.emulation import network
-
-    network.sleep_until = clock.sleep_until
+    install(VirtualClock())
     record_all(Path(sys.argv[1]))
 
 

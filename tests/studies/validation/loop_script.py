@@ -198,6 +198,7 @@ LOOPS: dict[str, Loop] = {
         loss_of_model,
     ),
     "wide": Loop(_decoder(640, 10), ("layers.*",), token_inputs, cross_entropy),
+    "small_blocks": Loop(_decoder(64, 16), ("layers.*",), token_inputs, cross_entropy),
     "chunked_loss": Loop(_decoder(), ("layers.*", "head"), token_inputs, chunked_loss),
     "two_losses": Loop(_decoder(), ("layers.*",), token_inputs, two_losses),
     "tensor_parallel": Loop(_decoder(), ("layers.*",), token_inputs, cross_entropy),

@@ -30,6 +30,10 @@ LOOP_STEPS = 24
 ON_GLOO_RANKS = ("tensor_parallel",)
 _SCRIPT = Path(__file__).with_name("loop_script.py")
 _EMULATION = ("fsdp_inspect.emulate", "--world-size=8", "--bandwidth=300MB/s", "--latency=200us")
+_LATE = ("fsdp_inspect.emulate", "--world-size=8", "--bandwidth=1GB/s", "--latency=5ms")
+_THREAD_TIME = ("tests.studies.validation.virtual_time", "--thread-time")
+_LAUNCHES = {"small_blocks": (*_THREAD_TIME, *_LATE)}
+"""The launch of loops that need another one: a wait for a core is as long as a small block."""
 _FOUR_RANKS = ("torch.distributed.run", "--nproc-per-node=4", "--local-addr=127.0.0.1")
 
 
@@ -71,7 +75,9 @@ def _run(folder: Path, loop: str, steps: int, plan_file: Path | None = None) -> 
     Raises:
         RuntimeError: The script failed.
     """
-    launch = [*_FOUR_RANKS, "-m", "fsdp_inspect.record"] if loop in ON_GLOO_RANKS else _EMULATION
+    launch = _LAUNCHES.get(loop, _EMULATION)
+    if loop in ON_GLOO_RANKS:
+        launch = (*_FOUR_RANKS, "-m", "fsdp_inspect.record")
     command = [sys.executable, "-m", *launch, f"--out={folder}", "--no-verdict", str(_SCRIPT)]
     command += [loop, f"--steps={steps}", *([f"--plan={plan_file}"] if plan_file else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -80,7 +80,7 @@ def _describe_numbers(summary: Summary) -> str:
     )
     return (
         f"In order of execution. Typical step of rank {summary.median_rank}. Forward and backward "
-        f"include nested units. {provenance}"
+        f"include nested units and the waits for them. {provenance}"
     )
 
 
