@@ -56,7 +56,7 @@ def test_every_fault_is_named_with_its_rank_and_line(tmp_path: Path, faults: Seq
         (each.outcome.case.name, each.outcome.found) for each in again if not is_right(each)
     ]
     assert len(again) <= len(cases) // 20
-    assert not any(each.is_false_culprit for each in (*verdicts, *again))
+    assert not any(each.is_falsely_certain for each in (*verdicts, *again))
 
 
 @pytest.mark.parametrize("fault", ["none", "healthy"])
