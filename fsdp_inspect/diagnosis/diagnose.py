@@ -341,7 +341,6 @@ class _Case:
             return None
         is_size = first.difference in (Difference.SIZE, Difference.DTYPE)
         shown = first.usual if first.usual.unit != NO_UNIT else first.deviant or first.usual
-        place = (first.deviant or first.usual).place or first.usual.place
         uneven = self._uneven(first)
         if uneven is not None:
             return uneven
@@ -354,7 +353,7 @@ class _Case:
             unit=None if first.is_unknown else shown.unit,
             phase=None if first.is_unknown else shown.phase,
             step=None if first.is_unknown else first.step,
-            location="" if place is None or first.is_unknown else str(place),
+            location="" if first.is_unknown else first.location,
             difference=first,
         )
 
@@ -708,9 +707,12 @@ class _Case:
         If several are possible, the one with the fewest earlier collectives in its group is named.
         """
         foreign = [wait for wait in self._waits if wait.issued.unit == NO_UNIT]
-        wait = min(
-            foreign or self._waits, key=lambda each: (len(each.absent), each.issued.sequence)
-        )
+
+        def order(wait: Wait) -> tuple[bool, int, int]:  # equal halves do not tell who is wrong
+            is_even = len(wait.waiting) == len(wait.absent)
+            return is_even, len(wait.absent), wait.issued.sequence
+
+        wait = min(foreign or self._waits, key=order)
         fewer: tuple[int, ...] = ()
         if len(wait.waiting) != len(wait.absent):
             fewer = min(wait.waiting, wait.absent, key=len)
@@ -740,6 +742,14 @@ class _Case:
             )
         stages = {rank: state.start_stage for rank, state in self._states.items()}
         last = max(stages.values(), default=0)
+        if last and self._missing:
+            return self._make(
+                Status.CANNOT_TELL,
+                ProblemClass.RANK_DIED,
+                ranks=self._missing,
+                is_certain=False,
+                unknown=Unknown.MISSING_RANKS,
+            )
         behind = tuple(rank for rank, stage in stages.items() if stage < last)
         if behind or (last and problem is ProblemClass.FOREIGN_COLLECTIVE):
             problem, ranks = ProblemClass.RANK_LATE, behind or ranks

@@ -159,6 +159,13 @@ def test_a_rank_without_the_step_leaves_the_place_open() -> None:
     assert not diagnose_steps([step_of(0), bad], [step_of(0)]).is_certain
 
 
+def test_a_rank_without_the_step_before_leaves_the_place_open() -> None:
+    bad = step_of(1, seen(Place.PARAMETER, bad=100))
+    found = diagnose_steps([step_of(0), step_of(1)], [bad])
+    assert (found.is_certain, found.ranks) == (False, ())
+    assert "ranks lack each earlier numerics step" in describe_diagnosis(found).sentence
+
+
 def test_most_updates_lost_in_a_low_precision_is_a_problem() -> None:
     found = diagnose_steps([step_of(0, lost=98)], [step_of(0, lost=98)])
     assert found.problem is ProblemClass.PRECISION_LOSS

@@ -85,6 +85,18 @@ class OrderDifference:
     is_race: bool = False
     """Whether two threads of a rank issue collectives on this communicator, so that chance decides
     their order. Then no rank is a culprit."""
+    branch: str = ""
+    """The line of the training loop, `file:line`, that only the culprits reached, or that only they
+    left out in this step; empty: they took the same lines."""
+
+    @property
+    def location(self) -> str:
+        """The user's line where the culprits left the path of the others; empty if unknown."""
+        issued = (self.deviant, self.usual)
+        if self.difference is Difference.SKIPPED:  # the line of the next collective tells nothing
+            issued = issued[::-1]
+        places = [each.place for each in issued if each is not None and each.place is not None]
+        return self.branch or (str(places[0]) if places else "")
 
     @property
     def is_unknown(self) -> bool:
@@ -174,7 +186,40 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
         difference=difference,
         num_since=max(_num_finished(each, position) for each in rows.values()),
         is_race=is_race,
+        branch=_find_branch(boxes, reader, culprits, others, position),
     )
+
+
+def _find_branch(
+    boxes: Mapping[int, BlackBox],
+    reader: _Reader,
+    culprits: Sequence[int],
+    others: Sequence[int],
+    position: int,
+) -> str:
+    """See `OrderDifference.branch`."""
+    if not culprits or not others:
+        return ""
+    here, usual = reader.at(culprits[0], position), reader.at(others[0], position)
+    if here.place is None or usual.place is None:
+        return ""
+    if not any(here.place.loop_line in _loop_lines(boxes[rank]) for rank in others):
+        return here.place.loop_line
+    is_left_out = _classify(reader, culprits[0], others[0], position) in _LEFT_OUT
+    if is_left_out and usual.place.loop_line not in _loop_lines(boxes[culprits[0]], here.step):
+        return usual.place.loop_line
+    return ""
+
+
+_LEFT_OUT = (Difference.SKIPPED, Difference.OTHER)
+"""Differences in which the culprits may have left out what the others did."""
+
+
+def _loop_lines(box: BlackBox, step: int | None = None) -> set[str]:
+    """The lines of the loop that led to the collectives of a step; None: of all steps."""
+    rows = box.entries if step is None else box.entries[box.entries["step"] == step]
+    places = (box.places.get(number) for number in set(rows["place"].tolist()))
+    return {place.loop_line for place in places if place is not None}
 
 
 def are_equal(boxes: Mapping[int, BlackBox], name: str) -> bool:

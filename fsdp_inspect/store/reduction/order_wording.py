@@ -28,7 +28,8 @@ def describe_difference(found: OrderDifference, unit_names: Sequence[str]) -> st
     earlier = ""
     if found.usual.unit == UNKNOWN_UNIT:
         earlier = " Before it, they may have differed in collectives of equal kind and size."
-    return f"{_subject(found, unit_names)} {_consequence(found)}{earlier}"
+    apart = f" The ranks parted at {shorten_place(found.branch)}." if found.branch else ""
+    return f"{_subject(found, unit_names)}{apart} {_consequence(found)}{earlier}"
 
 
 def describe_issued(issued: Issued, unit_names: Sequence[str], *, with_size: bool = True) -> str:

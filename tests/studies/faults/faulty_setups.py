@@ -61,9 +61,10 @@ class Experts(nn.Module):
 class Setup:
     """A sharded model, its optimizer and one optimizer step."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, has_wrong_mesh: bool = False) -> None:
         torch.manual_seed(0)
         self.kind = kind
+        self.has_wrong_mesh = has_wrong_mesh
         self.inner: Any = Experts() if kind == "moe" else Model()
         self.model: Any = self._shard(self.inner)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
@@ -89,7 +90,9 @@ class Setup:
                 use_orig_params=True,
             )
         mesh = None
-        if self.kind == "hsdp":
+        if self.has_wrong_mesh:
+            mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("replicate", "shard"))
+        elif self.kind == "hsdp":
             mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
         elif self.kind == "tp":
             mesh = self._split_blocks(model, world)
@@ -118,8 +121,8 @@ class Setup:
                 self.model.set_requires_gradient_sync(micro == number - 1)
             loss = self.model(batch)
             if fault == "nan-skip":
-                return  # fault: nan-skip
-            self.backward(loss)
+                return
+            self.backward(loss)  # fault: nan-skip
         if fault == "critic":
             self.model(batch).backward()  # fault: critic
         self.optimizer.step()
@@ -172,7 +175,7 @@ def stop_then_be_killed() -> None:
     """Stop like under a debugger; another process kills this one later."""
     command = f"sleep {LATE_S}; kill -9 {os.getpid()}"
     subprocess.Popen(["sh", "-c", command], start_new_session=True, stderr=subprocess.DEVNULL)
-    os.kill(os.getpid(), signal.SIGSTOP)  # fault: stopped-killed
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def wait_in_open() -> None:
@@ -256,7 +259,8 @@ class Loop:
     def train(self) -> None:
         """Train in epochs."""
         given = self.given
-        self.setup = Setup(given.model)
+        is_wrong = given.fault == "start-mesh" and self.rank == given.rank
+        self.setup = Setup(given.model, has_wrong_mesh=is_wrong)
         for epoch in range(-(-given.steps // EPOCH)):
             self._train_epoch(epoch)
             if given.fault in AFTER_EPOCH and self.rank == given.rank and epoch == 0:
@@ -338,15 +342,10 @@ def start(given: argparse.Namespace) -> None:
     if is_faulty and given.fault == "start-stands":
         wait_in_open()
     if is_faulty and given.fault == "start-killed":
-        time.sleep(LATE_S)
         os.kill(os.getpid(), signal.SIGKILL)
     dist.init_process_group("gloo")
     if is_faulty and given.fault == "start-model":
         raise KeyError("layers.7.weight")  # fault: start-model
-    if is_faulty and given.fault == "start-mesh":
-        init_device_mesh(
-            "cpu", (1, dist.get_world_size()), mesh_dim_names=("a", "b")
-        )  # fault: mesh
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -87,8 +88,8 @@ def run_case(case: Case, folder: Path) -> Outcome:
 
 
 def diagnose_run(runs: Path) -> dict[str, Any]:
-    """The JSON of `fsdp-inspect diagnose` for the only run in a folder."""
-    run = next(runs.iterdir())
+    """The JSON of `fsdp-inspect diagnose` for the last run in a folder."""
+    run = max(runs.iterdir(), key=lambda path: path.stat().st_mtime)  # that of the last attempt
     command = [sys.executable, "-m", "fsdp_inspect", "diagnose", str(run), "--json"]
     for attempt in range(
         2
@@ -124,9 +125,12 @@ def start_ranks(arguments: Sequence[str], num_ranks: int, folder: Path) -> Ranks
 def _start_agent(arguments: Sequence[str], num_ranks: int, folder: Path) -> Ranks:
     """Start the ranks under a `torchrun` that restarts them once."""
     stderr = folder / "stderr"
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=1"]
-    command += [f"--nproc-per-node={num_ranks}", *arguments]
+    with socket.socket() as taken:  # with a c10d rendezvous on one node, restarts hang in gloo
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-addr=127.0.0.1"]
+    command += [f"--master-port={port}", "--max-restarts=1", f"--nproc-per-node={num_ranks}"]
+    command += arguments
     with stderr.open("ab") as output:
         agent = _Agent(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     return Ranks([agent], stderr, None)
