@@ -172,7 +172,8 @@ def write_run(run: InMemoryRun, folder: Path) -> Path:
     """Write a run to the disk with the store's own writer, compacted; returns its folder."""
     attempt = create_run(folder, run.manifest)
     for record in run.ranks:
-        writer = RankWriter(folder, record.model_copy(update={"attempt": attempt}))
+        known = record.of_run(run.manifest).model_copy(update={"attempt": attempt})
+        writer = RankWriter(folder, known)
         writer.events.extend(_row_tuples(run.events(record.rank)))
         writer.memory.extend(_row_tuples(run.memory(record.rank)))
         writer.devices.extend(_row_tuples(run.devices(record.rank)))

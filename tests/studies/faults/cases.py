@@ -210,7 +210,9 @@ IN_SETUPS: dict[str, Expected] = {
     "epoch-hang": _everywhere((P.RANK_LATE,), "open"),
     "epoch-evaluation": _everywhere((P.RANK_LATE,), "evaluation"),
     "skip-batch": _everywhere(
-        (P.ORDER_DIVERGED, P.RANK_EXITED_EARLY, P.RANK_LATE), setups=_OWN_LOOPS, **_TO_THE_END
+        (P.ORDER_DIVERGED, P.RANK_EXITED_EARLY, P.RANK_LATE, P.FOREIGN_COLLECTIVE),
+        setups=_OWN_LOOPS,
+        **_TO_THE_END,
     ),
     # values
     "nan-between": _everywhere(
@@ -264,7 +266,8 @@ def make_cases(
         if in_setups:
             setups = IN_SETUPS[fault].setups
             model = setups[(at % len(known) + at // len(known)) % len(setups)]
-            num_ranks = 4 if model in EVEN_SETUPS else min(num_ranks, 4)
+            is_even = model in EVEN_SETUPS or fault == "start-mesh"
+            num_ranks = 4 if is_even else min(num_ranks, 4)
         else:
             model = choose.choice(
                 [name for name in models if name not in LOOPS or fault not in NOT_IN_LOOPS]

@@ -91,7 +91,8 @@ class Setup:
             )
         mesh = None
         if self.has_wrong_mesh:
-            mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("replicate", "shard"))
+            shape = (1, world) if self.kind == "hsdp" else (2, world // 2)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         elif self.kind == "hsdp":
             mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
         elif self.kind == "tp":
@@ -343,7 +344,15 @@ def start(given: argparse.Namespace) -> None:
         wait_in_open()
     if is_faulty and given.fault == "start-killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.init_process_group("gloo")
+    # A restart reads the addresses of the attempt before from the store of torchrun's agent.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"attempt-{attempt}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
     if is_faulty and given.fault == "start-model":
         raise KeyError("layers.7.weight")  # fault: start-model
 
