@@ -79,7 +79,7 @@ class OrderDifference:
     """True: the culprits differ from most ranks. False: the culprits differ from their own previous
     step, and the others do not."""
     difference: Difference
-    """Seen from the culprits; OTHER without culprits."""
+    """Seen from the culprits; without culprits SIZE, DTYPE or OTHER."""
     num_since: int
     """Collectives that have finished on some rank since this position. Their results are wrong."""
     is_race: bool = False
@@ -176,6 +176,9 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
         difference = Difference.STEP
     elif culprits and others:
         difference = _classify(reader, culprits[0], others[0], position)
+    elif not is_open:
+        one, other = (reader.at(ranks[0], position) for ranks in sets[:2])
+        difference = _size_or_dtype(one, other) or difference
     return OrderDifference(
         communicator=name,
         sequence=position,
@@ -203,8 +206,11 @@ def _find_branch(
     here, usual = reader.at(culprits[0], position), reader.at(others[0], position)
     if here.place is None or usual.place is None:
         return ""
-    if not any(here.place.loop_line in _loop_lines(boxes[rank]) for rank in others):
-        return here.place.loop_line
+    theirs = {line for rank in others for line in _loop_lines(boxes[rank])}
+    for earlier in reader.places_since(culprits[0], here.step - 1, position):
+        # The collectives of an extra pass may pair with equal ones of the next step at first.
+        if earlier.loop_line not in theirs:
+            return earlier.loop_line
     is_left_out = _classify(reader, culprits[0], others[0], position) in _LEFT_OUT
     if is_left_out and usual.place.loop_line not in _loop_lines(boxes[culprits[0]], here.step):
         return usual.place.loop_line
@@ -326,6 +332,13 @@ class _Reader:
             return None if not before else True
         return now != before[: len(now)]
 
+    def places_since(self, rank: int, step: int, position: int) -> list[CodePlace]:
+        """The places of a rank's collectives from a step to a position, in order."""
+        rows = self._rows[rank]
+        numbers = rows["place"][(rows["step"] >= step) & (rows["sequence"] <= position)]
+        places = self._boxes[rank].places
+        return [places[number] for number in dict.fromkeys(numbers.tolist()) if number in places]
+
     def _signatures(self, rank: int, step: int, last: int | None = None) -> list[tuple[int, ...]]:
         rows = self._rows[rank]
         rows = rows[rows["step"] == step]
@@ -386,8 +399,8 @@ def _culprits(sets: list[list[int]], reader: _Reader, position: int) -> tuple[li
 
 def _classify(reader: _Reader, culprit: int, other: int, position: int) -> Difference:
     here, usual = reader.at(culprit, position), reader.at(other, position)
-    if (here.kind, here.unit) == (usual.kind, usual.unit) and here.unit != NO_UNIT:
-        return Difference.DTYPE if here.dtype != usual.dtype else Difference.SIZE
+    if (of_one_unit := _size_or_dtype(here, usual)) is not None:
+        return of_one_unit
     next_here, next_usual = _after(reader, culprit, position), _after(reader, other, position)
     is_skip = _starts_like([here, *next_here], next_usual)
     is_extra = _starts_like([usual, *next_usual], next_here)
@@ -401,6 +414,13 @@ def _classify(reader: _Reader, culprit: int, other: int, position: int) -> Diffe
     if here.kind == usual.kind and here.unit == usual.unit and is_same_call:
         return Difference.DTYPE if here.dtype != usual.dtype else Difference.SIZE
     return Difference.OTHER
+
+
+def _size_or_dtype(one: Issued, other: Issued) -> Difference | None:
+    """The difference of two messages of one unit; None: they are not the same collective."""
+    if (one.kind, one.unit) != (other.kind, other.unit) or one.unit == NO_UNIT:
+        return None
+    return Difference.DTYPE if one.dtype != other.dtype else Difference.SIZE
 
 
 _AHEAD = 3

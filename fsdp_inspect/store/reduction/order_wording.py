@@ -125,9 +125,18 @@ def _steps(found: OrderDifference, names: Sequence[str]) -> str:
 
 def _each_set(found: OrderDifference, names: Sequence[str]) -> str:
     return "; ".join(
-        f"{format_ranks(ranks)} {describe_issued(issued, names)}{_at(issued)}"
+        f"{format_ranks(ranks)} {describe_issued(issued, names)}{_message(issued, found)}"
+        f"{_at(issued)}"
         for ranks, issued in found.issued
     )
+
+
+def _message(issued: Issued, found: OrderDifference) -> str:
+    """The dtype or the size of a message, if only it differs."""
+    if found.difference is Difference.DTYPE:
+        return f" in {DTYPES[issued.dtype]}"
+    is_size = found.difference is Difference.SIZE
+    return f" with {format_bytes(issued.bytes)}" if is_size else ""
 
 
 def _at(issued: Issued) -> str:

@@ -67,6 +67,19 @@ def test_of_two_ranks_without_a_step_before_no_rank_is_named() -> None:
     assert sentence.startswith("The ranks issued different collectives in step 0: rank 0 the all")
 
 
+def test_of_two_ranks_the_dtypes_of_one_collective_are_told_without_a_culprit() -> None:
+    pair = {0: make_box([Call(1)], (0, 1)), 1: make_box([Call(1, bytes=32, dtype=2)], (0, 1))}
+
+    found = find_difference(pair, "all")
+
+    assert found is not None
+    assert (found.culprits, found.difference) == ((), Difference.DTYPE)
+    assert describe_difference(found, NAMES).startswith(
+        "The ranks issued different collectives in step 0: rank 0 the all-gather of a in forward "
+        "in float32 (train.py:7); rank 1 the all-gather of a in forward in bfloat16 (train.py:7)."
+    )
+
+
 def test_a_difference_older_than_what_is_kept_is_told_without_its_place() -> None:
     whole = boxes([Call(9), *USUAL[1:]])
     cut = {
@@ -187,6 +200,8 @@ def placed(calls: list[tuple[int, CodePlace]]) -> BlackBox:
         ([(0, FORWARD), (1, FORWARD), (0, FORWARD)], "train.py:12", True),
         # a rank that trains a critic in addition
         ([(0, FORWARD), (1, FORWARD), (0, CRITIC)], "train.py:14", True),
+        # whose first collectives pair with equal ones of the next batch
+        ([(0, FORWARD), (1, CRITIC), (0, FORWARD)], "train.py:14", True),
         # a rank that leaves out a layer: the line of the model, not that of the next collective
         ([(0, FORWARD), (2, BACKWARD), (3, BACKWARD)], "model.py:5", False),
     ],
