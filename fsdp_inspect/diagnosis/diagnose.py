@@ -50,7 +50,7 @@ from fsdp_inspect.store.reduction.collective_order import (
 from fsdp_inspect.store.reduction.order_wording import name_unit
 from fsdp_inspect.trace.black_box import Header
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
-from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.run import RunSource, StartStage
 
 if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.fitting_plans import PlanSearch
@@ -743,10 +743,12 @@ class _Case:
         stages = {rank: state.start_stage for rank, state in self._states.items()}
         last = max(stages.values(), default=0)
         if last and self._missing:
+            # Ranks that made a process group with the missing ones do not show who is at fault.
+            is_alone = last == StartStage.STARTED
             return self._make(
                 Status.CANNOT_TELL,
-                ProblemClass.RANK_DIED,
-                ranks=self._missing,
+                ProblemClass.RANK_DIED if is_alone else None,
+                ranks=self._missing if is_alone else (),
                 is_certain=False,
                 unknown=Unknown.MISSING_RANKS,
             )

@@ -57,8 +57,8 @@ class _Stack(NamedTuple):
     levels: int
     inner: FrameType | None
     inner_levels: int
-    loop: FrameType | None = None
-    loop_levels: int = 0
+    loop: tuple[int, FrameType | None] = (0, None)
+    """The frame of the training loop that called the model, and its distance."""
 
 
 _Known: TypeAlias = tuple[int, CodeType, int]
@@ -105,15 +105,12 @@ class CodePlaces:
             except ValueError:  # the stack is not that deep
                 pass
         place = self._walk(sys._getframe(2))
+        place = place._replace(loop=self._find_loop(place))
         number = self._number(place)
         if place.user is None or not number:
             self._last.pop(unit, None)
             return number
-        frames = (
-            (place.levels, place.user),
-            (place.inner_levels, place.inner),
-            (place.loop_levels, place.loop),
-        )
+        frames = ((place.levels, place.user), (place.inner_levels, place.inner), place.loop)
         self._last[unit] = (
             number,
             [(each + 2, frame.f_code, frame.f_lasti) for each, frame in frames if frame],
@@ -121,11 +118,14 @@ class CodePlaces:
         return number
 
     def find(self, frame: FrameType | None) -> int:
-        """The number of the place of a frame; 0: no such line, or there are too many places."""
+        """The number of the place of a frame; 0: no such line, or there are too many places.
+
+        The line of the training loop is left out, because that walk takes three times as long.
+        """
         return self._number(self._walk(frame))
 
     def _walk(self, frame: FrameType | None) -> _Stack:
-        """Find the innermost frame of the user's code, of a library, and of the training loop."""
+        """Find the innermost frame of the user's code, and the innermost frame of a library."""
         inner: FrameType | None = None
         levels = inner_levels = 0
         sorts = self._sorts
@@ -139,13 +139,13 @@ class CodePlaces:
                 inner, inner_levels = frame, levels
             frame = frame.f_back
             levels += 1
-        return _Stack(frame, levels, inner, inner_levels, *self._find_loop(frame, levels))
+        return _Stack(frame, levels, inner, inner_levels)
 
-    def _find_loop(self, user: FrameType | None, levels: int) -> tuple[FrameType | None, int]:
-        """The innermost user's frame outside of the calls of modules; None: `user` is outside."""
+    def _find_loop(self, place: _Stack) -> tuple[int, FrameType | None]:
+        """The user's innermost frame outside of the calls of modules; None: `place` is outside."""
         loop: FrameType | None = None
-        loop_levels, is_inside = 0, False
-        frame = None if user is None else user.f_back
+        levels, loop_levels, is_inside = place.levels, 0, False
+        frame = None if place.user is None else place.user.f_back
         while frame is not None:
             levels += 1
             sort = self._sorts.get(frame.f_code.co_filename)
@@ -156,7 +156,7 @@ class CodePlaces:
             elif sort == _USER and is_inside and loop is None:
                 loop, loop_levels = frame, levels
             frame = frame.f_back
-        return loop, loop_levels
+        return loop_levels, loop
 
     def _number(self, place: _Stack) -> int:
         frame, inner = place.user, place.inner
@@ -164,9 +164,10 @@ class CodePlaces:
             frame, inner = inner, None
             if frame is None:
                 return 0
-        frames = [each for each in (frame, inner, place.loop) if each is not None]
+        loop = place.loop[1]
+        frames = [each for each in (frame, inner, loop) if each is not None]
         key = (inner is None, *((id(each.f_code), each.f_lasti) for each in frames))
-        return self._numbers.get(key) or self._add(key, frame, inner, place.loop)
+        return self._numbers.get(key) or self._add(key, frame, inner, loop)
 
     def _sort(self, frame: FrameType) -> int:
         package = package_of(frame)

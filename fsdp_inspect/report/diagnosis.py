@@ -478,14 +478,22 @@ def _how_died(found: Diagnosis) -> str:
         return f"{who} {killed}{where}: it ended without an error.{_waited(found)}"
     is_one = len(found.ranks) == 1
     if any(state.start_stage for state in found.states):
-        return (
-            f"Cannot tell why the training has not begun, because {format_ranks(found.ranks)} left "
-            f"no record: {'it' if is_one else 'each'} was killed, left silently, has not imported "
-            f"torch, or records on another machine. {_not_started(found)}."
-        )
+        return _no_start_record(found)
     gone = "is gone" if is_one else "are gone"
     them = "it" if is_one else "them"
     return f"{who} {gone}: the other ranks lost the connection to {them}.{_waited(found)}"
+
+
+def _no_start_record(found: Diagnosis) -> str:
+    """Describe a start of which the records of some ranks are missing."""
+    it = "it" if len(found.missing_ranks) == 1 else "each"
+    has_group = any(state.start_stage > StartStage.STARTED for state in found.states)
+    why = "has not imported torch" if not has_group else "trains already, in a run of its own"
+    return (
+        f"Cannot tell why the training has not begun, because {format_ranks(found.missing_ranks)} "
+        f"left no record of the start: {it} was killed, left silently, {why}, or records on "
+        f"another machine. {_not_started(found)}."
+    )
 
 
 def _before(found: Diagnosis) -> str:
@@ -737,6 +745,8 @@ def _no_problem(found: Diagnosis) -> str:
                 f"Cannot tell which rank is late: {waiting} waited in {what}{of_step(found.step)}, "
                 f"and {missing or 'the other ranks'} {verb} not in this folder."
             )
+        case Unknown.MISSING_RANKS if any(state.start_stage for state in found.states):
+            return _no_start_record(found)
         case Unknown.MISSING_RANKS:
             return f"Cannot tell: {missing} {verb} not in this folder."
         case Unknown.IMPORTED:

@@ -760,15 +760,29 @@ def test_of_ranks_in_a_circle_the_ranks_that_are_fewer_than_the_others_are_named
     assert (found.ranks, found.is_certain) == ((3,), False)
 
 
-def test_a_rank_without_a_record_of_its_start_is_named_with_what_is_unknown() -> None:
+@pytest.mark.parametrize(
+    ("stage", "ranks", "words"),
+    [
+        (StartStage.STARTED, (1,), "it was killed, left silently, has not imported torch, or"),
+        (
+            StartStage.GROUP_MADE,
+            (),
+            "it was killed, left silently, trains already, in a run of its",
+        ),
+    ],
+)
+def test_a_rank_without_a_record_of_its_start_is_named_with_what_is_unknown(
+    stage: StartStage, ranks: tuple[int, ...], words: str
+) -> None:
     boxes = {rank: make_box([], RANKS, HUNG) for rank in (0, 2)}
     dumps = {rank: dump_at("dist.init_process_group()") for rank in boxes}
 
-    found = diagnose(run_of(boxes, dumps=dumps, start_stage=StartStage.STARTED))
+    found = diagnose(run_of(boxes, dumps=dumps, start_stage=stage))
 
-    assert (found.status, found.ranks, found.is_certain) == (Status.CANNOT_TELL, (1,), False)
+    assert (found.status, found.ranks, found.is_certain) == (Status.CANNOT_TELL, ranks, False)
     sentence = describe_diagnosis(found).sentence
     assert sentence.startswith(
-        "Cannot tell why the training has not begun, because rank 1 left no record: it was killed"
+        "Cannot tell why the training has not begun, because rank 1 left no record of the start: "
+        f"{words}"
     )
-    assert "Ranks 0, 2: has no process group" in sentence
+    assert "Ranks 0, 2: has" in sentence
