@@ -716,6 +716,9 @@ class _Case:
         fewer: tuple[int, ...] = ()
         if len(wait.waiting) != len(wait.absent):
             fewer = min(wait.waiting, wait.absent, key=len)
+        theirs = self._wait_for(fewer)
+        if fewer and theirs is not None and self._without_batch(fewer) == fewer:
+            return self._make_uneven(fewer, theirs.issued, None, theirs)
         return self._make(
             Status.PROBLEM,
             ProblemClass.FOREIGN_COLLECTIVE if foreign else ProblemClass.ORDER_DIVERGED,
@@ -772,10 +775,12 @@ class _Case:
         first = None if numerics is None else numerics.first_non_finite
         if first is None:
             return None
+        # Values on all ranks at once can come from the parameters of one rank.
+        stand_out = first.is_exact and set(first.ranks) < set(self._states)
         found = self._make(
             Status.PROBLEM,
             ProblemClass.NOT_FINITE,
-            ranks=first.ranks if first.is_exact else (),
+            ranks=first.ranks if stand_out else (),
             is_certain=first.is_exact,
             step=first.step,
         )

@@ -786,3 +786,19 @@ def test_a_rank_without_a_record_of_its_start_is_named_with_what_is_unknown(
         f"{words}"
     )
     assert "Ranks 0, 2: has" in sentence
+
+
+def test_of_ranks_in_a_circle_the_one_without_a_batch_had_fewer() -> None:
+    """It waits in a barrier after its loop, and the others wait in their next step."""
+    barrier = Call(NO_UNIT, group=1, kind=EventKind.ALL_REDUCE, has_finished=False)
+    has_ended = {"num_loader_passes": 1, "num_batches": 4, "last_ended_pass": 1}
+    boxes = {rank: make_box([*DONE, Call(3, has_finished=False)], RANKS, HUNG) for rank in RANKS}
+    for rank in (0, 2):
+        header = replace(HUNG, num_loader_passes=1, num_batches=5)
+        boxes[rank] = replace(boxes[rank], header=header)
+    boxes[1] = make_box([*DONE, barrier], RANKS, HUNG, **has_ended)
+
+    found = diagnose(run_of(boxes))
+
+    assert (found.problem, found.ranks) == (ProblemClass.UNEVEN_BATCHES, (1,))
+    assert found.unit == "unit 3"
