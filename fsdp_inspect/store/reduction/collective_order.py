@@ -92,11 +92,12 @@ class OrderDifference:
     @property
     def location(self) -> str:
         """The user's line where the culprits left the path of the others; empty if unknown."""
-        issued = (self.deviant, self.usual)
+        mine = None if self.deviant is None else self.deviant.place
+        places = [mine, self.usual.place]
         if self.difference is Difference.SKIPPED:  # the line of the next collective tells nothing
-            issued = issued[::-1]
-        places = [each.place for each in issued if each is not None and each.place is not None]
-        return self.branch or (str(places[0]) if places else "")
+            places.reverse()
+        known = [str(place) for place in places if place is not None]
+        return self.branch or next(iter(known), "")
 
     @property
     def is_unknown(self) -> bool:
