@@ -220,7 +220,7 @@ def _write_runs(folder: Path) -> None:
         ("runs/first", steady_run()),
         ("runs/other", steady_run(num_steps=6, created_unix_ns=5)),
     ):
-        write_run(run, folder / name)
+        write_run(run, folder / name, is_identified=name.startswith("runs"))
         compact_run(folder / name)
     index_runs(folder / "runs")
     UserStore(folder / "notes.sqlite").keep_note("run", RunNote(is_starred=True, text="fast"))
