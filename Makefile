@@ -90,8 +90,8 @@ chaos: $(READY) ## Kill recordings and break their disks at random moments for S
 	$(BIN)/python -m tests.studies.chaos --seconds $(or $(SECONDS),600) $(ARGS)
 
 .PHONY: faults
-faults: $(READY) ## Inject 228 faults into trainings and judge the diagnoses (half an hour)
-	$(BIN)/python -m tests.studies.faults --cases 228 --healthy 100 $(ARGS)
+faults: $(READY) ## Inject 300 faults into trainings and judge the diagnoses (an hour)
+	$(BIN)/python -m tests.studies.faults --cases 300 --healthy 100 $(ARGS)
 
 .PHONY: planted
 planted: $(READY) ## Check planted regressions and RERUNS=50 unchanged runs, and write docs/planted.md

@@ -168,11 +168,18 @@ class InMemoryRun:
         )
 
 
-def write_run(run: InMemoryRun, folder: Path) -> Path:
-    """Write a run to the disk with the store's own writer, compacted; returns its folder."""
+def write_run(run: InMemoryRun, folder: Path, *, is_identified: bool = False) -> Path:
+    """Write a run to the disk with the store's own writer, compacted; returns its folder.
+
+    Args:
+        run: The run.
+        folder: A new folder.
+        is_identified: Whether the records and tables state their run, as those of a recorder do.
+    """
     attempt = create_run(folder, run.manifest)
     for record in run.ranks:
-        writer = RankWriter(folder, record.model_copy(update={"attempt": attempt}))
+        known = record.of_run(run.manifest) if is_identified else record
+        writer = RankWriter(folder, known.model_copy(update={"attempt": attempt}))
         writer.events.extend(_row_tuples(run.events(record.rank)))
         writer.memory.extend(_row_tuples(run.memory(record.rank)))
         writer.devices.extend(_row_tuples(run.devices(record.rank)))

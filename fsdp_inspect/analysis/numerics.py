@@ -46,7 +46,7 @@ class NonFinite:
     count: int
     total: int
     last_finite_step: int | None
-    """The previous numerics step; None: there was none."""
+    """The previous numerics step that all ranks recorded; None: there was none."""
     ranks: tuple[int, ...]
     """All ranks whose first such values are in the same unit and place."""
     is_exact: bool
@@ -141,7 +141,7 @@ def measure_numerics(run: RunSource) -> Numerics | None:
         missing_ranks=lacking[last],
         incomplete_steps=tuple(number for number in numbers if lacking[number]),
         units=tuple(measured),
-        first_non_finite=_find_first(steps, numbers, manifest),
+        first_non_finite=_find_first(steps, lacking, manifest),
         lost_ratio=_lost_ratio(steps, None),
         stored_dtypes=tuple(sorted(dtypes)),
         dtypes=uses,
@@ -278,9 +278,18 @@ def _lost_ratio(steps: Mapping[int, Sequence[NumericsStep]], unit: int | None) -
 
 
 def _find_first(
-    steps: Mapping[int, Sequence[NumericsStep]], numbers: Sequence[int], manifest: RunManifest
+    steps: Mapping[int, Sequence[NumericsStep]],
+    lacking: Mapping[int, tuple[int, ...]],
+    manifest: RunManifest,
 ) -> NonFinite | None:
-    """The first non-finite values in the first step that stored such values."""
+    """The first non-finite values in the first step that stored such values.
+
+    Args:
+        steps: The numerics steps by rank.
+        lacking: The ranks that lack a numerics step, by step. A step that a rank lacks does not
+            show that values were finite in it.
+        manifest: The manifest of the run.
+    """
     stored = [
         step.step
         for found in steps.values()
@@ -299,8 +308,7 @@ def _find_first(
         if each.num_non_finite
     ]
     found_at, found_rank = min(seen, key=lambda pair: (pair[0].order, pair[1]))
-    earlier = [step for step in numbers if step < number]
-    recorded = [rank for rank, found in steps.items() if any(s.step == number for s in found)]
+    earlier = [step for step, ranks in lacking.items() if step < number and not ranks]
     arose_here = found_at.place not in (Place.PARAMETER, Place.STATE)
     is_next = bool(earlier) and earlier[-1] == number - 1
     return NonFinite(
@@ -317,7 +325,7 @@ def _find_first(
             if (each.unit, each.place, each.order)
             == (found_at.unit, found_at.place, found_at.order)
         ),
-        is_exact=(arose_here or is_next) and len(recorded) == manifest.world_size,
+        is_exact=(arose_here or is_next) and not lacking[number],
     )
 
 

@@ -50,7 +50,7 @@ from fsdp_inspect.store.reduction.collective_order import (
 from fsdp_inspect.store.reduction.order_wording import name_unit
 from fsdp_inspect.trace.black_box import Header
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
-from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.run import RunSource, StartStage
 
 if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.fitting_plans import PlanSearch
@@ -341,7 +341,6 @@ class _Case:
             return None
         is_size = first.difference in (Difference.SIZE, Difference.DTYPE)
         shown = first.usual if first.usual.unit != NO_UNIT else first.deviant or first.usual
-        place = (first.deviant or first.usual).place or first.usual.place
         uneven = self._uneven(first)
         if uneven is not None:
             return uneven
@@ -354,7 +353,7 @@ class _Case:
             unit=None if first.is_unknown else shown.unit,
             phase=None if first.is_unknown else shown.phase,
             step=None if first.is_unknown else first.step,
-            location="" if place is None or first.is_unknown else str(place),
+            location="" if first.is_unknown else first.location,
             difference=first,
         )
 
@@ -708,12 +707,18 @@ class _Case:
         If several are possible, the one with the fewest earlier collectives in its group is named.
         """
         foreign = [wait for wait in self._waits if wait.issued.unit == NO_UNIT]
-        wait = min(
-            foreign or self._waits, key=lambda each: (len(each.absent), each.issued.sequence)
-        )
+
+        def order(wait: Wait) -> tuple[bool, int, int]:  # equal halves do not tell who is wrong
+            is_even = len(wait.waiting) == len(wait.absent)
+            return is_even, len(wait.absent), wait.issued.sequence
+
+        wait = min(foreign or self._waits, key=order)
         fewer: tuple[int, ...] = ()
         if len(wait.waiting) != len(wait.absent):
             fewer = min(wait.waiting, wait.absent, key=len)
+        theirs = self._wait_for(fewer)
+        if fewer and theirs is not None and self._without_batch(fewer) == fewer:
+            return self._make_uneven(fewer, theirs.issued, None, theirs)
         return self._make(
             Status.PROBLEM,
             ProblemClass.FOREIGN_COLLECTIVE if foreign else ProblemClass.ORDER_DIVERGED,
@@ -740,6 +745,16 @@ class _Case:
             )
         stages = {rank: state.start_stage for rank, state in self._states.items()}
         last = max(stages.values(), default=0)
+        if last and self._missing:
+            # Ranks that made a process group with the missing ones do not show who is at fault.
+            is_alone = last == StartStage.STARTED
+            return self._make(
+                Status.CANNOT_TELL,
+                ProblemClass.RANK_DIED if is_alone else None,
+                ranks=self._missing if is_alone else (),
+                is_certain=False,
+                unknown=Unknown.MISSING_RANKS,
+            )
         behind = tuple(rank for rank, stage in stages.items() if stage < last)
         if behind or (last and problem is ProblemClass.FOREIGN_COLLECTIVE):
             problem, ranks = ProblemClass.RANK_LATE, behind or ranks
@@ -760,10 +775,12 @@ class _Case:
         first = None if numerics is None else numerics.first_non_finite
         if first is None:
             return None
+        # Values on all ranks at once can come from the parameters of one rank.
+        stand_out = first.is_exact and set(first.ranks) < set(self._states)
         found = self._make(
             Status.PROBLEM,
             ProblemClass.NOT_FINITE,
-            ranks=first.ranks if first.is_exact else (),
+            ranks=first.ranks if stand_out else (),
             is_certain=first.is_exact,
             step=first.step,
         )

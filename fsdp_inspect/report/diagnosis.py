@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from fsdp_inspect.analysis.loss_spikes import LossSpike
-from fsdp_inspect.analysis.numerics import NonFinite
+from fsdp_inspect.analysis.numerics import NonFinite, Numerics
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind
 from fsdp_inspect.diagnosis.diagnose import (
     Diagnosis,
@@ -87,7 +87,7 @@ def _hedge(found: Diagnosis, sentence: str) -> str:
     """The sentence as the most likely explanation, if the diagnosis is not certain."""
     # That values are not finite is a fact: the sentence states what is unknown.
     is_hedged = found.is_certain or found.problem in (None, ProblemClass.NOT_FINITE)
-    is_hedged = is_hedged or "probably" in sentence.lower()
+    is_hedged = is_hedged or "probably" in sentence.lower() or sentence.startswith("Cannot tell")
     return sentence if is_hedged else f"Probably: {sentence}"
 
 
@@ -245,7 +245,7 @@ def _exited(found: Diagnosis) -> str:
 
 def _late(found: Diagnosis) -> str:
     if found.wait is None and any(state.start_stage for state in found.states):
-        return _not_started(found)
+        return f"The training has not begun. {_not_started(found)}."
     if found.wait is None:
         return f"No rank has issued a collective for {_longest_idle(found)}.{_common(found)}"
     who = capitalize(format_ranks(found.ranks))
@@ -273,10 +273,10 @@ def _not_started(found: Diagnosis) -> str:
     groups: dict[str, list[int]] = {}
     for state in found.states:
         doing = "" if state.activity is None else f", {_activity(state.activity)}"
-        text = f"{_STAGES.get(state.start_stage, 'trains')}{doing}"
+        failed = f", failed with {_clip(state.end.detail)}" if state.end.detail else ""
+        text = f"{_STAGES.get(state.start_stage, 'trains')}{doing}{failed}"
         groups.setdefault(text, []).append(state.rank)
-    each = "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items())
-    return f"The training has not begun. {capitalize(each)}."
+    return capitalize("; ".join(f"{format_ranks(each)}: {text}" for text, each in groups.items()))
 
 
 def _then_gone(state: RankState | None, found: Diagnosis) -> str:
@@ -476,7 +476,24 @@ def _how_died(found: Diagnosis) -> str:
                 f"{'process' if found.oom_kills == 1 else 'processes'} of this machine for memory"
             )
         return f"{who} {killed}{where}: it ended without an error.{_waited(found)}"
-    return f"{who} is gone: the other ranks lost the connection to it.{_waited(found)}"
+    is_one = len(found.ranks) == 1
+    if any(state.start_stage for state in found.states):
+        return _no_start_record(found)
+    gone = "is gone" if is_one else "are gone"
+    them = "it" if is_one else "them"
+    return f"{who} {gone}: the other ranks lost the connection to {them}.{_waited(found)}"
+
+
+def _no_start_record(found: Diagnosis) -> str:
+    """Describe a start of which the records of some ranks are missing."""
+    it = "it" if len(found.missing_ranks) == 1 else "each"
+    has_group = any(state.start_stage > StartStage.STARTED for state in found.states)
+    why = "has not imported torch" if not has_group else "trains already, in a run of its own"
+    return (
+        f"Cannot tell why the training has not begun, because {format_ranks(found.missing_ranks)} "
+        f"left no record of the start: {it} was killed, left silently, {why}, or records on "
+        f"another machine. {_not_started(found)}."
+    )
 
 
 def _before(found: Diagnosis) -> str:
@@ -596,7 +613,7 @@ def _not_finite(found: Diagnosis) -> str:
     first = found.numerics.first_non_finite
     assert first is not None
     if not first.is_exact:
-        return _not_finite_since(first)
+        return _not_finite_since(first, found.numerics)
     of_unit = "parameters of no unit" if first.fqn is None else format_unit(first.fqn)
     who = format_ranks(first.ranks)
     on = f" on rank {first.rank}" if len(first.ranks) > 1 else ""
@@ -613,11 +630,13 @@ def _not_finite(found: Diagnosis) -> str:
     )
 
 
-def _not_finite_since(first: NonFinite) -> str:
+def _not_finite_since(first: NonFinite, numerics: Numerics) -> str:
     """Describe values that arose between two numerics steps, or that a rank did not record."""
     sentence = f"Values are not finite in step {first.step}."
     if first.last_finite_step is None:
-        return f"{sentence} They arose in it or before it: it is the first numerics step."
+        is_first = numerics.steps[0] == first.step
+        why = "it is the first" if is_first else "ranks lack each earlier"
+        return f"{sentence} They arose in it or before it: {why} numerics step."
     return (
         f"{sentence} They arose after step {first.last_finite_step}, the last numerics step with "
         "finite parameters and optimizer states. The unit and the rank are unknown, because such "
@@ -726,6 +745,8 @@ def _no_problem(found: Diagnosis) -> str:
                 f"Cannot tell which rank is late: {waiting} waited in {what}{of_step(found.step)}, "
                 f"and {missing or 'the other ranks'} {verb} not in this folder."
             )
+        case Unknown.MISSING_RANKS if any(state.start_stage for state in found.states):
+            return _no_start_record(found)
         case Unknown.MISSING_RANKS:
             return f"Cannot tell: {missing} {verb} not in this folder."
         case Unknown.IMPORTED:

@@ -16,6 +16,7 @@ from fsdp_inspect.errors import (
     CorruptFileError,
     IncompleteRunError,
     NotARunError,
+    StoreError,
     UnreadableFileError,
 )
 from fsdp_inspect.formatting import format_numbers, format_ranks
@@ -507,9 +508,21 @@ class StoredRun:
     def _read(
         self, rank: int, file: TableFile[TableT], steps: Collection[int] | None = None
     ) -> TableT:
-        """A table of a rank, sorted; rows of other steps may be left out."""
+        """A table of a rank, sorted; rows of other steps may be left out.
+
+        An analysis may do without a damaged table, so the damage is a note too.
+        """
         if rank not in self._rank_numbers:
             raise IncompleteRunError(self._describe_missing_rank(rank))
+        try:
+            return self._read_known(rank, file, steps)
+        except StoreError as error:
+            self._found[str(error)] = None
+            raise
+
+    def _read_known(
+        self, rank: int, file: TableFile[TableT], steps: Collection[int] | None
+    ) -> TableT:
         name = f"{self.path.rstrip('/')}/{self._folder(rank)}/{file.name}"
         growing = self._read_growing(rank, file)
         if growing is not None:

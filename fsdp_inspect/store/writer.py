@@ -12,6 +12,7 @@ raised into the training. The log is used instead of `warnings`, because a warni
 thread is lost under `-W error`.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -124,6 +125,7 @@ class RankWriter:
         self._flushed_s = time.monotonic()
         self._retry = RetryTimer(flush_interval_s)
         self._spare = SpareDescriptor()
+        self._room = SpareRoom(self.folder / f"{RANK_FILE}.tmp-reserve")
         self._buffer_lock = threading.Lock()
         self._num_shed = dict.fromkeys(self._buffers, 0)
         self._unwritten: dict[str, int] = {}
@@ -398,7 +400,9 @@ class RankWriter:
         self._is_record_news = False
         try:
             content = encode_record(self._record_to_write())
-            self._spare.use_for(lambda: replace_file(self.folder / RANK_FILE, content))
+            replace = partial(replace_file, self.folder / RANK_FILE, content)
+            self._room.use_for(lambda: self._spare.use_for(replace))
+            self._room.keep(len(content))
         except Exception:
             self._is_record_news = True
             raise
@@ -427,6 +431,7 @@ class RankWriter:
             self._unwritten = {}
             self._change_record({"status": status, "failure": failure})
             self._write_record_safely()
+            self._room.release()
             if not self._is_stalled:
                 self._warn_of_dropped()
         finally:
@@ -530,6 +535,9 @@ LONGEST_RETRY_S = 4.0
 """The longest time between two attempts to write after a fault of the disk."""
 
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_GROWTH_BYTES = 4096
+"""The bytes by which `rank.json` may grow with problems of a full disk."""
 
 
 class RetryTimer:
@@ -590,3 +598,43 @@ class SpareDescriptor:
                 write()
             finally:
                 self.keep()
+
+
+class SpareRoom:
+    """A file of zeros that is deleted when the disk is full, so that one small file still fits.
+
+    Replacing the file then frees the old one, whose room is reserved again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_kept = False
+
+    def keep(self, num_bytes: int) -> None:
+        """Reserve the room for a file of this size that grows a little, if the disk has it."""
+        if not self._is_kept:
+            try:
+                self._path.write_bytes(bytes(num_bytes + _GROWTH_BYTES))
+                self._is_kept = True
+            except OSError:
+                self.release()
+
+    def release(self) -> None:
+        """Free the room."""
+        self._is_kept = False
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def use_for(self, write: Callable[[], None]) -> None:
+        """Call a function that writes a file, and again with the reserved room.
+
+        Raises:
+            OSError: The function failed for another reason, or also with the reserved room.
+        """
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in _NO_ROOM or not self._is_kept:
+                raise
+            self.release()
+            write()

@@ -231,6 +231,14 @@ class CodePlace:
     inner: str = ""
     """The line in a library that the user's line called, as `modeling_llama.py:312`; empty: none.
     """
+    loop: str = ""
+    """The user's innermost line outside of every module's forward, as `train.py:40`; empty: it is
+    this line, or there is none."""
+
+    @property
+    def loop_line(self) -> str:
+        """The line of the training loop that led here."""
+        return self.loop or str(self)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -354,7 +362,7 @@ def encode_group(index: int, group: Communicator) -> bytes:
 def encode_place(index: int, place: CodePlace) -> bytes:
     """The line of text that describes a place in the code."""
     known = {"file": place.file, "line": place.line, "function": place.function}
-    return _line({"place": index, **known, "inner": place.inner})
+    return _line({"place": index, **known, "inner": place.inner, "loop": place.loop})
 
 
 def _line(fields: dict[str, Any]) -> bytes:
@@ -385,6 +393,7 @@ def _decode_text(text: bytes) -> tuple[dict[int, Communicator], dict[int, CodePl
                     int(fields["line"]),
                     str(fields["function"]),
                     str(fields["inner"]),
+                    str(fields.get("loop", "")),
                 )
                 places[int(fields["place"])] = place
         except (KeyError, TypeError, ValueError, OverflowError):

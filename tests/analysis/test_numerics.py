@@ -154,9 +154,26 @@ def test_parameters_that_changed_right_before_the_step_are_located() -> None:
     )
 
 
+def test_values_that_are_not_finite_on_all_ranks_at_once_blame_no_rank() -> None:
+    bad = step_of(
+        8, seen(Place.PARAMETER), seen(Place.OUTPUT, 1, bad=9), seen(Place.STATE, 3, bad=9)
+    )
+    found = diagnose_steps([bad], [bad])
+    assert (found.problem, found.is_certain, found.ranks) == (ProblemClass.NOT_FINITE, True, ())
+    assert found.unit == "layers.1"
+    assert "in step 8 on ranks 0-1" in describe_diagnosis(found).sentence
+
+
 def test_a_rank_without_the_step_leaves_the_place_open() -> None:
     bad = step_of(8, seen(Place.PARAMETER), seen(Place.UPDATED_PARAMETER, 3, bad=100))
     assert not diagnose_steps([step_of(0), bad], [step_of(0)]).is_certain
+
+
+def test_a_rank_without_the_step_before_leaves_the_place_open() -> None:
+    bad = step_of(1, seen(Place.PARAMETER, bad=100))
+    found = diagnose_steps([step_of(0), step_of(1)], [bad])
+    assert (found.is_certain, found.ranks) == (False, ())
+    assert "ranks lack each earlier numerics step" in describe_diagnosis(found).sentence
 
 
 def test_most_updates_lost_in_a_low_precision_is_a_problem() -> None:

@@ -6,9 +6,16 @@ import pytest
 
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown, diagnose
 from fsdp_inspect.report.diagnosis import describe_diagnosis, diagnosis_to_dict
-from fsdp_inspect.trace.black_box import BlackBox, CodePlace, Collection, Header, Watched
-from fsdp_inspect.trace.codes import NO_UNIT, EventKind
-from fsdp_inspect.trace.run import ClockPair, RankRecord, RunManifest, RunStatus
+from fsdp_inspect.trace.black_box import (
+    BlackBox,
+    CodePlace,
+    Collection,
+    Communicator,
+    Header,
+    Watched,
+)
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.run import ClockPair, RankRecord, RunManifest, RunStatus, StartStage
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from tests.boxes import HEADER, SECOND, Call, make_box
 from tests.builders import InMemoryRun
@@ -713,3 +720,85 @@ def test_the_error_of_a_worker_is_shown_with_its_text() -> None:
 
     assert "worker process 0: ValueError: sample 7 is empty" in text.sentence
     assert not any("memory" in each for each in text.next)
+
+
+def test_a_late_rank_in_its_own_code_has_a_next_step() -> None:
+    boxes = {rank: waiting(rank) for rank in RANKS}
+    found = diagnose(run_of(boxes, dumps={1: dump_at("total += fold(part)")}))
+    assert "if only some ranks reach it" in " ".join(describe_diagnosis(found).next)
+
+
+def test_a_rank_that_was_killed_in_a_unit_has_the_unit_in_json() -> None:
+    boxes = {rank: make_box(DONE, RANKS) for rank in RANKS}
+    in_unit = replace(HEADER, unit=2, phase=int(Phase.FORWARD), sign_ns=9 * SECOND)
+    boxes[1] = make_box(DONE, RANKS, in_unit)
+    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CRASHED, 2: RunStatus.RUNNING}
+
+    found = diagnosis_to_dict(diagnose(run_of(boxes, statuses)))
+
+    assert (found["class"], found["ranks"], found["unit"]) == ("rank died", [1], "unit 2")
+
+
+def test_of_ranks_in_a_circle_the_ranks_that_are_fewer_than_the_others_are_named() -> None:
+    """Equal halves of a small process group do not tell who is wrong."""
+    members = (0, 1, 2, 3)
+    barrier = Call(NO_UNIT, kind=EventKind.ALL_REDUCE, has_finished=False)
+    pair = Communicator("pair", (0, 1))
+    boxes = {rank: make_box([Call(0), barrier], members, HUNG) for rank in (0, 1, 2)}
+    for rank in (0, 1, 2):
+        boxes[rank] = make_box([Call(0)], members, HUNG)
+    boxes[3] = make_box([Call(0), barrier], members, HUNG)
+    apart = Call(NO_UNIT, group=1, kind=EventKind.ALL_REDUCE, has_finished=False)
+    in_unit = Call(5, group=1, has_finished=False)
+    for rank, calls in ((0, [Call(0), apart]), (1, [Call(0), in_unit]), (2, [Call(0), in_unit])):
+        box = make_box(calls, members, HUNG)
+        group = pair if rank == 0 else Communicator(f"of {rank}", (rank, 3))
+        boxes[rank] = replace(box, groups={**box.groups, 1: group})
+
+    found = diagnose(run_of(boxes, world_size=4))
+
+    assert (found.ranks, found.is_certain) == ((3,), False)
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "words"),
+    [
+        (StartStage.STARTED, (1,), "it was killed, left silently, has not imported torch, or"),
+        (
+            StartStage.GROUP_MADE,
+            (),
+            "it was killed, left silently, trains already, in a run of its",
+        ),
+    ],
+)
+def test_a_rank_without_a_record_of_its_start_is_named_with_what_is_unknown(
+    stage: StartStage, ranks: tuple[int, ...], words: str
+) -> None:
+    boxes = {rank: make_box([], RANKS, HUNG) for rank in (0, 2)}
+    dumps = {rank: dump_at("dist.init_process_group()") for rank in boxes}
+
+    found = diagnose(run_of(boxes, dumps=dumps, start_stage=stage))
+
+    assert (found.status, found.ranks, found.is_certain) == (Status.CANNOT_TELL, ranks, False)
+    sentence = describe_diagnosis(found).sentence
+    assert sentence.startswith(
+        "Cannot tell why the training has not begun, because rank 1 left no record of the start: "
+        f"{words}"
+    )
+    assert "Ranks 0, 2: has" in sentence
+
+
+def test_of_ranks_in_a_circle_the_one_without_a_batch_had_fewer() -> None:
+    """It waits in a barrier after its loop, and the others wait in their next step."""
+    barrier = Call(NO_UNIT, group=1, kind=EventKind.ALL_REDUCE, has_finished=False)
+    has_ended = {"num_loader_passes": 1, "num_batches": 4, "last_ended_pass": 1}
+    boxes = {rank: make_box([*DONE, Call(3, has_finished=False)], RANKS, HUNG) for rank in RANKS}
+    for rank in (0, 2):
+        header = replace(HUNG, num_loader_passes=1, num_batches=5)
+        boxes[rank] = replace(boxes[rank], header=header)
+    boxes[1] = make_box([*DONE, barrier], RANKS, HUNG, **has_ended)
+
+    found = diagnose(run_of(boxes))
+
+    assert (found.problem, found.ranks) == (ProblemClass.UNEVEN_BATCHES, (1,))
+    assert found.unit == "unit 3"

@@ -165,6 +165,26 @@ def test_the_keeper_sees_that_a_rank_is_stopped_while_it_collects_garbage(tmp_pa
     assert header.watched.still_ns >= 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "pending"), [(0, 1 << 8), (0x4, 0)], ids=["a pending SIGKILL", "an exit"]
+)
+def test_a_look_at_a_rank_that_dies_keeps_the_state_before(
+    tmp_path: Path, flags: int, pending: int
+) -> None:
+    def set_state(letter: str, flags: int, pending: int) -> None:
+        (tmp_path / "stat").write_text(f"7 (python) {letter} 0 0 0 0 0 {flags} 0 0 0 0")
+        (tmp_path / "status").write_text(f"SigPnd: 0\nShdPnd: {pending:x}\nVmSwap: 0 kB\n")
+
+    watch = black_box_keeper.Watch(7)
+    watch._folder = str(tmp_path)
+    content = encode_header(HEADER, 0).ljust(HEADER_BYTES, b"\0")
+    set_state("T", 0, 0)
+    stopped = watch.look(content, is_over=False)
+    set_state("R", flags, pending)
+
+    assert watch.look(content, is_over=False) == stopped
+
+
 def test_the_keeper_knows_the_layout_and_the_name_of_the_mark() -> None:
     assert black_box_keeper.ENDED_OFFSET == ENDED_OFFSET
     assert black_box_keeper.CLOSED_OFFSET == CLOSED_OFFSET

@@ -1,5 +1,8 @@
 """The line of code of a unit's collective: remembered, and looked for again when it changes."""
 
+import torch
+from torch import nn
+
 from fsdp_inspect.recording.code_places import CodePlaces
 
 
@@ -42,3 +45,34 @@ def test_units_have_places_of_their_own():
     assert len(set(found)) == 1
     assert issue(places, 1) != found[0]
     assert issue(places, 2) != found[0]
+
+
+class Issuing(nn.Module):
+    """A module whose forward issues a collective, perhaps in a module below it."""
+
+    def __init__(self, places: CodePlaces, below: nn.Module | None = None) -> None:
+        super().__init__()
+        self.places, self.below = places, below
+        self.found = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.found = issue(self.places)
+        return x if self.below is None else self.below(x)
+
+
+def test_a_place_in_a_model_has_the_line_of_the_loop_that_called_the_model():
+    places = CodePlaces()
+    inner = Issuing(places)
+    model = Issuing(places, below=inner)
+    found = []
+    for _ in range(2):
+        model(torch.ones(1))
+        found.append((model.found, inner.found))
+    model(torch.ones(1))  # a pass from another line
+
+    assert found[0] == found[1]
+    assert inner.found != found[0][1]
+    loops = {number: place.loop.rpartition(":") for number, place in places.new}
+    first, last = int(loops[found[0][1]][2]), int(loops[inner.found][2])
+    assert last == first + 2
+    assert loops[found[0][1]][0].endswith("test_code_places.py")

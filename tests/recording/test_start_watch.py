@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass
+from fsdp_inspect.recording import process_life
 from fsdp_inspect.recording.start_watch import StartWatch
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.run import open_run
@@ -16,6 +18,9 @@ from fsdp_inspect.run import open_run
 def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartWatch]:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
+    # Earlier tests in this process have sharded models, and made process groups.
+    monkeypatch.setattr(process_life, "_notes", process_life._ProcessNotes())
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
     watch = StartWatch(tmp_path, 0.2, lambda: False, with_source=True)
     yield watch
     watch.end(None)

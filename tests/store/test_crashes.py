@@ -152,6 +152,18 @@ def test_disk_that_has_room_again_loses_nothing(tmp_path: Path) -> None:
         assert run.status is RunStatus.COMPLETE
 
 
+def test_the_record_has_room_on_a_disk_that_stays_full(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        create_run(disk / "run", make_manifest(world_size=1))
+        with training_child(disk / "run", 20_000) as child:
+            train(child, lambda: fill(disk / "ballast"))
+            dropped, _ = end(child)
+        run = open_run(disk / "run")
+        assert (dropped, len(run.events(0))) == (20_000, 0)
+        assert any("dropped 20000 rows of events" in note for note in run.notes)
+        assert not list(disk.rglob("*.tmp-*"))
+
+
 def fill(path: Path) -> None:
     """Fill the disk."""
     with path.open("wb", buffering=0) as ballast:

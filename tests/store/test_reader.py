@@ -499,6 +499,8 @@ def test_tables_of_two_ranks_that_changed_places_are_refused(
     run = open_run(tmp_path)
     with pytest.raises(CorruptFileError, match=r"attempt 0, rank 1\. Expected .* rank 0"):
         getattr(run, name)(0)
+    # An analysis that does without the table shows the note.
+    assert any("Expected" in note and name in note for note in run.notes)
 
 
 def write_other_run(path: Path) -> Path:

@@ -79,12 +79,25 @@ class OrderDifference:
     """True: the culprits differ from most ranks. False: the culprits differ from their own previous
     step, and the others do not."""
     difference: Difference
-    """Seen from the culprits; OTHER without culprits."""
+    """Seen from the culprits; without culprits SIZE, DTYPE or OTHER."""
     num_since: int
     """Collectives that have finished on some rank since this position. Their results are wrong."""
     is_race: bool = False
     """Whether two threads of a rank issue collectives on this communicator, so that chance decides
     their order. Then no rank is a culprit."""
+    branch: str = ""
+    """The line of the training loop, `file:line`, that only the culprits reached, or that only they
+    left out in this step; empty: they took the same lines."""
+
+    @property
+    def location(self) -> str:
+        """The user's line where the culprits left the path of the others; empty if unknown."""
+        mine = None if self.deviant is None else self.deviant.place
+        places = [mine, self.usual.place]
+        if self.difference is Difference.SKIPPED:  # the line of the next collective tells nothing
+            places.reverse()
+        known = [str(place) for place in places if place is not None]
+        return self.branch or next(iter(known), "")
 
     @property
     def is_unknown(self) -> bool:
@@ -164,6 +177,9 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
         difference = Difference.STEP
     elif culprits and others:
         difference = _classify(reader, culprits[0], others[0], position)
+    elif not is_open:
+        one, other = (reader.at(ranks[0], position) for ranks in sets[:2])
+        difference = _size_or_dtype(one, other) or difference
     return OrderDifference(
         communicator=name,
         sequence=position,
@@ -174,7 +190,43 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
         difference=difference,
         num_since=max(_num_finished(each, position) for each in rows.values()),
         is_race=is_race,
+        branch=_find_branch(boxes, reader, culprits, others, position),
     )
+
+
+def _find_branch(
+    boxes: Mapping[int, BlackBox],
+    reader: _Reader,
+    culprits: Sequence[int],
+    others: Sequence[int],
+    position: int,
+) -> str:
+    """See `OrderDifference.branch`."""
+    if not culprits or not others:
+        return ""
+    here, usual = reader.at(culprits[0], position), reader.at(others[0], position)
+    if here.place is None or usual.place is None:
+        return ""
+    theirs = {line for rank in others for line in _loop_lines(boxes[rank])}
+    for earlier in reader.places_since(culprits[0], here.step - 1, position):
+        # The collectives of an extra pass may pair with equal ones of the next step at first.
+        if earlier.loop_line not in theirs:
+            return earlier.loop_line
+    is_left_out = _classify(reader, culprits[0], others[0], position) in _LEFT_OUT
+    if is_left_out and usual.place.loop_line not in _loop_lines(boxes[culprits[0]], here.step):
+        return usual.place.loop_line
+    return ""
+
+
+_LEFT_OUT = (Difference.SKIPPED, Difference.OTHER)
+"""Differences in which the culprits may have left out what the others did."""
+
+
+def _loop_lines(box: BlackBox, step: int | None = None) -> set[str]:
+    """The lines of the loop that led to the collectives of a step; None: of all steps."""
+    rows = box.entries if step is None else box.entries[box.entries["step"] == step]
+    places = (box.places.get(number) for number in set(rows["place"].tolist()))
+    return {place.loop_line for place in places if place is not None}
 
 
 def are_equal(boxes: Mapping[int, BlackBox], name: str) -> bool:
@@ -281,6 +333,13 @@ class _Reader:
             return None if not before else True
         return now != before[: len(now)]
 
+    def places_since(self, rank: int, step: int, position: int) -> list[CodePlace]:
+        """The places of a rank's collectives from a step to a position, in order."""
+        rows = self._rows[rank]
+        numbers = rows["place"][(rows["step"] >= step) & (rows["sequence"] <= position)]
+        places = self._boxes[rank].places
+        return [places[number] for number in dict.fromkeys(numbers.tolist()) if number in places]
+
     def _signatures(self, rank: int, step: int, last: int | None = None) -> list[tuple[int, ...]]:
         rows = self._rows[rank]
         rows = rows[rows["step"] == step]
@@ -341,8 +400,8 @@ def _culprits(sets: list[list[int]], reader: _Reader, position: int) -> tuple[li
 
 def _classify(reader: _Reader, culprit: int, other: int, position: int) -> Difference:
     here, usual = reader.at(culprit, position), reader.at(other, position)
-    if (here.kind, here.unit) == (usual.kind, usual.unit) and here.unit != NO_UNIT:
-        return Difference.DTYPE if here.dtype != usual.dtype else Difference.SIZE
+    if (of_one_unit := _size_or_dtype(here, usual)) is not None:
+        return of_one_unit
     next_here, next_usual = _after(reader, culprit, position), _after(reader, other, position)
     is_skip = _starts_like([here, *next_here], next_usual)
     is_extra = _starts_like([usual, *next_usual], next_here)
@@ -356,6 +415,13 @@ def _classify(reader: _Reader, culprit: int, other: int, position: int) -> Diffe
     if here.kind == usual.kind and here.unit == usual.unit and is_same_call:
         return Difference.DTYPE if here.dtype != usual.dtype else Difference.SIZE
     return Difference.OTHER
+
+
+def _size_or_dtype(one: Issued, other: Issued) -> Difference | None:
+    """The difference of two messages of one unit; None: they are not the same collective."""
+    if (one.kind, one.unit) != (other.kind, other.unit) or one.unit == NO_UNIT:
+        return None
+    return Difference.DTYPE if one.dtype != other.dtype else Difference.SIZE
 
 
 _AHEAD = 3

@@ -28,7 +28,8 @@ def describe_difference(found: OrderDifference, unit_names: Sequence[str]) -> st
     earlier = ""
     if found.usual.unit == UNKNOWN_UNIT:
         earlier = " Before it, they may have differed in collectives of equal kind and size."
-    return f"{_subject(found, unit_names)} {_consequence(found)}{earlier}"
+    apart = f" The ranks parted at {shorten_place(found.branch)}." if found.branch else ""
+    return f"{_subject(found, unit_names)}{apart} {_consequence(found)}{earlier}"
 
 
 def describe_issued(issued: Issued, unit_names: Sequence[str], *, with_size: bool = True) -> str:
@@ -124,9 +125,18 @@ def _steps(found: OrderDifference, names: Sequence[str]) -> str:
 
 def _each_set(found: OrderDifference, names: Sequence[str]) -> str:
     return "; ".join(
-        f"{format_ranks(ranks)} {describe_issued(issued, names)}{_at(issued)}"
+        f"{format_ranks(ranks)} {describe_issued(issued, names)}{_message(issued, found)}"
+        f"{_at(issued)}"
         for ranks, issued in found.issued
     )
+
+
+def _message(issued: Issued, found: OrderDifference) -> str:
+    """The dtype or the size of a message, if only it differs."""
+    if found.difference is Difference.DTYPE:
+        return f" in {DTYPES[issued.dtype]}"
+    is_size = found.difference is Difference.SIZE
+    return f" with {format_bytes(issued.bytes)}" if is_size else ""
 
 
 def _at(issued: Issued) -> str:

@@ -1,5 +1,7 @@
 """The first collective in which ranks differ, and the kind of the difference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -10,7 +12,7 @@ from fsdp_inspect.store.reduction.collective_order import (
     find_order_differences,
 )
 from fsdp_inspect.store.reduction.order_wording import describe_difference
-from fsdp_inspect.trace.black_box import BlackBox
+from fsdp_inspect.trace.black_box import BlackBox, CodePlace
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind
 from tests.boxes import Call, make_box
 
@@ -63,6 +65,19 @@ def test_of_two_ranks_without_a_step_before_no_rank_is_named() -> None:
     assert found.culprits == ()
     sentence = describe_difference(found, NAMES)
     assert sentence.startswith("The ranks issued different collectives in step 0: rank 0 the all")
+
+
+def test_of_two_ranks_the_dtypes_of_one_collective_are_told_without_a_culprit() -> None:
+    pair = {0: make_box([Call(1)], (0, 1)), 1: make_box([Call(1, bytes=32, dtype=2)], (0, 1))}
+
+    found = find_difference(pair, "all")
+
+    assert found is not None
+    assert (found.culprits, found.difference) == ((), Difference.DTYPE)
+    assert describe_difference(found, NAMES).startswith(
+        "The ranks issued different collectives in step 0: rank 0 the all-gather of a in forward "
+        "in float32 (train.py:7); rank 1 the all-gather of a in forward in bfloat16 (train.py:7)."
+    )
 
 
 def test_a_difference_older_than_what_is_kept_is_told_without_its_place() -> None:
@@ -164,3 +179,41 @@ def test_collectives_of_background_threads_alone_are_not_compared() -> None:
 def test_collectives_inside_join_are_not_compared() -> None:
     shadows = [Call(NO_UNIT, state=2), Call(1, state=2), Call(1, step=1, state=2)]
     assert find_difference(boxes([Call(0), *shadows], [Call(0), *shadows[::-1]]), "all") is None
+
+
+FORWARD = CodePlace("model.py", 5, "f", loop="train.py:10")
+BACKWARD = CodePlace("train.py", 12, "f")
+CRITIC = CodePlace("model.py", 5, "f", loop="train.py:14")
+
+
+def placed(calls: list[tuple[int, CodePlace]]) -> BlackBox:
+    """The box of a rank in step 0 whose collectives were issued at these places."""
+    box = make_box([Call(unit) for unit, _ in calls], RANKS)
+    box.entries["place"] = [[FORWARD, BACKWARD, CRITIC].index(place) for _, place in calls]
+    return replace(box, places=dict(enumerate((FORWARD, BACKWARD, CRITIC))))
+
+
+@pytest.mark.parametrize(
+    ("deviant", "location", "is_told"),
+    [
+        # a rank that leaves out the backward goes on with the forward of the next batch
+        ([(0, FORWARD), (1, FORWARD), (0, FORWARD)], "train.py:12", True),
+        # a rank that trains a critic in addition
+        ([(0, FORWARD), (1, FORWARD), (0, CRITIC)], "train.py:14", True),
+        # whose first collectives pair with equal ones of the next batch
+        ([(0, FORWARD), (1, CRITIC), (0, FORWARD)], "train.py:14", True),
+        # a rank that leaves out a layer: the line of the model, not that of the next collective
+        ([(0, FORWARD), (2, BACKWARD), (3, BACKWARD)], "model.py:5", False),
+    ],
+)
+def test_the_line_at_which_the_ranks_parted_is_that_of_the_loop(
+    deviant: list[tuple[int, CodePlace]], location: str, is_told: bool
+) -> None:
+    usual = [(0, FORWARD), (1, FORWARD), (2, BACKWARD), (3, BACKWARD)]
+    found = find_difference(
+        {rank: placed(deviant if rank == 1 else usual) for rank in RANKS}, "all"
+    )
+    assert found is not None
+    assert found.culprits == (1,)
+    assert found.location == location
+    assert ("The ranks parted at" in describe_difference(found, NAMES)) == is_told

@@ -169,7 +169,7 @@ class Loop:
         if fault == "memory-evaluation" or self._fault in ("evaluate", HEALTHY):
             self._model.eval()
             with torch.no_grad():
-                self._model(batch)
+                self._model(batch)  # fault: evaluate
             self._model.train()
 
     def _save(self, step: int, group: dist.ProcessGroup | None) -> None:

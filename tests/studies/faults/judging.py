@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tests.studies.faults.running import Outcome
 
@@ -21,10 +22,9 @@ class Verdict:
     is_certain: bool
 
     @property
-    def is_false_culprit(self) -> bool:
-        """Whether the diagnosis names a wrong rank with certainty."""
-        named = self.outcome.found["ranks"]
-        return self.is_certain and bool(named) and named != [self.outcome.case.rank]
+    def is_falsely_certain(self) -> bool:
+        """Whether the diagnosis states a wrong class, or wrong ranks, with certainty."""
+        return self.is_certain and WRONG in (self.problem, self.ranks)
 
 
 def judge(outcome: Outcome) -> Verdict:
@@ -37,12 +37,19 @@ def judge(outcome: Outcome) -> Verdict:
     location = found["location"] or ""
     return Verdict(
         outcome=outcome,
-        problem=_judge(found["class"], found["class"] in classes),
+        problem=_judge_class(found, classes),
         ranks=_judge(found["ranks"] if wanted else "none", found["ranks"] == wanted),
         line=RIGHT if line is None else _judge(location, location.endswith(f".py:{line}")),
         step=_judge(found["step"], found["step"] == case.step),
-        is_certain=found["is_certain"] and bool(found["ranks"]),
+        is_certain=found["is_certain"],
     )
+
+
+def _judge_class(found: dict[str, Any], classes: set[str]) -> str:
+    """A healthy training has no class; a fault that is called healthy is wrong, not unknown."""
+    if found["status"] == "healthy" or not classes:
+        return RIGHT if found["status"] == "healthy" and not classes else WRONG
+    return _judge(found["class"], found["class"] in classes)
 
 
 def _judge(said: object, is_right: bool) -> str:

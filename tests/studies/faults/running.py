@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +19,7 @@ import psutil
 
 from tests import forked_ranks
 from tests.forked_process import ForkedProcess
-from tests.studies.faults.cases import FAULTS_FILE, Case
+from tests.studies.faults.cases import FAULTS_FILE, Case, Expected
 from tests.studies.faults.faulty_training import FAULT_TIME, LIMIT_BYTES
 
 SCRIPT = FAULTS_FILE
@@ -28,8 +30,6 @@ _TERM_S = 10.0
 _AFTER_FAILURE_S = 5.0
 """The time that the other ranks continue after one has failed; they end with an error."""
 _LIMIT_S = 400.0
-_AFTER_REPORT_S = 1.0
-"""The time that the ranks continue after the report, which the other ranks print too."""
 _STARTING = threading.Lock()
 
 
@@ -46,10 +46,18 @@ class Outcome:
     stderr: str
 
 
+class _Agent(subprocess.Popen[bytes]):
+    """A `torchrun` that starts the ranks, in the words of `ForkedProcess`."""
+
+    def join(self, timeout: float | None = None) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(timeout)
+
+
 class Ranks(NamedTuple):
     """Running ranks."""
 
-    processes: list[ForkedProcess]
+    processes: list[ForkedProcess] | list[_Agent]
     stderr: Path
     store: Any
     """The store of the process group, which exists as long as this object."""
@@ -58,23 +66,19 @@ class Ranks(NamedTuple):
 def run_case(case: Case, folder: Path) -> Outcome:
     """Train with a fault, kill all ranks like a launcher, and diagnose the run."""
     folder.mkdir(parents=True)
+    expected = case.expected
     arguments = (
         *("-m", "fsdp_inspect.record", "--out", str(folder / "runs"), "--no-verdict"),
-        *(
-            "--hang-after",
-            str(HANG_AFTER_S),
-            "--memory-steps",
-            "none",
-            str(case.script),
-            case.fault,
-        ),
-        *("--model", case.model, "--rank", str(case.rank), "--step", str(case.step)),
+        *("--hang-after", str(HANG_AFTER_S), "--memory-steps", "none", *expected.options),
+        *(("--device-memory", f"{LIMIT_BYTES}B") if case.fault.startswith("memory-") else ()),
+        *(str(case.script), case.fault, "--model", case.model),
+        *("--rank", str(case.rank), "--step", str(case.step)),
+        *(("--steps", str(expected.steps)) if expected.steps else ()),
     )
-    if case.fault.startswith("memory-"):
-        arguments = (*arguments[:2], "--device-memory", f"{LIMIT_BYTES}B", *arguments[2:])
-    ranks = start_ranks(arguments, case.num_ranks, folder)
+    start = _start_agent if expected.has_agent else start_ranks
+    ranks = start(arguments, case.num_ranks, folder)
     try:
-        said_at = _wait(ranks, time.monotonic())
+        said_at = _wait(ranks, time.monotonic(), expected)
     finally:
         end_ranks(ranks)
     fault = folder / FAULT_TIME
@@ -84,8 +88,8 @@ def run_case(case: Case, folder: Path) -> Outcome:
 
 
 def diagnose_run(runs: Path) -> dict[str, Any]:
-    """The JSON of `fsdp-inspect diagnose` for the only run in a folder."""
-    run = next(runs.iterdir())
+    """The JSON of `fsdp-inspect diagnose` for the last run in a folder."""
+    run = max(runs.iterdir(), key=lambda path: path.stat().st_mtime)  # that of the last attempt
     command = [sys.executable, "-m", "fsdp_inspect", "diagnose", str(run), "--json"]
     for attempt in range(
         2
@@ -118,14 +122,28 @@ def start_ranks(arguments: Sequence[str], num_ranks: int, folder: Path) -> Ranks
     return Ranks(ranks, outputs[1], store)
 
 
-def _wait(ranks: Ranks, begun: float) -> float | None:
+def _start_agent(arguments: Sequence[str], num_ranks: int, folder: Path) -> Ranks:
+    """Start the ranks under a `torchrun` that restarts them once."""
+    stderr = folder / "stderr"
+    with socket.socket() as taken:  # with a c10d rendezvous on one node, restarts hang in gloo
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-addr=127.0.0.1"]
+    command += [f"--master-port={port}", "--max-restarts=1", f"--nproc-per-node={num_ranks}"]
+    command += arguments
+    with stderr.open("ab") as output:
+        agent = _Agent(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    return Ranks([agent], stderr, None)
+
+
+def _wait(ranks: Ranks, begun: float, expected: Expected) -> float | None:
     """Wait for a report, the end of all ranks, or the death of one; returns the report's time.
 
     Times are on the machine's monotonic clock.
     """
     said: float | None = None
     failed: float | None = None
-    while time.monotonic() - begun < _LIMIT_S:
+    while time.monotonic() - begun < expected.limit_s:
         time.sleep(0.1)
         now = time.monotonic()
         if said is None and _has_report(ranks.stderr.read_text()):
@@ -136,7 +154,7 @@ def _wait(ranks: Ranks, begun: float) -> float | None:
             failed = now
         if failed is not None and now - failed > _AFTER_FAILURE_S:
             return said
-        if said is not None and now > said + _AFTER_REPORT_S:
+        if said is not None and now > said + expected.continues_s:
             return said
     return said
 

@@ -11,10 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
+
+from fsdp_inspect_app.user_store import RunNote, SavedView, UserStore
 
 from fsdp_inspect.advice.prediction_creation import PredictionOrigin, make_prediction
 from fsdp_inspect.analysis.memory.peak import measure_memory
+from fsdp_inspect.catalog.catalog import Catalog, open_catalog
+from fsdp_inspect.catalog.index import index_runs
 from fsdp_inspect.comparison.gate.baseline import (
     Baseline,
     make_baseline,
@@ -22,6 +27,7 @@ from fsdp_inspect.comparison.gate.baseline import (
     render_baseline,
 )
 from fsdp_inspect.comparison.gate.measurements import GateMeasurements, read_runs
+from fsdp_inspect.results import to_plain
 from fsdp_inspect.run import Run
 from fsdp_inspect.simulation.predictions.ledger import append_entries
 from fsdp_inspect.store.compaction import compact_run
@@ -62,6 +68,33 @@ peak_allocated_bytes = "38 GiB"
 step_time_ns = "+5%"
 "category.activation" = "+256 MiB"
 """
+
+
+DAMAGED_RUNS = ("runs/first", "sample")
+_ANALYSES = (
+    *("summary", "breakdown", "exposed", "units", "memory", "ranks", "step_times", "scalars"),
+    *("lifetime", "numerics"),
+)
+
+
+class Measured(NamedTuple):
+    """What a user reads about a run."""
+
+    numbers: str
+    """The results of the analyses, as JSON."""
+    notes: frozenset[str]
+    """The notes about missing or damaged data."""
+
+
+def measure_all(folder: Path) -> Measured:
+    """Measure a run with the analyses whose numbers a damaged file can change.
+
+    Raises:
+        FsdpInspectError: A file is damaged, or data is missing.
+    """
+    run = Run(open_run(folder))
+    found = {name: to_plain(getattr(run, name)()) for name in _ANALYSES}
+    return Measured(json.dumps(found, default=str), frozenset(run.notes))
 
 
 @dataclass(frozen=True)
@@ -114,6 +147,16 @@ class Corpus:
         return read_baseline(self.folder / "kept" / "baseline.json")
 
     @cached_property
+    def catalog(self) -> Catalog:
+        """The catalog of two runs."""
+        return open_catalog(self.folder / "kept" / "runs")
+
+    @cached_property
+    def clean(self) -> dict[str, Measured]:
+        """The numbers and the notes of the runs whose files are exchanged or damaged, by folder."""
+        return {name: measure_all(self.folder / name) for name in DAMAGED_RUNS}
+
+    @cached_property
     def runs(self) -> list[Run]:
         """The sample, opened once."""
         return [Run(open_run(self.sample))]
@@ -126,8 +169,7 @@ def make_corpus(folder: Path) -> Corpus:
     corpus = Corpus(folder)
     shutil.copytree(SAMPLE, corpus.sample)
     _write_streams(corpus.live)
-    write_run(steady_run(), corpus.compacted)
-    compact_run(corpus.compacted)
+    _write_runs(folder)
     sample = open_run(corpus.sample)
     Plan.from_dict(sample.manifest.plan).dump(folder / "plan.toml")
     (folder / "budget.toml").write_bytes(BUDGET)
@@ -169,6 +211,20 @@ def make_corpus(folder: Path) -> Corpus:
     shutil.copytree(folder, folder.with_name(f"{folder.name}-kept"))
     folder.with_name(f"{folder.name}-kept").rename(folder / "kept")
     return corpus
+
+
+def _write_runs(folder: Path) -> None:
+    """Write compacted runs, a catalog of two of them, and the notes of a user."""
+    for name, run in (
+        ("compacted", steady_run()),
+        ("runs/first", steady_run()),
+        ("runs/other", steady_run(num_steps=6, created_unix_ns=5)),
+    ):
+        write_run(run, folder / name, is_identified=name.startswith("runs"))
+        compact_run(folder / name)
+    index_runs(folder / "runs")
+    UserStore(folder / "notes.sqlite").keep_note("run", RunNote(is_starred=True, text="fast"))
+    UserStore(folder / "notes.sqlite").keep_view(folder, SavedView("v", "ranks", "run=a"))
 
 
 def _failed_allocation(run_id: str) -> OutOfMemoryRecord:

@@ -6,6 +6,7 @@ an internal error. Everything else is a failure.
 
 import base64
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -17,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fsdp_inspect_app.user_store import RunNote, SavedView, UserStore
 
 from fsdp_inspect.advice.tuning import TuningSession, read_session
 from fsdp_inspect.analysis.memory.reserved import predict_reserved
+from fsdp_inspect.catalog.catalog import open_catalog
+from fsdp_inspect.catalog.index import CATALOG_FOLDER
 from fsdp_inspect.cli import main
 from fsdp_inspect.comparison.gate.baseline import make_baseline, read_baseline
 from fsdp_inspect.comparison.gate.check import check_run
@@ -55,7 +59,7 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import EVENTS, FOOTER_CHECKSUM_KEY, FOOTER_KEY, MEMORY, SUMMARY
 from fsdp_inspect.store.streams import RowEncoder
 from fsdp_inspect.trace.plan import Plan
-from tests.studies.fuzz.corpus import RANK, Corpus, captured
+from tests.studies.fuzz.corpus import DAMAGED_RUNS, RANK, Corpus, captured, measure_all
 from tests.studies.fuzz.mutation import (
     NUMBERS,
     json_input,
@@ -265,6 +269,129 @@ def _stream_values(corpus: Corpus, rng: random.Random) -> bytes:
     rows = list(zip(*(values.tolist() for values in columns.values()), strict=True))
     packed, _ = encoder.pack(rows)
     return encoder.header + encoder.encode(packed, rng.choice((0, 0, 0, 5, 2**40)))
+
+
+# --- files of other ranks and runs, and single bits
+
+
+def _files_of_runs(corpus: Corpus) -> list[str]:
+    """The files of the runs that are damaged or exchanged, and of another run."""
+    kept = corpus.file("kept")
+    folders = (kept / name for name in (*DAMAGED_RUNS, "runs/other"))
+    found = (file for folder in folders for file in folder.rglob("*") if file.is_file())
+    return sorted(str(file.relative_to(kept)) for file in found)
+
+
+def _make_exchange(corpus: Corpus, rng: random.Random) -> bytes:
+    """A file in the place of another rank's or run's file."""
+    files = [name for name in _files_of_runs(corpus) if name.endswith((".parquet", ".json"))]
+    to = rng.choice([name for name in files if not name.startswith("runs/other")])
+    alike = [name for name in files if Path(name).name == Path(to).name and name != to]
+    return json.dumps([to, rng.choice(alike if alike and rng.random() < 0.8 else files)]).encode()
+
+
+def _read_exchange(corpus: Corpus, content: bytes) -> None:
+    to, other = json.loads(content)
+    _require_note(corpus, to, corpus.content(other))
+
+
+def _make_bit(corpus: Corpus, rng: random.Random) -> bytes:
+    name = rng.choice([name for name in _files_of_runs(corpus) if "other" not in name])
+    return json.dumps([name, rng.randrange(len(corpus.content(name)) * 8)]).encode()
+
+
+def _read_bit(corpus: Corpus, content: bytes) -> None:
+    name, bit = json.loads(content)
+    changed = bytearray(corpus.content(name))
+    changed[bit // 8] ^= 1 << bit % 8
+    _require_note(corpus, name, bytes(changed))
+
+
+def _require_note(corpus: Corpus, name: str, content: bytes) -> None:
+    """Measure a run with another content of a file: a changed number needs a note or an error.
+
+    Raises:
+        CommandFailure: A number changed, and nothing states why.
+    """
+    run = next(each for each in DAMAGED_RUNS if name.startswith(each))
+    clean = corpus.clean[run]
+    with corpus.replaced(name, content):
+        found = measure_all(corpus.file(run))
+    if found.numbers != clean.numbers and found.notes <= clean.notes:
+        raise CommandFailure(f"fsdp-inspect: {name} changes numbers without a note")
+
+
+# --- catalogs, queries and notes
+
+
+def _make_catalog(corpus: Corpus, rng: random.Random) -> bytes:
+    kept = corpus.file("kept")
+    files = sorted((kept / "runs" / CATALOG_FOLDER).rglob("*"))
+    chosen = rng.choice([file for file in files if file.is_file()])
+    content = chosen.read_bytes()
+    is_json = chosen.suffix == ".json" and rng.random() < 0.5
+    changed = json_input(rng, content) if is_json else mutate_bytes(rng, content)
+    return str(chosen.relative_to(kept)).encode() + b"\n" + changed
+
+
+def _read_catalog(corpus: Corpus, content: bytes) -> None:
+    name, _, changed = content.partition(b"\n")
+    with corpus.replaced(name.decode(), changed):
+        catalog = open_catalog(corpus.file("runs"))
+        for rows in (catalog.runs, catalog.units, catalog.ranks, catalog.steps):
+            json.dumps(to_plain(rows()), default=str)
+
+
+_SQL = (
+    *(
+        "SELECT",
+        "FROM",
+        "runs",
+        "units",
+        "steps",
+        "ranks",
+        "JOIN",
+        "USING (run)",
+        "WHERE",
+        "*",
+        ",",
+    ),
+    *("run", "sum(exposed_ns)", "GROUP BY", "ORDER BY", "1", "/ 0", "'=1+1'", "NULL", "AS x", "("),
+    *(")", "TIMESTAMP 'infinity'", "INTERVAL '1' DAY", "range(100000000)", "[1, 2]", "{'a': 1}"),
+    *("CAST('x' AS BLOB)", "'\\xff'::BLOB", "9223372036854775807", "1e400", "UNION", "WITH a AS ("),
+    *(
+        "getenv('HOME')",
+        "read_csv('/etc/passwd')",
+        "ATTACH",
+        "COPY",
+        "PRAGMA",
+        "SET",
+        ";",
+        "--",
+        "'",
+    ),
+    *("uuid()", "DATE '9999-12-31'", "1::DECIMAL(38, 9)", "repeat('a', 1000000000)", "\0", "é"),
+)
+
+
+def _make_query(corpus: Corpus, rng: random.Random) -> bytes:
+    starts = ("SELECT * FROM runs", "SELECT run, unit FROM units", "SELECT ", "")
+    return " ".join([rng.choice(starts), *rng.choices(_SQL, k=rng.randrange(8))]).encode()
+
+
+def _run_query(corpus: Corpus, content: bytes) -> None:
+    found = corpus.catalog.query(content.decode(), timeout_s=2.0)
+    render_json(to_plain(found))
+
+
+def _read_notes(corpus: Corpus, content: bytes) -> None:
+    with corpus.replaced("notes.sqlite", content) as path:
+        store = UserStore(path)
+        name = content[:40].decode("latin-1")
+        store.notes(), store.views(Path(os.fsdecode(content[-9:])))
+        store.keep_note(name, RunNote(text=os.fsdecode(content[-99:])))
+        store.keep_view(path.parent, SavedView(name, "ranks", name))
+        store.remove_view(path.parent, name)
 
 
 # --- files of settings
@@ -523,6 +650,11 @@ TARGETS = (
         _reader_of("live", "events.arrows"),
     ),
     Target("stream values", 4, _stream_values, _reader_of("live", "events.arrows")),
+    Target("files of others", 4, _make_exchange, _read_exchange),
+    Target("single bits", 4, _make_bit, _read_bit),
+    Target("catalog", 4, _make_catalog, _read_catalog),
+    Target("query", 2, _make_query, _run_query),
+    Target("notes", 4, _bytes_of("notes.sqlite"), _read_notes),
     Target("plan", 20, _make_plan, _read_plan),
     Target("budget", 20, _make_budget, _read_budget),
     Target("baseline", 20, _json_of("baseline.json"), _read_baseline),
