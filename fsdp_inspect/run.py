@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.advice.advise import Advice
     from fsdp_inspect.advice.migration import Migration
     from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
+    from fsdp_inspect.analysis.correctness import Correctness
     from fsdp_inspect.analysis.drift import Drift
     from fsdp_inspect.analysis.lifetime import Lifetime
     from fsdp_inspect.analysis.memory.overview import MemoryOverview
@@ -303,6 +304,12 @@ class Run:
         from fsdp_inspect.advice.migration import plan_migration
 
         return plan_migration(self._context)
+
+    def correctness(self) -> Correctness:
+        """Mistakes of the training itself: optimizer, batches and loss of the first steps."""
+        from fsdp_inspect.analysis.correctness import check_training
+
+        return self._ask("correctness", lambda: check_training(self._context))
 
     def diagnose(self, *, with_plans: bool = True) -> Diagnosis:
         """The reason why the run hung, died or failed, with evidence; or that it is healthy.

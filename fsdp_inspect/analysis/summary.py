@@ -12,6 +12,7 @@ import numpy as np
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.context import try_measure
+from fsdp_inspect.analysis.correctness import check_training
 from fsdp_inspect.analysis.drift import Drift, measure_drift
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
@@ -133,6 +134,7 @@ def measure_summary(run: RunSource) -> Summary:
     loss = try_measure(_find_loss, run, damage)
     throughput = try_measure(measure_throughput, run, damage)
     plan_check = try_measure(check_plan, run, damage)
+    training = try_measure(check_training, run, damage)
     verdict, rank_verdicts = judge(
         Answers(
             manifest=run.manifest,
@@ -147,6 +149,7 @@ def measure_summary(run: RunSource) -> Summary:
             costs=try_measure(measure_step_costs, run, damage),
             run_delay=try_measure(measure_run_delay_of_hosts, run, damage),
             late=try_measure(lambda source: find_late_ranks(source, overlap.ranks), run, damage),
+            fault=training.faults[0] if training and training.faults else None,
         )
     )
     manifest, steps, typical = run.manifest, times.selection, overlap.run

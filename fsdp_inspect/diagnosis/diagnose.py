@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from fsdp_inspect.analysis.correctness import TrainingFault, check_training
 from fsdp_inspect.analysis.drift import ChangePoint, measure_drift
 from fsdp_inspect.analysis.loss_spikes import LossSpike, find_loss_spikes
 from fsdp_inspect.analysis.numerics import Numerics, measure_numerics
@@ -94,6 +95,7 @@ class ProblemClass(StrEnum):
     PRECISION_LOSS = "precision loss"
     LOSS_SPIKE = "loss spike"
     DRIFT = "step time drifted"
+    TRAINING = "the training is wrong"
 
 
 _WITHOUT_GRID = (
@@ -101,6 +103,7 @@ _WITHOUT_GRID = (
     ProblemClass.PRECISION_LOSS,
     ProblemClass.LOSS_SPIKE,
     ProblemClass.DRIFT,
+    ProblemClass.TRAINING,
 )
 """Problems without a relation to the order of collectives."""
 LEAST_SLOWDOWN = 0.2
@@ -203,6 +206,8 @@ class Diagnosis:
     problem is another one."""
     still_s: float | None = None
     """With `NO_PROGRESS`: the time in which nothing has moved."""
+    training: TrainingFault | None = None
+    """The mistake of the training; None: the problem is another one."""
     events: tuple[RunEvent, ...] = ()
     """What happened, in order: the ranks differed, hung, ran out of memory, ended, and so on."""
 
@@ -305,6 +310,7 @@ class _Case:
             self._stopped,
             self._unsaid,
             self._stands_still,
+            self._is_wrong,
             self._drifts,
         )
         for question in questions:
@@ -816,6 +822,20 @@ class _Case:
             return None
         largest = max(changes, key=lambda each: each.after_ns - each.before_ns)
         return self._make(Status.PROBLEM, ProblemClass.DRIFT, step=largest.step)
+
+    def _is_wrong(self) -> Diagnosis | None:
+        """Check whether the training itself is wrong, although it runs."""
+        faults = check_training(self._run).faults
+        if not faults:
+            return None
+        return self._make(
+            Status.PROBLEM,
+            ProblemClass.TRAINING,
+            ranks=faults[0].ranks,
+            is_certain=faults[0].is_certain,
+            location=faults[0].place,
+            training=faults[0],
+        )
 
     def _stopped(self) -> Diagnosis | None:
         """Check whether the launcher, the scheduler or the user ended all ranks."""

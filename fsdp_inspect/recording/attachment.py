@@ -68,6 +68,7 @@ from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.surveillance import Surveillance
 from fsdp_inspect.recording.trackers.feed import TrackerFeed, page_of
 from fsdp_inspect.recording.trackers.libraries import TrackedRun
+from fsdp_inspect.recording.training_checks import TrainingChecks
 from fsdp_inspect.recording.units import (
     ProcessGroups,
     describe_model,
@@ -207,6 +208,7 @@ class Attachment:
         self._sampler = self._start_sampler()
         self._history = self._start_history()
         self._surveillance = self._watch()
+        self.session.checks = self._make_checks()
         self._instruments = Instruments(
             self.session,
             self._sharder,
@@ -408,6 +410,18 @@ class Attachment:
         warn(sentence)
         self.session.problem(sentence)
 
+    def _make_checks(self) -> TrainingChecks | None:
+        """Observe the training itself; None under emulation, whose values are meaningless."""
+        if self._emulation is not None:
+            return None
+        units = self._sharder.describe_units(self._process_groups)
+        shapes = [tuple(shape) for unit in units for shape in unit.parameters.values()]
+        return TrainingChecks(self.session, self._model, shapes, self._report_wrong_training)
+
+    def _report_wrong_training(self, sentence: str) -> None:
+        if self._rank == 0:
+            tell(sentence, self._rank)
+
     def _make_clock(self) -> Clock:
         if self._device.type == "cuda":
             return CudaClock(TorchCudaBackend(self._device))
@@ -570,6 +584,9 @@ class Attachment:
             self._settle_units()
             self._write_manifest()
             self._writer.update(**self._describe_groups())
+        observed = None if session.checks is None else session.checks.take_news()
+        if observed is not None:
+            self._writer.update(training=observed)
         if session.step == 1 or self._life_has_news():
             self._describe_life()
         self._report_problems()

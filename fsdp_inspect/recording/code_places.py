@@ -50,6 +50,15 @@ def package_of(frame: FrameType) -> str | None:
     return None if file.startswith(("<", _STANDARD_LIBRARY)) else ""
 
 
+def find_calling_line(frame: FrameType | None) -> str:
+    """The user's line on a stack, `file:line`; empty if there is none."""
+    while frame is not None:
+        if package_of(frame) == "":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
 class _Stack(NamedTuple):
     """The frames of a place, with their distances from the frame of the walk's start."""
 

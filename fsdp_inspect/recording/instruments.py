@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_inspect.recording.code_places import package_of
+from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.dist_calls import DistCalls
 from fsdp_inspect.recording.graph_collectives import GraphCollectives
 from fsdp_inspect.recording.import_hook import call_after_import
@@ -71,6 +71,9 @@ class Instruments:
         self._loop.attach(self._patches)
         self.checkpoints.attach(self._patches)
         self._collections.attach(self._patches)
+        checks = self._session.checks
+        if checks is not None and not (self._is_in_graphs or uses_compile()):
+            checks.attach(self._patches)
         pause_during_capture(self._session, self._patches)
 
     def end_step(self) -> None:
@@ -249,7 +252,7 @@ class GarbageCollections:
     def _note_start(self, frame: FrameType | None) -> None:
         box = self._session.black_box
         if box is not None and os.getpid() == self._pid:
-            box.begin_collection(time.time_ns(), _place_of(frame))
+            box.begin_collection(time.time_ns(), find_calling_line(frame))
 
     def _note_end(self, start: int, end: int, *, is_full: bool) -> None:
         session = self._session
@@ -274,15 +277,6 @@ class GarbageCollections:
                 stream=Stream.HOST,
                 flags=flags,
             )
-
-
-def _place_of(frame: FrameType | None) -> str:
-    """The user's line on a stack, `file:line`; empty if there is none."""
-    while frame is not None:
-        if package_of(frame) == "":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 # --- Pause the recording while a CUDA graph is captured.

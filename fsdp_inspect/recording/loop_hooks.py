@@ -102,6 +102,10 @@ class LoopHooks:
                 session.loss_dtype = _dtype_of(args[0] if args else kwargs.get("tensors"))
             if passing or torch.compiler.is_compiling():
                 return None
+            if session.checks is not None:
+                session.checks.before_backward(
+                    _first_of(args[0] if args else kwargs.get("tensors"))
+                )
             self._note_gradients(before_backward=True)
             return session.begin_backward()
 
@@ -182,6 +186,8 @@ class LoopHooks:
             return
         try:
             session.phase = Phase.OPTIMIZER
+            if session.checks is not None:
+                session.checks.before_update(optimizer)
             if session.numerics is not None:
                 session.numerics.before_update(optimizer)
             self._optimizer_start = session.clock.mark()
@@ -251,6 +257,8 @@ class LoopHooks:
             try:
                 batch = original(iterator)
                 session.num_batches += 1
+                if session.checks is not None:
+                    session.checks.note_batch(batch)
                 return batch
             except StopIteration:
                 running.discard(iterator)  # persistent workers use it again for the next pass
@@ -360,8 +368,12 @@ class LoopHooks:
 
 def _dtype_of(tensors: Any) -> str:
     """The dtype of the first tensor, such as `float32`; empty if there is none."""
-    first = next(iter(tensors), None) if isinstance(tensors, list | tuple) else tensors
+    first = _first_of(tensors)
     return str(first.dtype).removeprefix("torch.") if torch.is_tensor(first) else ""
+
+
+def _first_of(tensors: Any) -> Any:
+    return next(iter(tensors), None) if isinstance(tensors, list | tuple) else tensors
 
 
 # --- Decide which optimizer ends a step when several optimizers train.

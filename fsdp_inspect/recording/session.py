@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.emulated_network import LinkModel, Transfer
     from fsdp_inspect.recording.numerics import StepObserver
     from fsdp_inspect.recording.storage_tracker import StorageTracker
+    from fsdp_inspect.recording.training_checks import TrainingChecks
 
 
 # --- The current position in the training: step, microbatch, phase and running unit.
@@ -194,6 +195,7 @@ class Session(Position):
         "active",
         "append",
         "black_box",
+        "checks",
         "clock",
         "compute_stream",
         "emulation",
@@ -246,6 +248,8 @@ class Session(Position):
         self.tracker: StorageTracker | None = None
         """The tracker of a memory step, or of all steps under a limit of memory; see
         `follow_storages`."""
+        self.checks: TrainingChecks | None = None
+        """Observes whether the training is right; None: it is not observed."""
         self.numerics: StepObserver | None = None
         """Observes the values of this step; None: it is not a numerics step."""
         self.on_host = clock.immediate

@@ -187,6 +187,8 @@ def headline_diagnosis(found: Diagnosis) -> str:
         if found.unknown is Unknown.NO_BLACK_BOX and found.status is Status.HEALTHY:
             return "Every rank ended normally."
         return "Healthy." if found.status is Status.HEALTHY else "Cannot tell what went wrong."
+    if found.training is not None:
+        return found.training.headline
     who = format_ranks(found.ranks) if 0 < len(found.ranks) <= 2 else f"{len(found.ranks)} ranks"
     words = _HEADLINES[found.problem].format(who=who if found.ranks else "a rank")
     text = f"{words}{_in_step(found)}."
@@ -233,7 +235,14 @@ def _sentence(found: Diagnosis) -> str:
         ProblemClass.PRECISION_LOSS: _precision_loss,
         ProblemClass.LOSS_SPIKE: _loss_spike,
         ProblemClass.DRIFT: _drift,
+        ProblemClass.TRAINING: _wrong_training,
     }.get(found.problem, _late)(found)
+
+
+def _wrong_training(found: Diagnosis) -> str:
+    assert found.training is not None
+    place = f" ({shorten_place(found.location)})" if found.location else ""
+    return f"{found.training.sentence[:-1]}{place}. {found.training.why}"
 
 
 def _exited(found: Diagnosis) -> str:
@@ -927,6 +936,8 @@ def _next(found: Diagnosis) -> Iterator[str]:
     if found.race is not None:
         verb = "crashes" if found.problem is ProblemClass.RANK_DIED else "hangs"
         yield f"{_OWN_GROUP} If the run then {verb} again, the race is not the cause."
+    if found.training is not None:
+        yield found.training.change
     yield from _NEXT.get(found.problem, ()) if found.problem is not None else ()
     yield from _next_for_rank(found)
     if found.problem is ProblemClass.NOT_FINITE and not _is_exact(found):

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
+from fsdp_inspect.trace.correctness import TrainingSeen
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment, OutOfMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
@@ -616,6 +617,8 @@ class RankRecord(Record):
     group_dimensions: list[GroupDimension] = Field(default_factory=list)
     """The dimension of each process group as this rank numbers them: a rank may use a group that
     rank 0 lacks. Empty: not recorded, the groups of the manifest apply."""
+    training: TrainingSeen | None = None
+    """What the rank observed of its training in the first steps; None: not observed."""
     coordinates: dict[str, Index] = Field(default_factory=dict)
     """The position of this rank along each dimension of the mesh, by `parallelism`."""
 

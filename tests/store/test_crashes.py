@@ -130,9 +130,9 @@ def test_full_disk_stops_recording_not_training(tmp_path: Path) -> None:
         run = open_run(disk / "run")
         assert 0 < len(run.events(0)) < 40_000
         assert errors.count("No space left on device") == 1
-        assert errors.splitlines()[1:] == [f"Rank 0 dropped {dropped} rows of events."]
+        assert errors.splitlines()[1:] == [f"Rank 0 dropped {dropped:,} rows of events."]
         assert dropped == 40_000 - len(run.events(0))
-        assert any(f"dropped {dropped} rows of events" in note for note in run.notes)
+        assert any(f"dropped {dropped:,} rows of events" in note for note in run.notes)
         assert any("No space left on device" in note for note in run.notes)
 
 
@@ -160,7 +160,7 @@ def test_the_record_has_room_on_a_disk_that_stays_full(tmp_path: Path) -> None:
             dropped, _ = end(child)
         run = open_run(disk / "run")
         assert (dropped, len(run.events(0))) == (20_000, 0)
-        assert any("dropped 20000 rows of events" in note for note in run.notes)
+        assert any("dropped 20,000 rows of events" in note for note in run.notes)
         assert not list(disk.rglob("*.tmp-*"))
 
 
@@ -184,7 +184,7 @@ def test_folder_that_turns_read_only_stops_recording_not_training(tmp_path: Path
             dropped, errors = end(child)
         assert dropped == 2000
         assert errors.count("Read-only file system") == 1
-        assert errors.splitlines()[1:] == ["Rank 0 dropped 2000 rows of events."]
+        assert errors.splitlines()[1:] == ["Rank 0 dropped 2,000 rows of events."]
         assert open_run(disk / "run").status is RunStatus.PARTIAL
 
 
@@ -206,4 +206,4 @@ def test_file_size_limit_stops_recording_not_training(tmp_path: Path) -> None:
     assert 0 < dropped == 40_000 - len(run.events(0))
     assert ended.stderr.count("File too large") == 1
     assert (rank_folder(tmp_path / "run", 0, 0) / "events.arrows").stat().st_size <= 200_000
-    assert any(f"dropped {dropped} rows of events" in note for note in run.notes)
+    assert any(f"dropped {dropped:,} rows of events" in note for note in run.notes)

@@ -255,7 +255,7 @@ def test_backlog_above_the_limit_drops_the_oldest_rows_and_counts_them(
     assert 0 < len(found) < 1000
     assert found == list(range(dropped, 1000))
     assert rank_json(run_folder)["dropped"] == {"events": dropped}
-    assert caplog.messages[1:] == [f"Rank 0 dropped {dropped} rows of events."]
+    assert caplog.messages[1:] == [f"Rank 0 dropped {dropped:,} rows of events."]
 
 
 def test_another_file_is_written_again_after_a_fault(run_folder: Path) -> None:

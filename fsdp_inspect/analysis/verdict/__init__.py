@@ -5,6 +5,7 @@ step of that rank. Each limit has a threshold:
 
 | limit         | condition                                                            | rules  |
 |---------------|----------------------------------------------------------------------|--------|
+| training      | the training itself is wrong: see `analysis.correctness`             |        |
 | memory        | a rank's allocator reserves 95% of its device: the run is at risk    | R21    |
 | memory growth | memory at the end of a step grows and fills the device in 10,000 steps |      |
 | cores         | a training thread has no CPU core for 25% of the time                |        |
@@ -25,16 +26,17 @@ step of that rank. Each limit has a threshold:
 | other         | 30% of the step lies in no recorded part                             |        |
 | compute       | none of these: the plan is fine, and the advice is "change nothing"  |        |
 
-Memory comes first, then the largest ratio. Missing cores come before a host-bound step,
-communication and other parts, which they may cause. A host-bound step, a straggler and a slow group
-come before communication, because a late or a long all-gather is then a symptom. The floor (the
-first gather of a forward and the last reduction of a backward) is never counted as a gain, because
-no compute runs next to it. The exception is a model in one unit: all of its exposed time is floor,
-and the advice is to wrap the blocks (R1).
+A wrong training comes first, then memory, then the largest ratio. Missing cores come before a host-
+bound step, communication and other parts, which they may cause. A host-bound step, a straggler and
+a slow group come before communication, because a late or a long all-gather is then a symptom. The
+floor (the first gather of a forward and the last reduction of a backward) is never counted as a
+gain, because no compute runs next to it. The exception is a model in one unit: all of its exposed
+time is floor, and the advice is to wrap the blocks (R1).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from fsdp_inspect.analysis.correctness import TrainingFault
 from fsdp_inspect.analysis.run_delay import caveat_of_cores
 from fsdp_inspect.analysis.verdict.facts import (
     STRAGGLER_RATIO,
@@ -72,6 +74,7 @@ __all__ = [
     "give_no_verdict",
     "give_rank_verdict",
     "give_verdict",
+    "give_verdict_on_training",
 ]
 
 
@@ -118,6 +121,19 @@ UNKNOWN = Verdict(
 def give_no_verdict(sentence: str, why: str, next_step: str) -> Verdict:
     """Return a verdict without a limit, because the trace lacks data."""
     return Verdict(Limit.UNKNOWN, sentence, why, (next_step,))
+
+
+def give_verdict_on_training(fault: TrainingFault, speed: Verdict) -> Verdict:
+    """Return the verdict on a training that is wrong; the verdict on its speed follows."""
+    place = f" ({'/'.join(fault.place.split('/')[-2:])})" if fault.place else ""
+    return replace(
+        speed,
+        limit=Limit.TRAINING,
+        sentence=fault.headline,
+        why=f"{fault.why}{place} Its speed: {speed.sentence}",
+        next_steps=(fault.change, *speed.next_steps),
+        because=fault.why.partition(". ")[0].rstrip(".") + ".",
+    )
 
 
 def give_verdict(facts: StepFacts) -> Verdict:

@@ -260,6 +260,8 @@ CREEP_RATIO = 0.001
 class Limit(StrEnum):
     """The limit of the step."""
 
+    TRAINING = "training"
+    """The training itself is wrong."""
     MEMORY = "memory"
     MEMORY_CREEP = "memory_creep"
     """Memory growth: allocated memory rises from step to step."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fsdp_inspect.analysis.breakdown import Breakdown, StepBreakdown
+from fsdp_inspect.analysis.correctness import TrainingFault
 from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth
@@ -31,6 +32,7 @@ from fsdp_inspect.analysis.verdict import (
     give_no_verdict,
     give_rank_verdict,
     give_verdict,
+    give_verdict_on_training,
 )
 from fsdp_inspect.analysis.verdict.facts import OVERSIZED_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause
@@ -87,10 +89,18 @@ class Answers:
     costs: StepCosts | None = None
     run_delay: RunDelay | None = None
     """The rank whose training thread waits longest for a core."""
+    fault: TrainingFault | None = None
+    """The first mistake of the training itself."""
 
 
 def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
     """Return the verdict on the run, and the verdicts on the ranks by rank."""
+    verdict, ranks = _judge_speed(answers)
+    fault = answers.fault
+    return (verdict if fault is None else give_verdict_on_training(fault, verdict)), ranks
+
+
+def _judge_speed(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
     headline = answers.breakdown.headline
     if headline is None:
         return UNKNOWN, ()

@@ -190,12 +190,12 @@ def make_corpus(folder: Path) -> Corpus:
     place = Observation(0, Place.PARAMETER, 0, 9, 1, None, 4.0, ("bfloat16",))
     step = NumericsStep(3, (place,), (Update(0, 9, 8, 0.5),))
     (corpus.sample / RANK / "numerics.jsonl").write_bytes(encode_step(step) * 3)
-    failed = _failed_allocation(sample.manifest.run_id)
+    failed = _failed_allocation(sample.manifest.recorded_id)
     (corpus.sample / RANK / "out_of_memory.json").write_bytes(encode_record(failed))
     alive = _live_memory(sample)
     (corpus.sample / RANK / "live_memory.json").write_bytes(encode_record(alive))
     (corpus.sample / RANK / "allocations.json").write_bytes(
-        encode_record(_allocations(sample.manifest.run_id))
+        encode_record(_allocations(sample.manifest.recorded_id))
     )
     trace = TraceWriter()
     fsdp2_step(trace)
@@ -258,7 +258,7 @@ def _live_memory(sample: RunSource) -> LiveMemoryRecord:
         LiveMoment(step=one.step, phase=one.phase, unit=one.unit, bytes=1000, live=live)
         for one in measure_memory(sample).phases
     ]
-    return LiveMemoryRecord(run_id=sample.manifest.run_id, rank=0, moments=moments)
+    return LiveMemoryRecord(run_id=sample.manifest.recorded_id, rank=0, moments=moments)
 
 
 def _write_streams(folder: Path) -> None:

@@ -1,0 +1,225 @@
+"""Judge from the first steps whether the training is right, before its speed.
+
+Each check states what it saw. It is silent if a legal loop could look the same, or if what it needs
+was not observed: then `not_checked` has the reason. The recorder observes (`trace.correctness`).
+
+| check     | fault                                            | legal loops that look alike    |
+|-----------|--------------------------------------------------|--------------------------------|
+| optimizer | no tensor of any optimizer is a parameter of the | the optimizer of another       |
+|           | model or has a gradient, and the model has some  | model: its tensors have some   |
+| batches   | ranks that split the data read the same batches  | one batch in all steps (a      |
+|           |                                                  | benchmark), context parallel   |
+| loss      | ranks take means over unequal numbers of tokens  | the mean is scaled by the      |
+|           |                                                  | number of tokens, or a sum     |
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fsdp_inspect.formatting import format_ranks, plural
+from fsdp_inspect.results import Result
+from fsdp_inspect.trace.correctness import LossSeen, TrainingSeen
+from fsdp_inspect.trace.run import RankRecord, RunSource
+
+LEAST_BATCHES = 3
+"""Fewer equal batches may be equal by chance, or because they are padding."""
+LEAST_RATIO = 2.0
+"""Tokens on one rank that weigh this many times as much as on another are a fault."""
+LEAST_LOSSES = 3
+_DATA = ("replicate", "shard")
+"""Dimensions of the mesh whose ranks split the data."""
+_ALIKE = frozenset({"cp", "sp", "context"})
+"""Dimensions whose ranks read the same batches, and whose positions those of `shard` contain."""
+
+
+class TrainingCheck(StrEnum):
+    """The checks."""
+
+    OPTIMIZER = "optimizer"
+    BATCHES = "batches"
+    LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFault:
+    """A mistake of the training."""
+
+    check: TrainingCheck
+    ranks: tuple[int, ...]
+    """The ranks that show it."""
+    is_certain: bool
+    sentence: str
+    """The fault in at most 12 words."""
+    why: str
+    """What was seen."""
+    change: str
+    """What to change."""
+    place: str
+    """The user's line, `file:line`; empty: unknown."""
+
+    @property
+    def headline(self) -> str:
+        """The sentence, hedged unless the fault is certain."""
+        first, rest = self.sentence[:1], self.sentence[1:]
+        return self.sentence if self.is_certain else f"Probably: {first.lower()}{rest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Correctness(Result):
+    """The faults of the training, and the checks without an answer."""
+
+    faults: tuple[TrainingFault, ...]
+    """The faults; the one that makes most of the training useless first."""
+    not_checked: Mapping[str, str]
+    """The reason why a check has no answer, by check."""
+
+
+def check_training(run: RunSource) -> Correctness:
+    """Judge what the ranks observed in the first steps."""
+    seen = {record.rank: record.training for record in run.ranks if record.training is not None}
+    records = {record.rank: record for record in run.ranks}
+    if not seen:
+        reason = "No rank observed its first steps: an import, a forecast or an earlier recording."
+        return Correctness((), dict.fromkeys((each.value for each in TrainingCheck), reason))
+    not_checked: dict[str, str] = {}
+    faults = [
+        *_check_optimizer(seen),
+        *_check_batches(run, seen, records, not_checked),
+        *_check_loss(seen, not_checked),
+    ]
+    return Correctness(tuple(faults), not_checked)
+
+
+def _check_optimizer(seen: Mapping[int, TrainingSeen]) -> Iterator[TrainingFault]:
+    stale = {
+        rank: each
+        for rank, each in seen.items()
+        if each.num_with_gradient
+        and each.optimizers
+        and not any(one.num_of_model or one.num_with_gradient for one in each.optimizers)
+    }
+    if not stale:
+        return
+    first = stale[min(stale)]
+    optimizer = first.optimizers[0]
+    is_old = all(
+        one.num_tensors == one.num_alike > 0 for each in stale.values() for one in each.optimizers
+    )
+    origin = (
+        " They have the shapes of the parameters before the model was sharded." if is_old else ""
+    )
+    yield TrainingFault(
+        TrainingCheck.OPTIMIZER,
+        tuple(sorted(stale)),
+        is_old,
+        "The optimizer updates no parameter of the model.",
+        f"None of its {plural(optimizer.num_tensors, 'tensor')} is a parameter of the model or had "
+        f"a gradient in {plural(optimizer.num_steps, 'update')}, while "
+        f"{first.num_with_gradient} of the model's {first.num_trainable} parameters have gradients."
+        f"{origin}",
+        "Create the optimizer after the model is sharded, from the parameters that it then has.",
+        optimizer.place,
+    )
+
+
+def _check_batches(
+    run: RunSource,
+    seen: Mapping[int, TrainingSeen],
+    records: Mapping[int, RankRecord],
+    not_checked: dict[str, str],
+) -> Iterator[TrainingFault]:
+    dimensions = {group.parallelism for group in run.manifest.process_groups}
+    if not dimensions.isdisjoint(_ALIKE):
+        not_checked[TrainingCheck.BATCHES] = (
+            "The ranks of a context-parallel group read the same batches."
+        )
+        return
+    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    of_rank: dict[int, tuple[int, ...]] = {}
+    for rank, each in seen.items():
+        digests = tuple(batch.digest for batch in each.batches)
+        if len(set(digests)) >= LEAST_BATCHES:
+            of_rank[rank] = digests
+            groups.setdefault(_place_of(records[rank]), []).append(digests)
+    if len(groups) < 2:
+        not_checked[TrainingCheck.BATCHES] = (
+            f"Fewer than two ranks that split the data gave {LEAST_BATCHES} different batches from "
+            "a DataLoader to the training thread, as tensors on the CPU."
+        )
+        return
+    length = min(len(digests) for digests in of_rank.values())
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank, digests in of_rank.items():
+        alike.setdefault(digests[:length], []).append(rank)
+    for digests, ranks in alike.items():
+        places = {_place_of(records[rank]) for rank in ranks}
+        if len(places) > 1 and len(set(digests)) >= LEAST_BATCHES:
+            who = "All ranks" if len(ranks) == len(of_rank) > 2 else f"R{format_ranks(ranks)[1:]}"
+            yield TrainingFault(
+                TrainingCheck.BATCHES,
+                tuple(sorted(ranks)),
+                False,
+                f"{who} read the same batches.",
+                f"The first values of {plural(length, 'batch', 'batches')} are equal on "
+                f"{format_ranks(sorted(ranks))}, and {len(set(digests))} of these batches differ "
+                "from each other. The gradient is then that of one rank's batch.",
+                "Give each rank a part of the data of its own: a DistributedSampler, or a seed "
+                "that contains the rank. If the ranks share batches on purpose, ignore this.",
+                "",
+            )
+            return
+
+
+def _place_of(record: RankRecord) -> tuple[int, ...]:
+    """The position of a rank along the dimensions that split the data."""
+    known = tuple(record.coordinates[name] for name in _DATA if name in record.coordinates)
+    return known or (record.rank,)
+
+
+def _check_loss(
+    seen: Mapping[int, TrainingSeen], not_checked: dict[str, str]
+) -> Iterator[TrainingFault]:
+    by_place: dict[tuple[int, int], dict[int, LossSeen]] = {}
+    for rank, each in seen.items():
+        for loss in each.losses:
+            by_place.setdefault((loss.step, loss.microbatch), {})[rank] = loss
+    shared = [each for each in by_place.values() if len(each) > 1]
+    if len(shared) < LEAST_LOSSES:
+        not_checked[TrainingCheck.LOSS] = (
+            "The loss is no mean of torch.nn.functional.cross_entropy on the CPU, or one rank only "
+            "observed it."
+        )
+        return
+    ratios = [_ratio_of(each) for each in shared]
+    if 2 * sum(ratio >= LEAST_RATIO for ratio in ratios) < len(ratios):
+        return
+    place = max(range(len(shared)), key=lambda index: ratios[index])
+    losses = shared[place]
+    weights = {rank: loss.scale / loss.num_tokens for rank, loss in losses.items()}
+    light, *_, heavy = sorted(weights, key=lambda rank: abs(weights[rank]))
+    typical = _median(ratios)
+    yield TrainingFault(
+        TrainingCheck.LOSS,
+        (heavy,),
+        False,
+        f"Tokens on rank {heavy} weigh up to {max(ratios):.1f} times as much.",
+        f"Each rank takes the mean over its own tokens: in step {losses[heavy].step}, "
+        f"{losses[light].num_tokens} on rank {light} and {losses[heavy].num_tokens} on rank "
+        f"{heavy}. The mean of the gradients over the ranks then weighs a token of the shorter "
+        f"batch more: {typical:.1f} times as much in the median of {len(ratios)} microbatches.",
+        "Divide the sum of the losses by the number of tokens of all ranks and microbatches, times "
+        "the number of ranks (in Transformers: `num_items_in_batch`).",
+        losses[heavy].place,
+    )
+
+
+def _ratio_of(losses: Mapping[int, LossSeen]) -> float:
+    """The largest weight of a token / the smallest one, over the ranks."""
+    weights = [abs(loss.scale / loss.num_tokens) for loss in losses.values() if loss.num_tokens]
+    least = min(weights, default=0.0)
+    return max(weights) / least if least else 1.0
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
