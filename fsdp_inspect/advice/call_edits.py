@@ -87,6 +87,8 @@ class Change:
     without: Collection[str] = ()
     """Units without parameters, which prefetch skips."""
     plan_file: str = "plan.toml"
+    names_placement: bool = False
+    """Whether the recorded calls pass a `shard_placement_fn`, which a plan does not contain."""
 
     def within(self, module: str) -> "Change":
         """The change inside one module of the recorded model, with names relative to it."""
@@ -96,6 +98,7 @@ class Change:
             self.after.within(module),
             _relative(inner, module),
             self.plan_file,
+            self.names_placement,
         )
 
 
@@ -205,7 +208,10 @@ def apply_lines(change: Change, model: str, mesh: str, prefix: str = "") -> list
     """Lines that apply the plan to a module of the recorded model."""
     part = f".within({_quoted(prefix)})" if prefix else ""
     arguments = f"{model}, plan{f', {mesh}' if mesh else ''}"
+    if change.names_placement:
+        arguments += ", shard_placement_fn=shard_placement_fn"
     return [
+        *(["# shard_placement_fn: as in the calls that this replaces"] * change.names_placement),
         "import fsdp_inspect",
         f"plan = fsdp_inspect.Plan.load({_quoted(change.plan_file)}){part}",
         f"fsdp_inspect.apply_plan({arguments})",

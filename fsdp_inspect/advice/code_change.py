@@ -6,7 +6,7 @@ calls, `apply_plan` in place of these calls, and a sentence that says where to i
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdp_inspect.advice.call_edits import (
     Change,
@@ -205,6 +205,8 @@ def write_code_change(manifest: RunManifest, change: Change) -> CodeChange:
         change: The plans before and after.
     """
     code = manifest.code
+    has_placement = any("shard_placement_fn" in call.keywords for call in code.calls)
+    change = replace(change, names_placement=has_placement)
     if TRAINER in (*manifest.command, *code.launch):
         return _finish(manifest, change, "The trainer applies the plan of its option --plan.")
     if not code.calls:

@@ -130,6 +130,14 @@ def test_settings_that_a_plan_cannot_express_are_not_lost():
     assert changed(text, RESHARDED, *CALLS).diff
 
 
+def test_a_plan_keeps_the_placement_of_the_calls_that_it_replaces():
+    text = LOOP.replace("fully_shard(layer, ", "fully_shard(layer, shard_placement_fn=place, ")
+    change = changed(text, MERGED, *CALLS)
+    assert not change.diff
+    assert "shard_placement_fn=shard_placement_fn)" in change.lines
+    assert "shard_placement_fn" not in changed(LOOP, MERGED, *CALLS).diff
+
+
 def test_lines_with_a_masked_secret_give_no_diff():
     code = own_calls(LOOP, *CALLS)
     lines = ["token = '***'", *LOOP.splitlines()[1:]]
