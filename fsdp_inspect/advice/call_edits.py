@@ -90,6 +90,11 @@ class Change:
     names_placement: bool = False
     """Whether the recorded calls pass a `shard_placement_fn`, which a plan does not contain."""
 
+    @property
+    def joins_roots(self) -> bool:
+        """Whether the outermost units differ, so that the plan applies to the whole model only."""
+        return set(self.before.fsdp_roots) != set(self.after.fsdp_roots)
+
     def within(self, module: str) -> "Change":
         """The change inside one module of the recorded model, with names relative to it."""
         inner = [name for name in self.without if name.startswith(f"{module}.")]
@@ -236,8 +241,11 @@ def find_root_places(
     """Each call of outermost units, with the module of which it applies the plan.
 
     A helper may shard several models by one call. Their plans must then be equal, and the plan of
-    the first one serves all. Empty: the calls are unknown, or such plans differ.
+    the first one serves all. Empty: the calls are unknown, such plans differ, or the plan joins
+    outermost units.
     """
+    if change.joins_roots:
+        return []
     places: dict[tuple[str, int], list[tuple[str, ShardingCall]]] = {}
     for prefix, call in find_root_calls(calls, change.before).items():
         places.setdefault((call.file, call.line), []).append((prefix, call))

@@ -261,7 +261,8 @@ def _lines_of_models(change: Change) -> list[str]:
     mesh = "mesh" if change.after.has_other_dimensions else ""
     note = ["# mesh: the data-parallel mesh that your fully_shard calls use"] if mesh else []
     roots = [name for name in change.before.fsdp_roots if name and "." not in name]
-    if len(roots) < 2 or len(roots) != len(change.before.fsdp_roots):
+    is_one = len(roots) < 2 or len(roots) != len(change.before.fsdp_roots)
+    if is_one or change.joins_roots:
         return [*note, *apply_lines(change, "model", mesh)]
     lines = [line for root in roots for line in apply_lines(change, root, mesh, root)]
     return [*note, "# for each of the recorded models", *lines]
