@@ -87,6 +87,13 @@ class Change:
     without: Collection[str] = ()
     """Units without parameters, which prefetch skips."""
     plan_file: str = "plan.toml"
+    names_placement: bool = False
+    """Whether the recorded calls pass a `shard_placement_fn`, which a plan does not contain."""
+
+    @property
+    def joins_roots(self) -> bool:
+        """Whether the outermost units differ, so that the plan applies to the whole model only."""
+        return set(self.before.fsdp_roots) != set(self.after.fsdp_roots)
 
     def within(self, module: str) -> "Change":
         """The change inside one module of the recorded model, with names relative to it."""
@@ -96,6 +103,7 @@ class Change:
             self.after.within(module),
             _relative(inner, module),
             self.plan_file,
+            self.names_placement,
         )
 
 
@@ -205,7 +213,10 @@ def apply_lines(change: Change, model: str, mesh: str, prefix: str = "") -> list
     """Lines that apply the plan to a module of the recorded model."""
     part = f".within({_quoted(prefix)})" if prefix else ""
     arguments = f"{model}, plan{f', {mesh}' if mesh else ''}"
+    if change.names_placement:
+        arguments += ", shard_placement_fn=shard_placement_fn"
     return [
+        *(["# shard_placement_fn: as in the calls that this replaces"] * change.names_placement),
         "import fsdp_inspect",
         f"plan = fsdp_inspect.Plan.load({_quoted(change.plan_file)}){part}",
         f"fsdp_inspect.apply_plan({arguments})",
@@ -230,8 +241,11 @@ def find_root_places(
     """Each call of outermost units, with the module of which it applies the plan.
 
     A helper may shard several models by one call. Their plans must then be equal, and the plan of
-    the first one serves all. Empty: the calls are unknown, or such plans differ.
+    the first one serves all. Empty: the calls are unknown, such plans differ, or the plan joins
+    outermost units.
     """
+    if change.joins_roots:
+        return []
     places: dict[tuple[str, int], list[tuple[str, ShardingCall]]] = {}
     for prefix, call in find_root_calls(calls, change.before).items():
         places.setdefault((call.file, call.line), []).append((prefix, call))

@@ -6,7 +6,7 @@ calls, `apply_plan` in place of these calls, and a sentence that says where to i
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdp_inspect.advice.call_edits import (
     Change,
@@ -205,6 +205,8 @@ def write_code_change(manifest: RunManifest, change: Change) -> CodeChange:
         change: The plans before and after.
     """
     code = manifest.code
+    has_placement = any("shard_placement_fn" in call.keywords for call in code.calls)
+    change = replace(change, names_placement=has_placement)
     if TRAINER in (*manifest.command, *code.launch):
         return _finish(manifest, change, "The trainer applies the plan of its option --plan.")
     if not code.calls:
@@ -259,7 +261,8 @@ def _lines_of_models(change: Change) -> list[str]:
     mesh = "mesh" if change.after.has_other_dimensions else ""
     note = ["# mesh: the data-parallel mesh that your fully_shard calls use"] if mesh else []
     roots = [name for name in change.before.fsdp_roots if name and "." not in name]
-    if len(roots) < 2 or len(roots) != len(change.before.fsdp_roots):
+    is_one = len(roots) < 2 or len(roots) != len(change.before.fsdp_roots)
+    if is_one or change.joins_roots:
         return [*note, *apply_lines(change, "model", mesh)]
     lines = [line for root in roots for line in apply_lines(change, root, mesh, root)]
     return [*note, "# for each of the recorded models", *lines]

@@ -18,7 +18,7 @@ from fsdp_inspect.simulation.network import Network, Pace
 from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import RecordedWork, play
-from fsdp_inspect.simulation.scenario import Scenario, ScenarioMaker, mesh_of
+from fsdp_inspect.simulation.scenario import AFTER_HOOKS, Scenario, ScenarioMaker, mesh_of
 from fsdp_inspect.simulation.schedule import PlayedStep
 from fsdp_inspect.simulation.workload import UnitPolicy, Workload
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
@@ -103,8 +103,8 @@ class Score:
     peak_bytes: int | None
     """None: the run has no memory step that records categories."""
     cautious_ns: int
-    """`step_ns` with the highest durations that an unknown latency allows; plans are ranked by it.
-    Equal to `step_ns` if the latency is known."""
+    """`step_ns` with the highest durations that an unknown latency allows, and without a gain of
+    compute from fewer hooks; plans are ranked by it. Equal to `step_ns` without either."""
     paid: Paid = NOTHING_PAID
     """Part of `step_ns`; see [Note: what hiding costs]."""
 
@@ -186,7 +186,8 @@ class PlanSimulator:
         """
         schedule = self._schedule(plan)
         score = self._score(plan, schedule, Pace.TYPICAL)
-        if self._is_certain:
+        scenario = self._scenario(plan, schedule.workload_key, Pace.TYPICAL)
+        if self._is_certain and AFTER_HOOKS not in scenario.assumptions:
             return score
         cautious_ns = self._score(plan, schedule, Pace.CAUTIOUS).step_ns
         return replace(score, cautious_ns=cautious_ns)

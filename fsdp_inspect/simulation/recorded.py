@@ -444,8 +444,8 @@ def _kinds_of_steps(run: RunSource, member: RankSteps) -> list[_Kind]:
     A step after an evaluation, for example, has other all-gathers, because units are still
     unsharded. Kinds do not depend on step times.
     """
-    kinds = [EventKind.FORWARD, EventKind.BACKWARD, *COLLECTIVES]
-    rows = run.summary(ranks=[member.rank], kinds=kinds)
+    counted = [EventKind.FORWARD, EventKind.BACKWARD, *COLLECTIVES]
+    rows = run.summary(ranks=[member.rank], kinds=counted)
     of_units = (rows.unit != NO_UNIT) & (rows.phase != Phase.EVALUATION)
     rows = rows.where(of_units & np.isin(rows.step, member.steps))
     key = (rows.unit.astype(np.int64) << 32) + (rows.kind.astype(np.int64) << 8) + rows.phase
@@ -457,7 +457,7 @@ def _kinds_of_steps(run: RunSource, member: RankSteps) -> list[_Kind]:
     _, of_set, sizes = np.unique(sums, return_inverse=True, return_counts=True)
     num_typical = np.bincount(of_set, weights=member.is_typical)
     order = np.lexsort((distance, -num_typical[of_set], -sizes[of_set]))
-    kinds = []
+    kinds = list[_Kind]()
     for number in dict.fromkeys(of_set[order].tolist()):
         is_own = of_set == number
         is_chosen = is_own & member.is_typical

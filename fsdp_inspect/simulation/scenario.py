@@ -74,10 +74,11 @@ _SCALED = (
     "The recorded messages of some regrouped parameters are larger or smaller than their sizes and "
     "dtypes explain. They keep this ratio in other units."
 )
-_TRAIL = (
+AFTER_HOOKS = (
     "Hooks of FSDP slow the compute after them by {:.0%} of their own time in forward and {:.0%} "
     "in backward, and other units have other hooks."
 ).format(*HOOK_TRAIL)
+"""The assumption of a scenario whose compute runs after other hooks than in the run."""
 _OWN_COMMUNICATORS = (
     "Each unit gathers in backward on its own communicator. Its all-gather does not queue behind "
     "reductions, and neither slows the other."
@@ -523,7 +524,7 @@ class _Regrouping:
         ]
         if self._work.execution is Execution.STREAM or len(self._unchanged) == len(self._names):
             return pieces
-        self._assumptions[_TRAIL] = None
+        self._assumptions[AFTER_HOOKS] = None
         factors = list(zip(*(self._trails(cuts, pieces, at) for at in range(2)), strict=True))
         return [
             replace(
@@ -568,7 +569,8 @@ class _Regrouping:
         factors = []
         for index, name in enumerate(self._names):
             more = trail(self._planned[name].modules) - removed[index]
-            end = {Pace.FAST: 2 * (more < 0), Pace.SLOW: 2 * (more > 0)}.get(self._pace, 1)
+            ends = {Pace.FAST: 2 * (more < 0), Pace.SLOW: 2 * (more > 0), Pace.CAUTIOUS: more > 0}
+            end = ends.get(self._pace, 1)
             is_same = name in self._unchanged or not total[index]
             factors.append(1.0 if is_same else max(1 + end * more / total[index], 1 - _MOST_TRAIL))
         return factors

@@ -130,6 +130,24 @@ def test_settings_that_a_plan_cannot_express_are_not_lost():
     assert changed(text, RESHARDED, *CALLS).diff
 
 
+def test_a_plan_that_joins_models_without_a_common_root_applies_to_the_whole_model():
+    """Each call shards an outermost unit, and the plan makes one unit of two of them."""
+    before = Plan(units=(UnitPlan(modules=("norm",)), UnitPlan(modules=("head",))))
+    after = Plan(units=(UnitPlan(modules=("norm", "head")),))
+    code = own_calls("fully_shard(norm)\nfully_shard(head)\n", (1, ("norm",)), (2, ("head",)))
+    change = write_code_change(manifest_of(code), Change(before, after))
+    assert not change.diff
+    assert change.lines.splitlines()[-1] == "fsdp_inspect.apply_plan(model, plan)"
+
+
+def test_a_plan_keeps_the_placement_of_the_calls_that_it_replaces():
+    text = LOOP.replace("fully_shard(layer, ", "fully_shard(layer, shard_placement_fn=place, ")
+    change = changed(text, MERGED, *CALLS)
+    assert not change.diff
+    assert "shard_placement_fn=shard_placement_fn)" in change.lines
+    assert "shard_placement_fn" not in changed(LOOP, MERGED, *CALLS).diff
+
+
 def test_lines_with_a_masked_secret_give_no_diff():
     code = own_calls(LOOP, *CALLS)
     lines = ["token = '***'", *LOOP.splitlines()[1:]]

@@ -276,7 +276,7 @@ def build(loop: str, plan: Plan | None = None) -> nn.Module:
     if plan is None:
         shard(loop, roots, mesh)
     else:
-        apply_plan(model, plan, mesh)
+        apply_plan(model, plan, mesh, shard_placement_fn=second_dimension)
     return model
 
 

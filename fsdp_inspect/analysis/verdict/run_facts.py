@@ -287,7 +287,7 @@ def _largest_other(exposed: Exposed) -> OtherPart | None:
     )
 
 
-def _named_parts(answers: Answers) -> dict[str, int]:
+def _named_parts(answers: Answers) -> dict[str, Any]:
     """The parts of the exposed time that have a remedy of their own."""
     exposed, named = answers.exposed, answers.manifest.plan.get("backward_prefetch")
     if exposed is None:

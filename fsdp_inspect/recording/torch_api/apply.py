@@ -3,7 +3,7 @@
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.torch_api import fsdp2
@@ -32,7 +33,11 @@ from fsdp_inspect.trace.plan import (
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh | Sequence[DeviceMesh] | None = None
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh | Sequence[DeviceMesh] | None = None,
+    *,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
 ) -> Plan:
     """Shard a model by a plan: activation checkpointing, `fully_shard`, prefetch.
 
@@ -48,6 +53,8 @@ def apply_plan(
             the plan's mesh on the accelerator, or on the CPU if there is none. If the plan has no
             mesh, all ranks shard. With tensor, expert or pipeline parallelism, pass the
             data-parallel meshes, since a plan does not state which ranks they have.
+        shard_placement_fn: The argument of every `fully_shard`: the dimension on which a parameter
+            is sharded. A plan does not contain it.
 
     Returns:
         The plan with its patterns resolved for this model.
@@ -66,7 +73,7 @@ def apply_plan(
     modules = modules_by_name(model)
     for unit in _inner_first(resolved.units):
         is_replicated = resolved.is_replicated(unit)
-        _shard(unit, modules, meshes.of(unit), is_replicated=is_replicated)
+        _shard(unit, modules, meshes.of(unit), shard_placement_fn, is_replicated=is_replicated)
     _set_separate_groups(resolved.units, modules)
     _set_prefetch(resolved, modules, model)
     return resolved
@@ -187,7 +194,12 @@ def _inner_first(units: Sequence[UnitPlan]) -> Iterable[UnitPlan]:
 
 
 def _shard(
-    unit: UnitPlan, modules: dict[str, nn.Module], mesh: DeviceMesh, *, is_replicated: bool
+    unit: UnitPlan,
+    modules: dict[str, nn.Module],
+    mesh: DeviceMesh,
+    placement: Callable[[nn.Parameter], Shard | None] | None,
+    *,
+    is_replicated: bool,
 ) -> None:
     targets = [modules[name] for name in unit.modules]
     target: Any = targets[0] if len(targets) == 1 else targets
@@ -208,7 +220,8 @@ def _shard(
             )
         replicate(target, **settings)
     else:
-        fully_shard(target, reshard_after_forward=unit.reshard_after_forward, **settings)
+        settings["reshard_after_forward"] = unit.reshard_after_forward
+        fully_shard(target, shard_placement_fn=placement, **settings)
     fsdp2.configure(
         targets[0],
         reshard_after_backward=unit.reshard_after_backward,

@@ -2,6 +2,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.torch_api import fsdp2
@@ -52,6 +53,12 @@ def test_a_mesh_of_the_caller_is_used(fake_world_of_4, decoder):
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
     apply_plan(decoder, BLOCKS, mesh)
     assert fsdp2.find_groups(decoder)[0].shard_group is mesh.get_group()
+
+
+def test_parameters_are_placed_as_the_caller_says(fake_world_of_4, decoder):
+    apply_plan(decoder, BLOCKS, shard_placement_fn=lambda each: Shard(1) if each.ndim > 1 else None)
+    assert decoder.head.weight.placements == (Shard(1),)
+    assert decoder.norm.weight.placements == (Shard(0),)
 
 
 def test_a_prefetch_depth_skips_a_root_without_parameters(fake_world_of_4, decoder):
