@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,6 @@ from torch import nn
 
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.patches import Patches
-from fsdp_inspect.recording.session import Session
 from fsdp_inspect.trace.correctness import BatchSeen, LossSeen, OptimizerSeen, TrainingSeen
 
 _STEPS = 8
@@ -29,6 +28,18 @@ _TENSORS = 3
 """Tensors of a batch that its digest contains."""
 _BYTES = 4096
 """Bytes of each of them."""
+
+
+class Recording(Protocol):
+    """What the observations need of a `Session`."""
+
+    active: bool
+    step: int
+    microbatch: int
+
+    def problem(self, sentence: str) -> None:
+        """Store a limit of the recording in the run folder."""
+        ...
 
 
 class TrainingChecks:
@@ -43,7 +54,7 @@ class TrainingChecks:
 
     def __init__(
         self,
-        session: Session,
+        session: Recording,
         model: nn.Module,
         shapes: Iterable[tuple[int, ...]],
         report: Callable[[str], None],

@@ -31,10 +31,11 @@ file of an earlier attempt::
           allocations.json            the allocation history of a forecast or a memory snapshot
           out_of_memory.json          the allocation that failed, and the live memory
 
-A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes,
-possibly of a killed process: ignore them. A folder may lack ranks, and may lack `run.json`, if
-other nodes wrote them to their own disks. The other data stays usable. Copying the folders of all
-nodes of one run into one folder gives the complete run (`fsdp-inspect merge` also checks them).
+A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes, or
+room that a rank reserves for its last `rank.json`, possibly of a killed process: ignore them. A
+folder may lack ranks, and may lack `run.json`, if other nodes wrote them to their own disks. The
+other data stays usable. Copying the folders of all nodes of one run into one folder gives the
+complete run (`fsdp-inspect merge` also checks them).
 
 **JSON files** are UTF-8 objects: the fields of `trace.run.RunManifest` (`run.json`),
 `trace.run.RankRecord` (`rank.json`), `trace.network_probe.NetworkProbe` (`network.json`),

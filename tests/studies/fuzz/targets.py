@@ -36,6 +36,7 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.importing.flight_recorder import import_dumps
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.importing.snapshot import import_snapshot
+from fsdp_inspect.report.catalog import render_query, render_query_csv
 from fsdp_inspect.report.check import render_junit, render_markdown
 from fsdp_inspect.report.diagnosis import diagnosis_to_dict
 from fsdp_inspect.report.json import render_json
@@ -339,7 +340,7 @@ def _read_catalog(corpus: Corpus, content: bytes) -> None:
     with corpus.replaced(name.decode(), changed):
         catalog = open_catalog(corpus.file("runs"))
         for rows in (catalog.runs, catalog.units, catalog.ranks, catalog.steps):
-            json.dumps(to_plain(rows()), default=str)
+            render_json(rows())
 
 
 _SQL = (
@@ -381,7 +382,7 @@ def _make_query(corpus: Corpus, rng: random.Random) -> bytes:
 
 def _run_query(corpus: Corpus, content: bytes) -> None:
     found = corpus.catalog.query(content.decode(), timeout_s=2.0)
-    render_json(to_plain(found))
+    render_json(found), render_query_csv(found), render_query(found)
 
 
 def _read_notes(corpus: Corpus, content: bytes) -> None:
