@@ -84,14 +84,20 @@ def check_training(run: RunSource) -> Correctness:
         return Correctness((), dict.fromkeys((each.value for each in TrainingCheck), reason))
     not_checked: dict[str, str] = {}
     faults = [
-        *_check_optimizer(seen),
+        *_check_optimizer(seen, not_checked),
         *_check_batches(run, seen, records, not_checked),
         *_check_loss(seen, not_checked),
     ]
     return Correctness(tuple(faults), not_checked)
 
 
-def _check_optimizer(seen: Mapping[int, TrainingSeen]) -> Iterator[TrainingFault]:
+def _check_optimizer(
+    seen: Mapping[int, TrainingSeen], not_checked: dict[str, str]
+) -> Iterator[TrainingFault]:
+    if not any(each.optimizers for each in seen.values()):
+        not_checked[TrainingCheck.OPTIMIZER] = (
+            "No update of a torch optimizer was observed, or more than 16 optimizers step."
+        )
     stale = {
         rank: each
         for rank, each in seen.items()

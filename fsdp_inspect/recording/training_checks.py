@@ -24,6 +24,8 @@ from fsdp_inspect.trace.correctness import BatchSeen, LossSeen, OptimizerSeen, T
 
 _STEPS = 8
 _BATCHES = 16
+_OPTIMIZERS = 16
+"""With more optimizers, such as one for each parameter, none is observed."""
 _TENSORS = 3
 """Tensors of a batch that its digest contains."""
 _BYTES = 4096
@@ -98,6 +100,10 @@ class TrainingChecks:
         self._quietly(lambda: self._see_optimizer(optimizer))
 
     def _see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if len(self._optimizers) >= _OPTIMIZERS and optimizer not in self._optimizers:
+            self._optimizers.clear()
+            self._is_over = True
+            return
         own = {id(each): each for each in self._model.parameters() if each.requires_grad}
         tensors = [each for group in optimizer.param_groups for each in group["params"]]
         shapes = Counter(tuple(each.shape) for each in tensors)
