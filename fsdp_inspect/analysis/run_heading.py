@@ -57,7 +57,7 @@ def identify(manifest: RunManifest) -> RunIdentity:
 def describe_sharding(manifest: RunManifest) -> str:
     """Describe the sharding in short: `10 units, reshard after forward, bfloat16`."""
     units = manifest.units
-    facts = [f"{plural(len(units), 'unit')}", _describe_reshard(manifest)]
+    facts = [plural(len(units), "unit"), _describe_reshard(manifest)]
     mesh = " x ".join(f"{size} {name}" for name, size in manifest.mesh.items() if size > 1)
     facts.append(f"mesh {mesh}" if len(manifest.mesh) > 1 and mesh else "")
     facts.append(" and ".join(sorted({unit.param_dtype for unit in units})))

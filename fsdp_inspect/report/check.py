@@ -43,7 +43,7 @@ def describe_outcome(result: CheckResult) -> str:
     if not failed:
         count = len(result.metrics)
         lower = f" Lower than before: {', '.join(result.improved)}." if result.improved else ""
-        metrics = f"{plural(count, 'metric')}"
+        metrics = plural(count, "metric")
         return f"{result.name}: passes ({metrics}).{_growth_within_limits(result)}{lower}"
     worst = failed[0]
     return f"{result.name}: {worst.name} {_excess(worst)}.{_where(result, worst)}"

@@ -33,6 +33,7 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_unit,
     name_run,
+    plural,
 )
 from fsdp_inspect.report.diagnosis_pictures import (
     MOST_CHANGES,
@@ -398,7 +399,7 @@ def _waits(found: Diagnosis) -> str:
     verb = "waits" if count == 1 else "wait"
     if not found.is_running:
         verb = "waited"
-    ranks = f"{count} {'rank' if count == 1 else 'ranks'}"
+    ranks = plural(count, "rank")
     return f" {ranks} {verb} for {'it' if len(found.ranks) == 1 else 'them'}."
 
 
@@ -538,7 +539,7 @@ def _waited(found: Diagnosis) -> str:
     what = describe_issued(found.wait.issued, found.unit_names)
     count, others = len(found.wait.waiting), _num_waiting(found) - len(found.wait.waiting)
     more = f", and {others} in other process groups" if others > 0 else ""
-    return f" {count} {'rank' if count == 1 else 'ranks'} waited for it in {what}{more}."
+    return f" {plural(count, 'rank')} waited for it in {what}{more}."
 
 
 def _num_waiting(found: Diagnosis) -> int:
@@ -657,9 +658,7 @@ def _precision_loss(found: Diagnosis) -> str:
     numerics = found.numerics
     assert numerics is not None
     stored = ", ".join(numerics.stored_dtypes)
-    steps = (
-        "1 numerics step" if len(numerics.steps) == 1 else f"{len(numerics.steps)} numerics steps"
-    )
+    steps = plural(len(numerics.steps), "numerics step")
     return (
         f"{format_ratio(numerics.lost_ratio)} of the updates changed no stored parameter (median "
         f"of {steps}): they are smaller than the rounding of {stored}."

@@ -27,7 +27,7 @@ from fsdp_inspect.trace.run import RunSource
 
 def render_compaction(result: CompactionResult) -> RenderableType:
     """Render the compacted ranks, the sizes, and the ranks that were skipped."""
-    ranks = f"{plural(len(result.compacted), 'rank')}"
+    ranks = plural(len(result.compacted), "rank")
     lines = [
         Text(
             f"{ranks} compacted, {result.rows:,} rows, {format_bytes(result.bytes_before)} -> "
@@ -102,9 +102,9 @@ def render_upload(result: UploadResult) -> RenderableType:
 
 
 def _upload_lines(result: UploadResult) -> Iterator[Text]:
-    ranks = f"{plural(result.num_ranks, 'rank')}"
+    ranks = plural(result.num_ranks, "rank")
     if result.num_files:
-        objects = f"{plural(result.num_files, 'file')}"
+        objects = plural(result.num_files, "file")
         sent = f"{objects} ({format_bytes(result.num_bytes)}) uploaded"
     else:
         sent = "nothing was missing"
@@ -131,7 +131,7 @@ def render_export(result: PerfettoExport | TablesExport | MetricsExport) -> Rend
 
 
 def _render_trace(result: PerfettoExport) -> RenderableType:
-    ranks = f"{plural(len(result.ranks), 'rank')}"
+    ranks = plural(len(result.ranks), "rank")
     size = format_bytes(result.uncompressed_bytes)
     lines = [
         Text(f"Wrote {result.path}: {result.num_events:,} events of {ranks}, {size} unpacked."),

@@ -32,6 +32,7 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_unit,
     name_run,
+    plural,
 )
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.breakdown import parts_table
@@ -139,7 +140,7 @@ def _missing_numerics(found: Numerics) -> Iterable[str]:
 
 def _other_dtypes(found: Numerics) -> Iterable[str]:
     for each in found.other_dtypes:
-        units = "1 unit" if len(each.units) == 1 else f"{len(each.units)} units"
+        units = plural(len(each.units), "unit")
         names = ", ".join(format_owner(unit, None) for unit in each.units[:3])
         yield (
             f"The {each.place} of {units} ({names}{', ...' if len(each.units) > 3 else ''}) "
@@ -176,7 +177,7 @@ def _headline(digest: Summary) -> RenderableType:
     model = f"{identity.model}, {format_count(identity.num_parameters or None)} parameters"
     title = Text(digest.run_id, style="bold")
     title.append(f"  {digest.status}", style=_status_style(digest.status))
-    ranks = f"{digest.world_size} {'rank' if digest.world_size == 1 else 'ranks'}"
+    ranks = plural(digest.world_size, "rank")
     if digest.num_ranks != digest.world_size:
         ranks += f" ({digest.num_ranks} recorded)"
     facts = [ranks, name_backend(digest.backend), where, model if identity.model else ""]

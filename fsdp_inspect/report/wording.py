@@ -25,7 +25,7 @@ _NO_NETWORK = "fake"
 def describe_run(heading: Heading) -> str:
     """Describe ranks, backend, device and model: `2 ranks · gloo · cpu · Decoder`."""
     identity = heading.identity
-    ranks = f"{plural(heading.world_size, 'rank')}"
+    ranks = plural(heading.world_size, "rank")
     model = identity.model
     if model and identity.num_parameters:
         model += f", {format_count(identity.num_parameters)} parameters"

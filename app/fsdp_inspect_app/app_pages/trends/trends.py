@@ -103,7 +103,7 @@ def _answer(trend: Trend) -> str:
         ratio = plain(f"{100 * last.change_ratio:+.3g}%")
         return f"{plain(trend.label.capitalize())} changed by {ratio} at {code(last.run)}\\."
     count = sum(len(point.runs) for point in trend.points)
-    runs = f"{plural(count, 'run')}"
+    runs = plural(count, "run")
     if trend.axis in (TrendAxis.TIME, TrendAxis.COMMIT):
         return plain(f"{trend.label.capitalize()}: no change point in {runs}.")
     return plain(f"{trend.label.capitalize()} of {runs} by {_AXES[trend.axis]}.")
