@@ -1,5 +1,6 @@
 """Run the shell steps of the GitHub Action and the GitLab job."""
 
+import json
 import os
 import re
 import subprocess
@@ -33,11 +34,10 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The forecasts `nothing`, `leak` and `wider`, and `baseline.json` of the first."""
+    """The forecasts `nothing` and `leak`, and `baseline.json` of the first."""
     folder = tmp_path_factory.mktemp("made")
     for plant in ("nothing", "leak"):
         forecast_memory(build, folder / plant, world_size=4, settings={"plant": plant})
-    forecast_memory(build, folder / "wider", world_size=8)
     baseline = make_baseline(read_runs([open_run(folder / "nothing")]))
     (folder / "baseline.json").write_text(render_baseline(baseline))
     return folder
@@ -126,7 +126,10 @@ def test_a_planted_leak_fails_the_job_and_is_annotated(made: Path, tmp_path: Pat
 
 
 def test_what_cannot_be_judged_fails_unless_allowed(made: Path, tmp_path: Path) -> None:
-    given = {"runs": str(made / "wider"), "baseline": str(made / "baseline.json")}
+    baseline = json.loads((made / "baseline.json").read_text())
+    baseline["run"]["versions"]["torch"] = "1.0.0"
+    (tmp_path / "other.json").write_text(json.dumps(baseline))
+    given = {"runs": str(made / "nothing"), "baseline": str(tmp_path / "other.json")}
     (tmp_path / "allowed").mkdir()
 
     refused = run_action(tmp_path, **given)
@@ -135,7 +138,7 @@ def test_what_cannot_be_judged_fails_unless_allowed(made: Path, tmp_path: Path) 
     assert (refused.code, allowed.code) == (2, 0)
     assert allowed.outputs["exit-code"] == "2"
     assert "::warning title=FSDP Inspect::" in allowed.log
-    assert "world size 4, and the run has 8" in allowed.log
+    assert "The baseline has torch 1.0.0" in allowed.log
 
 
 def test_a_check_without_a_verdict_fails_even_where_unjudged_is_allowed(

@@ -198,14 +198,19 @@ def test_what_cannot_be_judged_is_no_pass(session: Session) -> None:
         "test_other_world_size": "FAILED"  # without a baseline nothing is skipped
     }
     session.run(*select, "--fsdp-update-baselines")
-    failed = session.run(*select, RANKS="8")
+    assert outcomes(session.run(*select, RANKS="8")) == {"test_other_world_size": "PASSED"}
+    path = session.pytester.path / "fsdp_baselines" / "test_memory.test_other_world_size.json"
+    baseline = json.loads(path.read_text())
+    baseline["run"]["versions"]["torch"] = "1.0.0"
+    path.write_text(json.dumps(baseline))
+    failed = session.run(*select)
     assert outcomes(failed) == {"test_other_world_size": "FAILED"}
     reason = part_of(failed, "test_other_world_size")
-    assert "world size 4, and the run has 8" in reason
+    assert "The baseline has torch 1.0.0" in reason
     assert "Write a new baseline with --fsdp-update-baselines" in reason
-    skipped = session.run(*select, "--fsdp-skip-unjudged", RANKS="8")
+    skipped = session.run(*select, "--fsdp-skip-unjudged")
     assert outcomes(skipped) == {"test_other_world_size": "SKIPPED"}
-    assert "world size 4, and the run has 8" in " ".join(skipped.split())
+    assert "The baseline has torch 1.0.0" in " ".join(skipped.split())
 
 
 def test_an_update_keeps_limits_and_refuses_what_it_cannot_read(session: Session) -> None:
