@@ -64,7 +64,7 @@ def merged(plan: Plan) -> Plan:
     ("change", "removed"),
     [
         pytest.param(resharded, 1, id="another value in the user's call"),
-        pytest.param(with_lines, 0, id="lines after the calls"),
+        pytest.param(with_lines, 0, id="lines after the calls", marks=pytest.mark.slow),
         pytest.param(merged, 8, id="the plan in place of the calls"),
     ],
 )

@@ -99,6 +99,7 @@ def test_the_best_plan_is_that_of_all_forecasts(forecasts):
     assert found.best.peak_reserved_bytes.origin == "allocator model"
 
 
+@pytest.mark.slow
 def test_a_value_that_the_builder_refuses_is_left_out_with_the_reason(forecasts):
     answer = plan(forecasts, make_machine("h100-nvlink"))
 
