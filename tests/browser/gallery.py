@@ -75,15 +75,17 @@ def record_runs(runs: Path) -> tuple[str, str, str]:
     for sample in list_runs(SAMPLES):
         shutil.copytree(sample.path, runs / sample.path.name)
     write_traces(runs / "traces")
-    before = {entry.id for entry in list_runs(runs)}
-    found = []
-    for settings, is_virtual in (((), False), (("--forward-prefetch", "1"), False), ((), True)):
+    names = ("small", "small-prefetch", "small-virtual-time")
+    for name in names:
+        settings = ("--forward-prefetch", "1") if name.endswith("prefetch") else ()
+        before = set(runs.iterdir())
+        is_virtual = name.endswith("time")
         with training(runs, *settings, "--steps", "16", is_virtual=is_virtual) as child:
             if child.wait() != 0:
                 sys.exit("A run for the pictures could not be recorded.")
-        found += [e.id for e in list_runs(runs) if e.id not in {*before, *found}]
-    base, other, virtual = found
-    return base, other, virtual
+        [recorded] = set(runs.iterdir()) - before
+        recorded.rename(runs / name)
+    return names
 
 
 @contextmanager
