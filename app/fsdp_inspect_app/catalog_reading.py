@@ -115,6 +115,7 @@ class RunIndex:
         """
         self._folder = folder
         self._out = out
+        self._is_temporary = False
         self._known: KnownCatalog | None = None
         self._lock = threading.Lock()
         self._idle = threading.Event()
@@ -178,8 +179,10 @@ class RunIndex:
                 self._take_shared()
             try:
                 self._refresh()
-            except CatalogError:  # the cache is full or read-only
-                self._out = _temporary_folder()
+            except CatalogError:
+                if self._is_temporary or _is_writable(self._out):
+                    raise  # the folder of runs is gone
+                self._out, self._is_temporary = _temporary_folder(), True
                 self._refresh()
         except (FsdpInspectError, OSError):
             pass  # the folder of runs is gone
@@ -225,6 +228,15 @@ def _cache_for(folder: Path | str) -> Path:
             _remove_unused(place.parent)
             return place
     return _temporary_folder()
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _temporary_folder() -> Path:

@@ -339,7 +339,7 @@ def _comparison(
 ) -> ComparisonContents:
     opened = [_open(*place).run for place in places]
     runs: dict[RunSource, Run] = {run.source: run for run in opened}
-    labels = {run.id: name for run, name in zip(opened, names, strict=True)}
+    labels = {run.manifest.origin(): name for run, name in zip(opened, names, strict=True)}
     return read_comparison(list(runs), digest=lambda source: runs[source].summary(), names=labels)
 
 

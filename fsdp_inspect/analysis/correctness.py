@@ -29,8 +29,9 @@ LEAST_RATIO = 2.0
 LEAST_LOSSES = 3
 _DATA = ("replicate", "shard")
 """Dimensions of the mesh whose ranks split the data."""
-_ALIKE = frozenset({"cp", "sp", "context"})
-"""Dimensions whose ranks read the same batches, and whose positions those of `shard` contain."""
+_SPLIT = frozenset({*_DATA, "world", "other"})
+"""Roles and dimensions of the groups in which the ranks can read different batches."""
+_SCALE_TOLERANCE = 0.01
 
 
 class TrainingCheck(StrEnum):
@@ -135,12 +136,6 @@ def _check_batches(
     records: Mapping[int, RankRecord],
     not_checked: dict[str, str],
 ) -> Iterator[TrainingFault]:
-    dimensions = {group.parallelism for group in run.manifest.process_groups}
-    if not dimensions.isdisjoint(_ALIKE):
-        not_checked[TrainingCheck.BATCHES] = (
-            "The ranks of a context-parallel group read the same batches."
-        )
-        return
     groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     of_rank: dict[int, tuple[int, ...]] = {}
     for rank, each in seen.items():
@@ -160,7 +155,12 @@ def _check_batches(
         alike.setdefault(digests[:length], []).append(rank)
     for digests, ranks in alike.items():
         places = {_place_of(records[rank]) for rank in ranks}
-        if len(places) > 1 and len(set(digests)) >= LEAST_BATCHES:
+        if len(places) > 1 and _share_a_group(run, ranks):
+            not_checked[TrainingCheck.BATCHES] = (
+                "The ranks with equal batches are in one group, such as context-parallel ranks, "
+                "which read the same batches."
+            )
+        elif len(places) > 1 and len(set(digests)) >= LEAST_BATCHES:
             who = "All ranks" if len(ranks) == len(of_rank) > 2 else f"R{format_ranks(ranks)[1:]}"
             yield TrainingFault(
                 TrainingCheck.BATCHES,
@@ -169,12 +169,23 @@ def _check_batches(
                 f"{who} read the same batches.",
                 f"The first values of {plural(length, 'batch', 'batches')} are equal on "
                 f"{format_ranks(sorted(ranks))}, and {len(set(digests))} of these batches differ "
-                "from each other. The gradient is then that of one rank's batch.",
+                "from each other. Unless each rank then uses another part of them, these ranks do "
+                "the work of one.",
                 "Give each rank a part of the data of its own: a DistributedSampler, or a seed "
                 "that contains the rank. If the ranks share batches on purpose, ignore this.",
                 "",
             )
             return
+
+
+def _share_a_group(run: RunSource, ranks: Sequence[int]) -> bool:
+    """Whether the ranks are in one group that is neither of FSDP nor the world."""
+    return any(
+        set(ranks) <= {*group.ranks}
+        for group in run.manifest.process_groups
+        if group.role == "other" and group.parallelism not in _SPLIT and group.ranks
+        if len(group.ranks) < run.manifest.world_size
+    )
 
 
 def _place_of(record: RankRecord) -> tuple[int, ...]:
@@ -186,15 +197,21 @@ def _place_of(record: RankRecord) -> tuple[int, ...]:
 def _check_loss(
     seen: Mapping[int, TrainingSeen], not_checked: dict[str, str]
 ) -> Iterator[TrainingFault]:
-    by_place: dict[tuple[int, int], dict[int, LossSeen]] = {}
+    by_place: dict[tuple[int, int], dict[int, list[LossSeen]]] = {}
     for rank, each in seen.items():
         for loss in each.losses:
-            by_place.setdefault((loss.step, loss.microbatch), {})[rank] = loss
-    shared = [each for each in by_place.values() if len(each) > 1]
+            own = by_place.setdefault((loss.step, loss.microbatch), {}).setdefault(rank, [])
+            own.append(loss)
+    single = [
+        {rank: own[0] for rank, own in each.items()}
+        for each in by_place.values()
+        if all(len(own) == 1 for own in each.values())
+    ]
+    shared = [each for each in single if len(each) > 1]
     if len(shared) < LEAST_LOSSES:
         not_checked[TrainingCheck.LOSS] = (
-            "The loss is no mean of torch.nn.functional.cross_entropy on the CPU, or one rank only "
-            "observed it."
+            "The loss is not one mean of torch.nn.functional.cross_entropy on the CPU in each "
+            "backward, or one rank only observed it."
         )
         return
     ratios = [_ratio_of(each) for each in shared]
@@ -202,8 +219,7 @@ def _check_loss(
         return
     place = max(range(len(shared)), key=lambda index: ratios[index])
     losses = shared[place]
-    weights = {rank: loss.scale / loss.num_tokens for rank, loss in losses.items()}
-    light, *_, heavy = sorted(weights, key=lambda rank: abs(weights[rank]))
+    heavy, *_, light = sorted(losses, key=lambda rank: losses[rank].num_tokens)
     typical = _median(ratios)
     yield TrainingFault(
         TrainingCheck.LOSS,
@@ -215,16 +231,18 @@ def _check_loss(
         f"{heavy}. The mean of the gradients over the ranks then weighs a token of the shorter "
         f"batch more: {typical:.1f} times as much in the median of {len(ratios)} microbatches.",
         "Divide the sum of the losses by the number of tokens of all ranks and microbatches, times "
-        "the number of ranks (in Transformers: `num_items_in_batch`).",
+        "the number of ranks (in Transformers: num_items_in_batch).",
         losses[heavy].place,
     )
 
 
 def _ratio_of(losses: Mapping[int, LossSeen]) -> float:
-    """The largest weight of a token / the smallest one, over the ranks."""
-    weights = [abs(loss.scale / loss.num_tokens) for loss in losses.values() if loss.num_tokens]
-    least = min(weights, default=0.0)
-    return max(weights) / least if least else 1.0
+    """The largest weight of a token / the smallest one, over the ranks; 1 if scales differ."""
+    scales = [abs(loss.scale) for loss in losses.values()]
+    counts = [loss.num_tokens for loss in losses.values() if loss.num_tokens]
+    if not counts or max(scales) - min(scales) > _SCALE_TOLERANCE * max(scales):
+        return 1.0
+    return max(counts) / min(counts)
 
 
 def _median(values: Sequence[float]) -> float:

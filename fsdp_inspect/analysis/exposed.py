@@ -421,9 +421,9 @@ def _late_prefetch(typical: "_TypicalWaits") -> int:
     order = np.lexsort((rows.issue_ns[gathers], backward))
     _, first = np.unique(backward[order], return_index=True)
     later = np.delete(gathers[order], first)
-    is_unused = bool(np.any(rows.flags[later] & EventFlag.UNUSED))
-    late = causes[later] if is_unused else causes[later, Cause.LATE_ISSUE]
-    return round(float(late.sum()) / max(typical.num_steps, 1))
+    is_unused = (rows.flags[later] & EventFlag.UNUSED) != 0
+    late = float(causes[later[is_unused]].sum() + causes[later[~is_unused], Cause.LATE_ISSUE].sum())
+    return round(late / max(typical.num_steps, 1))
 
 
 def _latency(typical: "_TypicalWaits") -> int:

@@ -54,6 +54,7 @@ def take_baseline(
     Raises:
         CheckError: The catalog has too few such runs.
     """
+    own = {(origin.run_id, origin.created_unix_ns) for origin in reading.origins}
     wanted = _key(settings_as_text(reading.manifest), torch_release(reading.manifest))
     chosen: list[tuple[str, StoredRun]] = []
     num_tagged = 0
@@ -61,7 +62,8 @@ def take_baseline(
         num_tagged += 1
         torch = (row["torch"] or "unknown").partition("+")[0]
         is_same = _key(row["settings"] or {}, torch) == wanted
-        if not is_same or row["run_id"] in reading.run_ids or len(chosen) == last:
+        is_own = (row["run_id"], row["created_unix_ns"]) in own
+        if not is_same or is_own or len(chosen) == last:
             continue
         opened = _open(catalog, row["run"])
         if opened is not None:

@@ -420,7 +420,7 @@ def _describe(error: Exception) -> str:
 def _about(run: RunSource) -> Row:
     manifest = run.manifest
     return {
-        "run_id": manifest.run_id,
+        "run_id": manifest.recorded_id,
         "name": manifest.name,
         "created": manifest.created,
         "created_unix_ns": manifest.created_unix_ns,

@@ -101,7 +101,7 @@ RUNS = CatalogTable(
         _from_row(
             _RUN,
             text_column("problem", "The reason why the run cannot be read; empty: none."),
-            text_column("run_id", "The id in the run's manifest."),
+            text_column("run_id", "The id that the recorder gave the run."),
             text_column("name", "The name that the user gave the run."),
             text_column("created", "The start of the run, ISO 8601, UTC."),
             number_column("created_unix_ns", "The start of the run, ns since 1970."),

@@ -118,8 +118,9 @@ def check(  # noqa: PLR0913 - one argument an option
 
     Memory of forecasts and emulated runs must equal the baseline to the byte. Memory of recorded
     runs has a tolerance of 1%. Times require five runs on each side, and a change within noise
-    cannot be judged. A baseline belongs to one torch version, world size, mesh, device and declared
-    plan. Warm-up steps never count.
+    cannot be judged. A baseline belongs to one torch version and device. Another world size, mesh
+    or plan is judged too: an increase that it does not explain cannot be judged. Warm-up steps
+    never count.
 
     `--baseline-runs` takes the median of the last runs that have the configuration, machine and
     torch version of the run. With fewer than five such runs, the run cannot be judged.

@@ -184,7 +184,7 @@ def _sharded(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
     yield _Cause(
         f"the mesh {change}{shards}",
         _OFFLOADED if most > 1 else (),
-        ("optimizer", *_WAITS_OF_GATHERS, *_WAITS_OF_REDUCTION),
+        (*(("optimizer",) if most > 1 else ()), *_WAITS_OF_GATHERS, *_WAITS_OF_REDUCTION),
         most_of=_by_unit(ratios),
     )
 

@@ -371,7 +371,7 @@ def _explain_peak(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
     )
     if causes:
         label = evidence.labels[higher]
-        yield f"The higher peak of {label} is explained by its settings: {_join(causes)}."
+        yield f"The likely reason for the higher peak of {label}: {_join(causes)}."
 
 
 def _explain_time(evidence: ConclusionEvidence, other: int, judged: Judgement) -> Iterator[str]:
@@ -385,13 +385,14 @@ def _explain_time(evidence: ConclusionEvidence, other: int, judged: Judgement) -
     ]
     longer = parts_of(find_longer(parts[0], parts[1], {}, {}))
     before, after = (evidence.runs[side].manifest for side in (faster, slower))
-    causes = find_causes(before, after, (), of_memory=False, longer=longer) if longer else ()
-    if causes:
-        names = [find_metric(f"{name}_ns").label for name in parts[1] if name in longer]
-        yield (
-            f"Settings of {evidence.labels[slower]} that can lengthen {', '.join(names)}: "
-            f"{_join(causes)}."
-        )
+    by_causes: dict[tuple[str, ...], list[str]] = {}
+    for name in (name for name in parts[1] if name in longer):
+        causes = find_causes(before, after, (), of_memory=False, longer=frozenset({name}))
+        by_causes.setdefault(causes, []).append(find_metric(f"{name}_ns").label)
+    for causes, names in by_causes.items():
+        if causes:
+            settings = f"Settings of {evidence.labels[slower]} that can lengthen"
+            yield f"{settings} {', '.join(names)}: {_join(causes)}."
 
 
 def _join(causes: Sequence[str]) -> str:

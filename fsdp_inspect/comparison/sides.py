@@ -7,7 +7,7 @@ from string import ascii_uppercase
 
 from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.comparison.settings import are_repeats
-from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
+from fsdp_inspect.trace.run import RunManifest, RunSource, TableOrigin, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def form_sides(
     given: Sequence[RunSource | Sequence[RunSource]],
     *,
     digest: Callable[[RunSource], Summary] = measure_summary,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[TableOrigin, str] | None = None,
 ) -> tuple[MeasuredSide, ...]:
     """Group runs into sides, in their order.
 
@@ -50,7 +50,8 @@ def form_sides(
             runs of one configuration shows the noise.
         digest: Returns the summary of a run, so that a caller can pass a cached one; called once
             per run.
-        names: Different names by run id. Each side has the name of its median run as its label.
+        names: Different names by the origin of the run. Each side has the name of its median run as
+            its label.
 
     Raises:
         ValueError: There are fewer than two sides, or one of them is empty.
@@ -97,8 +98,8 @@ def _side(
     return MeasuredSide(label, digested, candidates[(len(candidates) - 1) // 2])
 
 
-def _named(side: MeasuredSide, names: Mapping[str, str]) -> MeasuredSide:
-    return replace(side, label=names.get(side.median_run.manifest.run_id, side.label))
+def _named(side: MeasuredSide, names: Mapping[TableOrigin, str]) -> MeasuredSide:
+    return replace(side, label=names.get(side.median_run.manifest.origin(), side.label))
 
 
 def _standing(run: MeasuredRun) -> tuple[bool, int]:

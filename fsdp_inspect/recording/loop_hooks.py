@@ -103,9 +103,7 @@ class LoopHooks:
             if passing or torch.compiler.is_compiling():
                 return None
             if session.checks is not None:
-                session.checks.before_backward(
-                    _first_of(args[0] if args else kwargs.get("tensors"))
-                )
+                session.checks.before_backward()
             self._note_gradients(before_backward=True)
             return session.begin_backward()
 
@@ -368,12 +366,8 @@ class LoopHooks:
 
 def _dtype_of(tensors: Any) -> str:
     """The dtype of the first tensor, such as `float32`; empty if there is none."""
-    first = _first_of(tensors)
+    first = next(iter(tensors), None) if isinstance(tensors, list | tuple) else tensors
     return str(first.dtype).removeprefix("torch.") if torch.is_tensor(first) else ""
-
-
-def _first_of(tensors: Any) -> Any:
-    return next(iter(tensors), None) if isinstance(tensors, list | tuple) else tensors
 
 
 # --- Decide which optimizer ends a step when several optimizers train.

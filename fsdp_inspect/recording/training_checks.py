@@ -7,11 +7,12 @@ never the recording.
 
 from __future__ import annotations
 
-import functools
+import math
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -20,12 +21,16 @@ from torch import nn
 
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.patches import Patches
+from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
 from fsdp_inspect.trace.correctness import BatchSeen, LossSeen, OptimizerSeen, TrainingSeen
 
 _STEPS = 8
 _BATCHES = 16
 _OPTIMIZERS = 16
 """With more optimizers, such as one for each parameter, none is observed."""
+_LOSSES = 64
+_VISITED = 64
+"""Parts of a batch that are looked at."""
 _TENSORS = 3
 """Tensors of a batch that its digest contains."""
 _BYTES = 4096
@@ -38,6 +43,7 @@ class Recording(Protocol):
     active: bool
     step: int
     microbatch: int
+    in_backward: bool
 
     def problem(self, sentence: str) -> None:
         """Store a limit of the recording in the run folder."""
@@ -69,8 +75,9 @@ class TrainingChecks:
             WeakKeyDictionary()
         )
         self._seen = TrainingSeen()
-        self._mean: tuple[int, float, str] | None = None
-        """The tokens, the value and the line of the last mean since the last backward."""
+        self._batch: int | None = None
+        """The digest of the last batch since the last backward."""
+        self._num_batches = 0
         self._is_over = False
         self._has_news = False
 
@@ -134,73 +141,60 @@ class TrainingChecks:
 
     def note_batch(self, batch: Any) -> None:
         """Observe a batch that a DataLoader gives to the training thread."""
-        self._quietly(lambda: self._see_batch(batch))
+        if torch.is_grad_enabled():  # otherwise an evaluation
+            self._quietly(lambda: self._see_batch(batch))
 
     def _see_batch(self, batch: Any) -> None:
-        if len(self._seen.batches) >= _BATCHES:
+        self._num_batches += 1
+        if self._num_batches > _BATCHES:
             return
         digest, count = 0, 0
         for content in _first_values(batch):
             digest, count = zlib.crc32(content, digest), count + 1
             if count == _TENSORS:
                 break
-        if count:
-            self._seen.batches.append(BatchSeen(step=self._session.step, digest=digest))
+        self._batch = digest if count else None
+
+    def before_backward(self) -> None:
+        """Keep the last batch: a backward uses it."""
+        if self._batch is not None and self._observes():
+            seen = BatchSeen(step=self._session.step, digest=self._batch)
+            self._seen.batches.append(seen)
             self._has_news = True
+        self._batch = None
 
     # --- the loss
 
     def attach(self, patches: Patches) -> None:
         """Observe the means of cross entropies."""
-        original = nn.functional.cross_entropy
+        wrap_cross_entropy(patches, self._note_mean)
 
-        @functools.wraps(original)
-        def cross_entropy(*args: Any, **options: Any) -> Any:
-            result = original(*args, **options)
-            if not torch.compiler.is_compiling() and self._observes():
-                self._quietly(lambda: self._see_mean(args, options, result))
-            return result
+    def _note_mean(self, target: Any, ignored: int, result: Any) -> None:
+        self._quietly(lambda: self._see_mean(target, ignored, result))
 
-        patches.set_attribute(nn.functional, "cross_entropy", cross_entropy)
-
-    def _see_mean(self, args: Any, options: Any, result: Any) -> None:
-        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-        given = {**dict(zip(names, args, strict=False)), **options}
-        target: Any = given.get("target")
-        ignored = given.get("ignore_index", -100)
-        is_mean = given.get("reduction", "mean") == "mean" and given.get("weight") is None
-        if not (is_mean and _is_plain(target) and _is_plain(result) and result.requires_grad):
+    def _see_mean(self, target: Any, ignored: int, result: Any) -> None:
+        session = self._session
+        if session.in_backward or len(self._seen.losses) >= _LOSSES:  # a repeated forward
+            return
+        if not (_is_plain(target) and _is_plain(result) and result.requires_grad):
             return
         if target.is_floating_point():  # probabilities of classes
             return
         count = int((target.detach().numpy() != ignored).sum())
-        value = float(result.detach())
+        where = {"step": session.step, "microbatch": session.microbatch}
         place = find_calling_line(sys._getframe(1))
-        # Of several means before one backward, none is known to be the loss.
-        self._mean = (0, 0.0, "") if self._mean is not None else (count, value, place)
 
-    def before_backward(self, root: Any) -> None:
-        """Observe the value that a backward starts from; None: it is unknown."""
-        if self._mean is not None:
-            self._quietly(lambda: self._see_backward(root))
-            self._mean = None
+        def see_gradient(gradient: torch.Tensor) -> None:
+            def keep() -> None:
+                scale = float(gradient)
+                if count and math.isfinite(scale):
+                    seen = LossSeen(num_tokens=count, scale=scale, place=place, **where)
+                    self._seen.losses.append(seen)
+                    self._has_news = True
 
-    def _see_backward(self, root: Any) -> None:
-        assert self._mean is not None
-        count, value, place = self._mean
-        if not (count and value) or not _is_plain(root) or root.numel() != 1:
-            return
-        session = self._session
-        self._seen.losses.append(
-            LossSeen(
-                step=session.step,
-                microbatch=session.microbatch,
-                num_tokens=count,
-                scale=float(root.detach()) / value,
-                place=place,
-            )
-        )
-        self._has_news = True
+            self._quietly(keep)
+
+        result.register_hook(see_gradient)
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -210,15 +204,18 @@ def _is_plain(tensor: Any) -> bool:
 
 def _first_values(batch: Any) -> Iterator[bytes]:
     """The first bytes of each plain tensor with different values, in order."""
-    if isinstance(batch, torch.Tensor):
-        if _is_plain(batch) and batch.is_contiguous() and batch.numel() > 1:
-            flat = batch.detach().view(-1)[: _BYTES // batch.element_size()]
-            content = flat.view(torch.uint8).numpy().tobytes()
-            if content != content[: batch.element_size()] * len(flat):
-                yield content
-    elif isinstance(batch, Mapping):
-        for each in batch.values():
-            yield from _first_values(each)
-    elif isinstance(batch, list | tuple):
-        for each in batch:
-            yield from _first_values(each)
+    waiting: list[Any] = [batch]
+    for _ in range(_VISITED):
+        if not waiting:
+            return
+        each = waiting.pop(0)
+        if isinstance(each, torch.Tensor):
+            if _is_plain(each) and each.is_contiguous() and each.numel() > 1:
+                flat = each.detach().view(-1)[: _BYTES // each.element_size()]
+                content = flat.view(torch.uint8).numpy().tobytes()
+                if content != content[: each.element_size()] * len(flat):
+                    yield content
+        elif isinstance(each, dict | UserDict):
+            waiting[:0] = islice(each.values(), _VISITED)
+        elif isinstance(each, list | tuple):
+            waiting[:0] = each[:_VISITED]

@@ -609,13 +609,14 @@ class SpareRoom:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_kept = False
+        self._num_bytes = 0
 
     def keep(self, num_bytes: int) -> None:
         """Reserve the room for a file of this size that grows a little, if the disk has it."""
-        if not self._is_kept:
+        if not self._is_kept or num_bytes > self._num_bytes:
             try:
                 self._path.write_bytes(bytes(num_bytes + _GROWTH_BYTES))
-                self._is_kept = True
+                self._is_kept, self._num_bytes = True, num_bytes + _GROWTH_BYTES
             except OSError:
                 self.release()
 

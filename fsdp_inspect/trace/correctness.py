@@ -38,7 +38,7 @@ class LossSeen(Record):
     num_tokens: Amount
     """Labels that are not ignored."""
     scale: float
-    """The value that backward started from / the mean."""
+    """The gradient of the value that backward started from with respect to the mean."""
     place: str = ""
     """The user's line, `file:line`; empty: unknown."""
 

@@ -193,6 +193,56 @@ def two_losses(folder: Path) -> None:
     train(folder, model, adam(model), data, lambda *given: loss_of(*given) + 0.1 * loss_of(*given))
 
 
+@loop
+def evaluated_first(folder: Path) -> None:
+    """All ranks evaluate on the same data before they train on their own."""
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        with torch.no_grad():
+            for batch in batches(seed=1):
+                loss_of(model, batch)
+        for batch in batches():
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def auxiliary_loss(folder: Path) -> None:
+    """A second term of the loss differs between the ranks."""
+    model = shard(make_model())
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        main = loss_of(model, batch)
+        return main + (1 + 5 * dist.get_rank()) * next(model.parameters()).to_local().square().sum()
+
+    train(folder, model, adam(model), batches(), loss)
+
+
+@loop
+def not_finite_first(folder: Path) -> None:
+    """The first loss is not finite, as under a gradient scaler."""
+    model = shard(make_model())
+    number = iter(range(NUM_STEPS))
+    data = batches(valid=num_valid(False))
+    scale = [float("inf"), *[1.0] * NUM_STEPS]
+    train(folder, model, adam(model), data, lambda *given: loss_of(*given) * scale[next(number)])
+
+
+@loop
+def long_lists(folder: Path) -> None:
+    """Batches with long lists of numbers and texts."""
+    model = shard(make_model())
+    optimizer = adam(model)
+    data = DataLoader(list(range(NUM_STEPS)), batch_size=1, collate_fn=lambda _: {"n": [0] * 10**6})
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for _, batch in zip(data, batches(), strict=True):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def main(folder: str) -> None:
     dist.init_process_group("gloo")
     for name, run in LOOPS.items():

@@ -125,7 +125,7 @@ def give_no_verdict(sentence: str, why: str, next_step: str) -> Verdict:
 
 def give_verdict_on_training(fault: TrainingFault, speed: Verdict) -> Verdict:
     """Return the verdict on a training that is wrong; the verdict on its speed follows."""
-    place = f" ({'/'.join(fault.place.split('/')[-2:])})" if fault.place else ""
+    place = f" Line: {'/'.join(fault.place.split('/')[-2:])}." if fault.place else ""
     return replace(
         speed,
         limit=Limit.TRAINING,

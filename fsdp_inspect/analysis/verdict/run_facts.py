@@ -40,7 +40,7 @@ from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
 from fsdp_inspect.trace.run import RunManifest, RunSource
-from fsdp_inspect.trace.sharders import DDP, FSDP1, SharderTraits, traits_of
+from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SharderTraits, traits_of
 from fsdp_inspect.trace.tables import rows_of
 
 _SHARDED = frozenset({EventKind.ALL_GATHER.label, EventKind.REDUCE_SCATTER.label})
@@ -292,7 +292,8 @@ def _named_parts(answers: Answers) -> dict[str, Any]:
     exposed, named = answers.exposed, answers.manifest.plan.get("backward_prefetch")
     if exposed is None:
         return {}
-    roots = {unit.fqn for unit in answers.manifest.units if unit.is_root}
+    is_fsdp2 = answers.manifest.sharder == FSDP2
+    roots = {unit.fqn for unit in answers.manifest.units if unit.is_root and is_fsdp2}
     return {
         "backward_order_ns": exposed.late_prefetch_ns if isinstance(named, dict) and named else 0,
         "root_gather_ns": sum(

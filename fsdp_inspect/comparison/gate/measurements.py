@@ -31,7 +31,7 @@ from fsdp_inspect.error_text import quote_all
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.live_memory import RESTING, LiveMoment
-from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus
+from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus, TableOrigin
 
 _USABLE = (RunStatus.COMPLETE, RunStatus.IMPORTED)
 _MOST_NAMED = 3
@@ -44,6 +44,7 @@ class GateMeasurements:
     manifest: RunManifest
     """The manifest of the run with the highest peak (a history: the median peak)."""
     run_ids: tuple[str, ...]
+    """The names of the runs."""
     method: str
     """Memory counter: `cuda_allocator`, `storage_tracker`, `memory_snapshot`; or empty."""
     memory: dict[str, int] = field(default_factory=dict)
@@ -68,6 +69,8 @@ class GateMeasurements:
     empty if unknown for any run."""
     problems: tuple[str, ...] = ()
     """The reasons why a run cannot be judged."""
+    origins: tuple[TableOrigin, ...] = ()
+    """The recorded identities of the runs."""
 
     def value(self, metric: str) -> int | None:
         """A memory metric; None: not recorded."""
@@ -114,6 +117,7 @@ def read_runs(runs: Sequence[RunSource], *, are_history: bool = False) -> GateMe
         waits=_waits_of(timings),
         run_delays=_run_delays_of(runs, timings),
         problems=tuple(_problems(runs, are_history=are_history)),
+        origins=tuple(run.manifest.origin() for run in runs),
     )
 
 

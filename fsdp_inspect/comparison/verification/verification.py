@@ -192,7 +192,7 @@ def verify_prediction(
         quantities=quantities
         if is_judged
         else tuple(replace(each, ruling=None) for each in quantities),
-        units=_units(prediction, runs, timed),
+        units=_units(prediction, timed),
     )
 
 
@@ -203,6 +203,7 @@ def verify_prediction(
 class _Measured:
     """The measurements of one run; None if the run has no value."""
 
+    source: RunSource
     run_id: str
     step_ns: int | None
     exposed_ns: int | None
@@ -225,6 +226,7 @@ def _measure(run: RunSource, prediction: Prediction) -> _Measured:
     delay = measure_run_delay(run)
     provenance = measure_provenance(run)
     return _Measured(
+        source=run,
         run_id=run.manifest.run_id,
         step_ns=middle.step_time_ns if middle else None,
         exposed_ns=middle.exposed_ns if middle else None,
@@ -431,15 +433,12 @@ def _error(measured: int | None, estimate: Estimate | None) -> float | None:
     return measured / estimate.value - 1
 
 
-def _units(
-    prediction: Prediction, runs: Sequence[RunSource], timed: Sequence[_Measured]
-) -> tuple[VerifiedUnit, ...]:
+def _units(prediction: Prediction, timed: Sequence[_Measured]) -> tuple[VerifiedUnit, ...]:
     """The units of the run with the median step; of two runs, the faster one."""
     if not timed:
         return ()
     ordered = sorted(timed, key=lambda each: each.step_ns or 0)
-    chosen = ordered[(len(ordered) - 1) // 2].run_id
-    run = next(each for each in runs if each.manifest.run_id == chosen)
+    run = ordered[(len(ordered) - 1) // 2].source
     measured = {
         unit.fqn: sum(
             kind.exposed_ns for kind in (unit.all_gather, unit.reduce_scatter, unit.all_reduce)

@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.jit
 import torch.utils.checkpoint
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
@@ -12,6 +13,9 @@ __all__ = ["LoaderIterator"]
 
 RECOMPUTATION_HOOK = "_recomputation_hook"
 """The class of `torch.utils.checkpoint` in which non-reentrant checkpoints repeat a forward."""
+
+_NUM_ARGUMENTS = 6
+"""Those that torch 2.13 gives: input, target, weight, reduction, ignored, smoothing."""
 
 current_graph_task_id = torch._C._current_graph_task_id
 """The number of the backward that runs on this thread; -1: none."""
@@ -30,6 +34,46 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 def recomputation_hook() -> Any:
     """The class `RECOMPUTATION_HOOK`; None if torch has none."""
     return getattr(torch.utils.checkpoint, RECOMPUTATION_HOOK, None)
+
+
+def wrap_cross_entropy(
+    patches: "AttributeSetter", see: Callable[[torch.Tensor, int, torch.Tensor], None]
+) -> None:
+    """Call `see` with the labels, the ignored label and the result of each mean cross entropy.
+
+    The operator below `torch.nn.functional.cross_entropy` is replaced, so that the public function
+    stays picklable. TorchScript finds the replacement in its table of operators.
+    """
+    operators: Any = torch._C._nn
+    original = getattr(operators, "cross_entropy_loss", None)
+    if original is None:
+        return
+    mean = torch.nn._reduction.get_enum("mean")
+
+    def cross_entropy_loss(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        is_plain = len(args) == _NUM_ARGUMENTS and not options and not torch.compiler.is_compiling()
+        if is_plain and args[2] is None and args[3] == mean:
+            see(args[1], args[4], result)
+        return result
+
+    table: Any = getattr(torch.jit._builtins, "_get_builtin_table", dict)()
+    if id(original) in table:
+        table[id(cross_entropy_loss)] = table[id(original)]
+        patches.on_undo(lambda: table.pop(id(cross_entropy_loss), None))
+    patches.set_attribute(operators, "cross_entropy_loss", cross_entropy_loss)
+
+
+class AttributeSetter(Protocol):
+    """What `wrap_cross_entropy` needs of `Patches`."""
+
+    def set_attribute(self, target: object, name: str, value: Any) -> None:
+        """Set an attribute until the recording ends."""
+        ...
+
+    def on_undo(self, callback: Callable[[], Any]) -> None:
+        """Call a function when the recording ends."""
+        ...
 
 
 # --- Ask torch.compile what it has done in this process, and prepare it for fake tensors.

@@ -48,7 +48,7 @@ from fsdp_inspect.report.diagnosis import DiagnosisText, describe_diagnosis
 from fsdp_inspect.report.ranks_wording import describe_answer
 from fsdp_inspect.report.wording import format_kind, format_method, format_metric
 from fsdp_inspect.trace.codes import StepPart
-from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.run import RunManifest, RunSource, TableOrigin
 from fsdp_inspect.version import __version__
 
 # --- Collect the results that an HTML report shows for one run or for several.
@@ -106,7 +106,7 @@ def read_comparison(
     given: Sequence[RunSource | Sequence[RunSource]],
     *,
     digest: Callable[[RunSource], Summary] = measure_summary,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[TableOrigin, str] | None = None,
 ) -> ComparisonContents:
     """Compare runs, or sides of repeated runs; the first is the reference.
 
