@@ -75,7 +75,8 @@ def test_a_run_is_summarized_once_for_all_pages(tmp_path, monkeypatch):
     contents = loading.comparison_of(entries)
     assert sorted(summarized) == ["one", "two"]
     runs = [open_run(entry.path) for entry in entries]
-    assert contents == read_comparison(runs, names={"one": "one", "two": "two"})
+    names = {run.manifest.origin(): run.run_id for run in runs}
+    assert contents == read_comparison(runs, names=names)
 
 
 def test_sessions_that_ask_at_once_share_one_answer(tmp_path, monkeypatch):
