@@ -134,8 +134,9 @@ class RunIndex:
         found = self._about(entries)
         self._look(is_new=not found.is_complete)
         is_shared = self._known_place() == self._folder
-        if not (is_shared and found.is_complete):
-            self._idle.wait(patience_s)
+        if self._idle.is_set() or (is_shared and found.is_complete):
+            return found
+        self._idle.wait(patience_s)
         return self._about(entries)
 
     def catalog(self) -> KnownCatalog | None:
@@ -165,10 +166,9 @@ class RunIndex:
             life_s = _LOOK_AGAIN_AT_URL_S if isinstance(self._folder, str) else LOOK_AGAIN_S
             if self._took_s > _SLOW_S:
                 life_s = prolong(life_s, self._took_s)
-            age_s = time.monotonic() - self._looked_at
-            if self._idle.is_set() and age_s > (
-                min(life_s, _PROGRESS_EVERY_S) if is_new else life_s
-            ):
+            if is_new:
+                life_s = min(life_s, _PROGRESS_EVERY_S)
+            if self._idle.is_set() and time.monotonic() - self._looked_at > life_s:
                 self._idle.clear()
                 threading.Thread(target=self._index, daemon=True).start()
 

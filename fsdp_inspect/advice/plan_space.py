@@ -13,7 +13,7 @@ from typing import Literal
 from fsdp_inspect.advice.setting_findings import LARGE_PART_RATIO
 from fsdp_inspect.analysis.verdict.facts import OVERSIZED_RATIO
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import format_unit, listed
 from fsdp_inspect.simulation.changes import (
     BLOCK,
     checkpoint,
@@ -279,9 +279,8 @@ def _groupings(
         split = split_units(plan, names, parameters)
         cut = [name for name in plan.unit_names if name not in split.unit_names]
         if cut:
-            listed = ", ".join(format_unit(name) for name in cut[:3])
-            more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
-            yield f"split {what} ({listed}{more})", "R3", split
+            names_of_cut = listed([format_unit(name) for name in cut], 3)
+            yield f"split {what} ({names_of_cut})", "R3", split
 
 
 def _regrouped(plan: Plan) -> Iterator[tuple[str, str, Plan]]:

@@ -189,7 +189,7 @@ def _evidence(run: RunSource, digest: Summary, *, for_plans: bool = True) -> Evi
     whole = measure_whole_memory(run.manifest, peak, digest.memory.device_bytes)
     return Evidence(
         manifest=run.manifest,
-        verdict=digest.verdict,
+        verdict=digest.verdict.of_speed,
         plan_check=digest.plan_check,
         allocator=None if peak_rank is None else measure_allocator(run, rank=peak_rank),
         causes_ns=exposed.causes_ns if exposed else {},

@@ -12,7 +12,7 @@ from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.analysis.verdict.facts import DOMINANT_UNIT_RATIO, OVERSIZED_RATIO
 from fsdp_inspect.analysis.verdict.words import FRAGMENTED_RATIO
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit, listed
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import Unit
@@ -191,9 +191,8 @@ def _waste(evidence: Evidence) -> Iterator[Finding]:
             continue
         sentence = found[0][1].rstrip(".")
         if units:
-            named = ", ".join(format_unit(fqn) for fqn in units[:_MOST_NAMED])
-            more = f" and {len(units) - _MOST_NAMED} more" if len(units) > _MOST_NAMED else ""
-            sentence = f"{named}{more}: {sentence}"
+            named = listed([format_unit(fqn) for fqn in units], _MOST_NAMED)
+            sentence = f"{named}: {sentence}"
         yield Finding(
             rule,
             units,

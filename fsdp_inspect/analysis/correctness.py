@@ -16,8 +16,9 @@ was not observed: then `not_checked` has the reason. The recorder observes (`tra
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import median_high
 
-from fsdp_inspect.formatting import format_ranks, plural
+from fsdp_inspect.formatting import capitalize, format_ranks, plural
 from fsdp_inspect.results import Result
 from fsdp_inspect.trace.correctness import LossSeen, TrainingSeen
 from fsdp_inspect.trace.run import RankRecord, RunSource
@@ -136,14 +137,9 @@ def _check_batches(
     records: Mapping[int, RankRecord],
     not_checked: dict[str, str],
 ) -> Iterator[TrainingFault]:
-    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    of_rank: dict[int, tuple[int, ...]] = {}
-    for rank, each in seen.items():
-        digests = tuple(batch.digest for batch in each.batches)
-        if len(set(digests)) >= LEAST_BATCHES:
-            of_rank[rank] = digests
-            groups.setdefault(_place_of(records[rank]), []).append(digests)
-    if len(groups) < 2:
+    read = {rank: tuple(batch.digest for batch in each.batches) for rank, each in seen.items()}
+    of_rank = {rank: own for rank, own in read.items() if len(set(own)) >= LEAST_BATCHES}
+    if len({_place_of(records[rank]) for rank in of_rank}) < 2:
         not_checked[TrainingCheck.BATCHES] = (
             f"Fewer than two ranks that split the data gave {LEAST_BATCHES} different batches from "
             "a DataLoader to the training thread, as tensors on the CPU."
@@ -161,7 +157,8 @@ def _check_batches(
                 "which read the same batches."
             )
         elif len(places) > 1 and len(set(digests)) >= LEAST_BATCHES:
-            who = "All ranks" if len(ranks) == len(of_rank) > 2 else f"R{format_ranks(ranks)[1:]}"
+            is_all = len(ranks) == len(of_rank) > 2
+            who = "All ranks" if is_all else capitalize(format_ranks(ranks))
             yield TrainingFault(
                 TrainingCheck.BATCHES,
                 tuple(sorted(ranks)),
@@ -220,7 +217,7 @@ def _check_loss(
     place = max(range(len(shared)), key=lambda index: ratios[index])
     losses = shared[place]
     heavy, *_, light = sorted(losses, key=lambda rank: losses[rank].num_tokens)
-    typical = _median(ratios)
+    typical = median_high(ratios)
     yield TrainingFault(
         TrainingCheck.LOSS,
         (heavy,),
@@ -243,7 +240,3 @@ def _ratio_of(losses: Mapping[int, LossSeen]) -> float:
     if not counts or max(scales) - min(scales) > _SCALE_TOLERANCE * max(scales):
         return 1.0
     return max(counts) / min(counts)
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

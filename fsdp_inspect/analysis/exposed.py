@@ -295,8 +295,8 @@ class Exposed:
     """Exposed time of FSDP's all-gathers in backward, which `reshard_after_forward=False`
     removes."""
     late_prefetch_ns: int
-    """Exposed time by late issue of FSDP's all-gathers in backward after the first one. All of
-    their exposed time if some of them are unused."""
+    """Exposed time by late issue of FSDP's all-gathers in backward after the first one, and all
+    exposed time of unused ones."""
     latency_ns: int
     """Exposed time that messages without bytes would have, too; 0 if the latency is unknown."""
     by_kind_ns: dict[str, int]

@@ -22,7 +22,12 @@ from fsdp_inspect.comparison.differences import (
     UnitComparison,
     find_movements,
 )
-from fsdp_inspect.comparison.increases import find_increases_by_unit, find_longer, held_at
+from fsdp_inspect.comparison.increases import (
+    find_increases_by_unit,
+    find_longer,
+    moment_of,
+    moved_by,
+)
 from fsdp_inspect.comparison.noise import CONFIDENCE, PROCESS_NOISE_RATIO, Judgement, Telling
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.comparison.sides import MeasuredRun
@@ -358,16 +363,17 @@ def _explain_peak(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
         return
     lower, higher = sorted((0, other), key=lambda side: peak.values[side] or 0)
     before, after = (evidence.runs[side] for side in (lower, higher))
-    old, new = before.digest.memory.peak, after.digest.memory.peak
-    if old is None or new is None:
+    peaks = before.digest.memory.peak, after.digest.memory.peak
+    if peaks[0] is None or peaks[1] is None:
         return
+    old, new = moment_of(peaks[0]), moment_of(peaks[1])
     causes = find_causes(
         before.manifest,
         after.manifest,
-        find_increases_by_unit(held_at(old), held_at(new)),
+        find_increases_by_unit(old.held, new.held),
         of_memory=True,
-        phase=new.phase,
-        moved_by=new.bytes - old.bytes if new.fqn != old.fqn else None,
+        phase=peaks[1].phase,
+        moved_by=moved_by(old, new),
     )
     if causes:
         label = evidence.labels[higher]

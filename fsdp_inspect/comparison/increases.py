@@ -79,19 +79,27 @@ class Increase:
         return abbreviate_units(self.units)
 
 
-def held_at(peak: PeakMoment) -> Held:
-    """The bytes at a moment by unit and category."""
+def moment_of(peak: PeakMoment, lines: tuple[LineBytes, ...] = ()) -> MemoryMoment:
+    """A moment of a run, with the bytes by unit and category."""
+    return MemoryMoment(peak.bytes, _name_of(peak.fqn), _held_at(peak), lines)
+
+
+def moved_by(before: MemoryMoment, after: MemoryMoment) -> int | None:
+    """The increase of a peak that moved to another unit, bytes; None: it did not move."""
+    return after.bytes - before.bytes if after.unit != before.unit else None
+
+
+def _held_at(peak: PeakMoment) -> Held:
     if not peak.owners:
         return {(NO_UNIT, one.category): one.bytes for one in peak.categories}
     return {
-        (name_of(owner.fqn), one.category): one.bytes
+        (_name_of(owner.fqn), one.category): one.bytes
         for owner in peak.owners
         for one in owner.categories
     }
 
 
-def name_of(fqn: str | None) -> str:
-    """The name of a unit; None: memory of no unit."""
+def _name_of(fqn: str | None) -> str:
     return NO_UNIT if fqn is None else format_unit(fqn)
 
 

@@ -418,6 +418,17 @@ class Attachment:
         shapes = [tuple(shape) for unit in units for shape in unit.parameters.values()]
         return TrainingChecks(self.session, self._model, shapes, self._report_wrong_training)
 
+    def _keep_training(self) -> None:
+        """Keep what was observed in this step; after the last observation, the hooks do nothing."""
+        checks = self.session.checks
+        if checks is None:
+            return
+        observed = checks.take_news()
+        if observed is not None:
+            self._writer.update(training=observed)
+        if checks.is_over:
+            self.session.checks = None
+
     def _report_wrong_training(self, sentence: str) -> None:
         if self._rank == 0:
             tell(sentence, self._rank)
@@ -584,9 +595,7 @@ class Attachment:
             self._settle_units()
             self._write_manifest()
             self._writer.update(**self._describe_groups())
-        observed = None if session.checks is None else session.checks.take_news()
-        if observed is not None:
-            self._writer.update(training=observed)
+        self._keep_training()
         if session.step == 1 or self._life_has_news():
             self._describe_life()
         self._report_problems()

@@ -88,8 +88,13 @@ class TrainingChecks:
         self._has_news = False
         return self._seen.model_copy(update={"optimizers": list(self._optimizers.values())})
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is observed."""
+        return self._is_over or self._session.step >= _STEPS
+
     def _observes(self) -> bool:
-        return not self._is_over and self._session.active and self._session.step < _STEPS
+        return not self.is_over and self._session.active
 
     def _quietly(self, observe: Callable[[], None]) -> None:
         if not self._observes():
@@ -167,7 +172,7 @@ class TrainingChecks:
 
     def attach(self, patches: Patches) -> None:
         """Observe the means of cross entropies."""
-        wrap_cross_entropy(patches, self._note_mean)
+        patches.on_undo(wrap_cross_entropy(self._note_mean))
 
     def _note_mean(self, target: Any, ignored: int, result: Any) -> None:
         self._quietly(lambda: self._see_mean(target, ignored, result))

@@ -31,6 +31,7 @@ from fsdp_inspect.formatting import (
     format_ranks,
     format_ratio,
     format_unit,
+    listed,
     name_run,
     plural,
 )
@@ -229,9 +230,7 @@ def _rank_verdict(verdict: RankVerdict) -> Text:
 def _plan_check(check: PlanCheck) -> RenderableType:
     lines = [Text(check.sentence, style="yellow" if check.is_consistent is False else "")]
     for finding in check.findings[:MOST_FINDINGS]:
-        names = ", ".join(format_unit(fqn) for fqn in finding.fqns[:MOST_NAMED])
-        if len(finding.fqns) > MOST_NAMED:
-            names += f" and {len(finding.fqns) - MOST_NAMED} more"
+        names = listed([format_unit(fqn) for fqn in finding.fqns], MOST_NAMED)
         rule = f" [{finding.rule}]" if finding.rule else ""
         lines.append(Text(f"  {names}: {finding.sentence}{rule}" if names else finding.sentence))
     return Group(*lines)

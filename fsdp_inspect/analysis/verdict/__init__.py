@@ -26,10 +26,10 @@ step of that rank. Each limit has a threshold:
 | other         | 30% of the step lies in no recorded part                             |        |
 | compute       | none of these: the plan is fine, and the advice is "change nothing"  |        |
 
-A wrong training comes first, then memory, then the largest ratio. Missing cores come before a host-
-bound step, communication and other parts, which they may cause. A host-bound step, a straggler and
-a slow group come before communication, because a late or a long all-gather is then a symptom. The
-floor (the first gather of a forward and the last reduction of a backward) is never counted as a
+A wrong training comes first, then memory, then the largest ratio. Missing cores come before a
+host-bound step, communication and other parts, which they may cause. A host-bound step, a straggler
+and a slow group come before communication, because a late or a long all-gather is then a symptom.
+The floor (the first gather of a forward and the last reduction of a backward) is never counted as a
 gain, because no compute runs next to it. The exception is a model in one unit: all of its exposed
 time is floor, and the advice is to wrap the blocks (R1).
 """
@@ -56,6 +56,7 @@ from fsdp_inspect.analysis.verdict.words import (
     describe_group,
     phrase_limit,
 )
+from fsdp_inspect.store.reduction.order_wording import shorten_place
 
 __all__ = [
     "COMPARE_PLANS",
@@ -96,6 +97,13 @@ class Verdict:
     because: str = ""
     """The main reason in one short sentence, with the unit, the cause and the rank if known. Empty:
     there is no limit, and `why` has the reason."""
+    speed: "Verdict | None" = None
+    """The verdict on the speed, if this one is about a mistake of the training."""
+
+    @property
+    def of_speed(self) -> "Verdict":
+        """The verdict on the speed, on which advice about the plan depends."""
+        return self.speed or self
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,7 @@ def give_no_verdict(sentence: str, why: str, next_step: str) -> Verdict:
 
 def give_verdict_on_training(fault: TrainingFault, speed: Verdict) -> Verdict:
     """Return the verdict on a training that is wrong; the verdict on its speed follows."""
-    place = f" Line: {'/'.join(fault.place.split('/')[-2:])}." if fault.place else ""
+    place = f" Line: {shorten_place(fault.place)}." if fault.place else ""
     return replace(
         speed,
         limit=Limit.TRAINING,
@@ -133,6 +141,7 @@ def give_verdict_on_training(fault: TrainingFault, speed: Verdict) -> Verdict:
         why=f"{fault.why}{place} Its speed: {speed.sentence}",
         next_steps=(fault.change, *speed.next_steps),
         because=fault.why.partition(". ")[0].rstrip(".") + ".",
+        speed=speed,
     )
 
 

@@ -31,6 +31,7 @@ from fsdp_inspect.comparison.increases import (
     find_increases_by_unit,
     find_lines,
     find_longer,
+    moved_by,
 )
 from fsdp_inspect.comparison.noise import (
     PROCESS_NOISE_RATIO,
@@ -178,7 +179,7 @@ def check_run(
     limits = {**(baseline.parsed_limits() if baseline else {}), **(budget or {})}
     before = baseline.manifest if baseline else None
     settings = compare_settings([before, _comparable(reading.manifest, before)]) if before else ()
-    reasons = [*reading.problems, *_other_keys(baseline, reading, _MEASURED_BY)]
+    reasons = [*reading.problems, *_other_measurement(baseline, reading)]
     metrics = () if reasons else tuple(_judge_all(reading, baseline, limits))
     reasons += [one.reason for one in metrics if one.outcome is CheckOutcome.UNTOLD]
     if not metrics and not reasons:
@@ -203,7 +204,7 @@ def check_run(
         )
         others = tuple(_explain_others(reading, baseline, phase, of_memory))
         if not causes:  # the increase can follow from another plan, and nothing shows it
-            reasons += [*_other_keys(baseline, reading, _SHARDED_BY), *_declared(baseline, reading)]
+            reasons += _other_plan(baseline, reading)
             outcome = CheckOutcome.UNTOLD if reasons else outcome
     return CheckResult(
         outcome=outcome,
@@ -277,10 +278,9 @@ def _causes_of(
     longer: frozenset[str] | None = None,
 ) -> tuple[str, ...]:
     """The likely causes of the increase at the peak of a phase."""
-    moved_by = None
+    moved = None
     if phase in baseline.moments and phase in reading.moments:
-        old, new = baseline.moments[phase].moment, reading.moments[phase]
-        moved_by = new.bytes - old.bytes if new.unit != old.unit else None
+        moved = moved_by(baseline.moments[phase].moment, reading.moments[phase])
     return find_causes(
         baseline.manifest,
         reading.manifest,
@@ -288,7 +288,7 @@ def _causes_of(
         of_memory=of_memory,
         longer=longer,
         phase=phase,
-        moved_by=moved_by,
+        moved_by=moved,
     )
 
 
@@ -374,40 +374,42 @@ def _is_improved(one: MetricCheck) -> bool:
 # --- required equality of settings
 
 
-def _other_keys(
-    baseline: Baseline | None,
-    reading: GateMeasurements,
-    keys: Mapping[str, Callable[[RunManifest], str]],
-) -> Iterator[str]:
-    """The reasons why the baseline does not match the run, one sentence each with a remedy."""
+def _other_measurement(baseline: Baseline | None, reading: GateMeasurements) -> Iterator[str]:
+    """The reasons why the numbers of the baseline and the run are no comparison."""
     if baseline is None:
         return
     before = baseline.manifest
     after = _comparable(reading.manifest, before)
-    pairs = {name: (value_of(before), value_of(after)) for name, value_of in keys.items()}
-    if baseline.method and reading.method and keys is _MEASURED_BY:
+    pairs = {name: (value_of(before), value_of(after)) for name, value_of in _MEASURED_BY.items()}
+    if baseline.method and reading.method:
         pairs["memory counter"] = (baseline.method, reading.method)
+    yield from _differing(pairs)
+
+
+def _other_plan(baseline: Baseline, reading: GateMeasurements) -> Iterator[str]:
+    """The differences of the plan, whose effect the check explains if it can (`causes`)."""
+    before, after = baseline.manifest, reading.manifest
+    meshes = (" x ".join(map(str, each.mesh.values())) for each in (before, after))
+    yield from _differing(
+        {"world size": (str(before.world_size), str(after.world_size)), "mesh": (*meshes,)}
+    )
+    was, now = before.config, after.config
+    for name in DECLARED:
+        if name in was and name in now and was[name] != now[name]:
+            yield (
+                f"The declared plan changed: {name} is {was[name]!r} in the baseline and "
+                f"{now[name]!r} in the run. {_OTHER_BASELINE}"
+            )
+
+
+def _differing(pairs: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """One sentence with a remedy for each setting whose two values differ."""
     for name, (was, now) in pairs.items():
         if was != now:
             yield f"The baseline has {name} {was}, and the run has {now}. {_OTHER_BASELINE}"
 
 
-def _declared(baseline: Baseline, reading: GateMeasurements) -> Iterator[str]:
-    before, after = baseline.manifest.config, reading.manifest.config
-    for name in DECLARED:
-        if name in before and name in after and before[name] != after[name]:
-            yield (
-                f"The declared plan changed: {name} is {before[name]!r} in the baseline and "
-                f"{after[name]!r} in the run. {_OTHER_BASELINE}"
-            )
-
-
 _OTHER_BASELINE = "Write a new baseline with --update, or check a run with the baseline's settings."
-_SHARDED_BY: Mapping[str, Callable[[RunManifest], str]] = {
-    "world size": lambda manifest: str(manifest.world_size),
-    "mesh": lambda manifest: " x ".join(str(size) for size in manifest.mesh.values()),
-}
-"""Settings whose effect the check explains if it can (`causes`)."""
 _MEASURED_BY: Mapping[str, Callable[[RunManifest], str]] = {
     "torch": torch_release,
     "device": lambda manifest: f"{manifest.device_type} {manifest.device_name}".strip(),

@@ -22,8 +22,7 @@ from fsdp_inspect.comparison.increases import (
     Held,
     LineBytes,
     MemoryMoment,
-    held_at,
-    name_of,
+    moment_of,
     sum_waits,
 )
 from fsdp_inspect.comparison.settings import find_other_settings
@@ -158,12 +157,7 @@ def _moments_of(run: RunSource, memory: Memory) -> dict[str, MemoryMoment]:
     live = {} if shown is None else {each.phase: each for each in run.live_moments(shown)}
     names = {unit.index: format_unit(unit.fqn) for unit in run.manifest.units}
     return {
-        name: MemoryMoment(
-            moment.bytes,
-            name_of(moment.fqn),
-            held_at(moment),
-            tuple(_lines_of(live.get(name), moment, names)),
-        )
+        name: moment_of(moment, tuple(_lines_of(live.get(name), moment, names)))
         for name, moment in found.items()
     }
 

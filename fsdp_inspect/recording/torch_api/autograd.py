@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.jit
 import torch.utils.checkpoint
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+
+from fsdp_inspect.recording.torch_api.attributes import set_attribute
 
 __all__ = ["LoaderIterator"]
 
@@ -37,17 +39,20 @@ def recomputation_hook() -> Any:
 
 
 def wrap_cross_entropy(
-    patches: "AttributeSetter", see: Callable[[torch.Tensor, int, torch.Tensor], None]
-) -> None:
+    see: Callable[[torch.Tensor, int, torch.Tensor], None],
+) -> Callable[[], None]:
     """Call `see` with the labels, the ignored label and the result of each mean cross entropy.
 
     The operator below `torch.nn.functional.cross_entropy` is replaced, so that the public function
     stays picklable. TorchScript finds the replacement in its table of operators.
+
+    Returns:
+        A function that restores the operator.
     """
     operators: Any = torch._C._nn
     original = getattr(operators, "cross_entropy_loss", None)
     if original is None:
-        return
+        return lambda: None
     mean = torch.nn._reduction.get_enum("mean")
 
     def cross_entropy_loss(*args: Any, **options: Any) -> Any:
@@ -60,20 +65,13 @@ def wrap_cross_entropy(
     table: Any = getattr(torch.jit._builtins, "_get_builtin_table", dict)()
     if id(original) in table:
         table[id(cross_entropy_loss)] = table[id(original)]
-        patches.on_undo(lambda: table.pop(id(cross_entropy_loss), None))
-    patches.set_attribute(operators, "cross_entropy_loss", cross_entropy_loss)
+    restore = set_attribute(operators, "cross_entropy_loss", cross_entropy_loss)
 
+    def undo() -> None:
+        restore()
+        table.pop(id(cross_entropy_loss), None)
 
-class AttributeSetter(Protocol):
-    """What `wrap_cross_entropy` needs of `Patches`."""
-
-    def set_attribute(self, target: object, name: str, value: Any) -> None:
-        """Set an attribute until the recording ends."""
-        ...
-
-    def on_undo(self, callback: Callable[[], Any]) -> None:
-        """Call a function when the recording ends."""
-        ...
+    return undo
 
 
 # --- Ask torch.compile what it has done in this process, and prepare it for fake tensors.

@@ -525,6 +525,7 @@ _PAGE_OF_RULE = {
     **dict.fromkeys(("R1", "R14", "R23", "R26", "R27", "R30"), "units"),
 }
 _PAGE_OF_LIMIT = {
+    Limit.TRAINING: "diagnosis",
     Limit.MEMORY: "memory",
     Limit.MEMORY_CREEP: "memory",
     Limit.STRAGGLER: "ranks",
@@ -555,7 +556,7 @@ def _page_of(finding: Finding, verdict: Verdict) -> str:
         return _PAGE_OF_RULE[finding.rule]
     if finding.units:
         return "units"
-    return page_of_limit(verdict)
+    return page_of_limit(verdict.of_speed)
 
 
 def _show_line(sentence: str, page: str, units: Sequence[str]) -> None:

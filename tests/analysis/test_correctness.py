@@ -1,0 +1,70 @@
+"""A mistake of the training comes first, and changes nothing else that is said about the run."""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_inspect.advice.run_advice import find_findings
+from fsdp_inspect.analysis.summary import measure_summary
+from fsdp_inspect.analysis.verdict import Limit
+from fsdp_inspect.trace.correctness import BatchSeen, OptimizerSeen, TrainingSeen
+from tests.builders import InMemoryRun, RunBuilder
+
+STALE = TrainingSeen(
+    num_trainable=4,
+    num_with_gradient=4,
+    optimizers=[
+        OptimizerSeen(num_steps=3, num_tensors=4, num_of_model=0, num_with_gradient=0, num_alike=4)
+    ],
+)
+
+
+def input_bound() -> InMemoryRun:
+    """Two ranks that wait for data in half of each step."""
+    builder = RunBuilder(("layers.0",), world_size=2)
+    for number in range(2):
+        rank = builder.rank(number)
+        for step in range(4):
+            start = 1000 * step
+            rank.step(step, start, start + 1000)
+            rank.data(start, start + 500)
+            rank.forward("layers.0", start + 500, start + 900)
+    return builder.build()
+
+
+def observed(run: InMemoryRun, *seen: TrainingSeen) -> InMemoryRun:
+    ranks = [
+        record.model_copy(update={"training": each})
+        for record, each in zip(run.ranks, seen, strict=True)
+    ]
+    return replace(run, ranks=ranks)
+
+
+def test_the_speed_is_judged_as_without_the_mistake() -> None:
+    run = input_bound()
+    plain, wrong = (
+        measure_summary(run).verdict,
+        measure_summary(observed(run, STALE, STALE)).verdict,
+    )
+
+    assert plain.limit is Limit.INPUT
+    assert wrong.limit is Limit.TRAINING
+    assert wrong.of_speed == plain.of_speed == plain
+    assert wrong.next_steps[1:] == plain.next_steps
+
+
+def test_advice_on_the_speed_is_that_without_the_mistake() -> None:
+    run = input_bound()
+    found = find_findings(run)
+
+    assert any(plain.sentence == measure_summary(run).verdict.sentence for plain in found)
+    assert find_findings(observed(run, STALE, STALE)) == found
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_few_different_batches_are_not_judged(number: int) -> None:
+    """Fewer than three different batches on the ranks: chance, padding or a benchmark."""
+    seen = TrainingSeen(
+        batches=[BatchSeen(step=step, digest=step % max(number, 1)) for step in range(8)]
+    )
+    assert measure_summary(observed(input_bound(), seen, seen)).verdict.limit is Limit.INPUT
