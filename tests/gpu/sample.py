@@ -56,11 +56,8 @@ def measure(setting: Setting) -> Iterator[Row]:
     work.mkdir(parents=True)
     run_python(["-m", "instrumented_trainer", *_arguments(setting, name)], work)
     [run] = work.glob(f"*{name}*")
-    folder.mkdir()
-    shutil.move(run, folder / "run")
-    summary = json.loads(
-        run_python(["-m", "fsdp_inspect", "summary", str(folder / "run"), "--json"])
-    )
+    shutil.move(run, folder)
+    summary = json.loads(run_python(["-m", "fsdp_inspect", "summary", str(folder), "--json"]))
     expected = {key: summary[key] for key in _EXPECTED}
     (folder / "expected.json").write_text(json.dumps(expected, indent=2) + "\n")
     yield _row(setting, name, folder)
@@ -123,10 +120,10 @@ def run_python(arguments: list[str], folder: Path = ROOT) -> str:
 
 def _row(setting: Setting, name: str, folder: Path) -> Row:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    run = open_run(folder / "run")
+    run = open_run(folder)
     is_whole = run.status is RunStatus.COMPLETE and not list(run.notes)
     state = "complete, without notes" if is_whole else f"{run.status.value}: {list(run.notes)}"
-    leaks = _paths_of_this_machine((folder / "run" / "run.json").read_text())
+    leaks = _paths_of_this_machine((folder / "run.json").read_text())
     return setting.judge.exact(
         Figure(
             name=f"sample {name}",

@@ -176,6 +176,6 @@ def test_the_whole_script_runs_on_a_cpu(tmp_path: Path) -> None:
         archive.extractall(tmp_path, filter="data")
     sample = tmp_path / "emulated-8-ranks-cpu"
     assert "The same call of `make gpu` had measured before" in (sample / "README.md").read_text()
-    assert open_run(sample / "run").manifest.source == "emulated"
+    assert open_run(sample).manifest.source == "emulated"
     assert json.loads((sample / "expected.json").read_text())["world_size"] == 8
     assert sum(path.stat().st_size for path in sample.rglob("*") if path.is_file()) < 1 << 20
