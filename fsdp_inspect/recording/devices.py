@@ -397,8 +397,6 @@ def _gpu_probes(nvml: Any, handle: Any) -> list[_Probe]:
         )
         sent, received = nvml.nvmlDeviceGetFieldValues(handle, [(id_, _ALL_LINKS) for id_ in ids])
         for field in (sent, received):
-            if field.nvmlReturn == nvml.NVML_ERROR_NOT_SUPPORTED:
-                return {}  # a machine without NVLink: nothing is lost
             if field.nvmlReturn != nvml.NVML_SUCCESS:
                 raise nvml.NVMLError(field.nvmlReturn)
         return {  # counters in KiB

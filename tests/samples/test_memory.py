@@ -53,9 +53,12 @@ def test_owners_add_up_to_the_peak(run: StoredRun) -> None:
             assert sum(part.bytes for part in owner.categories) == owner.bytes
 
 
-def test_the_peak_is_the_highest_place_of_the_program(run: StoredRun) -> None:
+def test_the_peak_is_the_highest_place_of_the_program(
+    run: StoredRun, request: pytest.FixtureRequest
+) -> None:
     if run.ranks[0].clock == "cuda_event":
-        pytest.skip("on CUDA, the memory step is an early one, and a later step is higher")
+        reason = "a defect: on CUDA, places come from readings that miss peaks between them"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     memory = measure_memory(run)
     assert memory.peak is not None
     top = memory.positions[0]
