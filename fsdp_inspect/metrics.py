@@ -187,6 +187,20 @@ _ALL = (
         _NS,
         "the compute stream waits for a collective that has not started",
     ),
+    Metric(
+        "host_behind_ns",
+        "host behind",
+        _NS,
+        "the device has passed a mark, and the host has not issued the next one: an upper bound of "
+        "the device's idle time for lack of work; overlaps the parts of the step",
+    ),
+    Metric(
+        "device_idle_ns",
+        "device idle",
+        _NS,
+        "the device waits for the host: host-bound, or the smaller of: host behind; "
+        "step time x (1 - device utilisation)",
+    ),
     Metric("optimizer_ns", "optimizer", _NS, "the optimizer's step"),
     Metric("data_ns", "data", _NS, "waiting for the next batch"),
     Metric(

@@ -56,7 +56,7 @@ _LATE = (Limit.STRAGGLER, Limit.SLOW_GROUP)
 _COSTS = {
     Limit.STRAGGLER: "straggler_cost_ns",
     Limit.SLOW_GROUP: "slow_group_cost_ns",
-    Limit.HOST: "host_bound_ns",
+    Limit.HOST: "device_idle_ns",
     Limit.INPUT: "data_ns",
     Limit.COLLECTION: "garbage_collection_ns",
     Limit.BACKWARD_ORDER: "backward_order_ns",

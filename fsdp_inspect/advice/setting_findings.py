@@ -273,13 +273,15 @@ def _fragmentation(evidence: Evidence) -> Iterator[Finding]:
     if allocator is None or ratio is None or ratio <= FRAGMENTED_RATIO or is_said:
         return
     unused = round(ratio * allocator.reserved_bytes)
+    is_bound = allocator.is_between_samples
+    most, moment = ("At most ", "over the run") if is_bound else ("", f"step {allocator.step}")
     yield Finding(
         "R21",
         (),
-        f"{format_bytes(unused)} of the reserved memory ({format_ratio(ratio)}) is unused at the "
-        "peak because of fragmentation.",
-        f"Rank {allocator.rank}, step {allocator.step}: {format_bytes(allocator.reserved_bytes)} "
-        f"reserved, {format_bytes(allocator.active_bytes)} in use; "
+        f"{most}{format_bytes(unused)} of the reserved memory ({format_ratio(ratio)}) is unused at "
+        "the peak because of fragmentation.",
+        f"Rank {allocator.rank}, {moment}: {format_bytes(allocator.reserved_bytes)} reserved, "
+        f"{'at least ' if is_bound else ''}{format_bytes(allocator.active_bytes)} in use; "
         f"{allocator.num_alloc_retries or 0} allocation retries.",
         ("Set PYTORCH_ALLOC_CONF=expandable_segments:True.",),
         {"fragmentation_ratio": ratio},

@@ -31,10 +31,11 @@ _KINDS = (
     *PARTS_OF_STEP,
     StepPart.COMMUNICATION,
     StepPart.BETWEEN_STEPS,
+    StepPart.HOST_BEHIND,
     StepPart.GROUP,
 )
 """The summary rows that a breakdown reads."""
-_OVERLAPPING = (StepPart.COMMUNICATION, StepPart.BETWEEN_STEPS)
+_OVERLAPPING = (StepPart.COMMUNICATION, StepPart.BETWEEN_STEPS, StepPart.HOST_BEHIND)
 _IS_EXPOSED = np.isin([int(part) for part in PARTS_OF_STEP], list(EXPOSED_PART_CODES))
 
 
@@ -118,6 +119,9 @@ class StepBreakdown:
     """Union of the rank's running collectives. It overlaps the parts."""
     between_ns: int
     """Time of evaluation and checkpoints before the step, which `step_time_ns` does not contain."""
+    host_behind_ns: int = 0
+    """Upper bound of the device's idle time for lack of work. It overlaps the parts; see [Note: the
+    host behind the device] in `store.reduction.step_parts`. 0 without a device."""
     dimensions: tuple[DimensionTime, ...] = ()
     """The collectives by dimension of the mesh. Exposed times add up to `exposed_ns`, and counts
     and bytes add up to those of the step."""
@@ -139,6 +143,8 @@ class TypicalParts:
     """Shape (R,)."""
     durations_ns: _Int64
     """Shape (R, len(PARTS_OF_STEP)). Each row adds up to the step time exactly."""
+    host_behind_ns: _Int64
+    """Shape (R,)."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +219,7 @@ def _describe_ranks(
     run: RunSource, members: Sequence[RankSteps], typical: TypicalSteps, parts: TypicalParts
 ) -> Iterator[StepBreakdown]:
     closest = typical.closest_step.tolist()
-    communication, between = (typical.rounded(kind).tolist() for kind in _OVERLAPPING)
+    overlapping = np.stack([typical.rounded(kind) for kind in _OVERLAPPING], axis=1).tolist()
     places = np.searchsorted(typical.rank, [member.rank for member in members])
     dimensions = _split_by_rank(run, typical, parts, places)
     for place, member in zip(places.tolist(), members, strict=True):
@@ -222,7 +228,7 @@ def _describe_ranks(
             place,
             steps=member.typical_steps,
             closest_step=closest[place],
-            overlapping=(communication[place], between[place]),
+            overlapping=overlapping[place],
             dimensions=dimensions[member.rank],
         )
 
@@ -266,13 +272,12 @@ def _split(rows: SummaryTable, dimensions: GroupDimensions) -> StepBreakdown:
     parts = _split_sums(
         rows.rank[:1], by_kind[list(_KINDS[:-1])][np.newaxis], np.array([len(steps)])
     )
-    communication, between = (round(float(by_kind[kind] / len(steps))) for kind in _OVERLAPPING)
     return _describe(
         parts,
         0,
         steps=steps,
         closest_step=int(whole_steps[np.argmin(np.abs(whole_ns - whole_ns.mean()))]),
-        overlapping=(communication, between),
+        overlapping=[round(float(by_kind[kind] / len(steps))) for kind in _OVERLAPPING],
         dimensions=_split_by_dimension(
             rows_of(rows, kinds=[StepPart.GROUP]),
             dimensions,
@@ -300,7 +305,8 @@ def _split_sums(
     for chosen, part_of in ((_IS_EXPOSED, exposed), (~_IS_EXPOSED, total - exposed)):
         shares = of_parts[:, chosen] / num_steps[:, np.newaxis]
         durations[:, chosen] = apportion_rows(shares, part_of)
-    return TypicalParts(rank, total, exposed, durations)
+    host_behind = sums[:, _KINDS.index(StepPart.HOST_BEHIND)] / num_steps
+    return TypicalParts(rank, total, exposed, durations, np.rint(host_behind).astype(np.int64))
 
 
 def _describe(
@@ -309,11 +315,11 @@ def _describe(
     *,
     steps: NDArray[np.int32],
     closest_step: int,
-    overlapping: tuple[int, int],
+    overlapping: Sequence[int],
     dimensions: tuple[DimensionTime, ...],
 ) -> StepBreakdown:
     total, durations = int(parts.step_time_ns[place]), parts.durations_ns[place].tolist()
-    communication, between = overlapping
+    communication, between, host_behind = overlapping
     return StepBreakdown(
         rank=int(parts.rank[place]),
         steps=tuple(steps.tolist()),
@@ -326,6 +332,7 @@ def _describe(
         closest_step=closest_step,
         communication_ns=communication,
         between_ns=between,
+        host_behind_ns=host_behind,
         dimensions=dimensions,
     )
 

@@ -148,6 +148,7 @@ def measure_summary(run: RunSource) -> Summary:
             provenance=provenance,
             costs=try_measure(measure_step_costs, run, damage),
             run_delay=try_measure(measure_run_delay_of_hosts, run, damage),
+            utilisation_ratio=throughput.device_utilisation_ratio if throughput else None,
             late=try_measure(lambda source: find_late_ranks(source, overlap.ranks), run, damage),
             fault=training.faults[0] if training and training.faults else None,
         )

@@ -329,9 +329,14 @@ def _peak_title(peak: PeakMoment) -> str:
 
 def _allocator_table(use: AllocatorUse) -> Table:
     table = new_table("", "")
-    table.add_row(f"allocated, highest sample (step {use.step})", _bytes(use.allocated_bytes))
-    table.add_row("active at that sample", _bytes(use.active_bytes))
-    table.add_row("reserved at that sample", _bytes(use.reserved_bytes))
+    if use.is_between_samples:
+        table.add_row("allocated at the peak, between samples", _bytes(use.allocated_bytes))
+        table.add_row("active then, at least", _bytes(use.active_bytes))
+        table.add_row("reserved then, at most", _bytes(use.reserved_bytes))
+    else:
+        table.add_row(f"allocated, highest sample (step {use.step})", _bytes(use.allocated_bytes))
+        table.add_row("active at that sample", _bytes(use.active_bytes))
+        table.add_row("reserved at that sample", _bytes(use.reserved_bytes))
     for name in (
         "fragmentation_ratio",
         "inactive_split_bytes",

@@ -261,6 +261,10 @@ def _numbers_table(digest: Summary) -> Table:
     )
     for name in ("communication_ns", "exposed_ns", "floor_ns", "overlap_ratio"):
         table.add_row(find_metric(name).label, format_metric(name, getattr(digest, name)), "")
+    if digest.breakdown is not None and digest.breakdown.host_behind_ns:
+        behind = format_metric("host_behind_ns", digest.breakdown.host_behind_ns)
+        origin = "upper bound of the device's idle time"
+        table.add_row(find_metric("host_behind_ns").label, behind, origin)
     for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
         value = getattr(digest, name)
         table.add_row(find_metric(name).label, format_metric(name, value), _of_device(digest, name))

@@ -841,8 +841,9 @@ class _Builder:
         )
 
     def _hook(self, unit: int, gather: ClockPart) -> int:
-        if self._execution is Execution.STREAM:
-            return 0  # the pieces contain the host's time
+        if self._execution is Execution.STREAM:  # the pieces contain the rest of the host's time
+            in_backward = gather is ClockPart.GATHER_BACKWARD
+            return self._pace.gather_ns.get(unit, 0) if in_backward else 0
         return self._hooks[gather][unit] + self._hooks[_ENTRY_OF[gather]][unit]
 
     def _ends_late(self, unit: int) -> bool:

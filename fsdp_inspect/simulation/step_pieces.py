@@ -17,7 +17,7 @@ that encloses others (a root with parameters), it also contains the enclosing un
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
@@ -403,7 +403,8 @@ def _nest(inside: list[int], unit: int, *, opens: bool) -> None:
 # waits may then be limited by this pace.
 #
 # Host time between two boundaries belongs to the unit whose forward or backward was entered last,
-# including torch's hooks around it.
+# including torch's hooks around it. In backward, the host time from a unit's reduction to the next
+# entry belongs to the unit that is gathered there; without a gather, to the unit before.
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,8 +414,11 @@ class HostPace:
     forward_ns: dict[int, int] = field(default_factory=dict)
     """By unit of the manifest: from the entry of its forward to the next boundary."""
     backward_ns: dict[int, int] = field(default_factory=dict)
-    """By unit of the manifest: from the entry of its backward to the next boundary or its
-    reduction."""
+    """By unit of the manifest: from the entry of its backward to its reduction if a gather follows,
+    else to the next boundary."""
+    gather_ns: dict[int, int] = field(default_factory=dict)
+    """By unit of the manifest: around its all-gather in backward, from the reduction before it to
+    the next boundary."""
     ahead_ns: int | None = None
     """Lead of the host over the device at the start of a forward; None: unknown."""
 
@@ -427,22 +431,31 @@ def measure_host_pace(events: EventTable) -> HostPace:
     """
     repeated = (events.flags & EventFlag.RECOMPUTE) != 0
     events = events.where((events.phase != Phase.EVALUATION) & ~repeated)
-    forward, backward = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    forward, backward, gather = (defaultdict[int, list[int]](list) for _ in range(3))
     for _, in_step in positions_by_value(events.step):
         of_step = events.where(in_step)
         for _, in_microbatch in positions_by_value(of_step.microbatch):
             rows = of_step.where(in_microbatch)
-            for found, spans in ((forward, _forward(rows)), (backward, _backward(rows))):
+            for found, spans in (
+                (forward, _forward(rows)),
+                (backward, _backward(rows)),
+                (gather, _gathers_in_backward(rows)),
+            ):
                 for unit, duration in spans:
                     found[unit].append(duration)
     begins = (events.kind == EventKind.FORWARD) & (events.unit == NO_UNIT)
     begins &= (events.microbatch == 0) & (events.phase == Phase.FORWARD)
     ahead = (events.start_ns - events.issue_ns)[begins]
     return HostPace(
-        {unit: round(float(np.mean(each))) for unit, each in forward.items()},
-        {unit: round(float(np.mean(each))) for unit, each in backward.items()},
+        _means(forward),
+        _means(backward),
+        _means(gather),
         round(float(np.mean(ahead))) if len(ahead) else None,
     )
+
+
+def _means(found: Mapping[int, list[int]]) -> dict[int, int]:
+    return {unit: round(float(np.mean(each))) for unit, each in found.items()}
 
 
 def _forward(events: EventTable) -> Iterator[tuple[int, int]]:
@@ -454,8 +467,34 @@ def _forward(events: EventTable) -> Iterator[tuple[int, int]]:
 
 def _backward(events: EventTable) -> Iterator[tuple[int, int]]:
     """Each unit of a backward, with the host's time to the next entry or its reduction."""
-    reductions = (events.kind == EventKind.REDUCE_SCATTER) & (events.unit != NO_UNIT)
-    return _between(events, EventKind.BACKWARD, events.issue_ns[reductions].tolist())
+    ends = [reduced for reduced, _, _ in _gathers_after_reductions(events)]
+    return _between(events, EventKind.BACKWARD, ends)
+
+
+def _gathers_in_backward(events: EventTable) -> Iterator[tuple[int, int]]:
+    """Each unit that is gathered between a reduction and the next entry, with the host's time."""
+    for reduced, unit, entered in _gathers_after_reductions(events):
+        yield unit, entered - reduced
+
+
+def _gathers_after_reductions(events: EventTable) -> Iterator[tuple[int, int, int]]:
+    """The host's time of a reduction in backward, the unit gathered next, and the next entry."""
+    of_unit = (events.unit != NO_UNIT) & (events.phase == Phase.BACKWARD)
+    entries, reductions, gathers = (
+        np.sort(events.issue_ns[of_unit & (events.kind == kind)])
+        for kind in (EventKind.BACKWARD, EventKind.REDUCE_SCATTER, EventKind.ALL_GATHER)
+    )
+    units = events.where(of_unit & (events.kind == EventKind.ALL_GATHER))
+    units = units.where(np.argsort(units.issue_ns, kind="stable"))
+    for entered in entries.tolist():
+        before = reductions[: np.searchsorted(reductions, entered, side="right")]
+        if not len(before):
+            continue
+        reduced = int(before[-1])
+        first, last = np.searchsorted(gathers, [reduced, entered]).tolist()
+        is_next = not np.any((entries >= reduced) & (entries < entered))
+        if is_next and last - first == 1:
+            yield reduced, int(units.unit[first]), entered
 
 
 def _between(events: EventTable, kind: EventKind, ends: list[int]) -> Iterator[tuple[int, int]]:

@@ -293,6 +293,9 @@ class StepPart(NamedCode):
     """Union of the rank's running collectives; overlaps the parts above."""
     BETWEEN_STEPS = 121
     """Evaluation and checkpoint saving before the step; not part of the step time."""
+    HOST_BEHIND = 122
+    """On a device: an upper bound of its idle time for lack of work, outside the exposed parts. It
+    contains HOST_BOUND and overlaps the other parts."""
     PEAK_ALLOCATED = 130
     """The highest known allocated memory of a step, in the `bytes` column."""
     PEAK_RESERVED = 131

@@ -97,6 +97,25 @@ def growth(bytes_per_step=1 << 20, steps_until_full=500):
         pytest.param(
             {"host_bound_ns": 12 * MS, "exposed_ns": 40 * MS}, Limit.HOST, id="host first"
         ),
+        pytest.param(
+            {"host_behind_ns": 80 * MS, "utilisation_ratio": 0.5}, Limit.HOST, id="an idle device"
+        ),
+        pytest.param(
+            {"host_behind_ns": 8 * MS, "utilisation_ratio": 0.5},
+            Limit.COMPUTE,
+            id="a device that is idle for another reason",
+        ),
+        pytest.param(
+            {"host_behind_ns": 80 * MS, "utilisation_ratio": 0.95},
+            Limit.COMPUTE,
+            id="a busy device",
+        ),
+        pytest.param(
+            {"host_behind_ns": 80 * MS}, Limit.HOST_OR_COMPUTE, id="a device of unknown use"
+        ),
+        pytest.param(
+            {"host_behind_ns": 40 * MS}, Limit.COMPUTE, id="a device that seldom lacks work"
+        ),
         pytest.param({"device_ratio": 0.99, "data_ns": 50 * MS}, Limit.MEMORY, id="memory first"),
         pytest.param({"core_wait_ratio": 0.25}, Limit.CORES, id="cores at their threshold"),
         pytest.param({"core_wait_ratio": 0.24}, Limit.COMPUTE, id="cores below their threshold"),

@@ -122,6 +122,13 @@ def test_a_run_and_a_trace_of_the_same_step_fill_the_table() -> None:
         "error of the durations of collectives": ("1.9 % (p90 2.4 %)", Verdict.HOLDS),
         "device times on the host's clock against the profiler's": ("+3.0 µs", Verdict.SHOWN),
         "exposed time of a step against that of kernels": ("+2.22 %", Verdict.MISSED),
+        "the host is behind the device": ("0.0 %", Verdict.SHOWN),
+        "kernels while the host is behind": ("0.0 %", Verdict.SHOWN),
+        "kernels while it is not": ("89.8 %", Verdict.SHOWN),
+        "exposed time against that of kernels while the host is not behind": (
+            "2.2 %",
+            Verdict.SHOWN,
+        ),
     }
 
 

@@ -34,6 +34,7 @@ from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 from tests.gpu.copies import copy_rows
+from tests.gpu.idle import StepUse, measure_use, split_kernels
 from tests.gpu.outcome import Row, failed, shown, spread, unavailable
 from tests.gpu.setting import (
     NEEDS_CUDA,
@@ -51,7 +52,6 @@ WARMUP_STEPS = 3
 _PROFILED_STEPS = 8
 _MARK = "host clock"
 _REGROUPED = "regrouped"
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Times = NDArray[np.int64]
 
@@ -159,11 +159,12 @@ def compare(
     points = measure_step_times(run).over_steps
     recorded = {point.step: point.exposed_ns for point in points if point.step in steps}
     yield _exposed_row(setting, recorded, exposed)
+    yield from _use_rows(setting, list(measure_use(events, trace, matched.offset_ns)))
 
 
 def spin_kernels(trace: list[TraceEvent]) -> list[TraceEvent]:
     """The kernels that represent collectives, in the order in which the host launched them."""
-    spins = [event for event in trace if event.category == "kernel" and "spin" in event.name]
+    spins, _ = split_kernels(trace)
     return sorted(spins, key=_launched)
 
 
@@ -193,8 +194,7 @@ def exposed_of_kernels(
         events: The recorded steps, for their bounds.
         offset_ns: The recorder's clock minus the profiler's.
     """
-    spins = spin_kernels(trace)
-    others = [event for event in trace if event.category in _ON_DEVICE and "spin" not in event.name]
+    spins, others = split_kernels(trace)
     compute = statistics.mode(event.tid for event in others)
     busy = _union([event for event in others if event.tid == compute])
     alone = _union(spins).subtract(busy)
@@ -332,6 +332,41 @@ def _exposed_row(setting: Setting, recorded: dict[int, int], kernels: dict[int, 
             "a collective count there, and not here."
         ),
         numbers={"median_ratio": middle, "lowest": min(ratios), "highest": max(ratios)},
+    )
+
+
+def _use_rows(setting: Setting, steps: list[StepUse]) -> Iterator[Row]:
+    how = (
+        f"Measured: median and range over {len(steps)} steps on {setting.place}, {ONE_NODE}, with "
+        "the profiler: kernels on the compute stream, {where}, outside the exposed parts."
+    )
+    behind = [each.behind_ratio for each in steps]
+    yield _use_row("the host is behind the device", behind, f"{how.partition(':')[0]}.")
+    idle, full = (
+        ([each.busy_behind_ratio for each in steps], "while the host is behind"),
+        ([each.busy_ahead_ratio for each in steps], "while it is not"),
+    )
+    for ratios, where in (idle, full):
+        yield _use_row(f"kernels {where}", ratios, how.format(where=where))
+    errors = [each.exposed_ns / each.alone_ahead_ns - 1 for each in steps if each.alone_ahead_ns]
+    yield _use_row(
+        "exposed time against that of kernels while the host is not behind",
+        errors,
+        "Measured: recorded / kernels - 1, as in the row of exposed time, but without kernels of "
+        "collectives that run alone while the host is behind.",
+    )
+
+
+def _use_row(name: str, ratios: list[float], how: str) -> Row:
+    middle = statistics.median(ratios) if ratios else float("nan")
+    return shown(
+        Figure(
+            name=name,
+            value=f"{100 * middle:.1f} %",
+            interval=f"{100 * min(ratios):.1f} % to {100 * max(ratios):.1f} %" if ratios else "",
+            how=how,
+            numbers={"median_ratio": middle},
+        )
     )
 
 

@@ -133,6 +133,31 @@ def test_the_wait_for_a_reduction_belongs_to_the_unit_that_is_reduced() -> None:
     assert {("layers.3", "layers.2"), ("layers.2", "layers.1")} <= names
 
 
+def _host_behind_ns(replay: Replay) -> tuple[int, int]:
+    """The time in which the device may lack work in the last step, and the time of that step."""
+    summary = reduce_rank(replay.events, rank=0)
+    last = summary.where(summary.step == summary.step.max())
+    durations = [
+        int(last.duration_ns[last.kind == kind][0])
+        for kind in (StepPart.HOST_BEHIND, EventKind.STEP)
+    ]
+    return durations[0], durations[1]
+
+
+@pytest.mark.parametrize("host_ms", [1, 2, 5])
+def test_the_host_is_behind_for_at_least_the_idle_time_of_the_device(host_ms: float) -> None:
+    replay = Replay(gather_ms=0.2, scatter_ms=0.2, forward_ms=0.5, host_ms=host_ms)
+    behind_ns, step_ns = _host_behind_ns(replay)
+    assert behind_ns > _idle_ns(replay) - 0.5 * MS  # exposed waits are idle time, too
+    assert behind_ns <= step_ns
+    assert host_ms < 2 or behind_ns > 0.6 * step_ns
+
+
+def test_a_host_that_runs_ahead_is_not_behind(well_hidden: Replay) -> None:
+    behind_ns, step_ns = _host_behind_ns(well_hidden)
+    assert behind_ns < 0.1 * step_ns
+
+
 def test_host_bound_waits_are_not_called_exposed() -> None:
     replay = Replay(gather_ms=1, scatter_ms=1, forward_ms=0.5, host_ms=5)
     summary = reduce_rank(replay.events, rank=0)

@@ -4,6 +4,11 @@ Reserved memory is what the allocator took from the device; active memory is in 
 rest is cached. Cached memory at the moment of the highest allocated is fragmentation, because no
 request fitted into it. Device memory in use (NVML) beyond reserved memory belongs to the CUDA
 context, NCCL, libraries, or other processes. A run on CPU has no such numbers.
+
+[Note: a peak between samples] Samples are taken at the boundaries of units, and the allocator's
+peak counter can show a higher peak between two of them. At that peak, at least the allocated bytes
+are in use, and at most the highest reserved bytes are reserved. The cached memory then has an upper
+bound.
 """
 
 from dataclasses import dataclass
@@ -24,11 +29,13 @@ class AllocatorUse:
     step: int
     """The step of the sample with the most allocated bytes."""
     allocated_bytes: int
-    """Allocated bytes at this sample, like the next two fields."""
+    """Allocated bytes at the peak: this sample, or the counter if it shows a higher peak."""
     active_bytes: int | None
+    """Active bytes at this sample, or the allocated bytes if they are higher."""
     reserved_bytes: int
+    """Reserved bytes at this sample; if the counter shows a higher peak, the most of the run."""
     fragmentation_ratio: float | None
-    """(reserved - active) / reserved at this sample, 0 to 1."""
+    """(reserved - active) / reserved, 0 to 1; an upper bound if `is_between_samples`."""
     inactive_split_bytes: int | None
     """Inactive split bytes at this sample, or the last recorded value if the sample has none."""
     num_alloc_retries: int | None
@@ -39,6 +46,8 @@ class AllocatorUse:
     """Highest memory in use on the whole device (NVML)."""
     outside_allocator_bytes: int | None
     """`device_used_bytes` - the bytes that this rank's allocator reserves at that moment."""
+    is_between_samples: bool = False
+    """Whether the peak lies between two samples; see [Note: a peak between samples]."""
 
 
 def measure_allocator(run: RunSource, *, rank: int) -> AllocatorUse | None:
@@ -58,12 +67,17 @@ def measure_allocator(run: RunSource, *, rank: int) -> AllocatorUse | None:
     if len(samples) == 0:
         return None
     top = samples.where(np.array([int(np.argmax(samples.allocated))]))
-    reserved, active = int(top.reserved[0]), _known(int(top.active[0]))
+    allocated, reserved = int(top.allocated[0]), int(top.reserved[0])
+    active, highest = _known(int(top.active[0])), int(samples.peak_allocated.max())
+    is_between = highest > allocated
+    if is_between:
+        allocated, reserved = highest, max(reserved, int(samples.peak_reserved.max()))
+        active = None if active is None else max(active, highest)
     used, outside = _device_memory(samples, _devices(run, rank))
     return AllocatorUse(
         rank=rank,
         step=int(top.step[0]),
-        allocated_bytes=int(top.allocated[0]),
+        allocated_bytes=allocated,
         active_bytes=active,
         reserved_bytes=reserved,
         fragmentation_ratio=None if active is None else (reserved - active) / reserved,
@@ -72,6 +86,7 @@ def measure_allocator(run: RunSource, *, rank: int) -> AllocatorUse | None:
         num_ooms=_counted(samples, "num_ooms"),
         device_used_bytes=used,
         outside_allocator_bytes=outside,
+        is_between_samples=is_between,
     )
 
 

@@ -10,7 +10,8 @@ step of that rank. Each limit has a threshold:
 | memory growth | memory at the end of a step grows and fills the device in 10,000 steps |      |
 | cores         | a training thread has no CPU core for 25% of the time                |        |
 | input         | waiting for the next batch takes 10% of the step                     |        |
-| host          | the step is host-bound for 10% of its time                           | R19    |
+| host          | the step is host-bound for 10% of its time, or the device is idle    | R19    |
+|               | for 10% and lacks work for that long                                 |        |
 | straggler     | one straggler costs 5% of the step                                   | R32    |
 | slow group    | one node, stage or group of ranks costs 5% of the step               | R32    |
 | communication | exposed communication, without the floor, takes 5% of the step       | R1-R17 |
@@ -24,6 +25,8 @@ step of that rank. Each limit has a threshold:
 | root gather   | communication, and a quarter of it is the root's second all-gather   | R8     |
 | latency       | communication, and half of it is latency                             | R2     |
 | other         | 30% of the step lies in no recorded part                             |        |
+| host or       | none of these; the device may lack work for half of the step, and is |        |
+| compute       | not known to be busy                                                 |        |
 | compute       | none of these: the plan is fine, and the advice is "change nothing"  |        |
 
 A wrong training comes first, then memory, then the largest ratio. Missing cores come before a
@@ -195,6 +198,8 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "data_ns": facts.data_ns,
         "run_delay_ratio": facts.core_wait_ratio,
         "host_bound_ns": facts.host_bound_ns,
+        "host_behind_ns": facts.host_behind_ns,
+        "device_idle_ns": facts.device_idle_ns,
         "exposed_ns": facts.exposed_ns,
         "floor_ns": facts.floor_ns,
         "other_ns": facts.other_ns,

@@ -129,6 +129,11 @@ class StepFacts:
     exposed_ns: int
     floor_ns: int
     other_ns: int
+    host_behind_ns: int = 0
+    """Upper bound of the device's idle time for lack of work; see [Note: the host behind the
+    device] in `store.reduction.step_parts`."""
+    utilisation_ratio: float | None = None
+    """Fraction of the time in which the device of the median rank runs a kernel, by NVML."""
     exposed_by_kind_ns: Mapping[str, int] = field(default_factory=dict)
     """Exposed time of `all_gather`, `reduce_scatter`, `all_reduce` and `other`. They add up to
     `exposed_ns`."""
@@ -204,6 +209,18 @@ class StepFacts:
         return duration_ns / self.step_time_ns if self.step_time_ns else 0.0
 
     @property
+    def device_idle_ns(self) -> int:
+        """Time in which the device is idle because of the host, as far as it is known.
+
+        The waits for collectives that the host has not issued. With the device's utilisation: the
+        time without a kernel, if the device lacks work for that long.
+        """
+        if self.utilisation_ratio is None:
+            return self.host_bound_ns
+        without_kernel = round((1 - self.utilisation_ratio) * self.step_time_ns)
+        return max(self.host_bound_ns, min(self.host_behind_ns, without_kernel))
+
+    @property
     def between_ratio(self) -> float:
         """Time between steps as a fraction of it and the step together."""
         whole = self.between_ns + self.step_time_ns
@@ -239,6 +256,11 @@ CORES_RATIO = 0.25
 """The fraction of the time in which a training thread has no core, from which no other time can be
 trusted."""
 HOST_RATIO = 0.10
+HOST_BEHIND_RATIO = 0.50
+"""If the device may lack work for this fraction of the step, compute is its limit only if the
+device is known to be busy."""
+BUSY_RATIO = 0.90
+"""The utilisation from which a device is busy."""
 STRAGGLER_RATIO = 0.05
 """Also for a slow group."""
 COMMUNICATION_RATIO = 0.05
@@ -269,6 +291,8 @@ class Limit(StrEnum):
     CORES = "cores"
     """Training threads wait for a CPU core."""
     HOST = "host"
+    HOST_OR_COMPUTE = "host_or_compute"
+    """The device may lack work for most of the step, and how busy it is, is unknown."""
     STRAGGLER = "straggler"
     SLOW_GROUP = "slow_group"
     """All ranks of a node, a TP group or a pipeline stage work longer than the other ranks."""
@@ -308,7 +332,7 @@ def find_limit(facts: StepFacts) -> Limit:
     shares = {
         Limit.INPUT: (facts.ratio(facts.data_ns), INPUT_RATIO),
         Limit.CORES: (facts.core_wait_ratio, CORES_RATIO),
-        Limit.HOST: (facts.ratio(facts.host_bound_ns), HOST_RATIO),
+        Limit.HOST: (facts.ratio(facts.device_idle_ns), HOST_RATIO),
         Limit.STRAGGLER: (facts.ratio(late), STRAGGLER_RATIO),
         Limit.SLOW_GROUP: (facts.ratio(group), STRAGGLER_RATIO),
         Limit.COMMUNICATION: (facts.ratio(facts.avoidable_ns), COMMUNICATION_RATIO),
@@ -323,9 +347,16 @@ def find_limit(facts: StepFacts) -> Limit:
         named = {limit: share for limit, share in named.items() if limit not in _OF_CORES}
     if not named.keys().isdisjoint(_BEFORE_COMMUNICATION):
         named.pop(Limit.COMMUNICATION, None)
-    limit = max(named, key=lambda limit: named[limit], default=Limit.COMPUTE)
+    limit = max(named, key=lambda limit: named[limit], default=_compute(facts))
     is_communication = limit in (Limit.COMMUNICATION, Limit.FIRST_GATHER)
     return _part_of_communication(facts, limit) if is_communication else limit
+
+
+def _compute(facts: StepFacts) -> Limit:
+    """Return compute as the limit, unless the device may be idle for most of the step."""
+    is_busy = facts.utilisation_ratio is not None and facts.utilisation_ratio >= BUSY_RATIO
+    may_lack_work = facts.ratio(facts.host_behind_ns) >= HOST_BEHIND_RATIO
+    return Limit.HOST_OR_COMPUTE if may_lack_work and not is_busy else Limit.COMPUTE
 
 
 def _part_of_communication(facts: StepFacts, limit: Limit) -> Limit:

@@ -89,6 +89,8 @@ class Answers:
     costs: StepCosts | None = None
     run_delay: RunDelay | None = None
     """The rank whose training thread waits longest for a core."""
+    utilisation_ratio: float | None = None
+    """The utilisation of the device of the median rank, which also stands for the other ranks."""
     fault: TrainingFault | None = None
     """The first mistake of the training itself."""
 
@@ -110,7 +112,10 @@ def _judge_speed(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
     of_step = _facts_of_step(answers, headline)
     verdict = give_verdict(_facts_of_run(answers, of_step, headline))
     memory, parts = {row.rank: row for row in answers.memory.ranks}, answers.breakdown.parts
-    columns = (parts.rank, parts.step_time_ns, parts.exposed_ns, parts.durations_ns)
+    columns = (
+        *(parts.rank, parts.step_time_ns, parts.exposed_ns),
+        *(parts.durations_ns, parts.host_behind_ns),
+    )
     ranks = tuple(
         give_rank_verdict(
             rank,
@@ -131,6 +136,7 @@ class _Times(NamedTuple):
     exposed_ns: int
     durations_ns: list[int]
     """The parts in the order of `PARTS_OF_STEP`."""
+    host_behind_ns: int
 
 
 def _facts_of_run(answers: Answers, facts: StepFacts, step: StepBreakdown) -> StepFacts:
@@ -198,6 +204,7 @@ def _measure_times(answers: Answers, times: _Times) -> dict[str, Any]:
         "compute_ns": compute + other if is_kernel_trace else compute,
         "data_ns": parts[StepPart.DATA],
         "host_bound_ns": parts[StepPart.HOST_BOUND],
+        "host_behind_ns": times.host_behind_ns,
         "exposed_ns": times.exposed_ns,
         "floor_ns": min(floor, times.exposed_ns),
         "other_ns": 0 if is_kernel_trace else other,
@@ -209,7 +216,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
     manifest = answers.manifest
     parameters = [unit.num_parameters for unit in manifest.units]
     durations = [part.duration_ns for part in step.parts]
-    times = _Times(step.rank, step.step_time_ns, step.exposed_ns, durations)
+    times = _Times(*(step.rank, step.step_time_ns, step.exposed_ns), durations, step.host_behind_ns)
     return StepFacts(
         **_measure_times(answers, times),
         backend=manifest.backend,
@@ -224,6 +231,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         collection_ns=answers.costs.collection_ns if answers.costs else 0,
         recompute_ns=answers.costs.recompute_ns if answers.costs else 0,
         between_ns=step.between_ns,
+        utilisation_ratio=answers.utilisation_ratio,
         first_gather=_first_gather(answers),
         **_named_parts(answers),
         core_wait_ratio=answers.run_delay.run_delay_ratio if answers.run_delay else 0.0,

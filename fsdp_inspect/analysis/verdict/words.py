@@ -175,11 +175,47 @@ def _phrase_host(facts: StepFacts) -> Words:
             f"{facts.sharder.prefetch_ahead} in forward, so that the host issues all-gathers "
             "earlier."
         )
+    if facts.device_idle_ns > facts.host_bound_ns:
+        return (*_phrase_idle_device(facts), tuple(steps))
     sentence = f"The step is host-bound for {_ratio(facts, facts.host_bound_ns)} of its time."
     because = f"The host has not issued work while the compute stream is idle{_on_rank(facts)}."
     if facts.is_kernel_trace:
         because = f"No kernel and no collective runs for {format_ns(facts.host_bound_ns)}."
     return sentence, because, why, tuple(steps)
+
+
+def _phrase_idle_device(facts: StepFacts) -> tuple[str, str, str]:
+    busy, idle = format_ratio(facts.utilisation_ratio), _ratio(facts, facts.device_idle_ns)
+    return (
+        f"The GPU idles for about {idle} of the step: it is host-bound.",
+        f"The GPU runs kernels for {busy} of the time and waits for the host{_on_rank(facts)}.",
+        f"{_say_behind(facts)} NVML counts kernels for {busy} of the time (mean reading in the "
+        "timed steps), so the GPU is idle for the rest.",
+    )
+
+
+def _say_behind(facts: StepFacts) -> str:
+    return (
+        f"The host is not ahead of the GPU for {_of_step(facts, facts.host_behind_ns)}: the GPU "
+        "has passed a mark, and the host has not issued the next one. It launches slowly, or waits "
+        "for a result."
+    )
+
+
+def _phrase_host_or_compute(facts: StepFacts) -> Words:
+    behind = _ratio(facts, facts.host_behind_ns)
+    return (
+        f"The host or compute: the host lags for {behind} of the step.",
+        f"The GPU may lack work for up to {behind} of the step{_on_rank(facts)}.",
+        f"{_say_behind(facts)} How much of that time the GPU works is not known, because the run "
+        "has no reading of its utilisation.",
+        (
+            "Find the idle time of the GPU: profile a few steps with torch.profiler, then "
+            "`fsdp-inspect import` the trace.",
+            "Reduce the host's work: torch.compile, a larger microbatch, no synchronisations "
+            "(.item(), printing a loss, .cpu()).",
+        ),
+    )
 
 
 def _phrase_cores(facts: StepFacts) -> Words:
@@ -702,6 +738,7 @@ _WORDS: dict[Limit, Callable[[StepFacts], Words]] = {
     Limit.INPUT: _phrase_input,
     Limit.CORES: _phrase_cores,
     Limit.HOST: _phrase_host,
+    Limit.HOST_OR_COMPUTE: _phrase_host_or_compute,
     Limit.STRAGGLER: _phrase_straggler,
     Limit.SLOW_GROUP: _phrase_slow_group,
     Limit.COMMUNICATION: _phrase_communication,

@@ -42,6 +42,7 @@ _SUMMED_KINDS = (
     *PARTS_OF_STEP,
     StepPart.COMMUNICATION,
     StepPart.BETWEEN_STEPS,
+    StepPart.HOST_BEHIND,
     StepPart.GROUP,
 )
 """The kinds with sums over the typical steps, besides STEP."""

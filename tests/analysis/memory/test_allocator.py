@@ -47,6 +47,24 @@ def test_fragmentation_is_what_is_reserved_and_idle_at_the_highest_sample():
     assert use.inactive_split_bytes == 2 * GIB
 
 
+def test_a_peak_between_two_samples_bounds_fragmentation():
+    builder = RunBuilder(device_type="cuda")
+    rank = builder.rank(0)
+    rank.record.update(memory_from="cuda_allocator")
+    rank.memory(
+        MemoryPoint.BACKWARD_START, 20 * GIB, active=25 * GIB, reserved=40 * GIB,
+        peak_allocated=30 * GIB, peak_reserved=42 * GIB,
+    )  # fmt: skip
+    use = measure_allocator(builder.build(), rank=0)
+    assert use.is_between_samples
+    assert (use.allocated_bytes, use.active_bytes, use.reserved_bytes) == (
+        30 * GIB,
+        30 * GIB,
+        42 * GIB,
+    )
+    assert use.fragmentation_ratio == pytest.approx(12 / 42)
+
+
 def test_retries_are_those_between_the_samples():
     use = measure_allocator(cuda_run(), rank=0)
     assert (use.num_alloc_retries, use.num_ooms) == (2, 1)

@@ -1,12 +1,13 @@
 """Compare the declared and the observed plan: each rule of FSDP2 satisfied and violated."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from fsdp_inspect.analysis.plan_check.check import check_plan
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.trace.codes import DTYPES, EventFlag, EventKind, Phase
+from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.run import ModelInfo
 from tests.builders import MESSAGE_BYTES, RunBuilder
 from tests.llama70b import NUM_BLOCKS, llama_70b_run
@@ -381,7 +382,11 @@ def test_gathered_bytes_are_the_padded_parameters_in_their_dtype(name):
     check = check_plan(open_run(SAMPLES / name))
     for unit, described in zip(check.units, manifest.units, strict=True):
         shards = len(manifest.process_groups[described.shard_group].ranks)
-        assert unit.all_gather.observed_bytes == (shards * described.sharded_bytes,)
+        padded = sum(
+            shards * math.ceil(rows / shards) * math.prod(rest)
+            for rows, *rest in described.parameters.values()
+        )
+        assert unit.all_gather.observed_bytes == (padded * ITEMSIZE[described.param_dtype],)
 
 
 # --- what frameworks do

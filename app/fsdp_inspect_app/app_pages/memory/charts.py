@@ -168,8 +168,8 @@ def draw_growth(steps: Sequence[MemoryOfStep], warmup: Sequence[int]) -> Chart |
     """The highest memory of each step, and the memory allocated at its end."""
     numbers = [step.step for step in steps]
     series = (
-        ("reserved at most", [step.highest_reserved_bytes for step in steps], "second"),
-        ("allocated at most", [step.highest_allocated_bytes for step in steps], "main"),
+        ("highest known reserved", [step.highest_reserved_bytes for step in steps], "second"),
+        ("highest known allocated", [step.highest_allocated_bytes for step in steps], "main"),
         ("allocated at the end", [step.allocated_at_end_bytes for step in steps], "main"),
     )
     lines = [
@@ -277,11 +277,13 @@ def _frame_composition(composition: Composition) -> pd.DataFrame:
 
 def frame_allocator(use: AllocatorUse) -> pd.DataFrame:
     """The memory of the allocator and the device; unknown amounts are missing."""
-    of_step = f"at the highest sample, step {use.step}"
+    meanings = (f"at the highest sample, step {use.step}",) * 3
+    if use.is_between_samples:
+        meanings = ("at the peak, between two samples", "at the peak, at least", "then, at most")
+    amounts = (use.allocated_bytes, use.active_bytes, use.reserved_bytes)
+    names = ("allocated", "active", "reserved")
     rows = [
-        ("allocated", mib(use.allocated_bytes), of_step),
-        ("active", mib(use.active_bytes), of_step),
-        ("reserved", mib(use.reserved_bytes), of_step),
+        *zip(names, map(mib, amounts), meanings, strict=True),
         *(
             (find_metric(name).label, mib(getattr(use, name)), find_metric(name).definition)
             for name in ("inactive_split_bytes", "device_used_bytes", "outside_allocator_bytes")
