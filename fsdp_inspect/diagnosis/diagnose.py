@@ -636,6 +636,7 @@ class _Case:
         ended = self._without_batch(ranks)
         if ended:
             return self._make_uneven(ended, wait.issued, None, wait)
+        late, ranks = ranks, self._outside_collectives(ranks)
         state = self._states[ranks[0]]
         kind = None if state.activity is None else state.activity.kind
         is_stopped = self._does_not_answer(ranks[0])
@@ -656,6 +657,7 @@ class _Case:
             problem,
             ranks=ranks,
             is_certain=(not wait.unknown or is_stopped)
+            and ranks == late
             and bool(ranks)
             and not is_held
             and not self._is_imported,
@@ -665,6 +667,22 @@ class _Case:
             race=race,
             unknown=self._unknown_of(wait),
         )
+
+    def _outside_collectives(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The late ranks that are in other code, if the rest is in a collective.
+
+        A rank in a collective may itself wait for one that is not. The collective need not be
+        recorded: a barrier of a framework is not.
+        """
+        kinds = {rank: self._states[rank].activity for rank in ranks}
+        if any(activity is None for activity in kinds.values()):
+            return ranks
+        own = tuple(
+            rank
+            for rank, activity in kinds.items()
+            if activity is not None and activity.kind is not ActivityKind.COLLECTIVE
+        )
+        return own or ranks
 
     def _unknown_of(self, wait: Wait) -> Unknown | None:
         if wait.unknown:

@@ -100,6 +100,19 @@ def test_the_rank_that_never_came_is_late_with_its_line() -> None:
     )
 
 
+def test_a_late_rank_in_a_collective_waits_for_the_late_rank_in_its_own_code() -> None:
+    """Rank 0 is in a collective that no rank recorded, such as a barrier of a framework."""
+    boxes = {rank: waiting(1) for rank in (0, 1)} | {2: waiting(2)}
+    torch = '  File "/site-packages/torch/distributed/distributed_c10d.py", line 9 in barrier\n'
+    dumps = {0: dump_at("trainer.fit()", inner=torch), 1: dump_at("open(path)")}
+
+    found = diagnose(run_of(boxes, dumps=dumps))
+
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_LATE, (1,))
+    assert not found.is_certain
+    assert found.location == "train.py:88"
+
+
 def test_a_missing_folder_of_the_late_rank_is_said() -> None:
     found = diagnose(run_of({rank: waiting(rank) for rank in (0, 2)}))
 
