@@ -267,10 +267,12 @@ class CudaClock:
         """Record a pooled event on the stream; None means the current stream."""
         backend = self._backend
         event = self._new_event()
+        # Before the call: the thread can lose its core after it, and a mark runs at once then.
+        host_ns = backend.host_ns()
         backend.record(event, backend.current_stream() if stream is None else stream)
         if self._unseen is not None:
             self._look_for_anchor()
-        return CudaMark(event, backend.host_ns(), self._anchor)
+        return CudaMark(event, host_ns, self._anchor)
 
     def current_stream(self) -> Any:
         """The calling thread's current stream."""

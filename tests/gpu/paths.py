@@ -406,7 +406,7 @@ def _expect_sound(setting: Setting, run: StoredRun) -> None:
     gathered = set(collectives.unit[collectives.kind == EventKind.ALL_GATHER].tolist())
     _expect(units <= gathered, f"units without an all-gather: {sorted(units - gathered)}")
     _expect(bool((collectives.end_ns >= collectives.start_ns).all()), "a collective ends too early")
-    # The host reads its clock after the call that puts a mark on a stream.
+    # The host reads its clock before the call that puts a mark on a stream.
     slack_ns = run.ranks[0].clock_uncertainty_ns + _SLACK_NS
     issued = collectives.start_ns >= collectives.issue_ns - slack_ns
     _expect(bool(issued.all()), "a collective begins before the host has issued it")

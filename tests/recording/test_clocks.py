@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,20 @@ def train_steps(device: VirtualDevice, clock: CudaClock, count: int) -> None:
         device.spend(100 * MS)
         for mark in marks:
             clock.read(mark)
+
+
+class PreemptedDevice(VirtualDevice):
+    """A device whose host loses its core right after each record."""
+
+    def record(self, event: VirtualEvent, stream: Any) -> None:
+        super().record(event, stream)
+        self.spend(MS)
+
+
+def test_a_mark_is_issued_before_the_device_runs_it() -> None:
+    clock = CudaClock(PreemptedDevice())
+    marks = [clock.mark() for _ in range(3)]
+    assert all(mark.host_ns <= clock.read(mark) for mark in marks)
 
 
 def test_a_long_run_makes_no_new_events() -> None:
