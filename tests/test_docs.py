@@ -104,9 +104,9 @@ def flags_of(words: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_is_in_the_readme_and_has_help(command: str) -> None:
+def test_command_is_in_the_guide_and_has_help(command: str) -> None:
     assert "Example: " in (COMMANDS[command].help or "")
-    assert re.search(rf"`fsdp-inspect {command}\b", (ROOT / "README.md").read_text())
+    assert re.search(rf"`fsdp-inspect {command}\b", (ROOT / "docs/commands.md").read_text())
 
 
 def test_commands_in_the_guides_exist_with_their_options() -> None:
@@ -118,6 +118,15 @@ def test_commands_in_the_guides_exist_with_their_options() -> None:
         parameters = COMMANDS[command].params
         options = {name for each in parameters for name in (*each.opts, *each.secondary_opts)}
         assert flags_of(words) <= options, words
+
+
+def test_the_readme_shows_the_verdict_that_is_printed(run_python: Torchrun) -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = re.search(r"fsdp-inspect (summary [^\n]*)\n```\n\n```text\n(.*?)```", readme, re.DOTALL)
+    assert shown is not None
+    printed = run_python("-m", "fsdp_inspect", *shown[1].split()).stdout
+    assert printed.split() == shown[2].split()
+    assert len(readme.splitlines()) <= 120
 
 
 def test_commands_on_samples_in_the_guides_run(run_python: Torchrun) -> None:
