@@ -124,7 +124,8 @@ def test_the_readme_shows_the_verdict_that_is_printed(run_python: Torchrun) -> N
     readme = (ROOT / "README.md").read_text()
     shown = re.search(r"fsdp-inspect (summary [^\n]*)\n```\n\n```text\n(.*?)```", readme, re.DOTALL)
     assert shown is not None
-    printed = run_python("-m", "fsdp_inspect", *shown[1].split()).stdout
+    command = shown[1].replace("samples/", f"{ROOT}/samples/").split()
+    printed = run_python("-m", "fsdp_inspect", *command).stdout
     assert printed.split() == shown[2].split()
     assert len(readme.splitlines()) <= 120
 
