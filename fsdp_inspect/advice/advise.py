@@ -21,7 +21,6 @@ from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.network import unknown_latencies
 from fsdp_inspect.simulation.recorded import Execution
-from fsdp_inspect.simulation.simulate import caveats_of
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
@@ -204,7 +203,7 @@ def _advise_plan(
         recorded_step_ns=bench.work.step_time_ns,
         replayed_step_ns=bench.recorded.step_ns,
         replay_error=bench.replay_error,
-        busy_ns=round(bench.busy_ns),
+        busy_ns=round(bench.trust.busy_ns(bench.recorded.step_ns)),
         is_other_network=bench.network.is_changed,
         replayed_peak_bytes=bench.recorded.peak_bytes,
         memory_limit_bytes=limit,
@@ -222,7 +221,7 @@ def _advise_plan(
             *_maybe_faster(bench, search, target),
             *_limits_of_play(bench, request, fits=found.fits),
         ),
-        caveats=caveats_of(bench.work),
+        caveats=bench.trust.prediction_caveats,
         snippet=how_to_apply(request.plan_file),
         change=change,
         verify=how_to_verify(request, change.launch),
@@ -278,8 +277,8 @@ def _notes(bench: PlanScorer, limit: int | None) -> list[str]:
             "The run does not contain the parameters of its units, so no unit was split. "
             "Record the run again with this version."
         )
-    if bench.work.spread_ratio >= PROCESS_NOISE_RATIO:
-        spread = format_ratio(bench.work.spread_ratio)
+    if bench.trust.spread_ratio >= PROCESS_NOISE_RATIO:
+        spread = format_ratio(bench.trust.spread_ratio)
         notes.append(
             f"The middle half of the recorded steps varies by {spread} around its mean: the "
             "machine was busy, or the steps are unequal. "

@@ -12,7 +12,7 @@ from fsdp_inspect.advice.plan_simulator import (
     workload_key,
 )
 from fsdp_inspect.advice.plan_space import Choice, Space, make_space
-from fsdp_inspect.analysis.run_delay import busy_ratio
+from fsdp_inspect.analysis.trust import Trust
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.parallel.tasks import InProcess, Tasks
 from fsdp_inspect.simulation.network import Network, NodeLink, Pace
@@ -23,7 +23,6 @@ from fsdp_inspect.simulation.recorded import (
     observed_plan,
 )
 from fsdp_inspect.simulation.scenario import Mesh, Scenario, mesh_of, resolve_plan
-from fsdp_inspect.simulation.self_check import expect_self_check
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 
@@ -79,18 +78,14 @@ class PlanScorer:
             self.work, run.manifest, self.network, self.slowdown
         )
         step = self.simulator.replayed
-        self.replay_error = step.duration_ns / self.work.step_time_ns - 1
-        """The self-check: simulated / measured step time of the recorded plan, - 1."""
-        expect_self_check(run.manifest.run_id, self.replay_error)
-        self.memory_error = self.work.memory_error
-        """Simulated / measured peak memory of the recorded plan, - 1; None: unknown."""
+        self.trust: Trust = self.work.check_itself(step.duration_ns)
+        """What may be predicted from the run."""
+        self.replay_error: float = self.trust.self_check_error
         self.recorded = Score(step.duration_ns, step.peak_bytes, step.duration_ns)
         """The recorded plan on the requested network."""
         if self.network.is_changed:
             self.recorded = self.simulator.score(self.space.plan_of(AS_RECORDED))
         self.scores[AS_RECORDED] = self.recorded
-        self.busy_ns = busy_ratio(self.work.run_delay_ratio) * self.recorded.step_ns
-        """The time by which each gain is uncertain, because the run lacked CPU cores."""
 
     @property
     def tells_no_node_link(self) -> bool:

@@ -16,7 +16,6 @@ from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
 from fsdp_inspect.simulation.network import CostLine
-from fsdp_inspect.simulation.simulate import noise_ratio
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, owned_parameters
 
@@ -187,7 +186,8 @@ class Narrator:
         score, recorded = self._bench.score(choice), self._bench.recorded
         low, high = self._bench.range_ns(choice)
         scenario = self._bench.scenario(choice)
-        error = noise_ratio(self._bench.work, self._bench.replay_error, scenario.units)
+        is_regrouped = self._bench.work.has_other_units(scenario.units)
+        error = self._bench.trust.step_margin(is_regrouped=is_regrouped)
         margin = self._memory_margin(score.peak_bytes)
         return Proposal(
             what=say_changes(choice),
@@ -217,7 +217,7 @@ class Narrator:
         return [name for name, own in owned.items() if space.parameters and not own]
 
     def _memory_margin(self, peak_bytes: int | None) -> int:
-        return round(abs(self._bench.memory_error or 0.0) * (peak_bytes or 0))
+        return round(abs(self._bench.trust.memory_error or 0.0) * (peak_bytes or 0))
 
     def _assumed(self, increment: Increment, choice: Choice) -> Iterator[str]:
         """The assumptions of the change, beyond those of the earlier changes."""
@@ -249,14 +249,10 @@ class Narrator:
 
     def _saved_range(self, before: Choice, after: Choice) -> tuple[int, int]:
         """The gain with fast messages under both plans, and with slow messages under both."""
-        margin = abs(self._bench.replay_error) * self._bench.recorded.step_ns
         own = self._bench.score(before).step_ns - self._bench.score(after).step_ns
         pairs = zip(self._bench.range_ns(before), self._bench.range_ns(after), strict=True)
         saved = [own, *(first - second for first, second in pairs)]
-        # The recorded times behind the gain vary as much as the recorded steps.
-        margin += self._bench.work.spread_ratio * abs(own)
-        # A step of a run on free cores is shorter by an unknown part of the time without a core.
-        margin += self._bench.busy_ns
+        margin = self._bench.trust.gain_margin_ns(own, self._bench.recorded.step_ns)
         return round(min(saved) - margin), round(max(saved) + margin)
 
     def _units(self, increment: Increment) -> tuple[str, ...]:

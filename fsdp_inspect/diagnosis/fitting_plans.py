@@ -132,7 +132,7 @@ def search_plans(
     )
     if peak is None or peak < _EXPLAINED * reached:
         return searched
-    margin = _LEAST_MARGIN + abs(work.memory_error or 0.0)
+    margin = _LEAST_MARGIN + abs(work.trust.memory_error or 0.0)
     margin += _GROWN_MARGIN if abs(ratio - 1) > _GROWN_RATIO else 0.0
     assert record.limit_bytes is not None, "checked by _refusal"
     limit = round(record.limit_bytes / (1 + margin))

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.run_delay import run_delay_of
 from fsdp_inspect.analysis.shared_collectives import queue_up
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_per_step
+from fsdp_inspect.analysis.trust import MAX_REPLAY_ERROR, Trust, measure_trust
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
@@ -32,7 +32,6 @@ from fsdp_inspect.simulation.network import Network, find_node, fit_network, kno
 from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
 from fsdp_inspect.simulation.recorded_memory import grow_memory, measure_memory_work
 from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
-from fsdp_inspect.simulation.self_check import MAX_REPLAY_ERROR
 from fsdp_inspect.simulation.step_pieces import (
     ClockPart,
     ClockStretch,
@@ -48,9 +47,6 @@ from fsdp_inspect.trace.plan import Accumulation, Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
-MAX_MEMORY_ERROR = 0.02
-"""The highest error of the simulated peak of the recorded plan at which other plans are
-simulated."""
 MAX_STEPS = 64
 """The highest number of steps in the means; more only cost time."""
 _MAX_PASSES_OF_UNITS = 50_000
@@ -118,28 +114,37 @@ class RecordedWork:
     workload: Workload
     network: Network
     """The cost lines of the run's own collectives."""
-    spread_ratio: float = 0.0
-    """Half of the range of the durations of `steps`, as a fraction of their mean."""
-    run_delay_ratio: float = 0.0
-    """Fraction of the recording in which the training thread had no CPU core; 0 if unknown."""
+    trust: Trust = field(default_factory=Trust)
+    """What may be predicted from this work."""
     torch_release: tuple[int, int] = (0, 0)
     """The run's version of torch, which decides some defaults of a plan; zeros: unknown."""
     peak_bytes: int | None = None
     """The peak of the memory step behind the workload's memory; None: there is none."""
-    memory_error: float | None = None
-    """Simulated / measured peak of the recorded plan, - 1; None: unknown."""
-    memory_refusal: str | None = None
-    """The reason why the workload has no memory although the run has a memory step; None: it has
-    memory, or the run has no such step."""
-    num_other_steps: int = 0
-    """Steps as typical in time as `steps`, but with other passes or collectives."""
     kinds_ratios: tuple[float, ...] = (1.0,)
     """The fraction of each kind of step, the most frequent first."""
-    is_pipeline: bool = False
-    """Whether the rank sends to others or receives from them in these steps."""
     accumulation: Accumulation | None = field(default_factory=Accumulation)
     """The accumulation of the step; None: its passes are not a forward and its backward for each
     microbatch, so the accumulation cannot be changed."""
+
+    @property
+    def memory_refusal(self) -> str | None:
+        """Why the workload has no memory although the run has a memory step; None: it has one."""
+        return self.trust.memory_refusal
+
+    def check_itself(self, simulated_ns: int) -> Trust:
+        """The `trust` with the error of a simulation of the recorded plan.
+
+        Raises:
+            MissingDataError: The error is too large to predict a plan.
+        """
+        error = simulated_ns / self.step_time_ns - 1 if self.step_time_ns else 0.0
+        trust = replace(self.trust, self_check_error=error)
+        trust.expect_prediction()
+        return trust
+
+    def has_other_units(self, units: Sequence[Unit]) -> bool:
+        """Whether a plan has other units than the run."""
+        return {unit.fqn for unit in units} != {unit.fqn for unit in self.units}
 
     def play(self) -> PlayedStep:
         """Simulate the recorded plan."""
@@ -198,8 +203,11 @@ def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> R
         work,
         step_time_ns=_time_of_kind(work, readings) if num_other or kind else work.step_time_ns,
         kinds_ratios=tuple(each.ratio for each in kinds),
-        num_other_steps=num_other,
-        is_pipeline=bool(np.any(events.kind == EventKind.POINT_TO_POINT)),
+        trust=replace(
+            work.trust,
+            num_other_steps=num_other,
+            is_pipeline=bool(np.any(events.kind == EventKind.POINT_TO_POINT)),
+        ),
     )
     return _with_checked_memory(work, played.peak_bytes)
 
@@ -248,16 +256,10 @@ def _with_checked_memory(work: RecordedWork, played: int | None) -> RecordedWork
     """
     if not work.peak_bytes or not played:
         return work
-    error = played / work.peak_bytes - 1
-    if abs(error) <= MAX_MEMORY_ERROR:
-        return replace(work, memory_error=error)
-    refusal = (
-        "Memory cannot be predicted: the simulated peak of the recorded plan is off by "
-        f"{error:+.1%}, more than {MAX_MEMORY_ERROR:.0%}. `fsdp-inspect forecast` computes memory "
-        "without a recorded run."
-    )
-    workload = replace(work.workload, memory=None)
-    return replace(work, workload=workload, memory_error=error, memory_refusal=refusal)
+    trust = replace(work.trust, memory_error=played / work.peak_bytes - 1)
+    if trust.memory_refusal is not None:
+        work = replace(work, workload=replace(work.workload, memory=None))
+    return replace(work, trust=trust)
 
 
 def with_memory_of_failed_step(
@@ -562,8 +564,11 @@ class _Builder:
             units=self._units,
             workload=workload,
             network=replace(network, node=find_node(self._run, network, shard_ranks)),
-            spread_ratio=_spread([reading.duration_ns for reading in self._readings]),
-            run_delay_ratio=run_delay_of(self._run, self._rank) or 0.0,
+            trust=replace(
+                measure_trust(self._run),
+                spread_ratio=_spread([reading.duration_ns for reading in self._readings]),
+                num_steps=len(self._readings),
+            ),
             torch_release=self._run.manifest.torch_release,
             peak_bytes=None if memory is None else memory.peak_bytes,
             accumulation=_accumulation(self._run, self._readings[0], self._events),

@@ -3,12 +3,11 @@
 The recorded plan itself is simulated first. Its error is the self-check.
 
 [Note: the interval] The ends of the interval are the step with messages, and with compute after
-hooks, at the fast and at the slow end of what the run allows, minus and plus `noise_ratio`. It
-should contain 90% of the runs of a plan. Its constants come from six of the loops of `make
+hooks, at the fast and at the slow end of what the run allows, minus and plus `Trust.step_margin`.
+It should contain 90% of the runs of a plan. Its constants come from six of the loops of `make
 validate`. docs/figures.md has the coverage, also for other loops.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.run_delay import caveat_of_cores
 from fsdp_inspect.analysis.step_selection import collective_rows
+from fsdp_inspect.analysis.trust import MAX_OTHER_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
 from fsdp_inspect.columns import TableSpec, metric_column, unit_column
 from fsdp_inspect.errors import MissingDataError, PlanError
@@ -34,13 +33,6 @@ from fsdp_inspect.simulation.recorded import (
 )
 from fsdp_inspect.simulation.scenario import ScenarioMaker
 from fsdp_inspect.simulation.schedule import PlayedStep, Span
-from fsdp_inspect.simulation.self_check import (
-    MAX_OTHER_RATIO,
-    PIPELINE_CAVEAT,
-    caveat_of_kinds,
-    expect_self_check,
-    self_check_margin,
-)
 from fsdp_inspect.simulation.workload import Workload
 from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.trace.codes import (
@@ -62,13 +54,6 @@ from fsdp_inspect.trace.codes import (
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable, SummaryTable, rows_of
-
-PROCESS_SPREAD_RATIO = 0.04
-"""Error of a step whose units stay as recorded, as a fraction of the step: 90% of 12 validation
-runs were closer (docs/figures.md). It contains the spread between equal runs."""
-REGROUPING_RATIO = 0.085
-"""Further error of a step with other units. With both, 90% of 12 validation runs were closer: the
-compute itself changes with the units, because other data is in the processor's caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +237,7 @@ def simulate_plan(
         node=node,
     )
     found = simulate(work, plan=plan)
-    if caveat_of_kinds(len(work.steps), work.num_other_steps) is None:
+    if not work.trust.has_several_kinds:
         return found
     kinds = [KindOfStep.of(found, work.kinds_ratios[0])]
     for kind, ratio in enumerate(work.kinds_ratios):
@@ -287,7 +272,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         node: As in `simulate_plan`.
 
     Raises:
-        MissingDataError: The simulation does not describe the run (`self_check`), or as in
+        MissingDataError: The simulation does not describe the run (`Trust`), or as in
             `simulate_plan`.
     """
     own = work.network if node is None else work.network.change_node(node)
@@ -296,8 +281,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     scenario = maker.make(plan, network)
     replayed = replayed or replay(work)
     predicted = _play(scenario.workload, work.execution, scenario.units)
-    error = replayed.step_time_ns / work.step_time_ns - 1 if work.step_time_ns else 0.0
-    expect_self_check(manifest.run_id, error)
+    trust = work.check_itself(replayed.step_time_ns)
     steps = [predicted.step_time_ns] + [
         play(
             maker.make(scenario.plan, network.at(pace), pace).workload,
@@ -306,7 +290,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         ).duration_ns
         for pace in (Pace.FAST, Pace.SLOW)
     ]
-    low, high = _interval(steps, noise_ratio(work, error, scenario.units))
+    margin = trust.step_margin(is_regrouped=work.has_other_units(scenario.units))
     return Simulation(
         run_id=manifest.run_id,
         rank=work.rank,
@@ -314,28 +298,18 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         num_steps=len(work.steps),
         recorded_step_ns=work.step_time_ns,
         replayed=replayed,
-        replay_error=error,
+        replay_error=trust.self_check_error,
         recorded_peak_bytes=work.peak_bytes,
-        memory_error=work.memory_error,
+        memory_error=trust.memory_error,
         predicted=predicted,
-        low_ns=low,
-        high_ns=high,
+        low_ns=round(min(steps) * max(1 - margin, 0.0)),
+        high_ns=round(max(steps) * (1 + margin)),
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         assumptions=(*scenario.assumptions, *unknown_latencies(network)),
-        caveats=caveats_of(work),
+        caveats=trust.prediction_caveats,
         memory_refusal=work.memory_refusal or scenario.memory_refusal,
         plan=scenario.plan,
     )
-
-
-def caveats_of(work: RecordedWork) -> tuple[str, ...]:
-    """The reasons to doubt every prediction from this work, one sentence each."""
-    found = (
-        caveat_of_kinds(len(work.steps), work.num_other_steps),
-        PIPELINE_CAVEAT if work.is_pipeline else None,
-        caveat_of_cores(work.run_delay_ratio),
-    )
-    return tuple(each for each in found if each is not None)
 
 
 def replay(work: RecordedWork) -> Played:
@@ -350,34 +324,6 @@ def without_events(simulation: Simulation) -> Simulation:
         replayed=replace(simulation.replayed, events=None, event_units=()),
         predicted=replace(simulation.predicted, events=None, event_units=()),
     )
-
-
-def noise_ratio(work: RecordedWork, replay_error: float, units: Sequence[Unit]) -> float:
-    """Half the width of the interval of a step without the network, as a fraction of the step.
-
-    Args:
-        work: The recorded work.
-        replay_error: Simulated / measured step time of the recorded plan, - 1.
-        units: The units of the simulated plan.
-
-    Source:
-        The root of the sum of squares of independent errors: of the simulation, of the recorded
-        steps, between processes, of other units, and of the time without a CPU core, which the
-        next run may not have.
-    """
-    is_regrouped = {unit.fqn for unit in units} != {unit.fqn for unit in work.units}
-    return math.hypot(
-        self_check_margin(replay_error),
-        work.spread_ratio,
-        PROCESS_SPREAD_RATIO,
-        REGROUPING_RATIO if is_regrouped else 0.0,
-        work.run_delay_ratio,
-    )
-
-
-def _interval(steps: Sequence[int], margin: float) -> tuple[int, int]:
-    """The steps with typical, fast and slow messages, minus and plus the noise (`noise_ratio`)."""
-    return round(min(steps) * max(1 - margin, 0.0)), round(max(steps) * (1 + margin))
 
 
 def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> Played:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from fsdp_inspect.analysis.run_delay import find_run_delay_difference
+from fsdp_inspect.analysis.trust import find_run_delay_difference
 from fsdp_inspect.comparison.causes import find_causes, parts_of
 from fsdp_inspect.comparison.gate.baseline import Baseline, torch_release
 from fsdp_inspect.comparison.gate.limits import MEMORY_METRICS, PHASES, TIME_METRICS, GateLimit
