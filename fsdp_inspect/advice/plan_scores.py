@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fsdp_inspect.advice.gain_parts import SLOWDOWN, split_played_step
+from fsdp_inspect.advice.gain_parts import SLOWDOWN, split_simulated_step
 from fsdp_inspect.advice.plan_simulator import (
     PlanSimulator,
     PlansToScore,
@@ -36,7 +36,7 @@ class PlanScorer:
     def __init__(  # noqa: PLR0913 - the network and the work have defaults
         self,
         run: RunSource,
-        on_play: Callable[[int], object] = lambda _: None,
+        on_progress: Callable[[int], object] = lambda _: None,
         *,
         bus_bytes_per_s: float | None = None,
         latency_ns: float | None = None,
@@ -49,7 +49,7 @@ class PlanScorer:
 
         Args:
             run: A recorded or emulated run with timed steps and an observed plan.
-            on_play: Called with the number of plans simulated so far, after each plan.
+            on_progress: Called with the number of plans simulated so far, after each plan.
             bus_bytes_per_s: Bandwidth of another network; None: the run's own.
             latency_ns: Latency of another network; None: the run's own.
             slowdown: The slowdown of compute by communication; None: no slowdown.
@@ -61,7 +61,7 @@ class PlanScorer:
             MissingDataError: The run lacks data that the simulation needs.
             ValueError: The network is invalid.
         """
-        self._on_play = on_play
+        self._on_progress = on_progress
         self._tasks = tasks or InProcess()
         self.work: RecordedWork = measure_work(run) if work is None else work
         own = self.work.network if node is None else self.work.network.change_node(node)
@@ -140,7 +140,7 @@ class PlanScorer:
 
     def _keep(self, choice: Choice, score: Score) -> None:
         self.scores[choice] = score
-        self._on_play(len(self.scores))
+        self._on_progress(len(self.scores))
 
     def range_ns(self, choice: Choice) -> tuple[int, int]:
         """Step time with the fastest and the slowest messages that the run's own fit allows."""
@@ -157,9 +157,9 @@ class PlanScorer:
 
     def parts_ns(self, choice: Choice) -> dict[str, int]:
         """The parts of the simulated step (`advice.gain_parts`); they add up to its time."""
-        step = self.simulator.play_step(self.space.plan_of(choice))
+        step = self.simulator.simulate_step(self.space.plan_of(choice))
         on_host = self.work.execution is not Execution.STREAM
-        parts = split_played_step(step, on_host=on_host)
+        parts = split_simulated_step(step, on_host=on_host)
         return parts | {SLOWDOWN: self.score(choice).step_ns - step.duration_ns}
 
     def scenario(self, choice: Choice) -> Scenario:

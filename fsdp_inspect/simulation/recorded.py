@@ -31,7 +31,7 @@ from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, find_node, fit_network, known_lines
 from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
 from fsdp_inspect.simulation.recorded_memory import grow_memory, measure_memory_work
-from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
+from fsdp_inspect.simulation.schedule import Schedule, SimulatedStep
 from fsdp_inspect.simulation.step_pieces import (
     ClockPart,
     ClockStretch,
@@ -146,22 +146,24 @@ class RecordedWork:
         """Whether a plan has other units than the run."""
         return {unit.fqn for unit in units} != {unit.fqn for unit in self.units}
 
-    def play(self) -> PlayedStep:
+    def simulate(self) -> SimulatedStep:
         """Simulate the recorded plan."""
-        return play(self.workload, self.execution)
+        return simulate_step(self.workload, self.execution)
 
 
-def play(workload: Workload, execution: Execution, *, with_spans: bool = True) -> PlayedStep:
+def simulate_step(
+    workload: Workload, execution: Execution, *, with_spans: bool = True
+) -> SimulatedStep:
     """Simulate a steady step: the second one, since the first starts with empty queues.
 
     Args:
         workload: The work of the step.
         execution: The execution model.
-        with_spans: As in `Schedule.play`.
+        with_spans: As in `Schedule.simulate`.
     """
     schedule = Schedule(workload, execution.machine())
-    schedule.play(with_spans=False)
-    return schedule.play(with_spans=with_spans)
+    schedule.simulate(with_spans=False)
+    return schedule.simulate(with_spans=with_spans)
 
 
 def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> RecordedWork:
@@ -197,8 +199,8 @@ def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> R
     work = _Builder(run, readings, events, member).build()
     num_unusual = int((~np.isin(member.typical_steps, usual)).sum()) if kind == 0 else 0
     num_other = num_unusual + len(read) - len(readings)
-    played = work.play()
-    _expect_same_collectives(run, work, events, played)
+    simulated = work.simulate()
+    _expect_same_collectives(run, work, events, simulated)
     work = replace(
         work,
         step_time_ns=_time_of_kind(work, readings) if num_other or kind else work.step_time_ns,
@@ -209,7 +211,7 @@ def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> R
             is_pipeline=bool(np.any(events.kind == EventKind.POINT_TO_POINT)),
         ),
     )
-    return _with_checked_memory(work, played.peak_bytes)
+    return _with_checked_memory(work, simulated.peak_bytes)
 
 
 def _time_of_kind(work: RecordedWork, readings: Sequence[StepReading]) -> int:
@@ -220,7 +222,7 @@ def _time_of_kind(work: RecordedWork, readings: Sequence[StepReading]) -> int:
 
 
 def _expect_same_collectives(
-    run: RunSource, work: RecordedWork, events: EventTable, played: PlayedStep
+    run: RunSource, work: RecordedWork, events: EventTable, step: SimulatedStep
 ) -> None:
     """Check that the simulated step of the recorded plan has the recorded collectives.
 
@@ -232,7 +234,7 @@ def _expect_same_collectives(
     of_units &= np.isin(events.unit, [unit.index for unit in work.units])
     ran = Counter(zip(events.unit[of_units].tolist(), events.kind[of_units].tolist(), strict=True))
     simulated = Counter(
-        (work.units[span.unit].index, int(span.kind)) for span in played.spans if span.kind in kinds
+        (work.units[span.unit].index, int(span.kind)) for span in step.spans if span.kind in kinds
     )
     names = {unit.index: unit.fqn for unit in work.units}
     for unit, kind in sorted({*ran, *simulated}):
@@ -247,16 +249,16 @@ def _expect_same_collectives(
             )
 
 
-def _with_checked_memory(work: RecordedWork, played: int | None) -> RecordedWork:
+def _with_checked_memory(work: RecordedWork, simulated: int | None) -> RecordedWork:
     """The work; its memory is removed if it does not explain the recorded peak.
 
     Args:
         work: The recorded work.
-        played: The simulated peak of the recorded plan, bytes; None: unknown.
+        simulated: The simulated peak of the recorded plan, bytes; None: unknown.
     """
-    if not work.peak_bytes or not played:
+    if not work.peak_bytes or not simulated:
         return work
-    trust = replace(work.trust, memory_error=played / work.peak_bytes - 1)
+    trust = replace(work.trust, memory_error=simulated / work.peak_bytes - 1)
     if trust.memory_refusal is not None:
         work = replace(work, workload=replace(work.workload, memory=None))
     return replace(work, trust=trust)

@@ -29,10 +29,10 @@ from fsdp_inspect.simulation.recorded import (
     Execution,
     RecordedWork,
     measure_work,
-    play,
+    simulate_step,
 )
 from fsdp_inspect.simulation.scenario import ScenarioMaker
-from fsdp_inspect.simulation.schedule import PlayedStep, Span
+from fsdp_inspect.simulation.schedule import SimulatedStep, Span
 from fsdp_inspect.simulation.workload import Workload
 from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.trace.codes import (
@@ -87,7 +87,7 @@ UNITS_OF_PLAN = TableSpec(
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class SimulatedPlan:
     """The simulation of one plan."""
 
     step_time_ns: int
@@ -148,7 +148,7 @@ class Simulation(Result):
     """The number of recorded steps behind it."""
     recorded_step_ns: int
     """Measured: the typical step of the rank."""
-    replayed: Played
+    replayed: SimulatedPlan
     """The recorded plan, simulated."""
     replay_error: float
     """replayed / recorded - 1."""
@@ -156,7 +156,7 @@ class Simulation(Result):
     """Measured peak of the memory step; None without one."""
     memory_error: float | None
     """replayed / recorded peak - 1."""
-    predicted: Played
+    predicted: SimulatedPlan
     low_ns: int
     high_ns: int
     """The interval of the step time of a run of the plan. See [Note: the interval]."""
@@ -255,7 +255,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     manifest: RunManifest,
     plan: Plan,
     *,
-    replayed: Played | None = None,
+    replayed: SimulatedPlan | None = None,
     bus_bytes_per_s: float | None = None,
     latency_ns: float | None = None,
     node: NodeLink | None = None,
@@ -280,10 +280,10 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     maker = ScenarioMaker(work, manifest)
     scenario = maker.make(plan, network)
     replayed = replayed or replay(work)
-    predicted = _play(scenario.workload, work.execution, scenario.units)
+    predicted = _simulate_plan(scenario.workload, work.execution, scenario.units)
     trust = work.check_itself(replayed.step_time_ns)
     steps = [predicted.step_time_ns] + [
-        play(
+        simulate_step(
             maker.make(scenario.plan, network.at(pace), pace).workload,
             work.execution,
             with_spans=False,
@@ -312,9 +312,9 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     )
 
 
-def replay(work: RecordedWork) -> Played:
+def replay(work: RecordedWork) -> SimulatedPlan:
     """Simulate the recorded plan."""
-    return _play(work.workload, work.execution, work.units)
+    return _simulate_plan(work.workload, work.execution, work.units)
 
 
 def without_events(simulation: Simulation) -> Simulation:
@@ -326,14 +326,16 @@ def without_events(simulation: Simulation) -> Simulation:
     )
 
 
-def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> Played:
-    step = play(workload, execution)
+def _simulate_plan(
+    workload: Workload, execution: Execution, units: tuple[Unit, ...]
+) -> SimulatedPlan:
+    step = simulate_step(workload, execution)
     numbered = tuple(unit.model_copy(update={"index": at}) for at, unit in enumerate(units))
     events = predicted_events([step], numbered, on_host=execution is not Execution.STREAM)
     rows = reduce_rank(events, rank=0)
     parts = {part: _duration(rows, part) for part in (*PARTS_OF_STEP, StepPart.COMMUNICATION)}
     waits = _waits(events, execution)
-    return Played(
+    return SimulatedPlan(
         step_time_ns=step.duration_ns,
         exposed_ns=sum(parts[part] for part in EXPOSED_PART_CODES),
         causes_ns=_by_cause(waits.share_by_cause_ns),
@@ -405,7 +407,7 @@ _STREAMS = {
 
 
 def predicted_events(
-    steps: Sequence[PlayedStep], units: Sequence[Unit], *, on_host: bool
+    steps: Sequence[SimulatedStep], units: Sequence[Unit], *, on_host: bool
 ) -> EventTable:
     """The events of consecutive simulated steps, numbered from 0.
 
@@ -436,7 +438,7 @@ class _Writer:
         self._sequences: dict[int, int] = {}
         self._collective = 0
 
-    def rows(self, number: int, step: PlayedStep) -> Iterator[dict[str, int]]:
+    def rows(self, number: int, step: SimulatedStep) -> Iterator[dict[str, int]]:
         """All rows of a step."""
         yield self._row(
             number,
