@@ -127,7 +127,10 @@ if TYPE_CHECKING:
     from fsdp_inspect.simulation.predictions.ledger import VerifiedPrediction as VerifiedPrediction
     from fsdp_inspect.simulation.predictions.records import Prediction as Prediction
     from fsdp_inspect.simulation.recorded import RecordedWork as RecordedWork
-    from fsdp_inspect.simulation.simulate import Played as Played, Simulation as Simulation
+    from fsdp_inspect.simulation.simulate import (
+        SimulatedPlan as SimulatedPlan,
+        Simulation as Simulation,
+    )
     from fsdp_inspect.store.folder import RunEntry as RunEntry
     from fsdp_inspect.store.reduction.timed_steps import StepSelection as StepSelection
     from fsdp_inspect.trace.plan import Checkpointing as Checkpointing, Plan as Plan

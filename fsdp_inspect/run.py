@@ -424,7 +424,7 @@ class Run:
                 "unit such as '80GiB'."
             )
         wanted = AdviceRequest(memory_limit=limit, **{"run_name": self.id, **request})
-        return advise_run(self._context, wanted, digest=self.summary(), on_play=on_progress)
+        return advise_run(self._context, wanted, summary=self.summary(), on_progress=on_progress)
 
     def verify(
         self, prediction: Prediction | str | Path, *, baseline: Sequence[Run] = ()

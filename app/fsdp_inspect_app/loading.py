@@ -340,7 +340,7 @@ def _comparison(
     opened = [_open(*place).run for place in places]
     runs: dict[RunSource, Run] = {run.source: run for run in opened}
     labels = {run.manifest.origin(): name for run, name in zip(opened, names, strict=True)}
-    return read_comparison(list(runs), digest=lambda source: runs[source].summary(), names=labels)
+    return read_comparison(list(runs), summary=lambda source: runs[source].summary(), names=labels)
 
 
 @st.cache_resource(max_entries=1, show_spinner="Laying out the step")

@@ -21,7 +21,6 @@ from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.network import unknown_latencies
 from fsdp_inspect.simulation.recorded import Execution
-from fsdp_inspect.simulation.simulate import caveats_of
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
@@ -117,7 +116,7 @@ def give_advice(
     evidence: Evidence,
     request: AdviceRequest,
     *,
-    on_play: Callable[[int], object] = lambda _: None,
+    on_progress: Callable[[int], object] = lambda _: None,
     tasks: Tasks | None = None,
 ) -> Advice:
     """Collect the findings, then search for plans that are worth a change.
@@ -126,16 +125,16 @@ def give_advice(
         run: A recorded or emulated run.
         evidence: The results of the analyses of the run.
         request: The limits and the network of the advice.
-        on_play: Called with the number of plans simulated so far.
+        on_progress: Called with the number of plans simulated so far.
         tasks: Runs the simulations; default in this process.
     """
     if run.manifest.lacks_training:
         return Advice(run.manifest.run_id, NOT_TRAINING, (), None, NOT_TRAINING)
     findings = tuple(_on_run(each, request.run_name) for each in find_first_things(evidence))
     try:
-        bench = PlanScorer(
+        scorer = PlanScorer(
             run,
-            on_play,
+            on_progress,
             bus_bytes_per_s=request.bus_bytes_per_s,
             latency_ns=request.latency_ns,
             slowdown=slowdown_of(evidence),
@@ -147,27 +146,27 @@ def give_advice(
         return Advice(
             run.manifest.run_id,
             answer,
-            attribute_gains(findings, can_play=False, has_changes=False),
+            attribute_gains(findings, can_simulate=False, has_changes=False),
             None,
             str(error),
         )
-    if request.memory_limit is not None and bench.recorded.peak_bytes is None:
+    if request.memory_limit is not None and scorer.recorded.peak_bytes is None:
         limit_text = format_bytes(request.memory_limit)
         return Advice(
             run.manifest.run_id,
             f"Cannot tell which plan fits within {limit_text}.",
-            attribute_gains(findings, can_play=False, has_changes=False),
+            attribute_gains(findings, can_simulate=False, has_changes=False),
             None,
-            f"{bench.work.memory_refusal or _NO_MEMORY} Without the limit, plans are ranked by "
+            f"{scorer.work.memory_refusal or _NO_MEMORY} Without the limit, plans are ranked by "
             "time: omit --memory-limit.",
         )
     limit = evidence.device_bytes if request.memory_limit is None else request.memory_limit
     search = Search(
-        bench, limit, allow_dtypes=request.allow_dtypes, time_limit_ns=request.time_limit_ns
+        scorer, limit, allow_dtypes=request.allow_dtypes, time_limit_ns=request.time_limit_ns
     )
-    plan = _advise_plan(bench, evidence, search, request, limit)
+    plan = _advise_plan(scorer, evidence, search, request, limit)
     answer = _answer(plan, findings)
-    settled = attribute_gains(findings, can_play=True, has_changes=bool(plan.suggestions))
+    settled = attribute_gains(findings, can_simulate=True, has_changes=bool(plan.suggestions))
     return Advice(run.manifest.run_id, answer, settled, plan, None)
 
 
@@ -187,121 +186,125 @@ def _on_run(finding: Finding, run: str) -> Finding:
 
 
 def _advise_plan(
-    bench: PlanScorer, evidence: Evidence, search: Search, request: AdviceRequest, limit: int | None
+    scorer: PlanScorer,
+    evidence: Evidence,
+    search: Search,
+    request: AdviceRequest,
+    limit: int | None,
 ) -> PlanAdvice:
     found = search.run()
-    narrator = Narrator(bench, evidence, request.plan_file)
-    increments = split_gain(bench, found.fastest, search.fits)
+    narrator = Narrator(scorer, evidence, request.plan_file)
+    increments = split_gain(scorer, found.fastest, search.fits)
     target = increments[-1].after if increments else AS_RECORDED
-    if search.fits(bench.recorded) and not _exceeds_error(bench, target):
+    if search.fits(scorer.recorded) and not _exceeds_error(scorer, target):
         increments, target = (), AS_RECORDED
     suggestions = [narrator.suggestion(each) for each in increments]
     change = narrator.code_change(target)
     return PlanAdvice(
-        rank=bench.work.rank,
-        execution=bench.work.execution.value,
-        num_steps=len(bench.work.steps),
-        recorded_step_ns=bench.work.step_time_ns,
-        replayed_step_ns=bench.recorded.step_ns,
-        replay_error=bench.replay_error,
-        busy_ns=round(bench.busy_ns),
-        is_other_network=bench.network.is_changed,
-        replayed_peak_bytes=bench.recorded.peak_bytes,
+        rank=scorer.work.rank,
+        execution=scorer.work.execution.value,
+        num_steps=len(scorer.work.steps),
+        recorded_step_ns=scorer.work.step_time_ns,
+        replayed_step_ns=scorer.recorded.step_ns,
+        replay_error=scorer.replay_error,
+        busy_ns=round(scorer.trust.busy_ns(scorer.recorded.step_ns)),
+        is_other_network=scorer.network.is_changed,
+        replayed_peak_bytes=scorer.recorded.peak_bytes,
         memory_limit_bytes=limit,
         fits=found.fits,
-        num_plans=len(bench.scores),
+        num_plans=len(scorer.scores),
         suggestions=tuple(
             replace(each, verify=how_to_verify(request, each.change.launch, take=place))
             for place, each in enumerate(suggestions, 1)
         ),
         fastest=narrator.proposal(target),
-        smallest=_smallest(bench, narrator, found.smallest, target),
-        front=tuple(_point(bench, choice) for choice in found.front),
+        smallest=_smallest(scorer, narrator, found.smallest, target),
+        front=tuple(_point(scorer, choice) for choice in found.front),
         notes=(
-            *_notes(bench, limit),
-            *_maybe_faster(bench, search, target),
-            *_limits_of_play(bench, request, fits=found.fits),
+            *_notes(scorer, limit),
+            *_maybe_faster(scorer, search, target),
+            *_limits_of_search(scorer, request, fits=found.fits),
         ),
-        caveats=caveats_of(bench.work),
+        caveats=scorer.trust.prediction_caveats,
         snippet=how_to_apply(request.plan_file),
         change=change,
         verify=how_to_verify(request, change.launch),
     )
 
 
-def _exceeds_error(bench: PlanScorer, choice: Choice) -> bool:
+def _exceeds_error(scorer: PlanScorer, choice: Choice) -> bool:
     """Whether a plan gains more than the error of the self-check."""
-    saved = bench.recorded.cautious_ns - bench.score(choice).cautious_ns
-    return saved > abs(bench.replay_error) * bench.recorded.step_ns
+    saved = scorer.recorded.cautious_ns - scorer.score(choice).cautious_ns
+    return saved > abs(scorer.replay_error) * scorer.recorded.step_ns
 
 
 def _smallest(
-    bench: PlanScorer, narrator: Narrator, choice: Choice, target: Choice
+    scorer: PlanScorer, narrator: Narrator, choice: Choice, target: Choice
 ) -> Proposal | None:
-    peak, recorded = bench.score(choice).peak_bytes, bench.recorded.peak_bytes
+    peak, recorded = scorer.score(choice).peak_bytes, scorer.recorded.peak_bytes
     if peak is None or recorded is None or choice == target:
         return None
     return narrator.proposal(choice) if recorded - peak >= WORTH_RATIO * recorded else None
 
 
-def _point(bench: PlanScorer, choice: Choice) -> ParetoPoint:
-    score = bench.score(choice)
+def _point(scorer: PlanScorer, choice: Choice) -> ParetoPoint:
+    score = scorer.score(choice)
     return ParetoPoint(
         what=say_changes(choice),
         step_ns=score.step_ns,
         peak_bytes=score.peak_bytes,
         is_recorded=choice == AS_RECORDED,
-        plan=bench.scenario(choice).plan,
+        plan=scorer.scenario(choice).plan,
     )
 
 
-def _notes(bench: PlanScorer, limit: int | None) -> list[str]:
+def _notes(scorer: PlanScorer, limit: int | None) -> list[str]:
     notes = list[str]()
-    if bench.network.is_changed:
+    if scorer.network.is_changed:
         notes.append(
             "All plans, also the recorded one, are simulated on the requested network. The trace "
             "shows the recorded network."
         )
-    if bench.work.execution is Execution.BLOCKING_HOST:
+    if scorer.work.execution is Execution.BLOCKING_HOST:
         notes.append(
             "Collectives of this backend block the main thread, so prefetch cannot help unless "
             "units gather asynchronously (unshard_async_op). Fewer or smaller collectives help."
         )
-    if bench.recorded.peak_bytes is None and bench.work.memory_refusal is not None:
-        notes.append(f"{bench.work.memory_refusal} So no limit is applied.")
-    elif bench.recorded.peak_bytes is None:
+    if scorer.recorded.peak_bytes is None and scorer.work.memory_refusal is not None:
+        notes.append(f"{scorer.work.memory_refusal} So no limit is applied.")
+    elif scorer.recorded.peak_bytes is None:
         notes.append(_NO_MEMORY)
     elif limit is not None:
         notes.append("The limit applies to the predicted peak of allocated memory.")
-    if not any(unit.parameters for unit in bench.work.units):
+    if not any(unit.parameters for unit in scorer.work.units):
         notes.append(
             "The run does not contain the parameters of its units, so no unit was split. "
             "Record the run again with this version."
         )
-    if bench.work.spread_ratio >= PROCESS_NOISE_RATIO:
-        spread = format_ratio(bench.work.spread_ratio)
+    if scorer.trust.spread_ratio >= PROCESS_NOISE_RATIO:
+        spread = format_ratio(scorer.trust.spread_ratio)
         notes.append(
             f"The middle half of the recorded steps varies by {spread} around its mean: the "
             "machine was busy, or the steps are unequal. "
             "Record the run again on a quiet machine before you rely on a small gain."
         )
-    notes += unknown_latencies(bench.network)
-    notes += [f"Not tried: {reason}" for reason in bench.refusals]
-    refused = bench.space.refused
+    notes += unknown_latencies(scorer.network)
+    notes += [f"Not tried: {reason}" for reason in scorer.refusals]
+    refused = scorer.space.refused
     if refused:
         first = next(iter(refused))
         notes.append(f"Not tried because of its risk: {', '.join(refused)}. {refused[first]}")
     return notes
 
 
-def _maybe_faster(bench: PlanScorer, search: Search, target: Choice) -> Iterator[str]:
+def _maybe_faster(scorer: PlanScorer, search: Search, target: Choice) -> Iterator[str]:
     """The plan that is faster if the latency has its middle value, but perhaps not otherwise."""
-    fitting = [choice for choice, score in bench.scores.items() if search.fits(score)]
-    best = min(fitting, key=lambda choice: bench.score(choice).step_ns, default=target)
-    saved = bench.score(target).step_ns - bench.score(best).step_ns
-    if saved < WORTH_RATIO * bench.recorded.step_ns:
+    fitting = [choice for choice, score in scorer.scores.items() if search.fits(score)]
+    best = min(fitting, key=lambda choice: scorer.score(choice).step_ns, default=target)
+    saved = scorer.score(target).step_ns - scorer.score(best).step_ns
+    if saved < WORTH_RATIO * scorer.recorded.step_ns:
         return
-    low, high = (format_ns(ns) for ns in bench.range_ns(best))
+    low, high = (format_ns(ns) for ns in scorer.range_ns(best))
     yield (
         f"Perhaps faster: {say_changes(best)}. The step takes {low} to {high}, depending on the "
         "latency, which the run does not show. Measure it with `python -m fsdp_inspect.probe`, "
@@ -309,32 +312,32 @@ def _maybe_faster(bench: PlanScorer, search: Search, target: Choice) -> Iterator
     )
 
 
-def _limits_of_play(bench: PlanScorer, request: AdviceRequest, *, fits: bool) -> Iterator[str]:
+def _limits_of_search(scorer: PlanScorer, request: AdviceRequest, *, fits: bool) -> Iterator[str]:
     """Kinds of plans that were not simulated, because of the options or of missing data."""
-    if not request.allow_dtypes and _sends_float32(bench):
+    if not request.allow_dtypes and _sends_float32(scorer):
         yield "All messages stay in float32. --allow-dtypes also tries bfloat16 (R13, R14)."
     limit_ns = request.time_limit_ns
-    if limit_ns is not None and all(each.step_ns > limit_ns for each in bench.scores.values()):
-        least = min(each.step_ns for each in bench.scores.values())
+    if limit_ns is not None and all(each.step_ns > limit_ns for each in scorer.scores.values()):
+        least = min(each.step_ns for each in scorer.scores.values())
         yield f"No plan takes at most {format_ns(limit_ns)}: the fastest takes {format_ns(least)}."
-    if bench.space.plan.has_other_dimensions:
+    if scorer.space.plan.has_other_dimensions:
         yield (
             "Replicas (HSDP) were not tried: the mesh has dimensions besides data parallelism, or "
             "units have meshes of their own."
         )
-    elif bench.mesh.world_size > 1 and EventKind.ALL_REDUCE not in bench.network.lines:
+    elif scorer.mesh.world_size > 1 and EventKind.ALL_REDUCE not in scorer.network.lines:
         yield (
             "Replicas (HSDP) were not tried: the run contains no all-reduce to measure. "
             "Record a run with a mesh of replicas, or set both --bandwidth and --latency."
         )
-    if bench.tells_no_node_link:
+    if scorer.tells_no_node_link:
         yield (
             "Resharding to a node (R7) was not tried: the run has no all-gather within a node, so "
             "the speed of that link is unknown. Set --node-bandwidth and --node-latency, or record "
             "a run with reshard_after_forward=N."
         )
-    if not fits and not any("checkpointing" in each.changed for each in bench.scores):
-        repeated = sum(piece.forward_ns for piece in bench.work.workload.pieces)
+    if not fits and not any("checkpointing" in each.changed for each in scorer.scores):
+        repeated = sum(piece.forward_ns for piece in scorer.work.workload.pieces)
         yield (
             "Activation checkpointing (R18) was not tried: one run does not show how much memory "
             f"it frees. It repeats forwards, so it costs at most {format_ns(repeated)} a "
@@ -342,8 +345,10 @@ def _limits_of_play(bench: PlanScorer, request: AdviceRequest, *, fits: bool) ->
         )
 
 
-def _sends_float32(bench: PlanScorer) -> bool:
-    dtypes = {dtype for unit in bench.work.units for dtype in (unit.param_dtype, unit.reduce_dtype)}
+def _sends_float32(scorer: PlanScorer) -> bool:
+    dtypes = {
+        dtype for unit in scorer.work.units for dtype in (unit.param_dtype, unit.reduce_dtype)
+    }
     return "float32" in dtypes
 
 

@@ -23,7 +23,7 @@ MOST_ROWS = 3
 
 
 SIMULATED_PLANS = "the simulated plans"
-"""`Effect.played_by` of findings that only name a change of the plan."""
+"""`Effect.predicted_by` of findings that only name a change of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Effect:
     added_low_bytes: int | None = None
     """Bytes added to the peak; negative: the peak falls. None: no memory is predicted."""
     added_high_bytes: int | None = None
-    played_by: str = ""
+    predicted_by: str = ""
     """The plans whose simulation predicts the time; empty: no plan does."""
     is_exposed: bool = False
     """The time is exposed communication. Changes of the plan may save the same time: then this

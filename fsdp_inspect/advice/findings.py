@@ -291,7 +291,7 @@ def in_words_of(sharder: str, findings: Iterable[Finding]) -> Iterator[Finding]:
         remedy = remedies[finding.rule]
         if remedy is not None:
             # No plan is simulated, so no plan contains the change.
-            effect = replace(finding.effect, played_by="")
+            effect = replace(finding.effect, predicted_by="")
             yield replace(finding, do=remedy.steps, snippet=remedy.snippet, effect=effect)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from fsdp_inspect.advice.evidence import SIMULATED_PLANS, Effect, Finding
 from fsdp_inspect.formatting import format_bytes, format_ns
-from fsdp_inspect.simulation.schedule import PlayedStep
+from fsdp_inspect.simulation.schedule import SimulatedStep
 from fsdp_inspect.trace.codes import COLLECTIVES, COPIES, EventKind
 from fsdp_inspect.trace.intervals import Intervals
 
@@ -20,7 +20,7 @@ _LEAST_RATIO = 0.01
 """Smaller fractions of a gain are not listed."""
 
 
-def split_played_step(step: PlayedStep, *, on_host: bool) -> dict[str, int]:
+def split_simulated_step(step: SimulatedStep, *, on_host: bool) -> dict[str, int]:
     """Split a simulated step into its parts; they add up to its duration.
 
     Args:
@@ -67,7 +67,7 @@ def _signed(ns: int) -> str:
     return format_ns(ns) if ns >= 0 else f"-{format_ns(-ns)}"
 
 
-def _waits(step: PlayedStep) -> Iterator[tuple[str, Intervals]]:
+def _waits(step: SimulatedStep) -> Iterator[tuple[str, Intervals]]:
     for kind in sorted(COLLECTIVES):
         waited = [span for span in step.spans if span.kind is kind and span.need_ns >= 0]
         if waited:
@@ -80,7 +80,7 @@ def _waits(step: PlayedStep) -> Iterator[tuple[str, Intervals]]:
 
 
 def attribute_gains(
-    findings: Sequence[Finding], *, can_play: bool, has_changes: bool
+    findings: Sequence[Finding], *, can_simulate: bool, has_changes: bool
 ) -> tuple[Finding, ...]:
     """Remove gains that an earlier finding or a change of the plan already claims.
 
@@ -94,31 +94,31 @@ def attribute_gains(
 
     Args:
         findings: In their order.
-        can_play: Whether the run can be simulated.
+        can_simulate: Whether the run can be simulated.
         has_changes: Whether a change of the plan is suggested.
     """
     settled: list[Finding] = []
     claimed_by = "the changes of the plan" if has_changes else ""
-    for finding in leave_out_plans(findings) if can_play else findings:
+    for finding in leave_out_plans(findings) if can_simulate else findings:
         if finding.effect.is_exposed and claimed_by:
             finding = replace(finding, effect=_unclaimed(finding.effect, claimed_by))
         elif finding.effect.is_exposed:
             claimed_by = "the fix of an earlier finding"
-        settled.append(_with_time(finding, can_play=can_play))
+        settled.append(_with_time(finding, can_simulate=can_simulate))
     return tuple(settled)
 
 
 def leave_out_plans(findings: Sequence[Finding]) -> list[Finding]:
     """Leave out the findings whose effect the simulation of plans decides."""
-    return [finding for finding in findings if finding.effect.played_by != SIMULATED_PLANS]
+    return [finding for finding in findings if finding.effect.predicted_by != SIMULATED_PLANS]
 
 
-def _with_time(finding: Finding, *, can_play: bool) -> Finding:
+def _with_time(finding: Finding, *, can_simulate: bool) -> Finding:
     """Add where the saved time is predicted, if plans predict it."""
     effect = finding.effect
-    if not effect.played_by:
+    if not effect.predicted_by:
         return finding
-    time = f"see {effect.played_by}." if can_play else "this run cannot be simulated."
+    time = f"see {effect.predicted_by}." if can_simulate else "this run cannot be simulated."
     return replace(finding, effect=replace(effect, sentence=f"{effect.sentence} Time: {time}"))
 
 

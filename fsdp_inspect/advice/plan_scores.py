@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fsdp_inspect.advice.gain_parts import SLOWDOWN, split_played_step
+from fsdp_inspect.advice.gain_parts import SLOWDOWN, split_simulated_step
 from fsdp_inspect.advice.plan_simulator import (
     PlanSimulator,
     PlansToScore,
@@ -12,7 +12,7 @@ from fsdp_inspect.advice.plan_simulator import (
     workload_key,
 )
 from fsdp_inspect.advice.plan_space import Choice, Space, make_space
-from fsdp_inspect.analysis.run_delay import busy_ratio
+from fsdp_inspect.analysis.trust import Trust
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.parallel.tasks import InProcess, Tasks
 from fsdp_inspect.simulation.network import Network, NodeLink, Pace
@@ -23,7 +23,6 @@ from fsdp_inspect.simulation.recorded import (
     observed_plan,
 )
 from fsdp_inspect.simulation.scenario import Mesh, Scenario, mesh_of, resolve_plan
-from fsdp_inspect.simulation.self_check import expect_self_check
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 
@@ -37,7 +36,7 @@ class PlanScorer:
     def __init__(  # noqa: PLR0913 - the network and the work have defaults
         self,
         run: RunSource,
-        on_play: Callable[[int], object] = lambda _: None,
+        on_progress: Callable[[int], object] = lambda _: None,
         *,
         bus_bytes_per_s: float | None = None,
         latency_ns: float | None = None,
@@ -50,7 +49,7 @@ class PlanScorer:
 
         Args:
             run: A recorded or emulated run with timed steps and an observed plan.
-            on_play: Called with the number of plans simulated so far, after each plan.
+            on_progress: Called with the number of plans simulated so far, after each plan.
             bus_bytes_per_s: Bandwidth of another network; None: the run's own.
             latency_ns: Latency of another network; None: the run's own.
             slowdown: The slowdown of compute by communication; None: no slowdown.
@@ -62,7 +61,7 @@ class PlanScorer:
             MissingDataError: The run lacks data that the simulation needs.
             ValueError: The network is invalid.
         """
-        self._on_play = on_play
+        self._on_progress = on_progress
         self._tasks = tasks or InProcess()
         self.work: RecordedWork = measure_work(run) if work is None else work
         own = self.work.network if node is None else self.work.network.change_node(node)
@@ -79,18 +78,14 @@ class PlanScorer:
             self.work, run.manifest, self.network, self.slowdown
         )
         step = self.simulator.replayed
-        self.replay_error = step.duration_ns / self.work.step_time_ns - 1
-        """The self-check: simulated / measured step time of the recorded plan, - 1."""
-        expect_self_check(run.manifest.run_id, self.replay_error)
-        self.memory_error = self.work.memory_error
-        """Simulated / measured peak memory of the recorded plan, - 1; None: unknown."""
+        self.trust: Trust = self.work.check_itself(step.duration_ns)
+        """What may be predicted from the run."""
+        self.replay_error: float = self.trust.self_check_error
         self.recorded = Score(step.duration_ns, step.peak_bytes, step.duration_ns)
         """The recorded plan on the requested network."""
         if self.network.is_changed:
             self.recorded = self.simulator.score(self.space.plan_of(AS_RECORDED))
         self.scores[AS_RECORDED] = self.recorded
-        self.busy_ns = busy_ratio(self.work.run_delay_ratio) * self.recorded.step_ns
-        """The time by which each gain is uncertain, because the run lacked CPU cores."""
 
     @property
     def tells_no_node_link(self) -> bool:
@@ -145,7 +140,7 @@ class PlanScorer:
 
     def _keep(self, choice: Choice, score: Score) -> None:
         self.scores[choice] = score
-        self._on_play(len(self.scores))
+        self._on_progress(len(self.scores))
 
     def range_ns(self, choice: Choice) -> tuple[int, int]:
         """Step time with the fastest and the slowest messages that the run's own fit allows."""
@@ -162,9 +157,9 @@ class PlanScorer:
 
     def parts_ns(self, choice: Choice) -> dict[str, int]:
         """The parts of the simulated step (`advice.gain_parts`); they add up to its time."""
-        step = self.simulator.play_step(self.space.plan_of(choice))
+        step = self.simulator.simulate_step(self.space.plan_of(choice))
         on_host = self.work.execution is not Execution.STREAM
-        parts = split_played_step(step, on_host=on_host)
+        parts = split_simulated_step(step, on_host=on_host)
         return parts | {SLOWDOWN: self.score(choice).step_ns - step.duration_ns}
 
     def scenario(self, choice: Choice) -> Scenario:

@@ -17,9 +17,9 @@ from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.network import Network, Pace
 from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.simulation.policies import policies_of
-from fsdp_inspect.simulation.recorded import RecordedWork, play
+from fsdp_inspect.simulation.recorded import RecordedWork, simulate_step
 from fsdp_inspect.simulation.scenario import AFTER_HOOKS, Scenario, ScenarioMaker, mesh_of
-from fsdp_inspect.simulation.schedule import PlayedStep
+from fsdp_inspect.simulation.schedule import SimulatedStep
 from fsdp_inspect.simulation.workload import UnitPolicy, Workload
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from fsdp_inspect.trace.plan import Plan
@@ -58,7 +58,7 @@ class Slowdown:
         return cls(contention.slowdown, max(low, 1.0), max(high, contention.slowdown))
 
     @property
-    def is_told(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether a slowdown was measured, so that hiding is charged."""
         return self.middle > 1
 
@@ -84,7 +84,7 @@ class Paid:
 NOTHING_PAID = Paid()
 
 
-def hidden_ns(step: PlayedStep) -> int:
+def hidden_ns(step: SimulatedStep) -> int:
     """The time of a simulated step during which communication and compute both run."""
     return step.ran({EventKind.COMPUTE}).intersect(step.ran(COLLECTIVES)).duration_ns
 
@@ -153,9 +153,9 @@ class PlanSimulator:
         }
         self._is_certain = self._networks[Pace.CAUTIOUS] == network
         self._slowdown = slowdown
-        self.replayed: PlayedStep = work.play()
+        self.replayed: SimulatedStep = work.simulate()
         """The recorded plan on the recorded network."""
-        self._hidden_ns = hidden_ns(self.replayed) if slowdown.is_told else 0
+        self._hidden_ns = hidden_ns(self.replayed) if slowdown.is_measured else 0
         self._scenarios: dict[object, Scenario] = {}
         self._scores: dict[object, Score] = {}
         """The scores of each schedule that was simulated."""
@@ -210,15 +210,15 @@ class PlanSimulator:
         workload = schedule.of(self._scenario(plan, schedule.workload_key, pace).workload)
         if pace is not Pace.TYPICAL:
             workload = replace(workload, memory=None)
-        told = self._slowdown.is_told
-        step = play(workload, self._work.execution, with_spans=told)
+        told = self._slowdown.is_measured
+        step = simulate_step(workload, self._work.execution, with_spans=told)
         paid = self._slowdown.paid(hidden_ns(step) - self._hidden_ns) if told else NOTHING_PAID
         step_ns = step.duration_ns + paid.value_ns
         return Score(step_ns, step.peak_bytes, step_ns, paid)
 
-    def play_step(self, plan: Plan) -> PlayedStep:
+    def simulate_step(self, plan: Plan) -> SimulatedStep:
         """The simulated step of a resolved plan."""
-        return play(self.workload(plan), self._work.execution)
+        return simulate_step(self.workload(plan), self._work.execution)
 
     def workload(self, plan: Plan) -> Workload:
         """The recorded work under a resolved plan. See [Note: what is shared]."""

@@ -40,37 +40,25 @@ class RunnablePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class FittingPlans:
-    """The fastest plans of different kinds within a memory limit."""
+class FoundPlans:
+    """The plans of a run that are worth running, each of another kind."""
 
     plans: tuple[RunnablePlan, ...]
-    """The plans, by predicted step time; empty: no simulated plan fits."""
+    """Empty: change nothing, or no simulated plan fits."""
     num_plans: int
     """The number of simulated plans."""
-    recorded_peak_bytes: int
-    """Simulated peak of the recorded plan."""
-    least_peak_bytes: int
-    """The lowest simulated peak of all plans."""
+    least_peak_bytes: int | None
+    """The lowest simulated peak of all plans; None: unknown."""
     tries_checkpointing: bool
     """Whether plans with more activation checkpointing were simulated."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlansToRun:
-    """The plans that are worth running, and the number of simulated plans."""
-
-    proposals: tuple[Proposal, ...]
-    """Best first; empty: change nothing."""
-    num_plans: int
-    """The number of simulated plans."""
 
 
 def advise_run(
     run: RunSource,
     request: AdviceRequest,
     *,
-    digest: Summary | None = None,
-    on_play: Callable[[int], object] = lambda _: None,
+    summary: Summary | None = None,
+    on_progress: Callable[[int], object] = lambda _: None,
     tasks: Tasks | None = None,
 ) -> Advice:
     """Measure a run, and give advice on it.
@@ -78,30 +66,35 @@ def advise_run(
     Args:
         run: A run. A run that cannot be simulated still has findings.
         request: The limits and the network of the advice.
-        digest: The summary of the run, if it is known already.
-        on_play: Called with the number of plans simulated so far.
+        summary: The summary of the run, if it is known already.
+        on_progress: Called with the number of plans simulated so far.
         tasks: Runs the simulations; default in this process.
     """
     run = RunContext.of(run)
-    evidence = _evidence(run, digest or measure_summary(run))
-    return give_advice(run, evidence, request, on_play=on_play, tasks=tasks)
+    evidence = _evidence(run, summary or measure_summary(run))
+    return give_advice(run, evidence, request, on_progress=on_progress, tasks=tasks)
 
 
-def find_plans_to_run(
+def find_plans(  # noqa: PLR0913 - the arguments of `advise_run`, and the work
     run: RunSource,
     request: AdviceRequest,
     count: int,
     *,
-    on_play: Callable[[int], object] = lambda _: None,
+    work: RecordedWork | None = None,
+    name_file: Callable[[int], str] = lambda _: "plan.toml",
+    on_progress: Callable[[int], object] = lambda _: None,
     tasks: Tasks | None = None,
-) -> PlansToRun:
-    """Measure a run, and choose the plans to run.
+) -> FoundPlans:
+    """Measure a run, and choose the plans to run: the advised plan, then the best of other kinds.
 
     Args:
         run: A recorded or emulated run.
         request: The limits of the plans.
         count: The highest number of plans.
-        on_play: Called with the number of plans simulated so far.
+        work: The work to simulate, with its memory, if it is not that of the timed steps. The plans
+            are then sorted by their time.
+        name_file: Returns the file of the n-th plan, from 1, as the commands name it.
+        on_progress: Called with the number of plans simulated so far.
         tasks: Runs the simulations; default in this process.
 
     Raises:
@@ -110,87 +103,52 @@ def find_plans_to_run(
     run = RunContext.of(run)
     evidence = _evidence(run, measure_summary(run))
     limit = evidence.device_bytes if request.memory_limit is None else request.memory_limit
-    bench = PlanScorer(run, on_play, slowdown=slowdown_of(evidence), tasks=tasks)
-    search = Search(bench, limit, allow_dtypes=request.allow_dtypes)
-    proposals = find_candidates(bench, evidence, search, count)
-    return PlansToRun(proposals, len(bench.scores))
-
-
-def find_fitting_plans(
-    run: RunSource,
-    work: RecordedWork,
-    limit_bytes: int,
-    *,
-    count: int,
-    name_file: Callable[[int], str],
-    tasks: Tasks | None = None,
-) -> FittingPlans:
-    """Choose the fastest plans of different kinds within a memory limit.
-
-    Args:
-        run: A recorded or emulated run.
-        work: The work to simulate, with its memory.
-        limit_bytes: The highest simulated peak.
-        count: The highest number of plans.
-        name_file: Returns the file of the n-th plan, from 1, as the commands name it.
-        tasks: Runs the simulations; default in this process.
-
-    Raises:
-        MissingDataError: The run lacks data that the simulation needs.
-    """
-    run = RunContext.of(run)
-    evidence = _evidence(run, measure_summary(run))
-    bench = PlanScorer(run, slowdown=slowdown_of(evidence), work=work, tasks=tasks)
-    search = Search(bench, limit_bytes, allow_dtypes=False)
-    repeats = bench.space.plan.checkpointing
-    # The memory of a checkpointed block in several units is predicted too low (by 18% in a test).
-    is_known = not (repeats.full or repeats.selective)
-    choices = sorted(
-        (
-            choice
-            for choice in choose_candidates(bench, search, count)
-            if is_known or choice.grouping is None
-        ),
-        key=lambda choice: (bench.score(choice).step_ns, choice.effort),
-    )
-    peaks = [score.peak_bytes for score in bench.scores.values() if score.peak_bytes is not None]
-    assert bench.recorded.peak_bytes is not None, "the work has memory"
-    narrators = [Narrator(bench, evidence, name_file(at)) for at in range(1, len(choices) + 1)]
-    return FittingPlans(
+    scorer = PlanScorer(run, on_progress, slowdown=slowdown_of(evidence), work=work, tasks=tasks)
+    search = Search(scorer, limit, allow_dtypes=request.allow_dtypes)
+    choices = choose_candidates(scorer, search, count)
+    if work is not None:
+        repeats = scorer.space.plan.checkpointing
+        # The memory of a checkpointed block in several units is predicted too low (by 18% in a
+        # test).
+        is_known = not (repeats.full or repeats.selective)
+        known = [choice for choice in choices if is_known or choice.grouping is None]
+        choices = sorted(known, key=lambda each: (scorer.score(each).step_ns, each.effort))
+    narrators = [Narrator(scorer, evidence, name_file(at)) for at in range(1, len(choices) + 1)]
+    peaks = [score.peak_bytes for score in scorer.scores.values() if score.peak_bytes is not None]
+    return FoundPlans(
         plans=tuple(
             RunnablePlan(narrator.proposal(choice), narrator.code_change(choice))
             for narrator, choice in zip(narrators, choices, strict=True)
         ),
-        num_plans=len(bench.scores),
-        recorded_peak_bytes=bench.recorded.peak_bytes,
-        least_peak_bytes=min(peaks),
-        tries_checkpointing=any("checkpointing" in choice.changed for choice in bench.scores),
+        num_plans=len(scorer.scores),
+        least_peak_bytes=min(peaks, default=None),
+        tries_checkpointing=any("checkpointing" in choice.changed for choice in scorer.scores),
     )
 
 
-def find_findings(run: RunSource, *, digest: Summary | None = None) -> tuple[Finding, ...]:
+def find_findings(run: RunSource, *, summary: Summary | None = None) -> tuple[Finding, ...]:
     """The findings of a run: problems that no sharding plan can fix.
 
     For a run that cannot be simulated, they include changes of the plan without a predicted gain.
 
     Args:
         run: A run.
-        digest: The summary of the run, if it is known already.
+        summary: The summary of the run, if it is known already.
     """
-    findings = find_first_things(_evidence(run, digest or measure_summary(run), for_plans=False))
+    findings = find_first_things(_evidence(run, summary or measure_summary(run), for_plans=False))
     return tuple(leave_out_plans(findings)) if run.manifest.can_rank_plans else findings
 
 
-def _evidence(run: RunSource, digest: Summary, *, for_plans: bool = True) -> Evidence:
+def _evidence(run: RunSource, summary: Summary, *, for_plans: bool = True) -> Evidence:
     """The summary, plus measurements that only advice needs; damaged files leave fields empty."""
     is_device = run.manifest.device_type != "cpu"
-    exposed, peak_rank = digest.exposed, digest.memory.peak_rank
-    peak, damage = digest.memory.peak, list[str]()
-    whole = measure_whole_memory(run.manifest, peak, digest.memory.device_bytes)
+    exposed, peak_rank = summary.exposed, summary.memory.peak_rank
+    peak, damage = summary.memory.peak, list[str]()
+    whole = measure_whole_memory(run.manifest, peak, summary.memory.device_bytes)
     return Evidence(
         manifest=run.manifest,
-        verdict=digest.verdict.of_speed,
-        plan_check=digest.plan_check,
+        verdict=summary.verdict.of_speed,
+        plan_check=summary.plan_check,
         allocator=None if peak_rank is None else measure_allocator(run, rank=peak_rank),
         causes_ns=exposed.causes_ns if exposed else {},
         exposed_by_kind_ns=exposed.by_kind_ns if exposed else {},
@@ -200,9 +158,9 @@ def _evidence(run: RunSource, digest: Summary, *, for_plans: bool = True) -> Evi
             for each in (exposed.passes if exposed else ())
             if each.num_units and each.kind == EventKind.ALL_REDUCE.label
         ),
-        device_bytes=digest.memory.device_bytes,
-        step_time_ns=digest.step_time_ns.typical if digest.step_time_ns else None,
-        peak_bytes=digest.peak_allocated_bytes,
+        device_bytes=summary.memory.device_bytes,
+        step_time_ns=summary.step_time_ns.typical if summary.step_time_ns else None,
+        peak_bytes=summary.peak_allocated_bytes,
         peak_unit=peak.fqn if peak is not None else None,
         activation_bytes=_held(peak, MemoryCategory.ACTIVATION),
         waits=exposed.evidence if exposed else (),
@@ -247,38 +205,29 @@ PRICE_OF_A_CHANGE = 3
 """The gain that each further change must bring, as a multiple of the noise of the search."""
 
 
-def find_candidates(
-    bench: PlanScorer, evidence: Evidence, search: Search, count: int
-) -> tuple[Proposal, ...]:
-    """Find the plans to run, best first; none if no change is worth making.
+def choose_candidates(scorer: PlanScorer, search: Search, count: int) -> list[Choice]:
+    """Choose the plans to run, best first; none if no change is worth making.
 
     Args:
-        bench: Simulates plans of the baseline.
-        evidence: The results of the analyses of the baseline.
-        search: A search on `bench`, with the memory limit.
+        scorer: Simulates plans of the baseline.
+        search: A search on `scorer`, with the memory limit.
         count: The highest number of plans.
     """
-    narrator = Narrator(bench, evidence)
-    return tuple(narrator.proposal(each) for each in choose_candidates(bench, search, count))
-
-
-def choose_candidates(bench: PlanScorer, search: Search, count: int) -> list[Choice]:
-    """Choose the plans like `find_candidates`, without their descriptions."""
     found = search.run()
     if not found.fits:
         return []
-    increments = split_gain(bench, found.fastest, search.fits)
+    increments = split_gain(scorer, found.fastest, search.fits)
     advised = increments[-1].after if increments else AS_RECORDED
     chosen: list[Choice] = []
-    for choice in (advised, *_best_of_each_kind(bench, search.noise_ns)):
-        if len(chosen) < count and _is_worth_a_run(bench, search, choice, chosen):
+    for choice in (advised, *_best_of_each_kind(scorer, search.noise_ns)):
+        if len(chosen) < count and _is_worth_a_run(scorer, search, choice, chosen):
             chosen.append(choice)
     return chosen
 
 
-def _best_of_each_kind(bench: PlanScorer, noise_ns: float) -> Iterator[Choice]:
+def _best_of_each_kind(scorer: PlanScorer, noise_ns: float) -> Iterator[Choice]:
     """Fastest first; each change must gain `PRICE_OF_A_CHANGE` times the noise."""
-    scores = bench.scores
+    scores = scorer.scores
     price = PRICE_OF_A_CHANGE * noise_ns
     kinds: set[tuple[str, ...]] = set()
     for choice in sorted(
@@ -290,20 +239,20 @@ def _best_of_each_kind(bench: PlanScorer, noise_ns: float) -> Iterator[Choice]:
 
 
 def _is_worth_a_run(
-    bench: PlanScorer, search: Search, choice: Choice, chosen: list[Choice]
+    scorer: PlanScorer, search: Search, choice: Choice, chosen: list[Choice]
 ) -> bool:
-    score, recorded = bench.score(choice), bench.recorded
+    score, recorded = scorer.score(choice), scorer.recorded
     if choice == AS_RECORDED or not search.fits(score):
         return False
     saved = recorded.step_ns - score.step_ns
-    least = max(WORTH_RATIO, abs(bench.replay_error)) * recorded.step_ns
+    least = max(WORTH_RATIO, abs(scorer.replay_error)) * recorded.step_ns
     if saved < least and search.fits(recorded):
         return False
     return not any(
         choice == other
         or (
             set(other.changed) <= set(choice.changed)
-            and bench.score(other).step_ns - score.step_ns <= search.noise_ns
+            and scorer.score(other).step_ns - score.step_ns <= search.noise_ns
         )
         for other in chosen
     )

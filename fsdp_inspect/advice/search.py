@@ -56,7 +56,7 @@ class Search:
 
     def __init__(
         self,
-        bench: PlanScorer,
+        scorer: PlanScorer,
         memory_limit: int | None,
         *,
         allow_dtypes: bool,
@@ -65,16 +65,16 @@ class Search:
         """Prepare the search without simulating any plan.
 
         Args:
-            bench: The scorer of the run.
+            scorer: The scorer of the run.
             memory_limit: Bytes that the peak of a plan must not exceed. Any plan fits if this is
                 None, or if the run's memory is unknown.
             allow_dtypes: Whether messages may become bfloat16.
             time_limit_ns: The longest step of the smallest plan; None: the recorded step.
         """
-        self._bench = bench
-        self._limit = memory_limit if bench.recorded.peak_bytes is not None else None
+        self._scorer = scorer
+        self._limit = memory_limit if scorer.recorded.peak_bytes is not None else None
         self._allow_dtypes = allow_dtypes
-        self._longest_ns = bench.recorded.step_ns if time_limit_ns is None else time_limit_ns
+        self._longest_ns = scorer.recorded.step_ns if time_limit_ns is None else time_limit_ns
 
     def run(self) -> SearchResult:
         """Simulate the plans, and choose the fastest, the smallest and the front."""
@@ -91,14 +91,14 @@ class Search:
             self._dtypes,
             self._tails,
         ):
-            self._bench.score_all(list(choices()))
+            self._scorer.score_all(list(choices()))
         self._merge()
         fastest = self._fastest()
         return SearchResult(
             fastest=fastest,
             smallest=self._smallest(),
             front=tuple(self._front()),
-            fits=self.fits(self._bench.score(fastest)),
+            fits=self.fits(self._scorer.score(fastest)),
         )
 
     def fits(self, score: Score) -> bool:
@@ -108,7 +108,7 @@ class Search:
     # --- plans to try
 
     def _cuts(self) -> Iterator[Choice]:
-        space = self._bench.space
+        space = self._scorer.space
         starts = [AS_RECORDED]
         if space.can_prefetch(AS_RECORDED):
             starts += [Choice(forward_prefetch=1), Choice(forward_prefetch=2, backward_prefetch=2)]
@@ -128,7 +128,7 @@ class Search:
 
         Empty if all ranks share one node: a smaller group then has no faster link.
         """
-        network, shard = self._bench.network, self._bench.mesh.shard
+        network, shard = self._scorer.network, self._scorer.mesh.shard
         ranks = network.node.num_ranks
         if ranks is None or ranks >= shard:
             return []
@@ -137,7 +137,7 @@ class Search:
 
     def _roots(self) -> Iterator[Choice]:
         """Keep the root unsharded: backward begins with it, so resharding gathers it twice."""
-        if self._bench.space.reshards_root:
+        if self._scorer.space.reshards_root:
             for choice in self._beam():
                 yield replace(choice, keep_root=True)
 
@@ -148,23 +148,23 @@ class Search:
                 yield replace(choice, forward_prefetch=forward, backward_prefetch=backward)
 
     def _queues(self) -> Iterator[Choice]:
-        if self._bench.space.holds_host:
+        if self._scorer.space.holds_host:
             return  # reductions block the main thread on any communicator
         buffers = (None, *range(2, MAX_BUFFERS + 1))
         for choice, count, is_apart in product(self._beam(), buffers, (None, True)):
             yield replace(choice, reduce_buffers=count, separate_reduce_group=is_apart)
 
     def _embeddings(self) -> Iterator[Choice]:
-        if self._bench.space.embeddings:
+        if self._scorer.space.embeddings:
             for choice in self._beam():
                 yield replace(choice, embedding_in_backward=False)
 
     def _overlapping(self) -> list[Choice]:
-        return [each for each in self._beam() if self._bench.space.can_prefetch(each)]
+        return [each for each in self._beam() if self._scorer.space.can_prefetch(each)]
 
     def _loops(self) -> Iterator[Choice]:
         """Vary the microbatches that reduce gradients, and keep parameters between microbatches."""
-        accumulation = self._bench.space.plan.accumulation
+        accumulation = self._scorer.space.plan.accumulation
         if accumulation.microbatches < 2:
             return
         syncs: list[Sync | None] = [None, "last" if accumulation.sync != "last" else "every"]
@@ -180,11 +180,11 @@ class Search:
         With tensor or pipeline parallelism, or several meshes, the code that makes the mesh is not
         known, so no change of it can be shown.
         """
-        has_all_reduce = EventKind.ALL_REDUCE in self._bench.network.lines
-        if not has_all_reduce or self._bench.space.plan.has_other_dimensions:
+        has_all_reduce = EventKind.ALL_REDUCE in self._scorer.network.lines
+        if not has_all_reduce or self._scorer.space.plan.has_other_dimensions:
             return
-        shard = self._bench.mesh.shard
-        replicas = self._bench.mesh.replicate
+        shard = self._scorer.mesh.shard
+        replicas = self._scorer.mesh.replicate
         for choice, factor in product(self._beam(), (2, 4, 8)):
             if (
                 shard % factor == 0
@@ -195,13 +195,13 @@ class Search:
 
     def _shards_over(self, choice: Choice, shard: int) -> bool:
         """Whether `shard` ranks are a multiple of every group that keeps parameters."""
-        units = self._bench.space.plan_of(choice).units
+        units = self._scorer.space.plan_of(choice).units
         groups = [smaller_group(unit.reshard_after_forward) or 1 for unit in units]
         return all(shard % group == 0 for group in groups)
 
     def _merge(self) -> None:
         """Merge neighbours of the fastest plan, the best pair first, as long as the step falls."""
-        space, bench = self._bench.space, self._bench
+        space, scorer = self._scorer.space, self._scorer
         for _ in range(MAX_MERGES):
             best = self._fastest()
             inner = [unit.name for unit in space.plan_of(best).inner_units]
@@ -209,9 +209,9 @@ class Search:
                 return
             merged = [space.add_merge(best.grouping, *pair) for pair in pairwise(inner)]
             choices = [replace(best, grouping=name) for name in merged if name is not None]
-            fitting = [each for each in bench.score_all(choices) if self.fits(bench.score(each))]
-            least = min((bench.score(each).cautious_ns for each in fitting), default=None)
-            if least is None or least > bench.score(best).cautious_ns - self.noise_ns:
+            fitting = [each for each in scorer.score_all(choices) if self.fits(scorer.score(each))]
+            least = min((scorer.score(each).cautious_ns for each in fitting), default=None)
+            if least is None or least > scorer.score(best).cautious_ns - self.noise_ns:
                 return
 
     def _dtypes(self) -> Iterator[Choice]:
@@ -226,10 +226,10 @@ class Search:
         If no plan fits so far, checkpointing is tried with every grouping, and the search continues
         from there.
         """
-        recorded = self._bench.space.plan.checkpointing
+        recorded = self._scorer.space.plan.checkpointing
         if self._limit is None or recorded.full or recorded.selective:
             return
-        scores = self._bench.scores
+        scores = self._scorer.scores
         fits = any(self.fits(score) for score in scores.values())
         for choice in self._beam() if fits else list(scores):
             repeating = replace(choice, checkpointing="full")
@@ -238,14 +238,14 @@ class Search:
 
     def _has_memory(self, choice: Choice) -> bool:
         try:
-            return self._bench.scenario(choice).memory_refusal is None
+            return self._scorer.scenario(choice).memory_refusal is None
         except (MissingDataError, PlanError):
             return False
 
     def _tails(self) -> Iterator[Choice]:
         """Keep some of the last units unsharded: as many as fit, and a few counts for the front."""
         for choice in self._beam():
-            plan = self._bench.space.plan_of(choice)
+            plan = self._scorer.space.plan_of(choice)
             units = len(plan.inner_units)
             for count in sorted({1, units // 4, units // 2, 3 * units // 4} - {0}):
                 yield _keeping(choice, count, units)
@@ -257,7 +257,7 @@ class Search:
         low, high = 0, units
         while low < high:
             middle = (low + high + 1) // 2
-            if self.fits(self._bench.score(_keeping(choice, middle, units))):
+            if self.fits(self._scorer.score(_keeping(choice, middle, units))):
                 low = middle
             else:
                 high = middle - 1
@@ -265,7 +265,7 @@ class Search:
 
     def _beam(self) -> list[Choice]:
         """The fastest plans that fit, one for each grouping and reshard, and the smallest plan."""
-        scores = self._bench.scores
+        scores = self._scorer.scores
         fitting = [choice for choice in scores if self.fits(scores[choice])]
         best: dict[object, Choice] = {}
         for choice in sorted(fitting, key=lambda each: (scores[each].cautious_ns, each.effort)):
@@ -278,14 +278,14 @@ class Search:
     @property
     def noise_ns(self) -> float:
         """Plans within this step time of each other count as equal. See [Note: the simplest]."""
-        error = min(abs(self._bench.replay_error), _MOST_NOISE_RATIO)
-        return max(_NOISE_RATIO, error) * self._bench.recorded.step_ns
+        error = min(abs(self._scorer.replay_error), _MOST_NOISE_RATIO)
+        return max(_NOISE_RATIO, error) * self._scorer.recorded.step_ns
 
     def _peak(self, choice: Choice) -> int:
-        return self._bench.scores[choice].peak_bytes or 0
+        return self._scorer.scores[choice].peak_bytes or 0
 
     def _fastest(self) -> Choice:
-        scores = self._bench.scores
+        scores = self._scorer.scores
         fitting = [choice for choice in scores if self.fits(scores[choice])]
         if not fitting:
             return min(scores, key=lambda each: (self._peak(each), each.effort))
@@ -294,7 +294,7 @@ class Search:
         least = min(each.effort for each in alike)
         simple = [each for each in alike if each.effort == least]
         quickest = min(scores[each].cautious_ns for each in simple)
-        most_ns = quickest + 0.5 * _NOISE_RATIO * self._bench.recorded.step_ns
+        most_ns = quickest + 0.5 * _NOISE_RATIO * self._scorer.recorded.step_ns
         simplest = min(
             (each for each in simple if scores[each].cautious_ns <= most_ns),
             key=lambda each: (self._peak(each), scores[each].cautious_ns),
@@ -305,7 +305,7 @@ class Search:
         )
 
     def _smallest(self) -> Choice:
-        scores, recorded = self._bench.scores, self._bench.recorded
+        scores, recorded = self._scorer.scores, self._scorer.recorded
         as_fast = [each for each in scores if scores[each].cautious_ns <= self._longest_ns]
         if recorded.peak_bytes is None or not as_fast:
             return AS_RECORDED
@@ -320,14 +320,14 @@ class Search:
             simpler: list[Any] = [None, 1] if name.endswith("_prefetch") else [None]
             for value in simpler:
                 without = replace(choice, **{name: value})
-                if is_enough(self._bench.score(without)):
+                if is_enough(self._scorer.score(without)):
                     choice = without
                     break
         return choice
 
     def _front(self) -> Iterator[Choice]:
         """Fastest first; each next one has a lower peak."""
-        scores = self._bench.scores
+        scores = self._scorer.scores
         order = sorted(scores, key=lambda c: (scores[c].step_ns, self._peak(c), c.effort))
         lowest: int | None = None
         for choice in order:
@@ -354,26 +354,26 @@ class Increment:
 
 
 def split_gain(
-    bench: PlanScorer, choice: Choice, fits: Callable[[Score], bool]
+    scorer: PlanScorer, choice: Choice, fits: Callable[[Score], bool]
 ) -> tuple[Increment, ...]:
     """Split the gain of a plan by change, the largest first. No time counts twice.
 
     A change that gains less than `WORTH_RATIO` alone is joined with the next change that needs it.
     Changes that gain nothing at the end are dropped, unless the plan does not fit without them.
     """
-    worth = WORTH_RATIO * bench.recorded.step_ns
+    worth = WORTH_RATIO * scorer.recorded.step_ns
     increments: list[Increment] = []
     at, start, pending = AS_RECORDED, AS_RECORDED, list[str]()
     left = list(choice.changed)
     while left:
-        name = min(left, key=lambda one: bench.score(at.take(choice, [one])).cautious_ns)
+        name = min(left, key=lambda one: scorer.score(at.take(choice, [one])).cautious_ns)
         left.remove(name)
         pending.append(name)
         at = at.take(choice, [name])
-        if bench.score(at).saves_over(bench.score(start)) >= worth:
+        if scorer.score(at).saves_over(scorer.score(start)) >= worth:
             increments.append(Increment(tuple(pending), start, at))
             start, pending = at, []
-    if pending and not fits(bench.score(start)):
+    if pending and not fits(scorer.score(start)):
         last = increments.pop() if increments else Increment((), AS_RECORDED, AS_RECORDED)
         increments.append(Increment((*last.names, *pending), last.before, at))
     return tuple(increments)

@@ -51,7 +51,7 @@ def _one_unit(evidence: Evidence) -> Iterator[Finding]:
         f"The unit gathers {format_bytes(largest.unsharded_bytes)} at once.",
         ("Call fully_shard on every transformer block, and on the model last.",),
         effect=Effect(
-            sentence="One all-gather becomes many smaller ones.", played_by=SIMULATED_PLANS
+            sentence="One all-gather becomes many smaller ones.", predicted_by=SIMULATED_PLANS
         ),
         snippet=(
             "for block in model.layers:  # the blocks of your model\n"
@@ -88,7 +88,7 @@ def _large_unit(evidence: Evidence) -> Iterator[Finding]:
             effect=Effect(
                 sentence=f"The peak falls by at most {format_bytes(excess)}, and only if memory "
                 "reaches it while this unit is unsharded.",
-                played_by=SIMULATED_PLANS,
+                predicted_by=SIMULATED_PLANS,
                 added_low_bytes=-excess,
                 added_high_bytes=0,
             ),
@@ -128,7 +128,7 @@ def _full_precision(evidence: Evidence) -> Iterator[Finding]:
         ),
         effect=Effect(
             sentence=f"Each pass gathers {format_bytes(gathered // 2)} less.",
-            played_by=_PLANS_IN_16_BITS,
+            predicted_by=_PLANS_IN_16_BITS,
         ),
         assumptions=("The model trains equally well in 16 bits: check its loss.",),
         snippet=(
@@ -201,7 +201,7 @@ def _waste(evidence: Evidence) -> Iterator[Finding]:
             _DO_ABOUT_WASTE.get(rule, ()),
             effect=Effect(
                 sentence=_EFFECT_OF_WASTE.get(rule, "None is predicted."),
-                played_by=_PLANS_IN_16_BITS if rule == "R14" else "",
+                predicted_by=_PLANS_IN_16_BITS if rule == "R14" else "",
             ),
         )
 

@@ -16,7 +16,6 @@ from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
 from fsdp_inspect.simulation.network import CostLine
-from fsdp_inspect.simulation.simulate import noise_ratio
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, owned_parameters
 
@@ -121,27 +120,29 @@ class Proposal:
 class Narrator:
     """Describes choices with sentences and numbers."""
 
-    def __init__(self, bench: PlanScorer, evidence: Evidence, plan_file: str = "plan.toml") -> None:
+    def __init__(
+        self, scorer: PlanScorer, evidence: Evidence, plan_file: str = "plan.toml"
+    ) -> None:
         """Prepare the descriptions. Plans are simulated when a description needs them.
 
         Args:
-            bench: The simulated plans.
+            scorer: The simulated plans.
             evidence: The results of the analyses of the run.
             plan_file: The name of the written plan.
         """
-        self._bench = bench
+        self._scorer = scorer
         self._evidence = evidence
         self._plan_file = plan_file
 
     def suggestion(self, increment: Increment) -> Suggestion:
         """One change on the way to a plan."""
-        before, after = (self._bench.score(c) for c in (increment.before, increment.after))
+        before, after = (self._scorer.score(c) for c in (increment.before, increment.after))
         low, high = self._saved_range(increment.before, increment.after)
         choice = AS_RECORDED.take(increment.after, increment.names)
-        rules = self._bench.space.rules
+        rules = self._scorer.space.rules
         added = _difference(after.peak_bytes, before.peak_bytes)
         margin = self._memory_margin(after.peak_bytes)
-        parts = (self._bench.parts_ns(c) for c in (increment.before, increment.after))
+        parts = (self._scorer.parts_ns(c) for c in (increment.before, increment.after))
         saved_by = subtract_parts(*parts)
         return Suggestion(
             rules=tuple(dict.fromkeys(rule_of(choice, name, rules) for name in increment.names)),
@@ -161,11 +162,11 @@ class Narrator:
             assumptions=tuple(self._assumed(increment, choice)),
             risks=tuple(self._risks(increment.before, choice)),
             paid=after.paid,
-            plan=self._bench.scenario(increment.after).plan,
+            plan=self._scorer.scenario(increment.after).plan,
             snippet=write_snippet(
                 choice,
-                self._bench.space.plan_of(increment.before),
-                self._bench.space.plan_of(increment.after),
+                self._scorer.space.plan_of(increment.before),
+                self._scorer.space.plan_of(increment.after),
                 without=self._empty_units(increment.after),
             ),
             change=self.code_change(increment.after),
@@ -173,7 +174,7 @@ class Narrator:
 
     def code_change(self, choice: Choice) -> CodeChange:
         """The change of the recorded run's code that makes a choice."""
-        space = self._bench.space
+        space = self._scorer.space
         change = Change(
             space.plan_of(AS_RECORDED),
             space.plan_of(choice),
@@ -184,10 +185,11 @@ class Narrator:
 
     def proposal(self, choice: Choice) -> Proposal:
         """A whole plan."""
-        score, recorded = self._bench.score(choice), self._bench.recorded
-        low, high = self._bench.range_ns(choice)
-        scenario = self._bench.scenario(choice)
-        error = noise_ratio(self._bench.work, self._bench.replay_error, scenario.units)
+        score, recorded = self._scorer.score(choice), self._scorer.recorded
+        low, high = self._scorer.range_ns(choice)
+        scenario = self._scorer.scenario(choice)
+        is_regrouped = self._scorer.work.has_other_units(scenario.units)
+        error = self._scorer.trust.step_margin(is_regrouped=is_regrouped)
         margin = self._memory_margin(score.peak_bytes)
         return Proposal(
             what=say_changes(choice),
@@ -212,29 +214,29 @@ class Narrator:
 
     def _empty_units(self, choice: Choice) -> list[str]:
         """Units without parameters, if the run contains the parameters of its units."""
-        space = self._bench.space
+        space = self._scorer.space
         owned = owned_parameters(space.plan_of(choice).units, space.parameters)
         return [name for name, own in owned.items() if space.parameters and not own]
 
     def _memory_margin(self, peak_bytes: int | None) -> int:
-        return round(abs(self._bench.memory_error or 0.0) * (peak_bytes or 0))
+        return round(abs(self._scorer.trust.memory_error or 0.0) * (peak_bytes or 0))
 
     def _assumed(self, increment: Increment, choice: Choice) -> Iterator[str]:
         """The assumptions of the change, beyond those of the earlier changes."""
-        known = self._bench.scenario(increment.before).assumptions
-        after = self._bench.scenario(increment.after).assumptions
+        known = self._scorer.scenario(increment.before).assumptions
+        after = self._scorer.scenario(increment.after).assumptions
         yield from (each for each in after if each not in known)
         yield from _assume_dtypes(choice)
         yield from self._assume_contention(increment.before, increment.after)
 
     def _assume_contention(self, before: Choice, after: Choice) -> Iterator[str]:
         """The slowdown of compute by communication (R24), or why none is assumed."""
-        slowdown = self._bench.slowdown
-        if not slowdown.is_told:
+        slowdown = self._scorer.slowdown
+        if not slowdown.is_measured:
             why = f": {slowdown.reason}" if slowdown.reason else ""
             yield f"Communication does not slow compute{why}."
             return
-        paid = [self._bench.score(each).paid.value_ns for each in (before, after)]
+        paid = [self._scorer.score(each).paid.value_ns for each in (before, after)]
         verb = "costs" if paid[1] >= paid[0] else "gains"
         yield (
             f"Communication slows compute by a factor of {slowdown.middle:.2f} "
@@ -249,25 +251,21 @@ class Narrator:
 
     def _saved_range(self, before: Choice, after: Choice) -> tuple[int, int]:
         """The gain with fast messages under both plans, and with slow messages under both."""
-        margin = abs(self._bench.replay_error) * self._bench.recorded.step_ns
-        own = self._bench.score(before).step_ns - self._bench.score(after).step_ns
-        pairs = zip(self._bench.range_ns(before), self._bench.range_ns(after), strict=True)
+        own = self._scorer.score(before).step_ns - self._scorer.score(after).step_ns
+        pairs = zip(self._scorer.range_ns(before), self._scorer.range_ns(after), strict=True)
         saved = [own, *(first - second for first, second in pairs)]
-        # The recorded times behind the gain vary as much as the recorded steps.
-        margin += self._bench.work.spread_ratio * abs(own)
-        # A step of a run on free cores is shorter by an unknown part of the time without a core.
-        margin += self._bench.busy_ns
+        margin = self._scorer.trust.gain_margin_ns(own, self._scorer.recorded.step_ns)
         return round(min(saved) - margin), round(max(saved) + margin)
 
     def _units(self, increment: Increment) -> tuple[str, ...]:
-        before = {unit.name: unit for unit in self._bench.space.plan_of(increment.before).units}
-        after = self._bench.space.plan_of(increment.after).units
+        before = {unit.name: unit for unit in self._scorer.space.plan_of(increment.before).units}
+        after = self._scorer.space.plan_of(increment.after).units
         return tuple(unit.name for unit in after if before.get(unit.name) != unit)
 
     def _why(self, choice: Choice) -> Iterator[str]:
         """Facts from the trace about the waits that a change reduces."""
         if choice.grouping is not None:
-            yield from self._cut(self._bench.space.rules[choice.grouping])
+            yield from self._cut(self._scorer.space.rules[choice.grouping])
         if choice.reshard not in (None, True) or choice.num_kept:
             yield from self._gathered_again()
         if "checkpointing" in choice.changed and self._evidence.activation_bytes is not None:
@@ -276,7 +274,7 @@ class Narrator:
         yield from self._causes(choice)
         exposed = self._evidence.exposed_by_kind_ns
         if choice.accumulation_sync is not None:
-            count = self._bench.space.plan.accumulation.microbatches
+            count = self._scorer.space.plan.accumulation.microbatches
             yield f"A step has {count} microbatches."
         if choice.async_gathers and exposed.get("all_gather"):
             yield (
@@ -302,8 +300,8 @@ class Narrator:
 
     def _cut(self, rule: str) -> Iterator[str]:
         """Facts about the size of the recorded units."""
-        units = self._bench.work.units
-        line = self._bench.network.lines.get(EventKind.ALL_GATHER)
+        units = self._scorer.work.units
+        line = self._scorer.network.lines.get(EventKind.ALL_GATHER)
         if rule == "R2" and line is not None and round(line.latency_ns):
             yield f"{len(units)} units gather, each with a latency of {_describe_latency(line)}."
         if rule != "R2":
@@ -322,7 +320,7 @@ class Narrator:
 
         A frozen model beside the trained one (a teacher, a reference) has no backward.
         """
-        work = self._bench.work.workload
+        work = self._scorer.work.workload
         again = [
             unit
             for unit, policy in zip(work.units, work.policies, strict=True)
@@ -345,10 +343,10 @@ class Narrator:
 
     def _risks(self, before: Choice, choice: Choice) -> Iterator[str]:
         after = before.take(choice, choice.changed)
-        first, second = self._bench.score(before), self._bench.score(after)
+        first, second = self._scorer.score(before), self._scorer.score(after)
         added = _difference(second.peak_bytes, first.peak_bytes)
         if added is None:
-            yield self._bench.work.memory_refusal or _NO_MEMORY
+            yield self._scorer.work.memory_refusal or _NO_MEMORY
         elif added > 0:
             yield f"The peak rises by {format_bytes(added)}."
         if choice.accumulation_sync is not None:
@@ -366,7 +364,7 @@ class Narrator:
             yield "Checkpoints of the recorded mesh must be resharded when they are loaded."
         if choice.param_dtype or choice.reduce_dtype:
             yield "bfloat16 changes the numbers: check that the loss still falls."
-        units = self._bench.scenario(after).units
+        units = self._scorer.scenario(after).units
         if choice.grouping is not None and len(units) == 1:
             yield (
                 "One unit hides no communication on backends that overlap collectives with "

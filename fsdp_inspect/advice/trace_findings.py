@@ -19,6 +19,7 @@ from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.analysis.optimizer_wait import OptimizerWait
 from fsdp_inspect.analysis.pipeline import Pipeline
 from fsdp_inspect.analysis.prefetch import GathersInFlight
+from fsdp_inspect.analysis.trust import PIPELINE_CAVEAT
 from fsdp_inspect.formatting import (
     format_bytes,
     format_bytes_per_s,
@@ -27,7 +28,6 @@ from fsdp_inspect.formatting import (
     format_unit,
 )
 from fsdp_inspect.simulation.parameters import share_of
-from fsdp_inspect.simulation.self_check import PIPELINE_CAVEAT
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import Unit

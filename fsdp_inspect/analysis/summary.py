@@ -22,13 +22,13 @@ from fsdp_inspect.analysis.memory.growth import measure_memory_growth
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.analysis.plan_check.check import PlanCheck, check_plan
 from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
-from fsdp_inspect.analysis.run_delay import measure_run_delay_of_hosts
 from fsdp_inspect.analysis.run_heading import RunIdentity, identify
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.analysis.step_times import RankOverlap, measure_overlap, measure_step_times
 from fsdp_inspect.analysis.stragglers.ranks import find_late_ranks
 from fsdp_inspect.analysis.throughput import Throughput, measure_throughput
+from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.analysis.verdict.run_facts import Answers, judge, measure_step_costs
@@ -147,8 +147,8 @@ def measure_summary(run: RunSource) -> Summary:
             plan_check=plan_check,
             provenance=provenance,
             costs=try_measure(measure_step_costs, run, damage),
-            run_delay=try_measure(measure_run_delay_of_hosts, run, damage),
             utilisation_ratio=throughput.device_utilisation_ratio if throughput else None,
+            trust=measure_trust(run),
             late=try_measure(lambda source: find_late_ranks(source, overlap.ranks), run, damage),
             fault=training.faults[0] if training and training.faults else None,
         )

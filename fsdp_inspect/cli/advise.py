@@ -137,9 +137,9 @@ def advise(  # noqa: PLR0913 - one argument an option
         )
     for file in (write, write and prediction_file_of(write), write and patch_file_of(write)):
         require_new_file("--write", file)
-    with open_tasks(dask) as tasks, show_progress() as on_play:
+    with open_tasks(dask) as tasks, show_progress() as on_progress:
         source = open_stored_argument(run, show_bars(tasks))
-        advice = advise_run(source, request, on_play=on_play, tasks=tasks)
+        advice = advise_run(source, request, on_progress=on_progress, tasks=tasks)
     if write is not None:
         _write(source, advice, request, write, take)
     record = _earlier(source, advice)

@@ -32,10 +32,10 @@ def breakdown(
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = opened.breakdown(rank=rank, step=step)
+    found = opened.breakdown(rank=rank, step=step)
     if as_json:
-        print(render_run_json(opened.source, digest))
+        print(render_run_json(opened.source, found))
         return
     from fsdp_inspect.report.breakdown import render_breakdown
 
-    print_renderable(render_breakdown(digest))
+    print_renderable(render_breakdown(found))

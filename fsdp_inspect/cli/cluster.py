@@ -145,9 +145,9 @@ def show_progress() -> Iterator[Callable[[int], object]]:
     with console.status("Simulating plans ...") as status:
         status.stop()
 
-        def on_play(count: int) -> None:
+        def on_progress(count: int) -> None:
             if time.monotonic() - begun > _QUIET_S:
                 status.start()
                 status.update(f"Simulating plans ... {count}")
 
-        yield on_play if console.is_terminal else lambda _: None
+        yield on_progress if console.is_terminal else lambda _: None

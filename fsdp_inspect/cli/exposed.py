@@ -35,10 +35,10 @@ def exposed(
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = opened.exposed(unit=unit, rank=rank)
+    waits = opened.exposed(unit=unit, rank=rank)
     if as_json:
-        print(render_run_json(opened.source, digest))
+        print(render_run_json(opened.source, waits))
         return
     from fsdp_inspect.report.exposed import render_waits
 
-    print_renderable(render_waits(digest))
+    print_renderable(render_waits(waits))

@@ -154,17 +154,17 @@ def forecast(  # noqa: PLR0913 - one argument an option
                 world_size=sizes[0],
                 accepted=maker.accepted,
             )
-        digest = collect_forecasts(
+        shown = collect_forecasts(
             runs, settings=settings, allowance_bytes=extra, allowance=measured, fit=found
         )
     if as_json:
         from fsdp_inspect.report.json import render_json
 
-        print(render_json(digest))
+        print(render_json(shown))
         return
     from fsdp_inspect.report.forecast import render_forecast
 
-    print_renderable(render_forecast(digest))
+    print_renderable(render_forecast(shown))
 
 
 def _name_of(builder: str, settings: Mapping[str, Any]) -> str:

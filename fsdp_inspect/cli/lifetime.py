@@ -31,10 +31,10 @@ def lifetime(
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = opened.lifetime(rank=rank)
+    life = opened.lifetime(rank=rank)
     if as_json:
-        print(render_run_json(opened.source, digest))
+        print(render_run_json(opened.source, life))
         return
     from fsdp_inspect.report.lifetime import render_lifetime
 
-    print_renderable(render_lifetime(digest))
+    print_renderable(render_lifetime(life))

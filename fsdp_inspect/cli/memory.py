@@ -32,10 +32,10 @@ def memory(
     from fsdp_inspect.report.json import render_run_json
 
     opened = open_run_argument(run)
-    digest = opened.memory(rank=rank)
+    found = opened.memory(rank=rank)
     if as_json:
-        print(render_run_json(opened.source, digest))
+        print(render_run_json(opened.source, found))
         return
     from fsdp_inspect.report.memory_wording import render_memory
 
-    print_renderable(render_memory(digest))
+    print_renderable(render_memory(found))

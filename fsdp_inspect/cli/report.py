@@ -71,5 +71,5 @@ def _report_sides(runs: list[str], out: Path) -> tuple[str, str]:
 
     compared = html.read_comparison(open_sides(runs))
     page = html.render_comparison_page(compared)
-    shown = [digest.run_id for digest in compared.digests]
+    shown = [summary.run_id for summary in compared.summaries]
     return page, render_json(html.describe_page(page, out, shown))

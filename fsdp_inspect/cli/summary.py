@@ -48,10 +48,10 @@ def summary(
         compact_at_end(Path(run))
     with open_tasks(dask) as tasks:
         opened = open_run_argument(run, show_bars(tasks))
-        digest = opened.summary()
+        measured = opened.summary()
         found = None if as_json else opened.diagnose(with_plans=False)
     if found is None:
-        print(render_run_json(opened.source, digest.verdict if verdict else digest))
+        print(render_run_json(opened.source, measured.verdict if verdict else measured))
         return
     from fsdp_inspect.report.diagnosis import render_diagnosis
     from fsdp_inspect.report.text import render_summary, render_verdict
@@ -60,6 +60,6 @@ def summary(
         print_renderable(render_diagnosis(found, brief=True, run=run))
         print()
     if verdict:
-        print_renderable(render_verdict(digest.verdict, run=run))
+        print_renderable(render_verdict(measured.verdict, run=run))
     else:
-        print_renderable(render_summary(digest, run=run))
+        print_renderable(render_summary(measured, run=run))

@@ -147,19 +147,19 @@ class Tuner:
         """Simulate plans on the baseline, and write the best ones with their predictions."""
         from fsdp_inspect.advice.prediction_creation import PredictionOrigin, make_prediction
         from fsdp_inspect.advice.request import AdviceRequest
-        from fsdp_inspect.advice.run_advice import find_plans_to_run
+        from fsdp_inspect.advice.run_advice import find_plans
         from fsdp_inspect.simulation.simulate import simulate_plan
 
         run = self._baselines()[0]
-        wishes = AdviceRequest(
+        request = AdviceRequest(
             memory_limit=self._session.memory_limit, allow_dtypes=self._session.allow_dtypes
         )
-        with open_tasks(self._dask) as tasks, show_progress() as on_play:
-            chosen = find_plans_to_run(
-                run, wishes, self._session.budget, on_play=on_play, tasks=tasks
+        with open_tasks(self._dask) as tasks, show_progress() as on_progress:
+            chosen = find_plans(
+                run, request, self._session.budget, on_progress=on_progress, tasks=tasks
             )
         predictions = []
-        for number, proposal in enumerate(chosen.proposals, 1):
+        for number, proposal in enumerate((each.proposal for each in chosen.plans), 1):
             origin = PredictionOrigin(
                 made_by="tune",
                 what=proposal.what,

@@ -145,16 +145,16 @@ def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
 def _describe(side: MeasuredSide) -> Side:
     return Side(
         label=side.label,
-        median_run=side.median_run.digest.run_id,
+        median_run=side.median_run.summary.run_id,
         runs=tuple(
             ComparedRun(
-                run_id=run.digest.run_id,
+                run_id=run.summary.run_id,
                 source=run.manifest.source,
-                notes=run.digest.notes,
-                status=run.digest.status,
+                notes=run.summary.notes,
+                status=run.summary.status,
                 step_time_ns=run.step_time_ns,
-                num_timed_steps=run.digest.num_timed_steps,
-                rank=run.digest.median_rank,
+                num_timed_steps=run.summary.num_timed_steps,
+                rank=run.summary.median_rank,
             )
             for run in side.runs
         ),
@@ -165,15 +165,15 @@ def _find_run_caveats(sides: Sequence[MeasuredSide]) -> Iterator[str]:
     """Name runs that are not complete, and imported traces of one step."""
     for side in sides:
         for run in side.runs:
-            if run.digest.status not in ("complete", "imported"):
+            if run.summary.status not in ("complete", "imported"):
                 yield (
-                    f"Run {run.digest.run_id} of {side.label} is {run.digest.status}: the "
+                    f"Run {run.summary.run_id} of {side.label} is {run.summary.status}: the "
                     "comparison lacks the data that it did not record."
                 )
     whole = [
         side.label
         for side in sides
-        if side.median_run.manifest.source == "imported" and side.median_run.digest.num_steps == 1
+        if side.median_run.manifest.source == "imported" and side.median_run.summary.num_steps == 1
     ]
     if whole:
         yield (

@@ -28,7 +28,7 @@ from fsdp_inspect.comparison.increases import (
     moment_of,
     moved_by,
 )
-from fsdp_inspect.comparison.noise import CONFIDENCE, PROCESS_NOISE_RATIO, Judgement, Telling
+from fsdp_inspect.comparison.noise import CONFIDENCE, PROCESS_NOISE_RATIO, Judgement, NoiseVerdict
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.comparison.sides import MeasuredRun
 from fsdp_inspect.formatting import (
@@ -61,7 +61,7 @@ class Conclusion:
     """A sentence about one side compared with the reference, and the reasons."""
 
     label: str
-    telling: Telling
+    verdict: NoiseVerdict
     """The judgement on the step time."""
     headline: str
     """Whether the side is faster, slower or not significantly different."""
@@ -137,14 +137,14 @@ _STANDINGS = ("Faster", "Slower", "No difference", "Not significant", "Not compa
 
 def _standing(judged: Judgement) -> str:
     faster, slower, same, not_significant, missing = _STANDINGS
-    match judged.telling:
-        case Telling.DIFFERENT:
+    match judged.verdict:
+        case NoiseVerdict.DIFFERENT:
             return faster if (judged.change or 0) < 0 else slower
-        case Telling.SAME | Telling.EQUAL:
+        case NoiseVerdict.SAME | NoiseVerdict.EQUAL:
             return same
-        case Telling.UNKNOWN:
+        case NoiseVerdict.UNKNOWN:
             return not_significant
-        case Telling.MISSING:
+        case NoiseVerdict.MISSING:
             return missing
 
 
@@ -152,18 +152,18 @@ def _conclude(evidence: ConclusionEvidence, other: int) -> Conclusion:
     step = next(metric for metric in evidence.metrics if metric.name == "step_time_ns")
     judged = step.judgements[other - 1]
     reasons = [*_phrase_counts(evidence, other), *_phrase_memory(evidence, other)]
-    if judged.telling is Telling.DIFFERENT:
+    if judged.verdict is NoiseVerdict.DIFFERENT:
         reasons = [*_phrase_parts(evidence, other), *reasons]
     is_certain = any(
-        metric.is_exact and metric.judgements[other - 1].telling is Telling.DIFFERENT
+        metric.is_exact and metric.judgements[other - 1].verdict is NoiseVerdict.DIFFERENT
         for metric in evidence.metrics
     )
-    is_different = is_certain or judged.telling is Telling.DIFFERENT
+    is_different = is_certain or judged.verdict is NoiseVerdict.DIFFERENT
     headline, details = _phrase_step_time(evidence, step, judged, other)
     causes = [*_explain_peak(evidence, other), *_explain_time(evidence, other, judged)]
     return Conclusion(
         label=evidence.labels[other],
-        telling=judged.telling,
+        verdict=judged.verdict,
         headline=headline,
         sentence=f"{headline} {details}",
         reasons=(
@@ -188,10 +188,10 @@ def _phrase_step_time(
         )
         return f"{label} cannot be compared with {first}.", f"No timed step in {without}."
     times = f"The step takes {format_ns(after)} instead of {format_ns(before)}"
-    if judged.telling is Telling.SAME:
+    if judged.verdict is NoiseVerdict.SAME:
         change = f"{format_signed(judged.change)} ({_interval(judged)})"
         return f"{label} is as fast as {first}.", f"{times}: {change}."
-    if judged.telling is Telling.UNKNOWN:
+    if judged.verdict is NoiseVerdict.UNKNOWN:
         return (
             f"{label} and {first} do not differ significantly in step time.",
             f"{times}: {format_signed(judged.change)}. "
@@ -317,7 +317,7 @@ def _phrase_counts(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
     listed = []
     for metric in evidence.metrics:
         judged = metric.judgements[other - 1]
-        if metric.name not in _COMMUNICATED or judged.telling is not Telling.DIFFERENT:
+        if metric.name not in _COMMUNICATED or judged.verdict is not NoiseVerdict.DIFFERENT:
             continue
         before, after = metric.values[0], metric.values[other]
         form = format_bytes if metric.name == "communication_bytes" else str
@@ -335,7 +335,7 @@ def _phrase_memory(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
     before, after = peak.values[0], peak.values[other]
     if before is None or after is None:
         return
-    if peak.judgements[other - 1].telling is not Telling.DIFFERENT:
+    if peak.judgements[other - 1].verdict is not NoiseVerdict.DIFFERENT:
         return
     more = "higher" if after > before else "lower"
     peak_change = f"Peak allocated is {format_bytes(abs(after - before))} {more}"
@@ -359,11 +359,11 @@ def _signed_bytes(change: int) -> str:
 def _explain_peak(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
     """Name the settings of the side with the higher peak that explain its bytes."""
     peak = next(metric for metric in evidence.metrics if metric.name == "peak_allocated_bytes")
-    if peak.judgements[other - 1].telling is not Telling.DIFFERENT:
+    if peak.judgements[other - 1].verdict is not NoiseVerdict.DIFFERENT:
         return
     lower, higher = sorted((0, other), key=lambda side: peak.values[side] or 0)
     before, after = (evidence.runs[side] for side in (lower, higher))
-    peaks = before.digest.memory.peak, after.digest.memory.peak
+    peaks = before.summary.memory.peak, after.summary.memory.peak
     if peaks[0] is None or peaks[1] is None:
         return
     old, new = moment_of(peaks[0]), moment_of(peaks[1])
@@ -382,7 +382,7 @@ def _explain_peak(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
 
 def _explain_time(evidence: ConclusionEvidence, other: int, judged: Judgement) -> Iterator[str]:
     """Name the settings of the slower side that can lengthen the parts that are longer there."""
-    if judged.telling is not Telling.DIFFERENT:
+    if judged.verdict is not NoiseVerdict.DIFFERENT:
         return
     faster, slower = (0, other) if (judged.change or 0) > 0 else (other, 0)
     parts = [

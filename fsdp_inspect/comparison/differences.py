@@ -132,13 +132,13 @@ def _values(side: MeasuredSide, name: str) -> list[int]:
 def _value(run: MeasuredRun, name: str) -> int | None:
     if name == "step_time_ns":
         return run.step_time_ns
-    value: int | None = getattr(run.digest, name)
+    value: int | None = getattr(run.summary, name)
     return value
 
 
 def compare_parts(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
     """Compare the breakdowns of the typical steps; parts that are 0 on all sides are left out."""
-    breakdowns = [side.median_run.digest.breakdown for side in sides]
+    breakdowns = [side.median_run.summary.breakdown for side in sides]
     known = next((breakdown for breakdown in breakdowns if breakdown is not None), None)
     if known is None:
         return ()
@@ -161,7 +161,7 @@ def compare_causes(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
 
     A side without causes (its events are missing) has None.
     """
-    causes = [_causes(side.median_run.digest) for side in sides]
+    causes = [_causes(side.median_run.summary) for side in sides]
     return tuple(PartComparison(name, values, _changes(values)) for name, values in _align(causes))
 
 
@@ -170,7 +170,7 @@ def compare_dimensions(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, .
 
     They add up to the exposed times, and so do their changes.
     """
-    breakdowns = [side.median_run.digest.breakdown for side in sides]
+    breakdowns = [side.median_run.summary.breakdown for side in sides]
     tables = [
         None if step is None else {row.dimension: row.exposed_ns for row in step.dimensions}
         for step in breakdowns
@@ -181,8 +181,8 @@ def compare_dimensions(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, .
     )
 
 
-def _causes(digest: Summary) -> dict[str, int] | None:
-    exposed = digest.exposed
+def _causes(summary: Summary) -> dict[str, int] | None:
+    exposed = summary.exposed
     if exposed is None or (exposed.exposed_ns and not exposed.causes_ns):
         return None
     return exposed.causes_ns
@@ -190,16 +190,16 @@ def _causes(digest: Summary) -> dict[str, int] | None:
 
 def compare_categories(sides: Sequence[MeasuredSide]) -> tuple[CategoryComparison, ...]:
     """Compare the categories of memory at the peak; empty if no side recorded them."""
-    held = [_categories(side.median_run.digest) for side in sides]
+    held = [_categories(side.median_run.summary) for side in sides]
     return tuple(
         CategoryComparison(name, values, _changes(values)) for name, values in _align(held)
     )
 
 
-def _categories(digest: Summary) -> dict[str, int] | None:
-    if digest.memory.peak is None:
+def _categories(summary: Summary) -> dict[str, int] | None:
+    if summary.memory.peak is None:
         return None
-    return {row.category: row.bytes for row in digest.memory.peak.categories}
+    return {row.category: row.bytes for row in summary.memory.peak.categories}
 
 
 def _align(
@@ -218,13 +218,13 @@ def _changes(values: Sequence[int | None]) -> tuple[int | None, ...]:
 
 def compare_units(sides: Sequence[MeasuredSide]) -> tuple[UnitComparison, ...]:
     """Compare the aligned units of all sides, in the execution order of the reference."""
-    digests = [side.median_run.digest for side in sides]
+    summaries = [side.median_run.summary for side in sides]
     rows = align_units([side.median_run.manifest.units for side in sides])
-    return tuple(_compare_unit(row, digests) for row in rows)
+    return tuple(_compare_unit(row, summaries) for row in rows)
 
 
-def _compare_unit(row: UnitRow, digests: Sequence[Summary]) -> UnitComparison:
-    sides = tuple(_cost_of(units, one) for units, one in zip(row.members, digests, strict=True))
+def _compare_unit(row: UnitRow, summaries: Sequence[Summary]) -> UnitComparison:
+    sides = tuple(_cost_of(units, one) for units, one in zip(row.members, summaries, strict=True))
     return UnitComparison(
         sides=sides,
         is_regrouped=row.is_regrouped,
@@ -238,9 +238,9 @@ def _sum_known(times_ns: Sequence[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _cost_of(units: Sequence[Unit], digest: Summary) -> UnitSide | None:
+def _cost_of(units: Sequence[Unit], summary: Summary) -> UnitSide | None:
     indices = {unit.index for unit in units}
-    own = [cost for cost in digest.units if cost.index in indices]
+    own = [cost for cost in summary.units if cost.index in indices]
     if not own:
         return None
     return UnitSide(
@@ -251,7 +251,7 @@ def _cost_of(units: Sequence[Unit], digest: Summary) -> UnitSide | None:
         all_gather=_add_up([cost.all_gather for cost in own]),
         reduce_scatter=_add_up([cost.reduce_scatter for cost in own]),
         all_reduce=_add_up([cost.all_reduce for cost in own]),
-        peak_held_bytes=_held_at_peak(indices, digest.memory.peak),
+        peak_held_bytes=_held_at_peak(indices, summary.memory.peak),
     )
 
 

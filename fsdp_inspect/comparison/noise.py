@@ -40,7 +40,7 @@ SIGNIFICANCE = 0.05
 CONFIDENCE = 0.95
 
 
-class Telling(StrEnum):
+class NoiseVerdict(StrEnum):
     """The result of comparing one number of two sides."""
 
     EQUAL = "equal"
@@ -59,7 +59,7 @@ class Telling(StrEnum):
 class Judgement:
     """The comparison of one number of two sides."""
 
-    telling: Telling
+    verdict: NoiseVerdict
     change: float | None
     """Shift / value of the first side; None if that value is 0 or missing."""
     low: float | None
@@ -72,7 +72,7 @@ class Judgement:
     """Additional runs that a test requires, for each side; 0 if no test applies."""
 
 
-MISSING = Judgement(Telling.MISSING, None, None, None, None, (0, 0))
+MISSING = Judgement(NoiseVerdict.MISSING, None, None, None, None, (0, 0))
 
 
 def judge_exact(first: Sequence[int], second: Sequence[int]) -> Judgement:
@@ -86,10 +86,10 @@ def judge_exact(first: Sequence[int], second: Sequence[int]) -> Judgement:
         return MISSING
     change = after / before - 1 if before else None
     if len({*first, *second}) == 1:
-        return Judgement(Telling.EQUAL, change, None, None, None, (0, 0))
+        return Judgement(NoiseVerdict.EQUAL, change, None, None, None, (0, 0))
     is_apart = max(first) < min(second) or max(second) < min(first)
-    telling = Telling.DIFFERENT if is_apart else Telling.UNKNOWN
-    return Judgement(telling, change, None, None, None, (0, 0))
+    verdict = NoiseVerdict.DIFFERENT if is_apart else NoiseVerdict.UNKNOWN
+    return Judgement(verdict, change, None, None, None, (0, 0))
 
 
 def judge_times(
@@ -123,7 +123,7 @@ def _judge_few(first: Sequence[int], second: Sequence[int], least: float) -> Jud
     shift = abs(after - before)
     is_clear = shift > 0 and shift >= max(PROCESS_NOISE_RATIO * before, least) and shift > spread
     return Judgement(
-        telling=Telling.DIFFERENT if is_clear else Telling.UNKNOWN,
+        verdict=NoiseVerdict.DIFFERENT if is_clear else NoiseVerdict.UNKNOWN,
         change=(after - before) / before if before else None,
         low=None,
         high=None,
@@ -145,13 +145,13 @@ def _judge_tested(
     p_value = rank_test(first, second)
     shift, low, high = estimate_shift(first, second)
     if p_value < significance and abs(shift) >= least and shift != 0:
-        telling = Telling.DIFFERENT
+        verdict = NoiseVerdict.DIFFERENT
     elif -least < low and high < least:
-        telling = Telling.SAME
+        verdict = NoiseVerdict.SAME
     else:
-        telling = Telling.UNKNOWN
+        verdict = NoiseVerdict.UNKNOWN
     return Judgement(
-        telling=telling,
+        verdict=verdict,
         change=shift / before if before else None,
         low=low / before if before else None,
         high=high / before if before else None,

@@ -15,12 +15,12 @@ class MeasuredRun:
     """A run of a side, with the results of all analyses."""
 
     manifest: RunManifest
-    digest: Summary
+    summary: Summary
 
     @property
     def step_time_ns(self) -> int | None:
         """Duration of the run's typical step; None without a timed step."""
-        times = self.digest.step_time_ns
+        times = self.summary.step_time_ns
         return times.typical if times else None
 
 
@@ -39,7 +39,7 @@ class MeasuredSide:
 def form_sides(
     given: Sequence[RunSource | Sequence[RunSource]],
     *,
-    digest: Callable[[RunSource], Summary] = measure_summary,
+    summary: Callable[[RunSource], Summary] = measure_summary,
     names: Mapping[TableOrigin, str] | None = None,
 ) -> tuple[MeasuredSide, ...]:
     """Group runs into sides, in their order.
@@ -48,7 +48,7 @@ def form_sides(
         given: Runs, or lists of runs. A list is one side. Single runs with the same settings form
             one side. If that leaves one side only, each run is its own side: the comparison of
             runs of one configuration shows the noise.
-        digest: Returns the summary of a run, so that a caller can pass a cached one; called once
+        summary: Returns the summary of a run, so that a caller can pass a cached one; called once
             per run.
         names: Different names by the origin of the run. Each side has the name of its median run as
             its label.
@@ -66,7 +66,7 @@ def form_sides(
     if all(len(members) == 1 for members in listed):
         joined = _join_repeats([members[0] for members in listed])
         groups = joined if len(joined) > 1 else listed
-    sides = (_side(label_of(place), members, digest) for place, members in enumerate(groups))
+    sides = (_side(label_of(place), members, summary) for place, members in enumerate(groups))
     return tuple(_named(side, names or {}) for side in sides)
 
 
@@ -89,13 +89,13 @@ def _join_repeats(runs: Sequence[RunSource]) -> list[list[RunSource]]:
 
 
 def _side(
-    label: str, runs: Sequence[RunSource], digest: Callable[[RunSource], Summary]
+    label: str, runs: Sequence[RunSource], summary: Callable[[RunSource], Summary]
 ) -> MeasuredSide:
-    digested = tuple(MeasuredRun(run.manifest, digest(run)) for run in runs)
-    ordered = sorted(digested, key=_standing)
+    measured = tuple(MeasuredRun(run.manifest, summary(run)) for run in runs)
+    ordered = sorted(measured, key=_standing)
     timed = [run for run in ordered if run.step_time_ns is not None]
     candidates = timed or ordered
-    return MeasuredSide(label, digested, candidates[(len(candidates) - 1) // 2])
+    return MeasuredSide(label, measured, candidates[(len(candidates) - 1) // 2])
 
 
 def _named(side: MeasuredSide, names: Mapping[TableOrigin, str]) -> MeasuredSide:

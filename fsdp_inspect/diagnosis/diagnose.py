@@ -30,7 +30,6 @@ from fsdp_inspect.diagnosis.run_events import (
     list_hangs,
 )
 from fsdp_inspect.diagnosis.stack_groups import StackGroup, group_stacks
-from fsdp_inspect.diagnosis.standstills import is_outdated, without_ended_hang
 from fsdp_inspect.diagnosis.waits import (
     Wait,
     find_waits,
@@ -49,9 +48,10 @@ from fsdp_inspect.store.reduction.collective_order import (
     read_entry,
 )
 from fsdp_inspect.store.reduction.order_wording import name_unit
-from fsdp_inspect.trace.black_box import Header
+from fsdp_inspect.trace.black_box import BlackBox, Header
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
 from fsdp_inspect.trace.run import RunSource, StartStage
+from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump
 
 if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.fitting_plans import PlanSearch
@@ -1095,3 +1095,27 @@ def _line_of(issued: Issued) -> str:
 
 def _first_line(text: str) -> str:
     return text.partition("\n")[0].rpartition(": ")[2]
+
+
+# --- Distinguish signs of a standstill that has ended from signs of one that lasts.
+#
+# A watchdog notes the end of a hang when its thread runs next. On a machine without free cores, the
+# rank may move on, and die, before that.
+
+
+def without_ended_hang(box: BlackBox) -> BlackBox:
+    """The black box without a hang that a later collective of the rank ended."""
+    seen_ns = box.header.hang_seen_ns
+    if not seen_ns or _last_issue_ns(box) <= seen_ns:
+        return box
+    return replace(box, header=replace(box.header, hang_seen_ns=0))
+
+
+def is_outdated(dump: StackDump, box: BlackBox) -> bool:
+    """Whether the rank has issued a collective since its watchdog wrote these stacks."""
+    is_of_watchdog = dump.source is DumpSource.WATCHDOG and dump.clock_ns is not None
+    return is_of_watchdog and _last_issue_ns(box) > (dump.clock_ns or 0)
+
+
+def _last_issue_ns(box: BlackBox) -> int:
+    return int(box.entries["issued_ns"].max()) if len(box.entries) else 0

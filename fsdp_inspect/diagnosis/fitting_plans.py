@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from fsdp_inspect.advice.run_advice import RunnablePlan, find_fitting_plans
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.run_advice import FoundPlans, RunnablePlan, find_plans
 from fsdp_inspect.analysis.context import RunContext
 from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory
@@ -69,25 +70,29 @@ class PlanSearch:
 
     limit_bytes: int | None
     """The highest peak of a proposed plan, with its margin; None: unknown."""
-    plans: tuple[RunnablePlan, ...]
-    """The plans, by predicted step time."""
     reason: NoPlans | None
-    """The reason why no plan is proposed; None: `plans` has at least one plan."""
+    """The reason why no plan is proposed; None: there is at least one plan."""
     detail: str = ""
     """A sentence from the simulation about the missing data."""
-    num_plans: int = 0
-    """The number of simulated plans."""
+    found: FoundPlans | None = None
+    """The plans by predicted step time; None: none was simulated."""
     recorded_peak_bytes: int | None = None
     """Simulated peak of the recorded plan with the memory of the failed step."""
-    least_peak_bytes: int | None = None
-    """The lowest simulated peak of all plans."""
-    tries_checkpointing: bool = True
-    """Whether plans with more activation checkpointing were simulated."""
     growth_ratio: float | None = None
     """Bytes that forwards keep in the failed step / in the recorded steps; None: unknown."""
     has_timed_steps: bool = True
     """Whether the run has timed steps. If all steps are warm-up steps, the predicted times are
     rough."""
+
+    @property
+    def num_plans(self) -> int:
+        """The number of simulated plans."""
+        return self.found.num_plans if self.found is not None else 0
+
+    @property
+    def plans(self) -> tuple[RunnablePlan, ...]:
+        """The plans that would have fitted, by predicted step time."""
+        return self.found.plans if self.found is not None else ()
 
 
 def search_plans(
@@ -111,7 +116,7 @@ def search_plans(
     record = found.record
     reason = _refusal(run, found)
     if reason is not None:
-        return PlanSearch(record.limit_bytes, (), reason)
+        return PlanSearch(record.limit_bytes, reason)
     has_timed_steps = timed_rank(run) is not None
     source = run if has_timed_steps else _WithoutWarmup(run)
     try:
@@ -119,12 +124,11 @@ def search_plans(
     except ClusterError:
         raise
     except FsdpInspectError as error:
-        return PlanSearch(record.limit_bytes, (), NoPlans.NOT_SIMULATED, str(error))
-    peak = work.play().peak_bytes
+        return PlanSearch(record.limit_bytes, NoPlans.NOT_SIMULATED, str(error))
+    peak = work.simulate().peak_bytes
     reached = (record.allocated_bytes or 0) + (record.requested_bytes or 0)
     searched = PlanSearch(
         limit_bytes=record.limit_bytes,
-        plans=(),
         reason=NoPlans.NOT_EXPLAINED,
         recorded_peak_bytes=peak,
         growth_ratio=ratio,
@@ -132,13 +136,18 @@ def search_plans(
     )
     if peak is None or peak < _EXPLAINED * reached:
         return searched
-    margin = _LEAST_MARGIN + abs(work.memory_error or 0.0)
+    margin = _LEAST_MARGIN + abs(work.trust.memory_error or 0.0)
     margin += _GROWN_MARGIN if abs(ratio - 1) > _GROWN_RATIO else 0.0
     assert record.limit_bytes is not None, "checked by _refusal"
     limit = round(record.limit_bytes / (1 + margin))
     try:
-        fitting = find_fitting_plans(
-            source, work, limit, count=NUM_PLANS, name_file=name_file, tasks=tasks
+        fitting = find_plans(
+            source,
+            AdviceRequest(memory_limit=limit),
+            NUM_PLANS,
+            work=work,
+            name_file=name_file,
+            tasks=tasks,
         )
     except ClusterError:
         raise
@@ -147,11 +156,8 @@ def search_plans(
     return replace(
         searched,
         limit_bytes=limit,
-        plans=fitting.plans,
+        found=fitting,
         reason=None if fitting.plans else NoPlans.NONE_FITS,
-        num_plans=fitting.num_plans,
-        least_peak_bytes=fitting.least_peak_bytes,
-        tries_checkpointing=fitting.tries_checkpointing,
     )
 
 

@@ -26,46 +26,46 @@ _RANK_COLUMNS = (
 )
 
 
-def render_breakdown(digest: BreakdownCauses) -> RenderableType:
+def render_breakdown(found: BreakdownCauses) -> RenderableType:
     """Render the parts of a step, the causes of its exposed waits, and the step of each rank."""
-    shown = digest.shown
+    shown = found.shown
     if shown is None:
         return Group(
             Text("The breakdown is unknown: the run has no timed step.", style="bold"),
-            dim(digest.left_out),
+            dim(found.left_out),
         )
     return Group(
-        Text(_headline(digest, shown), style="bold"),
-        _details(digest, shown),
-        *section(_title(digest, shown), parts_table(shown)),
+        Text(_headline(found, shown), style="bold"),
+        _details(found, shown),
+        *section(_title(found, shown), parts_table(shown)),
         *dimension_section(shown),
-        *_causes(digest),
-        *_ranks(digest.ranks),
+        *_causes(found),
+        *_ranks(found.ranks),
         "",
-        dim(_footer(digest)),
+        dim(_footer(found)),
     )
 
 
-def _headline(digest: BreakdownCauses, shown: StepBreakdown) -> str:
-    step = "Typical step" if digest.is_typical else f"Step {shown.closest_step}"
+def _headline(found: BreakdownCauses, shown: StepBreakdown) -> str:
+    step = "Typical step" if found.is_typical else f"Step {shown.closest_step}"
     return f"{step} of rank {shown.rank}: {format_metric('step_time_ns', shown.step_time_ns)}."
 
 
-def _details(digest: BreakdownCauses, shown: StepBreakdown) -> RenderableType:
+def _details(found: BreakdownCauses, shown: StepBreakdown) -> RenderableType:
     """The exposed time and the largest part, below the headline."""
     details = "No communication is exposed."
     if shown.exposed_ns:
         exposed = format_metric("exposed_ns", shown.exposed_ns)
-        details = f"Exposed communication: {exposed} ({format_ratio(digest.exposed_ratio)})."
-    if digest.largest is not None:
-        label = find_metric(f"{digest.largest.name}_ns").label
-        longest = format_metric("step_time_ns", digest.largest.duration_ns)
+        details = f"Exposed communication: {exposed} ({format_ratio(found.exposed_ratio)})."
+    if found.largest is not None:
+        label = find_metric(f"{found.largest.name}_ns").label
+        longest = format_metric("step_time_ns", found.largest.duration_ns)
         details += f" Largest part: {label}, {longest}."
     return indented(details)
 
 
-def _title(digest: BreakdownCauses, shown: StepBreakdown) -> str:
-    if digest.is_typical:
+def _title(found: BreakdownCauses, shown: StepBreakdown) -> str:
+    if found.is_typical:
         return f"Parts of the typical step (mean over {_count_steps(shown)})"
     return "Parts of the step"
 
@@ -108,15 +108,15 @@ def _bar_of(part: PartTime) -> Text:
     return bar(part.ratio, "▒" if part.name.startswith("exposed") else "█")
 
 
-def _causes(digest: BreakdownCauses) -> Iterator[RenderableType]:
-    if digest.causes_ns:
+def _causes(found: BreakdownCauses) -> Iterator[RenderableType]:
+    if found.causes_ns:
         title = "Causes of the exposed communication"
-        yield from section(title, causes_table(digest.causes_ns))
+        yield from section(title, causes_table(found.causes_ns))
 
 
-def _footer(digest: BreakdownCauses) -> str:
-    sentence = f"{digest.source.capitalize()} run {digest.run_id}. {digest.left_out}"
-    return f"{sentence} {digest.arrivals.sentence}" if digest.arrivals else sentence
+def _footer(found: BreakdownCauses) -> str:
+    sentence = f"{found.source.capitalize()} run {found.run_id}. {found.left_out}"
+    return f"{sentence} {found.arrivals.sentence}" if found.arrivals else sentence
 
 
 def _ranks(ranks: Sequence[StepBreakdown]) -> Iterator[RenderableType]:

@@ -15,7 +15,11 @@ from fsdp_inspect.analysis.units import UnitCollective
 from fsdp_inspect.comparison.comparison import Comparison, Side
 from fsdp_inspect.comparison.conclusions import Conclusion
 from fsdp_inspect.comparison.differences import MetricComparison, PartComparison, UnitComparison
-from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST, Judgement, Telling
+from fsdp_inspect.comparison.noise import (
+    PROCESS_NOISE_RATIO,
+    RUNS_FOR_A_TEST,
+    Judgement,
+)
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.formatting import (
     MISSING,
@@ -31,7 +35,7 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, new_table, section, with_prefix
-from fsdp_inspect.report.wording import format_cause, format_kind, format_metric
+from fsdp_inspect.report.wording import format_cause, format_kind, format_metric, note_judgement
 
 MOST_UNITS = 5
 """The most units in a table; those with the largest change of exposed time."""
@@ -41,14 +45,6 @@ MOST_MESSAGES = 8
 """The most collectives with a changed number or size to list."""
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-
-_TELLINGS = {
-    Telling.EQUAL: "equal",
-    Telling.DIFFERENT: "",
-    Telling.SAME: "no difference",
-    Telling.UNKNOWN: "within noise",
-    Telling.MISSING: "",
-}
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:
@@ -164,8 +160,8 @@ def _change(metric: MetricComparison, judged: Judgement, other: int) -> str:
 def _telling(judged: Judgement) -> str:
     if judged.low is not None and judged.high is not None:
         interval = f"{format_signed(judged.low)} to {format_signed(judged.high)}"
-        return f"{interval}  {_TELLINGS[judged.telling]}".rstrip()
-    return _TELLINGS[judged.telling]
+        return f"{interval}  {note_judgement(judged)}".rstrip()
+    return note_judgement(judged)
 
 
 def _parts_table(

@@ -892,8 +892,8 @@ def _describe_state(state: RankState, found: Diagnosis) -> str:
         parts.append("its data loader has ended")
     if not found.is_imported:
         parts.append(_END[state.end.kind])
-    is_told = state.end.kind is EndKind.OUT_OF_MEMORY and found.out_of_memory is not None
-    if state.end.detail and state.end.kind is not EndKind.PEER_LOST and not is_told:
+    is_measured = state.end.kind is EndKind.OUT_OF_MEMORY and found.out_of_memory is not None
+    if state.end.detail and state.end.kind is not EndKind.PEER_LOST and not is_measured:
         parts.append(_clip(state.end.detail))
     return "; ".join(parts)
 

@@ -69,56 +69,56 @@ _TRANSFERS = {
 }
 
 
-def render_waits(digest: RankWaits) -> RenderableType:
+def render_waits(found: RankWaits) -> RenderableType:
     """Render exposed waits by unit and cause, prefetch, bandwidth, slowdown and evidence."""
-    exposed = digest.exposed
+    exposed = found.exposed
     if exposed is None:
         return Group(
             Text("Exposed communication is unknown: the run has no timed step.", style="bold"),
-            dim(digest.left_out),
+            dim(found.left_out),
         )
     return Group(
-        Text(_headline(digest, exposed), style="bold"),
-        *_details(digest, exposed),
-        *(_causes(exposed) if digest.unit is None else ()),
-        *(_dimensions(exposed) if digest.unit is None else ()),
-        *_passes(digest, exposed),
-        *_owners(digest, exposed),
-        *_evidence(digest, exposed),
-        *_prefetch(digest.prefetch, digest.unit),
-        *_bandwidth(digest.bandwidth),
-        *_contention(digest.contention, digest.unit),
+        Text(_headline(found, exposed), style="bold"),
+        *_details(found, exposed),
+        *(_causes(exposed) if found.unit is None else ()),
+        *(_dimensions(exposed) if found.unit is None else ()),
+        *_passes(found, exposed),
+        *_owners(found, exposed),
+        *_evidence(found, exposed),
+        *_prefetch(found.prefetch, found.unit),
+        *_bandwidth(found.bandwidth),
+        *_contention(found.contention, found.unit),
         "",
-        *_footer(digest, exposed),
+        *_footer(found, exposed),
     )
 
 
-def _headline(digest: RankWaits, exposed: Exposed) -> str:
-    if digest.unit is not None:
-        return _unit_headline(digest.unit, exposed)
+def _headline(found: RankWaits, exposed: Exposed) -> str:
+    if found.unit is not None:
+        return _unit_headline(found.unit, exposed)
     if not exposed.exposed_ns:
         return f"Rank {exposed.rank} has no exposed communication in its typical step."
     waited = format_metric("exposed_ns", exposed.exposed_ns)
     return f"Rank {exposed.rank} waits {waited} per step for communication."
 
 
-def _details(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
+def _details(found: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
     """The main cause and the longest wait, below the headline."""
-    if digest.unit is not None or not exposed.exposed_ns:
+    if found.unit is not None or not exposed.exposed_ns:
         return
     step = format_metric("step_time_ns", exposed.step_time_ns)
     yield indented(f"Step time: {step} (typical step).")
     for cause, duration in list(exposed.causes_ns.items())[:1]:
         ratio = format_ratio(duration / exposed.exposed_ns)
-        yield indented(f"Main cause: {_phrase(cause, digest)} ({ratio} of the exposed time).")
+        yield indented(f"Main cause: {_phrase(cause, found)} ({ratio} of the exposed time).")
     top = exposed.owners[0]
     longest = format_metric("exposed_ns", top.exposed_ns)
     yield indented(f"Longest wait: {longest} for {_describe_owner(top)}.")
 
 
-def _phrase(cause: str, digest: RankWaits) -> str:
+def _phrase(cause: str, found: RankWaits) -> str:
     """A cause in a sentence. Bandwidth and stragglers need other ranks to be distinguished."""
-    is_alone = digest.arrivals is None or digest.arrivals.num_ranks < 2
+    is_alone = found.arrivals is None or found.arrivals.num_ranks < 2
     if cause == "bandwidth" and is_alone:
         return "limited by bandwidth, or waiting for other ranks (one rank cannot show which)"
     return phrase_cause(cause)
@@ -160,8 +160,8 @@ def _dimensions(exposed: Exposed) -> Iterator[RenderableType]:
         yield from section("By mesh dimension", table)
 
 
-def _passes(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
-    if digest.unit is not None or not exposed.exposed_ns:
+def _passes(found: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
+    if found.unit is not None or not exposed.exposed_ns:
         return
     passes = [row for row in exposed.passes if row.exposed_ns]
     names = [column.name for column in PASSES.columns]
@@ -171,21 +171,21 @@ def _passes(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
     yield from section(f"By collective, typical step of rank {exposed.rank}", table)
 
 
-def _owners(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
-    shown = [owner for owner in exposed.owners if owner.exposed_ns or digest.unit is not None]
+def _owners(found: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
+    shown = [owner for owner in exposed.owners if owner.exposed_ns or found.unit is not None]
     if not shown:
         return
-    limit = len(shown) if digest.unit is not None else MOST_OWNERS
+    limit = len(shown) if found.unit is not None else MOST_OWNERS
     rest = f", the first {limit} of {len(shown)}" if len(shown) > limit else ""
     table = render_table(RankWaits.TABLE, shown[:limit], *_OWNER_COLUMNS)
     title = f"By unit, typical step of rank {exposed.rank}{rest}"
     yield from section(title, table)
 
 
-def _evidence(digest: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
+def _evidence(found: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
     if not exposed.evidence:
         return
-    which = "Longest waits" if digest.unit is not None else "Longest wait of each owner"
+    which = "Longest waits" if found.unit is not None else "Longest wait of each owner"
     owners: list[Owned] = [
         *exposed.evidence,
         *(wait.ahead for wait in exposed.evidence if wait.ahead),
@@ -300,14 +300,14 @@ def _contention_table(contention: Contention) -> Table:
     return table
 
 
-def _footer(digest: RankWaits, exposed: Exposed) -> Sequence[RenderableType]:
+def _footer(found: RankWaits, exposed: Exposed) -> Sequence[RenderableType]:
     methods = dict.fromkeys(
         f"{format_kind(row.kind)} {format_method(row.method)}"
-        for row in (digest.bandwidth.kinds if digest.bandwidth else ())
+        for row in (found.bandwidth.kinds if found.bandwidth else ())
     )
-    lines = [f"{digest.source.capitalize()} run {digest.run_id}. {digest.left_out}"]
+    lines = [f"{found.source.capitalize()} run {found.run_id}. {found.left_out}"]
     if methods:
         lines.append(f"Times: {'; '.join(methods)}.")
-    if digest.arrivals is not None:
-        lines.append(digest.arrivals.sentence)
+    if found.arrivals is not None:
+        lines.append(found.arrivals.sentence)
     return [dim(" ".join(lines))]

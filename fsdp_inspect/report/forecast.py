@@ -22,36 +22,36 @@ from fsdp_inspect.report.layout import dim, new_table, render_table, section
 MOST_OWNERS = 8
 
 
-def render_forecast(digest: ForecastTable) -> RenderableType:
+def render_forecast(shown: ForecastTable) -> RenderableType:
     """Render a forecast with its fit, categories, units and notes."""
-    return Group(*_parts(digest))
+    return Group(*_parts(shown))
 
 
-def _parts(digest: ForecastTable) -> Iterable[RenderableType]:
-    yield Text(_headline(digest), style="bold")
-    if digest.fit is not None:
-        for sentence in _describe_fit(digest.fit, digest.allowance_bytes):
+def _parts(shown: ForecastTable) -> Iterable[RenderableType]:
+    yield Text(_headline(shown), style="bold")
+    if shown.fit is not None:
+        for sentence in _describe_fit(shown.fit, shown.allowance_bytes):
             yield Text(f"  {sentence}")
-    yield from section("Memory of rank 0 at the peak", _sizes_table(digest))
-    owners = digest.memory.memory.peak.owners if digest.memory.memory.peak else ()
+    yield from section("Memory of rank 0 at the peak", _sizes_table(shown))
+    owners = shown.memory.memory.peak.owners if shown.memory.memory.peak else ()
     if owners:
         table = render_table(
             MemoryOverview.TABLE,
             owners[:MOST_OWNERS],
             *("unit", "bytes", "main_category", "main_category_bytes"),
         )
-        size = digest.rows[0].world_size
+        size = shown.rows[0].world_size
         yield from section(f"Memory at the peak by unit, {plural(size, 'rank')}", table)
-    if digest.fit is not None and digest.fit.remedies:
-        yield from section("Changes that reduce the peak", _remedies_table(digest.fit))
+    if shown.fit is not None and shown.fit.remedies:
+        yield from section("Changes that reduce the peak", _remedies_table(shown.fit))
     yield ""
-    yield dim(_provenance(digest))
+    yield dim(_provenance(shown))
 
 
-def _headline(digest: ForecastTable) -> str:
-    first = digest.rows[0]
+def _headline(shown: ForecastTable) -> str:
+    first = shown.rows[0]
     return (
-        f"{digest.name} ({format_count(digest.num_parameters)} parameters) on "
+        f"{shown.name} ({format_count(shown.num_parameters)} parameters) on "
         f"{plural(first.world_size, 'rank')}: peak {format_bytes(first.peak_bytes)}, "
         f"{_place(first)}."
     )
@@ -93,26 +93,26 @@ def _settings(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def _sizes_table(digest: ForecastTable) -> Table:
+def _sizes_table(shown: ForecastTable) -> Table:
     """A row per category and a column per world size."""
-    held = [{one.category: one.bytes for one in row.categories} for row in digest.rows]
+    held = [{one.category: one.bytes for one in row.categories} for row in shown.rows]
     categories = list(dict.fromkeys(category for row in held for category in row))
-    table = new_table("", *(plural(row.world_size, "rank") for row in digest.rows))
+    table = new_table("", *(plural(row.world_size, "rank") for row in shown.rows))
     for category in categories:
         table.add_row(format_category(category), *(format_bytes(row.get(category)) for row in held))
-    peaks = [Text(format_bytes(row.peak_bytes), style="bold") for row in digest.rows]
+    peaks = [Text(format_bytes(row.peak_bytes), style="bold") for row in shown.rows]
     table.add_row(Text("= peak", style="bold"), *peaks)
-    phases = dict.fromkeys(phase for row in digest.rows for phase in row.phases)
+    phases = dict.fromkeys(phase for row in shown.rows for phase in row.phases)
     for phase in phases:
-        highest = (format_bytes(row.phases.get(phase)) for row in digest.rows)
+        highest = (format_bytes(row.phases.get(phase)) for row in shown.rows)
         table.add_row(f"highest {_in_phase(phase)}", *highest)
-    table.add_row("resting after the step", *(format_bytes(r.resting_bytes) for r in digest.rows))
-    reserved = [row.reserved for row in digest.rows]
+    table.add_row("resting after the step", *(format_bytes(r.resting_bytes) for r in shown.rows))
+    reserved = [row.reserved for row in shown.rows]
     if any(reserved):
         table.add_row("reserved (predicted)", *map(_reserved, reserved))
     if any(one and one.expandable_peak_reserved_bytes is not None for one in reserved):
         table.add_row("reserved with expandable segments", *map(_expandable, reserved))
-    hosts = [row.host for row in digest.rows]
+    hosts = [row.host for row in shown.rows]
     if any(host and host.offloaded_bytes for host in hosts):
         offloaded = (None if host is None else host.offloaded_bytes for host in hosts)
         table.add_row("on the host: offloaded", *map(format_bytes, offloaded))
@@ -142,32 +142,32 @@ def _remedies_table(fit: Fit) -> Table:
     return table
 
 
-def _provenance(digest: ForecastTable) -> str:
-    if isinstance(digest.allowance, Allowance):
-        added = _describe_estimate(digest.allowance)
-    elif digest.allowance is not None:
-        measured = digest.allowance
+def _provenance(shown: ForecastTable) -> str:
+    if isinstance(shown.allowance, Allowance):
+        added = _describe_estimate(shown.allowance)
+    elif shown.allowance is not None:
+        measured = shown.allowance
         outside = (
             "NVML was not recorded"
             if measured.outside_allocator_bytes is None
             else f"{format_bytes(measured.outside_allocator_bytes)} outside the allocator"
         )
         added = (
-            f"Allowance {format_bytes(digest.allowance_bytes)}, measured on rank {measured.rank} "
+            f"Allowance {format_bytes(shown.allowance_bytes)}, measured on rank {measured.rank} "
             f"of run {measured.run_id}: "
             f"{format_bytes(measured.reserved_beyond_allocated_bytes)} reserved and not "
             f"allocated, {outside}. It counts for --fit, not for the peaks."
         )
-    elif digest.allowance_bytes is not None:
+    elif shown.allowance_bytes is not None:
         added = (
-            f"Allowance: {format_bytes(digest.allowance_bytes)}. It counts for --fit, not for "
+            f"Allowance: {format_bytes(shown.allowance_bytes)}. It counts for --fit, not for "
             "the peaks."
         )
     else:
         added = ""
-    reserved = next((row.reserved for row in digest.rows if row.reserved), None)
+    reserved = next((row.reserved for row in shown.rows if row.reserved), None)
     modelled = "" if reserved is None else _describe_model(reserved)
-    lines = [f"Predicted with torch {digest.torch_version}.", *digest.notes, modelled, added]
+    lines = [f"Predicted with torch {shown.torch_version}.", *shown.notes, modelled, added]
     return "\n".join(filter(None, lines))
 
 

@@ -12,51 +12,51 @@ from fsdp_inspect.report.layout import bar, dim, indented, render_table, section
 from fsdp_inspect.report.wording import format_metric
 
 
-def render_lifetime(digest: Lifetime) -> RenderableType:
+def render_lifetime(life: Lifetime) -> RenderableType:
     """Render the goodput, the phases with their host memory, and lost or unknown parts."""
     return Group(
-        Text(describe_goodput(digest), style="bold"),
-        indented(_details(digest)),
+        Text(describe_goodput(life), style="bold"),
+        indented(_details(life)),
         *section(
-            f"Phases of rank {digest.rank}",
+            f"Phases of rank {life.rank}",
             render_table(
                 Lifetime.TABLE,
-                list(_rows(digest)),
+                list(_rows(life)),
                 *("phase", "duration_ns", "wall_ratio", "process_peak_bytes", "host_peak_bytes"),
                 bar_of=_bar_of,
-                totals=[("= wall time", format_metric("wall_ns", digest.wall_ns), "100%", "", "")],
+                totals=[("= wall time", format_metric("wall_ns", life.wall_ns), "100%", "", "")],
             ),
         ),
         "",
-        *(dim(note) for note in digest.notes),
+        *(dim(note) for note in life.notes),
         dim("process, host: highest known memory of the process and of its host in the phase."),
     )
 
 
-def describe_goodput(digest: Lifetime) -> str:
+def describe_goodput(life: Lifetime) -> str:
     """The goodput in one sentence."""
-    goodput = format_metric("goodput_ratio", digest.goodput_ratio)
-    return f"Goodput: {goodput} of {format_metric('wall_ns', digest.wall_ns)}."
+    goodput = format_metric("goodput_ratio", life.goodput_ratio)
+    return f"Goodput: {goodput} of {format_metric('wall_ns', life.wall_ns)}."
 
 
-def _details(digest: Lifetime) -> str:
-    steps = plural(digest.num_steps, "completed step")
-    attempts = plural(digest.num_attempts, "attempt")
+def _details(life: Lifetime) -> str:
+    steps = plural(life.num_steps, "completed step")
+    attempts = plural(life.num_attempts, "attempt")
     details = f"{steps} in {attempts}"
-    if digest.num_lost_steps:
-        details += f", {digest.num_lost_steps} lost at a restart"
-    if digest.background_checkpoint_ns:
-        written = format_ns(digest.background_checkpoint_ns)
+    if life.num_lost_steps:
+        details += f", {life.num_lost_steps} lost at a restart"
+    if life.background_checkpoint_ns:
+        written = format_ns(life.background_checkpoint_ns)
         details += f". Checkpoints were written in the background for {written}"
     return f"{details}."
 
 
-def _rows(digest: Lifetime) -> Iterator[PhaseTime]:
+def _rows(life: Lifetime) -> Iterator[PhaseTime]:
     """The phases, with the parts of the training below it."""
-    for phase in digest.phases:
+    for phase in life.phases:
         yield phase
         if phase.phase == LifePhase.TRAINING:
-            parts = (part for part in digest.training_parts if part.duration_ns)
+            parts = (part for part in life.training_parts if part.duration_ns)
             yield from (replace(part, phase=f"  {part.phase}") for part in parts)
 
 

@@ -31,61 +31,61 @@ _NOTHING_IMPORTED = (
 )
 
 
-def describe_nothing(digest: MemoryOverview) -> str:
+def describe_nothing(overview: MemoryOverview) -> str:
     """State why memory is missing and how to record it."""
-    return _NOTHING_IMPORTED if digest.source == "imported" else _NOTHING
+    return _NOTHING_IMPORTED if overview.source == "imported" else _NOTHING
 
 
-def headline_memory(digest: MemoryOverview) -> str:
+def headline_memory(overview: MemoryOverview) -> str:
     """The peak and its unit, in at most 12 words."""
-    if digest.rank is None or digest.rank.peak_allocated_bytes is None:
+    if overview.rank is None or overview.rank.peak_allocated_bytes is None:
         return "Memory was not recorded."
-    of_rank = f" on rank {digest.rank.rank}" if digest.num_ranks > 1 else ""
-    amount = f"Peak allocated: {format_bytes(digest.rank.peak_allocated_bytes)}{of_rank}"
-    peak = _composed_peak(digest, digest.rank)
+    of_rank = f" on rank {overview.rank.rank}" if overview.num_ranks > 1 else ""
+    amount = f"Peak allocated: {format_bytes(overview.rank.peak_allocated_bytes)}{of_rank}"
+    peak = _composed_peak(overview, overview.rank)
     return f"{amount}." if peak is None else f"{amount}, {_position(peak.fqn, peak.phase)}."
 
 
-def describe_memory(digest: MemoryOverview) -> str:
+def describe_memory(overview: MemoryOverview) -> str:
     """The details below the headline: step, largest category and headroom."""
-    if digest.rank is None or digest.rank.peak_allocated_bytes is None:
-        return describe_nothing(digest)
+    if overview.rank is None or overview.rank.peak_allocated_bytes is None:
+        return describe_nothing(overview)
     lines = []
-    peak = _composed_peak(digest, digest.rank)
+    peak = _composed_peak(overview, overview.rank)
     if peak is not None:
         lines.append(f"Reached in step {peak.step}.")
-    elif digest.memory.positions:
-        top = digest.memory.positions[0]
+    elif overview.memory.positions:
+        top = overview.memory.positions[0]
         place = describe_place(top.fqn, top.phase, top.step)
         lines.append(f"Highest reading: {format_bytes(top.bytes)}, {place}.")
-    if digest.memory.peak is not None and digest.memory.peak.categories:
-        most = digest.memory.peak.categories[0]
+    if overview.memory.peak is not None and overview.memory.peak.categories:
+        most = overview.memory.peak.categories[0]
         lines.append(
             f"Largest category: {format_category(most.category)}, {format_bytes(most.bytes)}."
         )
-    if digest.rank.headroom_bytes is not None:
+    if overview.rank.headroom_bytes is not None:
         lines.append(
-            f"Headroom: {format_bytes(digest.rank.headroom_bytes)} of "
-            f"{format_bytes(digest.rank.device_bytes)}."
+            f"Headroom: {format_bytes(overview.rank.headroom_bytes)} of "
+            f"{format_bytes(overview.rank.device_bytes)}."
         )
     return " ".join(lines)
 
 
-def _composed_peak(digest: MemoryOverview, rank: RankMemory) -> PeakMoment | None:
+def _composed_peak(overview: MemoryOverview, rank: RankMemory) -> PeakMoment | None:
     """The peak with its categories, if it is that of the rank; None: only its size is known."""
-    peak = digest.memory.peak
+    peak = overview.memory.peak
     return peak if peak is not None and peak.bytes == rank.peak_allocated_bytes else None
 
 
-def describe_peak(digest: MemoryOverview, rank: RankMemory) -> str:
+def describe_peak(overview: MemoryOverview, rank: RankMemory) -> str:
     """Describe the peak and its position."""
     amount = format_bytes(rank.peak_allocated_bytes)
-    of_rank = f" on rank {rank.rank}" if digest.num_ranks > 1 else ""
-    peak = _composed_peak(digest, rank)
+    of_rank = f" on rank {rank.rank}" if overview.num_ranks > 1 else ""
+    peak = _composed_peak(overview, rank)
     if peak is not None:
         place = describe_place(peak.fqn, peak.phase, peak.step)
         return f"Peak allocated: {amount}{of_rank}, {place}."
-    places = digest.memory.positions
+    places = overview.memory.positions
     where = ""
     if places:
         top = places[0]
@@ -122,13 +122,13 @@ def describe_filling(peak: PeakMoment | None) -> str:
     return f"Largest categories: {', '.join(parts[:4])}.{owned}"
 
 
-def describe_limit(digest: MemoryOverview, rank: RankMemory) -> str:
+def describe_limit(overview: MemoryOverview, rank: RankMemory) -> str:
     """Describe how close reserved memory comes to the memory of the device."""
-    if digest.source == "predicted" and digest.reserved is None:
+    if overview.source == "predicted" and overview.reserved is None:
         return "Memory that the CUDA allocator reserves beyond that is not predicted."
-    if digest.source == "predicted" and digest.reserved is not None:
-        reserved = format_bytes(digest.reserved.peak_reserved_bytes)
-        return f"Peak reserved: {reserved} (predicted), with {_settings(digest.reserved)}."
+    if overview.source == "predicted" and overview.reserved is not None:
+        reserved = format_bytes(overview.reserved.peak_reserved_bytes)
+        return f"Peak reserved: {reserved} (predicted), with {_settings(overview.reserved)}."
     if rank.peak_reserved_bytes is None and rank.device_bytes is not None:
         return f"The limit of memory (--device-memory) is {format_bytes(rank.device_bytes)}."
     if rank.peak_reserved_bytes is None:
@@ -202,10 +202,10 @@ def describe_spread(memory: Memory) -> str:
     )
 
 
-def headline_failed_request(digest: MemoryOverview, failed: FailedRequest) -> str:
+def headline_failed_request(overview: MemoryOverview, failed: FailedRequest) -> str:
     """The allocation that failed, in at most 12 words."""
     amount = format_bytes(failed.requested_bytes)
-    place = _position(digest.failed_unit, failed.phase)
+    place = _position(overview.failed_unit, failed.phase)
     return f"Out of memory: allocating {amount} failed {place}."
 
 
@@ -220,12 +220,12 @@ def describe_failed_request(failed: FailedRequest) -> str:
     )
 
 
-def describe_counting(digest: MemoryOverview) -> str:
+def describe_counting(overview: MemoryOverview) -> str:
     """Describe how memory was counted."""
-    if digest.rank is None or digest.rank.peak_allocated_bytes is None:
-        return f"{digest.source.capitalize()} run."
-    counted = format_method(digest.rank.method)
-    if digest.source == "predicted":
+    if overview.rank is None or overview.rank.peak_allocated_bytes is None:
+        return f"{overview.source.capitalize()} run."
+    counted = format_method(overview.rank.method)
+    if overview.source == "predicted":
         return (
             "Predicted run. The storage tracker counts each storage of one step on fake tensors, "
             "without the rounding of the allocator."
@@ -236,8 +236,8 @@ def describe_counting(digest: MemoryOverview) -> str:
         "rounding of the allocator; tensors from before the recording count if a step uses them",
         "memory_snapshot": "the time of the snapshot is measured; earlier amounts, categories and "
         "owners are inferred from the trace",
-    }.get(digest.rank.method, "unknown method")
-    return f"{digest.source.capitalize()} run. Counted by the {counted}: {how}."
+    }.get(overview.rank.method, "unknown method")
+    return f"{overview.source.capitalize()} run. Counted by the {counted}: {how}."
 
 
 # --- Render the memory of a run for a terminal: the answer, then the tables.
@@ -257,36 +257,36 @@ _RANK_COLUMNS = (
 )
 
 
-def render_memory(digest: MemoryOverview) -> RenderableType:
+def render_memory(overview: MemoryOverview) -> RenderableType:
     """Render the peak and its categories, the limit of the device, and growth over steps."""
     return Group(
-        *_answer(digest),
-        *(Text(f"note: {note}", style="yellow") for note in digest.notes),
-        *_sections(digest),
+        *_answer(overview),
+        *(Text(f"note: {note}", style="yellow") for note in overview.notes),
+        *_sections(overview),
         "",
-        Text(describe_counting(digest), style="dim"),
+        Text(describe_counting(overview), style="dim"),
     )
 
 
 # --- in words
 
 
-def _answer(digest: MemoryOverview) -> Iterable[RenderableType]:
-    if digest.memory.failed_request is not None:
-        failed = digest.memory.failed_request
-        yield Text(headline_failed_request(digest, failed), style="bold")
+def _answer(overview: MemoryOverview) -> Iterable[RenderableType]:
+    if overview.memory.failed_request is not None:
+        failed = overview.memory.failed_request
+        yield Text(headline_failed_request(overview, failed), style="bold")
         yield Padding(Text(describe_failed_request(failed)), (0, 0, 0, 2))
-    if digest.rank is None or digest.rank.peak_allocated_bytes is None:
-        yield Text(describe_nothing(digest), style="bold")
+    if overview.rank is None or overview.rank.peak_allocated_bytes is None:
+        yield Text(describe_nothing(overview), style="bold")
         return
-    yield Text(describe_peak(digest, digest.rank), style="bold")
+    yield Text(describe_peak(overview, overview.rank), style="bold")
     for line in (
-        describe_filling(digest.memory.peak),
-        describe_limit(digest, digest.rank),
-        describe_expandable(digest.reserved),
-        None if digest.source == "predicted" else describe_growth(digest.growth),
-        describe_spread(digest.memory),
-        None if digest.whole is None else digest.whole.sentence,
+        describe_filling(overview.memory.peak),
+        describe_limit(overview, overview.rank),
+        describe_expandable(overview.reserved),
+        None if overview.source == "predicted" else describe_growth(overview.growth),
+        describe_spread(overview.memory),
+        None if overview.whole is None else overview.whole.sentence,
     ):
         if line:
             yield Padding(Text(line), (0, 0, 0, 2))
@@ -295,8 +295,8 @@ def _answer(digest: MemoryOverview) -> Iterable[RenderableType]:
 # --- tables
 
 
-def _sections(digest: MemoryOverview) -> Iterable[RenderableType]:
-    memory = digest.memory
+def _sections(overview: MemoryOverview) -> Iterable[RenderableType]:
+    memory = overview.memory
     if memory.peak is not None:
         yield from section(
             _peak_title(memory.peak),
@@ -310,9 +310,9 @@ def _sections(digest: MemoryOverview) -> Iterable[RenderableType]:
         title = f"Highest readings of rank {memory.shown_rank} by position"
         positions = memory.positions[:MOST_POSITIONS]
         yield from section(title, render_table(MemoryOverview.POSITIONS, positions))
-    if digest.allocator is not None:
+    if overview.allocator is not None:
         yield from section(
-            f"Allocator of rank {digest.allocator.rank}", _allocator_table(digest.allocator)
+            f"Allocator of rank {overview.allocator.rank}", _allocator_table(overview.allocator)
         )
     if len(memory.ranks) > 1:
         hidden = len(memory.ranks) - MOST_RANKS

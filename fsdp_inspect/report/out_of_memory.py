@@ -210,14 +210,16 @@ def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
     match searched.reason:
         case NoPlans.NONE_FITS:
             left_out = ""
-            if not searched.tries_checkpointing:
+            fitting = searched.found
+            assert fitting is not None, "plans were simulated"
+            if not fitting.tries_checkpointing:
                 left_out = (
                     " Activation checkpointing was not simulated: the run does not show how much "
                     "memory it frees."
                 )
             return (
-                f"None of {searched.num_plans} simulated plans fits: the lowest peak is "
-                f"{format_bytes(searched.least_peak_bytes)}, and with a margin for errors at most "
+                f"None of {fitting.num_plans} simulated plans fits: the lowest peak is "
+                f"{format_bytes(fitting.least_peak_bytes)}, and with a margin for errors at most "
                 f"{format_bytes(searched.limit_bytes)} would fit. More ranks, a smaller batch or "
                 f"CPU offload need less.{left_out}"
             )

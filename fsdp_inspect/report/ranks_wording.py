@@ -12,7 +12,6 @@ from rich.padding import Padding
 from rich.text import Text
 
 from fsdp_inspect.analysis.mesh_grid import MeshGrid
-from fsdp_inspect.analysis.run_delay import caveat_of_cores
 from fsdp_inspect.analysis.stragglers.dimension_waits import DimensionWait
 from fsdp_inspect.analysis.stragglers.evidence import LEAST_BUSIEST_RATIO, LEAST_COST_RATIO
 from fsdp_inspect.analysis.stragglers.expert_load import ExpertGroup, ExpertLoad, LoadFinding
@@ -50,8 +49,10 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
             lines.append(_DEFINITION)
         if ranks.replay is not None:
             lines.append(_imbalance(ranks, ranks.replay))
-    caveat = caveat_of_cores(ranks.run_delay_ratio or 0.0)
-    lines.extend([caveat] if caveat else [])
+    slow = ranks.slow_group or ranks.straggler
+    if ranks.trust.are_cores_first(slow.cost_ratio if slow else 0.0):
+        lines.insert(0, ranks.trust.cores_headline)
+    lines.extend(filter(None, [ranks.trust.time_caveat]))
     lines.extend(_late_along(row) for row in ranks.dimension_waits if _is_located(ranks, row))
     if ranks.expert_load is not None:
         lines.append(describe_expert_load(ranks.expert_load))

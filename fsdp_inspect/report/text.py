@@ -73,21 +73,21 @@ _COMPUTE_COLUMNS = (
 )
 
 
-def render_summary(digest: Summary, *, run: str = "RUN") -> RenderableType:
+def render_summary(summary: Summary, *, run: str = "RUN") -> RenderableType:
     """Render a run: verdict, breakdown, exposed units, memory, ranks and provenance.
 
     Args:
-        digest: The summary.
+        summary: The summary.
         run: The run in commands.
     """
     return Group(
-        _headline(digest),
+        _headline(summary),
         "",
-        render_verdict(digest.verdict, run=run),
-        *_notes(digest.notes),
-        *_sections(digest),
+        render_verdict(summary.verdict, run=run),
+        *_notes(summary.notes),
+        *_sections(summary),
         "",
-        _provenance(digest),
+        _provenance(summary),
     )
 
 
@@ -172,16 +172,16 @@ def _distances(distances: GatherDistances) -> Iterable[RenderableType]:
     yield from map(Text, describe_distances(distances))
 
 
-def _headline(digest: Summary) -> RenderableType:
-    identity = digest.identity
+def _headline(summary: Summary) -> RenderableType:
+    identity = summary.identity
     where = identity.device_name or identity.device_type
     model = f"{identity.model}, {format_count(identity.num_parameters or None)} parameters"
-    title = Text(digest.run_id, style="bold")
-    title.append(f"  {digest.status}", style=_status_style(digest.status))
-    ranks = plural(digest.world_size, "rank")
-    if digest.num_ranks != digest.world_size:
-        ranks += f" ({digest.num_ranks} recorded)"
-    facts = [ranks, name_backend(digest.backend), where, model if identity.model else ""]
+    title = Text(summary.run_id, style="bold")
+    title.append(f"  {summary.status}", style=_status_style(summary.status))
+    ranks = plural(summary.world_size, "rank")
+    if summary.num_ranks != summary.world_size:
+        ranks += f" ({summary.num_ranks} recorded)"
+    facts = [ranks, name_backend(summary.backend), where, model if identity.model else ""]
     return Group(title, Text(" · ".join(fact for fact in facts if fact)))
 
 
@@ -196,30 +196,30 @@ def _notes(notes: Sequence[str]) -> Iterable[RenderableType]:
         yield Text(f"note: {note}", style="yellow")
 
 
-def _sections(digest: Summary) -> Iterable[RenderableType]:
-    if digest.breakdown is not None:
-        yield from section(_breakdown_title(digest.breakdown), parts_table(digest.breakdown))
-    if digest.step_time_ns is not None:
-        yield from section(_numbers_title(digest), _numbers_table(digest))
-    if digest.drift is not None and digest.drift.changes:
-        yield from section("Changes of the step time", *render_drift(digest.drift))
-    if digest.exposed is not None:
-        exposed = [owner for owner in digest.exposed.owners if owner.exposed_ns > 0]
+def _sections(summary: Summary) -> Iterable[RenderableType]:
+    if summary.breakdown is not None:
+        yield from section(_breakdown_title(summary.breakdown), parts_table(summary.breakdown))
+    if summary.step_time_ns is not None:
+        yield from section(_numbers_title(summary), _numbers_table(summary))
+    if summary.drift is not None and summary.drift.changes:
+        yield from section("Changes of the step time", *render_drift(summary.drift))
+    if summary.exposed is not None:
+        exposed = [owner for owner in summary.exposed.owners if owner.exposed_ns > 0]
         if exposed:
-            title = f"Longest exposed waits of rank {digest.exposed.rank}"
+            title = f"Longest exposed waits of rank {summary.exposed.rank}"
             table = render_table(RankWaits.TABLE, exposed[:MOST_EXPOSED], *_OWNER_COLUMNS)
             yield from section(title, table)
-    if digest.memory.peak is not None:
-        yield from section(_peak_title(digest.memory), *_peak_tables(digest.memory))
-    if len(digest.ranks) > 1:
-        table = render_table(Ranks.TABLE, digest.ranks[:MOST_RANKS], *_RANK_COLUMNS)
-        yield from section(_ranks_title(digest.ranks), table)
-    differing = [verdict for verdict in digest.rank_verdicts if verdict.differs]
+    if summary.memory.peak is not None:
+        yield from section(_peak_title(summary.memory), *_peak_tables(summary.memory))
+    if len(summary.ranks) > 1:
+        table = render_table(Ranks.TABLE, summary.ranks[:MOST_RANKS], *_RANK_COLUMNS)
+        yield from section(_ranks_title(summary.ranks), table)
+    differing = [verdict for verdict in summary.rank_verdicts if verdict.differs]
     if differing:
-        title = f"Ranks with another limit ({len(differing)} of {len(digest.rank_verdicts)})"
+        title = f"Ranks with another limit ({len(differing)} of {len(summary.rank_verdicts)})"
         yield from section(title, Group(*map(_rank_verdict, differing[:MOST_DIFFERING])))
-    if digest.plan_check is not None:
-        yield from section("Declared and observed plan", _plan_check(digest.plan_check))
+    if summary.plan_check is not None:
+        yield from section("Declared and observed plan", _plan_check(summary.plan_check))
 
 
 def _rank_verdict(verdict: RankVerdict) -> Text:
@@ -240,16 +240,16 @@ def _breakdown_title(breakdown: StepBreakdown) -> str:
     return f"Typical step of rank {breakdown.rank} (mean over {len(breakdown.steps)} steps)"
 
 
-def _numbers_title(digest: Summary) -> str:
-    if digest.num_timed_steps == 1:
-        return f"Key numbers of rank {digest.median_rank} (1 timed step)"
-    return f"Key numbers of rank {digest.median_rank} ({digest.num_timed_steps} timed steps)"
+def _numbers_title(summary: Summary) -> str:
+    if summary.num_timed_steps == 1:
+        return f"Key numbers of rank {summary.median_rank} (1 timed step)"
+    return f"Key numbers of rank {summary.median_rank} ({summary.num_timed_steps} timed steps)"
 
 
-def _numbers_table(digest: Summary) -> Table:
+def _numbers_table(summary: Summary) -> Table:
     table = new_table("", "", "")
     table.columns[2].justify = "left"
-    times = digest.step_time_ns
+    times = summary.step_time_ns
     spread = ""
     if times is not None:
         low, high = (format_metric("step_time_ns", value) for value in (times.p10, times.p90))
@@ -260,37 +260,39 @@ def _numbers_table(digest: Summary) -> Table:
         spread,
     )
     for name in ("communication_ns", "exposed_ns", "floor_ns", "overlap_ratio"):
-        table.add_row(find_metric(name).label, format_metric(name, getattr(digest, name)), "")
-    if digest.breakdown is not None and digest.breakdown.host_behind_ns:
-        behind = format_metric("host_behind_ns", digest.breakdown.host_behind_ns)
+        table.add_row(find_metric(name).label, format_metric(name, getattr(summary, name)), "")
+    if summary.breakdown is not None and summary.breakdown.host_behind_ns:
+        behind = format_metric("host_behind_ns", summary.breakdown.host_behind_ns)
         origin = "upper bound of the device's idle time"
         table.add_row(find_metric("host_behind_ns").label, behind, origin)
     for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
-        value = getattr(digest, name)
-        table.add_row(find_metric(name).label, format_metric(name, value), _of_device(digest, name))
-    if digest.loss is not None:
+        value = getattr(summary, name)
+        table.add_row(
+            find_metric(name).label, format_metric(name, value), _of_device(summary, name)
+        )
+    if summary.loss is not None:
         first, last = (
-            format_metric("loss", value) for value in (digest.loss.first, digest.loss.last)
+            format_metric("loss", value) for value in (summary.loss.first, summary.loss.last)
         )
         table.add_row(find_metric("loss").label, last, f"from {first}")
-    for name, value, origin in list_throughput(digest.throughput):
+    for name, value, origin in list_throughput(summary.throughput):
         table.add_row(find_metric(name).label, format_metric(name, value), origin)
-    if digest.goodput_ratio is not None:
-        wall = format_metric("wall_ns", digest.wall_ns)
+    if summary.goodput_ratio is not None:
+        wall = format_metric("wall_ns", summary.wall_ns)
         table.add_row(
             find_metric("goodput_ratio").label,
-            format_metric("goodput_ratio", digest.goodput_ratio),
+            format_metric("goodput_ratio", summary.goodput_ratio),
             f"of {wall} (fsdp-inspect lifetime)",
         )
     return table
 
 
-def _of_device(digest: Summary, name: str) -> str:
-    memory = digest.memory
+def _of_device(summary: Summary, name: str) -> str:
+    memory = summary.memory
     if name != "peak_reserved_bytes":
         return ""
     if memory.device_ratio is None:
-        return "missing on CPU" if digest.identity.device_type == "cpu" else ""
+        return "missing on CPU" if summary.identity.device_type == "cpu" else ""
     return f"{format_ratio(memory.device_ratio)} of {format_bytes(memory.device_bytes)}"
 
 
@@ -318,17 +320,17 @@ def _ranks_title(ranks: Sequence[RankOverlap]) -> str:
     return f"Typical step of each rank{shown}"
 
 
-def _provenance(digest: Summary) -> Text:
-    obtained = digest.provenance
+def _provenance(summary: Summary) -> Text:
+    obtained = summary.provenance
     if obtained is None:
-        return dim(digest.left_out.sentence)
+        return dim(summary.left_out.sentence)
     by_method: dict[str, list[str]] = {}
     for group, method in obtained.methods.items():
         by_method.setdefault(method, []).append(format_kind(group))
     times = "; ".join(
         f"{format_method(method)}: {', '.join(groups)}" for method, groups in by_method.items()
     )
-    lines = [f"{', '.join(obtained.sources).capitalize()} run. {digest.left_out.sentence}"]
+    lines = [f"{', '.join(obtained.sources).capitalize()} run. {summary.left_out.sentence}"]
     if times:
         lines.append(f"Times by method. {times}.")
     if obtained.memory:

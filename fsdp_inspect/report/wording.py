@@ -13,7 +13,7 @@ from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.run_heading import Heading
 from fsdp_inspect.columns import format_value
-from fsdp_inspect.comparison.noise import Judgement, Telling
+from fsdp_inspect.comparison.noise import Judgement, NoiseVerdict
 from fsdp_inspect.formatting import MISSING, format_count, format_ns, format_signed, plural
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import render_table
@@ -93,18 +93,24 @@ def describe_judgement(judgement: Judgement) -> str:
     """Describe in short whether a difference is beyond noise."""
     if judgement.low is not None and judgement.high is not None:
         interval = f"{format_change(judgement.low)} to {format_change(judgement.high)}"
-        return f"{_TELLINGS[judgement.telling]} ({interval})"
-    if judgement.telling is Telling.DIFFERENT and any(judgement.more_runs):
+        return f"{_NOISE_WORDS[judgement.verdict]} ({interval})"
+    if judgement.verdict is NoiseVerdict.DIFFERENT and any(judgement.more_runs):
         return "above process noise, no rank test"
-    return _TELLINGS[judgement.telling]
+    return _NOISE_WORDS[judgement.verdict]
 
 
-_TELLINGS = {
-    Telling.EQUAL: "equal",
-    Telling.DIFFERENT: "different",
-    Telling.SAME: "no difference",
-    Telling.UNKNOWN: "within noise",
-    Telling.MISSING: "not recorded on both sides",
+def note_judgement(judgement: Judgement) -> str:
+    """The note beside a difference in a table; empty where the values state the answer."""
+    is_stated = judgement.verdict in (NoiseVerdict.DIFFERENT, NoiseVerdict.MISSING)
+    return "" if is_stated else _NOISE_WORDS[judgement.verdict]
+
+
+_NOISE_WORDS = {
+    NoiseVerdict.EQUAL: "equal",
+    NoiseVerdict.DIFFERENT: "different",
+    NoiseVerdict.SAME: "no difference",
+    NoiseVerdict.UNKNOWN: "within noise",
+    NoiseVerdict.MISSING: "not recorded on both sides",
 }
 
 

@@ -22,17 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.run_delay import run_delay_of
 from fsdp_inspect.analysis.shared_collectives import queue_up
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_per_step
+from fsdp_inspect.analysis.trust import MAX_REPLAY_ERROR, Trust, measure_trust
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, find_node, fit_network, known_lines
 from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
 from fsdp_inspect.simulation.recorded_memory import grow_memory, measure_memory_work
-from fsdp_inspect.simulation.schedule import PlayedStep, Schedule
-from fsdp_inspect.simulation.self_check import MAX_REPLAY_ERROR
+from fsdp_inspect.simulation.schedule import Schedule, SimulatedStep
 from fsdp_inspect.simulation.step_pieces import (
     ClockPart,
     ClockStretch,
@@ -48,9 +47,6 @@ from fsdp_inspect.trace.plan import Accumulation, Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
-MAX_MEMORY_ERROR = 0.02
-"""The highest error of the simulated peak of the recorded plan at which other plans are
-simulated."""
 MAX_STEPS = 64
 """The highest number of steps in the means; more only cost time."""
 _MAX_PASSES_OF_UNITS = 50_000
@@ -118,45 +114,56 @@ class RecordedWork:
     workload: Workload
     network: Network
     """The cost lines of the run's own collectives."""
-    spread_ratio: float = 0.0
-    """Half of the range of the durations of `steps`, as a fraction of their mean."""
-    run_delay_ratio: float = 0.0
-    """Fraction of the recording in which the training thread had no CPU core; 0 if unknown."""
+    trust: Trust = field(default_factory=Trust)
+    """What may be predicted from this work."""
     torch_release: tuple[int, int] = (0, 0)
     """The run's version of torch, which decides some defaults of a plan; zeros: unknown."""
     peak_bytes: int | None = None
     """The peak of the memory step behind the workload's memory; None: there is none."""
-    memory_error: float | None = None
-    """Simulated / measured peak of the recorded plan, - 1; None: unknown."""
-    memory_refusal: str | None = None
-    """The reason why the workload has no memory although the run has a memory step; None: it has
-    memory, or the run has no such step."""
-    num_other_steps: int = 0
-    """Steps as typical in time as `steps`, but with other passes or collectives."""
     kinds_ratios: tuple[float, ...] = (1.0,)
     """The fraction of each kind of step, the most frequent first."""
-    is_pipeline: bool = False
-    """Whether the rank sends to others or receives from them in these steps."""
     accumulation: Accumulation | None = field(default_factory=Accumulation)
     """The accumulation of the step; None: its passes are not a forward and its backward for each
     microbatch, so the accumulation cannot be changed."""
 
-    def play(self) -> PlayedStep:
+    @property
+    def memory_refusal(self) -> str | None:
+        """Why the workload has no memory although the run has a memory step; None: it has one."""
+        return self.trust.memory_refusal
+
+    def check_itself(self, simulated_ns: int) -> Trust:
+        """The `trust` with the error of a simulation of the recorded plan.
+
+        Raises:
+            MissingDataError: The error is too large to predict a plan.
+        """
+        error = simulated_ns / self.step_time_ns - 1 if self.step_time_ns else 0.0
+        trust = replace(self.trust, self_check_error=error)
+        trust.expect_prediction()
+        return trust
+
+    def has_other_units(self, units: Sequence[Unit]) -> bool:
+        """Whether a plan has other units than the run."""
+        return {unit.fqn for unit in units} != {unit.fqn for unit in self.units}
+
+    def simulate(self) -> SimulatedStep:
         """Simulate the recorded plan."""
-        return play(self.workload, self.execution)
+        return simulate_step(self.workload, self.execution)
 
 
-def play(workload: Workload, execution: Execution, *, with_spans: bool = True) -> PlayedStep:
+def simulate_step(
+    workload: Workload, execution: Execution, *, with_spans: bool = True
+) -> SimulatedStep:
     """Simulate a steady step: the second one, since the first starts with empty queues.
 
     Args:
         workload: The work of the step.
         execution: The execution model.
-        with_spans: As in `Schedule.play`.
+        with_spans: As in `Schedule.simulate`.
     """
     schedule = Schedule(workload, execution.machine())
-    schedule.play(with_spans=False)
-    return schedule.play(with_spans=with_spans)
+    schedule.simulate(with_spans=False)
+    return schedule.simulate(with_spans=with_spans)
 
 
 def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> RecordedWork:
@@ -192,16 +199,19 @@ def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> R
     work = _Builder(run, readings, events, member).build()
     num_unusual = int((~np.isin(member.typical_steps, usual)).sum()) if kind == 0 else 0
     num_other = num_unusual + len(read) - len(readings)
-    played = work.play()
-    _expect_same_collectives(run, work, events, played)
+    simulated = work.simulate()
+    _expect_same_collectives(run, work, events, simulated)
     work = replace(
         work,
         step_time_ns=_time_of_kind(work, readings) if num_other or kind else work.step_time_ns,
         kinds_ratios=tuple(each.ratio for each in kinds),
-        num_other_steps=num_other,
-        is_pipeline=bool(np.any(events.kind == EventKind.POINT_TO_POINT)),
+        trust=replace(
+            work.trust,
+            num_other_steps=num_other,
+            is_pipeline=bool(np.any(events.kind == EventKind.POINT_TO_POINT)),
+        ),
     )
-    return _with_checked_memory(work, played.peak_bytes)
+    return _with_checked_memory(work, simulated.peak_bytes)
 
 
 def _time_of_kind(work: RecordedWork, readings: Sequence[StepReading]) -> int:
@@ -212,7 +222,7 @@ def _time_of_kind(work: RecordedWork, readings: Sequence[StepReading]) -> int:
 
 
 def _expect_same_collectives(
-    run: RunSource, work: RecordedWork, events: EventTable, played: PlayedStep
+    run: RunSource, work: RecordedWork, events: EventTable, step: SimulatedStep
 ) -> None:
     """Check that the simulated step of the recorded plan has the recorded collectives.
 
@@ -224,7 +234,7 @@ def _expect_same_collectives(
     of_units &= np.isin(events.unit, [unit.index for unit in work.units])
     ran = Counter(zip(events.unit[of_units].tolist(), events.kind[of_units].tolist(), strict=True))
     simulated = Counter(
-        (work.units[span.unit].index, int(span.kind)) for span in played.spans if span.kind in kinds
+        (work.units[span.unit].index, int(span.kind)) for span in step.spans if span.kind in kinds
     )
     names = {unit.index: unit.fqn for unit in work.units}
     for unit, kind in sorted({*ran, *simulated}):
@@ -239,25 +249,19 @@ def _expect_same_collectives(
             )
 
 
-def _with_checked_memory(work: RecordedWork, played: int | None) -> RecordedWork:
+def _with_checked_memory(work: RecordedWork, simulated: int | None) -> RecordedWork:
     """The work; its memory is removed if it does not explain the recorded peak.
 
     Args:
         work: The recorded work.
-        played: The simulated peak of the recorded plan, bytes; None: unknown.
+        simulated: The simulated peak of the recorded plan, bytes; None: unknown.
     """
-    if not work.peak_bytes or not played:
+    if not work.peak_bytes or not simulated:
         return work
-    error = played / work.peak_bytes - 1
-    if abs(error) <= MAX_MEMORY_ERROR:
-        return replace(work, memory_error=error)
-    refusal = (
-        "Memory cannot be predicted: the simulated peak of the recorded plan is off by "
-        f"{error:+.1%}, more than {MAX_MEMORY_ERROR:.0%}. `fsdp-inspect forecast` computes memory "
-        "without a recorded run."
-    )
-    workload = replace(work.workload, memory=None)
-    return replace(work, workload=workload, memory_error=error, memory_refusal=refusal)
+    trust = replace(work.trust, memory_error=simulated / work.peak_bytes - 1)
+    if trust.memory_refusal is not None:
+        work = replace(work, workload=replace(work.workload, memory=None))
+    return replace(work, trust=trust)
 
 
 def with_memory_of_failed_step(
@@ -562,8 +566,11 @@ class _Builder:
             units=self._units,
             workload=workload,
             network=replace(network, node=find_node(self._run, network, shard_ranks)),
-            spread_ratio=_spread([reading.duration_ns for reading in self._readings]),
-            run_delay_ratio=run_delay_of(self._run, self._rank) or 0.0,
+            trust=replace(
+                measure_trust(self._run),
+                spread_ratio=_spread([reading.duration_ns for reading in self._readings]),
+                num_steps=len(self._readings),
+            ),
             torch_release=self._run.manifest.torch_release,
             peak_bytes=None if memory is None else memory.peak_bytes,
             accumulation=_accumulation(self._run, self._readings[0], self._events),

@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedStep:
+class SimulatedStep:
     """A step on virtual time."""
 
     start_ns: int
@@ -192,7 +192,7 @@ class Schedule:
         self._keeps_graph = True
         self._spans: list[Span] | None = None
 
-    def play(self, *, with_spans: bool = True) -> PlayedStep:
+    def simulate(self, *, with_spans: bool = True) -> SimulatedStep:
         """Simulate one step; the next call simulates the next step.
 
         Args:
@@ -220,8 +220,8 @@ class Schedule:
         machine.run(machine.compute, work.after_ns)
         end_ns, spans = machine.reached(machine.compute), self._spans or ()
         if work.memory is None:
-            return PlayedStep(start_ns, end_ns, spans)
-        return PlayedStep(
+            return SimulatedStep(start_ns, end_ns, spans)
+        return SimulatedStep(
             start_ns, end_ns, spans, memory.peak, memory.peak_unit, memory.peak_amounts
         )
 

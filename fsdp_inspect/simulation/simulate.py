@@ -3,12 +3,11 @@
 The recorded plan itself is simulated first. Its error is the self-check.
 
 [Note: the interval] The ends of the interval are the step with messages, and with compute after
-hooks, at the fast and at the slow end of what the run allows, minus and plus `noise_ratio`. It
-should contain 90% of the runs of a plan. Its constants come from six of the loops of `make
+hooks, at the fast and at the slow end of what the run allows, minus and plus `Trust.step_margin`.
+It should contain 90% of the runs of a plan. Its constants come from six of the loops of `make
 validate`. docs/figures.md has the coverage, also for other loops.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.run_delay import caveat_of_cores
 from fsdp_inspect.analysis.step_selection import collective_rows
+from fsdp_inspect.analysis.trust import MAX_OTHER_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
 from fsdp_inspect.columns import TableSpec, metric_column, unit_column
 from fsdp_inspect.errors import MissingDataError, PlanError
@@ -30,17 +29,10 @@ from fsdp_inspect.simulation.recorded import (
     Execution,
     RecordedWork,
     measure_work,
-    play,
+    simulate_step,
 )
 from fsdp_inspect.simulation.scenario import ScenarioMaker
-from fsdp_inspect.simulation.schedule import PlayedStep, Span
-from fsdp_inspect.simulation.self_check import (
-    MAX_OTHER_RATIO,
-    PIPELINE_CAVEAT,
-    caveat_of_kinds,
-    expect_self_check,
-    self_check_margin,
-)
+from fsdp_inspect.simulation.schedule import SimulatedStep, Span
 from fsdp_inspect.simulation.workload import Workload
 from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.trace.codes import (
@@ -62,13 +54,6 @@ from fsdp_inspect.trace.codes import (
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable, SummaryTable, rows_of
-
-PROCESS_SPREAD_RATIO = 0.04
-"""Error of a step whose units stay as recorded, as a fraction of the step: 90% of 12 validation
-runs were closer (docs/figures.md). It contains the spread between equal runs."""
-REGROUPING_RATIO = 0.085
-"""Further error of a step with other units. With both, 90% of 12 validation runs were closer: the
-compute itself changes with the units, because other data is in the processor's caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +87,7 @@ UNITS_OF_PLAN = TableSpec(
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class SimulatedPlan:
     """The simulation of one plan."""
 
     step_time_ns: int
@@ -163,7 +148,7 @@ class Simulation(Result):
     """The number of recorded steps behind it."""
     recorded_step_ns: int
     """Measured: the typical step of the rank."""
-    replayed: Played
+    replayed: SimulatedPlan
     """The recorded plan, simulated."""
     replay_error: float
     """replayed / recorded - 1."""
@@ -171,7 +156,7 @@ class Simulation(Result):
     """Measured peak of the memory step; None without one."""
     memory_error: float | None
     """replayed / recorded peak - 1."""
-    predicted: Played
+    predicted: SimulatedPlan
     low_ns: int
     high_ns: int
     """The interval of the step time of a run of the plan. See [Note: the interval]."""
@@ -252,7 +237,7 @@ def simulate_plan(
         node=node,
     )
     found = simulate(work, plan=plan)
-    if caveat_of_kinds(len(work.steps), work.num_other_steps) is None:
+    if not work.trust.has_several_kinds:
         return found
     kinds = [KindOfStep.of(found, work.kinds_ratios[0])]
     for kind, ratio in enumerate(work.kinds_ratios):
@@ -270,7 +255,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     manifest: RunManifest,
     plan: Plan,
     *,
-    replayed: Played | None = None,
+    replayed: SimulatedPlan | None = None,
     bus_bytes_per_s: float | None = None,
     latency_ns: float | None = None,
     node: NodeLink | None = None,
@@ -287,7 +272,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         node: As in `simulate_plan`.
 
     Raises:
-        MissingDataError: The simulation does not describe the run (`self_check`), or as in
+        MissingDataError: The simulation does not describe the run (`Trust`), or as in
             `simulate_plan`.
     """
     own = work.network if node is None else work.network.change_node(node)
@@ -295,18 +280,17 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     maker = ScenarioMaker(work, manifest)
     scenario = maker.make(plan, network)
     replayed = replayed or replay(work)
-    predicted = _play(scenario.workload, work.execution, scenario.units)
-    error = replayed.step_time_ns / work.step_time_ns - 1 if work.step_time_ns else 0.0
-    expect_self_check(manifest.run_id, error)
+    predicted = _simulate_plan(scenario.workload, work.execution, scenario.units)
+    trust = work.check_itself(replayed.step_time_ns)
     steps = [predicted.step_time_ns] + [
-        play(
+        simulate_step(
             maker.make(scenario.plan, network.at(pace), pace).workload,
             work.execution,
             with_spans=False,
         ).duration_ns
         for pace in (Pace.FAST, Pace.SLOW)
     ]
-    low, high = _interval(steps, noise_ratio(work, error, scenario.units))
+    margin = trust.step_margin(is_regrouped=work.has_other_units(scenario.units))
     return Simulation(
         run_id=manifest.run_id,
         rank=work.rank,
@@ -314,33 +298,23 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         num_steps=len(work.steps),
         recorded_step_ns=work.step_time_ns,
         replayed=replayed,
-        replay_error=error,
+        replay_error=trust.self_check_error,
         recorded_peak_bytes=work.peak_bytes,
-        memory_error=work.memory_error,
+        memory_error=trust.memory_error,
         predicted=predicted,
-        low_ns=low,
-        high_ns=high,
+        low_ns=round(min(steps) * max(1 - margin, 0.0)),
+        high_ns=round(max(steps) * (1 + margin)),
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         assumptions=(*scenario.assumptions, *unknown_latencies(network)),
-        caveats=caveats_of(work),
+        caveats=trust.prediction_caveats,
         memory_refusal=work.memory_refusal or scenario.memory_refusal,
         plan=scenario.plan,
     )
 
 
-def caveats_of(work: RecordedWork) -> tuple[str, ...]:
-    """The reasons to doubt every prediction from this work, one sentence each."""
-    found = (
-        caveat_of_kinds(len(work.steps), work.num_other_steps),
-        PIPELINE_CAVEAT if work.is_pipeline else None,
-        caveat_of_cores(work.run_delay_ratio),
-    )
-    return tuple(each for each in found if each is not None)
-
-
-def replay(work: RecordedWork) -> Played:
+def replay(work: RecordedWork) -> SimulatedPlan:
     """Simulate the recorded plan."""
-    return _play(work.workload, work.execution, work.units)
+    return _simulate_plan(work.workload, work.execution, work.units)
 
 
 def without_events(simulation: Simulation) -> Simulation:
@@ -352,42 +326,16 @@ def without_events(simulation: Simulation) -> Simulation:
     )
 
 
-def noise_ratio(work: RecordedWork, replay_error: float, units: Sequence[Unit]) -> float:
-    """Half the width of the interval of a step without the network, as a fraction of the step.
-
-    Args:
-        work: The recorded work.
-        replay_error: Simulated / measured step time of the recorded plan, - 1.
-        units: The units of the simulated plan.
-
-    Source:
-        The root of the sum of squares of independent errors: of the simulation, of the recorded
-        steps, between processes, of other units, and of the time without a CPU core, which the
-        next run may not have.
-    """
-    is_regrouped = {unit.fqn for unit in units} != {unit.fqn for unit in work.units}
-    return math.hypot(
-        self_check_margin(replay_error),
-        work.spread_ratio,
-        PROCESS_SPREAD_RATIO,
-        REGROUPING_RATIO if is_regrouped else 0.0,
-        work.run_delay_ratio,
-    )
-
-
-def _interval(steps: Sequence[int], margin: float) -> tuple[int, int]:
-    """The steps with typical, fast and slow messages, minus and plus the noise (`noise_ratio`)."""
-    return round(min(steps) * max(1 - margin, 0.0)), round(max(steps) * (1 + margin))
-
-
-def _play(workload: Workload, execution: Execution, units: tuple[Unit, ...]) -> Played:
-    step = play(workload, execution)
+def _simulate_plan(
+    workload: Workload, execution: Execution, units: tuple[Unit, ...]
+) -> SimulatedPlan:
+    step = simulate_step(workload, execution)
     numbered = tuple(unit.model_copy(update={"index": at}) for at, unit in enumerate(units))
     events = predicted_events([step], numbered, on_host=execution is not Execution.STREAM)
     rows = reduce_rank(events, rank=0)
     parts = {part: _duration(rows, part) for part in (*PARTS_OF_STEP, StepPart.COMMUNICATION)}
     waits = _waits(events, execution)
-    return Played(
+    return SimulatedPlan(
         step_time_ns=step.duration_ns,
         exposed_ns=sum(parts[part] for part in EXPOSED_PART_CODES),
         causes_ns=_by_cause(waits.share_by_cause_ns),
@@ -459,7 +407,7 @@ _STREAMS = {
 
 
 def predicted_events(
-    steps: Sequence[PlayedStep], units: Sequence[Unit], *, on_host: bool
+    steps: Sequence[SimulatedStep], units: Sequence[Unit], *, on_host: bool
 ) -> EventTable:
     """The events of consecutive simulated steps, numbered from 0.
 
@@ -490,7 +438,7 @@ class _Writer:
         self._sequences: dict[int, int] = {}
         self._collective = 0
 
-    def rows(self, number: int, step: PlayedStep) -> Iterator[dict[str, int]]:
+    def rows(self, number: int, step: SimulatedStep) -> Iterator[dict[str, int]]:
         """All rows of a step."""
         yield self._row(
             number,

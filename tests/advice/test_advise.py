@@ -20,7 +20,7 @@ from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run, find_findings
 from fsdp_inspect.simulation.policies import policies_of
-from fsdp_inspect.simulation.recorded import Execution, observed_plan, play
+from fsdp_inspect.simulation.recorded import Execution, observed_plan, simulate_step
 from fsdp_inspect.simulation.scenario import make_scenario
 from fsdp_inspect.simulation.schedule import Schedule
 from fsdp_inspect.simulation.simulate import predicted_events, simulate_plan
@@ -95,12 +95,12 @@ def latency_bound_run() -> InMemoryRun:
     builder.rank(0).step(0, 0, 1)
     run = builder.build()
     schedule = Schedule(workload, Execution.HOST.machine())
-    steps = [schedule.play() for _ in range(5)]
+    steps = [schedule.simulate() for _ in range(5)]
     return replace(run, event_tables={0: predicted_events(steps, run.manifest.units, on_host=True)})
 
 
-def plan_advice(run: RunSource, **wishes: Any) -> PlanAdvice:
-    advice: Advice = advise_run(run, AdviceRequest(**wishes))
+def plan_advice(run: RunSource, **request: Any) -> PlanAdvice:
+    advice: Advice = advise_run(run, AdviceRequest(**request))
     assert advice.plan is not None, advice.refusal
     return advice.plan
 
@@ -135,7 +135,7 @@ def test_a_gather_that_is_issued_late_gives_explicit_prefetch():
     assert "R9" in rules_of(advice)
     assert advice.fastest.plan.forward_prefetch == 1
     policies = policies_of(advice.fastest.plan, names_of(workload))
-    truth = play(replace(workload, policies=policies), Execution.HOST).duration_ns
+    truth = simulate_step(replace(workload, policies=policies), Execution.HOST).duration_ns
     assert truth == pytest.approx(advice.fastest.step_ns, abs=200)
     assert truth < advice.recorded_step_ns
 
@@ -276,24 +276,24 @@ def test_plans_that_share_work_take_what_the_simulation_of_each_says(
     workload: Workload, choices: list[Choice]
 ):
     run = as_run(workload, Execution.HOST)
-    bench = PlanScorer(run)
-    other = next(iter(bench.space.groupings), None)
+    scorer = PlanScorer(run)
+    other = next(iter(scorer.space.groupings), None)
     choices = [
-        each if each.grouping in bench.space.groupings else replace(each, grouping=other)
+        each if each.grouping in scorer.space.groupings else replace(each, grouping=other)
         for each in choices
     ]
-    bench.score_all(choices)
+    scorer.score_all(choices)
     for choice in choices:
-        plan = bench.space.plan_of(choice)
+        plan = scorer.space.plan_of(choice)
         assert plan == Plan.from_dict(plan.to_dict())
-        alone = make_scenario(bench.work, run.manifest, plan, bench.network).workload
-        assert bench.simulator.workload(plan) == alone
-        assert bench.score(choice) == PlanScorer(run, work=bench.work).score(choice)
-        assert bench.score(choice).step_ns == simulate_plan(run, plan).predicted.step_time_ns
+        alone = make_scenario(scorer.work, run.manifest, plan, scorer.network).workload
+        assert scorer.simulator.workload(plan) == alone
+        assert scorer.score(choice) == PlanScorer(run, work=scorer.work).score(choice)
+        assert scorer.score(choice).step_ns == simulate_plan(run, plan).predicted.step_time_ns
 
 
 @pytest.mark.study
-def test_plans_of_a_small_model_are_played_by_the_thousands_a_minute():
+def test_plans_of_a_small_model_are_simulated_by_the_thousands_a_minute():
     begun = time.process_time()  # other load on the machine does not count
     advice = plan_advice(as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.HOST))
     assert advice.num_plans > 50

@@ -36,7 +36,7 @@ def bench_on(
     node: NodeLink | None = None,
     tells_parts: bool = True,
 ) -> PlanScorer:
-    """A bench of a run whose gathers take 24 ms each; blocks keep `kept` bytes for backward.
+    """A scorer of a run whose gathers take 24 ms each; blocks keep `kept` bytes for backward.
 
     Without `tells_parts`, the run does not contain which part of them is the output.
     """
@@ -50,47 +50,47 @@ def bench_on(
         pieces = [PieceMemory(kept=each.kept, gradients=each.gradients) for each in pieces]
     workload = replace(work.workload, units=units, memory=replace(memory, pieces=pieces))
     slow = replace(work, workload=workload)
-    slow = replace(slow, step_time_ns=slow.play().duration_ns)
+    slow = replace(slow, step_time_ns=slow.simulate().duration_ns)
     monkeypatch.setattr("fsdp_inspect.advice.plan_scores.measure_work", lambda run: slow)
     run = replace(RunBuilder([], world_size=RANKS).build(), manifest=manifest)
     return PlanScorer(run, node=node)
 
 
-def search(bench: PlanScorer, limit: int | None) -> SearchResult:
-    return Search(bench, limit, allow_dtypes=False).run()
+def search(scorer: PlanScorer, limit: int | None) -> SearchResult:
+    return Search(scorer, limit, allow_dtypes=False).run()
 
 
 def test_a_slow_network_between_nodes_gives_a_share_within_each_node(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("tests.simulation.test_smaller_groups.NUM_BLOCKS", 16)
-    bench = bench_on(monkeypatch)
-    whole, shared = (bench.score(Choice(reshard=value)).peak_bytes for value in (False, 4))
+    scorer = bench_on(monkeypatch)
+    whole, shared = (scorer.score(Choice(reshard=value)).peak_bytes for value in (False, 4))
     assert whole is not None
     assert shared is not None
     assert whole > shared
-    found = search(bench, shared)
+    found = search(scorer, shared)
     assert found.fits
     assert found.fastest.reshard == 4
-    assert bench.score(found.fastest).step_ns < 0.8 * bench.recorded.step_ns
+    assert scorer.score(found.fastest).step_ns < 0.8 * scorer.recorded.step_ns
 
 
 def test_smaller_groups_are_not_played_where_all_ranks_share_a_node(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    bench = bench_on(monkeypatch, replace(BETWEEN_NODES, node=Node(RANKS, INSIDE)))
-    search(bench, None)
-    assert {choice.reshard for choice in bench.scores} == {None, True, False}
+    scorer = bench_on(monkeypatch, replace(BETWEEN_NODES, node=Node(RANKS, INSIDE)))
+    search(scorer, None)
+    assert {choice.reshard for choice in scorer.scores} == {None, True, False}
 
 
 def test_a_node_whose_link_is_not_known_is_played_once_the_user_says_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     unknown = replace(BETWEEN_NODES, node=Node(4))
-    bench = bench_on(monkeypatch, unknown)
-    assert bench.tells_no_node_link
-    search(bench, None)
-    assert all(choice.reshard in (None, True, False) for choice in bench.scores)
+    scorer = bench_on(monkeypatch, unknown)
+    assert scorer.tells_no_node_link
+    search(scorer, None)
+    assert all(choice.reshard in (None, True, False) for choice in scorer.scores)
     told = bench_on(monkeypatch, unknown, node=NodeLink(1e9, 0.0))
     assert not told.tells_no_node_link
     search(told, None)
@@ -98,27 +98,27 @@ def test_a_node_whose_link_is_not_known_is_played_once_the_user_says_it(
 
 
 def test_activations_that_do_not_fit_are_forgotten(monkeypatch: pytest.MonkeyPatch):
-    bench = bench_on(monkeypatch, kept=20 * SIZE)
-    alone = bench.score(Choice(checkpointing="full"))
+    scorer = bench_on(monkeypatch, kept=20 * SIZE)
+    alone = scorer.score(Choice(checkpointing="full"))
     assert alone.peak_bytes is not None
-    found = search(bench, alone.peak_bytes + SIZE)
+    found = search(scorer, alone.peak_bytes + SIZE)
     assert found.fits
     assert found.fastest.checkpointing == "full"
-    assert bench.score(found.fastest).step_ns < alone.step_ns  # together with the other gains
+    assert scorer.score(found.fastest).step_ns < alone.step_ns  # together with the other gains
 
 
 def test_without_a_limit_nothing_is_checkpointed(monkeypatch: pytest.MonkeyPatch):
-    bench = bench_on(monkeypatch, kept=20 * SIZE)
-    search(bench, None)
-    assert all(choice.checkpointing is None for choice in bench.scores)
+    scorer = bench_on(monkeypatch, kept=20 * SIZE)
+    search(scorer, None)
+    assert all(choice.checkpointing is None for choice in scorer.scores)
 
 
 def test_activations_whose_part_a_run_does_not_tell_are_not_guessed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    bench = bench_on(monkeypatch, kept=20 * SIZE, tells_parts=False)
-    assert not search(bench, 10 * SIZE).fits
-    assert all(choice.checkpointing is None for choice in bench.scores)
+    scorer = bench_on(monkeypatch, kept=20 * SIZE, tells_parts=False)
+    assert not search(scorer, 10 * SIZE).fits
+    assert all(choice.checkpointing is None for choice in scorer.scores)
 
 
 def space_with_root(**changes: object) -> Space:

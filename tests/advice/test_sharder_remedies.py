@@ -16,7 +16,7 @@ from tests.builders import InMemoryRun, steady_run
 
 
 def finding(rule: str) -> Finding:
-    effect = Effect(sentence="One all-gather becomes many.", played_by=SIMULATED_PLANS)
+    effect = Effect(sentence="One all-gather becomes many.", predicted_by=SIMULATED_PLANS)
     return Finding(rule, (), "s", "e", ("Call fully_shard.",), effect=effect, snippet="fully_shard")
 
 
@@ -32,7 +32,7 @@ def test_findings_of_fsdp2_stay_as_they_are() -> None:
 def test_a_finding_of_fsdp1_names_its_own_setting_and_no_plan() -> None:
     [found] = in_words_of(FSDP1, [finding("R1")])
     assert "auto_wrap_policy=ModuleWrapPolicy" in found.snippet
-    assert found.effect.played_by == ""
+    assert found.effect.predicted_by == ""
 
 
 @pytest.mark.parametrize(("sharder", "rule"), [(FSDP1, "R27"), (FSDP1, "R11"), (DDP, "R29")])

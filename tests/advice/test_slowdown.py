@@ -9,7 +9,7 @@ from fsdp_inspect.advice.plan_simulator import Paid, Slowdown, hidden_ns
 from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.simulation.recorded import Execution
-from fsdp_inspect.simulation.schedule import PlayedStep, Span
+from fsdp_inspect.simulation.schedule import SimulatedStep, Span
 from fsdp_inspect.trace.codes import EventKind, Phase
 from tests.advice.test_advise import blocks
 from tests.simulation.test_recorded import MS, as_run
@@ -19,7 +19,7 @@ CLEAR = Contention(0, 10, 1.2, 1.1, 1.4, True, None, ())
 
 def test_a_clear_slowdown_is_charged_with_its_spread():
     slowdown = Slowdown.of(CLEAR, is_emulated=False)
-    assert slowdown.is_told
+    assert slowdown.is_measured
     assert slowdown.paid(1000) == Paid(200, 100, 400)
     assert slowdown.paid(-1000) == Paid(-200, -100, -400)
 
@@ -36,7 +36,7 @@ def test_a_clear_slowdown_is_charged_with_its_spread():
 )
 def test_what_is_not_clear_is_not_charged_and_the_reason_is_kept(contention, is_emulated, reason):
     slowdown = Slowdown.of(contention, is_emulated=is_emulated)
-    assert not slowdown.is_told
+    assert not slowdown.is_measured
     assert slowdown.reason.startswith(reason)
     assert slowdown.paid(1000) == Paid()
 
@@ -52,7 +52,7 @@ def test_hidden_is_communication_beside_compute_each_instant_once():
         span(EventKind.REDUCE_SCATTER, 60, 90),
         span(EventKind.ALL_GATHER_COPY_OUT, 0, 20),
     ]
-    assert hidden_ns(PlayedStep(0, 150, spans)) == 50
+    assert hidden_ns(SimulatedStep(0, 150, spans)) == 50
 
 
 def test_a_plan_is_charged_for_what_it_hides_more_and_the_recorded_one_is_not():

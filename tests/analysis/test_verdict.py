@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_inspect.analysis.trust import RunDelay, Trust
 from fsdp_inspect.analysis.verdict import (
     COMPARE_PLANS,
     HighestMoment,
@@ -54,6 +55,10 @@ def straggler(cost_ns=10 * MS, **changes):
         "meanwhile_ns": 9 * MS,
     }
     return StragglerFacts(**{**plain, **changes})
+
+
+def without_cores(ratio):
+    return Trust(run_delay=RunDelay(0, ratio))
 
 
 def growth(bytes_per_step=1 << 20, steps_until_full=500):
@@ -117,15 +122,15 @@ def growth(bytes_per_step=1 << 20, steps_until_full=500):
             {"host_behind_ns": 40 * MS}, Limit.COMPUTE, id="a device that seldom lacks work"
         ),
         pytest.param({"device_ratio": 0.99, "data_ns": 50 * MS}, Limit.MEMORY, id="memory first"),
-        pytest.param({"core_wait_ratio": 0.25}, Limit.CORES, id="cores at their threshold"),
-        pytest.param({"core_wait_ratio": 0.24}, Limit.COMPUTE, id="cores below their threshold"),
+        pytest.param({"trust": without_cores(0.25)}, Limit.CORES, id="cores at their threshold"),
+        pytest.param({"trust": without_cores(0.24)}, Limit.COMPUTE, id="cores below"),
         pytest.param(
-            {"core_wait_ratio": 0.3, "host_bound_ns": 60 * MS, "exposed_ns": 70 * MS},
+            {"trust": without_cores(0.3), "host_bound_ns": 60 * MS, "exposed_ns": 70 * MS},
             Limit.CORES,
             id="cores before what they cause",
         ),
         pytest.param(
-            {"core_wait_ratio": 0.3, "straggler": straggler(60 * MS)},
+            {"trust": without_cores(0.3), "straggler": straggler(60 * MS)},
             Limit.STRAGGLER,
             id="a straggler that cores do not explain",
         ),

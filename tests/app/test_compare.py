@@ -203,7 +203,7 @@ def test_no_run_says_how_to_record(open_app, tmp_path):
 
 
 def test_steps_are_drawn_on_one_scale_and_add_up(folder):
-    digests = read_comparison([open_run(folder / name) for name in ("before", "after")]).digests
+    digests = read_comparison([open_run(folder / name) for name in ("before", "after")]).summaries
     chart = draw_steps(
         [
             (label, {part.name: part.duration_ns for part in digest.breakdown.parts})

@@ -31,7 +31,7 @@ def test_folders_of_repeats_are_sides(invoke, folder):
     done = invoke("compare", folder / "before", folder / "after", "--json")
     compared = json.loads(done.out)
     assert [len(side["runs"]) for side in compared["sides"]] == [5, 5]
-    assert compared["conclusions"][0]["telling"] == "different"
+    assert compared["conclusions"][0]["verdict"] == "different"
     assert compared["metrics"][0]["judgements"][0]["p_value"] == pytest.approx(2 / 252)
 
 

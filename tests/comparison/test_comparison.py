@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.comparison.differences import UnitMeasure, find_unit_changes
-from fsdp_inspect.comparison.noise import Telling
+from fsdp_inspect.comparison.noise import NoiseVerdict
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.run import RunStatus
 from tests.builders import RunBuilder, steady_run
@@ -73,7 +73,7 @@ def test_five_runs_a_side_are_tested():
     before = repeats([100, 101, 102, 103, 104], git_commit="old")
     after = repeats([105, 106, 107, 108, 109], git_commit="new")
     [conclusion] = compare_runs(before, after).conclusions
-    assert conclusion.telling is Telling.DIFFERENT
+    assert conclusion.verdict is NoiseVerdict.DIFFERENT
     assert conclusion.sentence == (
         "B is 4.9% slower than A. The step takes 107 ns instead of 102 ns (95% interval "
         "+2.0% to +7.8%, p = 0.0079)."
@@ -82,7 +82,7 @@ def test_five_runs_a_side_are_tested():
 
 def test_one_run_a_side_below_ten_percent_cannot_be_told_and_says_what_is_missing():
     [conclusion] = compare_runs(run_of_step(100), run_of_step(107)).conclusions
-    assert conclusion.telling is Telling.UNKNOWN
+    assert conclusion.verdict is NoiseVerdict.UNKNOWN
     assert conclusion.sentence == (
         "B and A do not differ significantly in step time. The step takes 107 ns instead "
         "of 100 ns: +7%. Identical processes differ by up to 10%, or by as much as the repeats "
@@ -148,7 +148,7 @@ def test_counts_and_bytes_are_never_noise():
     second.event_tables[0].bytes[1] = 65
     comparison = compare_runs(run_of_step(100), second)
     sent = metric_of(comparison, "communication_bytes")
-    assert (sent.values, sent.judgements[0].telling) == ((64, 65), Telling.DIFFERENT)
+    assert (sent.values, sent.judgements[0].verdict) == ((64, 65), NoiseVerdict.DIFFERENT)
     assert comparison.conclusions[0].reasons[0] == (
         "Communication per step differs: communicated bytes 64 B -> 65 B."
     )
@@ -206,7 +206,7 @@ def test_warmup_steps_never_count():
 def test_a_run_without_a_timed_step_is_compared_in_settings_only():
     comparison = compare_runs(run_of_step(100), RunBuilder(config={"a": 1}).build())
     [conclusion] = comparison.conclusions
-    assert conclusion.telling is Telling.MISSING
+    assert conclusion.verdict is NoiseVerdict.MISSING
     assert conclusion.sentence == "B cannot be compared with A. No timed step in B."
     assert comparison.settings
 
@@ -252,10 +252,10 @@ def test_a_run_against_its_twin_differs_in_nothing():
     assert comparison.settings == comparison.caveats == ()
     assert {part.changes_ns for part in (*comparison.parts, *comparison.causes)} == {(0,)}
     assert {row.exposed_changes_ns for row in comparison.units} == {(0,)}
-    assert {metric.judgements[0].telling for metric in comparison.metrics} <= {
-        Telling.EQUAL,
-        Telling.UNKNOWN,
-        Telling.MISSING,
+    assert {metric.judgements[0].verdict for metric in comparison.metrics} <= {
+        NoiseVerdict.EQUAL,
+        NoiseVerdict.UNKNOWN,
+        NoiseVerdict.MISSING,
     }
 
 

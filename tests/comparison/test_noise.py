@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 from scipy import stats
 
 from fsdp_inspect.comparison.noise import (
-    Telling,
+    NoiseVerdict,
     estimate_shift,
     judge_exact,
     judge_times,
@@ -21,25 +21,25 @@ def shifted(times, by):
 
 
 @pytest.mark.parametrize(
-    ("second", "telling"),
+    ("second", "verdict"),
     [
-        pytest.param([109], Telling.UNKNOWN, id="9% slower"),
-        pytest.param([91], Telling.UNKNOWN, id="9% faster"),
-        pytest.param([110], Telling.DIFFERENT, id="10% slower"),
-        pytest.param([90], Telling.DIFFERENT, id="10% faster"),
-        pytest.param([100], Telling.UNKNOWN, id="the same number twice proves nothing"),
+        pytest.param([109], NoiseVerdict.UNKNOWN, id="9% slower"),
+        pytest.param([91], NoiseVerdict.UNKNOWN, id="9% faster"),
+        pytest.param([110], NoiseVerdict.DIFFERENT, id="10% slower"),
+        pytest.param([90], NoiseVerdict.DIFFERENT, id="10% faster"),
+        pytest.param([100], NoiseVerdict.UNKNOWN, id="the same number twice proves nothing"),
     ],
 )
-def test_one_run_a_side_tells_ten_percent_apart(second, telling):
+def test_one_run_a_side_tells_ten_percent_apart(second, verdict):
     judged = judge_times([100], second)
-    assert judged.telling is telling
+    assert judged.verdict is verdict
     assert judged.change == pytest.approx(second[0] / 100 - 1)
     assert (judged.p_value, judged.low, judged.more_runs) == (None, None, (4, 4))
 
 
 def test_repeats_that_spread_more_than_the_difference_tell_nothing():
-    assert judge_times([100, 120], [115, 116]).telling is Telling.UNKNOWN
-    assert judge_times([100, 101], [115, 116]).telling is Telling.DIFFERENT
+    assert judge_times([100, 120], [115, 116]).verdict is NoiseVerdict.UNKNOWN
+    assert judge_times([100, 101], [115, 116]).verdict is NoiseVerdict.DIFFERENT
 
 
 def test_how_many_more_runs_are_needed_is_counted_for_each_side():
@@ -48,7 +48,7 @@ def test_how_many_more_runs_are_needed_is_counted_for_each_side():
 
 def test_five_runs_a_side_tell_five_percent_apart():
     judged = judge_times(FIVE, shifted(FIVE, 5))
-    assert judged.telling is Telling.DIFFERENT
+    assert judged.verdict is NoiseVerdict.DIFFERENT
     assert judged.p_value == pytest.approx(2 / math.comb(10, 5))
     assert judged.change == pytest.approx(5 / 102)
     assert 0 < judged.low < judged.change < judged.high
@@ -58,42 +58,42 @@ def test_a_certain_change_below_two_percent_is_not_worth_naming():
     quiet = [10_000, 10_001, 10_002, 10_003, 10_004]
     judged = judge_times(quiet, shifted(quiet, 100))
     assert judged.p_value < 0.05
-    assert judged.telling is Telling.SAME
+    assert judged.verdict is NoiseVerdict.SAME
 
 
 def test_five_noisy_runs_a_side_leave_it_open():
     judged = judge_times([90, 95, 100, 105, 110], [93, 98, 103, 108, 113])
-    assert judged.telling is Telling.UNKNOWN
+    assert judged.verdict is NoiseVerdict.UNKNOWN
     assert judged.low < 0 < judged.high
 
 
 def test_a_part_of_the_step_is_worth_naming_from_two_percent_of_the_step_on():
-    assert judge_times([10], [20], whole=1000).telling is Telling.UNKNOWN
-    assert judge_times([10], [40], whole=1000).telling is Telling.DIFFERENT
+    assert judge_times([10], [20], whole=1000).verdict is NoiseVerdict.UNKNOWN
+    assert judge_times([10], [40], whole=1000).verdict is NoiseVerdict.DIFFERENT
 
 
 def test_a_time_that_was_zero_has_no_ratio_and_can_still_differ():
     judged = judge_times([0], [250], whole=1000)
-    assert (judged.telling, judged.change) == (Telling.DIFFERENT, None)
-    assert judge_times([0], [0], whole=1000).telling is Telling.UNKNOWN
+    assert (judged.verdict, judged.change) == (NoiseVerdict.DIFFERENT, None)
+    assert judge_times([0], [0], whole=1000).verdict is NoiseVerdict.UNKNOWN
 
 
 def test_a_missing_number_is_not_judged():
-    assert judge_times([], [5]).telling is Telling.MISSING
-    assert judge_exact([5], []).telling is Telling.MISSING
+    assert judge_times([], [5]).verdict is NoiseVerdict.MISSING
+    assert judge_exact([5], []).verdict is NoiseVerdict.MISSING
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "telling"),
+    ("first", "second", "verdict"),
     [
-        pytest.param([100], [100], Telling.EQUAL, id="equal"),
-        pytest.param([100], [101], Telling.DIFFERENT, id="one byte more"),
-        pytest.param([100, 104], [102, 103], Telling.UNKNOWN, id="varies inside a side"),
-        pytest.param([100, 104], [105, 106], Telling.DIFFERENT, id="varies, but never meets"),
+        pytest.param([100], [100], NoiseVerdict.EQUAL, id="equal"),
+        pytest.param([100], [101], NoiseVerdict.DIFFERENT, id="one byte more"),
+        pytest.param([100, 104], [102, 103], NoiseVerdict.UNKNOWN, id="varies inside a side"),
+        pytest.param([100, 104], [105, 106], NoiseVerdict.DIFFERENT, id="varies, but never meets"),
     ],
 )
-def test_counts_and_bytes_are_compared_exactly(first, second, telling):
-    assert judge_exact(first, second).telling is telling
+def test_counts_and_bytes_are_compared_exactly(first, second, verdict):
+    assert judge_exact(first, second).verdict is verdict
 
 
 @given(DISTINCT, st.integers(5, 9))
@@ -126,4 +126,4 @@ def test_the_interval_of_five_against_five_leaves_two_differences_out_at_each_en
 
 @given(st.lists(st.integers(1, 10_000), min_size=5, max_size=8))
 def test_a_side_against_itself_is_never_told_different(values):
-    assert judge_times(values, values).telling is not Telling.DIFFERENT
+    assert judge_times(values, values).verdict is not NoiseVerdict.DIFFERENT

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_inspect.advice.run_advice import FoundPlans
 from fsdp_inspect.diagnosis.diagnose import diagnose, with_plans
 from fsdp_inspect.diagnosis.fitting_plans import NoPlans, PlanSearch, search_plans
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory, read_out_of_memory
@@ -207,7 +208,7 @@ def test_no_plan_is_proposed_without_the_data_for_it(
 
 @pytest.mark.parametrize("reason", [*NoPlans])
 def test_every_reason_has_its_sentence_and_what_could_be_freed(reason: NoPlans) -> None:
-    searched = PlanSearch(1, (), reason, "A sentence.", 3, MIB, MIB)
+    searched = PlanSearch(1, reason, "A sentence.", FoundPlans((), 3, MIB, True), MIB)
     [text] = describe_fitting_plans(read(report()), searched)
     begins = ("Cannot tell which plan fits", "None of 3 simulated plans fits", "No plan fits for")
     assert text.startswith(begins)

@@ -86,7 +86,7 @@ def test_each_pass_has_the_collectives_that_ran(run: Run) -> None:
     work = measure_work(run.source)
     recorded = run.source.events(work.rank, steps=work.steps)
     for kind in ("ALL_GATHER", "REDUCE_SCATTER"):
-        played = [span.unit for span in work.play().spans if span.kind.name == kind]
+        played = [span.unit for span in work.simulate().spans if span.kind.name == kind]
         ran = recorded.where(recorded.kind == EventKind[kind])
         for at, unit in enumerate(work.units):
             count = int((ran.unit == unit.index).sum()) / len(work.steps)

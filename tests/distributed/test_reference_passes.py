@@ -92,6 +92,6 @@ def test_the_simulated_step_gathers_the_teacher_whichever_steps_are_typical(
     work = measure_work(source, rank=0)
     assert not set(work.steps) & {EVERY, 2 * EVERY}
     teacher = [at for at, unit in enumerate(work.units) if "sequential." in unit.fqn]
-    gathered = [span.unit for span in work.play().spans if span.kind is EventKind.ALL_GATHER]
+    gathered = [span.unit for span in work.simulate().spans if span.kind is EventKind.ALL_GATHER]
     assert len(teacher) == 2
     assert [gathered.count(unit) for unit in teacher] == [1, 1]

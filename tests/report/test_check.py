@@ -92,9 +92,9 @@ def test_settings_that_differ_are_told_whether_it_holds_or_not() -> None:
 def test_the_lines_of_an_increase_without_a_cause_are_told_in_every_form() -> None:
     unknown = replace(MEMORY, causes=())
 
-    for result, is_told in ((unknown, True), (MEMORY, False)):
+    for result, is_measured in ((unknown, True), (MEMORY, False)):
         forms = (text_of(render_check(result)), render_markdown([result]), render_junit([result]))
-        assert [("model.py:33" in form.replace("\\", "")) for form in forms] == [is_told] * 3
+        assert [("model.py:33" in form.replace("\\", "")) for form in forms] == [is_measured] * 3
     assert "Lines that allocate more than in the baseline" in text_of(render_check(unknown))
 
 

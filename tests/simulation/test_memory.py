@@ -52,7 +52,7 @@ def blocks(
 def rise(workload: Workload, *, steps: int = 2) -> int:
     """The peak of the last step above the resting memory."""
     schedule = Schedule(workload, HostMachine(is_blocking=False))
-    played = [schedule.play() for _ in range(steps)]
+    played = [schedule.simulate() for _ in range(steps)]
     assert workload.memory is not None
     assert played[-1].peak_bytes is not None
     return played[-1].peak_bytes - workload.memory.resting
@@ -79,7 +79,7 @@ def test_the_loss_rises_above_all_activations_and_what_it_leaves_goes_with_the_f
     assert rise(high) == NUM_BLOCKS * 10 + 50_000
     low = with_loss(plain, replace(loss, forward_rise=50))
     schedule = Schedule(low, HostMachine(is_blocking=False))
-    played = [schedule.play() for _ in range(3)]
+    played = [schedule.simulate() for _ in range(3)]
     assert played[1].peak_bytes == played[2].peak_bytes  # nothing remains
     assert rise(low) == rise(plain) + 50  # the first backward is the highest moment
 
@@ -131,14 +131,14 @@ def test_gradients_that_are_not_reduced_stay_unsharded():
 
 
 def test_where_memory_is_not_known_there_is_no_peak():
-    played = Schedule(replace(blocks(), memory=None), HostMachine(is_blocking=False)).play()
+    played = Schedule(replace(blocks(), memory=None), HostMachine(is_blocking=False)).simulate()
     assert played.peak_bytes is None
 
 
 def test_time_does_not_depend_on_memory():
     known = blocks(kept=50, forward_rise=70, gradients=400)
     steps = [
-        Schedule(workload, HostMachine(is_blocking=False)).play()
+        Schedule(workload, HostMachine(is_blocking=False)).simulate()
         for workload in (known, replace(known, memory=None))
     ]
     assert steps[0].duration_ns == steps[1].duration_ns
@@ -148,7 +148,7 @@ def test_time_does_not_depend_on_memory():
 @pytest.mark.parametrize("folder", SAMPLES, ids=[folder.name for folder in SAMPLES])
 def test_the_samples_own_peaks_play_again_within_a_percent(folder: Path):
     work = measure_work(open_run(folder))
-    assert work.play().peak_bytes == pytest.approx(work.peak_bytes, rel=0.01)
+    assert work.simulate().peak_bytes == pytest.approx(work.peak_bytes, rel=0.01)
 
 
 def test_a_run_without_prefetch_predicts_the_peak_with_it():
@@ -165,7 +165,7 @@ def test_what_is_held_at_the_peak_adds_up_to_it():
     schedule = Schedule(
         blocks(kept=50, forward_rise=70, gradients=400), HostMachine(is_blocking=False)
     )
-    step = [schedule.play() for _ in range(2)][-1]
+    step = [schedule.simulate() for _ in range(2)][-1]
     held = dict(zip(Held, step.peak_amounts, strict=True))
     assert sum(held.values()) == step.peak_bytes
     assert (held[Held.RESTING], held[Held.REST]) == (NUM_BLOCKS * RESTING, 7)

@@ -8,7 +8,7 @@ from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.changes import Changes, apply_changes
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.recomputation import recompute
-from fsdp_inspect.simulation.recorded import Execution, RecordedWork, play
+from fsdp_inspect.simulation.recorded import Execution, RecordedWork, simulate_step
 from fsdp_inspect.simulation.scenario import make_scenario
 from fsdp_inspect.simulation.workload import Op, Piece, passes_of
 from fsdp_inspect.trace.plan import Checkpointing, Plan, UnitPlan
@@ -39,7 +39,9 @@ def test_backward_repeats_the_forwards_of_checkpointed_units():
     work, manifest = run()
     scenario = make_scenario(work, manifest, checkpointed("layers.1"), NETWORK)
     assert [piece.recompute_ns for piece in scenario.workload.pieces] == [0, 10 * MS, 0, 0]
-    longer = play(scenario.workload, work.execution).duration_ns - work.play().duration_ns
+    longer = (
+        simulate_step(scenario.workload, work.execution).duration_ns - work.simulate().duration_ns
+    )
     assert longer == 10 * MS
     assert any("repeated forward" in sentence for sentence in scenario.assumptions)
 
@@ -58,8 +60,8 @@ def test_a_forward_that_rises_higher_than_its_backward_does_so_when_it_is_repeat
 
 def test_the_peak_falls_by_what_all_blocks_but_the_running_one_forget():
     work, _ = run()
-    before = work.play().peak_bytes
-    peak = recompute(work, block_plan(), checkpointed()).work.play().peak_bytes
+    before = work.simulate().peak_bytes
+    peak = recompute(work, block_plan(), checkpointed()).work.simulate().peak_bytes
     assert before - peak == (NUM_BLOCKS - 1) * (KEPT - OUTPUT)
 
 
@@ -70,7 +72,9 @@ def test_without_checkpointing_nothing_is_repeated_and_memory_is_not_told():
     work = replace(work, workload=replace(work.workload, pieces=pieces))
     manifest = manifest.model_copy(update={"plan": checkpointed().to_dict()})
     scenario = make_scenario(work, manifest, block_plan(), NETWORK)
-    faster = work.play().duration_ns - play(scenario.workload, work.execution).duration_ns
+    faster = (
+        work.simulate().duration_ns - simulate_step(scenario.workload, work.execution).duration_ns
+    )
     assert faster == NUM_BLOCKS * 9 * MS
     assert scenario.workload.memory is None
     assert "fsdp-inspect forecast" in (scenario.memory_refusal or "")

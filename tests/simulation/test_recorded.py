@@ -126,7 +126,7 @@ def names_of(workload: Workload) -> list[str]:
 def as_run(workload: Workload, execution: Execution) -> InMemoryRun:
     """The run that a recorder would write for these steps."""
     schedule = Schedule(workload, execution.machine())
-    steps = [schedule.play() for _ in range(NUM_STEPS)]
+    steps = [schedule.simulate() for _ in range(NUM_STEPS)]
     plan = Plan(
         units=(
             UnitPlan(modules=("",)),  # the root, which owns no parameters
@@ -152,7 +152,7 @@ def as_run(workload: Workload, execution: Execution) -> InMemoryRun:
 def played_again(run: InMemoryRun) -> tuple[int, int]:
     """The simulated and the measured time of a run, ns."""
     work = measure_work(run)
-    return work.play().duration_ns, work.step_time_ns
+    return work.simulate().duration_ns, work.step_time_ns
 
 
 @given(workload=workloads())
@@ -266,7 +266,7 @@ def test_the_work_of_each_unit_is_found_again():
 @pytest.mark.parametrize("folder", SAMPLES, ids=[folder.name for folder in SAMPLES])
 def test_the_samples_play_again_within_five_percent(folder: Path):
     work = measure_work(open_run(folder))
-    assert work.play().duration_ns == pytest.approx(work.step_time_ns, rel=0.05)
+    assert work.simulate().duration_ns == pytest.approx(work.step_time_ns, rel=0.05)
 
 
 def test_a_run_without_a_plan_is_refused():

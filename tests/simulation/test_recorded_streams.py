@@ -78,7 +78,7 @@ def speed(request: pytest.FixtureRequest) -> tuple[dict[str, Any], InMemoryRun]:
 def test_a_run_on_streams_plays_again_in_its_own_time(speed: tuple[dict[str, Any], InMemoryRun]):
     work = measure_work(speed[1])
     assert work.execution is Execution.STREAM
-    assert work.play().duration_ns == pytest.approx(work.step_time_ns, abs=1000)
+    assert work.simulate().duration_ns == pytest.approx(work.step_time_ns, abs=1000)
 
 
 @pytest.mark.parametrize("name", CHANGES)

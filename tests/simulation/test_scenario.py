@@ -12,7 +12,7 @@ from fsdp_inspect.simulation.recorded import (
     RecordedWork,
     measure_work,
     observed_plan,
-    play,
+    simulate_step,
 )
 from fsdp_inspect.simulation.scenario import (
     HOOK_TRAIL,
@@ -183,7 +183,7 @@ def test_each_parameter_keeps_its_dtype_and_its_sharded_dimension_in_another_uni
 
 
 def blocking_ns(scenario: Scenario) -> int:
-    return play(scenario.workload, Execution.BLOCKING_HOST).duration_ns
+    return simulate_step(scenario.workload, Execution.BLOCKING_HOST).duration_ns
 
 
 def test_the_recorded_plan_is_the_recorded_work():
@@ -197,7 +197,9 @@ def test_a_samples_own_plan_plays_as_the_sample_does(folder: Path):
     work = measure_work(run)
     plan = observed_plan(run)
     scenario = make_scenario(work, run.manifest, plan, work.network)
-    assert play(scenario.workload, work.execution).duration_ns == work.play().duration_ns
+    assert (
+        simulate_step(scenario.workload, work.execution).duration_ns == work.simulate().duration_ns
+    )
 
 
 def test_merged_blocks_share_one_latency_and_keep_their_compute():

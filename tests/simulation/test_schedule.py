@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect.simulation.machine import HostMachine, StreamMachine
-from fsdp_inspect.simulation.schedule import PlayedStep, Schedule, Span
+from fsdp_inspect.simulation.schedule import Schedule, SimulatedStep, Span
 from fsdp_inspect.simulation.workload import (
     Microbatch,
     Piece,
@@ -132,11 +132,11 @@ def frozen(case: Case, is_frozen: Sequence[bool]) -> Case:
     return replace(case, head=layers[0], layers=layers[1:])
 
 
-def play(case: Case) -> PlayedStep:
+def simulate_step(case: Case) -> SimulatedStep:
     """The second step, because every stream is idle at the begin of the first step."""
     schedule = Schedule(workload_of(case), StreamMachine())
-    schedule.play()
-    return schedule.play()
+    schedule.simulate()
+    return schedule.simulate()
 
 
 def of_two_at_most(case: Case) -> Case:
@@ -153,7 +153,7 @@ def without_replicas(case: Case) -> Case:
     return replace(case, head=alone[0], layers=alone[1:])
 
 
-def spans_of(step: PlayedStep, kinds: Sequence[EventKind]) -> Spans:
+def spans_of(step: SimulatedStep, kinds: Sequence[EventKind]) -> Spans:
     return sorted(
         (
             _label(span),
@@ -181,7 +181,7 @@ COMPARED = (
 
 def assert_same_schedule(case: Case, mesh: DeviceMesh) -> None:
     duration, device = play_with_torch(case, mesh)
-    step = play(case)
+    step = simulate_step(case)
     assert step.duration_ns == duration
     start = device.compute.free_ns - device.clock_offset_ns - duration
     labels = {"forward", "backward", *(kind.label for kind in COMPARED)}
@@ -216,8 +216,8 @@ def test_the_schedule_is_that_of_torch_with_replicas(hybrid_mesh: DeviceMesh, ca
 @settings(max_examples=examples(NUM_CASES), deadline=None)
 def test_a_step_without_spans_takes_the_same_time(case: Case):
     schedule = Schedule(workload_of(case), StreamMachine())
-    bare = [schedule.play(with_spans=False) for _ in range(2)][1]
-    assert replace(play(case), spans=()) == bare
+    bare = [schedule.simulate(with_spans=False) for _ in range(2)][1]
+    assert replace(simulate_step(case), spans=()) == bare
 
 
 def blocks(num: int, work: UnitWork, *, reshard: bool = True) -> Workload:
@@ -229,13 +229,13 @@ def blocks(num: int, work: UnitWork, *, reshard: bool = True) -> Workload:
 
 def test_a_synchronous_backend_adds_every_collective_to_the_step():
     workload = blocks(4, UnitWork(gather_ns=3 * MS, reduce_ns=5 * MS))
-    step = Schedule(workload, HostMachine(is_blocking=True)).play()
+    step = Schedule(workload, HostMachine(is_blocking=True)).simulate()
     assert step.duration_ns == 4 * (10 + 20) * MS + 4 * (3 + 3 + 5) * MS
 
 
 def test_on_a_host_without_prefetch_every_forward_gather_is_waited_for():
     workload = blocks(4, UnitWork(gather_ns=3 * MS, reduce_ns=0, is_trainable=False))
-    step = Schedule(workload, HostMachine(is_blocking=False)).play()
+    step = Schedule(workload, HostMachine(is_blocking=False)).simulate()
     # Backward hides all but the last unit's gather, which is issued at its need.
     assert step.duration_ns == 4 * (10 + 20) * MS + (4 + 1) * 3 * MS
 
@@ -246,14 +246,14 @@ def test_on_a_host_prefetch_hides_gathers_behind_compute():
     policies = [UnitPolicy(forward_prefetch=(unit + 1,) if unit < 3 else ()) for unit in range(4)]
     ahead = replace(plain, policies=policies)
     plain_step, ahead_step = (
-        Schedule(workload, HostMachine(is_blocking=False)).play() for workload in (plain, ahead)
+        Schedule(workload, HostMachine(is_blocking=False)).simulate() for workload in (plain, ahead)
     )
     assert plain_step.duration_ns - ahead_step.duration_ns == 3 * 3 * MS
 
 
 def test_units_that_stay_unsharded_are_gathered_once():
     work = UnitWork(gather_ns=3 * MS, reduce_ns=MS)
-    step = Schedule(blocks(3, work, reshard=False), StreamMachine()).play()
+    step = Schedule(blocks(3, work, reshard=False), StreamMachine()).simulate()
     assert sum(span.kind is EventKind.ALL_GATHER for span in step.spans) == 3
 
 

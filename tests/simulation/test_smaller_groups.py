@@ -7,7 +7,7 @@ import pytest
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.network import CostLine, Network, Node, NodeLink
-from fsdp_inspect.simulation.recorded import Execution, RecordedWork, play
+from fsdp_inspect.simulation.recorded import Execution, RecordedWork, simulate_step
 from fsdp_inspect.simulation.scenario import Scenario, make_scenario
 from fsdp_inspect.simulation.simulate import predicted_events, simulate_work
 from fsdp_inspect.simulation.workload import (
@@ -203,7 +203,7 @@ def test_what_is_said_of_a_node_holds_beside_what_is_said_of_the_network():
 
 def test_each_unit_keeps_its_share_until_backward_gathered_it():
     whole, quarter = (
-        play(scenario_of(wanted).workload, Execution.HOST).peak_amounts
+        simulate_step(scenario_of(wanted).workload, Execution.HOST).peak_amounts
         for wanted in (plan(), plan(4))
     )
     assert sum(quarter) - sum(whole) <= NUM_BLOCKS * SIZE // 4
@@ -219,7 +219,7 @@ def test_smaller_groups_cost_their_shares_at_the_end_of_forward():
         # The activations are so large that the peak is at the begin of the first backward.
         pieces = [PieceMemory(kept=100 * SIZE)] * NUM_BLOCKS
         return (
-            play(
+            simulate_step(
                 replace(workload, memory=replace(workload.memory, pieces=pieces)), Execution.HOST
             ).peak_bytes
             or 0
@@ -232,7 +232,7 @@ def test_smaller_groups_cost_their_shares_at_the_end_of_forward():
 
 def test_predicted_gathers_of_smaller_groups_are_on_communicators_of_their_own():
     scenario = scenario_of(plan(4))
-    step = play(scenario.workload, Execution.HOST)
+    step = simulate_step(scenario.workload, Execution.HOST)
     events = predicted_events([step], scenario.units, on_host=True)
     gathers = events.where(events.kind == EventKind.ALL_GATHER)
     in_backward = gathers.phase == Phase.BACKWARD

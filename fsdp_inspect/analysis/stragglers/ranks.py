@@ -41,7 +41,6 @@ from fsdp_inspect.analysis.breakdown import DimensionTime, measure_dimensions
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.mesh_dimensions import group_dimensions, name_rank_sets, rank_coordinates
-from fsdp_inspect.analysis.run_delay import measure_run_delay
 from fsdp_inspect.analysis.shared_collectives import Matching
 from fsdp_inspect.analysis.step_selection import (
     RankSteps,
@@ -75,8 +74,8 @@ from fsdp_inspect.analysis.stragglers.rank_work import (
     spread,
     steps_to_tell,
 )
+from fsdp_inspect.analysis.trust import Trust, find_run_delay, measure_trust
 from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, SlowGroup, StragglerFacts
-from fsdp_inspect.analysis.verdict.facts import CORES_RATIO
 from fsdp_inspect.columns import (
     Column,
     TableSpec,
@@ -273,9 +272,8 @@ class Ranks(TableResult):
     straggler_refusal: str | None
     """The reason why it is unknown whether a rank or a group is slow, as a clause without a capital
     letter. None: it is known, or no clocks are aligned (`refusals`)."""
-    run_delay_ratio: float | None
-    """The largest fraction of the recording in which the training thread of a sampled rank is ready
-    but has no core; None: not measured."""
+    trust: Trust
+    """The evidence for and against a late rank: missing cores, missing ranks."""
     replay: StepReplay | None
     """The replay; None if clocks are not aligned, or the recorded order cannot be replayed."""
     dimension_waits: tuple[DimensionWait, ...]
@@ -352,7 +350,7 @@ def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Rank
 
 
 def _measure_ranks(run: RunSource, max_ranks: int) -> Ranks:
-    timed = timed_ranks(run)
+    timed, trust = timed_ranks(run), measure_trust(run)
     members = timed.members
     here = [record.rank for record in run.ranks]
     sample = sample_ranks(timed.typical, here, max_ranks)
@@ -384,14 +382,9 @@ def _measure_ranks(run: RunSource, max_ranks: int) -> Ranks:
     if slow_group is not None:
         group_refusal = _find_missing_core(run, slow_group.ranks, evidence)
         slow_group = slow_group if group_refusal is None else None
-    delay = measure_run_delay(run, sample)
-    run_delay_ratio = delay.run_delay_ratio if delay else None
     refusal = refusal or group_refusal
-    if not (priced or slow_group or refusal) and (run_delay_ratio or 0.0) >= CORES_RATIO:
-        refusal = (
-            f"training threads had no CPU core for {format_ratio(run_delay_ratio or 0.0)} of the "
-            "time."
-        )
+    if not (priced or slow_group or refusal):
+        refusal = trust.refuse_no_straggler(is_replayed=pricing.result is not None)
     return Ranks(
         ranks=rows,
         skews=_measure_skews(run, arrivals),
@@ -399,7 +392,7 @@ def _measure_ranks(run: RunSource, max_ranks: int) -> Ranks:
         straggler=_describe_straggler(run, evidence, priced) if priced else None,
         slow_group=slow_group,
         straggler_refusal=None if priced else refusal,
-        run_delay_ratio=run_delay_ratio,
+        trust=trust,
         replay=pricing.result,
         dimension_waits=measure_dimension_waits(run, arrivals, alignment.uncertainty_ns),
         expert_load=measure_expert_load(run),
@@ -557,10 +550,10 @@ def _find_missing_core(
     run: RunSource, ranks: Sequence[int], evidence: StragglerEvidence
 ) -> str | None:
     """Return why the extra work of slow ranks may be waits for a core; None: it is not."""
-    delay = measure_run_delay(run, ranks)
+    delay = find_run_delay(run, ranks)
     if delay is None:
         return None
-    ratio = delay.run_delay_ratio
+    ratio = delay.ratio
     if 2 * ratio * evidence.step_time_ns < evidence.work.excess_ns(*ranks):
         return None
     verb = "works" if len(ranks) == 1 else "work"

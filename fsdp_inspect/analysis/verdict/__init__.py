@@ -40,8 +40,8 @@ time is floor, and the advice is to wrap the blocks (R1).
 from dataclasses import dataclass, field, replace
 
 from fsdp_inspect.analysis.correctness import TrainingFault
-from fsdp_inspect.analysis.run_delay import caveat_of_cores
 from fsdp_inspect.analysis.verdict.facts import (
+    OF_WAITS,
     STRAGGLER_RATIO,
     HighestMoment,
     Limit,
@@ -152,9 +152,11 @@ def give_verdict(facts: StepFacts) -> Verdict:
     """Return the limit of a step, its reason, and the changes to try next."""
     limit = find_limit(facts)
     sentence, because, why, next_steps = phrase_limit(limit, facts)
-    caveat = caveat_of_cores(facts.core_wait_ratio)
-    if caveat is not None and limit is not Limit.CORES:
-        why = f"{why} {caveat}"
+    caveats = (
+        facts.trust.wait_caveat if limit in OF_WAITS else None,
+        facts.trust.time_caveat if limit is not Limit.CORES else None,
+    )
+    why = " ".join(filter(None, (why, *caveats)))
     is_outside_fsdp = limit is Limit.COMMUNICATION and facts.other_part is not None
     return Verdict(limit, sentence, why, next_steps, _numbers(facts), is_outside_fsdp, because)
 
@@ -196,7 +198,7 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "step_time_ns": facts.step_time_ns,
         "compute_ns": facts.compute_ns,
         "data_ns": facts.data_ns,
-        "run_delay_ratio": facts.core_wait_ratio,
+        "run_delay_ratio": facts.trust.run_delay_ratio,
         "host_bound_ns": facts.host_bound_ns,
         "host_behind_ns": facts.host_behind_ns,
         "device_idle_ns": facts.device_idle_ns,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from fsdp_inspect.analysis.trust import CORES_RATIO, Trust
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.trace.sharders import FSDP2_TRAITS, SharderTraits
 
@@ -178,10 +179,7 @@ class StepFacts:
     """The peak of a memory step; None if no memory step records its contents."""
     rank: int | None = None
     """The rank of the step; None: unknown."""
-    core_wait_ratio: float = 0.0
-    """Fraction of the recording in which a training thread had no core; 0 if unknown."""
-    core_wait_rank: int | None = None
-    """The rank of that thread."""
+    trust: Trust = field(default_factory=Trust)
     straggler: StragglerFacts | None = None
     slow_group: SlowGroup | None = None
     growth: MemoryGrowthFacts | None = None
@@ -252,9 +250,6 @@ OVERSIZED_RATIO = 2.0
 
 MEMORY_RATIO = 0.95
 INPUT_RATIO = 0.10
-CORES_RATIO = 0.25
-"""The fraction of the time in which a training thread has no core, from which no other time can be
-trusted."""
 HOST_RATIO = 0.10
 HOST_BEHIND_RATIO = 0.50
 """If the device may lack work for this fraction of the step, compute is its limit only if the
@@ -314,6 +309,16 @@ class Limit(StrEnum):
     """There is no timed step, or the trace lacks data."""
 
 
+OF_WAITS = frozenset(
+    {
+        Limit.COMMUNICATION,
+        Limit.FIRST_GATHER,
+        Limit.BACKWARD_ORDER,
+        Limit.ROOT_GATHER,
+        Limit.LATENCY,
+    }
+)
+"""Limits that are waits for communication."""
 _OF_CORES = frozenset({Limit.HOST, Limit.COMMUNICATION, Limit.OTHER})
 """Limits that a missing core may cause."""
 _BEFORE_COMMUNICATION = frozenset({Limit.HOST, Limit.STRAGGLER, Limit.SLOW_GROUP})
@@ -331,7 +336,7 @@ def find_limit(facts: StepFacts) -> Limit:
     first = facts.first_gather.exposed_ns if facts.first_gather else 0
     shares = {
         Limit.INPUT: (facts.ratio(facts.data_ns), INPUT_RATIO),
-        Limit.CORES: (facts.core_wait_ratio, CORES_RATIO),
+        Limit.CORES: (facts.trust.run_delay_ratio, CORES_RATIO),
         Limit.HOST: (facts.ratio(facts.device_idle_ns), HOST_RATIO),
         Limit.STRAGGLER: (facts.ratio(late), STRAGGLER_RATIO),
         Limit.SLOW_GROUP: (facts.ratio(group), STRAGGLER_RATIO),

@@ -5,7 +5,7 @@ median rank, and causes and longest waits are known for the run only. So the ver
 ranks read the events of one rank.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fsdp_inspect.analysis.breakdown import Breakdown, StepBreakdown
@@ -16,8 +16,8 @@ from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.memory.peak import Memory, RankMemory
 from fsdp_inspect.analysis.plan_check.check import PlanCheck
 from fsdp_inspect.analysis.provenance import Provenance
-from fsdp_inspect.analysis.run_delay import RunDelay
 from fsdp_inspect.analysis.step_selection import inspected_rank
+from fsdp_inspect.analysis.trust import Trust
 from fsdp_inspect.analysis.verdict import (
     UNKNOWN,
     HighestMoment,
@@ -87,10 +87,9 @@ class Answers:
     late: StragglerFacts | SlowGroup | None
     """The straggler or the slow group."""
     costs: StepCosts | None = None
-    run_delay: RunDelay | None = None
-    """The rank whose training thread waits longest for a core."""
     utilisation_ratio: float | None = None
     """The utilisation of the device of the median rank, which also stands for the other ranks."""
+    trust: Trust = field(default_factory=Trust)
     fault: TrainingFault | None = None
     """The first mistake of the training itself."""
 
@@ -234,8 +233,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         utilisation_ratio=answers.utilisation_ratio,
         first_gather=_first_gather(answers),
         **_named_parts(answers),
-        core_wait_ratio=answers.run_delay.run_delay_ratio if answers.run_delay else 0.0,
-        core_wait_rank=answers.run_delay.rank if answers.run_delay else None,
+        trust=answers.trust,
         straggler=answers.late if isinstance(answers.late, StragglerFacts) else None,
         slow_group=answers.late if isinstance(answers.late, SlowGroup) else None,
     )

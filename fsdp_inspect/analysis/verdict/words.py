@@ -219,9 +219,11 @@ def _phrase_host_or_compute(facts: StepFacts) -> Words:
 
 
 def _phrase_cores(facts: StepFacts) -> Words:
-    share, rank = format_ratio(facts.core_wait_ratio), facts.core_wait_rank
+    delay = facts.trust.run_delay
+    assert delay is not None, "missing cores were measured"
+    share, rank = format_ratio(delay.ratio), delay.rank
     return (
-        f"Training threads have no CPU core for {share} of the time.",
+        facts.trust.cores_headline,
         f"On rank {rank} the training thread is ready to run, but other work holds the cores.",
         f"Linux counts the time in which the training thread of rank {rank} is ready to run and "
         f"has no core: {share} of the recording. Other programs, workers of data loaders, too many "

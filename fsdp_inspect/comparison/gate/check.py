@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from fsdp_inspect.analysis.run_delay import find_run_delay_difference
+from fsdp_inspect.analysis.trust import find_run_delay_difference
 from fsdp_inspect.comparison.causes import find_causes, parts_of
 from fsdp_inspect.comparison.gate.baseline import Baseline, torch_release
 from fsdp_inspect.comparison.gate.limits import MEMORY_METRICS, PHASES, TIME_METRICS, GateLimit
@@ -38,7 +38,7 @@ from fsdp_inspect.comparison.noise import (
     RUNS_FOR_A_TEST,
     WORTH_NAMING_RATIO,
     Judgement,
-    Telling,
+    NoiseVerdict,
     judge_times,
 )
 from fsdp_inspect.comparison.settings import SettingDifference, compare_settings
@@ -597,11 +597,11 @@ def _judge_change(name: str, judgement: Judgement, room: float) -> tuple[CheckOu
     """
     change = math.inf if judgement.change is None else judgement.change
     amount = "from nothing" if judgement.change is None else f"by {change:+.1%}"
-    if judgement.telling is Telling.DIFFERENT:
+    if judgement.verdict is NoiseVerdict.DIFFERENT:
         is_over = change > room
         return (CheckOutcome.REGRESSION if is_over else CheckOutcome.PASSES), f"changed {amount}"
     is_bounded = judgement.high is not None and judgement.high < room
-    if judgement.telling is Telling.SAME or is_bounded:
+    if judgement.verdict is NoiseVerdict.SAME or is_bounded:
         return CheckOutcome.PASSES, ""
     lacking = max(judgement.more_runs)
     sentence = f"{name} changed {amount}, which is not significant"

@@ -14,8 +14,8 @@ from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.context import try_measure
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.memory.peak import Memory, PeakMoment, measure_memory
-from fsdp_inspect.analysis.run_delay import measure_run_delay
 from fsdp_inspect.analysis.step_times import RankOverlap, measure_overlap
+from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.comparison.gate.limits import CATEGORY_METRICS, PHASES, TIME_METRICS
 from fsdp_inspect.comparison.increases import (
     NO_UNIT,
@@ -218,8 +218,8 @@ def _waits_of(timings: Sequence[_Timing]) -> Held:
 
 def _run_delays_of(runs: Sequence[RunSource], timings: Sequence[_Timing]) -> tuple[float, ...]:
     timed = [run for run, timing in zip(runs, timings, strict=True) if timing.middle is not None]
-    found = [measure_run_delay(run) for run in timed]
-    delays = tuple(round(one.run_delay_ratio, 4) for one in found if one is not None)
+    found = [measure_trust(run).run_delay for run in timed]
+    delays = tuple(round(one.ratio, 4) for one in found if one is not None)
     return delays if len(delays) == len(timed) else ()
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.provenance import measure_provenance
-from fsdp_inspect.analysis.run_delay import find_run_delay_difference, measure_run_delay
 from fsdp_inspect.analysis.step_times import measure_overlap
+from fsdp_inspect.analysis.trust import RunDelay, find_run_delay_difference, measure_trust
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import PlanDifference
@@ -211,8 +211,7 @@ class _Measured:
     """Forward and backward of the typical step."""
     host_ns: int | None
     """FSDP's copies and the optimizer in that step."""
-    run_delay_ratio: float | None
-    """Fraction of the recording in which the training thread had no core."""
+    run_delay: RunDelay | None
     peak_bytes: int | None
     methods: Mapping[str, str]
     memory: str
@@ -223,7 +222,6 @@ def _measure(run: RunSource, prediction: Prediction) -> _Measured:
     """Measure the median rank; memory is that of the prediction's rank."""
     middle = measure_overlap(run).run
     step = measure_breakdown(run).headline
-    delay = measure_run_delay(run)
     provenance = measure_provenance(run)
     return _Measured(
         source=run,
@@ -232,7 +230,7 @@ def _measure(run: RunSource, prediction: Prediction) -> _Measured:
         exposed_ns=middle.exposed_ns if middle else None,
         compute_ns=sum(step.duration_ns(part) for part in _COMPUTE) if step else None,
         host_ns=sum(step.duration_ns(part) for part in _BESIDE_COMPUTE) if step else None,
-        run_delay_ratio=delay.run_delay_ratio if delay else None,
+        run_delay=measure_trust(run).run_delay,
         peak_bytes=_measure_peak(run, prediction.rank),
         methods=provenance.methods,
         memory=provenance.memory or "",
@@ -296,7 +294,7 @@ def _busier(runs: Sequence[_Measured], baselines: Sequence[_Measured]) -> tuple[
     If the baseline has no run, its machine counts as quiet.
     """
     after, before = (
-        [each.run_delay_ratio for each in side if each.run_delay_ratio is not None]
+        [each.run_delay.ratio for each in side if each.run_delay is not None]
         for side in (runs, baselines)
     )
     difference = find_run_delay_difference(before, after)

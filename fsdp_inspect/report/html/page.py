@@ -32,7 +32,12 @@ from fsdp_inspect.analysis.stragglers.ranks import Ranks, measure_ranks
 from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.columns import Column
 from fsdp_inspect.comparison.comparison import Comparison, compare_sides
-from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST, Judgement, Telling
+from fsdp_inspect.comparison.noise import (
+    PROCESS_NOISE_RATIO,
+    RUNS_FOR_A_TEST,
+    Judgement,
+    NoiseVerdict,
+)
 from fsdp_inspect.comparison.sides import form_sides
 from fsdp_inspect.diagnosis.diagnose import diagnose
 from fsdp_inspect.metrics import Better, define_metric, find_metric
@@ -46,7 +51,7 @@ from fsdp_inspect.report.charts.results import (
 )
 from fsdp_inspect.report.diagnosis import DiagnosisText, describe_diagnosis
 from fsdp_inspect.report.ranks_wording import describe_answer
-from fsdp_inspect.report.wording import format_kind, format_method, format_metric
+from fsdp_inspect.report.wording import format_kind, format_method, format_metric, note_judgement
 from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.trace.run import RunManifest, RunSource, TableOrigin
 from fsdp_inspect.version import __version__
@@ -61,7 +66,7 @@ class RunContents:
     manifest: RunManifest
     problem: DiagnosisText | None
     """The problem of the run; None if none is known."""
-    digest: Summary
+    summary: Summary
     times: StepTimes
     scalars: tuple[ScalarSeries, ...]
     """The numbers that the training loop logged."""
@@ -76,12 +81,12 @@ class RunContents:
 def read_contents(run: RunSource) -> RunContents:
     """Run all analyses that the report of a run shows."""
     damage: list[str] = []
-    digest = measure_summary(run)
+    summary = measure_summary(run)
     found = diagnose(run)
     contents = RunContents(
         manifest=run.manifest,
         problem=describe_diagnosis(found) if found.is_problem else None,
-        digest=digest,
+        summary=summary,
         times=measure_step_times(run),
         scalars=try_measure(measure_scalars, run, damage) or (),
         waits=try_measure(measure_rank_waits, run, damage),
@@ -89,7 +94,7 @@ def read_contents(run: RunSource) -> RunContents:
         growth=try_measure(measure_memory_growth, run, damage),
         unanswered=(),
     )
-    new = dict.fromkeys(reason for reason in damage if reason not in digest.notes)
+    new = dict.fromkeys(reason for reason in damage if reason not in summary.notes)
     return replace(contents, unanswered=tuple(new))
 
 
@@ -98,30 +103,30 @@ class ComparisonContents:
     """The results about several runs."""
 
     comparison: Comparison
-    digests: tuple[Summary, ...]
+    summaries: tuple[Summary, ...]
     """The summary of the median run of each side, in the order of the sides."""
 
 
 def read_comparison(
     given: Sequence[RunSource | Sequence[RunSource]],
     *,
-    digest: Callable[[RunSource], Summary] = measure_summary,
+    summary: Callable[[RunSource], Summary] = measure_summary,
     names: Mapping[TableOrigin, str] | None = None,
 ) -> ComparisonContents:
     """Compare runs, or sides of repeated runs; the first is the reference.
 
     Args:
         given: As for `comparison.comparison.compare_runs`.
-        digest: Returns the summary of a run; a caller can return a cached one.
+        summary: Returns the summary of a run; a caller can return a cached one.
         names: Names of the runs by run id, which label the sides; default `A`, `B`, ...
 
     Raises:
         ValueError: Fewer than two runs are given.
     """
-    sides = form_sides(given, digest=digest, names=names)
+    sides = form_sides(given, summary=summary, names=names)
     return ComparisonContents(
         comparison=compare_sides(sides),
-        digests=tuple(side.median_run.digest for side in sides),
+        summaries=tuple(side.median_run.summary for side in sides),
     )
 
 
@@ -139,9 +144,9 @@ def render_run(contents: RunContents) -> str:
         .get_template("run.html")
         .render(
             contents=contents,
-            digest=contents.digest,
+            summary=contents.summary,
             manifest=contents.manifest,
-            is_kernel_trace=contents.digest.is_kernel_trace,
+            is_kernel_trace=contents.summary.is_kernel_trace,
             charts=_charts(contents),
             most_owners=MOST_OWNERS,
             most_ranks=MOST_RANKS,
@@ -151,14 +156,14 @@ def render_run(contents: RunContents) -> str:
 
 def render_comparison_page(contents: ComparisonContents) -> str:
     """Render the comparison of several runs as an HTML document."""
-    breakdowns = [digest.breakdown for digest in contents.digests]
+    breakdowns = [summary.breakdown for summary in contents.summaries]
     units = [side for row in contents.comparison.units for side in row.sides if side is not None]
     return (
         _environment()
         .get_template("comparison.html")
         .render(
             comparison=contents.comparison,
-            digests=contents.digests,
+            summaries=contents.summaries,
             breakdowns=breakdowns,
             longest_step=_largest(filter(None, breakdowns), "step_time_ns"),
             longest_exposed=_largest(units, "exposed_ns"),
@@ -244,7 +249,7 @@ def _environment() -> Environment:
         "draw_stack": _draw_stack,
         "chart_style": Markup(read_style()),
         "part_names": frozenset(_PARTS),
-        "telling_words": _TELLINGS,
+        "note_judgement": note_judgement,
         "tendency": _tendency,
     }
     return environment
@@ -290,19 +295,10 @@ def _setting(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_TELLINGS = {
-    Telling.EQUAL: "",
-    Telling.DIFFERENT: "",
-    Telling.SAME: "no difference",
-    Telling.UNKNOWN: "within noise",
-    Telling.MISSING: "",
-}
-
-
 def _tendency(name: str, judgement: Judgement) -> str:
     """`better` or `worse` for a change beyond noise of a metric with a direction."""
     better = find_metric(name).better
-    if judgement.telling is not Telling.DIFFERENT or not judgement.change:
+    if judgement.verdict is not NoiseVerdict.DIFFERENT or not judgement.change:
         return ""
     if better is Better.NEITHER:
         return ""
@@ -339,7 +335,7 @@ class _DescribedChart:
 
 
 def _charts(contents: RunContents) -> dict[str, _DescribedChart | None]:
-    times, over_steps = contents.times, contents.digest.memory.over_steps
+    times, over_steps = contents.times, contents.summary.memory.over_steps
     loss = next((one for one in contents.scalars if one.name == "loss"), None)
     warmup = times.selection.warmup
     return {

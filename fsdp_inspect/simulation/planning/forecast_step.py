@@ -20,7 +20,7 @@ from fsdp_inspect.simulation.planning.workload import (
     steady_step_ns,
 )
 from fsdp_inspect.simulation.policies import microbatches_of, policies_of
-from fsdp_inspect.simulation.recorded import Execution, play
+from fsdp_inspect.simulation.recorded import Execution, simulate_step
 from fsdp_inspect.simulation.workload import Piece, UnitWork, Workload, passes_of, tape_of
 from fsdp_inspect.trace.codes import Phase
 from fsdp_inspect.trace.plan import Accumulation, Plan
@@ -148,13 +148,13 @@ class ForecastStep:
         """
         work = self._workload(speed, ranks_on_host)
 
-        def played(count: int) -> int:
+        def simulated(count: int) -> int:
             tape = tape_of(work.pieces, self._outermost())
             passes = passes_of(tape, microbatches_of(Accumulation(microbatches=count)))
-            step = play(replace(work, passes=passes), Execution.STREAM, with_spans=False)
+            step = simulate_step(replace(work, passes=passes), Execution.STREAM, with_spans=False)
             return step.duration_ns
 
-        return steady_step_ns(played, microbatches)
+        return steady_step_ns(simulated, microbatches)
 
     @property
     def _groups(self) -> Mapping[int, ProcessGroup]:

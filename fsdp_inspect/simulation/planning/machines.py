@@ -1,6 +1,5 @@
 """Describe the machine of a plan: GPUs, links, budgets, and the ends of its intervals."""
 
-import math
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.analysis.throughput import count_matrix_elements, count_query_channels
@@ -13,7 +12,7 @@ from fsdp_inspect.hardware import (
 from fsdp_inspect.simulation.planning.estimates import ValueOrigin
 from fsdp_inspect.simulation.planning.links import Links
 from fsdp_inspect.simulation.planning.workload import Speed
-from fsdp_inspect.simulation.recorded import RecordedWork, measure_work
+from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.trace.links import PRESETS
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
@@ -136,15 +135,10 @@ def measure_calibration(run: RunSource) -> Calibration:
         raise _missing(manifest, "the shapes of its parameters or the time of its compute")
     return Calibration(
         flops=2.0 * numel * seq_len * batch_size * passes / spent * 1e9,
-        spread_ratio=_spread(work),
+        spread_ratio=work.trust.step_margin(),
         run_id=manifest.run_id,
         device_name=manifest.device_name or manifest.device_type,
     )
-
-
-def _spread(work: RecordedWork) -> float:
-    """Half the interval: the range of the steps, and the spread between equal processes."""
-    return math.hypot(work.spread_ratio, 0.04, work.run_delay_ratio)
 
 
 def _settings(manifest: RunManifest) -> list[int]:

@@ -24,7 +24,7 @@ from fsdp_inspect.simulation.planning.workload import (
     steady_step_ns,
     unreused_bytes,
 )
-from fsdp_inspect.simulation.recorded import Execution, play
+from fsdp_inspect.simulation.recorded import Execution, simulate_step
 
 FORMULA_RATIO = 0.02
 """Half the interval of a peak from closed formulas. `make validate ARGS="--parts planned"` compares
@@ -118,10 +118,10 @@ def predict(
 def step_ns(job: Job, candidate: Candidate, speed: Speed) -> int:
     """The simulated step."""
 
-    def played(count: int) -> int:
+    def simulated(count: int) -> int:
         return _played(job, replace(candidate, microbatches=count), speed)[0]
 
-    return steady_step_ns(played, candidate.microbatches)
+    return steady_step_ns(simulated, candidate.microbatches)
 
 
 def predict_memory(job: Job, machine: PlannedMachine, candidate: Candidate) -> PlannedMemory:
@@ -137,7 +137,7 @@ def predict_memory(job: Job, machine: PlannedMachine, candidate: Candidate) -> P
 def _played(job: Job, candidate: Candidate, speed: Speed) -> tuple[int, int | None]:
     """Time and peak of a simulated step. A search asks for them by turns, and again at its end."""
     workload = build_workload(job, candidate, speed)
-    step = play(workload, Execution.STREAM, with_spans=False)
+    step = simulate_step(workload, Execution.STREAM, with_spans=False)
     return step.duration_ns, step.peak_bytes
 
 

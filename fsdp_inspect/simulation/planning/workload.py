@@ -435,14 +435,14 @@ def unreused_bytes(job: Job, candidate: Candidate, speed: Speed) -> UnreusedByte
 _EXACT_MICROBATCHES = 3
 
 
-def steady_step_ns(played: Callable[[int], int], microbatches: int) -> int:
+def steady_step_ns(simulated: Callable[[int], int], microbatches: int) -> int:
     """The time of a step; beyond three microbatches, each one takes as long as the third.
 
     Args:
-        played: The simulated step of a number of microbatches.
+        simulated: The simulated step of a number of microbatches.
         microbatches: The microbatches of the step.
     """
     if microbatches <= _EXACT_MICROBATCHES:
-        return played(microbatches)
-    two, three = played(2), played(3)
+        return simulated(microbatches)
+    two, three = simulated(2), simulated(3)
     return two + (microbatches - 2) * (three - two)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.report.ranks_wording import describe_answer
 from fsdp_inspect.trace.tables import DeviceTable
 from tests.builders import RunBuilder, steady_run
@@ -106,10 +107,36 @@ def test_without_cores_it_is_unknown_whether_a_rank_is_a_straggler():
     samples = [{**unknown, "time_ns": at, "run_delay_ns": at // 4} for at in (0, 1000)]
     run = build_run(*[(160, 100), (100, 160)] * 2)
     ranks = measure_ranks(replace(run, device_tables={0: DeviceTable.from_rows(samples)}))
-    headline, *rest = describe_answer(ranks)
+    headline, second, *rest = describe_answer(ranks)
+    assert headline == "Training threads have no CPU core for 25% of the time."
     assert ranks.straggler_refusal == "training threads had no CPU core for 25% of the time."
-    assert headline.endswith(f"whether there is a straggler: {ranks.straggler_refusal}")
+    assert second.endswith(f"whether there is a straggler: {ranks.straggler_refusal}")
     assert any("had no CPU core for 25% of the recording" in line for line in rest)
+
+
+def test_cores_that_other_ranks_lack_come_before_a_straggler_that_costs_less():
+    """The extra work of rank 2 is its own: only the other ranks lacked cores."""
+    unknown = dict.fromkeys(DeviceTable.DTYPES, -1)
+    samples = [{**unknown, "time_ns": at, "run_delay_ns": at * 69 // 100} for at in (0, 1000)]
+    run = replace(
+        build_run(*[(100, 100, 160)] * 5),
+        device_tables={rank: DeviceTable.from_rows(samples) for rank in (0, 1)},
+    )
+    headline, second, *_ = describe_answer(measure_ranks(run))
+    assert headline == "Training threads have no CPU core for 69% of the time."
+    assert second.startswith("Rank 2 (a) is a straggler")
+    assert measure_summary(run).verdict.sentence == headline
+
+
+def test_a_rank_that_is_not_recorded_may_be_the_straggler():
+    run = build_run(*[(100, 100, 100, 100)] * 6)
+    run = replace(
+        run,
+        ranks=[record for record in run.ranks if record.rank != 2],
+        event_tables={rank: rows for rank, rows in run.event_tables.items() if rank != 2},
+    )
+    headline, *_ = describe_answer(measure_ranks(run))
+    assert headline == ("It is unknown whether there is a straggler: rank 2 is not recorded.")
 
 
 def test_ranks_that_take_turns_are_an_imbalance_and_no_straggler():

@@ -34,13 +34,13 @@ def compared():
 
 def test_a_report_says_the_verdict_before_any_number(contents):
     text = Page(render_run(contents)).text
-    verdict = text.index(contents.digest.verdict.sentence)
+    verdict = text.index(contents.summary.verdict.sentence)
     assert verdict < text.index("step time")
-    assert contents.digest.verdict.why in text
+    assert contents.summary.verdict.why in text
 
 
 def test_a_report_holds_the_numbers_of_the_digest(contents):
-    text, digest = Page(render_run(contents)).text, contents.digest
+    text, digest = Page(render_run(contents)).text, contents.summary
     assert f"step time {format_ns(digest.step_time_ns.typical)}" in text
     for part in digest.breakdown.parts:
         assert part.duration_ns == 0 or format_ns(part.duration_ns) in text
@@ -62,9 +62,9 @@ def test_causes_have_their_time_and_their_fraction_of_the_exposed_time(contents)
 
 
 def test_a_report_says_how_its_numbers_were_obtained(contents):
-    text, provenance = Page(render_run(contents)).text, contents.digest.provenance
+    text, provenance = Page(render_run(contents)).text, contents.summary.provenance
     assert "Sources and methods" in text
-    assert contents.digest.left_out.sentence in text
+    assert contents.summary.left_out.sentence in text
     assert "host-blocking" in text
     assert provenance.memory.replace("_", " ") in text
 

@@ -6,7 +6,7 @@ from fsdp_inspect.simulation.planning.candidates import Candidate, Job
 from fsdp_inspect.simulation.planning.machines import PlannedMachine, make_machine
 from fsdp_inspect.simulation.planning.transformer import load_model
 from fsdp_inspect.simulation.planning.workload import build_workload
-from fsdp_inspect.simulation.recorded import Execution, play
+from fsdp_inspect.simulation.recorded import Execution, simulate_step
 
 
 def make_job(preset: str, *, num_layers: int | None = None, **values: int) -> Job:
@@ -21,6 +21,6 @@ def make_job(preset: str, *, num_layers: int | None = None, **values: int) -> Jo
 def peak_of_formula(job: Job, candidate: Candidate, preset: str = "h200-ib400") -> int:
     """The peak of the closed formulas and the simulated step, bytes."""
     machine: PlannedMachine = make_machine(preset, gpus_per_node=job.gpus_per_node)
-    peak = play(build_workload(job, candidate, machine.speed), Execution.STREAM).peak_bytes
+    peak = simulate_step(build_workload(job, candidate, machine.speed), Execution.STREAM).peak_bytes
     assert peak is not None
     return peak

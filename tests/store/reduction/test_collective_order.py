@@ -194,7 +194,7 @@ def placed(calls: list[tuple[int, CodePlace]]) -> BlackBox:
 
 
 @pytest.mark.parametrize(
-    ("deviant", "location", "is_told"),
+    ("deviant", "location", "is_measured"),
     [
         # a rank that leaves out the backward goes on with the forward of the next batch
         ([(0, FORWARD), (1, FORWARD), (0, FORWARD)], "train.py:12", True),
@@ -207,7 +207,7 @@ def placed(calls: list[tuple[int, CodePlace]]) -> BlackBox:
     ],
 )
 def test_the_line_at_which_the_ranks_parted_is_that_of_the_loop(
-    deviant: list[tuple[int, CodePlace]], location: str, is_told: bool
+    deviant: list[tuple[int, CodePlace]], location: str, is_measured: bool
 ) -> None:
     usual = [(0, FORWARD), (1, FORWARD), (2, BACKWARD), (3, BACKWARD)]
     found = find_difference(
@@ -216,4 +216,4 @@ def test_the_line_at_which_the_ranks_parted_is_that_of_the_loop(
     assert found is not None
     assert found.culprits == (1,)
     assert found.location == location
-    assert ("The ranks parted at" in describe_difference(found, NAMES)) == is_told
+    assert ("The ranks parted at" in describe_difference(found, NAMES)) == is_measured

@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdp_inspect.simulation.parameters import padded_numel
 from fsdp_inspect.simulation.policies import policies_of
-from fsdp_inspect.simulation.recorded import Execution, play
+from fsdp_inspect.simulation.recorded import Execution, simulate_step
 from fsdp_inspect.simulation.recorded_memory import measure_memory_work
 from fsdp_inspect.simulation.simulate import predicted_events
 from fsdp_inspect.simulation.workload import Op, Piece, UnitWork, Workload, passes_of, tape_of
@@ -129,7 +129,7 @@ def _make_workload(manifest: RunManifest, shape: Shape) -> Workload:
 
 def _make_events(workload: Workload, manifest: RunManifest, shape: Shape) -> EventTable:
     """The events of all steps of rank 0: the simulated step, each time with another factor."""
-    simulated = play(workload, Execution.STREAM)
+    simulated = simulate_step(workload, Execution.STREAM)
     step = predicted_events([simulated], manifest.units, on_host=False)
     count, per_step = shape.num_steps, len(step)
     columns = {name: np.tile(values, count) for name, values in step.columns().items()}
@@ -161,7 +161,7 @@ def _make_memory(
         replace(one, before_memory=before)
         for one, before in zip(workload.passes, known.before_passes, strict=True)
     )
-    played = play(replace(workload, passes=passes, memory=known.work), Execution.STREAM)
+    played = simulate_step(replace(workload, passes=passes, memory=known.work), Execution.STREAM)
     peaks = step.peak_allocated.copy()
     peaks[-1] = played.peak_bytes
     others = make_memory(0, events.where(events.step != _MEMORY_STEP))

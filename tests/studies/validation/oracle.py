@@ -36,7 +36,7 @@ from tests.recording.virtual_device import VirtualDevice
 from tests.recording.virtual_training import Replay
 from tests.simulation.oracle import Case, Layer, play_with_torch
 from tests.simulation.test_recorded_streams import as_run, step_ns
-from tests.simulation.test_schedule import play, spans_of
+from tests.simulation.test_schedule import simulate_step, spans_of
 
 US, MS = 1_000, 1_000_000
 _COLLECTIVES = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE)
@@ -71,7 +71,7 @@ def judge_played(count: int, on_case: Callable[[], object]) -> list[OracleOutcom
             has_replicas = number % 4 == 0
             case = _random_case(draw, has_replicas=has_replicas)
             duration, device = play_with_torch(case, hybrid if has_replicas else plain)
-            step = play(case)
+            step = simulate_step(case)
             truth = _exposed_of(device.log)
             found = _exposed_of(spans_of(step, (*_COLLECTIVES, EventKind.COMPUTE)))
             outcomes.append(

@@ -45,7 +45,7 @@ from fsdp_inspect.store.boundary import is_in_folder
 from fsdp_inspect.store.folder import folder_name
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.app_pages.advice.charts import draw_front, frame_front, frame_outcomes
-from fsdp_inspect_app.app_pages.advice.search import PLAN_FILE, advice_of, default_wishes
+from fsdp_inspect_app.app_pages.advice.search import PLAN_FILE, advice_of, default_request
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     Tile,
@@ -86,7 +86,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
         with answer:
             show_headline("Invalid limit\\. Correct it below\\.")
         return
-    advice = advice_of(entry, question.wishes)
+    advice = advice_of(entry, question.request)
     with answer:
         show_headline(plain(advice.answer))
     if advice.findings:
@@ -102,7 +102,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
 class Question:
     """The request for advice, with its command and its address parameters."""
 
-    wishes: AdviceRequest
+    request: AdviceRequest
     command: str
     network: dict[str, str]
     """Parameters of the address, for What-if."""
@@ -138,8 +138,8 @@ def _ask(entry: RunEntry) -> Question | None:
     if (limit and not limit_bytes) or (time_limit and not time_ns):
         return None
     bandwidth, latency = network_of(network)
-    wishes = replace(
-        default_wishes(entry),
+    request = replace(
+        default_request(entry),
         memory_limit=limit_bytes,
         time_limit_ns=None if time_ns is None else round(time_ns),
         allow_dtypes=allow_dtypes,
@@ -151,7 +151,7 @@ def _ask(entry: RunEntry) -> Question | None:
     words += ["--time-limit", time_limit] if time_limit else []
     words += ["--allow-dtypes"] if allow_dtypes else []
     words += [word for name, text in network.items() for word in (f"--{name}", text)]
-    return Question(wishes, shlex.join([*words, "--write", PLAN_FILE]), network)
+    return Question(request, shlex.join([*words, "--write", PLAN_FILE]), network)
 
 
 def _ask_amount(key: str, label: str, example: str, words: str) -> str:
@@ -369,7 +369,7 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
         st.download_button(
             _PREDICTION_FILE,
             lambda: predict_advised(
-                loading.open_entry(entry).source, plan, question.wishes
+                loading.open_entry(entry).source, plan, question.request
             ).model_dump_json(indent=1),
             file_name=_PREDICTION_FILE,
             mime="application/json",

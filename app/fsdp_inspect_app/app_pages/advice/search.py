@@ -13,30 +13,30 @@ PLAN_FILE = "plan.toml"
 _SAY_EVERY_S = 0.4
 
 
-def advice_of(entry: RunEntry, wishes: AdviceRequest) -> Advice:
+def advice_of(entry: RunEntry, request: AdviceRequest) -> Advice:
     """The advice for a run; raises as `loading.open_entry`.
 
     The cache holds the memo, not the function that fills it, because that function writes to the
     page.
     """
-    memo = _memo(str(entry.path), loading.contents_of(entry), wishes)
+    memo = _memo(str(entry.path), loading.contents_of(entry), request)
     if not memo:
         place = st.empty()
         say = _every_so_often(lambda count: place.caption(f"Simulating plans: {count} so far"))
-        request = {field.name: getattr(wishes, field.name) for field in fields(wishes)}
-        limit = request.pop("memory_limit")
-        memo.append(loading.open_entry(entry).advise(limit, on_progress=say, **request))
+        given = {field.name: getattr(request, field.name) for field in fields(request)}
+        limit = given.pop("memory_limit")
+        memo.append(loading.open_entry(entry).advise(limit, on_progress=say, **given))
         place.empty()
     return memo[0]
 
 
 def known_advice(entry: RunEntry) -> Advice | None:
     """The advice for a run with the default request, if it is already known."""
-    memo = _memo(str(entry.path), loading.contents_of(entry), default_wishes(entry))
+    memo = _memo(str(entry.path), loading.contents_of(entry), default_request(entry))
     return memo[0] if memo else None
 
 
-def default_wishes(entry: RunEntry) -> AdviceRequest:
+def default_request(entry: RunEntry) -> AdviceRequest:
     """The default request of the page Advice, without any choice of the user.
 
     The page has its own button and command that write the plan.
@@ -45,7 +45,7 @@ def default_wishes(entry: RunEntry) -> AdviceRequest:
 
 
 @st.cache_resource(max_entries=128, show_spinner=False)
-def _memo(path: str, contents: tuple[int, int], wishes: AdviceRequest) -> list[Advice]:
+def _memo(path: str, contents: tuple[int, int], request: AdviceRequest) -> list[Advice]:
     return []
 
 
@@ -53,10 +53,10 @@ def _every_so_often(say: Callable[[int], object]) -> Callable[[int], None]:
     """Limit calls to a few per second, and skip them for short searches."""
     last = time.monotonic()
 
-    def on_play(count: int) -> None:
+    def on_progress(count: int) -> None:
         nonlocal last
         if time.monotonic() - last > _SAY_EVERY_S:
             last = time.monotonic()
             say(count)
 
-    return on_play
+    return on_progress

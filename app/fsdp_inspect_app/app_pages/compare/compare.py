@@ -289,7 +289,7 @@ def _show_steps(contents: ComparisonContents) -> None:
     comparison = contents.comparison
     steps = [
         (side.label, summary.breakdown)
-        for side, summary in zip(comparison.sides, contents.digests, strict=True)
+        for side, summary in zip(comparison.sides, contents.summaries, strict=True)
         if summary.breakdown is not None
     ]
     if not steps:
@@ -313,7 +313,7 @@ def _describe_origins(contents: ComparisonContents) -> str:
     """The method of the times of each side, stated once if all sides have the same method."""
     origins = [
         wording.describe_provenance(summary.provenance, "step", "forward", "backward", "all_gather")
-        for summary in contents.digests
+        for summary in contents.summaries
     ]
     if len(set(origins)) == 1:
         return f"All sides: {origins[0]}"
@@ -468,7 +468,7 @@ def _show_timelines(
 ) -> None:
     """Show one step of the baseline and of another side, from their starts on one axis."""
     places = [
-        (contents.comparison.sides[place], contents.digests[place].breakdown)
+        (contents.comparison.sides[place], contents.summaries[place].breakdown)
         for place in (0, other)
     ]
     title = "Timelines of the typical steps"

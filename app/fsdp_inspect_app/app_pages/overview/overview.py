@@ -44,7 +44,7 @@ from fsdp_inspect.result_types import (
     Verdict,
 )
 from fsdp_inspect_app import loading, wording
-from fsdp_inspect_app.app_pages.advice.search import advice_of, default_wishes, known_advice
+from fsdp_inspect_app.app_pages.advice.search import advice_of, default_request, known_advice
 from fsdp_inspect_app.app_pages.overview.frames import (
     frame_breakdown,
     frame_peak,
@@ -155,7 +155,7 @@ def _show_what_to_do(entry: RunEntry, verdict: Verdict) -> None:
         return
     show_text("Compare other sharding plans by simulation\\.", width="stretch")
     if st.button("Find the best change", icon=":material/lightbulb:", key="find-change"):
-        advice_of(entry, default_wishes(entry))
+        advice_of(entry, default_request(entry))
         st.rerun()
 
 
@@ -191,7 +191,7 @@ def _show_findings(run: Run) -> None:
     summary = run.summary()
     try:
         findings = run.source.remember(
-            "findings of the overview", lambda: find_findings(run.source, digest=summary)
+            "findings of the overview", lambda: find_findings(run.source, summary=summary)
         )
     except FsdpInspectError as error:
         show_empty_card("Findings", str(error), key="findings")

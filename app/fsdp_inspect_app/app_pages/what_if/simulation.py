@@ -7,7 +7,14 @@ import pandas as pd
 
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.result_types import Plan, Played, RecordedWork, RunManifest, RunSource, Simulation
+from fsdp_inspect.result_types import (
+    Plan,
+    RecordedWork,
+    RunManifest,
+    RunSource,
+    SimulatedPlan,
+    Simulation,
+)
 from fsdp_inspect.simulation.changes import apply_changes
 from fsdp_inspect.simulation.recorded import measure_work, observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
@@ -21,7 +28,7 @@ class PreparedRun:
     """The common start of all predictions for a run."""
 
     work: RecordedWork
-    replayed: Played
+    replayed: SimulatedPlan
     plan: Plan
     """The recorded plan, resolved."""
 
@@ -38,7 +45,7 @@ def prepare(run: RunSource) -> PreparedRun:
 
 
 def simulate_knobs(
-    bench: PreparedRun,
+    prepared: PreparedRun,
     manifest: RunManifest,
     start: Plan,
     chosen: Mapping[str, str],
@@ -47,7 +54,7 @@ def simulate_knobs(
     """Simulate a plan with the changes and the network of the chosen settings.
 
     Args:
-        bench: The prepared work of the run.
+        prepared: The prepared work of the run.
         manifest: The manifest of the run.
         start: The plan to change, resolved.
         chosen: The texts by knob.
@@ -61,10 +68,10 @@ def simulate_knobs(
     plan = apply_changes(start, changes_of(chosen, of_plan), shapes_of(manifest))
     bandwidth, latency = network_of(chosen)
     return simulate_work(
-        bench.work,
+        prepared.work,
         manifest,
         plan,
-        replayed=bench.replayed,
+        replayed=prepared.replayed,
         bus_bytes_per_s=bandwidth,
         latency_ns=latency,
         node=node_link_of(chosen),
@@ -110,7 +117,7 @@ def frame_peaks(simulation: Simulation) -> pd.DataFrame:
     )
 
 
-def frame_played_units(played: Played) -> pd.DataFrame:
+def frame_simulated_units(simulated: SimulatedPlan) -> pd.DataFrame:
     """The units of a simulated plan, in order."""
     return pd.DataFrame(
         [
@@ -122,6 +129,6 @@ def frame_played_units(played: Played) -> pd.DataFrame:
                 "unsharded (MiB)": mib(unit.unsharded_bytes),
                 "parameters": unit.num_parameters,
             }
-            for unit in played.units
+            for unit in simulated.units
         ]
     )

@@ -31,7 +31,7 @@ from fsdp_inspect_app.app_pages.what_if.simulation import (
     PreparedRun,
     frame_parts,
     frame_peaks,
-    frame_played_units,
+    frame_simulated_units,
     prepare,
     simulate_knobs,
 )
@@ -77,11 +77,11 @@ def show_page(entry: RunEntry, run: Run) -> None:
     """Show the headline, the settings, and the predicted step."""
     show_run_header(run.manifest, run.summary())
     try:
-        bench = loading.result_of(entry, prepare)
+        prepared = loading.result_of(entry, prepare)
     except (MissingDataError, PlanError) as error:
         _show_refusal(str(error))
     else:
-        _show_bench(entry, run, bench)
+        _show_prepared(entry, run, prepared)
     show_capacity_search(str(run.manifest.config.get("preset")))
 
 
@@ -96,18 +96,18 @@ def _show_refusal(reason: str) -> None:
 
 
 @st.fragment
-@sheet_section("bench")
-def _show_bench(entry: RunEntry, run: Run, bench: PreparedRun) -> None:
+@sheet_section("prepared")
+def _show_prepared(entry: RunEntry, run: Run, prepared: PreparedRun) -> None:
     """Show the settings and all results; a changed setting reruns only this part of the page."""
     answer = st.container()
     start, problem = _linked_plan(run.manifest)
     left, right = st.columns([2, 5], gap="medium")
     with left:
-        chosen, knobs = _show_knobs(bench, run.manifest, is_linked=start is not None)
+        chosen, knobs = _show_knobs(prepared, run.manifest, is_linked=start is not None)
     try:
         if problem is not None:
             raise problem
-        simulation = simulate_knobs(bench, run.manifest, start or bench.plan, chosen, knobs)
+        simulation = simulate_knobs(prepared, run.manifest, start or prepared.plan, chosen, knobs)
     except (FsdpInspectError, ValueError) as error:
         with answer:
             show_headline("These settings cannot be simulated\\.")
@@ -139,12 +139,12 @@ def _linked_plan(manifest: RunManifest) -> tuple[Plan | None, PlanError | None]:
 
 
 def _show_knobs(
-    bench: PreparedRun, manifest: RunManifest, *, is_linked: bool
+    prepared: PreparedRun, manifest: RunManifest, *, is_linked: bool
 ) -> tuple[dict[str, str], list[Knob]]:
     """The chosen texts, by setting, and all settings."""
-    recorded = {} if is_linked else recorded_values(bench.plan, manifest)
+    recorded = {} if is_linked else recorded_values(prepared.plan, manifest)
     groups = (
-        ("Units", knobs_of_units(bench.plan), True),
+        ("Units", knobs_of_units(prepared.plan), True),
         ("Gradients", KNOBS_OF_REDUCTION, False),
         ("Ranks", KNOBS_OF_RANKS, False),
         ("Network", KNOBS_OF_NETWORK, True),
@@ -168,7 +168,7 @@ def _show_knobs(
                     if text is not None:
                         chosen[knob.name] = text
                 if knobs is KNOBS_OF_NETWORK:
-                    show_note(plain(_describe_network(bench.work)))
+                    show_note(plain(_describe_network(prepared.work)))
         all_knobs = [knob for _, knobs, _ in groups for knob in knobs]
         st.button(
             "Reset",
@@ -296,7 +296,7 @@ def _show_timelines(entry: RunEntry, run: Run, simulation: Simulation) -> None:
     )
     with show_card("Recorded and predicted timeline", key="timelines", note=note) as header:
         with header:
-            frame = frame_played_units(simulation.predicted)
+            frame = frame_simulated_units(simulation.predicted)
             show_table_button(frame, key="units", alt="Units of this plan, one row each")
         show_timeline(tracks, key="timelines")
 

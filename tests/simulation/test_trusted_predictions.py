@@ -10,11 +10,11 @@ from hypothesis import given, strategies as st
 from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
+from fsdp_inspect.analysis.trust import RunDelay, Trust
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.report.simulation import render_simulation
 from fsdp_inspect.simulation.recorded import Execution, measure_work, observed_plan
-from fsdp_inspect.simulation.self_check import self_check_margin
-from fsdp_inspect.simulation.simulate import caveats_of, replay, simulate_plan, simulate_work
+from fsdp_inspect.simulation.simulate import replay, simulate_plan, simulate_work
 from fsdp_inspect.trace.run import RunSource
 from tests.report.terminal_text import text_of
 from tests.simulation.test_recorded import as_run, simple
@@ -24,7 +24,7 @@ from tests.simulation.test_recorded import as_run, simple
 def test_the_interval_of_the_recorded_plan_includes_the_recorded_step(
     error: float, recorded: float
 ) -> None:
-    simulated, margin = recorded * (1 + error), self_check_margin(error)
+    simulated, margin = recorded * (1 + error), Trust(self_check_error=error).self_check_margin
     assert simulated * (1 - margin) <= recorded * (1 + 1e-9)
     assert recorded <= simulated * (1 + margin) * (1 + 1e-9)
 
@@ -55,8 +55,8 @@ def two_kinds() -> RunSource:
 def test_the_most_frequent_kind_of_step_is_simulated_and_the_others_are_a_caveat() -> None:
     run = two_kinds()
     work = measure_work(run)
-    assert work.num_other_steps == len(work.steps) > 0
-    [caveat] = caveats_of(work)
+    assert work.trust.num_other_steps == len(work.steps) > 0
+    [caveat] = work.trust.prediction_caveats
     assert "typical steps run other passes or collectives." in caveat
     advice = advise_run(run, AdviceRequest())
     assert advice.plan is not None
@@ -75,12 +75,24 @@ def test_each_kind_of_step_is_simulated() -> None:
 
 def test_a_pipeline_is_a_caveat_of_every_prediction() -> None:
     work = measure_work(as_run(simple(2), Execution.STREAM))
-    [sentence] = caveats_of(replace(work, is_pipeline=True))
+    [sentence] = replace(work.trust, is_pipeline=True).prediction_caveats
     assert sentence.startswith("The run is a pipeline.")
 
 
-def test_missing_cores_are_a_caveat_of_every_prediction() -> None:
-    work = measure_work(as_run(simple(2), Execution.STREAM))
-    assert caveats_of(replace(work, run_delay_ratio=0.04)) == ()
-    [sentence] = caveats_of(replace(work, run_delay_ratio=0.69))
+def test_missing_cores_are_a_caveat_of_every_prediction_and_widen_every_interval() -> None:
+    run = as_run(simple(2), Execution.STREAM)
+    work = measure_work(run)
+    work = replace(work, step_time_ns=replay(work).step_time_ns)
+    quiet, busy = (
+        replace(work, trust=replace(work.trust, run_delay=RunDelay(0, ratio)))
+        for ratio in (0.04, 0.69)
+    )
+    assert quiet.trust.prediction_caveats == ()
+    [sentence] = busy.trust.prediction_caveats
     assert "no CPU core for 69" in sentence
+    plan, step_ns = observed_plan(run), work.step_time_ns
+    found = simulate_work(busy, run.manifest, plan)
+    assert found.caveats == (sentence,)
+    assert found.high_ns - found.low_ns > 2 * 0.69 * found.step_time_ns
+    assert busy.trust.gain_margin_ns(0, step_ns) == pytest.approx(0.64 * step_ns)
+    assert quiet.trust.gain_margin_ns(0, step_ns) == 0

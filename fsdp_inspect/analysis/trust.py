@@ -1,0 +1,297 @@
+"""State what the evidence of a run allows to say about a time, a cause or a prediction.
+
+`Trust` has one object per run. Commands, pages, reports, JSON and prediction files ask it before
+they state a late rank or a prediction. It answers with a caveat, or with a refusal.
+
+[Note: missing cores] Other programs, too many workers of data loaders and a small CPU quota show
+only in the scheduler's counters: on the host's clock, a thread without a core looks like a thread
+that works slowly. A run delay up to `MOST_DIFFERENCE` counts as a quiet machine.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.errors import MissingDataError, StoreError
+from fsdp_inspect.formatting import capitalize, format_ranks, format_ratio, plural
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import MISSING_INT
+
+MOST_DIFFERENCE = 0.05
+"""The largest difference of run delay between comparable sides. A larger one shows that other
+programs used the cores of one side."""
+CORES_RATIO = 0.25
+"""The fraction of the time in which a training thread has no core, from which no other time can be
+trusted."""
+MAX_REPLAY_ERROR = 0.05
+"""The largest error of the self-check with which plans are predicted and ranked."""
+MAX_MEMORY_ERROR = 0.02
+"""The largest error of the simulated peak of the recorded plan with which other peaks are
+predicted."""
+MAX_OTHER_RATIO = 0.1
+"""The largest fraction of steps of other kinds without a caveat."""
+PROCESS_SPREAD_RATIO = 0.04
+"""Error of a step whose units stay as recorded, as a fraction of the step: 90% of 12 validation
+runs were closer (docs/figures.md). It contains the spread between equal runs."""
+REGROUPING_RATIO = 0.085
+"""Further error of a step with other units. With both, 90% of 12 validation runs were closer: the
+compute itself changes with the units, because other data is in the processor's caches."""
+PIPELINE_CAVEAT = (
+    "The run is a pipeline. Waits for other stages stay as recorded in every prediction, although "
+    "they change with the time of each stage."
+)
+_MOST_RANKS = 64
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RunDelay:
+    """The rank whose training thread waits longest for a core."""
+
+    rank: int
+    ratio: float
+    """Fraction of the recording in which the thread is ready but has no core, as the Linux
+    scheduler measures it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """The evidence of a run for and against statements. The defaults are those of a good run.
+
+    The last fields describe a simulation of the run, if there is one.
+    """
+
+    run_id: str = ""
+    run_delay: RunDelay | None = None
+    """None: unknown, as in imports, predictions, and on systems other than Linux."""
+    missing_ranks: tuple[int, ...] = ()
+    """Ranks without data that took part."""
+    self_check_error: float = 0.0
+    """Simulated / measured step time of the recorded plan, - 1."""
+    memory_error: float | None = None
+    """Simulated / measured peak of the recorded plan, - 1; None: unknown."""
+    spread_ratio: float = 0.0
+    """Half of the range of the durations of the simulated steps, as a fraction of their mean."""
+    num_steps: int = 0
+    """The typical steps behind the simulation."""
+    num_other_steps: int = 0
+    """Steps as typical in time, but with other passes or collectives."""
+    is_pipeline: bool = False
+    """Whether the rank sends to others or receives from them in these steps."""
+
+    @property
+    def run_delay_ratio(self) -> float:
+        """The `RunDelay.ratio`; 0 if it is unknown."""
+        return self.run_delay.ratio if self.run_delay else 0.0
+
+    # --- measured times, and causes of waits
+
+    @property
+    def time_caveat(self) -> str | None:
+        """The sentence that every time of the run needs; None: none. See [Note: missing cores]."""
+        if self.run_delay_ratio <= MOST_DIFFERENCE:
+            return None
+        return (
+            f"The training thread had no CPU core for {format_ratio(self.run_delay_ratio)} of the "
+            "recording. Measured times are too long by an unknown part of it, and a late rank or a "
+            "wait may be a missing core. Record the run again on free cores."
+        )
+
+    @property
+    def wait_caveat(self) -> str | None:
+        """The sentence that every cause of a wait needs; None: none."""
+        if not self.missing_ranks:
+            return None
+        them = "it" if len(self.missing_ranks) == 1 else "them"
+        return capitalize(f"{self._missing}, so a wait for {them} looks like communication.")
+
+    def are_cores_first(self, cost_ratio: float = 0.0) -> bool:
+        """Whether missing cores come before a cause that costs this fraction of the step."""
+        return self.run_delay_ratio >= max(CORES_RATIO, cost_ratio)
+
+    @property
+    def cores_headline(self) -> str:
+        """The headline where `are_cores_first`."""
+        share = format_ratio(self.run_delay_ratio)
+        return f"Training threads have no CPU core for {share} of the time."
+
+    def refuse_no_straggler(self, *, is_replayed: bool) -> str | None:
+        """Why it is unknown whether a rank is late if no recorded one is, as a clause.
+
+        Args:
+            is_replayed: Whether the cost of a late rank could be known.
+        """
+        if self.are_cores_first():
+            return (
+                f"training threads had no CPU core for {format_ratio(self.run_delay_ratio)} of the "
+                "time."
+            )
+        return f"{self._missing}." if self.missing_ranks and is_replayed else None
+
+    @property
+    def _missing(self) -> str:
+        """`rank 2 is not recorded`."""
+        ranks, count = self.missing_ranks, len(self.missing_ranks)
+        named = format_ranks(ranks) if count <= _MOST_NAMED else plural(count, "rank")
+        return f"{named} {'is' if count == 1 else 'are'} not recorded"
+
+    # --- predictions
+
+    def expect_prediction(self) -> None:
+        """Check that the simulation describes the run well enough to predict a plan.
+
+        Raises:
+            MissingDataError: The error of the self-check is too large.
+        """
+        if abs(self.self_check_error) > MAX_REPLAY_ERROR:
+            raise MissingDataError(
+                f"Plans of run {self.run_id!r} cannot be predicted: the simulation of the recorded "
+                f"plan itself is off by {self.self_check_error:+.1%}. Expected at most "
+                f"{MAX_REPLAY_ERROR:.0%}. Record more steps on a quiet machine. If the error "
+                "stays, the simulation does not support this loop."
+            )
+
+    @property
+    def memory_refusal(self) -> str | None:
+        """Why no peak memory can be predicted; None: it can."""
+        if abs(self.memory_error or 0.0) <= MAX_MEMORY_ERROR:
+            return None
+        return (
+            "Memory cannot be predicted: the simulated peak of the recorded plan is off by "
+            f"{self.memory_error:+.1%}, more than {MAX_MEMORY_ERROR:.0%}. `fsdp-inspect forecast` "
+            "computes memory without a recorded run."
+        )
+
+    @property
+    def has_several_kinds(self) -> bool:
+        """Whether one kind of step does not represent the others."""
+        total = self.num_steps + self.num_other_steps
+        return self.num_other_steps > MAX_OTHER_RATIO * total
+
+    @property
+    def prediction_caveats(self) -> tuple[str, ...]:
+        """The reasons to doubt every prediction, one sentence each; every surface shows them."""
+        kinds = (
+            f"{self.num_other_steps} of {self.num_steps + self.num_other_steps} typical steps run "
+            "other passes or collectives. The prediction describes the most frequent kind, "
+            f"{self.num_steps} steps. `fsdp-inspect simulate` predicts each kind."
+        )
+        found = (
+            kinds if self.has_several_kinds else None,
+            PIPELINE_CAVEAT if self.is_pipeline else None,
+            self.time_caveat,
+        )
+        return tuple(each for each in found if each is not None)
+
+    def step_margin(self, *, is_regrouped: bool = False) -> float:
+        """Half the width of the interval of a step without the network, as a fraction of the step.
+
+        Args:
+            is_regrouped: Whether the plan has other units than the run.
+
+        Source:
+            The root of the sum of squares of independent errors: of the simulation, of the recorded
+            steps, between processes, of other units, and of the time without a CPU core, which the
+            next run may not have.
+        """
+        return math.hypot(
+            self.self_check_margin,
+            self.spread_ratio,
+            PROCESS_SPREAD_RATIO,
+            REGROUPING_RATIO if is_regrouped else 0.0,
+            self.run_delay_ratio,
+        )
+
+    @property
+    def self_check_margin(self) -> float:
+        """The half width of an interval around a simulated time that includes the measured one.
+
+        A fraction of the simulated time: measured = simulated / (1 + error), so the two differ by
+        error / (1 + error) of the simulated one.
+        """
+        error = self.self_check_error
+        return abs(error / (1 + error)) if error > -1 else 1.0
+
+    def busy_ns(self, step_ns: int) -> float:
+        """The time by which each gain is uncertain, because cores were missing.
+
+        The step of a run on free cores is shorter by an unknown part of the time without a core.
+        """
+        return max(self.run_delay_ratio - MOST_DIFFERENCE, 0.0) * step_ns
+
+    def gain_margin_ns(self, gain_ns: int, step_ns: int) -> float:
+        """Half the width of the interval of a gain, without the network.
+
+        Args:
+            gain_ns: The gain. The recorded times behind it vary as much as the recorded steps.
+            step_ns: The simulated step of the recorded plan.
+        """
+        of_simulation = abs(self.self_check_error) * step_ns
+        return of_simulation + self.spread_ratio * abs(gain_ns) + self.busy_ns(step_ns)
+
+
+def measure_trust(run: RunSource) -> Trust:
+    """Collect the evidence of a run: the cores of a few ranks of each host, and missing ranks."""
+    return remember(run, "trust", partial(_measure_trust, run))
+
+
+def _measure_trust(run: RunSource) -> Trust:
+    manifest, here = run.manifest, {record.rank for record in run.ranks}
+    is_whole = manifest.source == "emulated"
+    everyone = () if is_whole or not here else range(manifest.world_size)
+    return Trust(
+        run_id=manifest.run_id,
+        run_delay=_measure_run_delay(run),
+        missing_ranks=tuple(rank for rank in everyone if rank not in here),
+    )
+
+
+def _measure_run_delay(run: RunSource) -> RunDelay | None:
+    """The worst of a few ranks of each host, so that large jobs read few files."""
+    by_host: dict[str, list[int]] = {}
+    for record in run.ranks:
+        by_host.setdefault(record.host, []).append(record.rank)
+    most = max(1, _MOST_RANKS // max(len(by_host), 1))
+    chosen = [rank for ranks in by_host.values() for rank in ranks[:most]]
+    return find_run_delay(run, chosen[:_MOST_RANKS])
+
+
+def find_run_delay(run: RunSource, ranks: Sequence[int]) -> RunDelay | None:
+    """The rank that waits longest for a core; None if no rank has samples of the scheduler."""
+    ratios = {rank: _ratio_of_rank(run, rank) for rank in ranks}
+    known = [RunDelay(rank, ratio) for rank, ratio in ratios.items() if ratio is not None]
+    return max(known, key=lambda each: each.ratio, default=None)
+
+
+def _ratio_of_rank(run: RunSource, rank: int) -> float | None:
+    try:
+        samples = run.devices(rank)
+    except StoreError:
+        return None
+    known = np.flatnonzero(samples.run_delay_ns != MISSING_INT)
+    if len(known) < 2:
+        return None
+    first, last = known[0], known[-1]
+    passed = int(samples.time_ns[last] - samples.time_ns[first])
+    waited = int(samples.run_delay_ns[last] - samples.run_delay_ns[first])
+    return waited / passed if passed > 0 and waited >= 0 else None
+
+
+def find_run_delay_difference(
+    before: Sequence[float], after: Sequence[float]
+) -> tuple[float, float] | None:
+    """The typical run delays of two sides, if their times are not comparable; else None.
+
+    Args:
+        before: `RunDelay.ratio` of each run of the first side; empty counts as a quiet machine.
+        after: The same for the second side; empty: unknown, so there is no difference.
+    """
+    if not after:
+        return None
+    was, now = statistics.median(before or (0.0,)), statistics.median(after)
+    return (was, now) if abs(now - was) > MOST_DIFFERENCE else None
