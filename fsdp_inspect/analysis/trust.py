@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 
+from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.formatting import capitalize, format_ranks, format_ratio, plural
@@ -41,6 +42,12 @@ runs were closer (docs/figures.md). It contains the spread between equal runs.""
 REGROUPING_RATIO = 0.085
 """Further error of a step with other units. With both, 90% of 12 validation runs were closer: the
 compute itself changes with the units, because other data is in the processor's caches."""
+HOST_CAVEAT_RATIO = 0.25
+"""The fraction of a step in which the host is behind the device, from which predictions say so."""
+HOST_PLAN_RATIO = 0.12
+"""Error of a predicted step, as a fraction of the time in which the host is behind. How the host's
+time changes with a plan is inferred. Twice the error of the one pair of runs on an H100, 5% of the
+step at 90% (docs/figures.md)."""
 PIPELINE_CAVEAT = (
     "The run is a pipeline. Waits for other stages stay as recorded in every prediction, although "
     "they change with the time of each stage."
@@ -81,6 +88,9 @@ class Trust:
     """The typical steps behind the simulation."""
     num_other_steps: int = 0
     """Steps as typical in time, but with other passes or collectives."""
+    host_behind_ratio: float = 0.0
+    """Time in which the host is behind the device, as a fraction of the typical step; see [Note:
+    the host behind the device] in `store.reduction.step_parts`. 0 without a device."""
     is_pipeline: bool = False
     """Whether the rank sends to others or receives from them in these steps."""
 
@@ -184,9 +194,25 @@ class Trust:
         found = (
             kinds if self.has_several_kinds else None,
             PIPELINE_CAVEAT if self.is_pipeline else None,
+            self._host_caveat,
             self.time_caveat,
         )
         return tuple(each for each in found if each is not None)
+
+    @property
+    def _host_caveat(self) -> str | None:
+        if self.host_behind_ratio < HOST_CAVEAT_RATIO:
+            return None
+        return (
+            f"The GPU may lack work for {format_ratio(self.host_behind_ratio)} of the step: the "
+            "host is not ahead of it. The host's time under another plan is inferred, so every "
+            "interval is wider. Run the plan before you trust its gain."
+        )
+
+    @property
+    def _host_margin(self) -> float:
+        """The error of a step's time because the host's work under another plan is inferred."""
+        return HOST_PLAN_RATIO * self.host_behind_ratio
 
     def step_margin(self, *, is_regrouped: bool = False) -> float:
         """Half the width of the interval of a step without the network, as a fraction of the step.
@@ -196,8 +222,8 @@ class Trust:
 
         Source:
             The root of the sum of squares of independent errors: of the simulation, of the recorded
-            steps, between processes, of other units, and of the time without a CPU core, which the
-            next run may not have.
+            steps, between processes, of other units, of the time without a CPU core, which the next
+            run may not have, and of the host's time under another plan on a device.
         """
         return math.hypot(
             self.self_check_margin,
@@ -205,6 +231,7 @@ class Trust:
             PROCESS_SPREAD_RATIO,
             REGROUPING_RATIO if is_regrouped else 0.0,
             self.run_delay_ratio,
+            self._host_margin,
         )
 
     @property
@@ -231,7 +258,7 @@ class Trust:
             gain_ns: The gain. The recorded times behind it vary as much as the recorded steps.
             step_ns: The simulated step of the recorded plan.
         """
-        of_simulation = abs(self.self_check_error) * step_ns
+        of_simulation = (abs(self.self_check_error) + self._host_margin) * step_ns
         return of_simulation + self.spread_ratio * abs(gain_ns) + self.busy_ns(step_ns)
 
 
@@ -248,7 +275,15 @@ def _measure_trust(run: RunSource) -> Trust:
         run_id=manifest.run_id,
         run_delay=_measure_run_delay(run),
         missing_ranks=tuple(rank for rank in everyone if rank not in here),
+        host_behind_ratio=_measure_host_behind(run),
     )
+
+
+def _measure_host_behind(run: RunSource) -> float:
+    if run.manifest.device_type == "cpu" or run.manifest.source == "imported":
+        return 0.0
+    step = measure_breakdown(run).headline
+    return step.host_behind_ns / step.step_time_ns if step and step.step_time_ns else 0.0
 
 
 def _measure_run_delay(run: RunSource) -> RunDelay | None:

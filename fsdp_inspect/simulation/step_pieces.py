@@ -188,9 +188,11 @@ class _Reader:
     def __init__(self, events: EventTable) -> None:
         self._events = events
         self.passes: list[Pass] = []
-        gathers = events.where(self._rows(EventKind.ALL_GATHER))
+        # On a device, the host issues collectives while the device is somewhere else.
+        is_host = not np.any(events.stream == Stream.COMPUTE)
+        gathers = events.where(self._rows(EventKind.ALL_GATHER) & is_host)
         self._issues = sorted(zip(gathers.issue_ns.tolist(), gathers.unit.tolist(), strict=True))
-        reductions = events.where(self._rows(EventKind.REDUCE_SCATTER))
+        reductions = events.where(self._rows(EventKind.REDUCE_SCATTER) & is_host)
         self._reductions = _sorted_by_unit(reductions.unit, reductions.issue_ns)
         backwards = events.where(self._rows(EventKind.BACKWARD))
         self._backward_ends = _sorted_by_unit(backwards.unit, backwards.end_ns)
