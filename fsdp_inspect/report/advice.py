@@ -15,7 +15,7 @@ from fsdp_inspect.advice.advise import Advice, PlanAdvice
 from fsdp_inspect.advice.evidence import Finding, TraceRow
 from fsdp_inspect.advice.rules import RULES
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit, plural
 from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.wording import format_change, format_error
 
@@ -168,7 +168,7 @@ def _summary(text: str, *rows: tuple[str, str]) -> RenderableType:
 def _added_memory(finding: Finding) -> str:
     low, high = finding.effect.added_low_bytes, finding.effect.added_high_bytes
     if low is None or high is None:
-        return "No change of the peak is predicted"
+        return "Not predicted"
     span = _signed_bytes(low) if low == high else f"{_signed_bytes(low)} to {_signed_bytes(high)}"
     return f"Peak {span}"
 
@@ -210,7 +210,7 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
 
 def _whole_plan(plan: PlanAdvice) -> str:
     number = len(plan.suggestions)
-    changes = "With this change" if number == 1 else f"With all {number} changes"
+    changes = f"With {plural(number, 'change')} of the plan"
     fastest = plan.fastest
     return (
         f"{changes}: {format_ns(fastest.step_ns)} a step (interval "

@@ -87,7 +87,8 @@ def test_one_screen_shows_the_change_its_gain_memory_risk_and_code(advice: Advic
     assert f"Peak {format_bytes(change.peak_bytes)} (+{added})" in lines[first + 3]
     assert f"The peak rises by {added}." in lines[first + 4]
     assert lines[first + 7] == ("      fully_shard(module, mesh=mesh, reshard_after_forward=False)")
-    whole = f"With all {1 + len(others)} changes: {format_ns(advice.plan.fastest.step_ns)} a step"
+    step = format_ns(advice.plan.fastest.step_ns)
+    whole = f"With {1 + len(others)} changes of the plan: {step} a step"
     assert any(line.startswith(whole) for line in lines)
     assert "--details" in lines[-1]
 
@@ -144,7 +145,7 @@ def test_a_finding_that_limits_the_step_comes_before_the_plan(advice: Advice) ->
         "  Gain    Saves at most 40.0 ms a step, the whole cost.",
     ]
     assert "  Code    None: no line of code fixes this" in lines
-    assert any(line.startswith("With all 3 changes: ") for line in lines)
+    assert any(line.startswith("With 3 changes of the plan: ") for line in lines)
     assert "Recommended change" not in "\n".join(lines)
 
 
