@@ -7,6 +7,7 @@ from fsdp_inspect.advice.code_change import CodeChange
 from fsdp_inspect.advice.evidence import Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.advice.gain_parts import attribute_gains
+from fsdp_inspect.advice.migration import Migration
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
 from fsdp_inspect.advice.plan_simulator import Slowdown
 from fsdp_inspect.advice.plan_space import Choice
@@ -99,6 +100,8 @@ class Advice(Result):
     plan: PlanAdvice | None
     """None: the run cannot be simulated; `refusal` states the reason."""
     refusal: str | None
+    migration: Migration | None = None
+    """What a move from FSDP1 to FSDP2 changes; None: the run was not recorded with FSDP1."""
 
     @property
     def chosen(self) -> Plan | None:

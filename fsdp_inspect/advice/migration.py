@@ -72,6 +72,11 @@ class Migration(TableResult):
         return self.settings
 
 
+def is_migrated(manifest: RunManifest) -> bool:
+    """Whether a run was recorded with FSDP1, so that a move to FSDP2 is known."""
+    return manifest.sharder == FSDP1 and manifest.source != "imported"
+
+
 def plan_migration(run: RunSource) -> Migration:
     """State what a move to FSDP2 changes.
 
@@ -79,7 +84,7 @@ def plan_migration(run: RunSource) -> Migration:
         MissingDataError: The run was not recorded with FSDP1.
     """
     manifest = run.manifest
-    if manifest.sharder != FSDP1 or manifest.source == "imported":
+    if not is_migrated(manifest):
         kind = "an import" if manifest.source == "imported" else traits_of(manifest.sharder).title
         raise MissingDataError(
             f"Run {manifest.run_id} is {kind}. Expected a run that was recorded with "

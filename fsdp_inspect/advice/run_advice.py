@@ -1,13 +1,14 @@
 """Advise on a run: collect the results of its analyses, then give advice."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.advise import Advice, give_advice, slowdown_of
 from fsdp_inspect.advice.code_change import CodeChange
 from fsdp_inspect.advice.evidence import Evidence, Finding, find_node_links
 from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.advice.gain_parts import leave_out_plans
+from fsdp_inspect.advice.migration import is_migrated, plan_migration
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
 from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.request import AdviceRequest
@@ -72,7 +73,8 @@ def advise_run(
     """
     run = RunContext.of(run)
     evidence = _evidence(run, summary or measure_summary(run))
-    return give_advice(run, evidence, request, on_progress=on_progress, tasks=tasks)
+    advice = give_advice(run, evidence, request, on_progress=on_progress, tasks=tasks)
+    return replace(advice, migration=plan_migration(run)) if is_migrated(run.manifest) else advice
 
 
 def find_plans(  # noqa: PLR0913 - the arguments of `advise_run`, and the work

@@ -14,19 +14,15 @@ from fsdp_inspect.analysis.breakdown import (
 from fsdp_inspect.analysis.exposed import measure_causes
 from fsdp_inspect.analysis.last_arrivals import ArrivalsKnown, find_last_arrivals
 from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
-from fsdp_inspect.columns import Column, TableSpec, metric_column, number_column, text_column
+from fsdp_inspect.columns import TableSpec, metric_column, text_column
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.results import TableResult
-from fsdp_inspect.trace.codes import COLLECTIVES, PARTS_OF_STEP, StepPart
+from fsdp_inspect.trace.codes import COLLECTIVES
 from fsdp_inspect.trace.run import RunSource
 
 
 def _label_of_part(name: str) -> str:
     return find_metric(f"{name}_ns").label
-
-
-def _part_column(part: StepPart) -> Column:
-    return metric_column(f"{part.label}_ns", lambda row: row.duration_ns(part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +65,6 @@ class BreakdownCauses(TableResult):
             ),
         ),
     )
-    RANKS: ClassVar[TableSpec] = TableSpec(
-        "Typical step of each rank",
-        (
-            number_column("rank", "The rank."),
-            number_column(
-                "num_steps",
-                "The steps that every number is the mean over.",
-                lambda row: len(row.steps),
-                label="steps",
-            ),
-            metric_column("step_time_ns"),
-            metric_column("exposed_ns", label="exposed"),
-            *(_part_column(part) for part in PARTS_OF_STEP),
-            metric_column("between_ns"),
-        ),
-    )
-    """The columns of `ranks`."""
-
     DIMENSIONS: ClassVar[TableSpec] = DIMENSIONS
     """The columns of `shown.dimensions`."""
 

@@ -110,6 +110,10 @@ def advise(  # noqa: PLR0913 - one argument an option
     predicted gain. Every plan is simulated from the recorded run. The gains of the changes add up.
     With `--dask`, workers simulate several plans at once.
 
+    For a run of FSDP1 (FullyShardedDataParallel), `--details` shows what a move to FSDP2 changes:
+    settings without a counterpart, all-gathers, memory. `--write` writes the plan for FSDP2. It has
+    the same units, strategy and dtypes.
+
     Example: `fsdp-inspect advise runs/demo --memory-limit 80GiB --write plan.toml`
     """
     from fsdp_inspect.advice.request import AdviceRequest
@@ -172,6 +176,10 @@ def _write(
     from fsdp_inspect.advice.prediction_creation import predict_advised
     from fsdp_inspect.simulation.predictions.ledger import prediction_file_of, write_prediction
 
+    if advice.plan is None and advice.migration is not None:
+        advice.migration.plan.dump(path)
+        print(f"Wrote the plan for FSDP2: {path}. Apply it with apply_plan.", file=sys.stderr)
+        return
     if advice.plan is None:
         raise typer.BadParameter(
             f"No plan to write: this run cannot be simulated. {advice.refusal}",

@@ -10,35 +10,31 @@ from typer.main import get_command
 from fsdp_inspect.cli.advise import advise
 from fsdp_inspect.cli.app import app
 from fsdp_inspect.cli.arguments import add_shared_options
-from fsdp_inspect.cli.breakdown import breakdown
 from fsdp_inspect.cli.check import check
-from fsdp_inspect.cli.compact import compact
 from fsdp_inspect.cli.compare import compare
 from fsdp_inspect.cli.demo import demo
 from fsdp_inspect.cli.diagnose import diagnose
 from fsdp_inspect.cli.equivalence import equivalence
 from fsdp_inspect.cli.export import export
-from fsdp_inspect.cli.exposed import exposed
+from fsdp_inspect.cli.folders import compact, index, merge, query, runs, upload
 from fsdp_inspect.cli.forecast import forecast
 from fsdp_inspect.cli.import_ import import_
-from fsdp_inspect.cli.index import index
-from fsdp_inspect.cli.lifetime import lifetime
 from fsdp_inspect.cli.mcp import mcp
-from fsdp_inspect.cli.memory import memory
-from fsdp_inspect.cli.merge import merge
 from fsdp_inspect.cli.metrics import metrics
-from fsdp_inspect.cli.migrate import migrate
-from fsdp_inspect.cli.numerics import numerics
 from fsdp_inspect.cli.plan import plan
-from fsdp_inspect.cli.query import query
-from fsdp_inspect.cli.ranks import ranks
 from fsdp_inspect.cli.report import report
-from fsdp_inspect.cli.runs import runs
+from fsdp_inspect.cli.sections import (
+    breakdown,
+    exposed,
+    lifetime,
+    memory,
+    numerics,
+    ranks,
+    summary,
+    units,
+)
 from fsdp_inspect.cli.simulate import simulate
-from fsdp_inspect.cli.summary import summary
 from fsdp_inspect.cli.tune import tune
-from fsdp_inspect.cli.units import units
-from fsdp_inspect.cli.upload import upload
 from fsdp_inspect.cli.verify import verify
 from fsdp_inspect.version import __version__
 
@@ -50,7 +46,6 @@ _COMMANDS = (
     summary,
     diagnose,
     lifetime,
-    breakdown,
     exposed,
     units,
     numerics,
@@ -60,7 +55,6 @@ _COMMANDS = (
     compare,
     simulate,
     advise,
-    migrate,
     verify,
     tune,
     forecast,
@@ -91,6 +85,8 @@ def build_application() -> typer.Typer:
     application.callback()(_options)
     for command in _COMMANDS:
         application.command(command.__name__.rstrip("_"))(add_shared_options(command))
+    application.command(hidden=True)(add_shared_options(breakdown))
+    application.command("migrate", hidden=True)(add_shared_options(advise))
     return application
 
 

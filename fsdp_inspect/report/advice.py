@@ -13,10 +13,11 @@ from rich.text import Text
 
 from fsdp_inspect.advice.advise import Advice, PlanAdvice
 from fsdp_inspect.advice.evidence import Finding, TraceRow
+from fsdp_inspect.advice.migration import Migration
 from fsdp_inspect.advice.rules import RULES
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit, plural
-from fsdp_inspect.report.layout import dim, new_table, section
+from fsdp_inspect.report.layout import dim, indented, new_table, render_table, section
 from fsdp_inspect.report.wording import format_change, format_error
 
 MOST_UNITS = 4
@@ -202,6 +203,9 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
         if finding is not None or (len(plan.suggestions) > 1 and not _exceeds_limit(plan)):
             yield _Clipped(_whole_plan(plan), _ROW_LINES)
         options.append("--write FILE saves the plan.")
+    if advice.migration is not None:
+        yield _Clipped(describe_migration(advice.migration), _ROW_LINES)
+        options.append("--write FILE saves the plan for FSDP2.")
     more = len(advice.findings) - (finding is not None)
     if more:
         options.insert(0, f"{more} further {'finding' if more == 1 else 'findings'}.")
@@ -258,6 +262,8 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
         yield from section("Findings", *(_finding(each) for each in advice.findings))
     if advice.plan is None:
         yield from section("No plan was simulated", _indented([advice.refusal or ""]))
+        if advice.migration is not None:
+            yield from _render_migration(advice.migration)
         return
     plan = advice.plan
     if plan.suggestions:
@@ -440,3 +446,64 @@ def _indented(lines: Iterable[str]) -> RenderableType:
 def _line(line: str) -> RenderableType:
     words = line.lstrip()
     return Padding(Text(words), (0, 0, 0, 2 + len(line) - len(words)))
+
+
+# --- Render the effects of a move from FSDP1 to FSDP2.
+
+
+def _render_migration(found: Migration) -> Iterator[RenderableType]:
+    yield from (
+        "",
+        Text(describe_migration(found), style="bold"),
+        *(indented(each) for each in describe_effects(found)),
+        *section(
+            Migration.TABLE.title,
+            render_table(
+                Migration.TABLE, list(found.settings), "setting", "recorded", "replacement"
+            ),
+        ),
+        "",
+        dim(
+            "Bytes are computed from the recorded shapes. The peak of FSDP2 and its step time are "
+            "not predicted: run the plan, and compare with `fsdp-inspect compare RUN NEW_RUN`."
+        ),
+    )
+
+
+def describe_migration(found: Migration) -> str:
+    """The headline of a migration."""
+    lost = sum(not each.has_counterpart and bool(each.recorded) for each in found.settings)
+    settings = plural(lost, "setting has", "settings have")
+    return f"FSDP2 can shard the same {len(found.plan.units)} units; {settings} no counterpart."
+
+
+def describe_effects(found: Migration) -> list[str]:
+    """The effects on gathers and on memory, one sentence each."""
+    lines = []
+    if found.num_gathers:
+        lines.append(
+            f"All-gathers: {found.num_gathers} per microbatch, as with FSDP1, for the same "
+            "strategy."
+        )
+    else:
+        lines.append("All-gathers: none, because parameters are replicated.")
+    if found.new_shard_bytes is None:
+        lines.append("Sharded parameters: unknown, because the run does not contain their shapes.")
+    else:
+        change = found.new_shard_bytes - found.shard_bytes
+        sign = "+" if change >= 0 else "-"
+        lines.append(
+            f"Sharded parameters of rank 0: {format_bytes(found.new_shard_bytes)} instead of "
+            f"{format_bytes(found.shard_bytes)} ({sign}{format_bytes(abs(change))}): FSDP2 pads "
+            "each parameter, FSDP1 pads each unit. Gradients and optimizer state follow."
+        )
+    if found.gather_buffer_bytes:
+        lines.append(
+            f"All-gather buffer: up to {format_bytes(found.gather_buffer_bytes)} more while a unit "
+            "is gathered. FSDP1 gathers into the parameter itself."
+        )
+    lines.append(
+        f"Reduction: up to {format_bytes(found.reduce_buffer_bytes)} more while a unit is reduced. "
+        "FSDP1 has such a copy only if it pads or casts."
+    )
+    return lines

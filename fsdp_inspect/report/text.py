@@ -4,14 +4,17 @@ Names from the run (units, hosts, commands) are plain text, never rich markup.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.analysis.breakdown import StepBreakdown
+from fsdp_inspect.analysis.breakdown import DIMENSIONS, PartTime, StepBreakdown
+from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
 from fsdp_inspect.analysis.gather_distances import GatherDistances
+from fsdp_inspect.analysis.lifetime import LifePhase, Lifetime, PhaseTime
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.numerics import DtypeUse, Numerics
@@ -26,6 +29,7 @@ from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.formatting import (
     format_bytes,
     format_count,
+    format_ns,
     format_numbers,
     format_owner,
     format_ranks,
@@ -36,10 +40,15 @@ from fsdp_inspect.formatting import (
     plural,
 )
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.breakdown import parts_table
 from fsdp_inspect.report.diagnosis_pictures import render_drift
-from fsdp_inspect.report.layout import dim, new_table, render_table, section
-from fsdp_inspect.report.wording import format_kind, format_method, format_metric, name_backend
+from fsdp_inspect.report.layout import bar, dim, indented, new_table, render_table, section
+from fsdp_inspect.report.wording import (
+    causes_table,
+    format_kind,
+    format_method,
+    format_metric,
+    name_backend,
+)
 
 MOST_EXPOSED = 5
 """The most owners of exposed communication in a summary."""
@@ -390,3 +399,153 @@ def list_throughput(found: Throughput | None) -> Iterator[tuple[str, float, str]
     ):
         if value is not None:
             yield name, value, origin
+
+
+# --- Render the parts of a step, which add up to it, and the causes of its exposed waits.
+
+
+def render_breakdown(found: BreakdownCauses) -> RenderableType:
+    """Render the parts of a step and the causes of its exposed waits."""
+    shown = found.shown
+    if shown is None:
+        return Group(
+            Text("The breakdown is unknown: the run has no timed step.", style="bold"),
+            dim(found.left_out),
+        )
+    return Group(
+        Text(_headline_of_step(found, shown), style="bold"),
+        _describe_parts(found, shown),
+        *section(_title(found, shown), parts_table(shown)),
+        *dimension_section(shown),
+        *_causes(found),
+        "",
+        dim(_footer(found)),
+    )
+
+
+def _headline_of_step(found: BreakdownCauses, shown: StepBreakdown) -> str:
+    step = "Typical step" if found.is_typical else f"Step {shown.closest_step}"
+    return f"{step} of rank {shown.rank}: {format_metric('step_time_ns', shown.step_time_ns)}."
+
+
+def _describe_parts(found: BreakdownCauses, shown: StepBreakdown) -> RenderableType:
+    """The exposed time and the largest part, below the headline."""
+    details = "No communication is exposed."
+    if shown.exposed_ns:
+        exposed = format_metric("exposed_ns", shown.exposed_ns)
+        details = f"Exposed communication: {exposed} ({format_ratio(found.exposed_ratio)})."
+    if found.largest is not None:
+        label = find_metric(f"{found.largest.name}_ns").label
+        longest = format_metric("step_time_ns", found.largest.duration_ns)
+        details += f" Largest part: {label}, {longest}."
+    return indented(details)
+
+
+def _title(found: BreakdownCauses, shown: StepBreakdown) -> str:
+    if found.is_typical:
+        return f"Parts of the typical step (mean over {_count_steps(shown)})"
+    return "Parts of the step"
+
+
+def _count_steps(shown: StepBreakdown) -> str:
+    return plural(len(shown.steps), "step")
+
+
+def parts_table(shown: StepBreakdown) -> RenderableType:
+    """Render the parts of a step, with a bar each; they add up to the step."""
+    parts = [part for part in shown.parts if part.duration_ns]
+    totals = [("= step", format_metric("step_time_ns", shown.step_time_ns), "100%")]
+    if shown.between_ns:
+        label = find_metric("between_ns").label
+        totals.append((f"({label})", format_metric("between_ns", shown.between_ns), ""))
+    return render_table(
+        BreakdownCauses.TABLE,
+        parts,
+        *("part", "duration_ns", "ratio"),
+        bar_of=_bar_of_part,
+        totals=totals,
+    )
+
+
+def dimension_section(shown: StepBreakdown) -> Iterator[RenderableType]:
+    """Render communication by mesh dimension; nothing for a mesh of one dimension."""
+    if len(shown.dimensions) < 2:
+        return
+    columns = ["dimension", "exposed_ns", "step_ratio", "count_per_step", "bytes_per_step"]
+    if any(set(row.names) - {row.dimension} for row in shown.dimensions):
+        columns.append("names")
+    if any(row.is_inferred for row in shown.dimensions):
+        columns.append("is_inferred")
+    exposed = format_metric("exposed_ns", shown.exposed_ns)
+    table = render_table(DIMENSIONS, shown.dimensions, *columns, totals=[("= exposed", exposed)])
+    yield from section("Communication by mesh dimension", table)
+
+
+def _bar_of_part(part: PartTime) -> Text:
+    return bar(part.ratio, "▒" if part.name.startswith("exposed") else "█")
+
+
+def _causes(found: BreakdownCauses) -> Iterator[RenderableType]:
+    if found.causes_ns:
+        title = "Causes of the exposed communication"
+        yield from section(title, causes_table(found.causes_ns))
+
+
+def _footer(found: BreakdownCauses) -> str:
+    sentence = f"{found.source.capitalize()} run {found.run_id}. {found.left_out}"
+    return f"{sentence} {found.arrivals.sentence}" if found.arrivals else sentence
+
+
+# --- Render the phases of a run.
+
+
+def render_lifetime(life: Lifetime) -> RenderableType:
+    """Render the goodput, the phases with their host memory, and lost or unknown parts."""
+    return Group(
+        Text(describe_goodput(life), style="bold"),
+        indented(_describe_attempts(life)),
+        *section(
+            f"Phases of rank {life.rank}",
+            render_table(
+                Lifetime.TABLE,
+                list(_phase_rows(life)),
+                *("phase", "duration_ns", "wall_ratio", "process_peak_bytes", "host_peak_bytes"),
+                bar_of=_bar_of_phase,
+                totals=[("= wall time", format_metric("wall_ns", life.wall_ns), "100%", "", "")],
+            ),
+        ),
+        "",
+        *(dim(note) for note in life.notes),
+        dim("process, host: highest known memory of the process and of its host in the phase."),
+    )
+
+
+def describe_goodput(life: Lifetime) -> str:
+    """The goodput in one sentence."""
+    goodput = format_metric("goodput_ratio", life.goodput_ratio)
+    return f"Goodput: {goodput} of {format_metric('wall_ns', life.wall_ns)}."
+
+
+def _describe_attempts(life: Lifetime) -> str:
+    steps = plural(life.num_steps, "completed step")
+    attempts = plural(life.num_attempts, "attempt")
+    details = f"{steps} in {attempts}"
+    if life.num_lost_steps:
+        details += f", {life.num_lost_steps} lost at a restart"
+    if life.background_checkpoint_ns:
+        written = format_ns(life.background_checkpoint_ns)
+        details += f". Checkpoints were written in the background for {written}"
+    return f"{details}."
+
+
+def _phase_rows(life: Lifetime) -> Iterator[PhaseTime]:
+    """The phases, with the parts of the training below it."""
+    for phase in life.phases:
+        yield phase
+        if phase.phase == LifePhase.TRAINING:
+            parts = (part for part in life.training_parts if part.duration_ns)
+            yield from (replace(part, phase=f"  {part.phase}") for part in parts)
+
+
+def _bar_of_phase(phase: PhaseTime) -> Text:
+    return bar(phase.wall_ratio, "▒" if phase.phase.startswith(" ") else "█")

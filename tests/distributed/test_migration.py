@@ -1,14 +1,17 @@
 """What a migration from FSDP1 to FSDP2 states, compared with the FSDP2 run of its plan."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fsdp_inspect.advice.migration import Migration, plan_migration
-from fsdp_inspect.report.migration import describe_effects, describe_migration
+from fsdp_inspect.report.advice import describe_effects, describe_migration
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 from tests.conftest import Torchrun
 from tests.distributed.migration_driver import CASES, NUM_STEPS
@@ -84,3 +87,15 @@ def test_the_effects_are_said_for_every_strategy(folder: Path, case: str) -> Non
         "All-gathers: none" if case == "no_shard" else f"All-gathers: {found.num_gathers}"
     )
     assert any(line.startswith("Sharded parameters of rank 0: ") for line in effects)
+
+
+def test_advise_shows_the_move_and_writes_its_plan(folder: Path, tmp_path: Path) -> None:
+    run, plan = folder / "full_shard-fsdp1", tmp_path / "plan.toml"
+    command = [sys.executable, "-m", "fsdp_inspect", "advise", str(run), "--details"]
+    ended = subprocess.run(
+        [*command, "--write", str(plan)], capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, "2 settings have no counterpart" in ended.stdout) == (0, True)
+    assert "FSDP2 pads each parameter" in " ".join(ended.stdout.split())
+    assert "Wrote the plan for FSDP2" in ended.stderr
+    assert Plan.load(plan) == opened(folder, "full_shard")[2].plan

@@ -1,0 +1,305 @@
+"""The commands that show one run: its summary, or one section of it.
+
+Each opens the run, asks for one result, and prints it as JSON or as tables.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from fsdp_inspect.cli.arguments import (
+    JsonOption,
+    RunArgument,
+    open_run_argument,
+    print_renderable,
+    whole_number,
+)
+from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from fsdp_inspect.analysis.mesh_grid import MeshGrid
+    from fsdp_inspect.run import Run
+
+
+RankOption = Annotated[
+    int | None,
+    typer.Option(help="The rank to show; default the median rank.", parser=whole_number(0)),
+]
+
+
+StepOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Show the parts of this step; default the typical step.", parser=whole_number(0)
+    ),
+]
+
+
+def summary(  # noqa: PLR0913 - one argument an option
+    run: RunArgument,
+    rank: RankOption = None,
+    step: StepOption = None,
+    as_json: JsonOption = False,
+    verdict: Annotated[
+        bool,
+        typer.Option(
+            "--verdict", help="Show only the verdict: the limit of the step, and what to try next."
+        ),
+    ] = False,
+    dask: DaskOption = None,
+    at_end: Annotated[
+        bool,
+        typer.Option(
+            "--at-end",
+            hidden=True,
+            help="For the end of a training: wait for ranks that still write, and compact the run.",
+        ),
+    ] = False,
+) -> None:
+    """Show one run: the limit of the step, its parts, memory and ranks.
+
+    If the run hung, died or went wrong, the diagnosis comes first (`fsdp-inspect diagnose`).
+
+    Times are those of the typical step of the median rank. Warm-up, memory and numerics steps are
+    not timed, and the output lists them.
+
+    `--rank` and `--step` show the parts of one step, which add up to it, and the causes of its
+    exposed waits.
+
+    The tables of a run that has not ended have no summary yet. This command then reads all events
+    of all ranks, with `--dask` on several workers at once. For other runs, `--dask` has no effect.
+
+    Example: `fsdp-inspect summary runs/demo --json`
+
+    Example: `fsdp-inspect summary runs/demo --rank 1 --step 12`
+    """
+    from fsdp_inspect.report.json import render_run_json
+
+    if rank is not None or step is not None:
+        breakdown(run, rank, step, as_json)
+        return
+    if at_end:
+        from fsdp_inspect.store.compaction import compact_at_end
+
+        compact_at_end(Path(run))
+    with open_tasks(dask) as tasks:
+        opened = open_run_argument(run, show_bars(tasks))
+        measured = opened.summary()
+        found = None if as_json else opened.diagnose(with_plans=False)
+    if found is None:
+        print(render_run_json(opened.source, measured.verdict if verdict else measured))
+        return
+    from fsdp_inspect.report.diagnosis import render_diagnosis
+    from fsdp_inspect.report.text import render_summary, render_verdict
+
+    if found.is_problem:
+        print_renderable(render_diagnosis(found, brief=True, run=run))
+        print()
+    if verdict:
+        print_renderable(render_verdict(measured.verdict, run=run))
+    else:
+        print_renderable(render_summary(measured, run=run))
+
+
+def breakdown(
+    run: RunArgument, rank: RankOption = None, step: StepOption = None, as_json: JsonOption = False
+) -> None:
+    """Show the parts of a step and the causes of its exposed waits, as `summary --step` does."""
+    from fsdp_inspect.report.text import render_breakdown
+
+    opened = open_run_argument(run)
+    _print(opened, opened.breakdown(rank=rank, step=step), render_breakdown, as_json=as_json)
+
+
+def lifetime(
+    run: RunArgument,
+    rank: Annotated[
+        int | None,
+        typer.Option(help="The rank to show; default the lowest rank.", parser=whole_number(0)),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the wall time of a run by phase, with restarts, and its goodput.
+
+    Goodput is the time of the phase training, divided by the wall time. The first step of each
+    attempt and steps lost at a restart do not belong to this phase.
+
+    Example: `fsdp-inspect lifetime runs/demo`
+    """
+    from fsdp_inspect.report.text import render_lifetime
+
+    opened = open_run_argument(run)
+    life = opened.lifetime(rank=rank)
+    _print(opened, life, render_lifetime, as_json=as_json)
+
+
+def exposed(
+    run: RunArgument,
+    rank: RankOption = None,
+    unit: Annotated[
+        str | None,
+        typer.Option(help="The unit to show in detail.", metavar="FQN"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show exposed communication by unit and cause, prefetch, bandwidth and the longest waits.
+
+    Each exposed wait is split into causes, which add up to it. The longest waits are listed with
+    their step and time, so that you can find them in the timeline.
+
+    Example: `fsdp-inspect exposed runs/demo --unit layers.1`
+    """
+    from fsdp_inspect.report.exposed import render_waits
+
+    opened = open_run_argument(run)
+    waits = opened.exposed(unit=unit, rank=rank)
+    _print(opened, waits, render_waits, as_json=as_json)
+
+
+def units(
+    run: RunArgument,
+    rank: RankOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the cost of each FSDP unit per step: collectives, exposed waits, copies, compute.
+
+    Example: `fsdp-inspect units runs/demo --rank 1`
+    """
+    from fsdp_inspect.report.text import render_units
+
+    opened = open_run_argument(run)
+    costs = opened.units(rank=rank)
+    _print(opened, costs, render_units, as_json=as_json)
+
+
+def numerics(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Show the numerics of each unit: norms, values that are not finite, lost updates.
+
+    Record them with `--numerics-every N` (`Recorder(numerics_every=N)`). A lost update changed no
+    stored parameter, because it is smaller than the rounding of the parameter's dtype.
+
+    Example: `fsdp-inspect numerics runs/demo`
+    """
+    from fsdp_inspect.errors import MissingDataError
+    from fsdp_inspect.report.text import render_numerics
+
+    opened = open_run_argument(run)
+    found = opened.numerics()
+    if found is None:
+        raise MissingDataError(
+            f"Run {opened.id} has no numerics step. Expected a run recorded with --numerics-every "
+            "N, or Recorder(numerics_every=N). Record it again with that option."
+        )
+    _print(opened, found, render_numerics, as_json=as_json)
+
+
+def memory(
+    run: RunArgument,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            help="The rank to show; default the rank with the highest peak.", parser=whole_number(0)
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show memory at the peak by unit, phase and category, the device limit, and growth.
+
+    Works on recorded runs and on imported memory snapshots.
+
+    Example: `fsdp-inspect memory runs/demo --rank 1`
+    """
+    from fsdp_inspect.report.memory_wording import render_memory
+
+    opened = open_run_argument(run)
+    found = opened.memory(rank=rank)
+    _print(opened, found, render_memory, as_json=as_json)
+
+
+def ranks(
+    run: RunArgument,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            help="The rank to show; default all, or those with the most and the least work."
+        ),
+    ] = None,
+    grid: Annotated[
+        str | None,
+        typer.Option(
+            help="Rows and columns of the grid: two dimensions, such as `pp,tp` or `node,tp`; "
+            "`auto` takes the outermost two that fill a grid.",
+            metavar="ROWS,COLUMNS",
+        ),
+    ] = None,
+    metric: Annotated[
+        str, typer.Option(help="The metric of --grid: own_work_ns, exposed_ns, ...")
+    ] = "own_work_ns",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the ranks: the straggler, the reason for its lateness, and its cost per step.
+
+    Clocks of different machines are aligned by the collectives that they share. If that is
+    impossible, the output states the reason and shows the results that need no clock.
+
+    On a mesh of several dimensions, the output names the late ranks along each dimension: a late
+    rank delays its TP group, and the group then delays other groups along `shard`.
+
+    With `--grid`, the ranks are shown as a grid. Rows and columns are mesh dimensions, nodes or
+    local ranks. This locates a slow node, group or stage.
+
+    Example: `fsdp-inspect ranks runs/demo --grid node,tp`
+    """
+    from fsdp_inspect.analysis.step_selection import timed_rank
+    from fsdp_inspect.report.json import render_run_json
+
+    opened = open_run_argument(run)
+    if rank is not None:
+        timed_rank(opened.source, rank)  # raises an error if the run lacks this rank
+    measured = opened.ranks()
+    laid_out = _lay_out(opened, grid, metric)
+    if as_json:
+        plain = measured.to_dict()
+        if laid_out is not None:
+            plain["mesh_grid"] = laid_out.to_dict()
+        print(render_run_json(opened.source, plain))
+        return
+    from fsdp_inspect.report.ranks_wording import render_ranks
+
+    print_renderable(render_ranks(measured, rank=rank, grid=laid_out))
+
+
+def _lay_out(run: "Run", grid: str | None, metric: str) -> "MeshGrid | None":
+    """The grid of the given dimensions; None: not requested."""
+    if grid is None:
+        return None
+    rows, _, columns = grid.partition(",")
+    try:
+        if grid == "auto":
+            return run.mesh_grid(metric=metric)
+        return run.mesh_grid(metric=metric, rows=rows.strip(), columns=columns.strip() or None)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--grid") from error
+
+
+_ResultT = TypeVar("_ResultT")
+
+
+def _print(
+    run: "Run",
+    result: _ResultT,
+    render: "Callable[[_ResultT], RenderableType]",
+    *,
+    as_json: bool,
+) -> None:
+    """Print a result as JSON, or as `render` shows it."""
+    from fsdp_inspect.report.json import render_run_json
+
+    if as_json:
+        print(render_run_json(run.source, result))
+    else:
+        print_renderable(render(result))
