@@ -779,7 +779,7 @@ class _Case:
         """Check whether parameters or optimizer states stopped being finite."""
         numerics = self._numerics
         first = None if numerics is None else numerics.first_non_finite
-        if first is None:
+        if first is None or first.has_recovered:
             return None
         # Values on all ranks at once can come from the parameters of one rank.
         stand_out = first.is_exact and set(first.ranks) < set(self._states)
@@ -1051,7 +1051,7 @@ class _Case:
                 )
             )
         first = None if self._numerics is None else self._numerics.first_non_finite
-        if first is not None:
+        if first is not None and not first.has_recovered:
             events.append(RunEvent(RunEventKind.NOT_FINITE, first.step, 0, ()))
         return in_order(events)
 

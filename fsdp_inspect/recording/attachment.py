@@ -47,6 +47,7 @@ from fsdp_inspect.recording.folders import (
     this_launch,
 )
 from fsdp_inspect.recording.instruments import Instruments
+from fsdp_inspect.recording.late_values import LateValues
 from fsdp_inspect.recording.loop_hooks import OptimizerRound
 from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
 from fsdp_inspect.recording.memory_steps import MemorySteps, is_compiled
@@ -76,6 +77,7 @@ from fsdp_inspect.recording.units import (
     mark_released,
     refuse_recorded_units,
 )
+from fsdp_inspect.recording.value_watch import ValueWatch
 from fsdp_inspect.recording.verdict import close_run, close_run_in_background
 from fsdp_inspect.recording.watchdog import WatchSettings, tell
 from fsdp_inspect.store import folder
@@ -136,6 +138,7 @@ class Attachment:
 
     _cuda_limit: CudaLimit | None = None
     _trackers: TrackerFeed | None = None
+    _values: ValueWatch | None = None
     _noted = (0, 0)
     """The number of compilations and standstills in the record."""
     _reported_problems = 0
@@ -183,7 +186,10 @@ class Attachment:
         self.session = self._make_session()
         self._problem_lock = threading.Lock()
         self._scalars = ScalarLog(
-            self.session.clock, self._writer.scalars.append, self.session.problem
+            self.session.clock,
+            self._writer.scalars.append,
+            self.session.problem,
+            lambda: self._request_numerics(),
         )
         self._counters = CudaAllocator(self._device) if self._device.type == "cuda" else None
         self._memory = MemoryProbe(self.session, self._writer.memory.append, self._counters)
@@ -416,18 +422,22 @@ class Attachment:
             return None
         units = self._sharder.describe_units(self._process_groups)
         shapes = [tuple(shape) for unit in units for shape in unit.parameters.values()]
-        return TrainingChecks(self.session, self._model, shapes, self._report_wrong_training)
+        session, model = self.session, self._model
+        self._values = ValueWatch(
+            session, model, self._sharder.units, self._late, self._request_numerics
+        )
+        return TrainingChecks(session, model, shapes, self._report_wrong_training, self._values)
+
+    def _request_numerics(self) -> None:
+        if self._sharder.has_numerics and self._emulation is None:
+            self._numerics.request()
 
     def _keep_training(self) -> None:
-        """Keep what was observed in this step; after the last observation, the hooks do nothing."""
+        """Keep what was observed in this step."""
         checks = self.session.checks
-        if checks is None:
-            return
-        observed = checks.take_news()
+        observed = None if checks is None else checks.take_news()
         if observed is not None:
             self._writer.update(training=observed)
-        if checks.is_over:
-            self.session.checks = None
 
     def _report_wrong_training(self, sentence: str) -> None:
         if self._rank == 0:
@@ -440,6 +450,7 @@ class Attachment:
 
     def _make_session(self) -> Session:
         clock = self._make_clock()
+        self._late = LateValues(clock)
         emulated = self._manifest.source == "emulated"
         return Session(
             clock,
@@ -577,12 +588,16 @@ class Attachment:
     def _begin_step(self) -> None:
         self._memory_steps.begin()
         self._numerics.begin()
+        if self._values is not None:
+            self._values.begin_step()
 
     def _end_step(self) -> None:
         session = self.session
         self._memory.sample(MemoryPoint.STEP_END)
         self._memory_steps.end()
         self._numerics.end()
+        if self._values is not None:
+            self._values.end_step()
         if self._round is not None and self._round.has_grown:
             self._round.has_grown = False
             self._memory_steps.repeat()
@@ -590,6 +605,7 @@ class Attachment:
         self._memory.begin_step()
         self._instruments.end_step()
         self._scalars.drain()
+        self._late.drain()
         is_new = session.inputs != self._settled_inputs
         if session.step == 1 or is_new or self._sharder.num_changes != self._num_settled:
             self._settle_units()
@@ -706,6 +722,8 @@ class Attachment:
         status = RunStatus.COMPLETE if error is None or _is_clean_exit(error) else RunStatus.FAILED
         has_failed = status == RunStatus.FAILED
         end_s = time.monotonic() + (_FAILED_END_S if has_failed else math.inf)
+        if self._values is not None and not (has_failed and self._device.type != "cpu"):
+            self._guarded(self._values.look)
         failure: str | None = None
         try:
             try:
@@ -797,6 +815,8 @@ class Attachment:
                     "recording; they are missing."
                 )
             self._scalars.close(min(_left(end_s), _SETTLE_S))
+            self._late.close(min(_left(end_s), _SETTLE_S))
+            self._keep_training()
         except Exception as error:  # the device may be unusable after the training failed
             self.session.problem(f"Reading the last events failed: {error!r}.")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -99,11 +99,11 @@ class LoopHooks:
             self._backward_depth += 1
             passing = not session.active or self._backward_depth > 1
             if not (passing or session.loss_dtype):
-                session.loss_dtype = _dtype_of(args[0] if args else kwargs.get("tensors"))
+                session.loss_dtype = _dtype_of(_start_of(args, kwargs))
             if passing or torch.compiler.is_compiling():
                 return None
             if session.checks is not None:
-                session.checks.before_backward()
+                session.checks.before_backward(_start_of(args, kwargs))
             self._note_gradients(before_backward=True)
             return session.begin_backward()
 
@@ -362,6 +362,11 @@ class LoopHooks:
             session.add(EventKind.RECOMPUTE, start, end, unit=unit, phase=Phase.BACKWARD)
         except Exception as error:
             session.fail(error)
+
+
+def _start_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The tensors that a call of `torch.autograd.backward` starts from."""
+    return args[0] if args else kwargs.get("tensors")
 
 
 def _dtype_of(tensors: Any) -> str:

@@ -13,7 +13,7 @@ import zlib
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
+from fsdp_inspect.recording.value_watch import Recording, ValueWatch
 from fsdp_inspect.trace.correctness import BatchSeen, LossSeen, OptimizerSeen, TrainingSeen
 
 _STEPS = 8
@@ -37,19 +38,6 @@ _BYTES = 4096
 """Bytes of each of them."""
 
 
-class Recording(Protocol):
-    """What the observations need of a `Session`."""
-
-    active: bool
-    step: int
-    microbatch: int
-    in_backward: bool
-
-    def problem(self, sentence: str) -> None:
-        """Store a limit of the recording in the run folder."""
-        ...
-
-
 class TrainingChecks:
     """The observations of one rank.
 
@@ -58,6 +46,7 @@ class TrainingChecks:
         model: The recorded model, or models.
         shapes: The shape of each parameter before sharding.
         report: Called once with a sentence about a fault that is certain.
+        values: Watches the values until the end; None: nobody does.
     """
 
     def __init__(
@@ -66,8 +55,10 @@ class TrainingChecks:
         model: nn.Module,
         shapes: Iterable[tuple[int, ...]],
         report: Callable[[str], None],
+        values: ValueWatch | None = None,
     ) -> None:
         self._session = session
+        self._values = values
         self._model = model
         self._shapes = Counter(shapes)
         self._report = report
@@ -83,10 +74,13 @@ class TrainingChecks:
 
     def take_news(self) -> TrainingSeen | None:
         """What was observed until now; None: nothing since the last call."""
-        if not self._has_news:
+        values = self._seen.values if self._values is None else self._values.seen
+        if not self._has_news and values == self._seen.values:
             return None
         self._has_news = False
-        return self._seen.model_copy(update={"optimizers": list(self._optimizers.values())})
+        known = {"optimizers": list(self._optimizers.values()), "values": values}
+        self._seen = self._seen.model_copy(update=known)
+        return self._seen
 
     @property
     def is_over(self) -> bool:
@@ -160,8 +154,10 @@ class TrainingChecks:
                 break
         self._batch = digest if count else None
 
-    def before_backward(self) -> None:
-        """Keep the last batch: a backward uses it."""
+    def before_backward(self, tensors: Any) -> None:
+        """Keep the last batch, which a backward uses, and look at the loss it starts from."""
+        if self._values is not None:
+            self._values.note_loss(tensors)
         if self._batch is not None and self._observes():
             seen = BatchSeen(step=self._session.step, digest=self._batch)
             self._seen.batches.append(seen)

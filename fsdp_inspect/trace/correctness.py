@@ -1,4 +1,4 @@
-"""What a rank observes of its training in the first steps; `analysis.correctness` judges it."""
+"""What a rank observes of its training; `analysis.correctness` judges it."""
 
 from typing import Annotated
 
@@ -43,6 +43,24 @@ class LossSeen(Record):
     """The user's line, `file:line`; empty: unknown."""
 
 
+class ValuesSeen(Record):
+    """Whether the loss and the parameters of a rank stayed finite.
+
+    A look before step n shows the parameters that step n - 1 left.
+    """
+
+    loss_step: Index | None = None
+    """The first step whose backward began from a loss that is not finite."""
+    loss_place: str = ""
+    """The user's line that called this backward, `file:line`; empty: unknown."""
+    finite_step: Index | None = None
+    """The last step before which all trained parameters were finite."""
+    step: Index | None = None
+    """The first step before which some were not."""
+    units: list[Annotated[int, Field(ge=-1)]] = Field(default_factory=list)
+    """The units of these; -1: parameters of no unit."""
+
+
 class TrainingSeen(Record):
     """The observations of one rank."""
 
@@ -53,3 +71,4 @@ class TrainingSeen(Record):
     optimizers: list[OptimizerSeen] = Field(default_factory=list)
     batches: list[BatchSeen] = Field(default_factory=list)
     losses: list[LossSeen] = Field(default_factory=list)
+    values: ValuesSeen = ValuesSeen()

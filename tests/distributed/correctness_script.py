@@ -1,10 +1,11 @@
 """Train small models with one mistake each, and legal loops that look like a mistake.
 
-`torchrun ... correctness_script.py FOLDER`: a run for each name in `LOOPS`.
+`torchrun ... correctness_script.py FOLDER [NAME...]`: a run for each name in `LOOPS`.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import fsdp_inspect
+from fsdp_inspect.recording import value_watch
 
 NUM_STEPS = 6
 _CLASSES, _WIDTH, _LENGTH, _BATCH = 16, 8, 10, 2
@@ -222,12 +224,15 @@ def auxiliary_loss(folder: Path) -> None:
 
 @loop
 def not_finite_first(folder: Path) -> None:
-    """The first loss is not finite, as under a gradient scaler."""
+    """The first loss is not finite, and its update is left out, as by a gradient scaler."""
     model = shard(make_model())
-    number = iter(range(NUM_STEPS))
-    data = batches(valid=num_valid(False))
-    scale = [float("inf"), *[1.0] * NUM_STEPS]
-    train(folder, model, adam(model), data, lambda *given: loss_of(*given) * scale[next(number)])
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batches(valid=num_valid(False))):
+            (loss_of(model, batch) * (1 if number else float("inf"))).backward()
+            if number:
+                optimizer.step()
+            optimizer.zero_grad()
 
 
 @loop
@@ -243,12 +248,61 @@ def long_lists(folder: Path) -> None:
             optimizer.zero_grad()
 
 
-def main(folder: str) -> None:
+# --- values that are not finite
+
+
+@loop
+def not_finite(folder: Path) -> None:
+    """A parameter of rank 1 is not finite from step 3 on."""
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batches()):
+            if number == 3 and dist.get_rank() == 1:
+                next(model.parameters()).to_local().data[0] = float("nan")
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def not_finite_at_the_end(folder: Path) -> None:
+    """The last update writes a value that is not finite, in a sharder without numerics."""
+    model = DistributedDataParallel(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        next(model.parameters()).data[0] = float("inf")
+
+
+@loop
+def looked_at_often(folder: Path) -> None:
+    """Values that are not finite, and mean nothing: a skipped batch, a logged number, a buffer."""
+    value_watch.EVERY, usual = 2, value_watch.EVERY
+    model = make_model()
+    model.register_buffer("mask", torch.full((4,), -math.inf))
+    shard(model)
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False) as recorder:
+        for number, batch in enumerate(batches()):
+            recorder.log(val_loss=math.nan)
+            loss = loss_of(model, batch) * (math.nan if number == 2 else 1)
+            loss.backward()
+            if number != 2:
+                optimizer.step()
+            optimizer.zero_grad()
+    value_watch.EVERY = usual
+
+
+def main(folder: str, *names: str) -> None:
     dist.init_process_group("gloo")
-    for name, run in LOOPS.items():
-        run(Path(folder) / name)
+    for name in names or LOOPS:
+        LOOPS[name](Path(folder) / name)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -51,12 +51,46 @@ def test_a_mistake_is_named_before_the_speed(runs: tuple[Path, str], name: str) 
     assert ("correctness_script.py:" in describe_diagnosis(found).sentence) is bool(fault.place)
 
 
-@pytest.mark.parametrize("name", [name for name in LOOPS if name not in MISTAKES])
+@pytest.mark.parametrize(
+    "name", [name for name in LOOPS if name not in MISTAKES and "not-finite-" not in name + "-"]
+)
 def test_a_legal_loop_that_looks_alike_is_no_mistake(runs: tuple[Path, str], name: str) -> None:
     run = open_run(runs[0] / name)
 
     assert run.correctness().faults == ()
     assert run.diagnose().status is Status.HEALTHY
+
+
+def test_parameters_that_are_not_finite_are_found_without_numerics_every(
+    runs: tuple[Path, str],
+) -> None:
+    run, at_end = open_run(runs[0] / "not-finite"), open_run(runs[0] / "not-finite-at-the-end")
+
+    [fault], [last] = run.correctness().faults, at_end.correctness().faults
+
+    assert run.summary().verdict.sentence == fault.sentence == "Parameters are not finite."
+    assert fault.why == (
+        "Parameters or optimizer states stopped being finite in or before step 4. "
+        "The first loss that is not finite is that of step 3."
+    )
+    assert fault.place.rpartition("/")[2].startswith("correctness_script.py:")
+    found = run.diagnose()
+    assert found.problem is ProblemClass.NOT_FINITE
+    assert describe_diagnosis(found).sentence.endswith(
+        "The first loss that is not finite is that of step 3."
+    )
+    assert last.why == ("After step 5, trained parameters of bucket 0 are not finite on ranks 0-1.")
+    assert at_end.diagnose().training == last
+
+
+def test_steps_that_look_at_the_parameters_are_not_timed(runs: tuple[Path, str]) -> None:
+    run = open_run(runs[0] / "looked-at-often")
+
+    for record in run.source.ranks:
+        assert record.training is not None
+        seen = record.training.values
+        assert (seen.loss_step, seen.finite_step, seen.step) == (2, 5, None)
+    assert {2, 4} <= set(run.summary().left_out.memory)
 
 
 def test_what_was_not_observed_is_not_checked(runs: tuple[Path, str]) -> None:
