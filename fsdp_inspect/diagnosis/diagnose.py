@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from fsdp_inspect.analysis.correctness import TrainingFault, check_training
+from fsdp_inspect.analysis.correctness.precision import LOW_PRECISION, MOST_LOST_RATIO
 from fsdp_inspect.analysis.drift import ChangePoint, measure_drift
 from fsdp_inspect.analysis.loss_spikes import LossSpike, find_loss_spikes
 from fsdp_inspect.analysis.numerics import Numerics, measure_numerics
@@ -56,9 +57,6 @@ from fsdp_inspect.trace.run import RunSource, StartStage
 if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.fitting_plans import PlanSearch
 
-LOW_PRECISION = frozenset({"bfloat16", "float16"})
-MOST_LOST_RATIO = 0.5
-"""If at least this fraction of all updates is rounded away, most parameters stop changing."""
 LEAST_HIGH_LOSSES = 5
 """The smallest number of high logged losses after a spike that counts as unrecovered."""
 _LEAST_LEAD_NS = 50_000_000

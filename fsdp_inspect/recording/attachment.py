@@ -59,6 +59,7 @@ from fsdp_inspect.recording.out_of_memory import (
     find_limit_failure,
     make_record,
 )
+from fsdp_inspect.recording.parameter_samples import ParameterSamples, ShardPlace, places_of
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.process_life import describe_process, num_compiles
 from fsdp_inspect.recording.scalars import ScalarLog
@@ -426,7 +427,20 @@ class Attachment:
         self._values = ValueWatch(
             session, model, self._sharder.units, self._late, self._request_numerics
         )
-        return TrainingChecks(session, model, shapes, self._report_wrong_training, self._values)
+        samples = ParameterSamples(session, model, self._late, self._places)
+        return TrainingChecks(
+            session,
+            model,
+            shapes,
+            self._report_wrong_training,
+            self._values,
+            samples if self._sharder.has_numerics else None,
+        )
+
+    def _places(self) -> dict[int, ShardPlace]:
+        units = self._sharder.describe_units(self._process_groups)
+        ranks_of = {group.index: group.ranks for group in self._process_groups.describe()}
+        return places_of(units, self._sharder.units, ranks_of, self._rank)
 
     def _request_numerics(self) -> None:
         if self._sharder.has_numerics and self._emulation is None:

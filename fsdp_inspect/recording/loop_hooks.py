@@ -111,6 +111,8 @@ class LoopHooks:
             if begin is not None and session.active:
                 session.finish_backward(begin)
                 self._note_gradients(before_backward=False)
+                if session.checks is not None:
+                    session.checks.after_backward()
                 self._after_backward()
 
         timed = wrap_call(original, before, after, session)
@@ -209,6 +211,8 @@ class LoopHooks:
             self._optimizer_start = None
             if session.numerics is not None:
                 session.numerics.after_update(optimizer)
+            if session.checks is not None:
+                session.checks.after_update(optimizer)
             session.phase = Phase.BACKWARD if session.in_backward else Phase.OUTSIDE
             if session.in_backward:
                 self._stepped_in_backward = optimizer

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fsdp_inspect.recording.code_places import find_calling_line
+from fsdp_inspect.recording.parameter_samples import ParameterSamples
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
 from fsdp_inspect.recording.value_watch import Recording, ValueWatch
@@ -47,6 +48,7 @@ class TrainingChecks:
         shapes: The shape of each parameter before sharding.
         report: Called once with a sentence about a fault that is certain.
         values: Watches the values until the end; None: nobody does.
+        samples: Samples the parameters around updates; None: nobody does.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class TrainingChecks:
         shapes: Iterable[tuple[int, ...]],
         report: Callable[[str], None],
         values: ValueWatch | None = None,
+        samples: ParameterSamples | None = None,
     ) -> None:
         self._session = session
         self._values = values
+        self._samples = samples
         self._model = model
         self._shapes = Counter(shapes)
         self._report = report
@@ -68,17 +72,25 @@ class TrainingChecks:
         self._seen = TrainingSeen()
         self._batch: int | None = None
         """The digest of the last batch since the last backward."""
-        self._num_batches = 0
-        self._is_over = False
+        self._num_batches = self._num_noted = 0
+        self._is_over = self._has_failed = False
         self._has_news = False
 
     def take_news(self) -> TrainingSeen | None:
         """What was observed until now; None: nothing since the last call."""
         values = self._seen.values if self._values is None else self._values.seen
-        if not self._has_news and values == self._seen.values:
+        num_noted = 0 if self._samples is None else self._samples.num_noted
+        is_known = values is self._seen.values and num_noted == self._num_noted
+        if is_known and not self._has_news:
             return None
-        self._has_news = False
+        self._has_news, self._num_noted = False, num_noted
         known = {"optimizers": list(self._optimizers.values()), "values": values}
+        if self._samples is not None:
+            known |= {
+                "backward_place": self._samples.backward_place,
+                "parameters": list(self._samples.parameters),
+                "updates": list(self._samples.updates),
+            }
         self._seen = self._seen.model_copy(update=known)
         return self._seen
 
@@ -90,13 +102,14 @@ class TrainingChecks:
     def _observes(self) -> bool:
         return not self.is_over and self._session.active
 
-    def _quietly(self, observe: Callable[[], None]) -> None:
-        if not self._observes():
+    def _quietly(self, observe: Callable[[], None], *, is_early: bool = True) -> None:
+        """Run an observation of the first steps, or of any step."""
+        if not (self._observes() if is_early else self._session.active and not self._has_failed):
             return
         try:
             observe()
         except Exception as error:
-            self._is_over = True
+            self._is_over = self._has_failed = True
             self._session.problem(f"The training is not checked: {type(error).__name__}.")
 
     # --- the optimizer
@@ -104,6 +117,13 @@ class TrainingChecks:
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe the tensors of an optimizer that is about to step."""
         self._quietly(lambda: self._see_optimizer(optimizer))
+        if (samples := self._samples) is not None:
+            self._quietly(lambda: samples.before_update(optimizer), is_early=False)
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Observe the parameters that an optimizer has updated."""
+        if (samples := self._samples) is not None:
+            self._quietly(lambda: samples.after_update(optimizer), is_early=False)
 
     def _see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if len(self._optimizers) >= _OPTIMIZERS and optimizer not in self._optimizers:
@@ -156,13 +176,18 @@ class TrainingChecks:
 
     def before_backward(self, tensors: Any) -> None:
         """Keep the last batch, which a backward uses, and look at the loss it starts from."""
-        if self._values is not None:
-            self._values.note_loss(tensors)
+        if (values := self._values) is not None:
+            self._quietly(lambda: values.note_loss(tensors), is_early=False)
         if self._batch is not None and self._observes():
             seen = BatchSeen(step=self._session.step, digest=self._batch)
             self._seen.batches.append(seen)
             self._has_news = True
         self._batch = None
+
+    def after_backward(self) -> None:
+        """Observe the gradients that a backward left."""
+        if (samples := self._samples) is not None:
+            self._quietly(samples.after_backward, is_early=False)
 
     # --- the loss
 

@@ -61,6 +61,42 @@ class ValuesSeen(Record):
     """The units of these; -1: parameters of no unit."""
 
 
+class ParameterSeen(Record):
+    """A parameter of which a rank samples up to 64 values."""
+
+    name: str
+    unit: Annotated[int, Field(ge=-1)]
+    """The index of its unit; -1: none."""
+    part: list[Index]
+    """The place of the rank among those that hold other parts; empty: the rank holds it whole."""
+    is_replica: bool
+    """Whether the sharder keeps this part on several ranks."""
+    dtype: str
+    keeps_copy: bool = False
+    """Whether the optimizer keeps what rounding takes from the parameter."""
+
+
+class UpdateSeen(Record):
+    """The sampled parameters around an update; lists are in the order of `parameters`."""
+
+    step: Index
+    rate: float
+    """The learning rate; 0 if it is not known on the host."""
+    factor: float | None
+    """The one factor of all sampled gradients between the last backward and the update, as of
+    clipping; None: there is none, or it is unknown."""
+    gradients: list[float | None]
+    """The norms of the sampled gradients before the update."""
+    values: list[float | None]
+    """The norms of the sampled values before the update."""
+    digests: list[Annotated[int, Field(ge=0, lt=1 << 32)]]
+    """CRC-32 of these values."""
+    num_meant: Amount
+    """Sampled values with a gradient that is not zero."""
+    num_lost: Amount
+    """Those that the update did not change."""
+
+
 class TrainingSeen(Record):
     """The observations of one rank."""
 
@@ -72,3 +108,8 @@ class TrainingSeen(Record):
     batches: list[BatchSeen] = Field(default_factory=list)
     losses: list[LossSeen] = Field(default_factory=list)
     values: ValuesSeen = ValuesSeen()
+    backward_place: str = ""
+    """The user's line that called the last sampled backward, `file:line`; empty: unknown."""
+    parameters: list[ParameterSeen] = Field(default_factory=list)
+    updates: list[UpdateSeen] = Field(default_factory=list)
+    """The first 8 sampled updates, and the last 4 after them."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.advice.run_advice import find_findings
+from fsdp_inspect.analysis.correctness import check_training
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.trace.correctness import BatchSeen, OptimizerSeen, TrainingSeen
@@ -68,3 +69,12 @@ def test_few_different_batches_are_not_judged(number: int) -> None:
         batches=[BatchSeen(step=step, digest=step % max(number, 1)) for step in range(8)]
     )
     assert measure_summary(observed(input_bound(), seen, seen)).verdict.limit is Limit.INPUT
+
+
+def test_without_sampled_updates_gradients_are_not_checked() -> None:
+    found = observed(input_bound(), TrainingSeen(), TrainingSeen())
+
+    unknown = check_training(found).not_checked
+
+    assert unknown.keys() >= {"values", "optimizer", "gradients", "replicas", "clipping", "loss"}
+    assert unknown["gradients"].startswith("No update of a parameter")

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -246,6 +249,336 @@ def long_lists(folder: Path) -> None:
             loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+@loop
+def recorded_and_not(folder: Path) -> None:
+    """The checks change no bit of the losses and of the parameters."""
+    found: list[list[torch.Tensor]] = []
+    value_watch.EVERY, usual = 2, value_watch.EVERY
+    for is_recorded in (True, False):
+        model = shard(make_model())
+        optimizer, losses = adam(model), list[torch.Tensor]()
+        recorder = fsdp_inspect.Recorder(model, path=folder, print_verdict=False)
+        with recorder if is_recorded else nullcontext():
+            for batch in batches():
+                losses.append(loss_of(model, batch))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([*losses, *(each.to_local() for each in model.parameters())])
+    value_watch.EVERY = usual
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
+
+
+# --- gradients and replicas
+
+
+def train_on(
+    folder: Path,
+    model: nn.Module,
+    step: Callable[[int, Batch], None],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Train with `step`, which runs the backwards of a step; then the optimizer updates."""
+    optimizer = optimizer or adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False) as recorder:
+        for number, batch in enumerate(batches()):
+            with recorder.step():
+                step(number, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def halves(batch: Batch) -> Iterator[Batch]:
+    """The microbatches of a batch."""
+    yield from zip(batch[0].split(1), batch[1].split(1), strict=True)
+
+
+@loop
+def root_not_sharded(folder: Path) -> None:
+    """The last layer is in no unit, so each rank trains its own."""
+    model = make_model()
+    fully_shard(model[0])
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def no_sync_left_on(folder: Path) -> None:
+    model = DistributedDataParallel(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        with model.no_sync():
+            loss_of(model, batch).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def sync_left_off(folder: Path) -> None:
+    model = shard(make_model())
+    model.set_requires_gradient_sync(False)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def wrapper_bypassed(folder: Path) -> None:
+    model = DistributedDataParallel(make_model())
+    train_on(folder, model, lambda _, batch: loss_of(model.module, batch).backward())
+
+
+@loop
+def mesh_of_one_rank(folder: Path) -> None:
+    model = make_model()
+    mesh = DeviceMesh("cpu", [dist.get_rank()])
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def replicas_of_other_seeds(folder: Path) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(_WIDTH, 16), nn.GELU(), nn.Linear(16, _CLASSES))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def shards_reduced_again(folder: Path) -> None:
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad.to_local())
+
+    train_on(folder, model, step)
+
+
+@loop
+def clipped_by_local_norms(folder: Path) -> None:
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        local = [each.grad.to_local() for each in model.parameters()]
+        norm = torch.nn.utils.get_total_norm(local)
+        for each in local:
+            each.mul_(0.01 / norm)
+
+    train_on(folder, model, step)
+
+
+@loop
+def clipped_by_local_norms_of_fsdp1(folder: Path) -> None:
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(make_model(), use_orig_params=True, device_id=cpu)
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    train_on(folder, model, step)
+
+
+@loop
+def rounded_away(folder: Path) -> None:
+    model = shard(make_model().bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0)
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, (batch[0].bfloat16(), batch[1])).backward()
+
+    train_on(folder, model, step, optimizer)
+
+
+# --- loops that look alike
+
+
+@loop
+def accumulated_without_sync(folder: Path) -> None:
+    model = DistributedDataParallel(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        first, second = halves(batch)
+        with model.no_sync():
+            (loss_of(model, first) / 2).backward()
+        (loss_of(model, second) / 2).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def accumulated_without_sync_sharded(folder: Path) -> None:
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        for at, microbatch in enumerate(halves(batch)):
+            model.set_requires_gradient_sync(at == 1)
+            (loss_of(model, microbatch) / 2).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def reduced_by_hand(folder: Path) -> None:
+    """The last layer is in no unit, and the loop reduces its gradients."""
+    model = make_model()
+    fully_shard(model[0])
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        for parameter in model[2].parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    train_on(folder, model, step)
+
+
+@loop
+def experts_of_each_rank(folder: Path) -> None:
+    """Each rank trains an expert of its own, from the same values."""
+    model = nn.Sequential(OrderedDict(router=make_model()[0], expert=nn.Linear(16, _CLASSES)))
+    fully_shard(model.router)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def ensemble(folder: Path) -> None:
+    """Each rank trains a model of its own, from another seed."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(_WIDTH, 16), nn.GELU(), nn.Linear(16, _CLASSES))
+    fully_shard(model, mesh=DeviceMesh("cpu", [dist.get_rank()]))
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def replicas(folder: Path) -> None:
+    model = make_model()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def clipped(folder: Path) -> None:
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    train_on(folder, model, step)
+
+
+@loop
+def clipped_of_fsdp1(folder: Path) -> None:
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(make_model(), use_orig_params=True, device_id=cpu)
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        model.clip_grad_norm_(0.01)
+
+    train_on(folder, model, step)
+
+
+@loop
+def clipped_by_value(folder: Path) -> None:
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)
+
+    train_on(folder, model, step)
+
+
+@loop
+def warm_up_in_bfloat16(folder: Path) -> None:
+    """The first updates are rounded away, because the learning rate rises from almost 0."""
+    model = shard(make_model().bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+
+    def step(number: int, batch: Batch) -> None:
+        optimizer.param_groups[0]["lr"] = 1e-8 * (1 + number)
+        loss_of(model, (batch[0].bfloat16(), batch[1])).backward()
+
+    train_on(folder, model, step, optimizer)
+
+
+@loop
+def trained_in_bfloat16(folder: Path) -> None:
+    model = shard(make_model().bfloat16())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, (batch[0].bfloat16(), batch[1])).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def tied_weights(folder: Path) -> None:
+    """The first and the last layer share a weight."""
+    first = make_model()[0]
+    model = nn.Sequential(first, nn.GELU(), nn.Linear(16, _WIDTH), nn.Linear(_WIDTH, 16))
+    model[3].weight = first.weight
+    fully_shard(model)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def averaged_weights(folder: Path) -> None:
+    """A copy of the model follows it (EMA)."""
+    model, average = shard(make_model()), shard(make_model())
+    optimizer = adam(model)
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            for own, other in zip(average.parameters(), model.parameters(), strict=True):
+                own.lerp_(other, 0.1)
+
+    train_on(folder, model, step, optimizer)
+
+
+@loop
+def two_models(folder: Path) -> None:
+    """A generator and a discriminator, with an optimizer each."""
+    made, judge = shard(make_model()), shard(make_model())
+    optimizers = adam(made), adam(judge)
+    with fsdp_inspect.Recorder([made, judge], path=folder, print_verdict=False):
+        for inputs, _ in batches():
+            fake = made(inputs)[..., :_WIDTH]
+            (judge(fake.detach()).mean() - judge(inputs).mean()).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            (-judge(made(inputs)[..., :_WIDTH]).mean()).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            optimizers[1].zero_grad()
+
+
+@loop
+def sharpness_aware(folder: Path) -> None:
+    """The second backward of a step starts from moved parameters (SAM)."""
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        moves = [each.grad * 0.05 for each in model.parameters()]
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.add_(move)
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.sub_(move)
+
+    train_on(folder, model, step)
 
 
 # --- values that are not finite

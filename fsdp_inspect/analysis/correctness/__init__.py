@@ -6,20 +6,31 @@ Each check has a file, which names its fault, its proof and the legal loops that
 """
 
 from fsdp_inspect.analysis.correctness.batches import check_batches
+from fsdp_inspect.analysis.correctness.clipping import check_clipping
 from fsdp_inspect.analysis.correctness.faults import (
     Correctness,
     Observed,
     TrainingCheck,
     TrainingFault,
 )
+from fsdp_inspect.analysis.correctness.gradients import check_gradients
 from fsdp_inspect.analysis.correctness.optimizer import check_optimizer
+from fsdp_inspect.analysis.correctness.precision import check_precision
 from fsdp_inspect.analysis.correctness.token_means import check_loss
 from fsdp_inspect.analysis.correctness.values import check_finite
 from fsdp_inspect.trace.run import RunSource
 
 __all__ = ["Correctness", "TrainingCheck", "TrainingFault", "check_training"]
 
-_CHECKS = (check_finite, check_optimizer, check_batches, check_loss)
+_CHECKS = (
+    check_finite,
+    check_optimizer,
+    check_gradients,
+    check_clipping,
+    check_precision,
+    check_batches,
+    check_loss,
+)
 """In the order of `TrainingCheck`."""
 
 

@@ -10,6 +10,7 @@ from fsdp_inspect.trace.run import RankRecord, RunSource
 
 _DATA = ("replicate", "shard")
 """Dimensions of the mesh whose ranks split the data."""
+_WHOLE = frozenset({*_DATA, "world", "other", ""})
 
 
 class TrainingCheck(StrEnum):
@@ -17,6 +18,10 @@ class TrainingCheck(StrEnum):
 
     VALUES = "values"
     OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    REPLICAS = "replicas"
+    CLIPPING = "clipping"
+    PRECISION = "precision"
     BATCHES = "batches"
     LOSS = "loss"
 
@@ -70,3 +75,8 @@ class Observed:
         coordinates = self.records[rank].coordinates
         known = tuple(coordinates[name] for name in _DATA if name in coordinates)
         return known or (rank,)
+
+    def model_part_of(self, rank: int) -> tuple[tuple[str, int], ...]:
+        """The position of a rank along the dimensions that split the model or the sequence."""
+        coordinates = self.records[rank].coordinates.items()
+        return tuple(sorted(each for each in coordinates if each[0] not in _WHOLE))
