@@ -817,6 +817,7 @@ class Attachment:
         mark_released(self._sharder.units)
         self._model = nn.Module()
         self._sharder.units.clear()
+        self.session.checks = self._values = None
         del self._instruments, self._memory_steps, self._numerics
 
     def _settle(self, end_s: float) -> None:

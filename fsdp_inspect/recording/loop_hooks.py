@@ -25,7 +25,7 @@ from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api.autograd import (
     LoaderIterator,
     recomputation_hook,
-    version_of,
+    versions_of,
 )
 from fsdp_inspect.recording.torch_api.dispatch import storage_key
 from fsdp_inspect.recording.units import UnitHandle
@@ -58,8 +58,8 @@ class LoopHooks:
         self._on_optimizer_step = on_optimizer_step
         self._outer = outer
         self._units = units
-        self._gradients: list[tuple[int, int]] = []
-        """The storage and the version of each gradient after the last backward."""
+        self._gradients: list[tuple[int, int, int]] = []
+        """The storage and the versions of each gradient after the last backward."""
         self._backward_depth = 0
         self._optimizer_start: Any = None
         self._stepped_in_backward: torch.optim.Optimizer | None = None
@@ -138,12 +138,12 @@ class LoopHooks:
             session.gradients_between = "kept" if is_kept else "changed"
         self._gradients = found
 
-    def _find_gradients(self) -> Iterator[tuple[int, int]]:
+    def _find_gradients(self) -> Iterator[tuple[int, int, int]]:
         with torch.no_grad():
             for unit in self._units:
                 for gradient in (*unit.reduced_gradients, *unit.full_gradients):
                     local = local_part(gradient)
-                    yield storage_key(local.untyped_storage()), version_of(local)
+                    yield storage_key(local.untyped_storage()), *versions_of(gradient)
 
     def _after_backward(self) -> None:
         """Adjust an optimizer step that contains this backward or ended inside it."""
@@ -260,7 +260,7 @@ class LoopHooks:
                 batch = original(iterator)
                 session.num_batches += 1
                 if session.checks is not None:
-                    session.checks.note_batch(batch)
+                    session.checks.note_batch(batch, id(iterator))
                 return batch
             except StopIteration:
                 running.discard(iterator)  # persistent workers use it again for the next pass

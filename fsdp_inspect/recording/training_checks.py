@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from fsdp_inspect.recording.accumulation_watch import AccumulationWatch
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.parameter_samples import ParameterSamples
 from fsdp_inspect.recording.patches import Patches
@@ -69,6 +70,7 @@ class TrainingChecks:
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, OptimizerSeen] = (
             WeakKeyDictionary()
         )
+        self._accumulation = AccumulationWatch()
         self._seen = TrainingSeen()
         self._batch: int | None = None
         """The digest of the last batch since the last backward."""
@@ -84,7 +86,11 @@ class TrainingChecks:
         if is_known and not self._has_news:
             return None
         self._has_news, self._num_noted = False, num_noted
-        known = {"optimizers": list(self._optimizers.values()), "values": values}
+        known = {
+            "optimizers": list(self._optimizers.values()),
+            "rounds": list(self._accumulation.rounds),
+            "values": values,
+        }
         if self._samples is not None:
             known |= {
                 "backward_place": self._samples.backward_place,
@@ -122,6 +128,7 @@ class TrainingChecks:
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe the parameters that an optimizer has updated."""
+        self._quietly(lambda: self._close_round(optimizer))
         if (samples := self._samples) is not None:
             self._quietly(lambda: samples.after_update(optimizer), is_early=False)
 
@@ -156,14 +163,19 @@ class TrainingChecks:
                 "the optimizer after the model is sharded."
             )
 
+    def _close_round(self, optimizer: torch.optim.Optimizer) -> None:
+        self._accumulation.after_update(optimizer, self._session.step)
+        self._has_news = True
+
     # --- batches
 
-    def note_batch(self, batch: Any) -> None:
-        """Observe a batch that a DataLoader gives to the training thread."""
+    def note_batch(self, batch: Any, loader: int) -> None:
+        """Observe a batch that a pass over a DataLoader gives to the training thread."""
         if torch.is_grad_enabled():  # otherwise an evaluation
-            self._quietly(lambda: self._see_batch(batch))
+            self._quietly(lambda: self._see_batch(batch, loader))
 
-    def _see_batch(self, batch: Any) -> None:
+    def _see_batch(self, batch: Any, loader: int) -> None:
+        self._accumulation.note_batch(loader)
         self._num_batches += 1
         if self._num_batches > _BATCHES:
             return
@@ -178,6 +190,8 @@ class TrainingChecks:
         """Keep the last batch, which a backward uses, and look at the loss it starts from."""
         if (values := self._values) is not None:
             self._quietly(lambda: values.note_loss(tensors), is_early=False)
+        may_read = self._session.tracker is None
+        self._quietly(lambda: self._accumulation.before_backward(may_read=may_read))
         if self._batch is not None and self._observes():
             seen = BatchSeen(step=self._session.step, digest=self._batch)
             self._seen.batches.append(seen)
@@ -186,6 +200,7 @@ class TrainingChecks:
 
     def after_backward(self) -> None:
         """Observe the gradients that a backward left."""
+        self._quietly(self._accumulation.after_backward)
         if (samples := self._samples) is not None:
             self._quietly(samples.after_backward, is_early=False)
 

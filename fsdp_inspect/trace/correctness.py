@@ -97,6 +97,28 @@ class UpdateSeen(Record):
     """Those that the update did not change."""
 
 
+class RoundSeen(Record):
+    """What happened to a few parameters of an optimizer between two of its updates."""
+
+    step: Index
+    num_backwards: Amount
+    """Backwards that changed their gradients."""
+    num_passes: Amount
+    """Backwards, also those without reduction, if the learning rate is known on the host."""
+    num_batches: Amount
+    """Batches that data loaders gave to the training thread."""
+    num_loaders: Amount
+    """The passes over data loaders that gave them."""
+    num_cleared: Amount
+    """Backwards after the first that found the gradients of the one before cleared."""
+    num_moved: Amount
+    """Backwards that found the parameters changed since the one before or the update."""
+    num_rates: Amount
+    """Different learning rates at the backwards."""
+    is_kept: bool
+    """Whether the first backward added to the gradients of the update before."""
+
+
 class TrainingSeen(Record):
     """The observations of one rank."""
 
@@ -108,6 +130,7 @@ class TrainingSeen(Record):
     batches: list[BatchSeen] = Field(default_factory=list)
     losses: list[LossSeen] = Field(default_factory=list)
     values: ValuesSeen = ValuesSeen()
+    rounds: list[RoundSeen] = Field(default_factory=list)
     backward_place: str = ""
     """The user's line that called the last sampled backward, `file:line`; empty: unknown."""
     parameters: list[ParameterSeen] = Field(default_factory=list)

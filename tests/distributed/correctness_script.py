@@ -581,6 +581,200 @@ def sharpness_aware(folder: Path) -> None:
     train_on(folder, model, step)
 
 
+# --- accumulation
+
+
+def train_in_pairs(
+    folder: Path,
+    model: nn.Module,
+    microbatch: Callable[[int, Batch], None],
+    update: Callable[[torch.optim.Optimizer], None] = torch.optim.Optimizer.zero_grad,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Update after each second batch; `update` follows it."""
+    optimizer = optimizer or adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        data = (batch for _ in range(2) for batch in batches())
+        for number, batch in enumerate(data):
+            microbatch(number % 2, batch)
+            if number % 2:
+                optimizer.step()
+                update(optimizer)
+
+
+@loop
+def never_cleared(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+
+@loop
+def never_cleared_of_ddp(folder: Path) -> None:
+    model = DistributedDataParallel(make_model())
+
+    def microbatch(number: int, batch: Batch) -> None:
+        (loss_of(model, batch) / 2).backward()
+
+    train_in_pairs(folder, model, microbatch, lambda _: None)
+
+
+@loop
+def cleared_between(folder: Path) -> None:
+    model = shard(make_model())
+
+    def microbatch(number: int, batch: Batch) -> None:
+        model.zero_grad()
+        (loss_of(model, batch) / 2).backward()
+
+    train_in_pairs(folder, model, microbatch, lambda _: None)
+
+
+@loop
+def cleared_between_of_ddp(folder: Path) -> None:
+    model = DistributedDataParallel(make_model())
+
+    def microbatch(number: int, batch: Batch) -> None:
+        model.zero_grad(set_to_none=False)
+        (loss_of(model, batch) / 2).backward()
+
+    train_in_pairs(folder, model, microbatch, lambda _: None)
+
+
+@loop
+def not_divided(folder: Path) -> None:
+    model = shard(make_model())
+    train_in_pairs(folder, model, lambda _, batch: loss_of(model, batch).backward())
+
+
+@loop
+def not_divided_without_sync(folder: Path) -> None:
+    model = shard(make_model())
+
+    def microbatch(number: int, batch: Batch) -> None:
+        model.set_requires_gradient_sync(number == 1)
+        loss_of(model, batch).backward()
+
+    train_in_pairs(folder, model, microbatch)
+
+
+@loop
+def scheduled_too_often(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    def microbatch(number: int, batch: Batch) -> None:
+        (loss_of(model, batch) / 2).backward()
+        schedule.step()
+
+    train_in_pairs(folder, model, microbatch, optimizer=optimizer)
+
+
+# --- loops that look alike
+
+
+@loop
+def accumulated(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    def update(optimizer: torch.optim.Optimizer) -> None:
+        schedule.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    def microbatch(number: int, batch: Batch) -> None:
+        (loss_of(model, batch) / 2).backward()
+
+    train_in_pairs(folder, model, microbatch, update, optimizer)
+
+
+@loop
+def divided_later(folder: Path) -> None:
+    """The loop divides the gradients instead of the loss."""
+    model = shard(make_model())
+
+    def microbatch(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        if number:
+            for parameter in model.parameters():
+                parameter.grad.div_(2)
+
+    train_in_pairs(folder, model, microbatch)
+
+
+@loop
+def two_tasks(folder: Path) -> None:
+    """The losses of two tasks add up, with a loader each."""
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for pair in zip(batches(), batches(seed=5 + dist.get_rank()), strict=True):
+            for batch in pair:
+                loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def attacked_inputs(folder: Path) -> None:
+    """The first backward of a step attacks the inputs, and its other gradients are cleared."""
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        inputs = batch[0].clone().requires_grad_()
+        loss_of(model, (inputs, batch[1])).backward()
+        model.zero_grad()
+        loss_of(model, (inputs.detach() + 0.1 * inputs.grad.sign(), batch[1])).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def chunks_of_a_sequence(folder: Path) -> None:
+    """The losses of the chunks of one batch add up (TBPTT)."""
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        for chunk in zip(batch[0].split(5, 1), batch[1].split(5, 1), strict=True):
+            loss_of(model, (chunk[0], chunk[1])).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def cleared_before_backward(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss = loss_of(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+@loop
+def closure(folder: Path) -> None:
+    """LBFGS runs several backwards in one step."""
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+
+            def evaluate(batch: Batch = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(evaluate)
+
+
 # --- values that are not finite
 
 

@@ -16,7 +16,17 @@ SAME = "Ranks 0-1 read the same batches."
 WEIGHTS = "Tokens on rank 1 weigh up to 10.0 times as much."
 ALONE = "The ranks do not combine their gradients: each trains alone."
 CLIPS = "Each rank clips its gradients by a norm of its own."
+REPEATS = "Gradients are never cleared: each update repeats all earlier ones."
+CLEARED = "Gradients are cleared between the microbatches of a step."
+SUM = "The loss is not divided by the 2 microbatches."
 MISTAKES = {
+    "never-cleared": REPEATS,
+    "never-cleared-of-ddp": REPEATS,
+    "cleared-between": CLEARED,
+    "cleared-between-of-ddp": CLEARED,
+    "not-divided": SUM,
+    "not-divided-without-sync": SUM,
+    "scheduled-too-often": "The learning rate changes in every microbatch, not in every update.",
     "stale-optimizer": STALE,
     "stale-optimizer-of-fsdp1": STALE,
     "same-batches": SAME,
@@ -36,7 +46,7 @@ MISTAKES = {
     "rounded-away": "100% of the updates change no stored parameter.",
 }
 CERTAIN = ("stale-optimizer", "stale-optimizer-of-fsdp1", "replicas-of-other-seeds")
-CERTAIN += ("shards-reduced-again", "sync-left-off")
+CERTAIN += ("never-cleared", "never-cleared-of-ddp", "shards-reduced-again", "sync-left-off")
 
 pytestmark = pytest.mark.distributed
 

@@ -5,6 +5,7 @@ was not observed: then `not_checked` has the reason. The recorder observes (`tra
 Each check has a file, which names its fault, its proof and the legal loops that look alike.
 """
 
+from fsdp_inspect.analysis.correctness.accumulation import check_accumulation
 from fsdp_inspect.analysis.correctness.batches import check_batches
 from fsdp_inspect.analysis.correctness.clipping import check_clipping
 from fsdp_inspect.analysis.correctness.faults import (
@@ -26,6 +27,7 @@ _CHECKS = (
     check_finite,
     check_optimizer,
     check_gradients,
+    check_accumulation,
     check_clipping,
     check_precision,
     check_batches,

@@ -20,6 +20,7 @@ class TrainingCheck(StrEnum):
     OPTIMIZER = "optimizer"
     GRADIENTS = "gradients"
     REPLICAS = "replicas"
+    ACCUMULATION = "accumulation"
     CLIPPING = "clipping"
     PRECISION = "precision"
     BATCHES = "batches"

@@ -166,7 +166,7 @@ def _check_twice(observed: Observed) -> Iterator[TrainingFault]:
         norms = [[each.updates[n].gradients[at] for each in same] for n in range(num)]
         if all(all(each) and len(set(each)) == 1 for each in norms):
             equal.append(parameter.name)
-    if num > 1 and len(equal) > 1:
+    if len(seen) > 1 and num > 1 and len(equal) > 1:
         title = traits_of(observed.run.manifest.sharder).title
         yield TrainingFault(
             TrainingCheck.GRADIENTS,
