@@ -22,6 +22,7 @@ from torch import nn
 from fsdp_inspect.errors import DesyncError, RecordingError
 from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import Clock, CudaClock, HostClock, TorchCudaBackend
+from fsdp_inspect.recording.coverage_watch import CoverageWatch
 from fsdp_inspect.recording.devices import DeviceSampler
 from fsdp_inspect.recording.emulated_network import announced_emulation
 from fsdp_inspect.recording.environment import (
@@ -70,7 +71,7 @@ from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.surveillance import Surveillance
 from fsdp_inspect.recording.trackers.feed import TrackerFeed, page_of
 from fsdp_inspect.recording.trackers.libraries import TrackedRun
-from fsdp_inspect.recording.training_checks import TrainingChecks
+from fsdp_inspect.recording.training_checks import TrainingChecks, Watches
 from fsdp_inspect.recording.units import (
     ProcessGroups,
     describe_model,
@@ -215,7 +216,7 @@ class Attachment:
         self._sampler = self._start_sampler()
         self._history = self._start_history()
         self._surveillance = self._watch()
-        self.session.checks = self._make_checks()
+        self.session.checks = self._make_checks(sees_all=optimizers is None)
         self._instruments = Instruments(
             self.session,
             self._sharder,
@@ -417,8 +418,11 @@ class Attachment:
         warn(sentence)
         self.session.problem(sentence)
 
-    def _make_checks(self) -> TrainingChecks | None:
-        """Observe the training itself; None under emulation, whose values are meaningless."""
+    def _make_checks(self, *, sees_all: bool) -> TrainingChecks | None:
+        """Observe the training itself; None under emulation, whose values are meaningless.
+
+        `sees_all`: whether all optimizers are recorded, not only those that the user gave.
+        """
         if self._emulation is not None:
             return None
         units = self._sharder.describe_units(self._process_groups)
@@ -428,23 +432,23 @@ class Attachment:
             session, model, self._sharder.units, self._late, self._request_numerics
         )
         samples = ParameterSamples(session, model, self._late, self._places)
-        return TrainingChecks(
-            session,
-            model,
-            shapes,
-            self._report_wrong_training,
+        coverage = CoverageWatch(model, self._sharder.units, session.graph_units)
+        updates_parameters = self._sharder.has_numerics
+        watches = Watches(
             self._values,
-            samples if self._sharder.has_numerics else None,
+            samples if updates_parameters else None,
+            coverage if updates_parameters and sees_all else None,
         )
+        return TrainingChecks(session, model, shapes, self._report_wrong_training, watches)
+
+    def _request_numerics(self) -> None:
+        if self._sharder.has_numerics and self._emulation is None:
+            self._numerics.request()
 
     def _places(self) -> dict[int, ShardPlace]:
         units = self._sharder.describe_units(self._process_groups)
         ranks_of = {group.index: group.ranks for group in self._process_groups.describe()}
         return places_of(units, self._sharder.units, ranks_of, self._rank)
-
-    def _request_numerics(self) -> None:
-        if self._sharder.has_numerics and self._emulation is None:
-            self._numerics.request()
 
     def _keep_training(self) -> None:
         """Keep what was observed in this step."""

@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from torch import nn
 
 from fsdp_inspect.recording.accumulation_watch import AccumulationWatch
 from fsdp_inspect.recording.code_places import find_calling_line
+from fsdp_inspect.recording.coverage_watch import CoverageWatch
 from fsdp_inspect.recording.parameter_samples import ParameterSamples
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
@@ -40,6 +42,17 @@ _BYTES = 4096
 """Bytes of each of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Watches:
+    """The parts of the observations that look at parameters."""
+
+    values: ValueWatch
+    samples: ParameterSamples | None
+    """None: the optimizer updates partitions."""
+    coverage: CoverageWatch | None
+    """None: this too, or the recorder does not see all optimizers."""
+
+
 class TrainingChecks:
     """The observations of one rank.
 
@@ -48,8 +61,7 @@ class TrainingChecks:
         model: The recorded model, or models.
         shapes: The shape of each parameter before sharding.
         report: Called once with a sentence about a fault that is certain.
-        values: Watches the values until the end; None: nobody does.
-        samples: Samples the parameters around updates; None: nobody does.
+        watches: The parts that look at parameters.
     """
 
     def __init__(
@@ -58,12 +70,12 @@ class TrainingChecks:
         model: nn.Module,
         shapes: Iterable[tuple[int, ...]],
         report: Callable[[str], None],
-        values: ValueWatch | None = None,
-        samples: ParameterSamples | None = None,
+        watches: Watches,
     ) -> None:
         self._session = session
-        self._values = values
-        self._samples = samples
+        self._values = watches.values
+        self._samples = watches.samples
+        self._coverage = watches.coverage
         self._model = model
         self._shapes = Counter(shapes)
         self._report = report
@@ -80,13 +92,14 @@ class TrainingChecks:
 
     def take_news(self) -> TrainingSeen | None:
         """What was observed until now; None: nothing since the last call."""
-        values = self._seen.values if self._values is None else self._values.seen
+        values = self._values.seen
         num_noted = 0 if self._samples is None else self._samples.num_noted
         is_known = values is self._seen.values and num_noted == self._num_noted
         if is_known and not self._has_news:
             return None
         self._has_news, self._num_noted = False, num_noted
-        known = {
+        known: dict[str, Any] = {
+            "coverage": None if self._coverage is None else self._coverage.seen,
             "optimizers": list(self._optimizers.values()),
             "rounds": list(self._accumulation.rounds),
             "values": values,
@@ -123,11 +136,20 @@ class TrainingChecks:
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe the tensors of an optimizer that is about to step."""
         self._quietly(lambda: self._see_optimizer(optimizer))
+        if (coverage := self._coverage) is not None:
+            is_early = not coverage.is_new(optimizer)  # an optimizer may step late
+            self._quietly(lambda: self._cover(coverage, optimizer), is_early=is_early)
         if (samples := self._samples) is not None:
             self._quietly(lambda: samples.before_update(optimizer), is_early=False)
 
+    def _cover(self, coverage: CoverageWatch, optimizer: torch.optim.Optimizer) -> None:
+        coverage.before_update(optimizer)
+        self._has_news = True
+
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe the parameters that an optimizer has updated."""
+        if (coverage := self._coverage) is not None:
+            self._quietly(lambda: coverage.after_update(optimizer))
         self._quietly(lambda: self._close_round(optimizer))
         if (samples := self._samples) is not None:
             self._quietly(lambda: samples.after_update(optimizer), is_early=False)
@@ -188,8 +210,9 @@ class TrainingChecks:
 
     def before_backward(self, tensors: Any) -> None:
         """Keep the last batch, which a backward uses, and look at the loss it starts from."""
-        if (values := self._values) is not None:
-            self._quietly(lambda: values.note_loss(tensors), is_early=False)
+        self._quietly(lambda: self._values.note_loss(tensors), is_early=False)
+        if (coverage := self._coverage) is not None:
+            self._quietly(coverage.before_backward)
         may_read = self._session.tracker is None
         self._quietly(lambda: self._accumulation.before_backward(may_read=may_read))
         if self._batch is not None and self._observes():

@@ -97,6 +97,22 @@ class UpdateSeen(Record):
     """Those that the update did not change."""
 
 
+class CoverageSeen(Record):
+    """The parameters of the models, compared with those that the optimizers hold."""
+
+    num_updates: Amount = 0
+    num_repeated: Amount = 0
+    """Updates that used gradients which an update had used before."""
+    missing: list[str] = Field(default_factory=list)
+    """The first names of parameters with a gradient that no optimizer holds or changes."""
+    num_missing: Amount = 0
+    missing_values: Amount = 0
+    held_values: Amount = 0
+    units_without: list[Index] = Field(default_factory=list)
+    """Units that kept a graph and that an optimizer holds, none of whose parameters ever had a
+    gradient before an update."""
+
+
 class RoundSeen(Record):
     """What happened to a few parameters of an optimizer between two of its updates."""
 
@@ -130,6 +146,8 @@ class TrainingSeen(Record):
     batches: list[BatchSeen] = Field(default_factory=list)
     losses: list[LossSeen] = Field(default_factory=list)
     values: ValuesSeen = ValuesSeen()
+    coverage: CoverageSeen | None = None
+    """None: the recorder does not see all optimizers, or they update partitions."""
     rounds: list[RoundSeen] = Field(default_factory=list)
     backward_place: str = ""
     """The user's line that called the last sampled backward, `file:line`; empty: unknown."""

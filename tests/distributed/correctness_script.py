@@ -775,6 +775,127 @@ def closure(folder: Path) -> None:
             optimizer.step(evaluate)
 
 
+# --- parameters and optimizers
+
+
+def of(*modules: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of these modules."""
+    return torch.optim.AdamW([each for module in modules for each in module.parameters()], lr=1e-3)
+
+
+@loop
+def bias_left_out(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = torch.optim.AdamW([*model[0].parameters(), model[2].weight], lr=1e-3)
+    train(folder, model, optimizer, batches())
+
+
+@loop
+def layer_added_later(folder: Path) -> None:
+    """DDP wraps the whole model, and the optimizer was made before the last layer."""
+    model = make_model()
+    optimizer = of(model)
+    model.append(nn.Linear(_CLASSES, _CLASSES))
+    train(folder, DistributedDataParallel(model), optimizer, batches())
+
+
+@loop
+def detached(folder: Path) -> None:
+    """The output of the first layer is detached from the graph."""
+    model = make_model()
+    model[1].register_forward_pre_hook(lambda module, given: (given[0].detach(),))
+    shard(model)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def two_optimizers(folder: Path) -> None:
+    """Both optimizers hold the first layer."""
+    model = shard(make_model())
+    first, second = of(model), of(model[0])
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        first.step()
+
+    train_on(folder, model, step, second)
+
+
+# --- loops that look alike
+
+
+@loop
+def new_head(folder: Path) -> None:
+    """Only a small part is trained, and its base is not frozen."""
+    model = shard(make_model())
+    train(folder, model, torch.optim.AdamW([model[2].bias]), batches())
+
+
+@loop
+def detached_on_purpose(folder: Path) -> None:
+    """No optimizer holds the first layer, whose output is detached."""
+    model = make_model()
+    model[1].register_forward_pre_hook(lambda module, given: (given[0].detach(),))
+    shard(model)
+    train(folder, model, of(model[2]), batches())
+
+
+@loop
+def layer_without_use(folder: Path) -> None:
+    """A layer is never called, such as the pooler of a language model."""
+
+    class Model(nn.Sequential):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self[2](self[1](self[0](inputs)))
+
+    model = Model(*make_model(), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model[3])
+    fully_shard(model)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def optimizers_of_parts(folder: Path) -> None:
+    """One backward feeds the optimizers of two parts; the second steps in every other step."""
+    model = shard(make_model())
+    body, head = of(model[0]), of(model[2])
+
+    def step(number: int, batch: Batch) -> None:
+        (loss_of(model, batch) / 2).backward()
+        if number % 2:
+            head.step()
+            head.zero_grad()
+
+    train_on(folder, model, step, body)
+
+
+@loop
+def optimizer_states_in_parts(folder: Path) -> None:
+    """The optimizer of each rank holds a part of the parameters (ZeRO-1)."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
+
+    model = DistributedDataParallel(make_model())
+    kind = torch.optim.AdamW
+    train(folder, model, ZeroRedundancyOptimizer(model.parameters(), kind, lr=1e-3), batches())
+
+
+@loop
+def updated_by_hand(folder: Path) -> None:
+    """The loop updates one parameter itself."""
+    model = shard(make_model())
+    bias = model[2].bias
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each is not bias])
+
+    def step(number: int, batch: Batch) -> None:
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            bias.sub_(bias.grad, alpha=0.1)
+
+    train_on(folder, model, step, optimizer)
+
+
 # --- values that are not finite
 
 

@@ -20,6 +20,10 @@ REPEATS = "Gradients are never cleared: each update repeats all earlier ones."
 CLEARED = "Gradients are cleared between the microbatches of a step."
 SUM = "The loss is not divided by the 2 microbatches."
 MISTAKES = {
+    "bias-left-out": "No optimizer holds 1 parameter that has gradients.",
+    "layer-added-later": "No optimizer holds 2 parameters that have gradients.",
+    "detached": "1 unit never gets a gradient.",
+    "two-optimizers": "Parameters are updated twice with the same gradients.",
     "never-cleared": REPEATS,
     "never-cleared-of-ddp": REPEATS,
     "cleared-between": CLEARED,

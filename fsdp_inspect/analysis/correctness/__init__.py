@@ -8,6 +8,7 @@ Each check has a file, which names its fault, its proof and the legal loops that
 from fsdp_inspect.analysis.correctness.accumulation import check_accumulation
 from fsdp_inspect.analysis.correctness.batches import check_batches
 from fsdp_inspect.analysis.correctness.clipping import check_clipping
+from fsdp_inspect.analysis.correctness.coverage import check_coverage
 from fsdp_inspect.analysis.correctness.faults import (
     Correctness,
     Observed,
@@ -27,6 +28,7 @@ _CHECKS = (
     check_finite,
     check_optimizer,
     check_gradients,
+    check_coverage,
     check_accumulation,
     check_clipping,
     check_precision,

@@ -19,6 +19,7 @@ class TrainingCheck(StrEnum):
     VALUES = "values"
     OPTIMIZER = "optimizer"
     GRADIENTS = "gradients"
+    PARAMETERS = "parameters"
     REPLICAS = "replicas"
     ACCUMULATION = "accumulation"
     CLIPPING = "clipping"
