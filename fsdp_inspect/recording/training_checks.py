@@ -171,6 +171,8 @@ class TrainingChecks:
             num_of_model=sum(id(each) in own for each in tensors),
             num_with_gradient=max(with_gradient, before.num_with_gradient if before else 0),
             num_alike=sum((shapes & self._shapes).values()),
+            began_with_state=before.began_with_state if before else bool(optimizer.state),
+            keeps_state=before is not None and bool(optimizer.state),
         )
         self._optimizers[optimizer] = seen
         of_model = sum(each.grad is not None for each in own.values())

@@ -20,6 +20,10 @@ class OptimizerSeen(Record):
     """Tensors that had a gradient before an update."""
     num_alike: Amount
     """Tensors with the shape of a parameter before sharding; each such parameter counts once."""
+    began_with_state: bool = False
+    """Whether it had state before its first observed update."""
+    keeps_state: bool = False
+    """Whether it had state before a later one."""
 
 
 class BatchSeen(Record):

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -894,6 +897,108 @@ def updated_by_hand(folder: Path) -> None:
             bias.sub_(bias.grad, alpha=0.1)
 
     train_on(folder, model, step, optimizer)
+
+
+# --- logged values
+
+
+def train_with_norm(folder: Path, norm_of: Callable[[nn.Module], Any], name: str) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False) as recorder:
+        for batch in batches():
+            loss = loss_of(model, batch)
+            loss.backward()
+            recorder.log(loss=loss, **{name: norm_of(model)})
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def local_norm(model: nn.Module) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([each.grad.to_local() for each in model.parameters()])
+
+
+@loop
+def local_norm_logged(folder: Path) -> None:
+    train_with_norm(folder, local_norm, "train/grad_norm")
+
+
+@loop
+def norm_of_the_model_logged(folder: Path) -> None:
+    def norm_of(model: nn.Module) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6).full_tensor()
+
+    train_with_norm(folder, norm_of, "train/grad_norm")
+
+
+@loop
+def local_norm_logged_by_its_name(folder: Path) -> None:
+    train_with_norm(folder, local_norm, "local_grad_norm")
+
+
+# --- resumed trainings
+
+
+def train_twice(
+    folder: Path,
+    *,
+    loads_weights: bool = True,
+    loads_optimizer: bool = True,
+    loads_schedule: bool = True,
+    saves: bool = True,
+) -> None:
+    """Train, and continue in a second attempt with what is loaded."""
+    kept: list[dict[str, Any]] = []
+    for attempt in range(2):
+        model = shard(make_model())
+        optimizer = adam(model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if attempt:
+            for each, wanted, state in zip(
+                (model, optimizer, schedule),
+                (loads_weights, loads_optimizer, loads_schedule),
+                kept,
+                strict=True,
+            ):
+                if wanted:
+                    each.load_state_dict(state)
+        options = {"path": folder, "print_verdict": False, "resume": bool(attempt)}
+        with fsdp_inspect.Recorder(model, **options):
+            for batch in batches(seed=1 + dist.get_rank() + 2 * attempt):
+                loss_of(model, batch).backward()
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if saves:
+                torch.save(schedule.state_dict(), BytesIO())
+        kept = [copy.deepcopy(each.state_dict()) for each in (model, optimizer, schedule)]
+
+
+@loop
+def weights_not_resumed(folder: Path) -> None:
+    train_twice(folder, loads_weights=False)
+
+
+@loop
+def optimizer_not_resumed(folder: Path) -> None:
+    train_twice(folder, loads_optimizer=False)
+
+
+@loop
+def schedule_not_resumed(folder: Path) -> None:
+    train_twice(folder, loads_schedule=False)
+
+
+@loop
+def resumed(folder: Path) -> None:
+    train_twice(folder)
+
+
+@loop
+def restarted_before_a_checkpoint(folder: Path) -> None:
+    train_twice(
+        folder, loads_weights=False, loads_optimizer=False, loads_schedule=False, saves=False
+    )
 
 
 # --- values that are not finite

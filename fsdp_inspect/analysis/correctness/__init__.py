@@ -16,8 +16,10 @@ from fsdp_inspect.analysis.correctness.faults import (
     TrainingFault,
 )
 from fsdp_inspect.analysis.correctness.gradients import check_gradients
+from fsdp_inspect.analysis.correctness.logged import check_logged
 from fsdp_inspect.analysis.correctness.optimizer import check_optimizer
 from fsdp_inspect.analysis.correctness.precision import check_precision
+from fsdp_inspect.analysis.correctness.resume import check_resume
 from fsdp_inspect.analysis.correctness.token_means import check_loss
 from fsdp_inspect.analysis.correctness.values import check_finite
 from fsdp_inspect.trace.run import RunSource
@@ -26,12 +28,14 @@ __all__ = ["Correctness", "TrainingCheck", "TrainingFault", "check_training"]
 
 _CHECKS = (
     check_finite,
+    check_resume,
     check_optimizer,
     check_gradients,
     check_coverage,
     check_accumulation,
     check_clipping,
     check_precision,
+    check_logged,
     check_batches,
     check_loss,
 )

@@ -17,6 +17,7 @@ class TrainingCheck(StrEnum):
     """The checks; the one whose fault makes most of the training useless first."""
 
     VALUES = "values"
+    RESUME = "resume"
     OPTIMIZER = "optimizer"
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
@@ -24,6 +25,7 @@ class TrainingCheck(StrEnum):
     ACCUMULATION = "accumulation"
     CLIPPING = "clipping"
     PRECISION = "precision"
+    LOGGED = "logged"
     BATCHES = "batches"
     LOSS = "loss"
 
