@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fsdp_inspect.columns import (
@@ -53,6 +53,10 @@ class NonFinite:
     """Whether they arose here: every rank recorded this step, and it shows that the parameters were
     finite at its start, or the step before was a numerics step. Otherwise they arose in any step
     since `last_finite_step`, and have spread to other units and ranks since."""
+    loss_step: int | None = None
+    """The first step with a loss that is not finite; None: it was not seen."""
+    has_recovered: bool = False
+    """Whether the parameters of all ranks were finite later, as after a return to a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ def measure_numerics(run: RunSource) -> Numerics | None:
         missing_ranks=lacking[last],
         incomplete_steps=tuple(number for number in numbers if lacking[number]),
         units=tuple(measured),
-        first_non_finite=_find_first(steps, lacking, manifest),
+        first_non_finite=_with_later_looks(_find_first(steps, lacking, manifest), run),
         lost_ratio=_lost_ratio(steps, None),
         stored_dtypes=tuple(sorted(dtypes)),
         dtypes=uses,
@@ -502,3 +506,17 @@ def _bytes(dtypes: str) -> int:
 def _name_units(units: Sequence[str | None]) -> str:
     names = ", ".join(format_owner(unit, None) for unit in units[:3])
     return names if len(units) <= 3 else f"{names}, {len(units) - 3} more"
+
+
+def _with_later_looks(first: NonFinite | None, run: RunSource) -> NonFinite | None:
+    """Add what the ranks saw of their loss, and of their parameters after this step."""
+    seen = [each.training.values for each in run.ranks if each.training is not None]
+    if first is None or not seen:
+        return first
+    losses = [each.loss_step for each in seen if each.loss_step is not None]
+    later = [each.step is None and (each.finite_step or 0) > first.step for each in seen]
+    return replace(
+        first,
+        loss_step=min(losses, default=None),
+        has_recovered=all(later) and len(seen) == len(run.ranks),
+    )

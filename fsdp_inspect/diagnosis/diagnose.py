@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from fsdp_inspect.analysis.correctness import TrainingFault, check_training
+from fsdp_inspect.analysis.correctness.precision import LOW_PRECISION, MOST_LOST_RATIO
 from fsdp_inspect.analysis.drift import ChangePoint, measure_drift
 from fsdp_inspect.analysis.loss_spikes import LossSpike, find_loss_spikes
 from fsdp_inspect.analysis.numerics import Numerics, measure_numerics
@@ -56,9 +57,6 @@ from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump
 if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.fitting_plans import PlanSearch
 
-LOW_PRECISION = frozenset({"bfloat16", "float16"})
-MOST_LOST_RATIO = 0.5
-"""If at least this fraction of all updates is rounded away, most parameters stop changing."""
 LEAST_HIGH_LOSSES = 5
 """The smallest number of high logged losses after a spike that counts as unrecovered."""
 _LEAST_LEAD_NS = 50_000_000
@@ -797,7 +795,7 @@ class _Case:
         """Check whether parameters or optimizer states stopped being finite."""
         numerics = self._numerics
         first = None if numerics is None else numerics.first_non_finite
-        if first is None:
+        if first is None or first.has_recovered:
             return None
         # Values on all ranks at once can come from the parameters of one rank.
         stand_out = first.is_exact and set(first.ranks) < set(self._states)
@@ -1069,7 +1067,7 @@ class _Case:
                 )
             )
         first = None if self._numerics is None else self._numerics.first_non_finite
-        if first is not None:
+        if first is not None and not first.has_recovered:
             events.append(RunEvent(RunEventKind.NOT_FINITE, first.step, 0, ()))
         return in_order(events)
 

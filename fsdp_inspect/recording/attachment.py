@@ -22,6 +22,7 @@ from torch import nn
 from fsdp_inspect.errors import DesyncError, RecordingError
 from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import Clock, CudaClock, HostClock, TorchCudaBackend
+from fsdp_inspect.recording.coverage_watch import CoverageWatch
 from fsdp_inspect.recording.devices import DeviceSampler
 from fsdp_inspect.recording.emulated_network import announced_emulation
 from fsdp_inspect.recording.environment import (
@@ -47,6 +48,7 @@ from fsdp_inspect.recording.folders import (
     this_launch,
 )
 from fsdp_inspect.recording.instruments import Instruments
+from fsdp_inspect.recording.late_values import LateValues
 from fsdp_inspect.recording.loop_hooks import OptimizerRound
 from fsdp_inspect.recording.memory import CudaAllocator, MemoryProbe
 from fsdp_inspect.recording.memory_steps import MemorySteps, is_compiled
@@ -58,6 +60,7 @@ from fsdp_inspect.recording.out_of_memory import (
     find_limit_failure,
     make_record,
 )
+from fsdp_inspect.recording.parameter_samples import ParameterSamples, ShardPlace, places_of
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.process_life import describe_process, num_compiles
 from fsdp_inspect.recording.scalars import ScalarLog
@@ -68,7 +71,7 @@ from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.surveillance import Surveillance
 from fsdp_inspect.recording.trackers.feed import TrackerFeed, page_of
 from fsdp_inspect.recording.trackers.libraries import TrackedRun
-from fsdp_inspect.recording.training_checks import TrainingChecks
+from fsdp_inspect.recording.training_checks import TrainingChecks, Watches
 from fsdp_inspect.recording.units import (
     ProcessGroups,
     describe_model,
@@ -76,6 +79,7 @@ from fsdp_inspect.recording.units import (
     mark_released,
     refuse_recorded_units,
 )
+from fsdp_inspect.recording.value_watch import ValueWatch
 from fsdp_inspect.recording.verdict import close_run, close_run_in_background
 from fsdp_inspect.recording.watchdog import WatchSettings, tell
 from fsdp_inspect.store import folder
@@ -136,6 +140,7 @@ class Attachment:
 
     _cuda_limit: CudaLimit | None = None
     _trackers: TrackerFeed | None = None
+    _values: ValueWatch | None = None
     _noted = (0, 0)
     """The number of compilations and standstills in the record."""
     _reported_problems = 0
@@ -183,7 +188,10 @@ class Attachment:
         self.session = self._make_session()
         self._problem_lock = threading.Lock()
         self._scalars = ScalarLog(
-            self.session.clock, self._writer.scalars.append, self.session.problem
+            self.session.clock,
+            self._writer.scalars.append,
+            self.session.problem,
+            lambda: self._request_numerics(),
         )
         self._counters = CudaAllocator(self._device) if self._device.type == "cuda" else None
         self._memory = MemoryProbe(self.session, self._writer.memory.append, self._counters)
@@ -208,7 +216,7 @@ class Attachment:
         self._sampler = self._start_sampler()
         self._history = self._start_history()
         self._surveillance = self._watch()
-        self.session.checks = self._make_checks()
+        self.session.checks = self._make_checks(sees_all=optimizers is None)
         self._instruments = Instruments(
             self.session,
             self._sharder,
@@ -410,24 +418,44 @@ class Attachment:
         warn(sentence)
         self.session.problem(sentence)
 
-    def _make_checks(self) -> TrainingChecks | None:
-        """Observe the training itself; None under emulation, whose values are meaningless."""
+    def _make_checks(self, *, sees_all: bool) -> TrainingChecks | None:
+        """Observe the training itself; None under emulation, whose values are meaningless.
+
+        `sees_all`: whether all optimizers are recorded, not only those that the user gave.
+        """
         if self._emulation is not None:
             return None
         units = self._sharder.describe_units(self._process_groups)
         shapes = [tuple(shape) for unit in units for shape in unit.parameters.values()]
-        return TrainingChecks(self.session, self._model, shapes, self._report_wrong_training)
+        session, model = self.session, self._model
+        self._values = ValueWatch(
+            session, model, self._sharder.units, self._late, self._request_numerics
+        )
+        samples = ParameterSamples(session, model, self._late, self._places)
+        coverage = CoverageWatch(model, self._sharder.units, session.graph_units)
+        updates_parameters = self._sharder.has_numerics
+        watches = Watches(
+            self._values,
+            samples if updates_parameters else None,
+            coverage if updates_parameters and sees_all else None,
+        )
+        return TrainingChecks(session, model, shapes, self._report_wrong_training, watches)
+
+    def _request_numerics(self) -> None:
+        if self._sharder.has_numerics and self._emulation is None:
+            self._numerics.request()
+
+    def _places(self) -> dict[int, ShardPlace]:
+        units = self._sharder.describe_units(self._process_groups)
+        ranks_of = {group.index: group.ranks for group in self._process_groups.describe()}
+        return places_of(units, self._sharder.units, ranks_of, self._rank)
 
     def _keep_training(self) -> None:
-        """Keep what was observed in this step; after the last observation, the hooks do nothing."""
+        """Keep what was observed in this step."""
         checks = self.session.checks
-        if checks is None:
-            return
-        observed = checks.take_news()
+        observed = None if checks is None else checks.take_news()
         if observed is not None:
             self._writer.update(training=observed)
-        if checks.is_over:
-            self.session.checks = None
 
     def _report_wrong_training(self, sentence: str) -> None:
         if self._rank == 0:
@@ -440,6 +468,7 @@ class Attachment:
 
     def _make_session(self) -> Session:
         clock = self._make_clock()
+        self._late = LateValues(clock)
         emulated = self._manifest.source == "emulated"
         return Session(
             clock,
@@ -577,12 +606,16 @@ class Attachment:
     def _begin_step(self) -> None:
         self._memory_steps.begin()
         self._numerics.begin()
+        if self._values is not None:
+            self._values.begin_step()
 
     def _end_step(self) -> None:
         session = self.session
         self._memory.sample(MemoryPoint.STEP_END)
         self._memory_steps.end()
         self._numerics.end()
+        if self._values is not None:
+            self._values.end_step()
         if self._round is not None and self._round.has_grown:
             self._round.has_grown = False
             self._memory_steps.repeat()
@@ -590,6 +623,7 @@ class Attachment:
         self._memory.begin_step()
         self._instruments.end_step()
         self._scalars.drain()
+        self._late.drain()
         is_new = session.inputs != self._settled_inputs
         if session.step == 1 or is_new or self._sharder.num_changes != self._num_settled:
             self._settle_units()
@@ -706,6 +740,8 @@ class Attachment:
         status = RunStatus.COMPLETE if error is None or _is_clean_exit(error) else RunStatus.FAILED
         has_failed = status == RunStatus.FAILED
         end_s = time.monotonic() + (_FAILED_END_S if has_failed else math.inf)
+        if self._values is not None and not (has_failed and self._device.type != "cpu"):
+            self._guarded(self._values.look)
         failure: str | None = None
         try:
             try:
@@ -785,6 +821,7 @@ class Attachment:
         mark_released(self._sharder.units)
         self._model = nn.Module()
         self._sharder.units.clear()
+        self.session.checks = self._values = None
         del self._instruments, self._memory_steps, self._numerics
 
     def _settle(self, end_s: float) -> None:
@@ -797,6 +834,8 @@ class Attachment:
                     "recording; they are missing."
                 )
             self._scalars.close(min(_left(end_s), _SETTLE_S))
+            self._late.close(min(_left(end_s), _SETTLE_S))
+            self._keep_training()
         except Exception as error:  # the device may be unusable after the training failed
             self.session.problem(f"Reading the last events failed: {error!r}.")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,7 +25,7 @@ from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api.autograd import (
     LoaderIterator,
     recomputation_hook,
-    version_of,
+    versions_of,
 )
 from fsdp_inspect.recording.torch_api.dispatch import storage_key
 from fsdp_inspect.recording.units import UnitHandle
@@ -58,8 +58,8 @@ class LoopHooks:
         self._on_optimizer_step = on_optimizer_step
         self._outer = outer
         self._units = units
-        self._gradients: list[tuple[int, int]] = []
-        """The storage and the version of each gradient after the last backward."""
+        self._gradients: list[tuple[int, int, int]] = []
+        """The storage and the versions of each gradient after the last backward."""
         self._backward_depth = 0
         self._optimizer_start: Any = None
         self._stepped_in_backward: torch.optim.Optimizer | None = None
@@ -99,11 +99,11 @@ class LoopHooks:
             self._backward_depth += 1
             passing = not session.active or self._backward_depth > 1
             if not (passing or session.loss_dtype):
-                session.loss_dtype = _dtype_of(args[0] if args else kwargs.get("tensors"))
+                session.loss_dtype = _dtype_of(_start_of(args, kwargs))
             if passing or torch.compiler.is_compiling():
                 return None
             if session.checks is not None:
-                session.checks.before_backward()
+                session.checks.before_backward(_start_of(args, kwargs))
             self._note_gradients(before_backward=True)
             return session.begin_backward()
 
@@ -111,6 +111,8 @@ class LoopHooks:
             if begin is not None and session.active:
                 session.finish_backward(begin)
                 self._note_gradients(before_backward=False)
+                if session.checks is not None:
+                    session.checks.after_backward()
                 self._after_backward()
 
         timed = wrap_call(original, before, after, session)
@@ -136,12 +138,12 @@ class LoopHooks:
             session.gradients_between = "kept" if is_kept else "changed"
         self._gradients = found
 
-    def _find_gradients(self) -> Iterator[tuple[int, int]]:
+    def _find_gradients(self) -> Iterator[tuple[int, int, int]]:
         with torch.no_grad():
             for unit in self._units:
                 for gradient in (*unit.reduced_gradients, *unit.full_gradients):
                     local = local_part(gradient)
-                    yield storage_key(local.untyped_storage()), version_of(local)
+                    yield storage_key(local.untyped_storage()), *versions_of(gradient)
 
     def _after_backward(self) -> None:
         """Adjust an optimizer step that contains this backward or ended inside it."""
@@ -209,6 +211,8 @@ class LoopHooks:
             self._optimizer_start = None
             if session.numerics is not None:
                 session.numerics.after_update(optimizer)
+            if session.checks is not None:
+                session.checks.after_update(optimizer)
             session.phase = Phase.BACKWARD if session.in_backward else Phase.OUTSIDE
             if session.in_backward:
                 self._stepped_in_backward = optimizer
@@ -256,7 +260,7 @@ class LoopHooks:
                 batch = original(iterator)
                 session.num_batches += 1
                 if session.checks is not None:
-                    session.checks.note_batch(batch)
+                    session.checks.note_batch(batch, id(iterator))
                 return batch
             except StopIteration:
                 running.discard(iterator)  # persistent workers use it again for the next pass
@@ -362,6 +366,11 @@ class LoopHooks:
             session.add(EventKind.RECOMPUTE, start, end, unit=unit, phase=Phase.BACKWARD)
         except Exception as error:
             session.fail(error)
+
+
+def _start_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The tensors that a call of `torch.autograd.backward` starts from."""
+    return args[0] if args else kwargs.get("tensors")
 
 
 def _dtype_of(tensors: Any) -> str:

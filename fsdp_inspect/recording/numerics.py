@@ -70,13 +70,19 @@ class StepObserver:
     An error ends the observations, never the training: see `problem`.
     """
 
-    def __init__(self, step: int, handles: Sequence[UnitHandle]) -> None:
-        """Look at the parameters before the step's first forward."""
+    def __init__(
+        self, step: int, handles: Sequence[UnitHandle], *, keeps_copies: bool = True
+    ) -> None:
+        """Look at the parameters before the step's first forward.
+
+        Without copies, lost updates are not counted.
+        """
         self._step = step
+        self._keeps_copies = keeps_copies
         self.problem: Exception | None = None
         self._seen: dict[tuple[int, Place], _Seen] = {}
         self._changed: dict[int, _Changed] = {}
-        self._before: dict[int, torch.Tensor] = {}
+        self._before: dict[int, torch.Tensor | None] = {}
         self._unit_of: dict[int, int] = {}
         for index, handle in enumerate(handles):
             parameters = handle.local_parameters
@@ -113,15 +119,16 @@ class StepObserver:
             if parameter.grad is not None:
                 unit = self._unit_of.get(id(parameter), NO_UNIT)
                 self._see(unit, Place.REDUCED_GRADIENT, [parameter.grad])
-                self._before[id(parameter)] = _local(parameter).clone()
+                copy = _local(parameter).clone() if self._keeps_copies else None
+                self._before[id(parameter)] = copy
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         frozen, decayed = _with(optimizer, "lr", 0.0), _with(optimizer, "weight_decay", 0.0)
         is_random = bool(getattr(optimizer, "bf16_stochastic_round", False))
         for parameter in _parameters(optimizer):
-            before = self._before.pop(id(parameter), None)
-            if before is None:
+            if id(parameter) not in self._before:
                 continue
+            before = self._before.pop(id(parameter))
             unit = self._unit_of.get(id(parameter), NO_UNIT)
             states = optimizer.state.get(parameter, {})
             held = {
@@ -132,7 +139,8 @@ class StepObserver:
             self._see(unit, Place.STATE, held.values())
             self._see(unit, Place.UPDATED_PARAMETER, [parameter])
             has_master = any(part in str(key).lower() for key in held for part in _MASTER_KEYS)
-            if not (has_master or is_random or id(parameter) in frozen):
+            is_exact = has_master or is_random or id(parameter) in frozen
+            if before is not None and not is_exact:
                 decays = id(parameter) not in decayed
                 sources = [parameter.grad, *held.values(), before if decays else None]
                 known = [each for each in sources if each is not None]

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.units import UnitHandle
     from fsdp_inspect.store.writer import RankWriter
 
+_MOST_REQUESTED = 3
+"""The most numerics steps that values which are not finite start."""
+
 
 class NumericsSteps:
     """Runs the numerics steps of a recording, and keeps their lines until they are written."""
@@ -31,16 +34,28 @@ class NumericsSteps:
         self._every = every
         self._handles = handles
         self._lines: list[bytes] = []
+        self._is_requested = False
+        self._num_requested = 0
+
+    def request(self) -> None:
+        """Make the next step a numerics step, because a value is not finite; a few times."""
+        if self._num_requested < _MOST_REQUESTED:
+            self._is_requested = True
 
     def begin(self) -> None:
         """Look at the values of the step that begins now, if it is a numerics step.
 
+        A requested step holds no copy of the shards: the user did not reckon with its memory.
         A memory step is never a numerics step, because the storage tracker would count the copies.
         """
         session = self._session
         is_chosen = self._every > 0 and session.step % self._every == 0
-        if is_chosen and session.tracker is None and session.numerics is None:
-            session.numerics = StepObserver(session.step, self._handles)
+        if not (is_chosen or self._is_requested):
+            return
+        if session.tracker is None and session.numerics is None:
+            self._num_requested += not is_chosen
+            self._is_requested = False
+            session.numerics = StepObserver(session.step, self._handles, keeps_copies=is_chosen)
 
     def end(self) -> None:
         """Write the line of the step, if it was a numerics step."""

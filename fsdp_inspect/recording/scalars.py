@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_inspect.recording.clocks import Clock
+from fsdp_inspect.recording.late_values import LateValues
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 
 
@@ -20,6 +21,7 @@ class ScalarLog:
         append: Takes a row of `ScalarTable`.
         problem: Takes one sentence about a number that cannot be read. Only that number is
             skipped.
+        on_not_finite: Called when a number is not finite.
     """
 
     def __init__(
@@ -27,12 +29,14 @@ class ScalarLog:
         clock: Clock,
         append: Callable[[tuple[float, ...]], None],
         problem: Callable[[str], None],
+        on_not_finite: Callable[[], None] = lambda: None,
     ) -> None:
         self._clock = clock
         self._append = append
         self._problem = problem
+        self._on_not_finite = on_not_finite
         self._codes: dict[str, int] = {}
-        self._pending: list[tuple[int, int, int, torch.Tensor, Any]] = []
+        self._late = LateValues(clock)
 
     @property
     def names(self) -> list[str]:
@@ -60,15 +64,7 @@ class ScalarLog:
 
     def drain(self) -> None:
         """Write the values whose copies are complete."""
-        waiting = []
-        for item in self._pending:
-            step, code, now, copy, mark = item
-            if self._clock.ready(mark):
-                self._clock.release(mark)
-                self._append((step, code, now, float(copy)))
-            else:
-                waiting.append(item)
-        self._pending = waiting
+        self._late.drain()
 
     def close(self, timeout_s: float) -> None:
         """Write the last values; a value whose copy does not complete in time is noted as lost.
@@ -76,38 +72,32 @@ class ScalarLog:
         Args:
             timeout_s: The longest wait, seconds.
         """
-        clock = self._clock
-        deadline_ns = clock.host_now() + round(timeout_s * 1e9)
-        self.drain()
-        while self._pending and clock.host_now() < deadline_ns:
-            clock.pause()
-            self.drain()
-        if self._pending:
+        num_lost = self._late.close(timeout_s)
+        if num_lost:
             self._problem(
-                f"{len(self._pending)} logged values of the last steps are missing: the device had "
+                f"{num_lost} logged values of the last steps are missing: the device had "
                 f"not computed them {timeout_s:.1g} s after the end of the recording."
             )
-        self._pending.clear()
 
     def _note(self, step: int, name: str, now: int, value: float | torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
-            self._append((step, self._code(name), now, float(value)))
+            self._add(step, self._code(name), now, float(value))
             return
         value = _local_value(value.detach())
         if value.numel() != 1:
             raise ValueError(f"it has the shape {tuple(value.shape)}.")
-        if value.device.type == "cpu":
-            self._append((step, self._code(name), now, float(value)))
-        else:
-            self._copy_later(step, self._code(name), now, value)
+        self._late.read(value, self._keeper(step, self._code(name), now))
+
+    def _keeper(self, step: int, code: int, now: int) -> Callable[[torch.Tensor], None]:
+        return lambda known: self._add(step, code, now, float(known))
+
+    def _add(self, step: int, code: int, now: int, value: float) -> None:
+        self._append((step, code, now, value))
+        if not math.isfinite(value):
+            self._on_not_finite()
 
     def _code(self, name: str) -> int:
         return self._codes.setdefault(name, len(self._codes))
-
-    def _copy_later(self, step: int, code: int, now: int, value: torch.Tensor) -> None:
-        copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        copy.copy_(value, non_blocking=True)
-        self._pending.append((step, code, now, copy, self._clock.mark()))
 
 
 def _local_value(value: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,7 @@ class Position:
         "execution_known",
         "execution_order",
         "explicit_steps",
+        "graph_units",
         "hook_unit",
         "in_backward",
         "in_outer_optimizer",
@@ -105,6 +106,8 @@ class Position:
         """The depth of each unit's first module in the model."""
         self.execution_order: list[int] = []
         """Units in the order of the first recorded forward."""
+        self.graph_units = set[int]()
+        """The units of this order whose forward kept a graph."""
         self.execution_known = False
         self.depths: dict[int, int] = {}
         """The recorded collectives that each thread is inside of, by its identifier."""
@@ -167,6 +170,8 @@ class Position:
 
     def note_execution(self, unit: int) -> None:
         """Record that a unit runs in the first forward."""
+        if torch.is_grad_enabled():
+            self.graph_units.add(unit)
         if unit not in self.execution_order:
             self.execution_order.append(unit)
 

@@ -12,16 +12,21 @@ import sys
 import zlib
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from fsdp_inspect.recording.accumulation_watch import AccumulationWatch
 from fsdp_inspect.recording.code_places import find_calling_line
+from fsdp_inspect.recording.coverage_watch import CoverageWatch
+from fsdp_inspect.recording.parameter_samples import ParameterSamples
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
+from fsdp_inspect.recording.value_watch import Recording, ValueWatch
 from fsdp_inspect.trace.correctness import BatchSeen, LossSeen, OptimizerSeen, TrainingSeen
 
 _STEPS = 8
@@ -37,17 +42,15 @@ _BYTES = 4096
 """Bytes of each of them."""
 
 
-class Recording(Protocol):
-    """What the observations need of a `Session`."""
+@dataclass(frozen=True, slots=True)
+class Watches:
+    """The parts of the observations that look at parameters."""
 
-    active: bool
-    step: int
-    microbatch: int
-    in_backward: bool
-
-    def problem(self, sentence: str) -> None:
-        """Store a limit of the recording in the run folder."""
-        ...
+    values: ValueWatch
+    samples: ParameterSamples | None
+    """None: the optimizer updates partitions."""
+    coverage: CoverageWatch | None
+    """None: this too, or the recorder does not see all optimizers."""
 
 
 class TrainingChecks:
@@ -58,6 +61,7 @@ class TrainingChecks:
         model: The recorded model, or models.
         shapes: The shape of each parameter before sharding.
         report: Called once with a sentence about a fault that is certain.
+        watches: The parts that look at parameters.
     """
 
     def __init__(
@@ -66,27 +70,48 @@ class TrainingChecks:
         model: nn.Module,
         shapes: Iterable[tuple[int, ...]],
         report: Callable[[str], None],
+        watches: Watches,
     ) -> None:
         self._session = session
+        self._values = watches.values
+        self._samples = watches.samples
+        self._coverage = watches.coverage
         self._model = model
         self._shapes = Counter(shapes)
         self._report = report
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, OptimizerSeen] = (
             WeakKeyDictionary()
         )
+        self._accumulation = AccumulationWatch()
         self._seen = TrainingSeen()
         self._batch: int | None = None
         """The digest of the last batch since the last backward."""
-        self._num_batches = 0
-        self._is_over = False
+        self._num_batches = self._num_noted = 0
+        self._is_over = self._has_failed = False
         self._has_news = False
 
     def take_news(self) -> TrainingSeen | None:
         """What was observed until now; None: nothing since the last call."""
-        if not self._has_news:
+        values = self._values.seen
+        num_noted = 0 if self._samples is None else self._samples.num_noted
+        is_known = values is self._seen.values and num_noted == self._num_noted
+        if is_known and not self._has_news:
             return None
-        self._has_news = False
-        return self._seen.model_copy(update={"optimizers": list(self._optimizers.values())})
+        self._has_news, self._num_noted = False, num_noted
+        known: dict[str, Any] = {
+            "coverage": None if self._coverage is None else self._coverage.seen,
+            "optimizers": list(self._optimizers.values()),
+            "rounds": list(self._accumulation.rounds),
+            "values": values,
+        }
+        if self._samples is not None:
+            known |= {
+                "backward_place": self._samples.backward_place,
+                "parameters": list(self._samples.parameters),
+                "updates": list(self._samples.updates),
+            }
+        self._seen = self._seen.model_copy(update=known)
+        return self._seen
 
     @property
     def is_over(self) -> bool:
@@ -96,13 +121,14 @@ class TrainingChecks:
     def _observes(self) -> bool:
         return not self.is_over and self._session.active
 
-    def _quietly(self, observe: Callable[[], None]) -> None:
-        if not self._observes():
+    def _quietly(self, observe: Callable[[], None], *, is_early: bool = True) -> None:
+        """Run an observation of the first steps, or of any step."""
+        if not (self._observes() if is_early else self._session.active and not self._has_failed):
             return
         try:
             observe()
         except Exception as error:
-            self._is_over = True
+            self._is_over = self._has_failed = True
             self._session.problem(f"The training is not checked: {type(error).__name__}.")
 
     # --- the optimizer
@@ -110,6 +136,23 @@ class TrainingChecks:
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe the tensors of an optimizer that is about to step."""
         self._quietly(lambda: self._see_optimizer(optimizer))
+        if (coverage := self._coverage) is not None:
+            is_early = not coverage.is_new(optimizer)  # an optimizer may step late
+            self._quietly(lambda: self._cover(coverage, optimizer), is_early=is_early)
+        if (samples := self._samples) is not None:
+            self._quietly(lambda: samples.before_update(optimizer), is_early=False)
+
+    def _cover(self, coverage: CoverageWatch, optimizer: torch.optim.Optimizer) -> None:
+        coverage.before_update(optimizer)
+        self._has_news = True
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Observe the parameters that an optimizer has updated."""
+        if (coverage := self._coverage) is not None:
+            self._quietly(lambda: coverage.after_update(optimizer))
+        self._quietly(lambda: self._close_round(optimizer))
+        if (samples := self._samples) is not None:
+            self._quietly(lambda: samples.after_update(optimizer), is_early=False)
 
     def _see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if len(self._optimizers) >= _OPTIMIZERS and optimizer not in self._optimizers:
@@ -128,6 +171,8 @@ class TrainingChecks:
             num_of_model=sum(id(each) in own for each in tensors),
             num_with_gradient=max(with_gradient, before.num_with_gradient if before else 0),
             num_alike=sum((shapes & self._shapes).values()),
+            began_with_state=before.began_with_state if before else bool(optimizer.state),
+            keeps_state=before is not None and bool(optimizer.state),
         )
         self._optimizers[optimizer] = seen
         of_model = sum(each.grad is not None for each in own.values())
@@ -142,14 +187,19 @@ class TrainingChecks:
                 "the optimizer after the model is sharded."
             )
 
+    def _close_round(self, optimizer: torch.optim.Optimizer) -> None:
+        self._accumulation.after_update(optimizer, self._session.step)
+        self._has_news = True
+
     # --- batches
 
-    def note_batch(self, batch: Any) -> None:
-        """Observe a batch that a DataLoader gives to the training thread."""
+    def note_batch(self, batch: Any, loader: int) -> None:
+        """Observe a batch that a pass over a DataLoader gives to the training thread."""
         if torch.is_grad_enabled():  # otherwise an evaluation
-            self._quietly(lambda: self._see_batch(batch))
+            self._quietly(lambda: self._see_batch(batch, loader))
 
-    def _see_batch(self, batch: Any) -> None:
+    def _see_batch(self, batch: Any, loader: int) -> None:
+        self._accumulation.note_batch(loader)
         self._num_batches += 1
         if self._num_batches > _BATCHES:
             return
@@ -160,13 +210,24 @@ class TrainingChecks:
                 break
         self._batch = digest if count else None
 
-    def before_backward(self) -> None:
-        """Keep the last batch: a backward uses it."""
+    def before_backward(self, tensors: Any) -> None:
+        """Keep the last batch, which a backward uses, and look at the loss it starts from."""
+        self._quietly(lambda: self._values.note_loss(tensors), is_early=False)
+        if (coverage := self._coverage) is not None:
+            self._quietly(coverage.before_backward)
+        may_read = self._session.tracker is None
+        self._quietly(lambda: self._accumulation.before_backward(may_read=may_read))
         if self._batch is not None and self._observes():
             seen = BatchSeen(step=self._session.step, digest=self._batch)
             self._seen.batches.append(seen)
             self._has_news = True
         self._batch = None
+
+    def after_backward(self) -> None:
+        """Observe the gradients that a backward left."""
+        self._quietly(self._accumulation.after_backward)
+        if (samples := self._samples) is not None:
+            self._quietly(samples.after_backward, is_early=False)
 
     # --- the loss
 

@@ -646,12 +646,16 @@ def _not_finite_since(first: NonFinite, numerics: Numerics) -> str:
     if first.last_finite_step is None:
         is_first = numerics.steps[0] == first.step
         why = "it is the first" if is_first else "ranks lack each earlier"
-        return f"{sentence} They arose in it or before it: {why} numerics step."
-    return (
-        f"{sentence} They arose after step {first.last_finite_step}, the last numerics step with "
-        "finite parameters and optimizer states. The unit and the rank are unknown, because such "
-        "values spread within a step."
-    )
+        sentence = f"{sentence} They arose in it or before it: {why} numerics step."
+    else:
+        sentence = (
+            f"{sentence} They arose after step {first.last_finite_step}, the last numerics step "
+            "with finite parameters and optimizer states. The unit and the rank are unknown, "
+            "because such values spread within a step."
+        )
+    if first.loss_step is None:
+        return sentence
+    return f"{sentence} The first loss that is not finite is that of step {first.loss_step}."
 
 
 def _precision_loss(found: Diagnosis) -> str:

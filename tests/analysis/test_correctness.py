@@ -5,9 +5,16 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.advice.run_advice import find_findings
+from fsdp_inspect.analysis.correctness import check_training
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.verdict import Limit
-from fsdp_inspect.trace.correctness import BatchSeen, OptimizerSeen, TrainingSeen
+from fsdp_inspect.trace.correctness import (
+    BatchSeen,
+    OptimizerSeen,
+    ParameterSeen,
+    TrainingSeen,
+    UpdateSeen,
+)
 from tests.builders import InMemoryRun, RunBuilder
 
 STALE = TrainingSeen(
@@ -68,3 +75,27 @@ def test_few_different_batches_are_not_judged(number: int) -> None:
         batches=[BatchSeen(step=step, digest=step % max(number, 1)) for step in range(8)]
     )
     assert measure_summary(observed(input_bound(), seen, seen)).verdict.limit is Limit.INPUT
+
+
+def test_without_sampled_updates_gradients_are_not_checked() -> None:
+    found = observed(input_bound(), TrainingSeen(), TrainingSeen())
+
+    unknown = check_training(found).not_checked
+
+    assert unknown.keys() >= {"values", "optimizer", "gradients", "replicas", "clipping", "loss"}
+    assert unknown["gradients"].startswith("No update of a parameter")
+
+
+def test_shards_of_one_recorded_rank_are_not_compared() -> None:
+    update = UpdateSeen(
+        step=0, rate=1.0, factor=1.0, gradients=[1.0, 2.0], values=[1.0, 1.0], digests=[1, 2],
+        num_meant=64, num_lost=0,
+    )  # fmt: skip
+    shards = [
+        ParameterSeen(name=name, unit=0, part=[0], is_replica=False, dtype="float32")
+        for name in ("weight", "bias")
+    ]
+    seen = TrainingSeen(parameters=shards, updates=[update] * 4)
+    run = observed(input_bound(), seen, TrainingSeen())
+
+    assert not check_training(replace(run, ranks=run.ranks[:1])).faults

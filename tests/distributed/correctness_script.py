@@ -1,23 +1,31 @@
 """Train small models with one mistake each, and legal loops that look like a mistake.
 
-`torchrun ... correctness_script.py FOLDER`: a run for each name in `LOOPS`.
+`torchrun ... correctness_script.py FOLDER [NAME...]`: a run for each name in `LOOPS`.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import fsdp_inspect
+from fsdp_inspect.recording import value_watch
 
 NUM_STEPS = 6
 _CLASSES, _WIDTH, _LENGTH, _BATCH = 16, 8, 10, 2
@@ -222,12 +230,15 @@ def auxiliary_loss(folder: Path) -> None:
 
 @loop
 def not_finite_first(folder: Path) -> None:
-    """The first loss is not finite, as under a gradient scaler."""
+    """The first loss is not finite, and its update is left out, as by a gradient scaler."""
     model = shard(make_model())
-    number = iter(range(NUM_STEPS))
-    data = batches(valid=num_valid(False))
-    scale = [float("inf"), *[1.0] * NUM_STEPS]
-    train(folder, model, adam(model), data, lambda *given: loss_of(*given) * scale[next(number)])
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batches(valid=num_valid(False))):
+            (loss_of(model, batch) * (1 if number else float("inf"))).backward()
+            if number:
+                optimizer.step()
+            optimizer.zero_grad()
 
 
 @loop
@@ -243,12 +254,808 @@ def long_lists(folder: Path) -> None:
             optimizer.zero_grad()
 
 
-def main(folder: str) -> None:
+@loop
+def recorded_and_not(folder: Path) -> None:
+    """The checks change no bit of the losses and of the parameters."""
+    found: list[list[torch.Tensor]] = []
+    value_watch.EVERY, usual = 2, value_watch.EVERY
+    for is_recorded in (True, False):
+        model = shard(make_model())
+        optimizer, losses = adam(model), list[torch.Tensor]()
+        recorder = fsdp_inspect.Recorder(model, path=folder, print_verdict=False)
+        with recorder if is_recorded else nullcontext():
+            for batch in batches():
+                losses.append(loss_of(model, batch))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([*losses, *(each.to_local() for each in model.parameters())])
+    value_watch.EVERY = usual
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
+
+
+# --- gradients and replicas
+
+
+def train_on(
+    folder: Path,
+    model: nn.Module,
+    step: Callable[[int, Batch], None],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Train with `step`, which runs the backwards of a step; then the optimizer updates."""
+    optimizer = optimizer or adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False) as recorder:
+        for number, batch in enumerate(batches()):
+            with recorder.step():
+                step(number, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def halves(batch: Batch) -> Iterator[Batch]:
+    """The microbatches of a batch."""
+    yield from zip(batch[0].split(1), batch[1].split(1), strict=True)
+
+
+@loop
+def root_not_sharded(folder: Path) -> None:
+    """The last layer is in no unit, so each rank trains its own."""
+    model = make_model()
+    fully_shard(model[0])
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def no_sync_left_on(folder: Path) -> None:
+    model = DistributedDataParallel(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        with model.no_sync():
+            loss_of(model, batch).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def sync_left_off(folder: Path) -> None:
+    model = shard(make_model())
+    model.set_requires_gradient_sync(False)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def wrapper_bypassed(folder: Path) -> None:
+    model = DistributedDataParallel(make_model())
+    train_on(folder, model, lambda _, batch: loss_of(model.module, batch).backward())
+
+
+@loop
+def mesh_of_one_rank(folder: Path) -> None:
+    model = make_model()
+    mesh = DeviceMesh("cpu", [dist.get_rank()])
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def replicas_of_other_seeds(folder: Path) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(_WIDTH, 16), nn.GELU(), nn.Linear(16, _CLASSES))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def shards_reduced_again(folder: Path) -> None:
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad.to_local())
+
+    train_on(folder, model, step)
+
+
+@loop
+def clipped_by_local_norms(folder: Path) -> None:
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        local = [each.grad.to_local() for each in model.parameters()]
+        norm = torch.nn.utils.get_total_norm(local)
+        for each in local:
+            each.mul_(0.01 / norm)
+
+    train_on(folder, model, step)
+
+
+@loop
+def clipped_by_local_norms_of_fsdp1(folder: Path) -> None:
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(make_model(), use_orig_params=True, device_id=cpu)
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    train_on(folder, model, step)
+
+
+@loop
+def rounded_away(folder: Path) -> None:
+    model = shard(make_model().bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0)
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, (batch[0].bfloat16(), batch[1])).backward()
+
+    train_on(folder, model, step, optimizer)
+
+
+# --- loops that look alike
+
+
+@loop
+def accumulated_without_sync(folder: Path) -> None:
+    model = DistributedDataParallel(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        first, second = halves(batch)
+        with model.no_sync():
+            (loss_of(model, first) / 2).backward()
+        (loss_of(model, second) / 2).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def accumulated_without_sync_sharded(folder: Path) -> None:
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        for at, microbatch in enumerate(halves(batch)):
+            model.set_requires_gradient_sync(at == 1)
+            (loss_of(model, microbatch) / 2).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def reduced_by_hand(folder: Path) -> None:
+    """The last layer is in no unit, and the loop reduces its gradients."""
+    model = make_model()
+    fully_shard(model[0])
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        for parameter in model[2].parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    train_on(folder, model, step)
+
+
+@loop
+def experts_of_each_rank(folder: Path) -> None:
+    """Each rank trains an expert of its own, from the same values."""
+    model = nn.Sequential(OrderedDict(router=make_model()[0], expert=nn.Linear(16, _CLASSES)))
+    fully_shard(model.router)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def ensemble(folder: Path) -> None:
+    """Each rank trains a model of its own, from another seed."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(_WIDTH, 16), nn.GELU(), nn.Linear(16, _CLASSES))
+    fully_shard(model, mesh=DeviceMesh("cpu", [dist.get_rank()]))
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def replicas(folder: Path) -> None:
+    model = make_model()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def clipped(folder: Path) -> None:
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    train_on(folder, model, step)
+
+
+@loop
+def clipped_of_fsdp1(folder: Path) -> None:
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(make_model(), use_orig_params=True, device_id=cpu)
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        model.clip_grad_norm_(0.01)
+
+    train_on(folder, model, step)
+
+
+@loop
+def clipped_by_value(folder: Path) -> None:
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)
+
+    train_on(folder, model, step)
+
+
+@loop
+def warm_up_in_bfloat16(folder: Path) -> None:
+    """The first updates are rounded away, because the learning rate rises from almost 0."""
+    model = shard(make_model().bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+
+    def step(number: int, batch: Batch) -> None:
+        optimizer.param_groups[0]["lr"] = 1e-8 * (1 + number)
+        loss_of(model, (batch[0].bfloat16(), batch[1])).backward()
+
+    train_on(folder, model, step, optimizer)
+
+
+@loop
+def trained_in_bfloat16(folder: Path) -> None:
+    model = shard(make_model().bfloat16())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, (batch[0].bfloat16(), batch[1])).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def tied_weights(folder: Path) -> None:
+    """The first and the last layer share a weight."""
+    first = make_model()[0]
+    model = nn.Sequential(first, nn.GELU(), nn.Linear(16, _WIDTH), nn.Linear(_WIDTH, 16))
+    model[3].weight = first.weight
+    fully_shard(model)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def averaged_weights(folder: Path) -> None:
+    """A copy of the model follows it (EMA)."""
+    model, average = shard(make_model()), shard(make_model())
+    optimizer = adam(model)
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            for own, other in zip(average.parameters(), model.parameters(), strict=True):
+                own.lerp_(other, 0.1)
+
+    train_on(folder, model, step, optimizer)
+
+
+@loop
+def two_models(folder: Path) -> None:
+    """A generator and a discriminator, with an optimizer each."""
+    made, judge = shard(make_model()), shard(make_model())
+    optimizers = adam(made), adam(judge)
+    with fsdp_inspect.Recorder([made, judge], path=folder, print_verdict=False):
+        for inputs, _ in batches():
+            fake = made(inputs)[..., :_WIDTH]
+            (judge(fake.detach()).mean() - judge(inputs).mean()).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            (-judge(made(inputs)[..., :_WIDTH]).mean()).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            optimizers[1].zero_grad()
+
+
+@loop
+def sharpness_aware(folder: Path) -> None:
+    """The second backward of a step starts from moved parameters (SAM)."""
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        moves = [each.grad * 0.05 for each in model.parameters()]
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.add_(move)
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.sub_(move)
+
+    train_on(folder, model, step)
+
+
+# --- accumulation
+
+
+def train_in_pairs(
+    folder: Path,
+    model: nn.Module,
+    microbatch: Callable[[int, Batch], None],
+    update: Callable[[torch.optim.Optimizer], None] = torch.optim.Optimizer.zero_grad,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Update after each second batch; `update` follows it."""
+    optimizer = optimizer or adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        data = (batch for _ in range(2) for batch in batches())
+        for number, batch in enumerate(data):
+            microbatch(number % 2, batch)
+            if number % 2:
+                optimizer.step()
+                update(optimizer)
+
+
+@loop
+def never_cleared(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+
+@loop
+def never_cleared_of_ddp(folder: Path) -> None:
+    model = DistributedDataParallel(make_model())
+
+    def microbatch(number: int, batch: Batch) -> None:
+        (loss_of(model, batch) / 2).backward()
+
+    train_in_pairs(folder, model, microbatch, lambda _: None)
+
+
+@loop
+def cleared_between(folder: Path) -> None:
+    model = shard(make_model())
+
+    def microbatch(number: int, batch: Batch) -> None:
+        model.zero_grad()
+        (loss_of(model, batch) / 2).backward()
+
+    train_in_pairs(folder, model, microbatch, lambda _: None)
+
+
+@loop
+def cleared_between_of_ddp(folder: Path) -> None:
+    model = DistributedDataParallel(make_model())
+
+    def microbatch(number: int, batch: Batch) -> None:
+        model.zero_grad(set_to_none=False)
+        (loss_of(model, batch) / 2).backward()
+
+    train_in_pairs(folder, model, microbatch, lambda _: None)
+
+
+@loop
+def not_divided(folder: Path) -> None:
+    model = shard(make_model())
+    train_in_pairs(folder, model, lambda _, batch: loss_of(model, batch).backward())
+
+
+@loop
+def not_divided_without_sync(folder: Path) -> None:
+    model = shard(make_model())
+
+    def microbatch(number: int, batch: Batch) -> None:
+        model.set_requires_gradient_sync(number == 1)
+        loss_of(model, batch).backward()
+
+    train_in_pairs(folder, model, microbatch)
+
+
+@loop
+def scheduled_too_often(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    def microbatch(number: int, batch: Batch) -> None:
+        (loss_of(model, batch) / 2).backward()
+        schedule.step()
+
+    train_in_pairs(folder, model, microbatch, optimizer=optimizer)
+
+
+# --- loops that look alike
+
+
+@loop
+def accumulated(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    def update(optimizer: torch.optim.Optimizer) -> None:
+        schedule.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    def microbatch(number: int, batch: Batch) -> None:
+        (loss_of(model, batch) / 2).backward()
+
+    train_in_pairs(folder, model, microbatch, update, optimizer)
+
+
+@loop
+def divided_later(folder: Path) -> None:
+    """The loop divides the gradients instead of the loss."""
+    model = shard(make_model())
+
+    def microbatch(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        if number:
+            for parameter in model.parameters():
+                parameter.grad.div_(2)
+
+    train_in_pairs(folder, model, microbatch)
+
+
+@loop
+def two_tasks(folder: Path) -> None:
+    """The losses of two tasks add up, with a loader each."""
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for pair in zip(batches(), batches(seed=5 + dist.get_rank()), strict=True):
+            for batch in pair:
+                loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def attacked_inputs(folder: Path) -> None:
+    """The first backward of a step attacks the inputs, and its other gradients are cleared."""
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        inputs = batch[0].clone().requires_grad_()
+        loss_of(model, (inputs, batch[1])).backward()
+        model.zero_grad()
+        loss_of(model, (inputs.detach() + 0.1 * inputs.grad.sign(), batch[1])).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def chunks_of_a_sequence(folder: Path) -> None:
+    """The losses of the chunks of one batch add up (TBPTT)."""
+    model = shard(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        for chunk in zip(batch[0].split(5, 1), batch[1].split(5, 1), strict=True):
+            loss_of(model, (chunk[0], chunk[1])).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def cleared_before_backward(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss = loss_of(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+@loop
+def closure(folder: Path) -> None:
+    """LBFGS runs several backwards in one step."""
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+
+            def evaluate(batch: Batch = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(evaluate)
+
+
+# --- parameters and optimizers
+
+
+def of(*modules: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of these modules."""
+    return torch.optim.AdamW([each for module in modules for each in module.parameters()], lr=1e-3)
+
+
+@loop
+def bias_left_out(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = torch.optim.AdamW([*model[0].parameters(), model[2].weight], lr=1e-3)
+    train(folder, model, optimizer, batches())
+
+
+@loop
+def layer_added_later(folder: Path) -> None:
+    """DDP wraps the whole model, and the optimizer was made before the last layer."""
+    model = make_model()
+    optimizer = of(model)
+    model.append(nn.Linear(_CLASSES, _CLASSES))
+    train(folder, DistributedDataParallel(model), optimizer, batches())
+
+
+@loop
+def detached(folder: Path) -> None:
+    """The output of the first layer is detached from the graph."""
+    model = make_model()
+    model[1].register_forward_pre_hook(lambda module, given: (given[0].detach(),))
+    shard(model)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def two_optimizers(folder: Path) -> None:
+    """Both optimizers hold the first layer."""
+    model = shard(make_model())
+    first, second = of(model), of(model[0])
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        first.step()
+
+    train_on(folder, model, step, second)
+
+
+# --- loops that look alike
+
+
+@loop
+def new_head(folder: Path) -> None:
+    """Only a small part is trained, and its base is not frozen."""
+    model = shard(make_model())
+    train(folder, model, torch.optim.AdamW([model[2].bias]), batches())
+
+
+@loop
+def detached_on_purpose(folder: Path) -> None:
+    """No optimizer holds the first layer, whose output is detached."""
+    model = make_model()
+    model[1].register_forward_pre_hook(lambda module, given: (given[0].detach(),))
+    shard(model)
+    train(folder, model, of(model[2]), batches())
+
+
+@loop
+def layer_without_use(folder: Path) -> None:
+    """A layer is never called, such as the pooler of a language model."""
+
+    class Model(nn.Sequential):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self[2](self[1](self[0](inputs)))
+
+    model = Model(*make_model(), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model[3])
+    fully_shard(model)
+    train(folder, model, adam(model), batches())
+
+
+@loop
+def optimizers_of_parts(folder: Path) -> None:
+    """One backward feeds the optimizers of two parts; the second steps in every other step."""
+    model = shard(make_model())
+    body, head = of(model[0]), of(model[2])
+
+    def step(number: int, batch: Batch) -> None:
+        (loss_of(model, batch) / 2).backward()
+        if number % 2:
+            head.step()
+            head.zero_grad()
+
+    train_on(folder, model, step, body)
+
+
+@loop
+def optimizer_states_in_parts(folder: Path) -> None:
+    """The optimizer of each rank holds a part of the parameters (ZeRO-1)."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
+
+    model = DistributedDataParallel(make_model())
+    kind = torch.optim.AdamW
+    train(folder, model, ZeroRedundancyOptimizer(model.parameters(), kind, lr=1e-3), batches())
+
+
+@loop
+def updated_by_hand(folder: Path) -> None:
+    """The loop updates one parameter itself."""
+    model = shard(make_model())
+    bias = model[2].bias
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each is not bias])
+
+    def step(number: int, batch: Batch) -> None:
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            bias.sub_(bias.grad, alpha=0.1)
+
+    train_on(folder, model, step, optimizer)
+
+
+# --- logged values
+
+
+def train_with_norm(folder: Path, norm_of: Callable[[nn.Module], Any], name: str) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False) as recorder:
+        for batch in batches():
+            loss = loss_of(model, batch)
+            loss.backward()
+            recorder.log(loss=loss, **{name: norm_of(model)})
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def local_norm(model: nn.Module) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([each.grad.to_local() for each in model.parameters()])
+
+
+@loop
+def local_norm_logged(folder: Path) -> None:
+    train_with_norm(folder, local_norm, "train/grad_norm")
+
+
+@loop
+def norm_of_the_model_logged(folder: Path) -> None:
+    def norm_of(model: nn.Module) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6).full_tensor()
+
+    train_with_norm(folder, norm_of, "train/grad_norm")
+
+
+@loop
+def local_norm_logged_by_its_name(folder: Path) -> None:
+    train_with_norm(folder, local_norm, "local_grad_norm")
+
+
+# --- resumed trainings
+
+
+def train_twice(
+    folder: Path,
+    *,
+    loads_weights: bool = True,
+    loads_optimizer: bool = True,
+    loads_schedule: bool = True,
+    saves: bool = True,
+) -> None:
+    """Train, and continue in a second attempt with what is loaded."""
+    kept: list[dict[str, Any]] = []
+    for attempt in range(2):
+        model = shard(make_model())
+        optimizer = adam(model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if attempt:
+            for each, wanted, state in zip(
+                (model, optimizer, schedule),
+                (loads_weights, loads_optimizer, loads_schedule),
+                kept,
+                strict=True,
+            ):
+                if wanted:
+                    each.load_state_dict(state)
+        options = {"path": folder, "print_verdict": False, "resume": bool(attempt)}
+        with fsdp_inspect.Recorder(model, **options):
+            for batch in batches(seed=1 + dist.get_rank() + 2 * attempt):
+                loss_of(model, batch).backward()
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if saves:
+                torch.save(schedule.state_dict(), BytesIO())
+        kept = [copy.deepcopy(each.state_dict()) for each in (model, optimizer, schedule)]
+
+
+@loop
+def weights_not_resumed(folder: Path) -> None:
+    train_twice(folder, loads_weights=False)
+
+
+@loop
+def optimizer_not_resumed(folder: Path) -> None:
+    train_twice(folder, loads_optimizer=False)
+
+
+@loop
+def schedule_not_resumed(folder: Path) -> None:
+    train_twice(folder, loads_schedule=False)
+
+
+@loop
+def resumed(folder: Path) -> None:
+    train_twice(folder)
+
+
+@loop
+def restarted_before_a_checkpoint(folder: Path) -> None:
+    train_twice(
+        folder, loads_weights=False, loads_optimizer=False, loads_schedule=False, saves=False
+    )
+
+
+# --- values that are not finite
+
+
+@loop
+def not_finite(folder: Path) -> None:
+    """A parameter of rank 1 is not finite from step 3 on."""
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batches()):
+            if number == 3 and dist.get_rank() == 1:
+                next(model.parameters()).to_local().data[0] = float("nan")
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def not_finite_at_the_end(folder: Path) -> None:
+    """The last update writes a value that is not finite, in a sharder without numerics."""
+    model = DistributedDataParallel(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        next(model.parameters()).data[0] = float("inf")
+
+
+@loop
+def looked_at_often(folder: Path) -> None:
+    """Values that are not finite, and mean nothing: a skipped batch, a logged number, a buffer."""
+    value_watch.EVERY, usual = 2, value_watch.EVERY
+    model = make_model()
+    model.register_buffer("mask", torch.full((4,), -math.inf))
+    shard(model)
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False) as recorder:
+        for number, batch in enumerate(batches()):
+            recorder.log(val_loss=math.nan)
+            loss = loss_of(model, batch) * (math.nan if number == 2 else 1)
+            loss.backward()
+            if number != 2:
+                optimizer.step()
+            optimizer.zero_grad()
+    value_watch.EVERY = usual
+
+
+def main(folder: str, *names: str) -> None:
     dist.init_process_group("gloo")
-    for name, run in LOOPS.items():
-        run(Path(folder) / name)
+    for name in names or LOOPS:
+        LOOPS[name](Path(folder) / name)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

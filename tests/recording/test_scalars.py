@@ -36,6 +36,18 @@ class Logged:
         self.problems: list[str] = []
         self.log = ScalarLog(clock, self.rows.append, self.problems.append)
 
+    def copy_later(self, step: int, name: str, value: torch.Tensor) -> None:
+        """Copy a value as if it were on a device."""
+        self.log._late._copy(value, self.log._keeper(step, self.log._code(name), 0))
+
+    def pend(self, *copies: tuple[int, float, Any]) -> None:
+        """Pretend that copies of losses, with steps and marks, are on their way."""
+        code = self.log._code("loss")
+        self.log._late._pending = [
+            (torch.tensor(value), self.log._keeper(step, code, 0), mark)
+            for step, value, mark in copies
+        ]
+
     def values(self) -> dict[str, float]:
         return {self.log.names[int(code)]: value for _, code, _, value in self.rows}
 
@@ -68,7 +80,7 @@ def test_a_dtensor_on_a_device_is_copied_as_a_plain_tensor(
     monkeypatch.setattr(
         torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
     )
-    logged.log._copy_later(0, logged.log._code("norm"), 0, _local_value(value))
+    logged.copy_later(0, "norm", _local_value(value))
     device.spend(MS)
     logged.log.drain()
     assert logged.values() == {"norm": 3.0}
@@ -105,7 +117,7 @@ def test_the_event_behind_a_copy_goes_back_to_the_pool(monkeypatch: pytest.Monke
         torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
     )
     for step in range(5):
-        logged.log._copy_later(step, logged.log._code("loss"), 0, torch.tensor(float(step)))
+        logged.copy_later(step, "loss", torch.tensor(float(step)))
         device.spend(MS)
         logged.log.drain()
     assert len(clock._pool) == 1
@@ -118,10 +130,7 @@ def test_a_value_that_is_not_computed_at_the_end_is_noted_as_missing() -> None:
     ready, late = logged.log._clock.mark(), None
     device.run("forward", "x", 20 * MS)
     late = logged.log._clock.mark()
-    logged.log._pending = [
-        (3, logged.log._code("loss"), 0, torch.tensor(2.0), ready),
-        (4, logged.log._code("loss"), 0, torch.tensor(1.0), late),
-    ]
+    logged.pend((3, 2.0, ready), (4, 1.0, late))
     logged.log.close(0.01)
     assert [row[0] for row in logged.rows] == [3]
     [problem] = logged.problems
@@ -133,7 +142,7 @@ def test_a_value_logged_after_the_last_step_is_awaited() -> None:
     logged = Logged(CudaClock(device))
     device.run("forward", "x", 20 * MS)
     mark = logged.log._clock.mark()
-    logged.log._pending = [(4, logged.log._code("loss"), 0, torch.tensor(1.0), mark)]
+    logged.pend((4, 1.0, mark))
     logged.log.close(1.0)
     assert logged.values() == {"loss": 1.0}
     assert not logged.problems

@@ -9,6 +9,7 @@ import torch.jit
 import torch.utils.checkpoint
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
+from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api.attributes import set_attribute
 
 __all__ = ["LoaderIterator"]
@@ -23,9 +24,12 @@ current_graph_task_id = torch._C._current_graph_task_id
 """The number of the backward that runs on this thread; -1: none."""
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """A number that grows with each change of a tensor in place."""
-    return tensor._version
+def versions_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two numbers of which one grows with each change of a tensor in place.
+
+    An operator on a DTensor changes the number of the DTensor only. `tensor.data` has its own.
+    """
+    return tensor._version, local_part(tensor)._version
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -1,0 +1,53 @@
+"""Judge whether the training is right, before its speed.
+
+Each check states what it saw. It is silent if a legal loop could look the same, or if what it needs
+was not observed: then `not_checked` has the reason. The recorder observes (`trace.correctness`).
+Each check has a file, which names its fault, its proof and the legal loops that look alike.
+"""
+
+from fsdp_inspect.analysis.correctness.accumulation import check_accumulation
+from fsdp_inspect.analysis.correctness.batches import check_batches
+from fsdp_inspect.analysis.correctness.clipping import check_clipping
+from fsdp_inspect.analysis.correctness.coverage import check_coverage
+from fsdp_inspect.analysis.correctness.faults import (
+    Correctness,
+    Observed,
+    TrainingCheck,
+    TrainingFault,
+)
+from fsdp_inspect.analysis.correctness.gradients import check_gradients
+from fsdp_inspect.analysis.correctness.logged import check_logged
+from fsdp_inspect.analysis.correctness.optimizer import check_optimizer
+from fsdp_inspect.analysis.correctness.precision import check_precision
+from fsdp_inspect.analysis.correctness.resume import check_resume
+from fsdp_inspect.analysis.correctness.token_means import check_loss
+from fsdp_inspect.analysis.correctness.values import check_finite
+from fsdp_inspect.trace.run import RunSource
+
+__all__ = ["Correctness", "TrainingCheck", "TrainingFault", "check_training"]
+
+_CHECKS = (
+    check_finite,
+    check_resume,
+    check_optimizer,
+    check_gradients,
+    check_coverage,
+    check_accumulation,
+    check_clipping,
+    check_precision,
+    check_logged,
+    check_batches,
+    check_loss,
+)
+"""In the order of `TrainingCheck`."""
+
+
+def check_training(run: RunSource) -> Correctness:
+    """Judge what the ranks observed."""
+    seen = {record.rank: record.training for record in run.ranks if record.training is not None}
+    if not seen:
+        reason = "No rank observed its first steps: an import, a forecast or an earlier recording."
+        return Correctness((), dict.fromkeys((each.value for each in TrainingCheck), reason))
+    observed = Observed(run, seen, {record.rank: record for record in run.ranks})
+    faults = [fault for check in _CHECKS for fault in check(observed)]
+    return Correctness(tuple(faults), observed.not_checked)

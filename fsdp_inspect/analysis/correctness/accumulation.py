@@ -1,0 +1,159 @@
+"""Find mistakes of gradient accumulation: never cleared, cleared too often, not divided.
+
+- Seen: between the first 8 updates, the backwards that changed the gradients of 8 parameters, and
+  whether these and their parameters were changed in between; the gradient of each mean loss.
+- Proof: each first backward adds to the gradients of the update before; gradients of one batch are
+  cleared before the backward of the next, without an update between; each of the microbatches adds
+  the gradient of a whole mean; the learning rate changes between them.
+- Refuted by: changed parameters between the backwards (SAM), several backwards for one batch (an
+  attack on the inputs, chunks of a sequence), batches of several loaders (tasks that add up),
+  gradients that the loop divides after the backward.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+
+from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.formatting import plural
+from fsdp_inspect.trace.correctness import LossSeen, RoundSeen, TrainingSeen
+
+_LEAST_ROUNDS = 3
+_TOLERANCE = 0.02
+
+
+def check_accumulation(observed: Observed) -> Iterator[TrainingFault]:
+    """Find mistakes of gradient accumulation."""
+    rounds = {rank: each.rounds for rank, each in observed.seen.items() if len(each.rounds) >= 2}
+    if not rounds or min(map(len, rounds.values())) < _LEAST_ROUNDS:
+        observed.not_checked[TrainingCheck.ACCUMULATION] = (
+            f"Fewer than {_LEAST_ROUNDS + 1} updates of a torch optimizer with gradients were "
+            "observed, or one in each backward."
+        )
+        return
+    if len(rounds) < len(observed.seen):
+        return
+    for find in (_never_cleared, _cleared_between, _not_divided, _rate_changes):
+        fault = find(observed, rounds)
+        if fault is not None:
+            yield fault
+            return
+
+
+_Rounds = dict[int, list[RoundSeen]]
+
+
+def _all(rounds: _Rounds, holds: Callable[[RoundSeen], bool]) -> bool:
+    return all(holds(each) for own in rounds.values() for each in own)
+
+
+def _fault(
+    rounds: _Rounds, sentence: str, why: str, change: str, place: str, *, is_certain: bool = False
+) -> TrainingFault:
+    ranks = tuple(sorted(rounds))
+    return TrainingFault(
+        TrainingCheck.ACCUMULATION, ranks, is_certain, sentence, why, change, place
+    )
+
+
+def _place_of(observed: Observed, rounds: _Rounds) -> str:
+    return observed.seen[min(rounds)].backward_place
+
+
+def _never_cleared(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
+    if not _all(rounds, lambda each: each.is_kept and not each.num_cleared):
+        return None
+    num = min(map(len, rounds.values()))
+    return _fault(
+        rounds,
+        "Gradients are never cleared: each update repeats all earlier ones.",
+        f"In {plural(num, 'step')}, the first backward after an update added to the gradients of "
+        "that update.",
+        "Call optimizer.zero_grad() once in each step, after the update.",
+        _place_of(observed, rounds),
+        is_certain=observed.run.manifest.device_type == "cpu",  # elsewhere, zeros are not seen
+    )
+
+
+def _has_a_batch_each(each: RoundSeen, num: int) -> bool:
+    return each.num_batches == num and each.num_loaders == 1
+
+
+def _cleared_between(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
+    def is_wrong(each: RoundSeen) -> bool:
+        num = each.num_backwards
+        is_cleared = num > 1 and each.num_cleared == num - 1 and not each.num_moved
+        return is_cleared and _has_a_batch_each(each, num)
+
+    if not _all(rounds, is_wrong):
+        return None
+    num = next(iter(rounds.values()))[0].num_backwards
+    return _fault(
+        rounds,
+        "Gradients are cleared between the microbatches of a step.",
+        f"Each step has {plural(num, 'backward')}, each for a batch of its own, and every one "
+        "after the first found the gradients of the one before cleared: the update uses the last "
+        "batch only.",
+        "Call optimizer.zero_grad() only after an update, not before each backward.",
+        _place_of(observed, rounds),
+    )
+
+
+def _not_divided(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
+    numbers = {rank: _whole_means(observed.seen[rank]) for rank in rounds}
+    known = [number for number in numbers.values() if number]
+    if len(known) < len(rounds) or len(set(known)) > 1:
+        return None
+    number = known[0]
+    if not _all(rounds, lambda each: _has_a_batch_each(each, number) and not each.num_cleared):
+        return None
+    factors = [
+        update.factor
+        for rank in rounds
+        for update in observed.seen[rank].updates
+        if update.factor is not None
+    ]
+    if not factors or median(factors) < (1 + _TOLERANCE) / number:
+        return None
+    return _fault(
+        rounds,
+        f"The loss is not divided by the {number} microbatches.",
+        f"Each of {number} backwards in a step starts from a whole mean over its own microbatch, "
+        f"and nothing divides the sum: the gradient is {number} times the mean over the step.",
+        f"Divide the loss of each microbatch by {number}. If the learning rate allows for the sum, "
+        "ignore this.",
+        observed.seen[min(rounds)].losses[0].place,
+    )
+
+
+def _whole_means(seen: TrainingSeen) -> int:
+    """The number of backwards from a whole mean in each step, of one line; 0: others too."""
+    by_step: dict[int, list[LossSeen]] = {}
+    for loss in seen.losses:
+        by_step.setdefault(loss.step, []).append(loss)
+    whole = [each for each in by_step.values() if _are_whole(each)]
+    numbers = {len(each) for each in whole}
+    is_regular = len(numbers) == 1 and len(whole) >= max(_LEAST_ROUNDS, len(by_step) - 1)
+    return numbers.pop() if is_regular else 0
+
+
+def _are_whole(losses: Sequence[LossSeen]) -> bool:
+    is_single = len({each.microbatch for each in losses}) == len(losses) > 1
+    is_whole = all(abs(each.scale - 1) < _TOLERANCE for each in losses)
+    return is_single and is_whole and len({each.place for each in losses}) == 1
+
+
+def _rate_changes(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
+    def is_wrong(each: RoundSeen) -> bool:
+        return each.num_passes > 1 and each.num_rates == each.num_passes and not each.num_cleared
+
+    if not _all(rounds, is_wrong):
+        return None
+    num = next(iter(rounds.values()))[0].num_passes
+    return _fault(
+        rounds,
+        "The learning rate changes in every microbatch, not in every update.",
+        f"Each step has {plural(num, 'backward')} with as many learning rates: the schedule ends "
+        f"after a part of the steps.",
+        "Call scheduler.step() once for each optimizer.step().",
+        _place_of(observed, rounds),
+    )

@@ -1,0 +1,69 @@
+"""Find ranks that split the data and read the same batches.
+
+- Seen: a digest of the first values of each batch of a `DataLoader`.
+- Proof: at least three different batches are equal on ranks that split the data.
+- Refuted by: one batch in all steps, as in a benchmark; ranks of one context-parallel group.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.formatting import capitalize, format_ranks, plural
+from fsdp_inspect.trace.run import RunSource
+
+LEAST_BATCHES = 3
+"""Fewer equal batches may be equal by chance, or because they are padding."""
+_SPLIT = frozenset({"replicate", "shard", "world", "other"})
+"""Roles and dimensions of the groups in which the ranks can read different batches."""
+
+
+def check_batches(observed: Observed) -> Iterator[TrainingFault]:
+    """Find ranks that read the same batches."""
+    read = {
+        rank: tuple(batch.digest for batch in each.batches) for rank, each in observed.seen.items()
+    }
+    of_rank = {rank: own for rank, own in read.items() if len(set(own)) >= LEAST_BATCHES}
+    if len({observed.place_of(rank) for rank in of_rank}) < 2:
+        observed.not_checked[TrainingCheck.BATCHES] = (
+            f"Fewer than two ranks that split the data gave {LEAST_BATCHES} different batches from "
+            "a DataLoader to the training thread, as tensors on the CPU."
+        )
+        return
+    length = min(len(digests) for digests in of_rank.values())
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank, digests in of_rank.items():
+        alike.setdefault(digests[:length], []).append(rank)
+    for digests, ranks in alike.items():
+        places = {observed.place_of(rank) for rank in ranks}
+        if len(places) > 1 and _share_a_group(observed.run, ranks):
+            observed.not_checked[TrainingCheck.BATCHES] = (
+                "The ranks with equal batches are in one group, such as context-parallel ranks, "
+                "which read the same batches."
+            )
+        elif len(places) > 1 and len(set(digests)) >= LEAST_BATCHES:
+            is_all = len(ranks) == len(of_rank) > 2
+            who = "All ranks" if is_all else capitalize(format_ranks(ranks))
+            yield TrainingFault(
+                TrainingCheck.BATCHES,
+                tuple(sorted(ranks)),
+                False,
+                f"{who} read the same batches.",
+                f"The first values of {plural(length, 'batch', 'batches')} are equal on "
+                f"{format_ranks(sorted(ranks))}, and {len(set(digests))} of these batches differ "
+                "from each other. Unless each rank then uses another part of them, these ranks do "
+                "the work of one.",
+                "Give each rank a part of the data of its own: a DistributedSampler, or a seed "
+                "that contains the rank. If the ranks share batches on purpose, ignore this.",
+                "",
+            )
+            return
+
+
+def _share_a_group(run: RunSource, ranks: Sequence[int]) -> bool:
+    """Whether the ranks are in one group that is neither of FSDP nor the world."""
+    return any(
+        set(ranks) <= {*group.ranks}
+        for group in run.manifest.process_groups
+        if group.role == "other" and group.parallelism not in _SPLIT and group.ranks
+        if len(group.ranks) < run.manifest.world_size
+    )

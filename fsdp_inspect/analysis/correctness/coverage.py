@@ -1,0 +1,112 @@
+"""Find parameters that no optimizer trains, that get no gradient, or that are updated twice.
+
+- Seen: the parameters that the optimizers hold and those with a gradient, in the first 8 updates.
+- Proof: no optimizer holds or changes a parameter that has gradients; a unit runs with a graph, an
+  optimizer holds it, and it never has a gradient; updates use the same gradients again.
+- Refuted by: an optimizer that holds the parameter on another rank (ZeRO-1) or steps later;
+  optimizers that hold less than half of the values with gradients, as for LoRA or a new head whose
+  base was not frozen; outputs that are detached on purpose, which no optimizer holds.
+"""
+
+from collections.abc import Iterator
+
+from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.formatting import format_unit, plural
+from fsdp_inspect.trace.correctness import CoverageSeen
+
+_LEAST_UPDATES = 3
+
+
+def check_coverage(observed: Observed) -> Iterator[TrainingFault]:
+    """Find parameters that no optimizer trains, that get no gradient, or that change twice."""
+    seen = {
+        rank: each.coverage
+        for rank, each in observed.seen.items()
+        if each.coverage is not None and each.coverage.num_updates >= _LEAST_UPDATES
+    }
+    if len(seen) < len(observed.run.ranks):
+        observed.not_checked[TrainingCheck.PARAMETERS] = (
+            f"Fewer than {_LEAST_UPDATES} updates were observed, the script named the optimizers "
+            "to record, or the optimizer updates partitions."
+        )
+        return
+    for find in (_missing, _without, _repeated):
+        fault = find(observed, seen)
+        if fault is not None:
+            yield fault
+
+
+_Seen = dict[int, CoverageSeen]
+
+
+def _fault(observed: Observed, seen: _Seen, sentence: str, why: str, change: str) -> TrainingFault:
+    places = [each.place for each in observed.seen[min(seen)].optimizers]
+    return TrainingFault(
+        TrainingCheck.PARAMETERS,
+        tuple(sorted(seen)),
+        False,
+        sentence,
+        why,
+        change,
+        places[0] if places else "",
+    )
+
+
+def _missing(observed: Observed, seen: _Seen) -> TrainingFault | None:
+    names = set.intersection(*(set(each.missing) for each in seen.values()))
+    first = seen[min(seen)]
+    is_part = first.held_values < first.missing_values  # most is left out, as for a new head
+    if not names or is_part or not first.held_values:
+        return None
+    num = min(each.num_missing for each in seen.values())
+    shown = [name for name in first.missing if name in names]
+    more = f" and {plural(num - 1, 'other parameter')}" if num > 1 else ""
+    verb, them = ("has", "it") if num == 1 else ("have", "them")
+    return _fault(
+        observed,
+        seen,
+        f"No optimizer holds {plural(num, 'parameter')} that {verb} gradients.",
+        f"{shown[0]}{more} {verb} gradients in {plural(first.num_updates, 'update')}, and no "
+        f"optimizer holds or changes {them}.",
+        "Create the optimizer from all parameters of the model, after the last one is added. "
+        "Freeze those that should stay: requires_grad_(False) saves their gradients.",
+    )
+
+
+def _without(observed: Observed, seen: _Seen) -> TrainingFault | None:
+    units = observed.run.manifest.units
+    wrong = set.intersection(*(set(each.units_without) for each in seen.values()))
+    names = [format_unit(units[each].fqn) for each in sorted(wrong) if each < len(units)]
+    optimizers = [one for rank in seen for one in observed.seen[rank].optimizers]
+    if not names or not any(one.num_with_gradient for one in optimizers):
+        return None
+    more = f" and {plural(len(names) - 1, 'other unit')}" if len(names) > 1 else ""
+    is_one = len(names) == 1
+    verb, its, they, them = (
+        ("runs", "its", "it", "it") if is_one else ("run", "their", "they", "them")
+    )
+    num = plural(seen[min(seen)].num_updates, "update")
+    return _fault(
+        observed,
+        seen,
+        f"{plural(len(names), 'unit')} never {'gets' if is_one else 'get'} a gradient.",
+        f"{names[0]}{more} {verb} with a graph, an optimizer holds {its} parameters, and {they} "
+        f"had no gradient in {num}: the graph is cut after {them}.",
+        "Look for detach(), .data, .item() or no_grad() between this unit and the loss. Freeze "
+        "what should not be trained: requires_grad_(False).",
+    )
+
+
+def _repeated(observed: Observed, seen: _Seen) -> TrainingFault | None:
+    num = min(each.num_repeated for each in seen.values())
+    if num < _LEAST_UPDATES:
+        return None
+    return _fault(
+        observed,
+        seen,
+        "Parameters are updated twice with the same gradients.",
+        f"{num} of {plural(seen[min(seen)].num_updates, 'update')} used gradients that an update "
+        "before had used, without a backward between: two optimizers hold these parameters, or "
+        "one steps twice.",
+        "Give each parameter to one optimizer, and call step() once after the last backward.",
+    )

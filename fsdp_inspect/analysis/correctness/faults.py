@@ -1,0 +1,86 @@
+"""Define a mistake of the training, and what the checks know of a run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from fsdp_inspect.results import Result
+from fsdp_inspect.trace.correctness import TrainingSeen
+from fsdp_inspect.trace.run import RankRecord, RunSource
+
+_DATA = ("replicate", "shard")
+"""Dimensions of the mesh whose ranks split the data."""
+_WHOLE = frozenset({*_DATA, "world", "other", ""})
+
+
+class TrainingCheck(StrEnum):
+    """The checks; the one whose fault makes most of the training useless first."""
+
+    VALUES = "values"
+    RESUME = "resume"
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    PARAMETERS = "parameters"
+    REPLICAS = "replicas"
+    ACCUMULATION = "accumulation"
+    CLIPPING = "clipping"
+    PRECISION = "precision"
+    LOGGED = "logged"
+    BATCHES = "batches"
+    LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFault:
+    """A mistake of the training."""
+
+    check: TrainingCheck
+    ranks: tuple[int, ...]
+    """The ranks that show it."""
+    is_certain: bool
+    sentence: str
+    """The fault in at most 12 words."""
+    why: str
+    """What was seen."""
+    change: str
+    """What to change."""
+    place: str = ""
+    """The user's line, `file:line`; empty: unknown."""
+
+    @property
+    def headline(self) -> str:
+        """The sentence, hedged unless the fault is certain."""
+        first, rest = self.sentence[:1], self.sentence[1:]
+        return self.sentence if self.is_certain else f"Probably: {first.lower()}{rest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Correctness(Result):
+    """The faults of the training, and the checks without an answer."""
+
+    faults: tuple[TrainingFault, ...]
+    """The faults; the one that makes most of the training useless first."""
+    not_checked: Mapping[str, str]
+    """The reason why a check has no answer, by check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the ranks observed of their training."""
+
+    run: RunSource
+    seen: Mapping[int, TrainingSeen]
+    records: Mapping[int, RankRecord]
+    not_checked: dict[str, str] = field(default_factory=dict)
+    """See `Correctness.not_checked`; the checks fill it."""
+
+    def place_of(self, rank: int) -> tuple[int, ...]:
+        """The position of a rank along the dimensions that split the data."""
+        coordinates = self.records[rank].coordinates
+        known = tuple(coordinates[name] for name in _DATA if name in coordinates)
+        return known or (rank,)
+
+    def model_part_of(self, rank: int) -> tuple[tuple[str, int], ...]:
+        """The position of a rank along the dimensions that split the model or the sequence."""
+        coordinates = self.records[rank].coordinates.items()
+        return tuple(sorted(each for each in coordinates if each[0] not in _WHOLE))

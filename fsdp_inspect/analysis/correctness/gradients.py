@@ -1,0 +1,182 @@
+"""Find gradients that the ranks do not combine, or combine twice, and replicas that differ.
+
+- Seen: 64 values of up to 8 parameters and of their gradients, before each of the first 8 updates
+  and of the later ones in steps that look at all parameters.
+- Proof: ranks that hold the same part receive different gradients in each of these updates; ranks
+  that hold different parts receive equal ones; replicas differ before the first update.
+- Refuted by: different values at the start, if no sharder keeps the parameter on these ranks. They
+  then hold experts, stages or models of their own. Ranks in groups of other dimensions are not
+  compared. Training apart on purpose, with averages later, looks the same: hence "Probably".
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.analysis.correctness.samples import (
+    LEAST_UPDATES,
+    Holders,
+    differ,
+    list_holders,
+)
+from fsdp_inspect.formatting import format_ranks, plural
+from fsdp_inspect.trace.codes import NO_UNIT
+from fsdp_inspect.trace.sharders import traits_of
+
+_EXPERT = "expert"
+"""In the name of a parameter: each rank may hold an expert of its own."""
+
+
+def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
+    """Find gradients that are not combined, or combined twice, and replicas that differ."""
+    holders = list(list_holders(observed))
+    if not any(each.updates for each in observed.seen.values()):
+        for check in (TrainingCheck.GRADIENTS, TrainingCheck.REPLICAS):
+            observed.not_checked[check] = (
+                "No update of a parameter in float32, bfloat16 or float16 was sampled."
+            )
+        yield from _check_without(observed)
+        return
+    apart = [each for each in holders if each.gradients_differ and _is_same(observed, each)]
+    if apart:
+        yield _not_reduced(observed, apart)
+    yield from _check_replicas(holders)
+    yield from _check_twice(observed)
+
+
+def _is_same(observed: Observed, holders: Holders) -> bool:
+    """Whether the ranks should hold the same values."""
+    parameter = holders.parameter
+    if parameter.is_replica:
+        return True
+    groups = observed.run.manifest.process_groups
+    has_own_groups = any(
+        each.role == "other" and 1 < len(each.ranks) < observed.run.manifest.world_size
+        for each in groups
+    )
+    is_expert = _EXPERT in parameter.name.lower()
+    return holders.starts_equal and not is_expert and not has_own_groups
+
+
+def _not_reduced(observed: Observed, apart: Sequence[Holders]) -> TrainingFault:
+    first = apart[0]
+    parameter, ranks = first.parameter, sorted(first.updates)
+    norms = ", ".join(f"{norm:.3g}" for norm in first.gradients(0)[:4] if norm is not None)
+    others = f" and of {plural(len(apart) - 1, 'other parameter')}" if len(apart) > 1 else ""
+    last = apart[0].num_updates - 1
+    ends = " Their values then differ too." if differ(first.values(last)) else ""
+    if parameter.unit == NO_UNIT:
+        sentence = "Gradients of parameters outside all units are not reduced."
+        change = (
+            "Shard the whole model too, after its layers: fully_shard(model). Parameters that are "
+            "left out on purpose need an all-reduce of their gradients before each update."
+        )
+    else:
+        sentence = "The ranks do not combine their gradients: each trains alone."
+        change = _CHANGES.get(observed.run.manifest.sharder, _CHANGES[""])
+    return TrainingFault(
+        TrainingCheck.GRADIENTS,
+        tuple(ranks),
+        False,
+        sentence,
+        f"In each of {plural(first.num_updates, 'update')}, the gradients of {parameter.name}"
+        f"{others} differ between {format_ranks(ranks)}, which hold the same values: the sampled "
+        f"norms are {norms} in the first.{ends}",
+        f"{change} If the ranks train apart and average later on purpose, ignore this.",
+        observed.seen[ranks[0]].backward_place,
+    )
+
+
+_CHANGES: Mapping[str, str] = {
+    "ddp": "Call the wrapped model, not model.module. Leave no_sync() before the backward of the "
+    "last microbatch of a step.",
+    "": "Shard over a mesh that contains all data-parallel ranks. Reduce the gradients in the "
+    "backward of the last microbatch of a step.",
+}
+"""The change by sharder."""
+
+
+def _check_without(observed: Observed) -> Iterator[TrainingFault]:
+    """Find updates without any gradient, because no backward of a step reduced them."""
+    optimizers = {
+        rank: next((each for each in seen.optimizers if each.num_of_model), None)
+        for rank, seen in observed.seen.items()
+    }
+    without = {
+        rank: each
+        for rank, each in optimizers.items()
+        if each is not None and not each.num_with_gradient and each.num_steps >= LEAST_UPDATES
+    }
+    is_off = observed.run.manifest.observed.get("gradient_sync") == "some microbatches"
+    if not without or len(without) < len(observed.seen) or not is_off:
+        return
+    first = without[min(without)]
+    observed.not_checked.pop(TrainingCheck.GRADIENTS)
+    yield TrainingFault(
+        TrainingCheck.GRADIENTS,
+        tuple(sorted(without)),
+        True,
+        "No backward reduces gradients: the optimizer updates nothing.",
+        f"In {plural(first.num_steps, 'update')}, none of the optimizer's "
+        f"{plural(first.num_tensors, 'tensor')} had a gradient. The reduction was off in the "
+        "backwards before them.",
+        "Reduce the gradients in the backward of the last microbatch of a step: "
+        "set_requires_gradient_sync(True), or leave no_sync().",
+        first.place,
+    )
+
+
+def _check_replicas(holders: Sequence[Holders]) -> Iterator[TrainingFault]:
+    wrong = [
+        each
+        for each in holders
+        if each.parameter.is_replica and not each.starts_equal and differ(each.values(0))
+    ]
+    if not wrong:
+        return
+    ranks = sorted(wrong[0].updates)
+    norms = ", ".join(f"{norm:.3g}" for norm in wrong[0].values(0)[:4] if norm is not None)
+    yield TrainingFault(
+        TrainingCheck.REPLICAS,
+        tuple(ranks),
+        True,
+        "Replicas of the model start from different values.",
+        f"Before the first sampled update, {wrong[0].parameter.name} differs between "
+        f"{format_ranks(ranks)}, which keep replicas of it: the sampled norms are {norms}. Equal "
+        "gradients keep the difference forever.",
+        "Start all replicas from equal values: set one seed before the model is made, load one "
+        "checkpoint, or broadcast the parameters from one rank.",
+    )
+
+
+def _check_twice(observed: Observed) -> Iterator[TrainingFault]:
+    """Find shards of different parts with equal gradients: they were reduced over their owners."""
+    seen = {rank: each for rank, each in observed.seen.items() if each.updates}
+    first = next(iter(seen.values()))
+    num = min(len(each.updates) for each in seen.values())
+    equal = []
+    for at, parameter in enumerate(first.parameters):
+        same = [
+            each
+            for each in seen.values()
+            if at < len(each.parameters) and each.parameters[at].name == parameter.name
+        ]
+        parts = {tuple(each.parameters[at].part) for each in same}
+        if len(same) < len(seen) or len(parts) < len(seen) or not parameter.part:
+            continue
+        norms = [[each.updates[n].gradients[at] for each in same] for n in range(num)]
+        if all(all(each) and len(set(each)) == 1 for each in norms):
+            equal.append(parameter.name)
+    if len(seen) > 1 and num > 1 and len(equal) > 1:
+        title = traits_of(observed.run.manifest.sharder).title
+        yield TrainingFault(
+            TrainingCheck.GRADIENTS,
+            tuple(sorted(seen)),
+            True,
+            "Gradient shards are reduced twice: all ranks hold equal ones.",
+            f"The sampled gradients of {equal[0]} and of "
+            f"{plural(len(equal) - 1, 'other parameter')} are equal on "
+            f"{format_ranks(sorted(seen))} in {plural(num, 'update')}, although each rank holds "
+            "another part of them: a second reduction mixed the parts.",
+            f"Remove the all-reduce of gradients from the loop: {title} has reduced them.",
+            first.backward_place,
+        )

@@ -1,0 +1,106 @@
+"""Find a resumed training that does not continue: weights, optimizer state or schedule.
+
+- Seen: in each attempt of a run, the sampled values before the first update, whether the optimizer
+  has state then and later, and the learning rates of the first updates.
+- Proof: the values are those of the first attempt, although it saved a checkpoint; they are not,
+  and the optimizer starts without the state that it keeps, or the learning rates repeat those of
+  the first attempt.
+- Refuted by: no checkpoint before the restart: the training then rightly starts again.
+"""
+
+from collections.abc import Iterator
+
+from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.formatting import plural
+from fsdp_inspect.trace.codes import EventFlag, EventKind
+from fsdp_inspect.trace.correctness import TrainingSeen
+from fsdp_inspect.trace.run import RunSource
+
+_RATES = 3
+"""Learning rates after the first update, whose rate may come with the optimizer's state."""
+_NOT_CHECKED = (
+    "No update was sampled in the first attempt or in this one, or the sampled parameters differ."
+)
+
+
+def check_resume(observed: Observed) -> Iterator[TrainingFault]:
+    """Find a resumed training that does not continue."""
+    earlier = observed.run.earlier_attempts
+    if not earlier:
+        return
+    first = {record.rank: record.training for record in earlier[0].ranks if record.training}
+    pairs = {
+        rank: (first[rank], now)
+        for rank, now in observed.seen.items()
+        if rank in first and _are_comparable(first[rank], now)
+    }
+    if not pairs:
+        observed.not_checked[TrainingCheck.RESUME] = _NOT_CHECKED
+        return
+    ranks = tuple(sorted(pairs))
+    place = next((one.place for one in pairs[ranks[0]][1].optimizers), "")
+    num_steps = max((record.num_steps for run in earlier for record in run.ranks), default=0)
+    if all(then.updates[0].digests == now.updates[0].digests for then, now in pairs.values()):
+        if any(_saves(each) for each in earlier):
+            yield TrainingFault(
+                TrainingCheck.RESUME,
+                ranks,
+                False,
+                "The resumed training starts from its first values again.",
+                "Before its first update, the sampled parameters hold the values with which the "
+                "first attempt began, although an attempt before saved a checkpoint after up to "
+                f"{plural(num_steps, 'step')}.",
+                "Load the checkpoint into the model before its first step. If the training is "
+                "meant to start again, ignore this.",
+                place,
+            )
+        return
+    lost = [rank for rank, (_, now) in pairs.items() if _starts_without_state(now)]
+    if len(lost) == len(pairs):
+        yield TrainingFault(
+            TrainingCheck.RESUME,
+            ranks,
+            False,
+            "The resumed optimizer starts without its state.",
+            "The parameters continue, but the optimizer had no state before its first update and "
+            "had state after it: its averages of the gradients are lost.",
+            "Save and load the optimizer's state with the model's.",
+            place,
+        )
+    rates = [
+        [[each.rate for each in seen.updates[1 : 1 + _RATES]] for seen in pair]
+        for pair in pairs.values()
+    ]
+    if all(then == now and len(set(now)) > 1 for then, now in rates):
+        shown = ", ".join(f"{rate:.3g}" for rate in rates[0][1])
+        yield TrainingFault(
+            TrainingCheck.RESUME,
+            ranks,
+            False,
+            "The resumed training starts its learning rate schedule again.",
+            f"The parameters continue, but the first learning rates are those of the first "
+            f"attempt: {shown}.",
+            "Save and load the scheduler's state with the model's.",
+            place,
+        )
+
+
+def _are_comparable(then: TrainingSeen, now: TrainingSeen) -> bool:
+    names = [[each.name for each in seen.parameters] for seen in (then, now)]
+    return bool(then.updates and now.updates) and names[0] == names[1]
+
+
+def _starts_without_state(seen: TrainingSeen) -> bool:
+    kept = [each for each in seen.optimizers if each.num_of_model and each.keeps_state]
+    return bool(kept) and not any(each.began_with_state for each in kept)
+
+
+def _saves(run: RunSource) -> bool:
+    """Whether a rank saved a checkpoint with torch, or the script marked one."""
+    for record in run.ranks:
+        if record.life is not None and record.life.background_saves:
+            return True
+        rows = run.events(record.rank, kinds=[EventKind.BETWEEN_STEPS])
+        if bool(((rows.flags & EventFlag.CHECKPOINT) != 0).any()):
+            return True
+    return False

@@ -1,0 +1,71 @@
+"""Compare the sampled parameters of ranks that hold the same part, and of those that do not."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp_inspect.analysis.correctness.faults import Observed
+from fsdp_inspect.trace.correctness import ParameterSeen, UpdateSeen
+
+LEAST_UPDATES = 3
+"""Fewer updates prove nothing about all of them."""
+TOLERANCE = 1e-3
+"""Norms of samples that differ by less are equal: kernels of other devices round differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The ranks that hold one part of a sampled parameter."""
+
+    parameter: ParameterSeen
+    at: int
+    """Its place in the lists of an update."""
+    updates: dict[int, list[UpdateSeen]]
+    """The sampled updates by rank, equally many."""
+
+    @property
+    def num_updates(self) -> int:
+        """The sampled updates."""
+        return min(len(each) for each in self.updates.values())
+
+    @property
+    def starts_equal(self) -> bool:
+        """Whether the ranks held equal values before the first sampled update."""
+        return len({each[0].digests[self.at] for each in self.updates.values()}) == 1
+
+    def gradients(self, update: int) -> list[float | None]:
+        """The norm on each rank in one update."""
+        return [each[update].gradients[self.at] for each in self.updates.values()]
+
+    def values(self, update: int) -> list[float | None]:
+        """The norm on each rank before one update."""
+        return [each[update].values[self.at] for each in self.updates.values()]
+
+    @property
+    def gradients_differ(self) -> bool:
+        """Whether the gradients of the ranks differ in every update."""
+        updates = range(self.num_updates)
+        return len(updates) >= LEAST_UPDATES and all(differ(self.gradients(n)) for n in updates)
+
+
+def differ(norms: Sequence[float | None]) -> bool:
+    """Whether known norms differ by more than rounding."""
+    known = [each for each in norms if each is not None]
+    return len(known) > 1 and max(known) - min(known) > TOLERANCE * max(known)
+
+
+def list_holders(observed: Observed) -> Iterator[Holders]:
+    """The ranks that hold the same part of each sampled parameter: at least two."""
+    ranks_of: dict[tuple[object, ...], dict[int, int]] = {}
+    for rank, each in observed.seen.items():
+        for at, parameter in enumerate(each.parameters if each.updates else ()):
+            key = (parameter.name, *parameter.part), observed.model_part_of(rank)
+            ranks_of.setdefault(key, {})[rank] = at
+    for ranks in ranks_of.values():
+        if len(ranks) > 1 and len(set(ranks.values())) == 1:
+            first = min(ranks)
+            num = min(len(observed.seen[rank].updates) for rank in ranks)
+            yield Holders(
+                observed.seen[first].parameters[ranks[first]],
+                ranks[first],
+                {rank: observed.seen[rank].updates[:num] for rank in ranks},
+            )

@@ -1,0 +1,67 @@
+"""Find means over unequal numbers of tokens.
+
+- Seen: the labels that are not ignored in each mean cross entropy, and the gradient of the mean.
+- Proof: the numbers differ between the ranks in half of the microbatches, the gradients do not.
+- Refuted by: a sum, a mean scaled by its number of tokens, two means in one backward.
+"""
+
+from collections.abc import Iterator, Mapping
+from statistics import median_high
+
+from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.trace.correctness import LossSeen
+
+LEAST_RATIO = 2.0
+"""Tokens on one rank that weigh this many times as much as on another are a fault."""
+LEAST_LOSSES = 3
+_SCALE_TOLERANCE = 0.01
+
+
+def check_loss(observed: Observed) -> Iterator[TrainingFault]:
+    """Find means over unequal numbers of tokens."""
+    by_place: dict[tuple[int, int], dict[int, list[LossSeen]]] = {}
+    for rank, each in observed.seen.items():
+        for loss in each.losses:
+            own = by_place.setdefault((loss.step, loss.microbatch), {}).setdefault(rank, [])
+            own.append(loss)
+    single = [
+        {rank: own[0] for rank, own in each.items()}
+        for each in by_place.values()
+        if all(len(own) == 1 for own in each.values())
+    ]
+    shared = [each for each in single if len(each) > 1]
+    if len(shared) < LEAST_LOSSES:
+        observed.not_checked[TrainingCheck.LOSS] = (
+            "The loss is not one mean of torch.nn.functional.cross_entropy on the CPU in each "
+            "backward, or one rank only observed it."
+        )
+        return
+    ratios = [_ratio_of(each) for each in shared]
+    if 2 * sum(ratio >= LEAST_RATIO for ratio in ratios) < len(ratios):
+        return
+    place = max(range(len(shared)), key=lambda index: ratios[index])
+    losses = shared[place]
+    heavy, *_, light = sorted(losses, key=lambda rank: losses[rank].num_tokens)
+    typical = median_high(ratios)
+    yield TrainingFault(
+        TrainingCheck.LOSS,
+        (heavy,),
+        False,
+        f"Tokens on rank {heavy} weigh up to {max(ratios):.1f} times as much.",
+        f"Each rank takes the mean over its own tokens: in step {losses[heavy].step}, "
+        f"{losses[light].num_tokens} on rank {light} and {losses[heavy].num_tokens} on rank "
+        f"{heavy}. The mean of the gradients over the ranks then weighs a token of the shorter "
+        f"batch more: {typical:.1f} times as much in the median of {len(ratios)} microbatches.",
+        "Divide the sum of the losses by the number of tokens of all ranks and microbatches, times "
+        "the number of ranks (in Transformers: num_items_in_batch).",
+        losses[heavy].place,
+    )
+
+
+def _ratio_of(losses: Mapping[int, LossSeen]) -> float:
+    """The largest weight of a token / the smallest one, over the ranks; 1 if scales differ."""
+    scales = [abs(loss.scale) for loss in losses.values()]
+    counts = [loss.num_tokens for loss in losses.values() if loss.num_tokens]
+    if not counts or max(scales) - min(scales) > _SCALE_TOLERANCE * max(scales):
+        return 1.0
+    return max(counts) / min(counts)

@@ -1,0 +1,145 @@
+"""Watch between the updates of the first steps how gradients are accumulated and cleared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fsdp_inspect.recording.tensors import local_part
+from fsdp_inspect.recording.torch_api.autograd import versions_of
+from fsdp_inspect.recording.torch_api.dispatch import storage_key
+from fsdp_inspect.trace.correctness import RoundSeen
+
+_PARAMETERS = 8
+_UPDATES = 8
+_OPTIMIZERS = 4
+
+_Mark = tuple[int, int, int] | None
+"""The storage and the versions of a gradient; None: there is none."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """What happened to a few parameters of an optimizer since its last update."""
+
+    parameters: list[nn.Parameter]
+    marks: list[_Mark]
+    """The gradients after the last backward of these parameters, or after the update."""
+    versions: list[tuple[int, int]]
+    """The parameters at that moment."""
+    before: list[_Mark] = field(default_factory=list)
+    """The gradients before the backward that runs."""
+    num_backwards: int = 0
+    num_cleared: int = 0
+    num_moved: int = 0
+    is_kept: bool = False
+    is_blind: bool = False
+    """Whether a look could not read values, so that zeros were not seen."""
+    rates: list[float] = field(default_factory=list)
+
+
+class AccumulationWatch:
+    """The rounds of each optimizer, from one update to the next."""
+
+    def __init__(self) -> None:
+        self.rounds: list[RoundSeen] = []
+        self._open: WeakKeyDictionary[torch.optim.Optimizer, _Round] = WeakKeyDictionary()
+        self._num_batches = 0
+        self._loaders: set[int] = set()
+        self._is_over = False
+
+    def note_batch(self, loader: int) -> None:
+        """Count a batch of a DataLoader."""
+        self._num_batches += 1
+        self._loaders.add(loader)
+
+    @torch.no_grad()
+    def before_backward(self, *, may_read: bool) -> None:
+        """Look at the gradients that the last backward left; `may_read` their values, too."""
+        for each in self._open.values():
+            gradients = [parameter.grad for parameter in each.parameters]
+            each.before = [_mark_of(gradient) for gradient in gradients]
+            each.is_blind |= not may_read
+            if may_read and all(map(_is_zero, gradients)):
+                each.before = [None] * len(gradients)
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Look at the gradients that this backward changed."""
+        for optimizer, own in self._open.items():
+            if not own.before:
+                continue
+            marks = [_mark_of(parameter.grad) for parameter in own.parameters]
+            is_touched = marks != own.before
+            if is_touched or len(self._open) == 1:
+                rate = optimizer.param_groups[0].get("lr")
+                own.rates += [float(rate)] if isinstance(rate, int | float) else []
+            if is_touched:
+                self._count(own, marks)
+
+    @staticmethod
+    def _count(own: _Round, marks: list[_Mark]) -> None:
+        is_kept = own.before == own.marks and any(own.marks)
+        versions = [versions_of(each) for each in own.parameters]
+        if own.num_backwards == 0:
+            own.is_kept = is_kept
+        elif any(own.marks) and not any(own.before):
+            own.num_cleared += 1
+        own.num_moved += versions != own.versions
+        own.num_backwards += 1
+        own.marks, own.versions = marks, versions
+
+    @torch.no_grad()
+    def after_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Close the round of an optimizer, and open its next one."""
+        if self._is_over:
+            return
+        own = self._open.pop(optimizer, None)
+        if own is not None and not own.is_blind:
+            self.rounds.append(
+                RoundSeen(
+                    step=step,
+                    num_backwards=own.num_backwards,
+                    num_batches=self._num_batches,
+                    num_loaders=len(self._loaders),
+                    num_cleared=own.num_cleared,
+                    num_moved=own.num_moved,
+                    is_kept=own.is_kept,
+                    num_rates=len(set(own.rates)),
+                    num_passes=len(own.rates),
+                )
+            )
+        self._num_batches = 0
+        self._loaders.clear()
+        if len(self.rounds) >= _UPDATES or len(self._open) >= _OPTIMIZERS:
+            self._is_over = True
+            self._open.clear()
+            return
+        held = [
+            each
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if each.grad is not None
+        ]
+        chosen = held[:: max(len(held) // _PARAMETERS, 1)][:_PARAMETERS]
+        if chosen:
+            marks = [_mark_of(each.grad) for each in chosen]
+            self._open[optimizer] = _Round(chosen, marks, [versions_of(each) for each in chosen])
+
+
+def _mark_of(gradient: torch.Tensor | None) -> _Mark:
+    if gradient is None:
+        return None
+    return storage_key(local_part(gradient).untyped_storage()), *versions_of(gradient)
+
+
+def _is_zero(gradient: torch.Tensor | None) -> bool:
+    """Whether a gradient is absent, or its first values on the CPU are 0."""
+    if gradient is None:
+        return True
+    local = local_part(gradient)
+    is_readable = local.device.type == "cpu" and local.is_contiguous()
+    return is_readable and not bool(local.view(-1)[:_PARAMETERS].any())

@@ -1,0 +1,118 @@
+"""Watch in the first updates which parameters the optimizers hold, and which get gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fsdp_inspect.recording.torch_api.autograd import versions_of
+from fsdp_inspect.trace.correctness import CoverageSeen
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.units import UnitHandle
+
+_NAMES = 64
+"""The most names that are kept."""
+
+
+class CoverageWatch:
+    """Compares the parameters of a model with those that the optimizers hold.
+
+    Args:
+        model: The recorded model, or models.
+        units: Its units.
+        graph_units: The units whose first forward kept a graph; the set grows.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[UnitHandle], graph_units: set[int]
+    ) -> None:
+        self._model = model
+        self._units = units
+        self._graph_units = graph_units
+        self.seen = CoverageSeen()
+        self._held: set[int] = set()
+        self._known: set[int] = set()
+        """The optimizers that have stepped, by their id."""
+        self._with_gradient: set[int] = set()
+        self._versions: dict[int, tuple[int, int]] = {}
+        """Parameters that no optimizer held at the last update."""
+        self._changed: set[int] = set()
+        """Those of them that changed all the same."""
+        self._used: dict[int, tuple[int, int]] = {}
+        """The gradients that an update has used since the last backward, by parameter."""
+        self._has_closure = False
+        """Whether a backward ran in the update, as for LBFGS."""
+
+    def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has not stepped before."""
+        return id(optimizer) not in self._known
+
+    def before_backward(self) -> None:
+        """Forget which gradients an update has used: a backward changes them."""
+        self._used.clear()
+        self._has_closure = True
+
+    @torch.no_grad()
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the parameters that an optimizer is about to update."""
+        self._known.add(id(optimizer))
+        self._has_closure = False
+        own = [each for group in optimizer.param_groups for each in group["params"]]
+        self._held |= {id(each) for each in own}
+        repeated = sum(
+            each.grad is not None and self._used.get(id(each)) == versions_of(each.grad)
+            for each in own
+        )
+        missing, names = [], []
+        for name, each in self._model.named_parameters():
+            if not each.requires_grad:
+                continue
+            if each.grad is not None:
+                self._with_gradient.add(id(each))
+            if id(each) in self._held:
+                continue
+            versions = versions_of(each)
+            if self._versions.setdefault(id(each), versions) != versions:
+                self._changed.add(id(each))
+            if id(each) in self._with_gradient and id(each) not in self._changed:
+                missing.append(each)
+                names.append(name)
+        self.seen = CoverageSeen(
+            num_updates=self.seen.num_updates + 1,
+            num_repeated=self.seen.num_repeated + (repeated > 0),
+            missing=names[:_NAMES],
+            num_missing=len(missing),
+            missing_values=sum(each.numel() for each in missing),
+            held_values=sum(
+                each.numel() for each in self._model.parameters() if id(each) in self._held
+            ),
+            units_without=self._units_without(),
+        )
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the gradients that an update has used."""
+        if self._has_closure:
+            return
+        self._used |= {
+            id(each): versions_of(each.grad)
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if each.grad is not None
+        }
+
+    def _units_without(self) -> list[int]:
+        """Units that ran with a graph, are held by an optimizer and never got a gradient."""
+        found = []
+        for index in sorted(self._graph_units):
+            if index < len(self._units):
+                trained = [
+                    id(each) for each in self._units[index].local_parameters if each.requires_grad
+                ]
+                is_held = bool(trained) and set(trained) <= self._held
+                if is_held and not self._with_gradient & set(trained):
+                    found.append(index)
+        return found
