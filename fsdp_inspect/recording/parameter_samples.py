@@ -84,7 +84,8 @@ class ParameterSamples:
     def is_sampled(self) -> bool:
         """Whether the values around the next update are sampled."""
         session = self._session
-        if session.tracker is not None:
+        # In backward, an optimizer of one parameter finds other units gathered.
+        if session.tracker is not None or session.in_backward:
             return False
         return self._num_updates < _UPDATES or (session.step > 0 and session.step % EVERY == 0)
 

@@ -86,6 +86,8 @@ class TrainingChecks:
         self._seen = TrainingSeen()
         self._batch: int | None = None
         """The digest of the last batch since the last backward."""
+        self._inputs: int | None = None
+        """The digest of what the model received first since then."""
         self._num_batches = self._num_noted = 0
         self._is_over = self._has_failed = False
         self._has_news = False
@@ -203,12 +205,15 @@ class TrainingChecks:
         self._num_batches += 1
         if self._num_batches > _BATCHES:
             return
-        digest, count = 0, 0
-        for content in _first_values(batch):
-            digest, count = zlib.crc32(content, digest), count + 1
-            if count == _TENSORS:
-                break
-        self._batch = digest if count else None
+        self._batch = _digest(batch)
+
+    def note_inputs(self, *inputs: Any) -> None:
+        """Observe what a model receives in a forward that keeps a graph."""
+        if self._inputs is None:
+            self._quietly(lambda: self._see_inputs(inputs))
+
+    def _see_inputs(self, inputs: Any) -> None:
+        self._inputs = _digest(inputs)
 
     def before_backward(self, tensors: Any) -> None:
         """Keep the last batch, which a backward uses, and look at the loss it starts from."""
@@ -218,10 +223,10 @@ class TrainingChecks:
         may_read = self._session.tracker is None
         self._quietly(lambda: self._accumulation.before_backward(may_read=may_read))
         if self._batch is not None and self._observes():
-            seen = BatchSeen(step=self._session.step, digest=self._batch)
+            seen = BatchSeen(step=self._session.step, digest=self._batch, inputs=self._inputs)
             self._seen.batches.append(seen)
             self._has_news = True
-        self._batch = None
+        self._batch = self._inputs = None
 
     def after_backward(self) -> None:
         """Observe the gradients that a backward left."""
@@ -268,6 +273,23 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and tensor.device.type == "cpu"
 
 
+def _leading(tensor: torch.Tensor) -> torch.Tensor:
+    """Values of a tensor in one dimension, without a copy: all, or those of its first rows."""
+    while not tensor.is_contiguous() and tensor.dim() > 1:
+        tensor = tensor[0]
+    return tensor.reshape(-1)
+
+
+def _digest(tensors: Any) -> int | None:
+    """A digest of the first values of a few tensors; None: there is no readable one."""
+    digest, count = 0, 0
+    for content in _first_values(tensors):
+        digest, count = zlib.crc32(content, digest), count + 1
+        if count == _TENSORS:
+            break
+    return digest if count else None
+
+
 def _first_values(batch: Any) -> Iterator[bytes]:
     """The first bytes of each plain tensor with different values, in order."""
     waiting: list[Any] = [batch]
@@ -276,8 +298,8 @@ def _first_values(batch: Any) -> Iterator[bytes]:
             return
         each = waiting.pop(0)
         if isinstance(each, torch.Tensor):
-            if _is_plain(each) and each.is_contiguous() and each.numel() > 1:
-                flat = each.detach().view(-1)[: _BYTES // each.element_size()]
+            if _is_plain(each) and each.numel() > 1:
+                flat = _leading(each.detach())[: _BYTES // each.element_size()].contiguous()
                 content = flat.view(torch.uint8).numpy().tobytes()
                 if content != content[: each.element_size()] * len(flat):
                     yield content

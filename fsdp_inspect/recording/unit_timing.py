@@ -269,6 +269,9 @@ class UnitTimer:
             )
             if not session.execution_known and phase == _FORWARD_PHASE:
                 session.note_execution(self.index)
+            checks = session.checks
+            if checks is not None and not (session.open_units or checks.is_over):
+                checks.note_inputs(args, kwargs)
         if session.watches_memory:
             self._memory.inputs(args, kwargs)
 

@@ -32,6 +32,8 @@ class BatchSeen(Record):
     step: Index
     digest: Annotated[int, Field(ge=0, lt=1 << 32)]
     """CRC-32 of the first values of its first tensors, without constant ones."""
+    inputs: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
+    """The same of what the model first received after it; None: nothing readable."""
 
 
 class LossSeen(Record):

@@ -141,6 +141,61 @@ def plain(folder: Path) -> None:
 
 
 @loop
+def parts_of_one_batch(folder: Path) -> None:
+    """All ranks read the same batches, and each trains on its own part, which is strided."""
+    model, rank = shard(make_model()), dist.get_rank()
+    train(
+        folder,
+        model,
+        adam(model),
+        batches(seed=1),
+        lambda model, batch: loss_of(model, (batch[0][rank::2], batch[1][rank::2])),
+    )
+
+
+@loop
+def local_sgd(folder: Path) -> None:
+    """Each rank trains alone, and the weights are averaged every second step."""
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "one"))
+    model = make_model()
+    fully_shard(model[0], mesh=alone["one"])
+    fully_shard(model, mesh=alone["one"])
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batches()):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 2:
+                average(model)
+
+
+@torch.no_grad()
+def average(model: nn.Module) -> None:
+    for each in model.parameters():
+        part = each.to_local()
+        dist.all_reduce(part)
+        part /= dist.get_world_size()
+
+
+@loop
+def optimizer_in_backward(folder: Path) -> None:
+    model = shard(make_model())
+    optimizers = {each: torch.optim.SGD([each], lr=0.05) for each in model.parameters()}
+
+    def update(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for each in optimizers:
+        each.register_post_accumulate_grad_hook(update)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False) as recorder:
+        for batch in batches():
+            with recorder.step():
+                loss_of(model, batch).backward()
+
+
+@loop
 def optimizer_of_another_model(folder: Path) -> None:
     """A critic, which is not recorded, has an optimizer of its own."""
     model, critic = shard(make_model()), nn.Linear(_WIDTH, 1)

@@ -2,7 +2,8 @@
 
 - Seen: a digest of the first values of each batch of a `DataLoader`.
 - Proof: at least three different batches are equal on ranks that split the data.
-- Refuted by: one batch in all steps, as in a benchmark; ranks of one context-parallel group.
+- Refuted by: one batch in all steps, as in a benchmark; ranks of one context-parallel group; what
+  the model receives differs between the ranks, because each takes another part of the batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,10 @@ def check_batches(observed: Observed) -> Iterator[TrainingFault]:
                 "The ranks with equal batches are in one group, such as context-parallel ranks, "
                 "which read the same batches."
             )
+        elif len({_inputs_of(observed, rank, length) for rank in ranks}) > 1:
+            observed.not_checked[TrainingCheck.BATCHES] = (
+                "The ranks read the same batches, and give the model different parts of them."
+            )
         elif len(places) > 1 and len(set(digests)) >= LEAST_BATCHES:
             is_all = len(ranks) == len(of_rank) > 2
             who = "All ranks" if is_all else capitalize(format_ranks(ranks))
@@ -57,6 +62,11 @@ def check_batches(observed: Observed) -> Iterator[TrainingFault]:
                 "",
             )
             return
+
+
+def _inputs_of(observed: Observed, rank: int, length: int) -> tuple[int | None, ...]:
+    """What the model of a rank received in its first batches; None where it is not known."""
+    return tuple(batch.inputs for batch in observed.seen[rank].batches[:length])
 
 
 def _share_a_group(run: RunSource, ranks: Sequence[int]) -> bool:

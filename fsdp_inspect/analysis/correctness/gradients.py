@@ -5,8 +5,9 @@
 - Proof: ranks that hold the same part receive different gradients in each of these updates; ranks
   that hold different parts receive equal ones; replicas differ before the first update.
 - Refuted by: different values at the start, if no sharder keeps the parameter on these ranks. They
-  then hold experts, stages or models of their own. Ranks in groups of other dimensions are not
-  compared. Training apart on purpose, with averages later, looks the same: hence "Probably".
+  then hold experts, stages or models of their own. Values that differ and are equal again later, as
+  in local SGD. Ranks in groups of other dimensions are not compared. Training apart on purpose,
+  with averages after more than the sampled updates, looks the same: hence "Probably".
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,11 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
         yield from _check_without(observed)
         return
     apart = [each for each in holders if each.gradients_differ and _is_same(observed, each)]
-    if apart:
+    if any(each.meets_again for each in apart):
+        observed.not_checked[TrainingCheck.GRADIENTS] = (
+            "The ranks train apart and make their values equal again, as in local SGD."
+        )
+    elif apart:
         yield _not_reduced(observed, apart)
     yield from _check_replicas(holders)
     yield from _check_twice(observed)

@@ -41,6 +41,14 @@ class Holders:
         return [each[update].values[self.at] for each in self.updates.values()]
 
     @property
+    def meets_again(self) -> bool:
+        """Whether the values of the ranks differ before one update and are equal before a later."""
+        updates = range(self.num_updates)
+        apart = [n for n in updates if differ(self.values(n))]
+        digests = [{each[n].digests[self.at] for each in self.updates.values()} for n in updates]
+        return bool(apart) and any(len(digests[n]) == 1 for n in updates if n > apart[0])
+
+    @property
     def gradients_differ(self) -> bool:
         """Whether the gradients of the ranks differ in every update."""
         updates = range(self.num_updates)
