@@ -80,6 +80,8 @@ class ParameterSamples:
         """The gradients after the last backward, as far as they have arrived."""
         self._finish: Callable[[list[torch.Tensor | None]], None] | None = None
         """Takes the parameters after the sampled update that runs."""
+        self._keep: Callable[[list[torch.Tensor | None]], None] | None = None
+        """Takes the gradients of that update."""
 
     def is_sampled(self) -> bool:
         """Whether the values around the next update are sampled."""
@@ -90,8 +92,14 @@ class ParameterSamples:
         return self._num_updates < _UPDATES or (session.step > 0 and session.step % EVERY == 0)
 
     def after_backward(self) -> None:
-        """Sample the gradients that a backward left."""
-        if self._chosen and self.is_sampled():
+        """Sample the gradients that a backward left.
+
+        A closure of the optimizer runs it inside the update, which uses these gradients.
+        """
+        if self._finish is not None and self._keep is not None:
+            self._last = []  # what scales them before they are used is not seen
+            self._read([each.grad for each in self._chosen], self._keep)
+        elif self._chosen and self.is_sampled():
             self.backward_place = find_calling_line(sys._getframe(1))
             self._read([each.grad for each in self._chosen], self._keep_gradients)
 
@@ -119,7 +127,7 @@ class ParameterSamples:
             new = [each if is_own else None for each, is_own in zip(after, updated, strict=True)]
             self._note(step, rate, held["gradients"], held["values"], new)
 
-        self._finish = finish
+        self._finish, self._keep = finish, keep_gradients
         self._read([each.grad for each in self._chosen], keep_gradients)
         self._read(self._chosen, keep_values)
 

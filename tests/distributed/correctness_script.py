@@ -179,6 +179,26 @@ def average(model: nn.Module) -> None:
 
 
 @loop
+def update_with_a_closure(folder: Path) -> None:
+    """As in Lightning, the last backward of a step runs inside the update."""
+    model = DistributedDataParallel(make_model())
+    optimizer = adam(model)
+    data = iter([*batches(), *batches(seed=dist.get_rank() + 5)])
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for first in data:
+            with model.no_sync():
+                (loss_of(model, first) / 2).backward()
+
+            def finish() -> torch.Tensor:
+                loss = loss_of(model, next(data)) / 2
+                loss.backward()
+                return loss
+
+            optimizer.step(finish)
+            optimizer.zero_grad()
+
+
+@loop
 def optimizer_in_backward(folder: Path) -> None:
     model = shard(make_model())
     optimizers = {each: torch.optim.SGD([each], lr=0.05) for each in model.parameters()}
