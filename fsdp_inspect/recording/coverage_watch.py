@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdp_inspect.recording.torch_api.autograd import versions_of
+from fsdp_inspect.recording.torch_api.autograd import version_of
 from fsdp_inspect.trace.correctness import CoverageSeen
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ class CoverageWatch:
         self._known: set[int] = set()
         """The optimizers that have stepped, by their id."""
         self._with_gradient: set[int] = set()
-        self._versions: dict[int, tuple[int, int]] = {}
+        self._versions: dict[int, int] = {}
         """Parameters that no optimizer held at the last update."""
         self._changed: set[int] = set()
         """Those of them that changed all the same."""
-        self._used: dict[int, tuple[int, int]] = {}
+        self._used: dict[int, int] = {}
         """The gradients that an update has used since the last backward, by parameter."""
         self._has_closure = False
         """Whether a backward ran in the update, as for LBFGS."""
@@ -64,8 +64,9 @@ class CoverageWatch:
         own = [each for group in optimizer.param_groups for each in group["params"]]
         self._held |= {id(each) for each in own}
         repeated = sum(
-            each.grad is not None and self._used.get(id(each)) == versions_of(each.grad)
+            each.grad is not None and self._used[id(each)] == version_of(each.grad)
             for each in own
+            if id(each) in self._used
         )
         missing, names = [], []
         for name, each in self._model.named_parameters():
@@ -75,8 +76,8 @@ class CoverageWatch:
                 self._with_gradient.add(id(each))
             if id(each) in self._held:
                 continue
-            versions = versions_of(each)
-            if self._versions.setdefault(id(each), versions) != versions:
+            version = version_of(each)
+            if self._versions.setdefault(id(each), version) != version:
                 self._changed.add(id(each))
             if id(each) in self._with_gradient and id(each) not in self._changed:
                 missing.append(each)
@@ -87,9 +88,7 @@ class CoverageWatch:
             missing=names[:_NAMES],
             num_missing=len(missing),
             missing_values=sum(each.numel() for each in missing),
-            held_values=sum(
-                each.numel() for each in self._model.parameters() if id(each) in self._held
-            ),
+            held_values=self._count_held() if missing else 0,
             units_without=self._units_without(),
         )
 
@@ -98,11 +97,15 @@ class CoverageWatch:
         if self._has_closure:
             return
         self._used |= {
-            id(each): versions_of(each.grad)
+            id(each): version_of(each.grad)
             for group in optimizer.param_groups
             for each in group["params"]
             if each.grad is not None
         }
+
+    def _count_held(self) -> int:
+        parameters = self._model.parameters()
+        return sum(each.numel() for each in parameters if id(each) in self._held)
 
     def _units_without(self) -> list[int]:
         """Units that ran with a graph, are held by an optimizer and never got a gradient."""

@@ -148,7 +148,7 @@ class ParameterSamples:
         by_unit: dict[int, list[nn.Parameter]] = {}
         places = self._places()
         for name, each in self._model.named_parameters():
-            if each.requires_grad and each.grad is not None and _can_sample(each):
+            if each.requires_grad and each.grad is not None and each.dtype in _DTYPES:
                 names[id(each)] = name
                 place = places.get(id(each))
                 by_unit.setdefault(NO_UNIT if place is None else place.unit, []).append(each)
@@ -234,10 +234,6 @@ class ParameterSamples:
         self.num_noted += 1
         self.updates.append(seen)
         del self.updates[_UPDATES : max(_UPDATES, len(self.updates) - _LOOKS)]
-
-
-def _can_sample(parameter: nn.Parameter) -> bool:
-    return local_part(parameter.detach()).dtype in _DTYPES
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:

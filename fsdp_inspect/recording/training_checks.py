@@ -237,13 +237,13 @@ class TrainingChecks:
     # --- the loss
 
     def attach(self, patches: Patches) -> None:
-        """Observe the means of cross entropies."""
+        """Observe the means and sums of cross entropies."""
         patches.on_undo(wrap_cross_entropy(self._note_mean))
 
-    def _note_mean(self, target: Any, ignored: int, result: Any) -> None:
-        self._quietly(lambda: self._see_mean(target, ignored, result))
+    def _note_mean(self, target: Any, ignored: int, result: Any, is_sum: bool) -> None:
+        self._quietly(lambda: self._see_mean(target, ignored, result, is_sum))
 
-    def _see_mean(self, target: Any, ignored: int, result: Any) -> None:
+    def _see_mean(self, target: Any, ignored: int, result: Any, is_sum: bool) -> None:
         session = self._session
         if session.in_backward or len(self._seen.losses) >= _LOSSES:  # a repeated forward
             return
@@ -257,7 +257,7 @@ class TrainingChecks:
 
         def see_gradient(gradient: torch.Tensor) -> None:
             def keep() -> None:
-                scale = float(gradient)
+                scale = float(gradient) * (count if is_sum else 1)
                 if count and math.isfinite(scale):
                     seen = LossSeen(num_tokens=count, scale=scale, place=place, **where)
                     self._seen.losses.append(seen)

@@ -37,14 +37,15 @@ class BatchSeen(Record):
 
 
 class LossSeen(Record):
-    """A mean over tokens or samples, and the backward that followed."""
+    """A mean or a sum over tokens or samples, and the backward that followed."""
 
     step: Index
     microbatch: Index
     num_tokens: Amount
     """Labels that are not ignored."""
     scale: float
-    """The gradient of the value that backward started from with respect to the mean."""
+    """The gradient of the value that backward started from with respect to the mean, which is the
+    sum / `num_tokens`."""
     place: str = ""
     """The user's line, `file:line`; empty: unknown."""
 
@@ -114,6 +115,7 @@ class CoverageSeen(Record):
     num_missing: Amount = 0
     missing_values: Amount = 0
     held_values: Amount = 0
+    """Values of the parameters that an optimizer holds, if others are missing."""
     units_without: list[Index] = Field(default_factory=list)
     """Units that kept a graph and that an optimizer holds, none of whose parameters ever had a
     gradient before an update."""

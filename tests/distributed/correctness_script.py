@@ -124,6 +124,16 @@ def token_means(folder: Path) -> None:
 
 
 @loop
+def token_sums_of_each_rank(folder: Path) -> None:
+    """Each rank divides its sum by its own number of tokens."""
+    model = shard(make_model())
+    valid = num_valid(False)
+    data = batches(valid=valid)
+    count = valid * _BATCH
+    train(folder, model, adam(model), data, lambda *given: loss_of(*given, reduction="sum") / count)
+
+
+@loop
 def token_means_halved(folder: Path) -> None:
     """The mean is divided by the number of microbatches, as in accumulation."""
     model = shard(make_model())

@@ -40,6 +40,7 @@ MISTAKES = {
     "same-batches": SAME,
     "same-batches-of-ddp": SAME,
     "token-means": WEIGHTS,
+    "token-sums-of-each-rank": WEIGHTS,
     "token-means-halved": WEIGHTS,
     "not-finite-first": WEIGHTS,
     "root-not-sharded": "Gradients of parameters outside all units are not reduced.",
@@ -131,7 +132,7 @@ def test_what_was_not_observed_is_not_checked(runs: tuple[Path, str]) -> None:
     assert list(unknown["plain"]) == ["logged"]
     assert unknown["norm-of-the-model-logged"] == {}
     assert list(unknown["one-batch"]) == ["logged", "batches"]
-    assert list(unknown["sum-over-tokens"]) == list(unknown["two-losses"]) == ["logged", "loss"]
+    assert list(unknown["two-losses"]) == ["logged", "loss"]
 
 
 def test_a_stale_optimizer_is_printed_at_its_first_update(runs: tuple[Path, str]) -> None:

@@ -44,7 +44,7 @@ def check_clipping(observed: Observed) -> Iterator[TrainingFault]:
             False,
             "Each rank clips its gradients by a norm of its own.",
             f"In {len(wrong)} of {plural(len(rounds), 'update')}, {format_ranks(ranks)} scaled "
-            f"all their gradients by different factors after the backward, such as {shown}. One "
+            f"all sampled gradients by different factors after the backward, such as {shown}. One "
             "model then gets parts of different gradients.",
             "Clip by the norm over all ranks: model.clip_grad_norm_() of FSDP1, "
             "torch.nn.utils.clip_grad_norm_ on the sharded parameters of FSDP2, or an all-reduce "

@@ -1,6 +1,7 @@
 """Find means over unequal numbers of tokens.
 
-- Seen: the labels that are not ignored in each mean cross entropy, and the gradient of the mean.
+- Seen: the labels that are not ignored in each cross entropy, and the gradient of its mean. A sum
+  is a mean times its number of labels.
 - Proof: the numbers differ between the ranks in half of the microbatches, the gradients do not.
 - Refuted by: a sum, a mean scaled by its number of tokens, two means in one backward.
 """
@@ -32,7 +33,7 @@ def check_loss(observed: Observed) -> Iterator[TrainingFault]:
     shared = [each for each in single if len(each) > 1]
     if len(shared) < LEAST_LOSSES:
         observed.not_checked[TrainingCheck.LOSS] = (
-            "The loss is not one mean of torch.nn.functional.cross_entropy on the CPU in each "
+            "The loss is not one torch.nn.functional.cross_entropy on the CPU in each "
             "backward, or one rank only observed it."
         )
         return

@@ -24,6 +24,11 @@ current_graph_task_id = torch._C._current_graph_task_id
 """The number of the backward that runs on this thread; -1: none."""
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows with each change of a tensor in place."""
+    return tensor._version
+
+
 def versions_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Two numbers of which one grows with each change of a tensor in place.
 
@@ -43,9 +48,11 @@ def recomputation_hook() -> Any:
 
 
 def wrap_cross_entropy(
-    see: Callable[[torch.Tensor, int, torch.Tensor], None],
+    see: Callable[[torch.Tensor, int, torch.Tensor, bool], None],
 ) -> Callable[[], None]:
-    """Call `see` with the labels, the ignored label and the result of each mean cross entropy.
+    """Call `see` with the labels, the ignored label and the result of each cross entropy.
+
+    Its last argument is whether the result is a sum, and not a mean.
 
     The operator below `torch.nn.functional.cross_entropy` is replaced, so that the public function
     stays picklable. TorchScript finds the replacement in its table of operators.
@@ -57,13 +64,13 @@ def wrap_cross_entropy(
     original = getattr(operators, "cross_entropy_loss", None)
     if original is None:
         return lambda: None
-    mean = torch.nn._reduction.get_enum("mean")
+    is_sum = {torch.nn._reduction.get_enum(name): name == "sum" for name in ("mean", "sum")}
 
     def cross_entropy_loss(*args: Any, **options: Any) -> Any:
         result = original(*args, **options)
         is_plain = len(args) == _NUM_ARGUMENTS and not options and not torch.compiler.is_compiling()
-        if is_plain and args[2] is None and args[3] == mean:
-            see(args[1], args[4], result)
+        if is_plain and args[2] is None and args[3] in is_sum:
+            see(args[1], args[4], result, is_sum[args[3]])
         return result
 
     table: Any = getattr(torch.jit._builtins, "_get_builtin_table", dict)()

@@ -1,0 +1,42 @@
+"""Mistakes that are planted through the options of a framework are named, in unmodified scripts."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect import open_run
+from fsdp_inspect.analysis.correctness import TrainingCheck
+from tests.conftest import Torchrun
+
+DRIVER = Path(__file__).with_name("mistakes_driver.py")
+CHECKS = {
+    "none": None,
+    "sharded": None,
+    "stale": TrainingCheck.OPTIMIZER,
+    "same": TrainingCheck.BATCHES,
+    "means": TrainingCheck.LOSS,
+    "alone": TrainingCheck.GRADIENTS,
+}
+CASES = [
+    *(f"transformers-{name}" for name in ("none", "stale", "same", "means")),
+    *(f"accelerate-{name}" for name in CHECKS),
+    *(f"lightning-{name}" for name in CHECKS if name != "sharded"),
+]
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mistake_made_with_a_framework_is_named(
+    case: str, tmp_path: Path, torchrun: Torchrun
+) -> None:
+    framework, _, mistake = case.partition("-")
+    pytest.importorskip(framework)
+
+    arguments = ("-m", "fsdp_inspect.record", "--no-verdict", "--out", tmp_path, DRIVER, case)
+    torchrun(*arguments, environment={"PYTHONPATH": str(DRIVER.parents[3])})
+
+    [folder] = tmp_path.iterdir()
+    faults = open_run(folder).correctness().faults
+    expected = CHECKS[mistake]
+    assert [fault.check for fault in faults] == ([] if expected is None else [expected])
