@@ -46,7 +46,7 @@ from fsdp_inspect.analysis.verdict.facts import (
     OtherPart,
     SlowGroup,
     StepFacts,
-    StragglerFacts,
+    Straggler,
     Waiting,
     find_limit,
 )
@@ -69,7 +69,7 @@ __all__ = [
     "RankVerdict",
     "SlowGroup",
     "StepFacts",
-    "StragglerFacts",
+    "Straggler",
     "Verdict",
     "Waiting",
     "give_no_verdict",
