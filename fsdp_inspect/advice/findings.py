@@ -82,18 +82,13 @@ def find_first_things(evidence: Evidence) -> tuple[Finding, ...]:
 
 
 def _with_doubt(finding: Finding, evidence: Evidence) -> Finding:
-    """Widen a gain that is measured on a machine without free cores, and state it."""
+    """Lower the least gain that is measured on a machine without free cores, and state it."""
     effect, step_ns = finding.effect, evidence.step_time_ns or 0
     doubt = evidence.trust.gain_caveat(step_ns)
-    if doubt is None or effect.saved_low_ns is None or effect.saved_high_ns is None:
+    if doubt is None or not effect.saved_low_ns:
         return finding
-    busy_ns = round(evidence.trust.busy_ns(step_ns))
-    effect = replace(
-        effect,
-        sentence=f"{effect.sentence} {doubt}",
-        saved_low_ns=max(effect.saved_low_ns - busy_ns, 0),
-        saved_high_ns=effect.saved_high_ns + busy_ns,
-    )
+    least_ns = max(effect.saved_low_ns - round(evidence.trust.busy_ns(step_ns)), 0)
+    effect = replace(effect, sentence=f"{effect.sentence} {doubt}", saved_low_ns=least_ns)
     return replace(finding, effect=effect)
 
 

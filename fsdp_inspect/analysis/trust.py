@@ -225,13 +225,16 @@ class Trust:
         return max(self.run_delay_ratio - MOST_DIFFERENCE, 0.0) * step_ns
 
     def gain_caveat(self, step_ns: int) -> str | None:
-        """The sentence that every measured gain of the run needs; None: none."""
+        """The sentence that every measured gain of the run needs; None: none.
+
+        A measured time contains the time without a core, so a gain of it may be too large.
+        """
         busy_ns = round(self.busy_ns(step_ns))
         if not busy_ns:
             return None
         return (
-            f"The gain may differ by {format_ns(busy_ns)}: training threads had no CPU core for "
-            f"{format_ratio(self.run_delay_ratio)} of the recording."
+            f"It may be up to {format_ns(busy_ns)} less, because training threads had no CPU core "
+            f"for {format_ratio(self.run_delay_ratio)} of the recording."
         )
 
     def gain_margin_ns(self, gain_ns: int, step_ns: int) -> float:
