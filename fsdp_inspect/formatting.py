@@ -122,6 +122,11 @@ def format_ranks(numbers: Sequence[int]) -> str:
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_numbers(numbers)}"
 
 
+def format_steps(numbers: Sequence[int]) -> str:
+    """Format steps: `step 4`, `steps 0-2, 7`."""
+    return f"{'step' if len(numbers) == 1 else 'steps'} {format_numbers(numbers)}"
+
+
 def plural(count: int, noun: str, nouns: str | None = None) -> str:
     """Format a number of things: `1 rank`, `2 ranks`, `1,000 ranks`.
 
@@ -133,10 +138,10 @@ def plural(count: int, noun: str, nouns: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
 
 
-def listed(names: Sequence[str], most: int) -> str:
+def listed(names: Sequence[str], most: int, separator: str = ", ") -> str:
     """Format the first names of a list: `a, b, c`, or `a, b and 3 more`."""
     rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest:,} more" if rest > 0 else "")
+    return separator.join(names[:most]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 def capitalize(text: str) -> str:

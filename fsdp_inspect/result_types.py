@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.prefetch import UnitPrefetch as UnitPrefetch
     from fsdp_inspect.analysis.rank_grid import RankGrid as RankGrid
     from fsdp_inspect.analysis.rank_waits import RankWaits as RankWaits
-    from fsdp_inspect.analysis.run_heading import Heading as Heading, RunHeading as RunHeading
+    from fsdp_inspect.analysis.run_heading import RunHeading as RunHeading
     from fsdp_inspect.analysis.run_list import RunKeyNumbers as RunKeyNumbers
     from fsdp_inspect.analysis.scalars import ScalarSeries as ScalarSeries
     from fsdp_inspect.analysis.step_times import StepPoint as StepPoint, StepTimes as StepTimes

@@ -64,7 +64,7 @@ class Run:
 
     def __init__(self, source: RunSource) -> None:
         """Wrap a source. Use `open_run` for a folder."""
-        self._context = RunContext(source)
+        self._context = RunContext.of(source)
 
     def __repr__(self) -> str:
         num_ranks = len(self.ranks_recorded)

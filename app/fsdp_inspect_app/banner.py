@@ -8,7 +8,7 @@ import streamlit as st
 
 from fsdp_inspect.formatting import listed
 from fsdp_inspect.report.diagnosis import describe_diagnosis
-from fsdp_inspect.result_types import Heading, RunEntry, RunManifest, RunStatus
+from fsdp_inspect.result_types import RunEntry, RunHeading, RunManifest, RunStatus
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.run_notes import (
     read_notes,
@@ -62,7 +62,7 @@ _ADVICE: dict[RunStatus, _Advice] = {
 
 def show_run_header(
     manifest: RunManifest,
-    heading: Heading,
+    heading: RunHeading,
     *,
     refreshes: bool = True,
     is_diagnosis: bool = False,
@@ -102,7 +102,7 @@ def show_run_header(
         _refresh_as_it_grows()
 
 
-def _show_name(manifest: RunManifest, heading: Heading, status: RunStatus) -> None:
+def _show_name(manifest: RunManifest, heading: RunHeading, status: RunStatus) -> None:
     with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
         entry = chosen_entry()
         name = heading.run_id if entry is None else run_name(entry.id)

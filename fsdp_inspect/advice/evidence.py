@@ -12,6 +12,7 @@ from fsdp_inspect.analysis.optimizer_wait import OptimizerWait
 from fsdp_inspect.analysis.pipeline import Pipeline
 from fsdp_inspect.analysis.plan_check.check import PlanCheck
 from fsdp_inspect.analysis.prefetch import GathersInFlight
+from fsdp_inspect.analysis.trust import Trust
 from fsdp_inspect.analysis.verdict import Verdict
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_count, format_ns
@@ -104,6 +105,8 @@ class Evidence:
     optimizer_wait: OptimizerWait | None = None
     whole_memory: WholeMemory | None = None
     """The memory without sharding; None for runs without FSDP or DDP."""
+    trust: Trust = field(default_factory=Trust)
+    """The evidence for and against times and gains."""
     replication: ReplicationSaving | None = None
     """The time that DDP would save; None for runs without FSDP."""
 

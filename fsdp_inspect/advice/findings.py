@@ -77,7 +77,19 @@ def find_first_things(evidence: Evidence) -> tuple[Finding, ...]:
         find_other_sharders,
     )
     found = (finding for find in finds for finding in find(evidence))
-    return tuple(map(_verifiable, in_words_of(evidence.manifest.sharder, found)))
+    named = in_words_of(evidence.manifest.sharder, found)
+    return tuple(_verifiable(_with_doubt(finding, evidence)) for finding in named)
+
+
+def _with_doubt(finding: Finding, evidence: Evidence) -> Finding:
+    """Lower the least gain that is measured on a machine without free cores, and state it."""
+    effect, step_ns = finding.effect, evidence.step_time_ns or 0
+    doubt = evidence.trust.gain_caveat(step_ns)
+    if doubt is None or not effect.saved_low_ns:
+        return finding
+    least_ns = max(effect.saved_low_ns - round(evidence.trust.busy_ns(step_ns)), 0)
+    effect = replace(effect, sentence=f"{effect.sentence} {doubt}", saved_low_ns=least_ns)
+    return replace(finding, effect=effect)
 
 
 def _verifiable(finding: Finding) -> Finding:

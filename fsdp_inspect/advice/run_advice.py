@@ -26,6 +26,7 @@ from fsdp_inspect.analysis.optimizer_wait import measure_optimizer_wait
 from fsdp_inspect.analysis.pipeline import measure_pipeline
 from fsdp_inspect.analysis.prefetch import measure_gathers_in_flight
 from fsdp_inspect.analysis.summary import Summary, measure_summary
+from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.trace.codes import EventKind, MemoryCategory
@@ -174,6 +175,7 @@ def _evidence(run: RunSource, summary: Summary, *, for_plans: bool = True) -> Ev
         pipeline=try_measure(measure_pipeline, run, damage),
         optimizer_wait=try_measure(measure_optimizer_wait, run, damage),
         whole_memory=whole,
+        trust=measure_trust(run),
         replication=None
         if whole is None or not whole.is_sharded or exposed is None
         else try_measure(

@@ -14,7 +14,7 @@ from fsdp_inspect.advice.plan_space import ROOT_PARTS, Choice
 from fsdp_inspect.advice.search import Increment
 from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.analysis.wait_causes import Cause
-from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
+from fsdp_inspect.formatting import format_bytes, format_ns, format_unit, plural
 from fsdp_inspect.simulation.network import CostLine
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, owned_parameters
@@ -458,14 +458,15 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
         f"repeat the forward of every block in backward (activation checkpointing, {value})"
     ),
     "num_kept": lambda value: (
-        f"keep the last {_counted(value)} unsharded after forward (reshard_after_forward=False)"
+        f"keep the last {plural(value, 'unit')} unsharded after forward "
+        "(reshard_after_forward=False)"
     ),
     "keep_root": lambda value: (
         f"{'keep the root unsharded' if value else 'reshard the root'} after forward "
         f"(reshard_after_forward={not value} in its call)"
     ),
-    "forward_prefetch": lambda value: f"prefetch {_counted(value)} ahead in forward",
-    "backward_prefetch": lambda value: f"prefetch {_counted(value)} ahead in backward",
+    "forward_prefetch": lambda value: f"prefetch {plural(value, 'unit')} ahead in forward",
+    "backward_prefetch": lambda value: f"prefetch {plural(value, 'unit')} ahead in backward",
     "reduce_buffers": lambda value: f"allow {value} reduce-scatter inputs at once",
     "separate_reduce_group": lambda value: (
         f"use {'a separate' if value else 'no separate'} communicator for reduce-scatter"
@@ -503,10 +504,6 @@ def _rule_of_reshard(reshard: bool | int | None) -> str:
     if isinstance(reshard, bool) or reshard is None:
         return "R5" if reshard else "R6"
     return "R7"
-
-
-def _counted(units: int) -> str:
-    return f"{units} unit{'s' * (units != 1)}"
 
 
 def _sentence(text: str) -> str:

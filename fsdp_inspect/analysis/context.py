@@ -8,30 +8,22 @@ and calls `remember`; with a plain run the value is computed at each call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.trace.allocations import AllocationHistory
-from fsdp_inspect.trace.black_box import BlackBox
-from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment, OutOfMemoryRecord
-from fsdp_inspect.trace.network_probe import NetworkProbe
-from fsdp_inspect.trace.numerics import NumericsStep
-from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, RunStatus
-from fsdp_inspect.trace.stack_dumps import StackDump
-from fsdp_inspect.trace.tables import (
-    DeviceTable,
-    EventTable,
-    MemoryTable,
-    ScalarTable,
-    StatisticsTable,
-    SummaryTable,
-)
+from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.tables import StatisticsTable
+
+if TYPE_CHECKING:  # `RunContext.__getattr__` forwards the members of a `RunSource`
+    _HasSource = RunSource
+else:
+    _HasSource = object
 
 T = TypeVar("T")
 
 
-class RunContext:
+class RunContext(_HasSource):
     """A run with the values that its analyses share.
 
     A value is computed once, when it is first needed, also if several threads share the context. To
@@ -56,98 +48,14 @@ class RunContext:
             value: T = self._values[key]
         return value
 
-    @property
-    def manifest(self) -> RunManifest:
-        """See `RunSource`, also for the members below."""
-        return self.source.manifest
-
-    @property
-    def status(self) -> RunStatus:
-        """See `RunSource`."""
-        return self.source.status
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """See `RunSource`."""
-        return self.source.notes
-
-    @property
-    def ranks(self) -> Sequence[RankRecord]:
-        """See `RunSource`."""
-        return self.source.ranks
-
-    @property
-    def earlier_attempts(self) -> Sequence[RunSource]:
-        """See `RunSource`."""
-        return self.source.earlier_attempts
-
-    @property
-    def network_probe(self) -> NetworkProbe | None:
-        """See `RunSource`."""
-        return self.source.network_probe
-
-    def black_box(self, rank: int, *, at_desync: bool = False) -> BlackBox | None:
-        """See `RunSource`."""
-        return self.source.black_box(rank, at_desync=at_desync)
-
-    def numerics(self, rank: int) -> Sequence[NumericsStep]:
-        """See `RunSource`."""
-        return self.source.numerics(rank)
-
-    def stack_dumps(self, rank: int) -> Sequence[StackDump]:
-        """See `RunSource`."""
-        return self.source.stack_dumps(rank)
-
-    def live_moments(self, rank: int) -> Sequence[LiveMoment]:
-        """See `RunSource`."""
-        return self.source.live_moments(rank)
-
-    def allocations(self, rank: int) -> AllocationHistory | None:
-        """See `RunSource`."""
-        return self.source.allocations(rank)
-
-    def live_history(self, rank: int) -> LiveHistory | None:
-        """See `RunSource`."""
-        return self.source.live_history(rank)
-
-    def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
-        """See `RunSource`."""
-        return self.source.out_of_memory(rank)
-
-    def events(
-        self,
-        rank: int,
-        *,
-        steps: Collection[int] | None = None,
-        kinds: Collection[int] | None = None,
-    ) -> EventTable:
-        """See `RunSource`."""
-        return self.source.events(rank, steps=steps, kinds=kinds)
-
-    def memory(self, rank: int) -> MemoryTable:
-        """See `RunSource`."""
-        return self.source.memory(rank)
-
-    def devices(self, rank: int) -> DeviceTable:
-        """See `RunSource`."""
-        return self.source.devices(rank)
-
-    def scalars(self, rank: int) -> ScalarTable:
-        """See `RunSource`."""
-        return self.source.scalars(rank)
-
-    def summary(
-        self,
-        *,
-        ranks: Collection[int] | None = None,
-        kinds: Collection[int] | None = None,
-        steps: Collection[int] | None = None,
-    ) -> SummaryTable:
-        """See `RunSource`."""
-        return self.source.summary(ranks=ranks, kinds=kinds, steps=steps)
+    def __getattr__(self, name: str) -> Any:
+        """Every other member is that of the source."""
+        if name == "source":  # not yet set
+            raise AttributeError(name)
+        return getattr(self.source, name)
 
     def statistics(self) -> StatisticsTable:
-        """See `RunSource`."""
+        """See `RunSource`. It is computed once."""
         return self.remember("statistics", self.source.statistics)
 
 

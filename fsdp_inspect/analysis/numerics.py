@@ -21,7 +21,7 @@ from fsdp_inspect.columns import (
     unit_column,
     value_column,
 )
-from fsdp_inspect.formatting import format_owner
+from fsdp_inspect.formatting import format_owner, listed
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, NO_UNIT, EventKind
@@ -504,8 +504,7 @@ def _bytes(dtypes: str) -> int:
 
 
 def _name_units(units: Sequence[str | None]) -> str:
-    names = ", ".join(format_owner(unit, None) for unit in units[:3])
-    return names if len(units) <= 3 else f"{names}, {len(units) - 3} more"
+    return listed([format_owner(unit, None) for unit in units], 3)
 
 
 def _with_later_looks(first: NonFinite | None, run: RunSource) -> NonFinite | None:

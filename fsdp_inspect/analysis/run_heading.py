@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.context import try_measure
@@ -73,51 +72,20 @@ def _describe_reshard(manifest: RunManifest) -> str:
     return "".join(words.get(one, f"reshard to groups of {one} ranks") for one in counts)
 
 
-class Heading(Protocol):
-    """The fields that a page or a report shows at its top."""
-
-    @property
-    def run_id(self) -> str:
-        """The run's name."""
-        ...
-
-    @property
-    def status(self) -> str:
-        """The value of a `RunStatus`."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Missing or unusual data of the run, one sentence each."""
-        ...
-
-    @property
-    def identity(self) -> RunIdentity:
-        """The command, model, device and versions of the run."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of the job."""
-        ...
-
-    @property
-    def backend(self) -> str:
-        """The backend of `torch.distributed`, such as `nccl`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RunHeading:
-    """The heading of a run and its typical step, which are a small part of its `Summary`."""
+    """The heading of a run and its typical step, the first fields of its `Summary`."""
 
     run_id: str
     status: str
+    """`complete`, `running`, `crashed`, `failed`, `partial` or `imported`."""
     notes: tuple[str, ...]
+    """Missing or unusual data of the run, one sentence each."""
     identity: RunIdentity
     world_size: int
     backend: str
     median_rank: int | None
+    """The rank that supplies the times; None without a timed step."""
     breakdown: StepBreakdown | None
     """The typical step of the median rank; None without a timed step."""
     provenance: Provenance | None

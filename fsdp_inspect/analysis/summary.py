@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
+from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import try_measure
 from fsdp_inspect.analysis.correctness import check_training
 from fsdp_inspect.analysis.drift import Drift, measure_drift
@@ -21,8 +21,8 @@ from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocat
 from fsdp_inspect.analysis.memory.growth import measure_memory_growth
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.analysis.plan_check.check import PlanCheck, check_plan
-from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
-from fsdp_inspect.analysis.run_heading import RunIdentity, identify
+from fsdp_inspect.analysis.provenance import measure_provenance
+from fsdp_inspect.analysis.run_heading import RunHeading, identify
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.analysis.step_times import RankOverlap, measure_overlap, measure_step_times
@@ -57,29 +57,18 @@ class StepsLeftOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary(Result):
+class Summary(RunHeading, Result):
     """The summary of a run. The fields are the keys of `summary --json`."""
 
-    run_id: str
-    status: str
-    """`complete`, `running`, `crashed`, `failed`, `partial` or `imported`."""
-    notes: tuple[str, ...]
-    """Missing or unusual data of the run, one sentence each."""
     is_kernel_trace: bool
     """Whether the run is an imported kernel trace, which defines some metrics differently
     (`metrics.define_metric`)."""
-    identity: RunIdentity
-    world_size: int
     num_ranks: int
     """Number of ranks that wrote data."""
-    backend: str
     num_steps: int
     """Number of completed steps, including steps that no time uses."""
     num_timed_steps: int
     left_out: StepsLeftOut
-    median_rank: int | None
-    """The rank that supplies the times; None without a timed step."""
-    provenance: Provenance | None
     goodput_ratio: float | None
     """Time of the phase training / wall time; None for imports and old runs."""
     throughput: Throughput | None
@@ -102,8 +91,6 @@ class Summary(Result):
     """Highest peak over all ranks; None if memory was not recorded."""
     peak_reserved_bytes: int | None
     """Highest peak over all ranks; None on CPU, where nothing is reserved."""
-    breakdown: StepBreakdown | None
-    """The typical step of the median rank. Its parts add up to it."""
     exposed: Exposed | None
     """The waits of the typical step by owner and cause, including waits for stragglers. The causes
     add up to the exposed parts of `breakdown`."""

@@ -19,7 +19,7 @@ import numpy as np
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.errors import MissingDataError, StoreError
-from fsdp_inspect.formatting import capitalize, format_ranks, format_ratio, plural
+from fsdp_inspect.formatting import capitalize, format_ns, format_ranks, format_ratio, plural
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import MISSING_INT
 
@@ -250,6 +250,19 @@ class Trust:
         The step of a run on free cores is shorter by an unknown part of the time without a core.
         """
         return max(self.run_delay_ratio - MOST_DIFFERENCE, 0.0) * step_ns
+
+    def gain_caveat(self, step_ns: int) -> str | None:
+        """The sentence that every measured gain of the run needs; None: none.
+
+        A measured time contains the time without a core, so a gain of it may be too large.
+        """
+        busy_ns = round(self.busy_ns(step_ns))
+        if not busy_ns:
+            return None
+        return (
+            f"It may be up to {format_ns(busy_ns)} less, because training threads had no CPU core "
+            f"for {format_ratio(self.run_delay_ratio)} of the recording."
+        )
 
     def gain_margin_ns(self, gain_ns: int, step_ns: int) -> float:
         """Half the width of the interval of a gain, without the network.

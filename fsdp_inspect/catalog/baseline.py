@@ -20,6 +20,7 @@ from fsdp_inspect.comparison.gate.measurements import GateMeasurements, read_run
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import settings_as_text
 from fsdp_inspect.errors import CheckError, StoreError
+from fsdp_inspect.formatting import plural
 from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.run import RunStatus
 
@@ -119,8 +120,8 @@ def _open(catalog: Catalog, run: str) -> StoredRun | None:
 def _too_few(found: int, num_tagged: int, least: int, tag: str | None) -> str:
     of_tag = "" if tag is None else f" with the tag {tag!r}"
     return (
-        f"The catalog has {found} earlier complete {'run' if found == 1 else 'runs'}{of_tag} with "
-        f"the configuration, machine and torch version of this run, of {num_tagged} complete "
-        f"{'run' if num_tagged == 1 else 'runs'}{of_tag}. Expected at least {least}. Record more "
+        f"The catalog has {plural(found, 'earlier complete run')}{of_tag} with "
+        f"the configuration, machine and torch version of this run, of "
+        f"{plural(num_tagged, 'complete run')}{of_tag}. Expected at least {least}. Record more "
         "runs and refresh the catalog with `fsdp-inspect index`, or lower --baseline-last."
     )

@@ -378,7 +378,7 @@ class _Reader:
     """Measures one run, and collects the reasons for results that are missing."""
 
     def __init__(self, run: RunSource) -> None:
-        self._run = RunContext(run)  # the measurements share what they derive from the run
+        self._run = RunContext.of(run)  # the measurements share what they derive from the run
         self.problems: list[str] = []
 
     def numbers(self) -> Row:

@@ -15,14 +15,12 @@ from fsdp_inspect.cli.compare import compare
 from fsdp_inspect.cli.demo import demo
 from fsdp_inspect.cli.diagnose import diagnose
 from fsdp_inspect.cli.equivalence import equivalence
-from fsdp_inspect.cli.export import export
-from fsdp_inspect.cli.folders import compact, index, merge, query, runs, upload
+from fsdp_inspect.cli.export import export, report
+from fsdp_inspect.cli.folders import compact, index, mcp, merge, query, runs, upload
 from fsdp_inspect.cli.forecast import forecast
 from fsdp_inspect.cli.import_ import import_
-from fsdp_inspect.cli.mcp import mcp
 from fsdp_inspect.cli.metrics import metrics
 from fsdp_inspect.cli.plan import plan
-from fsdp_inspect.cli.report import report
 from fsdp_inspect.cli.sections import (
     breakdown,
     exposed,

@@ -65,8 +65,8 @@ def index(
     Example: `fsdp-inspect index s3://bucket/runs`
     """
     from fsdp_inspect.catalog.index import index_runs
-    from fsdp_inspect.report.catalog import render_index
     from fsdp_inspect.report.json import render_json
+    from fsdp_inspect.report.outcomes import render_index
 
     with open_tasks(dask) as tasks, show_count("Reading runs", runs) as on_progress:
         result = index_runs(runs, out, rebuild=rebuild, on_progress=on_progress, tasks=tasks)
@@ -130,7 +130,7 @@ def query(
     """
     from fsdp_inspect.catalog.catalog import open_catalog
     from fsdp_inspect.errors import CatalogError, QueryError
-    from fsdp_inspect.report import catalog as report
+    from fsdp_inspect.report import outcomes as report
     from fsdp_inspect.report.json import render_json
 
     if columns:
@@ -242,3 +242,33 @@ def upload(
         print(render_json(result))
     else:
         print_renderable(render_upload(result))
+
+
+# --- Serve the runs of a folder to AI assistants.
+
+
+def mcp(
+    directory: Annotated[
+        Path, typer.Argument(metavar="RUNS", help="A folder of runs.", show_default=True)
+    ] = Path("runs"),
+) -> None:
+    """Serve the runs of a folder to AI assistants, over the Model Context Protocol (stdio).
+
+    The assistant starts this command and asks its tools: the list of runs, the summary, exposed
+    communication, memory, the diagnosis, advice, simulations and comparisons. Each answer states
+    the origin of its numbers. Only runs below the folder can be opened. Nothing is written.
+
+    Example: `claude mcp add fsdp-inspect -- fsdp-inspect mcp /data/runs`
+    """
+    from fsdp_inspect.cli.assistant.run_folder import RunFolder
+    from fsdp_inspect.errors import FsdpInspectError
+
+    folder = RunFolder(directory.absolute())
+    try:
+        from fsdp_inspect.cli.assistant.server import serve_tools
+    except ModuleNotFoundError as error:
+        raise FsdpInspectError(
+            f"The package {error.name!r} is not installed. Expected the extra 'mcp'. Install it "
+            "with: pip install 'fsdp-inspect[mcp]'"
+        ) from error
+    serve_tools(folder)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from fsdp_inspect.comparison.increases import NO_UNIT, Increase, abbreviate_units
 from fsdp_inspect.comparison.settings import compare_settings, decides_shape
 from fsdp_inspect.comparison.sides import align_units
-from fsdp_inspect.formatting import format_bytes, format_unit
+from fsdp_inspect.formatting import format_bytes, format_unit, plural
 from fsdp_inspect.trace.codes import ITEMSIZE, PARTS_OF_STEP, MemoryCategory
 from fsdp_inspect.trace.live_memory import RESTING
 from fsdp_inspect.trace.run import RunManifest, Unit
@@ -237,21 +237,21 @@ def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[_Cause
 def _kept_longer(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Cause]:
     """Units that keep more between forward and backward than in the baseline."""
     for now, units in _resharding(was, shared, keeps_more=True).items():
-        number, noun = len(units), "block" if len(units) == 1 else "blocks"
         most = sum(unit.unsharded_bytes for unit in units)
         if now is False:
             held = format_bytes(most)
             yield _Cause(
-                f"{_have(units)} reshard_after_forward=False: +{number} unsharded {noun} ({held}) "
-                "between forward and backward",
+                f"{_have(units)} reshard_after_forward=False: +"
+                f"{plural(len(units), 'unsharded block')} ({held}) between forward and backward",
                 _UNSHARDED,
                 most_bytes=most,
                 most_of=_within(units),
             )
         else:
             yield _Cause(
-                f"{_have(units)} reshard_after_forward={now}: {number} {noun} sharded over only "
-                f"{now} ranks between forward and backward",
+                f"{_have(units)} reshard_after_forward={now}: "
+                f"{plural(len(units), 'block')} sharded over only {now} ranks between forward and "
+                "backward",
                 (*_UNSHARDED, "sharded_parameter"),
                 most_bytes=most,
                 most_of=_within(units),

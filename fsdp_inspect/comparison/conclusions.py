@@ -39,6 +39,7 @@ from fsdp_inspect.formatting import (
     format_times,
     format_unit,
     listed,
+    plural,
 )
 from fsdp_inspect.metrics import find_metric
 
@@ -231,9 +232,8 @@ def _phrase_missing_runs(evidence: ConclusionEvidence, judged: Judgement, other:
         if more
     ]
     (first_more, first_label), *rest = missing
-    runs = "run" if first_more == 1 else "runs"
-    listed = "".join(f" and {more} more of {label}" for more, label in rest)
-    return f"record {first_more} more {runs} of {first_label}{listed}"
+    others = "".join(f" and {more} more of {label}" for more, label in rest)
+    return f"record {plural(first_more, 'more run')} of {first_label}{others}"
 
 
 def _interval(judged: Judgement) -> str:

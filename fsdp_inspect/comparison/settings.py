@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import format_unit, listed
 from fsdp_inspect.trace.plan import SETTINGS, Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit
 
@@ -271,10 +271,7 @@ def _is_trainable(unit: Unit) -> bool | None:
 
 def _name_units(fqns: Sequence[str], separator: str = ", ") -> str:
     """`layers.0`, `layers.0, layers.1 and 4 more`; `none`."""
-    if not fqns:
-        return "none"
-    shown = separator.join(format_unit(fqn) for fqn in fqns[:_MOST_NAMED])
-    return f"{shown} and {len(fqns) - _MOST_NAMED} more" if len(fqns) > _MOST_NAMED else shown
+    return listed([format_unit(fqn) for fqn in fqns], _MOST_NAMED, separator) or "none"
 
 
 # --- Compare a plan with the plan that ran.

@@ -118,7 +118,7 @@ def search_plans(
     if reason is not None:
         return PlanSearch(record.limit_bytes, reason)
     has_timed_steps = timed_rank(run) is not None
-    source = run if has_timed_steps else _WithoutWarmup(run)
+    source = run if has_timed_steps else _WithoutWarmup.of(run)
     try:
         work, ratio = _work_of_failure(source, found)
     except ClusterError:

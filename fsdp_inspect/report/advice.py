@@ -16,7 +16,14 @@ from fsdp_inspect.advice.evidence import Finding, TraceRow
 from fsdp_inspect.advice.migration import Migration
 from fsdp_inspect.advice.rules import RULES
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit, plural
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_ns,
+    format_ratio,
+    format_unit,
+    listed,
+    plural,
+)
 from fsdp_inspect.report.layout import dim, indented, new_table, render_table, section
 from fsdp_inspect.report.wording import format_change, format_error
 
@@ -208,7 +215,7 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
         options.append("--write FILE saves the plan for FSDP2.")
     more = len(advice.findings) - (finding is not None)
     if more:
-        options.insert(0, f"{more} further {'finding' if more == 1 else 'findings'}.")
+        options.insert(0, f"{plural(more, 'further finding')}.")
     yield _Clipped(" ".join(options), _ROW_LINES, style="dim")
 
 
@@ -432,10 +439,7 @@ def _code(snippet: str) -> list[str]:
 
 
 def _units(units: tuple[str, ...]) -> str:
-    if not units:
-        return "all"
-    named = "; ".join(format_unit(unit) for unit in units[:MOST_UNITS])
-    return named + (f"; and {len(units) - MOST_UNITS} more" if len(units) > MOST_UNITS else "")
+    return listed([format_unit(unit) for unit in units], MOST_UNITS, "; ") or "all"
 
 
 def _indented(lines: Iterable[str]) -> RenderableType:

@@ -482,8 +482,8 @@ def _how_died(found: Diagnosis) -> str:
             return f"{who} left with {found.failure}{where}.{_waited(found)}"
         if found.oom_kills:
             killed = (
-                f"was killed, probably for memory: the kernel killed {found.oom_kills} "
-                f"{'process' if found.oom_kills == 1 else 'processes'} of this machine for memory"
+                f"was killed, probably for memory: the kernel killed "
+                f"{plural(found.oom_kills, 'process', 'processes')} of this machine for memory"
             )
         return f"{who} {killed}{where}: it ended without an error.{_waited(found)}"
     is_one = len(found.ranks) == 1

@@ -12,8 +12,7 @@ from rich.text import Text
 from fsdp_inspect.formatting import capitalize, format_bytes, format_count, format_ns, format_ratio
 from fsdp_inspect.report.layout import dim, indented, new_table, section
 from fsdp_inspect.report.output import whole_folder
-from fsdp_inspect.simulation.planning.builder_candidates import BuilderCandidate
-from fsdp_inspect.simulation.planning.candidates import Candidate, Job
+from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job
 from fsdp_inspect.simulation.planning.estimates import PlannedValue
 from fsdp_inspect.simulation.planning.prediction import PlanPrediction
 from fsdp_inspect.simulation.planning.search import VALUES, CapacityPlan

@@ -16,8 +16,8 @@ from fsdp_inspect.analysis.stragglers.dimension_waits import DimensionWait
 from fsdp_inspect.analysis.stragglers.evidence import LEAST_BUSIEST_RATIO, LEAST_COST_RATIO
 from fsdp_inspect.analysis.stragglers.expert_load import ExpertGroup, ExpertLoad, LoadFinding
 from fsdp_inspect.analysis.stragglers.rank_replay import StepReplay
-from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks, Straggler
-from fsdp_inspect.analysis.verdict import SlowGroup
+from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks
+from fsdp_inspect.analysis.verdict import SlowGroup, Straggler
 from fsdp_inspect.analysis.verdict.words import describe_slow_group, describe_waits_along
 from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.formatting import MISSING, capitalize, format_ns, format_ranks, format_ratio

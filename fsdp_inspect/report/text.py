@@ -30,10 +30,10 @@ from fsdp_inspect.formatting import (
     format_bytes,
     format_count,
     format_ns,
-    format_numbers,
     format_owner,
     format_ranks,
     format_ratio,
+    format_steps,
     format_unit,
     listed,
     name_run,
@@ -112,7 +112,7 @@ def render_verdict(verdict: Verdict, *, run: str = "RUN") -> RenderableType:
 
 def render_numerics(found: Numerics) -> RenderableType:
     """Render the numerics of each unit in the last numerics step that most ranks recorded."""
-    steps = f"{len(found.steps)} numerics {'step' if len(found.steps) == 1 else 'steps'}"
+    steps = plural(len(found.steps), "numerics step")
     return Group(
         Text(f"{Numerics.TABLE.title}, step {found.step}", style="bold"),
         render_table(Numerics.TABLE, found.rows()),
@@ -141,10 +141,9 @@ def _missing_numerics(found: Numerics) -> Iterable[str]:
         )
     others = [step for step in found.incomplete_steps if step != found.step]
     if others:
-        steps = f"{'step' if len(others) == 1 else 'steps'} {format_numbers(others)}"
         yield (
-            f"The numerics of {steps} are missing for some ranks: values that were not finite "
-            "there may be unknown."
+            f"The numerics of {format_steps(others)} are missing for some ranks: values that were "
+            "not finite there may be unknown."
         )
 
 

@@ -11,7 +11,7 @@ from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.exposed import CAUSES, list_causes
 from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.provenance import Provenance
-from fsdp_inspect.analysis.run_heading import Heading
+from fsdp_inspect.analysis.run_heading import RunHeading
 from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, NoiseVerdict
 from fsdp_inspect.formatting import MISSING, format_count, format_ns, format_signed, plural
@@ -22,7 +22,7 @@ _NO_NETWORK = "fake"
 """The backend of torch that an emulated run uses; its collectives transfer no data."""
 
 
-def describe_run(heading: Heading) -> str:
+def describe_run(heading: RunHeading) -> str:
     """Describe ranks, backend, device and model: `2 ranks · gloo · cpu · Decoder`."""
     identity = heading.identity
     ranks = plural(heading.world_size, "rank")

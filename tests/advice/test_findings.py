@@ -9,7 +9,7 @@ from fsdp_inspect.advice.evidence import Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.plan_check.check import check_plan
-from fsdp_inspect.analysis.verdict import StepFacts, StragglerFacts, give_verdict
+from fsdp_inspect.analysis.verdict import StepFacts, Straggler, give_verdict
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.sharders import DDP, ZERO3
 from tests.builders import RunBuilder
@@ -23,7 +23,7 @@ FACTS = StepFacts(
     floor_ns=5,
     other_ns=0,
 )
-STRAGGLER = StragglerFacts(
+STRAGGLER = Straggler(
     rank=3,
     host="",
     cost_ns=20,
@@ -32,6 +32,9 @@ STRAGGLER = StragglerFacts(
     phase="backward",
     meanwhile="forward",
     meanwhile_ns=4,
+    like_rank=0,
+    cost_ratio=0.2,
+    waits_ns={},
 )
 UNITS = ("layers.0", "layers.1", "layers.2")
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from fsdp_inspect.advice.evidence import Evidence, Finding, NodeLinks
+from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.advice.trace_findings import find_in_trace
 from fsdp_inspect.analysis.contention import Contention, UnitContention
 from fsdp_inspect.analysis.exposed import ExposedWait
 from fsdp_inspect.analysis.optimizer_wait import DelayedGather, OptimizerWait
 from fsdp_inspect.analysis.pipeline import Pipeline, RepeatedUnit
 from fsdp_inspect.analysis.prefetch import GathersInFlight
+from fsdp_inspect.analysis.trust import RunDelay, Trust
 from fsdp_inspect.analysis.verdict import UNKNOWN
 from fsdp_inspect.trace.run import UNITS_FROM_FSDP1
 from tests.builders import MIB, RunBuilder
@@ -37,7 +39,8 @@ def found(*, units: dict[str, Any] | None = None, device: str = "cuda", **facts:
         "device_bytes": None,
         "step_time_ns": 1000,
     }
-    return list(find_in_trace(Evidence(**{**known, **facts})))
+    evidence = Evidence(**{**known, **facts})
+    return list(find_in_trace(evidence) if "trust" not in facts else find_first_things(evidence))
 
 
 def wait(kind: str, phase: str, exposed: int) -> ExposedWait:
@@ -192,3 +195,15 @@ def test_work_behind_the_optimizer_is_told_with_what_an_event_would_save():
     assert (finding.rows[0].step, finding.rows[0].start_ns) == (5, 30)
     assert "set_post_optim_event(event)" in finding.snippet
     assert found(optimizer_wait=replace(WAIT, gain_ns=19)) == []
+
+
+def test_the_least_gain_on_a_machine_without_free_cores_is_lower():
+    """Threads lack a core for 25%: 20% of the step beyond the 5% of a quiet machine."""
+    wait = replace(WAIT, gain_low_ns=370, gain_high_ns=402)
+    trust = Trust(run_delay=RunDelay(0, 0.25))
+    finding = next(each for each in found(optimizer_wait=wait, trust=trust) if each.rule == "R33")
+    assert (finding.effect.saved_low_ns, finding.effect.saved_high_ns) == (170, 402)
+    assert finding.effect.sentence.endswith(
+        "It may be up to 200 ns less, because training threads had no CPU core for 25% of the "
+        "recording."
+    )

@@ -10,7 +10,7 @@ from fsdp_inspect.analysis.verdict import (
     MemoryGrowthFacts,
     OtherPart,
     StepFacts,
-    StragglerFacts,
+    Straggler,
     Waiting,
     give_rank_verdict,
     give_verdict,
@@ -53,8 +53,11 @@ def straggler(cost_ns=10 * MS, **changes):
         "phase": "backward",
         "meanwhile": "data",
         "meanwhile_ns": 9 * MS,
+        "like_rank": 0,
+        "cost_ratio": cost_ns / (100 * MS),
+        "waits_ns": {},
     }
-    return StragglerFacts(**{**plain, **changes})
+    return Straggler(**{**plain, **changes})
 
 
 def without_cores(ratio):

@@ -5,7 +5,7 @@ import re
 from urllib.parse import parse_qs, urlparse
 
 import pytest
-from fsdp_inspect_app.app_pages.timeline.range_card import describe_range
+from fsdp_inspect_app.app_pages.timeline.frames import describe_range
 from fsdp_inspect_app.loading import name_runs
 from fsdp_inspect_app.timeline.range_sums import sum_range
 from fsdp_inspect_app.timeline.track_set import SummedRange, TrackSet

@@ -7,8 +7,8 @@ import pytest
 
 from fsdp_inspect.catalog.catalog import Catalog
 from fsdp_inspect.errors import QueryError
-from fsdp_inspect.report.catalog import render_query, render_query_csv
 from fsdp_inspect.report.json import render_json
+from fsdp_inspect.report.outcomes import render_query, render_query_csv
 from tests.conftest import Invoke
 from tests.report.terminal_text import text_of
 

@@ -21,7 +21,7 @@ def rendered(value):
 
 def test_a_result_keeps_its_own_names_and_their_order():
     digest = json.loads(render_json(measure_summary(steady_run())))
-    assert list(digest)[:4] == ["run_id", "status", "notes", "is_kernel_trace"]
+    assert list(digest)[:4] == ["run_id", "status", "notes", "identity"]
     assert digest["step_time_ns"] == {
         "median": 1000,
         "p10": 1000,

@@ -75,7 +75,7 @@ from fsdp_inspect.analysis.stragglers.rank_work import (
     steps_to_tell,
 )
 from fsdp_inspect.analysis.trust import Trust, find_run_delay, measure_trust
-from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, SlowGroup, StragglerFacts
+from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, SlowGroup, Straggler
 from fsdp_inspect.columns import (
     Column,
     TableSpec,
@@ -223,36 +223,6 @@ class CollectiveSkew:
             ),
         ),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Straggler:
-    """The rank that the other ranks wait for."""
-
-    rank: int
-    host: str
-    last_ratio: float
-    """Fraction of the sampled collectives at which the rank arrives last."""
-    late_ns: int
-    """The rank's arrival - the median arrival of the other ranks, as the median over the
-    collectives at which the rank is last."""
-    phase: str
-    """The phase in which the rank loses most time: `forward`, `backward`, ..."""
-    meanwhile: str
-    """The part of the rank's own work that exceeds the median of the other ranks most: `backward`,
-    `data`, ..."""
-    meanwhile_ns: int
-    """The excess of that part, per step."""
-    like_rank: int
-    """The median rank, by work, of the other ranks. Its work replaces the straggler's in the
-    replay."""
-    cost_ns: int
-    """Decrease of the typical step without the straggler's systematic extra work."""
-    cost_ratio: float
-    """Cost / typical step of the median rank, as in the verdict."""
-    waits_ns: dict[str, int]
-    """Longest wait of a rank for it per step, by dimension of the mesh, longest first. Waits at
-    collectives at which it arrives last. Empty for a mesh of one dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -626,27 +596,9 @@ def may_have_late_ranks(ranks: Sequence[RankOverlap]) -> bool:
     return max(work) - median_work >= STRAGGLER_RATIO * step_time
 
 
-def find_late_ranks(
-    run: RunSource, ranks: Sequence[RankOverlap]
-) -> StragglerFacts | SlowGroup | None:
+def find_late_ranks(run: RunSource, ranks: Sequence[RankOverlap]) -> Straggler | SlowGroup | None:
     """Return the rank or the group that the other ranks wait for; None without one."""
     if not may_have_late_ranks(ranks):
         return None
     found = measure_ranks(run)
-    if found.slow_group is not None:
-        return found.slow_group
-    return _straggler(found.straggler) if found.straggler is not None else None
-
-
-def _straggler(straggler: Straggler) -> StragglerFacts:
-    return StragglerFacts(
-        rank=straggler.rank,
-        host=straggler.host,
-        cost_ns=straggler.cost_ns,
-        last_ratio=straggler.last_ratio,
-        late_ns=straggler.late_ns,
-        phase=straggler.phase,
-        meanwhile=straggler.meanwhile,
-        meanwhile_ns=straggler.meanwhile_ns,
-        waits_ns=straggler.waits_ns,
-    )
+    return found.slow_group or found.straggler

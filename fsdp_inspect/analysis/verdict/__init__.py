@@ -49,7 +49,7 @@ from fsdp_inspect.analysis.verdict.facts import (
     OtherPart,
     SlowGroup,
     StepFacts,
-    StragglerFacts,
+    Straggler,
     Waiting,
     find_limit,
 )
@@ -72,7 +72,7 @@ __all__ = [
     "RankVerdict",
     "SlowGroup",
     "StepFacts",
-    "StragglerFacts",
+    "Straggler",
     "Verdict",
     "Waiting",
     "give_no_verdict",

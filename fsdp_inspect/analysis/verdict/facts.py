@@ -50,26 +50,33 @@ class OtherPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StragglerFacts:
-    """The rank that the other ranks wait for; see `analysis.stragglers.ranks.Straggler`."""
+class Straggler:
+    """The rank that the other ranks wait for."""
 
     rank: int
     host: str
-    cost_ns: int
-    """Decrease of the typical step without the straggler's extra work."""
     last_ratio: float
-    """Fraction of the collectives at which the rank arrives last, 0 to 1."""
+    """Fraction of the sampled collectives at which the rank arrives last."""
     late_ns: int
-    """Median delay behind the median of the other ranks, at the collectives at which the rank is
-    last."""
+    """The rank's arrival - the median arrival of the other ranks, as the median over the
+    collectives at which the rank is last."""
     phase: str
-    """The phase with the largest delay."""
+    """The phase in which the rank loses most time: `forward`, `backward`, ..."""
     meanwhile: str
-    """The part of the rank's step that exceeds the same part of the other ranks most."""
+    """The part of the rank's own work that exceeds the median of the other ranks most: `backward`,
+    `data`, ..."""
     meanwhile_ns: int
     """The excess of that part, per step."""
-    waits_ns: Mapping[str, int] = field(default_factory=dict)
-    """By dimension of the mesh, longest first: how long a rank waits for it per step."""
+    like_rank: int
+    """The median rank, by work, of the other ranks. Its work replaces the straggler's in the
+    replay."""
+    cost_ns: int
+    """Decrease of the typical step without the straggler's systematic extra work."""
+    cost_ratio: float
+    """Cost / typical step of the median rank, as in the verdict."""
+    waits_ns: dict[str, int]
+    """Longest wait of a rank for it per step, by dimension of the mesh, longest first. Waits at
+    collectives at which it arrives last. Empty for a mesh of one dimension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +187,7 @@ class StepFacts:
     rank: int | None = None
     """The rank of the step; None: unknown."""
     trust: Trust = field(default_factory=Trust)
-    straggler: StragglerFacts | None = None
+    straggler: Straggler | None = None
     slow_group: SlowGroup | None = None
     growth: MemoryGrowthFacts | None = None
     collection_ns: int = 0

@@ -26,7 +26,7 @@ from fsdp_inspect.analysis.verdict import (
     RankVerdict,
     SlowGroup,
     StepFacts,
-    StragglerFacts,
+    Straggler,
     Verdict,
     Waiting,
     give_no_verdict,
@@ -84,7 +84,7 @@ class Answers:
     growth: MemoryGrowth | None
     plan_check: PlanCheck | None
     provenance: Provenance | None
-    late: StragglerFacts | SlowGroup | None
+    late: Straggler | SlowGroup | None
     """The straggler or the slow group."""
     costs: StepCosts | None = None
     utilisation_ratio: float | None = None
@@ -234,7 +234,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         first_gather=_first_gather(answers),
         **_named_parts(answers),
         trust=answers.trust,
-        straggler=answers.late if isinstance(answers.late, StragglerFacts) else None,
+        straggler=answers.late if isinstance(answers.late, Straggler) else None,
         slow_group=answers.late if isinstance(answers.late, SlowGroup) else None,
     )
 

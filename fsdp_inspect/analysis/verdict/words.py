@@ -11,7 +11,7 @@ from fsdp_inspect.analysis.verdict.facts import (
     OtherPart,
     SlowGroup,
     StepFacts,
-    StragglerFacts,
+    Straggler,
 )
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import (
@@ -275,7 +275,7 @@ def _phrase_straggler(facts: StepFacts) -> Words:
     )
 
 
-def describe_extra_work(straggler: StragglerFacts) -> str:
+def describe_extra_work(straggler: Straggler) -> str:
     """Describe the extra work of a straggler: `backward takes 3.86 s longer`; empty without any."""
     return _extra_work(straggler.meanwhile, straggler.meanwhile_ns)
 

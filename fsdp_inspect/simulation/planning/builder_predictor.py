@@ -13,7 +13,7 @@ from typing import Any
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.errors import ConfigError, ForecastError
 from fsdp_inspect.simulation.planning.bounds import Bounds
-from fsdp_inspect.simulation.planning.builder_candidates import (
+from fsdp_inspect.simulation.planning.candidates import (
     KNOBS,
     BuilderCandidate,
     list_builder_candidates,

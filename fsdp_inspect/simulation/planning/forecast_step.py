@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from fsdp_inspect.analysis.forecasts import row_of
 from fsdp_inspect.errors import ForecastError
 from fsdp_inspect.hardware import LAUNCH_NS
-from fsdp_inspect.simulation.planning.links import Ring
 from fsdp_inspect.simulation.planning.workload import (
     LAUNCH_OF_COLLECTIVE_NS,
     OPTIMIZER_TRAFFIC,
+    Ring,
     Speed,
     steady_step_ns,
 )

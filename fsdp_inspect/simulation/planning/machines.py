@@ -10,8 +10,7 @@ from fsdp_inspect.hardware import (
     NETWORK_RATIO,
 )
 from fsdp_inspect.simulation.planning.estimates import ValueOrigin
-from fsdp_inspect.simulation.planning.links import Links
-from fsdp_inspect.simulation.planning.workload import Speed
+from fsdp_inspect.simulation.planning.workload import Links, Speed
 from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.trace.links import PRESETS
 from fsdp_inspect.trace.run import RunManifest, RunSource

@@ -7,16 +7,16 @@ from functools import lru_cache
 
 from fsdp_inspect.analysis.forecasts import RESERVED_RATIO, default_allowance
 from fsdp_inspect.formatting import format_bytes
-from fsdp_inspect.simulation.planning.builder_candidates import BuilderCandidate
-from fsdp_inspect.simulation.planning.candidates import Candidate, Job
-from fsdp_inspect.simulation.planning.estimates import PlannedValue, ValueOrigin
-from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
-from fsdp_inspect.simulation.planning.machines import PlannedMachine
-from fsdp_inspect.simulation.planning.reserved import (
+from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job
+from fsdp_inspect.simulation.planning.estimates import (
+    PlannedValue,
     UnreusedBytes,
+    ValueOrigin,
     reserved_of,
     reserved_of_forecast,
 )
+from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
+from fsdp_inspect.simulation.planning.machines import PlannedMachine
 from fsdp_inspect.simulation.planning.workload import (
     Speed,
     build_workload,

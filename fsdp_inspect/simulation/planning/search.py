@@ -23,8 +23,13 @@ from typing import Any, Generic, TypeVar
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.results import Result, to_plain
 from fsdp_inspect.simulation.planning.bounds import Bounds, bound
-from fsdp_inspect.simulation.planning.builder_candidates import BuilderCandidate
-from fsdp_inspect.simulation.planning.candidates import BATCH_SIZES, Candidate, Job, list_candidates
+from fsdp_inspect.simulation.planning.candidates import (
+    BATCH_SIZES,
+    BuilderCandidate,
+    Candidate,
+    Job,
+    list_candidates,
+)
 from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
 from fsdp_inspect.simulation.planning.machines import PlannedMachine
 from fsdp_inspect.simulation.planning.prediction import (

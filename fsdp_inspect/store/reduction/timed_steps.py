@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.formatting import format_numbers
+from fsdp_inspect.formatting import format_steps
 from fsdp_inspect.statistics import middle_half, spread_blocks
 from fsdp_inspect.trace.run import RunManifest
 
@@ -55,7 +55,7 @@ class StepSelection:
     def sentence(self) -> str:
         """The number of timed steps and the steps that are left out, as a sentence."""
         left_out = [
-            f"{_numbered(steps)} {reason}"
+            f"{format_steps(steps)} {reason}"
             for steps, reason in (
                 (self.warmup, "(warm-up)"),
                 (self.memory, "(memory)"),
@@ -90,11 +90,6 @@ def classify_steps(
         memory=tuple(step for step in rest if step in memory),
         numerics=tuple(step for step in rest if step in numerics),
     )
-
-
-def _numbered(steps: Sequence[int]) -> str:
-    """`step 4`, `steps 0-2`, `steps 0-2, 7`."""
-    return f"{'step' if len(steps) == 1 else 'steps'} {format_numbers(steps)}"
 
 
 # --- Choose the typical steps among the timed steps of one rank.

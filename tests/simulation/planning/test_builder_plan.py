@@ -8,8 +8,8 @@ import pytest
 
 from fsdp_inspect import forecast_memory
 from fsdp_inspect.errors import ConfigError
-from fsdp_inspect.simulation.planning.builder_candidates import list_builder_candidates
 from fsdp_inspect.simulation.planning.builder_predictor import BuilderPredictor, make_builder_plan
+from fsdp_inspect.simulation.planning.candidates import list_builder_candidates
 from fsdp_inspect.simulation.planning.forecast_step import ForecastStep, read_forecast
 from fsdp_inspect.simulation.planning.machines import make_machine
 from fsdp_inspect.simulation.planning.prediction import FitVerdict

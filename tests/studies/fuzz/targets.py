@@ -36,7 +36,6 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.importing.flight_recorder import import_dumps
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.importing.snapshot import import_snapshot
-from fsdp_inspect.report.catalog import render_query, render_query_csv
 from fsdp_inspect.report.check import render_junit, render_markdown
 from fsdp_inspect.report.diagnosis import diagnosis_to_dict
 from fsdp_inspect.report.json import render_json
@@ -45,6 +44,7 @@ from fsdp_inspect.report.out_of_memory import (
     describe_memory_at_failure,
     out_of_memory_to_dict,
 )
+from fsdp_inspect.report.outcomes import render_query, render_query_csv
 from fsdp_inspect.results import to_plain
 from fsdp_inspect.run import Run
 from fsdp_inspect.simulation.predictions.ledger import (

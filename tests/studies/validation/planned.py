@@ -32,7 +32,6 @@ from fsdp_inspect.hardware import GPUS
 from fsdp_inspect.simulation.planning.candidates import Candidate, Job, list_candidates
 from fsdp_inspect.simulation.planning.estimates import ValueOrigin
 from fsdp_inspect.simulation.planning.forecast_step import ForecastStep, read_forecast
-from fsdp_inspect.simulation.planning.links import Links
 from fsdp_inspect.simulation.planning.machines import (
     PlannedMachine,
     make_machine,
@@ -41,7 +40,7 @@ from fsdp_inspect.simulation.planning.machines import (
 from fsdp_inspect.simulation.planning.prediction import judge_forecast, predict_memory
 from fsdp_inspect.simulation.planning.search import FormulaPredictor, search
 from fsdp_inspect.simulation.planning.transformer import Transformer, load_model
-from fsdp_inspect.simulation.planning.workload import Speed, plan_of
+from fsdp_inspect.simulation.planning.workload import Links, Speed, plan_of
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.links import Preset
 from instrumented_trainer.forecasting import build

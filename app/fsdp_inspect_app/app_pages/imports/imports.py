@@ -9,10 +9,9 @@ import streamlit as st
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.app_pages.imports.frames import frame_sources
 from fsdp_inspect_app.app_pages.imports.jobs import ImportJobs, JobState, JobView
 from fsdp_inspect_app.app_pages.imports.sources import ImportSource, find_source, list_sources
-from fsdp_inspect_app.app_pages.imports.uploads import keep_uploads
+from fsdp_inspect_app.app_pages.imports.uploads import frame_sources, keep_uploads
 from fsdp_inspect_app.cards import show_card, show_headline, show_note
 from fsdp_inspect_app.dated import Dated, is_younger_than
 from fsdp_inspect_app.empty_states import show_nothing

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+import pandas as pd
+
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.boundary import is_in_folder
-from fsdp_inspect_app.app_pages.imports.sources import keep_safe_letters, list_sources
+from fsdp_inspect_app.app_pages.imports.sources import ImportSource, keep_safe_letters, list_sources
+from fsdp_inspect_app.tables import mib
 
 UPLOADS = "uploads"
 """Folder for uploads, in the folder of runs."""
@@ -79,3 +82,21 @@ def _safe_name(name: str, number: int) -> str:
 def _copy(file: Upload, copy: BinaryIO) -> None:
     while block := file.read(1 << 20):
         copy.write(block)
+
+
+# --- Build tables of traces and snapshots to import.
+
+
+def frame_sources(sources: Sequence[ImportSource]) -> pd.DataFrame:
+    """One row for each file or folder."""
+    return pd.DataFrame(
+        [
+            {
+                "name": source.name,
+                "what": source.kind.value,
+                "files": source.num_files,
+                "size (MiB)": mib(source.num_bytes),
+            }
+            for source in sources
+        ]
+    )

@@ -2,16 +2,22 @@
 
 import numpy as np
 import pandas as pd
+import streamlit as st
 
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import format_ns, format_ratio, format_unit
 from fsdp_inspect.result_types import RunManifest
 from fsdp_inspect.trace.codes import COLLECTIVES, Method, Phase, Source
 from fsdp_inspect.trace.links import bus_bytes_per_s
-from fsdp_inspect_app.tables import BYTES_PER_GB, BYTES_PER_MIB, NS_PER_MS
+from fsdp_inspect_app.cards import show_card, show_csv_button, show_note, show_table
+from fsdp_inspect_app.tables import BYTES_PER_GB, BYTES_PER_MIB, NS_PER_MS, frame_of
 from fsdp_inspect_app.timeline.payload import lane_label, method_words
+from fsdp_inspect_app.timeline.range_sums import KindSum, RangeSums, UnitSum, sum_range
 from fsdp_inspect_app.timeline.rank_layout import LOOKS
+from fsdp_inspect_app.timeline.request import TimelineRequest
 from fsdp_inspect_app.timeline.spans import Spans
+from fsdp_inspect_app.timeline.track_set import Tracks
 from fsdp_inspect_app.timeline.tracks import DrawnRank, StepTimeline
+from fsdp_inspect_app.wording import plain
 
 
 def frame_spans(
@@ -51,4 +57,49 @@ def _frame_rank(drawn: DrawnRank, spans: Spans, manifest: RunManifest) -> pd.Dat
             "source": [Source(source).label for source in events.source.tolist()],
             "obtained": [method_words(Method(method)) for method in events.method.tolist()],
         }
+    )
+
+
+# --- Show the sums of the selected range below the canvas: one table by kind, one by unit.
+
+
+MOST_UNITS = 12
+
+
+def show_range(tracks: Tracks, asked: TimelineRequest, *, key: str) -> None:
+    """Show the times in the selected range; nothing without a range."""
+    if asked.summed is None:
+        return
+    member = tracks.members[asked.summed.member]
+    sums = sum_range(member, asked.summed)
+    if sums is None:
+        return
+    title = f" of {member.title}" if member.title else ""
+    with show_card(f"Range on rank {sums.rank}{title}: {describe_range(sums)}", key=f"range-{key}"):
+        by_kind, by_unit = st.columns(2)
+        with by_kind:
+            frame = frame_of(KindSum.TABLE, sums.kinds)
+            show_table(frame, key=f"range-kinds-{key}", alt="Times in the range by kind")
+            show_csv_button(frame, key=f"range-kinds-{key}")
+        with by_unit:
+            frame = frame_of(UnitSum.TABLE, sums.units[:MOST_UNITS])
+            show_table(frame, key=f"range-units-{key}", alt="Times in the range by unit")
+            show_csv_button(frame_of(UnitSum.TABLE, sums.units), key=f"range-units-{key}")
+        show_note(plain(_describe_tables(sums)))
+
+
+def describe_range(sums: RangeSums) -> str:
+    """The length of the range, and its exposed time."""
+    if sums.length_ns == 0:
+        return "outside the step"
+    exposed = f"{format_ns(sums.exposed_ns)} of {format_ns(sums.length_ns)} exposed"
+    return f"{exposed} ({format_ratio(sums.exposed_ns / sums.length_ns)})"
+
+
+def _describe_tables(sums: RangeSums) -> str:
+    shown, total = min(len(sums.units), MOST_UNITS), len(sums.units)
+    units = f" {shown} of {total} units; the CSV has all." if shown < total else ""
+    return (
+        "The kinds on the compute stream add up to the range. Collectives in flight overlap them."
+        f"{units}"
     )

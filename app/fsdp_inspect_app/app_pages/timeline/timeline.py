@@ -12,7 +12,7 @@ from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.run_heading import measure_run_heading
 from fsdp_inspect.analysis.step_waits import describe_event, measure_step_waits
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import format_ns, format_unit, listed
+from fsdp_inspect.formatting import format_ns, format_steps, format_unit, listed
 from fsdp_inspect.result_types import (
     EventFacts,
     Memory,
@@ -22,8 +22,7 @@ from fsdp_inspect.result_types import (
     StepTimes,
 )
 from fsdp_inspect_app import loading, wording
-from fsdp_inspect_app.app_pages.timeline.frames import frame_spans
-from fsdp_inspect_app.app_pages.timeline.range_card import show_range
+from fsdp_inspect_app.app_pages.timeline.frames import frame_spans, show_range
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     show_csv_button,
@@ -473,9 +472,7 @@ def _describe_memory(entry: RunEntry, tracks: TrackSet) -> list[str]:
     sampled = loading.result_of(entry, find_sampled_steps)
     if not sampled:
         return ["This run has no memory readings."]
-    named = listed([str(step) for step in sampled], _MOST_NAMED)
-    steps = "step" if len(sampled) == 1 else "steps"
-    return [f"This step has no memory readings. Readings: {steps} {named}."]
+    return [f"This step has no memory readings. Readings: {format_steps(sampled)}."]
 
 
 def _describe_clocks(tracks: TrackSet) -> list[str]:
