@@ -187,7 +187,9 @@ class _Session:
         return (
             f"`{shown}` ended before the update of step {self._step} of a fully_shard model. "
             f"Expected a script that updates at least {self._step + 1} times. Compare an earlier "
-            "step with --step, or train longer. FSDP1, DDP and DeepSpeed are not compared."
+            "step with --step, or train longer. FSDP1, DDP and DeepSpeed are not compared. An "
+            "optimizer that was made before sharding updates no parameter: record the script, and "
+            "`fsdp-inspect diagnose` names it."
         )
 
 

@@ -206,6 +206,8 @@ class Diagnosis:
     """With `NO_PROGRESS`: the time in which nothing has moved."""
     training: TrainingFault | None = None
     """The mistake of the training; None: the problem is another one."""
+    other_faults: tuple[TrainingFault, ...] = ()
+    """Further mistakes of the training."""
     events: tuple[RunEvent, ...] = ()
     """What happened, in order: the ranks differed, hung, ran out of memory, ended, and so on."""
 
@@ -305,6 +307,7 @@ class _Case:
             self._hangs,
             self._rounds_away,
             self._spikes,
+            self._is_surely_wrong,
             self._stopped,
             self._unsaid,
             self._stands_still,
@@ -839,6 +842,11 @@ class _Case:
         largest = max(changes, key=lambda each: each.after_ns - each.before_ns)
         return self._make(Status.PROBLEM, ProblemClass.DRIFT, step=largest.step)
 
+    def _is_surely_wrong(self) -> Diagnosis | None:
+        """Check for a certain mistake of the training, which comes before its end from outside."""
+        found = self._is_wrong()
+        return found if found is not None and found.is_certain else None
+
     def _is_wrong(self) -> Diagnosis | None:
         """Check whether the training itself is wrong, although it runs."""
         faults = check_training(self._run).faults
@@ -851,6 +859,7 @@ class _Case:
             is_certain=faults[0].is_certain,
             location=faults[0].place,
             training=faults[0],
+            other_faults=faults[1:],
         )
 
     def _stopped(self) -> Diagnosis | None:

@@ -450,6 +450,15 @@ class Attachment:
         ranks_of = {group.index: group.ranks for group in self._process_groups.describe()}
         return places_of(units, self._sharder.units, ranks_of, self._rank)
 
+    def _drain_checks(self, timeout_s: float | None = None) -> None:
+        """Take the values that have arrived for the checks; wait at the end of the recording."""
+        try:
+            self._late.drain() if timeout_s is None else self._late.close(timeout_s)
+        except Exception as error:
+            raise_if_of_signal(error)
+            self.session.checks = self._values = None
+            self.session.problem(f"The training is not checked: {type(error).__name__}.")
+
     def _keep_training(self) -> None:
         """Keep what was observed in this step."""
         checks = self.session.checks
@@ -623,7 +632,7 @@ class Attachment:
         self._memory.begin_step()
         self._instruments.end_step()
         self._scalars.drain()
-        self._late.drain()
+        self._drain_checks()
         is_new = session.inputs != self._settled_inputs
         if session.step == 1 or is_new or self._sharder.num_changes != self._num_settled:
             self._settle_units()
@@ -834,7 +843,7 @@ class Attachment:
                     "recording; they are missing."
                 )
             self._scalars.close(min(_left(end_s), _SETTLE_S))
-            self._late.close(min(_left(end_s), _SETTLE_S))
+            self._drain_checks(min(_left(end_s), _SETTLE_S))
             self._keep_training()
         except Exception as error:  # the device may be unusable after the training failed
             self.session.problem(f"Reading the last events failed: {error!r}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ class LateValues:
     def __init__(self, clock: Clock) -> None:
         """`clock` marks the copies."""
         self._clock = clock
-        self._pending: list[tuple[torch.Tensor, Callable[[torch.Tensor], None], Any]] = []
+        self._pending: deque[tuple[torch.Tensor, Callable[[torch.Tensor], None], Any]] = deque()
 
     def read(self, value: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
         """Call `keep` with the value on the host: now if it is there, otherwise from `drain`."""
@@ -32,16 +33,11 @@ class LateValues:
         self._pending.append((copy, keep, self._clock.mark()))
 
     def drain(self) -> None:
-        """Hand over the values whose copies are complete."""
-        waiting = []
-        pending, self._pending = self._pending, []
-        for copy, keep, mark in pending:
-            if self._clock.ready(mark):
-                self._clock.release(mark)
-                keep(copy)
-            else:
-                waiting.append((copy, keep, mark))
-        self._pending = [*waiting, *self._pending]
+        """Hand over the values whose copies are complete, in order."""
+        while self._pending and self._clock.ready(self._pending[0][2]):
+            copy, keep, mark = self._pending.popleft()
+            self._clock.release(mark)
+            keep(copy)
 
     def close(self, timeout_s: float) -> int:
         """Hand over the last values.

@@ -25,6 +25,7 @@ from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.coverage_watch import CoverageWatch
 from fsdp_inspect.recording.parameter_samples import ParameterSamples
 from fsdp_inspect.recording.patches import Patches
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
 from fsdp_inspect.recording.value_watch import Recording, ValueWatch
 from fsdp_inspect.trace.correctness import BatchSeen, LossSeen, OptimizerSeen, TrainingSeen
@@ -130,6 +131,7 @@ class TrainingChecks:
         try:
             observe()
         except Exception as error:
+            raise_if_of_signal(error)
             self._is_over = self._has_failed = True
             self._session.problem(f"The training is not checked: {type(error).__name__}.")
 

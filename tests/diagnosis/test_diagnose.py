@@ -15,6 +15,7 @@ from fsdp_inspect.trace.black_box import (
     Watched,
 )
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.correctness import BatchSeen, OptimizerSeen, TrainingSeen
 from fsdp_inspect.trace.run import ClockPair, RankRecord, RunManifest, RunStatus, StartStage
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from tests.boxes import HEADER, SECOND, Call, make_box
@@ -549,6 +550,27 @@ def test_a_rank_that_ended_is_named_however_short_the_others_have_waited() -> No
 
     assert (found.status, found.problem) == (Status.PROBLEM, ProblemClass.STOPPED)
     assert describe_diagnosis(found).sentence.startswith("Rank 0 was ended by SIGTERM")
+
+
+@pytest.mark.parametrize("is_stale", [True, False])
+def test_only_a_certain_mistake_comes_before_an_end_from_outside(is_stale: bool) -> None:
+    boxes = dict.fromkeys((0, 1), make_box(DONE, (0, 1)))
+    statuses = {0: RunStatus.CRASHED, 1: RunStatus.COMPLETE}
+    dumps = {0: [replace(dump_at("x")[0], source=DumpSource.SIGTERM)]}
+    optimizer = OptimizerSeen(
+        num_steps=3, num_tensors=4, num_of_model=0, num_with_gradient=0, num_alike=4
+    )
+    training = TrainingSeen(
+        num_with_gradient=4,
+        optimizers=[optimizer] if is_stale else [],
+        batches=[BatchSeen(step=step, digest=step) for step in range(4)],
+    )
+
+    found = diagnose(run_of(boxes, statuses, dumps, world_size=2, training=training))
+
+    assert found.problem is (ProblemClass.TRAINING if is_stale else ProblemClass.STOPPED)
+    evidence = " ".join(describe_diagnosis(found).evidence)
+    assert ("Probably: ranks 0-1 read the same batches." in evidence) is is_stale
 
 
 def with_record(run: InMemoryRun, rank: int, **fields: object) -> InMemoryRun:

@@ -43,10 +43,10 @@ class Logged:
     def pend(self, *copies: tuple[int, float, Any]) -> None:
         """Pretend that copies of losses, with steps and marks, are on their way."""
         code = self.log._code("loss")
-        self.log._late._pending = [
+        self.log._late._pending.extend(
             (torch.tensor(value), self.log._keeper(step, code, 0), mark)
             for step, value, mark in copies
-        ]
+        )
 
     def values(self) -> dict[str, float]:
         return {self.log.names[int(code)]: value for _, code, _, value in self.rows}

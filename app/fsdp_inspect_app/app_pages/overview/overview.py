@@ -307,6 +307,12 @@ def _show_step(summary: Summary) -> None:
         )
         if summary.exposed is not None and summary.exposed.causes_ns:
             show_text(_describe_causes(summary.exposed))
+        if breakdown.host_behind_ns:
+            label = find_metric("host_behind_ns").label.capitalize()
+            show_text(
+                f"{label} **{format_ns(breakdown.host_behind_ns)}**: upper bound of the GPU's idle "
+                "time within these parts"
+            )
 
 
 def _show_dimensions(summary: Summary) -> None:
