@@ -15,9 +15,8 @@ from fsdp_inspect.advice.request import AdviceRequest, how_to_apply, how_to_veri
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
 from fsdp_inspect.analysis.verdict.words import NOT_TRAINING
-from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run
+from fsdp_inspect.formatting import format_bytes, format_ns, name_run
 from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.network import unknown_latencies
@@ -283,13 +282,6 @@ def _notes(scorer: PlanScorer, limit: int | None) -> list[str]:
         notes.append(
             "The run does not contain the parameters of its units, so no unit was split. "
             "Record the run again with this version."
-        )
-    if scorer.trust.spread_ratio >= PROCESS_NOISE_RATIO:
-        spread = format_ratio(scorer.trust.spread_ratio)
-        notes.append(
-            f"The middle half of the recorded steps varies by {spread} around its mean: the "
-            "machine was busy, or the steps are unequal. "
-            "Record the run again on a quiet machine before you rely on a small gain."
         )
     notes += unknown_latencies(scorer.network)
     notes += [f"Not tried: {reason}" for reason in scorer.refusals]

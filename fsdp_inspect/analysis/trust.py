@@ -36,6 +36,8 @@ MAX_MEMORY_ERROR = 0.02
 predicted."""
 MAX_OTHER_RATIO = 0.1
 """The largest fraction of steps of other kinds without a caveat."""
+MAX_SPREAD_RATIO = 0.1
+"""The largest `Trust.spread_ratio` without a caveat."""
 PROCESS_SPREAD_RATIO = 0.04
 """Error of a step whose units stay as recorded, as a fraction of the step: 90% of 12 validation
 runs were closer (docs/figures.md). It contains the spread between equal runs."""
@@ -191,8 +193,14 @@ class Trust:
             "other passes or collectives. The prediction describes the most frequent kind, "
             f"{self.num_steps} steps. `fsdp-inspect simulate` predicts each kind."
         )
+        spread = (
+            f"The middle half of the recorded steps varies by {format_ratio(self.spread_ratio)} "
+            "around its mean: the machine was busy, or the steps are unequal. Record the run again "
+            "on a quiet machine before you rely on a small gain."
+        )
         found = (
             kinds if self.has_several_kinds else None,
+            spread if self.spread_ratio >= MAX_SPREAD_RATIO else None,
             PIPELINE_CAVEAT if self.is_pipeline else None,
             self._host_caveat,
             self.time_caveat,

@@ -96,3 +96,16 @@ def test_missing_cores_are_a_caveat_of_every_prediction_and_widen_every_interval
     assert found.high_ns - found.low_ns > 2 * 0.69 * found.step_time_ns
     assert busy.trust.gain_margin_ns(0, step_ns) == pytest.approx(0.64 * step_ns)
     assert quiet.trust.gain_margin_ns(0, step_ns) == 0
+
+
+def test_steps_that_vary_are_a_caveat_of_every_prediction() -> None:
+    run = as_run(simple(2), Execution.STREAM)
+    work = measure_work(run)
+    work = replace(work, step_time_ns=replay(work).step_time_ns)
+    vary, steady = (
+        replace(work, trust=replace(work.trust, spread_ratio=ratio)) for ratio in (0.17, 0.09)
+    )
+    [sentence] = simulate_work(vary, run.manifest, observed_plan(run)).caveats
+    assert sentence.startswith("The middle half of the recorded steps varies by 17%")
+    assert PlanScorer(run, work=vary).trust.prediction_caveats == (sentence,)
+    assert steady.trust.prediction_caveats == ()
