@@ -126,7 +126,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the written baselines."""
-    told = [
+    lines = [
         str(value)
         for reports in terminalreporter.stats.values()
         for report in reports
@@ -134,9 +134,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in report.user_properties
         if name == _PROPERTY
     ]
-    if told:
+    if lines:
         terminalreporter.section("FSDP Inspect: baselines")
-        for line in sorted(told):
+        for line in sorted(lines):
             terminalreporter.line(line)
         terminalreporter.line("Review the changes, and commit them.")
 

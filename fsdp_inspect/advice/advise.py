@@ -325,7 +325,7 @@ def _limits_of_search(scorer: PlanScorer, request: AdviceRequest, *, fits: bool)
             "Replicas (HSDP) were not tried: the run contains no all-reduce to measure. "
             "Record a run with a mesh of replicas, or set both --bandwidth and --latency."
         )
-    if scorer.tells_no_node_link:
+    if scorer.lacks_node_link:
         yield (
             "Resharding to a node (R7) was not tried: the run has no all-gather within a node, so "
             "the speed of that link is unknown. Set --node-bandwidth and --node-latency, or record "

@@ -88,7 +88,7 @@ class PlanScorer:
         self.scores[AS_RECORDED] = self.recorded
 
     @property
-    def tells_no_node_link(self) -> bool:
+    def lacks_node_link(self) -> bool:
         """Whether the nodes of all ranks are known, but not the bandwidth within a node."""
         ranks, shard = self.network.node.num_ranks, self.mesh.shard
         if ranks is None or not 1 < ranks < shard or shard % ranks:

@@ -1,4 +1,4 @@
-"""The `fsdp-inspect` command, with one file per subcommand. Only this package prints and exits.
+"""The `fsdp-inspect` command. Only this package prints and exits.
 
 Exit codes: 0 success, 1 an error with a message, 2 an invalid command line, 130 Ctrl-C. Commands
 that judge (`check`, `diagnose`, `equivalence`, `plan`) exit with 1 for a finding only. All their

@@ -1,4 +1,4 @@
-"""`fsdp-inspect export`: export a run for other programs."""
+"""`fsdp-inspect export` and `report`: write a run for other programs, or as one HTML page."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The commands that list, index, query, convert, merge and upload folders of runs."""
+"""The commands that list, index, query, convert, merge, upload and serve folders of runs."""
 
 from pathlib import Path
 from typing import Annotated

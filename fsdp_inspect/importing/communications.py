@@ -143,8 +143,8 @@ def describe_kernels(
 def _kind(names: tuple[str | None, ...]) -> EventKind:
     """The kind according to the first name that contains one."""
     kinds = [kind_of(name) for name in names if name]
-    telling = [kind for kind in kinds if kind is not EventKind.OTHER_COLLECTIVE]
-    return telling[0] if telling else EventKind.OTHER_COLLECTIVE
+    known = [kind for kind in kinds if kind is not EventKind.OTHER_COLLECTIVE]
+    return known[0] if known else EventKind.OTHER_COLLECTIVE
 
 
 def _messages_around(

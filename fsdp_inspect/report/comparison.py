@@ -146,7 +146,7 @@ def _metrics(comparison: Comparison, labels: Sequence[str], other: int) -> Table
             format_metric(metric.name, metric.values[0]),
             format_metric(metric.name, metric.values[other]),
             _change(metric, judged, other),
-            Text(_telling(judged), style="dim"),
+            Text(_note(judged), style="dim"),
         )
     return table
 
@@ -157,7 +157,7 @@ def _change(metric: MetricComparison, judged: Judgement, other: int) -> str:
     return MISSING if judged.change is None else format_signed(judged.change)
 
 
-def _telling(judged: Judgement) -> str:
+def _note(judged: Judgement) -> str:
     if judged.low is not None and judged.high is not None:
         interval = f"{format_signed(judged.low)} to {format_signed(judged.high)}"
         return f"{interval}  {note_judgement(judged)}".rstrip()

@@ -203,7 +203,7 @@ def _of_diagnosis(found: Diagnosis) -> Iterator[Family]:
 
 def _of_steps(run: MonitoredRun) -> Iterator[Family]:
     over = f"Typical step of {run.over}"
-    told = [(rank, rank.numbers) for rank in run.ranks if rank.numbers is not None]
+    known = [(rank, rank.numbers) for rank in run.ranks if rank.numbers is not None]
 
     def seconds(name: str, help_: str, key: str) -> Family:
         return Family(
@@ -211,7 +211,7 @@ def _of_steps(run: MonitoredRun) -> Iterator[Family]:
             f"{help_} {over}.",
             tuple(
                 Sample(_labels(run, rank, rank.step_method), getattr(numbers, key) / _NS_PER_S)
-                for rank, numbers in told
+                for rank, numbers in known
             ),
             unit="seconds",
         )
@@ -221,7 +221,7 @@ def _of_steps(run: MonitoredRun) -> Iterator[Family]:
         "Number of the last timed step that ended, from 0.",
         tuple(
             Sample(_labels(run, rank, rank.step_method), numbers.last_step)
-            for rank, numbers in told
+            for rank, numbers in known
         ),
     )
     yield seconds("time_metrics_end_to_end_seconds", "Time of a step.", "step_time_ns")

@@ -1,4 +1,4 @@
-"""Render the results of `compact`, `merge`, `upload`, `export`, `import` and `runs`."""
+"""Render the results of the commands on folders of runs, of `export` and of `import`."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Render the summary and the units of a run for a terminal of 80 columns.
+"""Render the summary, units, parts, numerics and phases of a run for a terminal of 80 columns.
 
 Names from the run (units, hosts, commands) are plain text, never rich markup.
 """

@@ -88,11 +88,11 @@ def test_a_node_whose_link_is_not_known_is_played_once_the_user_says_it(
 ):
     unknown = replace(BETWEEN_NODES, node=Node(4))
     scorer = bench_on(monkeypatch, unknown)
-    assert scorer.tells_no_node_link
+    assert scorer.lacks_node_link
     search(scorer, None)
     assert all(choice.reshard in (None, True, False) for choice in scorer.scores)
     told = bench_on(monkeypatch, unknown, node=NodeLink(1e9, 0.0))
-    assert not told.tells_no_node_link
+    assert not told.lacks_node_link
     search(told, None)
     assert 4 in {choice.reshard for choice in told.scores}
 
