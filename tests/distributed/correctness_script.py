@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import fsdp_inspect
-from fsdp_inspect.recording import value_watch
+from fsdp_inspect.recording import parameter_samples, value_watch
 
 NUM_STEPS = 6
 _CLASSES, _WIDTH, _LENGTH, _BATCH = 16, 8, 10, 2
@@ -357,6 +357,19 @@ def recorded_and_not(folder: Path) -> None:
         found.append([*losses, *(each.to_local() for each in model.parameters())])
     value_watch.EVERY = usual
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
+
+
+@loop
+def broken_check(folder: Path) -> None:
+    """An error of a check ends the checks, not the recording or the training."""
+
+    def fail(*given: object) -> float:
+        raise ZeroDivisionError
+
+    usual, parameter_samples._factor = parameter_samples._factor, fail
+    model = shard(make_model())
+    train(folder, model, adam(model), batches())
+    parameter_samples._factor = usual
 
 
 # --- gradients and replicas

@@ -126,6 +126,15 @@ def test_steps_that_look_at_the_parameters_are_not_timed(runs: tuple[Path, str])
     assert {2, 4} <= set(run.summary().left_out.memory)
 
 
+def test_an_error_of_a_check_ends_the_checks_only(runs: tuple[Path, str]) -> None:
+    run = open_run(runs[0] / "broken-check")
+
+    assert run.summary().num_steps == 6
+    assert "gradients" in run.correctness().not_checked
+    for record in run.source.ranks:
+        assert record.problems == ["The training is not checked: ZeroDivisionError."]
+
+
 def test_what_was_not_observed_is_not_checked(runs: tuple[Path, str]) -> None:
     unknown = {name: open_run(runs[0] / name).correctness().not_checked for name in LOOPS}
 
