@@ -133,7 +133,7 @@ class ParameterSamples:
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Sample the parameters that an optimizer has updated."""
-        finish, self._finish = self._finish, None
+        finish, self._finish, self._keep = self._finish, None, None
         if finish is None:
             return
         if not any(each.keeps_copy for each in self.parameters):
