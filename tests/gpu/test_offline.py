@@ -83,7 +83,7 @@ def test_the_script_imports_with_the_packages_of_the_gpu_machine_and_the_wheels(
     lacking = modules_that_the_gpu_machine_lacks()
     assert {"duckdb", "streamlit"} <= set(lacking)
     steps = [f"tests.gpu.{name}" for name in STEPS if name not in FILES]
-    parts = [f"fsdp_inspect.cli.{name}" for name in ("application", "summary", "diagnose")]
+    parts = [f"fsdp_inspect.cli.{name}" for name in ("application", "sections", "diagnose")]
     modules = [
         "tests.gpu.__main__",
         "tests.gpu.step",
