@@ -83,7 +83,7 @@ def launch(command: str, folder: Path) -> Path:
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": programs, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        command,
+        f"exec {command}",  # so that a timeout ends the command, not only its shell
         shell=True,
         cwd=folder,
         env=environment,
