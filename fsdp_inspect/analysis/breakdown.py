@@ -35,7 +35,7 @@ _KINDS = (
     StepPart.GROUP,
 )
 """The summary rows that a breakdown reads."""
-_OVERLAPPING = (StepPart.COMMUNICATION, StepPart.BETWEEN_STEPS, StepPart.HOST_BEHIND)
+_OVERLAPPING = (StepPart.COMMUNICATION, StepPart.BETWEEN_STEPS)
 _IS_EXPOSED = np.isin([int(part) for part in PARTS_OF_STEP], list(EXPOSED_PART_CODES))
 
 
@@ -219,7 +219,7 @@ def _describe_ranks(
     run: RunSource, members: Sequence[RankSteps], typical: TypicalSteps, parts: TypicalParts
 ) -> Iterator[StepBreakdown]:
     closest = typical.closest_step.tolist()
-    overlapping = np.stack([typical.rounded(kind) for kind in _OVERLAPPING], axis=1).tolist()
+    communication, between = (typical.rounded(kind).tolist() for kind in _OVERLAPPING)
     places = np.searchsorted(typical.rank, [member.rank for member in members])
     dimensions = _split_by_rank(run, typical, parts, places)
     for place, member in zip(places.tolist(), members, strict=True):
@@ -228,7 +228,7 @@ def _describe_ranks(
             place,
             steps=member.typical_steps,
             closest_step=closest[place],
-            overlapping=overlapping[place],
+            overlapping=(communication[place], between[place]),
             dimensions=dimensions[member.rank],
         )
 
@@ -272,12 +272,13 @@ def _split(rows: SummaryTable, dimensions: GroupDimensions) -> StepBreakdown:
     parts = _split_sums(
         rows.rank[:1], by_kind[list(_KINDS[:-1])][np.newaxis], np.array([len(steps)])
     )
+    communication, between = (round(float(by_kind[kind] / len(steps))) for kind in _OVERLAPPING)
     return _describe(
         parts,
         0,
         steps=steps,
         closest_step=int(whole_steps[np.argmin(np.abs(whole_ns - whole_ns.mean()))]),
-        overlapping=[round(float(by_kind[kind] / len(steps))) for kind in _OVERLAPPING],
+        overlapping=(communication, between),
         dimensions=_split_by_dimension(
             rows_of(rows, kinds=[StepPart.GROUP]),
             dimensions,
@@ -315,11 +316,11 @@ def _describe(
     *,
     steps: NDArray[np.int32],
     closest_step: int,
-    overlapping: Sequence[int],
+    overlapping: tuple[int, int],
     dimensions: tuple[DimensionTime, ...],
 ) -> StepBreakdown:
     total, durations = int(parts.step_time_ns[place]), parts.durations_ns[place].tolist()
-    communication, between, host_behind = overlapping
+    communication, between = overlapping
     return StepBreakdown(
         rank=int(parts.rank[place]),
         steps=tuple(steps.tolist()),
@@ -332,7 +333,7 @@ def _describe(
         closest_step=closest_step,
         communication_ns=communication,
         between_ns=between,
-        host_behind_ns=host_behind,
+        host_behind_ns=int(parts.host_behind_ns[place]),
         dimensions=dimensions,
     )
 

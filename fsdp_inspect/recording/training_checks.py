@@ -210,7 +210,7 @@ class TrainingChecks:
         self._batch = _digest(batch)
 
     def note_inputs(self, *inputs: Any) -> None:
-        """Observe what a model receives in a forward that keeps a graph."""
+        """Observe what a model receives first after a batch."""
         if self._inputs is None:
             self._quietly(lambda: self._see_inputs(inputs))
 

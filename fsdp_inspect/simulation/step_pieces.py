@@ -438,10 +438,14 @@ def measure_host_pace(events: EventTable) -> HostPace:
         of_step = events.where(in_step)
         for _, in_microbatch in positions_by_value(of_step.microbatch):
             rows = of_step.where(in_microbatch)
+            gathers = list(_gathers_after_reductions(rows))
             for found, spans in (
                 (forward, _forward(rows)),
-                (backward, _backward(rows)),
-                (gather, _gathers_in_backward(rows)),
+                (
+                    backward,
+                    _between(rows, EventKind.BACKWARD, [reduced for reduced, _, _ in gathers]),
+                ),
+                (gather, [(unit, entered - reduced) for reduced, unit, entered in gathers]),
             ):
                 for unit, duration in spans:
                     found[unit].append(duration)
@@ -467,36 +471,24 @@ def _forward(events: EventTable) -> Iterator[tuple[int, int]]:
     return _between(events, EventKind.FORWARD, ends)
 
 
-def _backward(events: EventTable) -> Iterator[tuple[int, int]]:
-    """Each unit of a backward, with the host's time to the next entry or its reduction."""
-    ends = [reduced for reduced, _, _ in _gathers_after_reductions(events)]
-    return _between(events, EventKind.BACKWARD, ends)
-
-
-def _gathers_in_backward(events: EventTable) -> Iterator[tuple[int, int]]:
-    """Each unit that is gathered between a reduction and the next entry, with the host's time."""
-    for reduced, unit, entered in _gathers_after_reductions(events):
-        yield unit, entered - reduced
-
-
 def _gathers_after_reductions(events: EventTable) -> Iterator[tuple[int, int, int]]:
     """The host's time of a reduction in backward, the unit gathered next, and the next entry."""
     of_unit = (events.unit != NO_UNIT) & (events.phase == Phase.BACKWARD)
-    entries, reductions, gathers = (
+    entries, reductions = (
         np.sort(events.issue_ns[of_unit & (events.kind == kind)])
-        for kind in (EventKind.BACKWARD, EventKind.REDUCE_SCATTER, EventKind.ALL_GATHER)
+        for kind in (EventKind.BACKWARD, EventKind.REDUCE_SCATTER)
     )
-    units = events.where(of_unit & (events.kind == EventKind.ALL_GATHER))
-    units = units.where(np.argsort(units.issue_ns, kind="stable"))
+    gathers = events.where(of_unit & (events.kind == EventKind.ALL_GATHER))
+    gathers = gathers.where(np.argsort(gathers.issue_ns, kind="stable"))
     for entered in entries.tolist():
         before = reductions[: np.searchsorted(reductions, entered, side="right")]
         if not len(before):
             continue
         reduced = int(before[-1])
-        first, last = np.searchsorted(gathers, [reduced, entered]).tolist()
+        first, last = np.searchsorted(gathers.issue_ns, [reduced, entered]).tolist()
         is_next = not np.any((entries >= reduced) & (entries < entered))
         if is_next and last - first == 1:
-            yield reduced, int(units.unit[first]), entered
+            yield reduced, int(gathers.unit[first]), entered
 
 
 def _between(events: EventTable, kind: EventKind, ends: list[int]) -> Iterator[tuple[int, int]]:

@@ -61,15 +61,15 @@ def measure_use(events: EventTable, trace: list[TraceEvent], offset_ns: int) -> 
         ahead = whole.subtract(behind)
         for part in EXPOSED_PART_CODES:
             ahead = ahead.subtract(parts[part])
-        alone_ns = _length(alone.intersect(whole))
+        alone_ns = alone.intersect(whole).duration_ns
         yield StepUse(
             step=int(step),
-            behind_ratio=_length(behind) / _length(whole),
-            busy_behind_ratio=_length(busy.intersect(behind)) / max(_length(behind), 1),
-            busy_ahead_ratio=_length(busy.intersect(ahead)) / max(_length(ahead), 1),
-            exposed_ns=sum(_length(parts[part]) for part in EXPOSED_PART_CODES),
+            behind_ratio=behind.duration_ns / whole.duration_ns,
+            busy_behind_ratio=busy.intersect(behind).duration_ns / max(behind.duration_ns, 1),
+            busy_ahead_ratio=busy.intersect(ahead).duration_ns / max(ahead.duration_ns, 1),
+            exposed_ns=sum(parts[part].duration_ns for part in EXPOSED_PART_CODES),
             alone_ns=alone_ns,
-            alone_ahead_ns=alone_ns - _length(alone.intersect(behind)),
+            alone_ahead_ns=alone_ns - alone.intersect(behind).duration_ns,
         )
 
 
@@ -83,7 +83,3 @@ def split_kernels(trace: list[TraceEvent]) -> tuple[list[TraceEvent], list[Trace
 def _spans(events: list[TraceEvent], offset_ns: int) -> Intervals:
     starts = np.array([event.start_ns for event in events], dtype=np.int64) + offset_ns
     return Intervals.of(starts, starts + [event.end_ns - event.start_ns for event in events])
-
-
-def _length(spans: Intervals) -> int:
-    return int((spans.ends - spans.starts).sum())

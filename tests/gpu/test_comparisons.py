@@ -14,10 +14,11 @@ from fsdp_inspect.trace.tables import EventTable
 from tests.builders import InMemoryRun, RunBuilder
 from tests.gpu.clock import clock_row
 from tests.gpu.copies import copy_rows
+from tests.gpu.idle import measure_use
 from tests.gpu.memory import MEMORY_STEP, counter_rows, snapshot_rows, tracker_row, units_row
 from tests.gpu.outcome import Row, Verdict
 from tests.gpu.setting import Setting
-from tests.gpu.timing import compare, exposed_of_kernels, host_offset, match, spin_kernels
+from tests.gpu.timing import compare, host_offset, match, spin_kernels
 from tests.importing.snapshots import KIB, FakeAllocator, train
 from tests.studies.benchmarks.profiler_trace import TraceEvent
 
@@ -95,7 +96,8 @@ def test_collectives_that_fsdp_did_not_issue_keep_their_place_and_are_left_out()
 
 
 def test_kernels_expose_what_runs_beside_no_kernel_of_the_compute_stream() -> None:
-    assert exposed_of_kernels(TRACE, recorded_run().events(0), OFFSET) == {0: 180 * US}
+    uses = measure_use(recorded_run().events(0), TRACE, OFFSET)
+    assert {each.step: each.alone_ns for each in uses} == {0: 180 * US}
 
 
 def test_the_tightest_mark_gives_the_offset_of_the_clocks() -> None:

@@ -29,8 +29,7 @@ from fsdp_inspect.analysis.shared_collectives import queue_up
 from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
-from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.codes import COLLECTIVES
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 from tests.gpu.copies import copy_rows
@@ -155,11 +154,12 @@ def compare(
     matched = match(collectives, spins)
     yield from _time_rows(setting, matched, len(steps))
     yield _clock_row(matched, host_offset_ns)
-    exposed = exposed_of_kernels(trace, events, matched.offset_ns)
+    uses = list(measure_use(events, trace, matched.offset_ns))
+    exposed = {each.step: each.alone_ns for each in uses}
     points = measure_step_times(run).over_steps
     recorded = {point.step: point.exposed_ns for point in points if point.step in steps}
     yield _exposed_row(setting, recorded, exposed)
-    yield from _use_rows(setting, list(measure_use(events, trace, matched.offset_ns)))
+    yield from _use_rows(setting, uses)
 
 
 def spin_kernels(trace: list[TraceEvent]) -> list[TraceEvent]:
@@ -182,29 +182,6 @@ def match(collectives: EventTable, spins: list[TraceEvent]) -> Matched:
     ends = np.array([spin.end_ns for spin in spins], dtype=np.int64)
     by_fsdp = ordered.unit >= 0
     return Matched(turns[by_fsdp], ordered.end_ns[by_fsdp], starts[by_fsdp], ends[by_fsdp])
-
-
-def exposed_of_kernels(
-    trace: list[TraceEvent], events: EventTable, offset_ns: int
-) -> dict[int, int]:
-    """By step, the time in which collectives ran and the compute stream ran no kernel, ns.
-
-    Args:
-        trace: The events of the profiler.
-        events: The recorded steps, for their bounds.
-        offset_ns: The recorder's clock minus the profiler's.
-    """
-    spins, others = split_kernels(trace)
-    compute = statistics.mode(event.tid for event in others)
-    busy = _union([event for event in others if event.tid == compute])
-    alone = _union(spins).subtract(busy)
-    steps = events.where(events.kind == EventKind.STEP)
-    durations = alone.covered_ns(steps.start_ns - offset_ns, steps.end_ns - offset_ns)
-    return dict(zip(steps.step.tolist(), durations.tolist(), strict=True))
-
-
-def _union(events: list[TraceEvent]) -> Intervals:
-    return Intervals.of([event.start_ns for event in events], [event.end_ns for event in events])
 
 
 def _launched(kernel: TraceEvent) -> tuple[int, int]:

@@ -9,7 +9,7 @@
 from collections.abc import Iterator
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
-from fsdp_inspect.analysis.correctness.samples import LEAST_UPDATES
+from fsdp_inspect.analysis.correctness.samples import LEAST_UPDATES, differ
 from fsdp_inspect.formatting import format_ranks, plural
 
 _TOLERANCE = 0.01
@@ -49,7 +49,7 @@ def check_clipping(observed: Observed) -> Iterator[TrainingFault]:
             "Clip by the norm over all ranks: model.clip_grad_norm_() of FSDP1, "
             "torch.nn.utils.clip_grad_norm_ on the sharded parameters of FSDP2, or an all-reduce "
             "of the squared local norms.",
-            next((one.place for one in observed.seen[ranks[0]].optimizers), ""),
+            observed.place_of_update(ranks[0]),
         )
         return
 
@@ -57,4 +57,4 @@ def check_clipping(observed: Observed) -> Iterator[TrainingFault]:
 def _differ(factors: tuple[float | None, ...]) -> bool:
     known = [each for each in factors if each is not None]
     is_whole = len(known) == len(factors) > 1 and min(known) > 0
-    return is_whole and max(known) - min(known) > _TOLERANCE * max(known)
+    return is_whole and differ(known, _TOLERANCE)

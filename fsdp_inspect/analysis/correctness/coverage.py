@@ -40,7 +40,6 @@ _Seen = dict[int, CoverageSeen]
 
 
 def _fault(observed: Observed, seen: _Seen, sentence: str, why: str, change: str) -> TrainingFault:
-    places = [each.place for each in observed.seen[min(seen)].optimizers]
     return TrainingFault(
         TrainingCheck.PARAMETERS,
         tuple(sorted(seen)),
@@ -48,7 +47,7 @@ def _fault(observed: Observed, seen: _Seen, sentence: str, why: str, change: str
         sentence,
         why,
         change,
-        places[0] if places else "",
+        observed.place_of_update(min(seen)),
     )
 
 

@@ -80,6 +80,10 @@ class Observed:
         known = tuple(coordinates[name] for name in _DATA if name in coordinates)
         return known or (rank,)
 
+    def place_of_update(self, rank: int) -> str:
+        """The line of the first optimizer of a rank that steps; empty: none was observed."""
+        return next((each.place for each in self.seen[rank].optimizers), "")
+
     def model_part_of(self, rank: int) -> tuple[tuple[str, int], ...]:
         """The position of a rank along the dimensions that split the model or the sequence."""
         coordinates = self.records[rank].coordinates.items()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.analysis.correctness.samples import differ
 from fsdp_inspect.formatting import format_ranks, plural
 from fsdp_inspect.trace.sharders import DDP
 
@@ -40,7 +41,9 @@ def check_logged(observed: Observed) -> Iterator[TrainingFault]:
     for name, ranks in shared.items():
         steps = sorted(set.intersection(*(set(each) for each in ranks.values())))
         found = [[each[step] for each in ranks.values()] for step in steps]
-        wrong = [each for each in found if _differ(each)]
+        wrong = [
+            each for each in found if all(map(math.isfinite, each)) and differ(each, _TOLERANCE)
+        ]
         if len(steps) < _LEAST_STEPS or len(wrong) < len(steps):
             continue
         shown = ", ".join(f"{value:.3g}" for value in found[0][:4])
@@ -59,8 +62,3 @@ def check_logged(observed: Observed) -> Iterator[TrainingFault]:
             'norm. If the norm of a rank is meant, name it so: "local_grad_norm".',
         )
         return
-
-
-def _differ(values: list[float]) -> bool:
-    is_known = all(map(math.isfinite, values))
-    return is_known and max(values) - min(values) > _TOLERANCE * max(map(abs, values))

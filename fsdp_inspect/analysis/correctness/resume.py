@@ -38,7 +38,7 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
         observed.not_checked[TrainingCheck.RESUME] = _NOT_CHECKED
         return
     ranks = tuple(sorted(pairs))
-    place = next((one.place for one in pairs[ranks[0]][1].optimizers), "")
+    place = observed.place_of_update(ranks[0])
     num_steps = max((record.num_steps for run in earlier for record in run.ranks), default=0)
     if all(then.updates[0].digests == now.updates[0].digests for then, now in pairs.values()):
         if any(_saves(each) for each in earlier):

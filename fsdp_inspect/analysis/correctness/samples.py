@@ -55,10 +55,10 @@ class Holders:
         return len(updates) >= LEAST_UPDATES and all(differ(self.gradients(n)) for n in updates)
 
 
-def differ(norms: Sequence[float | None]) -> bool:
-    """Whether known norms differ by more than rounding."""
-    known = [each for each in norms if each is not None]
-    return len(known) > 1 and max(known) - min(known) > TOLERANCE * max(known)
+def differ(values: Sequence[float | None], tolerance: float = TOLERANCE) -> bool:
+    """Whether known values differ by more than a fraction of the largest magnitude."""
+    known = [each for each in values if each is not None]
+    return len(known) > 1 and max(known) - min(known) > tolerance * max(map(abs, known))
 
 
 def list_holders(observed: Observed) -> Iterator[Holders]:

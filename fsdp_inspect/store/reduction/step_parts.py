@@ -212,13 +212,7 @@ def _host_behind(
     spans = Intervals.of(passed[:-1][is_behind], issued[1:][is_behind]).intersect(window)
     for part in EXPOSED_PART_CODES:
         spans = spans.subtract(parts[part])
-    return _union(spans, parts[StepPart.HOST_BOUND])
-
-
-def _union(one: Intervals, other: Intervals) -> Intervals:
-    return Intervals.of(
-        np.concatenate([one.starts, other.starts]), np.concatenate([one.ends, other.ends])
-    )
+    return spans.union(parts[StepPart.HOST_BOUND])
 
 
 def split_exposed_by_group(
