@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
 from fsdp_inspect.analysis.numerics import NonFinite, measure_numerics
-from fsdp_inspect.formatting import format_ranks, format_unit
+from fsdp_inspect.formatting import format_ranks, format_unit, plural
 
 
 def check_finite(observed: Observed) -> Iterator[TrainingFault]:
@@ -70,7 +70,7 @@ def _of_looks(observed: Observed, step: int) -> str:
     wrong = {rank: each.values for rank, each in observed.seen.items() if each.values.step == step}
     numbers = sorted({number for each in wrong.values() for number in each.units})
     names = [_name(units[number].fqn if 0 <= number < len(units) else None) for number in numbers]
-    more = f" and {len(names) - 1} more units" if len(names) > 1 else ""
+    more = f" and {plural(len(names) - 1, 'more unit')}" if len(names) > 1 else ""
     return (
         f"After step {step - 1}, trained parameters of {names[0]}{more} are not finite on "
         f"{format_ranks(sorted(wrong))}."
