@@ -9,6 +9,7 @@ that at least q percent of them do not exceed (the inverse of the empirical dist
 even count the median is the lower of the two middle values.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -79,6 +80,68 @@ def spread_blocks(count: int, *, num_blocks: int, length: int) -> NDArray[np.int
         return np.arange(count)
     starts = np.rint(np.linspace(0, count - length, num_blocks)).astype(np.int64)
     return (starts[:, np.newaxis] + np.arange(length)).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDifference:
+    """By how much steps of marked blocks take longer than the steps around them."""
+
+    ratio: float
+    """The median difference, as a part of the step time around the block."""
+    low: float
+    high: float
+    """Ends of the 95 % interval of the median; with fewer than 6 blocks, the range."""
+    num_blocks: int
+
+
+def compare_blocks(
+    steps: NDArray[np.integer],
+    times_ns: NDArray[np.integer],
+    is_marked: NDArray[np.bool_],
+    *,
+    length: int,
+) -> BlockDifference | None:
+    """Compare each block of marked steps with the unmarked steps right before and after it.
+
+    A block counts if it has at most `length` steps, and unmarked steps on both sides: `length`
+    steps on each side are compared by their median. Slow changes of the step time cancel, and a
+    few slow steps do not move the medians. The interval is that of the sign test: it states
+    nothing about the distribution of the differences.
+
+    Args:
+        steps: The numbers of the steps, ascending, shape (S,). Steps may be missing.
+        times_ns: Their times, shape (S,).
+        is_marked: Whether each belongs to a block, shape (S,).
+        length: The length of a block.
+
+    Returns:
+        None without a block that counts.
+    """
+    edges = np.flatnonzero(np.diff(is_marked.astype(np.int8), prepend=0, append=0))
+    ratios = []
+    for first, end in edges.reshape(-1, 2).tolist():
+        around = np.r_[max(first - length, 0) : first, end : min(end + length, len(steps))]
+        near = around[~is_marked[around] & (np.abs(steps[around] - steps[first]) <= 4 * length)]
+        has_both = len(near) and near[0] < first and near[-1] >= end
+        if has_both and end - first <= length:
+            usual = float(np.median(times_ns[near]))
+            ratios.append(float(np.median(times_ns[first:end])) / usual - 1 if usual > 0 else 0.0)
+    if not ratios:
+        return None
+    ordered, count = np.sort(ratios), len(ratios)
+    outside = sum(
+        1 for place in range(count // 2) if _chance_of_at_most(place, count) <= _HALF_OUTSIDE
+    )
+    low, high = ordered[max(outside - 1, 0)], ordered[count - max(outside, 1)]
+    return BlockDifference(float(np.median(ordered)), float(low), float(high), count)
+
+
+_HALF_OUTSIDE = 0.025
+
+
+def _chance_of_at_most(successes: int, trials: int) -> float:
+    """The chance of at most so many heads in so many tosses of a fair coin."""
+    return float(sum(math.comb(trials, each) for each in range(successes + 1)) / 2**trials)
 
 
 def apportion(shares: NDArray[np.floating], total: int) -> NDArray[np.int64]:

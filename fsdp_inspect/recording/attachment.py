@@ -60,6 +60,7 @@ from fsdp_inspect.recording.out_of_memory import (
     find_limit_failure,
     make_record,
 )
+from fsdp_inspect.recording.overhead import FIRST_DETAILED, OverheadControl
 from fsdp_inspect.recording.parameter_samples import ParameterSamples, ShardPlace, places_of
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.process_life import describe_process, num_compiles
@@ -69,6 +70,7 @@ from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharding_calls import read_noted_calls
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.surveillance import Surveillance
+from fsdp_inspect.recording.torch_api.process_groups import StoreClient
 from fsdp_inspect.recording.trackers.feed import TrackerFeed, page_of
 from fsdp_inspect.recording.trackers.libraries import TrackedRun
 from fsdp_inspect.recording.training_checks import TrainingChecks, Watches
@@ -126,6 +128,7 @@ class Options:
     device_interval_s: float
     flush_interval_s: float
     memory_snapshot: bool
+    overhead: float | None
     upload: str | None
     record_source: bool
     print_verdict: bool
@@ -141,6 +144,7 @@ class Attachment:
     _cuda_limit: CudaLimit | None = None
     _trackers: TrackerFeed | None = None
     _values: ValueWatch | None = None
+    _control: OverheadControl | None = None
     _noted = (0, 0)
     """The number of compilations and standstills in the record."""
     _reported_problems = 0
@@ -241,7 +245,7 @@ class Attachment:
     def _abandon(self) -> None:
         """Undo an attachment that failed, as far as it went; the model is as before."""
         undo: list[Callable[[], object]] = [
-            lambda: setattr(self.session, "active", False),
+            lambda: self.session.stop(),
             lambda: self._instruments.abandon(),
             lambda: self._memory_steps.close(),
             lambda: self._surveillance.stop(0.0, has_failed=False),  # type: ignore[union-attr]
@@ -488,8 +492,34 @@ class Attachment:
             None if emulated else BlackBoxWriter(clock.host_now),
         )
 
+    def _make_control(self) -> OverheadControl | None:
+        """Choose the detailed steps; None: all of them. Emulated times do not contain a cost."""
+        budget = self._options.overhead
+        if budget is None or self._emulation is not None or self._manifest.source == "emulated":
+            return None
+        num_first = max(self._options.warmup_steps, *self._memory_steps.steps, 0)
+        return OverheadControl(
+            self.session,
+            budget,
+            rank=self._rank,
+            world_size=self._manifest.world_size,
+            num_first=num_first + 1 + FIRST_DETAILED,
+            folder=self.folder.path,
+        )
+
+    def _exchange(self, store: StoreClient | None, prefix: str) -> None:
+        if self._control is not None:
+            self._control.tick(store, prefix)
+
+    def request_detail(self, steps: int) -> None:
+        """Record the next steps of this rank in detail; see `Recorder.detail`."""
+        if self._control is not None:
+            first = self.session.step + 1
+            self._control.schedule.add_window(first, first + steps - 1)
+
     def _watch(self) -> Surveillance | None:
         """Watch for hangs and desyncs; None under emulation, which has no other ranks."""
+        self._control = self._make_control()
         if self.session.black_box is None:
             return None
         settings = WatchSettings(
@@ -501,6 +531,7 @@ class Attachment:
             with_source=self._options.record_source,
             unit_names=lambda: [unit.fqn for unit in self._manifest.units],
             report_problems=self._report_problems,
+            exchange=self._exchange,
             explains_end=self._options.print_verdict,
         )
         return Surveillance(
@@ -617,9 +648,16 @@ class Attachment:
         self._numerics.begin()
         if self._values is not None:
             self._values.begin_step()
+        if self._control is not None:
+            session = self.session
+            needs_detail = session.tracker is not None or session.numerics is not None
+            is_detailed = self._control.choose(session.step, needs_detail=needs_detail)
+            if is_detailed != session.detail:
+                self._instruments.choose_detail(is_detailed)
 
     def _end_step(self) -> None:
         session = self.session
+        counts = not (session.is_memory_step or session.numerics is not None)
         self._memory.sample(MemoryPoint.STEP_END)
         self._memory_steps.end()
         self._numerics.end()
@@ -628,7 +666,11 @@ class Attachment:
         if self._round is not None and self._round.has_grown:
             self._round.has_grown = False
             self._memory_steps.repeat()
+        start = session.step_start
         session.end_step()
+        if self._control is not None and start is not None:
+            counts = not session.take_interruption() and counts
+            self._control.note_step(session.step - 1, start, session.step_start, counts=counts)
         self._memory.begin_step()
         self._instruments.end_step()
         self._scalars.drain()
@@ -673,7 +715,8 @@ class Attachment:
         checkpoints.has_news = False
         self._noted = num_compiles(), len(standstills)
         life = describe_process(self.session.opened_ns, checkpoints.background_saves, standstills)
-        self._writer.update(life=life)
+        use = None if self._control is None else self._control.use()
+        self._writer.update(life=life, recorder=use)
 
     # --- the manifest
 
@@ -797,7 +840,8 @@ class Attachment:
 
     def _stop(self, end_s: float, *, is_explained: bool) -> None:
         session = self.session
-        was_active, session.active = session.active, False
+        was_active = session.active
+        session.stop()
         try:
             self._memory_steps.close()
             self._numerics.abandon()

@@ -126,6 +126,11 @@ class CodePlaces:
         )
         return number
 
+    def last_of(self, unit: int) -> int:
+        """The number of the last place of a unit; 0: unknown."""
+        last = self._last.get(unit)
+        return 0 if last is None else last[0]
+
     def find(self, frame: FrameType | None) -> int:
         """The number of the place of a frame; 0: no such line, or there are too many places.
 

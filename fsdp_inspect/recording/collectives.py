@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from fsdp_inspect.recording.journal import NOT_NEEDED, Completion, host_ns_of, later_of
+from fsdp_inspect.recording.journal import (
+    NOT_NEEDED,
+    Completion,
+    WorkEnd,
+    host_ns_of,
+    later_of,
+)
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
     WAIT_OF,
@@ -58,6 +64,7 @@ class Communication:
         "group",
         "identity",
         "is_background",
+        "is_kept",
         "issue_ns",
         "issued_by",
         "kind",
@@ -102,6 +109,8 @@ class Communication:
         self.wait_method: int | None = None
         """The method of the wait; None: that of the collective, or on a device inferred."""
         self.was_written = False
+        self.is_kept = session.detail
+        """Whether it gets rows: it was issued in a detailed step."""
         self.is_background = False
         """Whether another thread than the training thread issued it. The training does not wait for
         it."""
@@ -178,6 +187,10 @@ class Communication:
         self.was_written = True
         if session.black_box is not None and type(self.end) is int:
             session.black_box.ended(self.identity, self.end)
+        if not self.is_kept:
+            if self.end is not None and type(self.end) is not int:
+                session.journal.follow(self.identity, self.end)
+            return
         session.journal.add(
             (
                 self.step,
@@ -303,6 +316,42 @@ def write_blocking(
     return identity
 
 
+class UnrecordedEnd:
+    """The end of a collective that has no rows, for the black box."""
+
+    __slots__ = ("end", "identity")
+
+    def __init__(self, identity: int, end: Any) -> None:
+        self.identity = identity
+        self.end = end
+
+
+def note_only_end(session: Session, number: int, result: Any) -> None:
+    """Note that a collective of a plain step has returned.
+
+    Args:
+        session: The recording.
+        number: Its number in the black box; 0: none.
+        result: What it returned.
+    """
+    box = session.black_box
+    if not number or box is None:
+        return
+    try:
+        now = session.clock.host_now()
+        if result is None and session.on_host:
+            box.finish(number, now)
+            if session.times_plain:
+                session.plain_ns += session.clock.host_now() - now
+            return
+        end = WorkEnd(result) if isinstance(result, dist.Work) else session.clock.mark()
+        session.num_collectives = identity = session.num_collectives + 1
+        box.follow(number, UnrecordedEnd(identity, end))
+        session.journal.follow(identity, end)
+    except Exception as error:
+        session.fail(error)
+
+
 class TimedWork(dist.Work):
     """The handle of an asynchronous collective that records when the host waits for it.
 
@@ -380,6 +429,9 @@ class CollectiveHooks(Protocol):
     ) -> Issue | None:
         """Note a collective that is issued next; None: the recording is inactive."""
 
+    def before_plain(self, kind: int, message: torch.Tensor, group: dist.ProcessGroup) -> int:
+        """Note a collective of a plain step that is issued next; returns its number, or 0."""
+
     def after_all_gather(self, work: Any, issue: Issue) -> Any:
         """Record an all-gather that returned `work`; returns the handle to wait for."""
 
@@ -399,6 +451,7 @@ class CollectiveHooks(Protocol):
 def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) -> Any:
     """Return an all-gather object like `inner` whose calls `hooks` times."""
     original, original_allocate = type(inner).__call__, type(inner).allocate
+    depths = session.depths
 
     def call(
         self: Any,
@@ -407,6 +460,22 @@ def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) ->
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
+        if not session.detail:
+            number, thread = hooks.before_plain(_ALL_GATHER, output_tensor, group), get_ident()
+            outer = depths.get(thread, 0)
+            depths[thread] = outer + 1
+            try:
+                work = original(
+                    self,
+                    output_tensor=output_tensor,
+                    input_tensor=input_tensor,
+                    group=group,
+                    async_op=async_op,
+                )
+            finally:
+                depths[thread] = outer
+            note_only_end(session, number, work)
+            return work
         collective = partial(
             original,
             self,
@@ -421,6 +490,8 @@ def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) ->
         return hooks.after_all_gather(run_inside_collective(session, collective), issue)
 
     def allocate(self: Any, size: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
+        if not session.detail:
+            return original_allocate(self, size, dtype=dtype, device=device)
         hooks.allocated = size, dtype
         buffer = original_allocate(self, size, dtype=dtype, device=device)
         if session.watches_memory:
@@ -433,6 +504,7 @@ def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) ->
 def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks) -> Any:
     """Return a reduce-scatter object like `inner` whose calls `hooks` times."""
     original, original_allocate = type(inner).__call__, type(inner).allocate
+    depths = session.depths
 
     def call(
         self: Any,
@@ -442,6 +514,23 @@ def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks
         op: Any,
         async_op: bool = False,
     ) -> Any:
+        if not session.detail:
+            number, thread = hooks.before_plain(_REDUCE_SCATTER, input_tensor, group), get_ident()
+            outer = depths.get(thread, 0)
+            depths[thread] = outer + 1
+            try:
+                work = original(
+                    self,
+                    output_tensor=output_tensor,
+                    input_tensor=input_tensor,
+                    group=group,
+                    op=op,
+                    async_op=async_op,
+                )
+            finally:
+                depths[thread] = outer
+            note_only_end(session, number, work)
+            return work
         collective = partial(
             original,
             self,
@@ -459,6 +548,8 @@ def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks
         return work
 
     def allocate(self: Any, size: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
+        if not session.detail:
+            return original_allocate(self, size, dtype=dtype, device=device)
         hooks.before_reduce_allocation(size, dtype)
         buffer = original_allocate(self, size, dtype=dtype, device=device)
         if session.watches_memory:

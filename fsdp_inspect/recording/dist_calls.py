@@ -34,6 +34,7 @@ import torch.distributed.distributed_c10d as c10d
 from fsdp_inspect.recording.collectives import (
     Communication,
     TimedWork,
+    note_only_end,
     run_inside_collective,
 )
 from fsdp_inspect.recording.dispatcher_kernels import observe
@@ -184,6 +185,11 @@ class DistCalls:
         session = self._session
         return not session.active or session.collective_depth > 0 or torch.compiler.is_compiling()
 
+    def _is_plain(self) -> bool:
+        """Whether only the black box notes a call of the training thread that is issued now."""
+        session = self._session
+        return not (session.detail or self._of_thread.queued is not None or session.is_background())
+
     def _begin(
         self, kind: EventKind, message: Any, group: Any, *, is_functional: bool = False
     ) -> Communication | None:
@@ -193,19 +199,9 @@ class DistCalls:
             return None
         session = self._session
         is_background = session.is_background()
-        # HSDP's all-reduce, and the reductions of FSDP1.
-        in_reduction = (
-            not is_background
-            and kind in _STREAM_OF_REDUCTION
-            and session.hook_unit != NO_UNIT
-            and session.phase == Phase.BACKWARD
-            and session.process_groups.is_of_units(group)
-        )
+        unit = NO_UNIT if is_background else self._reduced_unit(kind, group)
         communication = Communication(
-            session,
-            kind,
-            session.hook_unit if in_reduction else NO_UNIT,
-            _STREAM_OF_REDUCTION[kind] if in_reduction else Stream.OTHER,
+            session, kind, unit, Stream.OTHER if unit == NO_UNIT else _STREAM_OF_REDUCTION[kind]
         )
         if is_background:
             communication.leave_training()
@@ -215,6 +211,27 @@ class DistCalls:
         if not (is_functional and uses_compile()):
             self._note_issue(communication, group)
         return communication
+
+    def _reduced_unit(self, kind: EventKind, group: dist.ProcessGroup) -> int:
+        """The unit whose gradients it reduces: HSDP's all-reduce, and the reductions of FSDP1."""
+        session = self._session
+        in_reduction = (
+            kind in _STREAM_OF_REDUCTION
+            and session.hook_unit != NO_UNIT
+            and session.phase == Phase.BACKWARD
+            and session.process_groups.is_of_units(group)
+        )
+        return session.hook_unit if in_reduction else NO_UNIT
+
+    def _note_plain(self, kind: EventKind, message: Any, group: Any) -> int:
+        """Note a call in the black box only; returns its number, 0 if the rank is not in it."""
+        group = group or dist.group.WORLD
+        if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
+            return 0
+        tensors = tensors_of(message)
+        dtype = dtype_code((tensors[0] if tensors else torch.empty(0)).dtype)
+        unit = self._reduced_unit(kind, group)
+        return self._session.note_issue(kind, unit, group, bytes_of(tensors), dtype)
 
     def _note_issue(self, communication: Communication, group: dist.ProcessGroup) -> None:
         """Note the collective in the black box, before torch issues it."""
@@ -238,6 +255,15 @@ class DistCalls:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if self._is_passing():
                 return original(*args, **kwargs)
+            if self._is_plain():
+                chosen = functools.partial(pick, argument, args, kwargs)
+                number = self._guarded(
+                    lambda: self._note_plain(kind, chosen(), pick("group", args, kwargs))
+                )
+                call = functools.partial(original, *args, **kwargs)
+                result = run_inside_collective(self._session, call)
+                note_only_end(self._session, number or 0, result)
+                return result
             communication = None
             try:
                 message, group = pick(argument, args, kwargs), pick("group", args, kwargs)

@@ -76,6 +76,11 @@ class Instruments:
             checks.attach(self._patches)
         pause_during_capture(self._session, self._patches)
 
+    def choose_detail(self, is_detailed: bool) -> None:
+        """Begin a detailed or a plain step; see `Session.choose_detail`."""
+        self._session.choose_detail(is_detailed)
+        self._units.choose_detail(is_detailed)
+
     def end_step(self) -> None:
         """Close open events after a step, and reinstall hooks that other code replaced."""
         self._units.end_step()

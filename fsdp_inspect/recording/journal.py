@@ -8,6 +8,7 @@ later `drain` can read all of its marks.
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.trace.codes import COLLECTIVES
@@ -31,6 +32,24 @@ class Completion:
     def ended_by(self, ns: int) -> None:
         """Note that the collective had ended at this time; the earliest time counts."""
         self.ns = ns if self.ns is None else min(self.ns, ns)
+
+
+class WorkEnd:
+    """The end of an asynchronous collective, by a handle that the training owns.
+
+    A handle that the training has dropped counts as ended.
+    """
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any) -> None:
+        self._work = ref(work)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the collective has ended."""
+        work = self._work()
+        return work is None or bool(work.is_completed())
 
 
 class LaterOf:
@@ -85,6 +104,8 @@ class Journal:
         self._on_collective = on_collective
         self._append = append
         self._pending: deque[Row] = deque()
+        self._ends: deque[tuple[int, Any]] = deque()
+        """Collectives without rows: identity and end."""
         self._num_drains = 0
 
     def add(self, row: Row) -> None:
@@ -94,9 +115,18 @@ class Journal:
         else:
             self._pending.append(row)
 
+    def follow(self, identity: int, end: Any) -> None:
+        """Report the end of a collective without rows to `on_collective` when it is known."""
+        self._ends.append((identity, end))
+
     def drain(self) -> None:
         """Write all rows that are ready, without waiting."""
         self._num_drains += 1
+        while self._ends and self.has_ended(self._ends[0][1]):
+            identity, end = self._ends.popleft()
+            ended = self._clock.host_now() if isinstance(end, WorkEnd) else self._read(end)
+            if self._on_collective is not None:
+                self._on_collective(identity, ended)
         for _ in range(len(self._pending)):
             row = self._pending.popleft()
             if all(self._is_ready(mark) for mark in (row[_END], row[_START], row[_NEED])):
@@ -110,6 +140,8 @@ class Journal:
             return True
         if isinstance(mark, Completion):
             return mark.ns is not None
+        if isinstance(mark, WorkEnd):
+            return mark.has_come
         return mark is not None and not isinstance(mark, LaterOf) and self._clock.ready(mark)
 
     def settle(self, timeout_s: float) -> int:

@@ -23,6 +23,7 @@ from fsdp_inspect.recording.attachment import Attachment, Options
 from fsdp_inspect.recording.emulated_network import announced_emulation
 from fsdp_inspect.recording.failure import hide_own_frames
 from fsdp_inspect.recording.models import as_one_module
+from fsdp_inspect.recording.overhead import DEFAULT_OVERHEAD, read_overhead
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.process_life import note_process
 from fsdp_inspect.recording.sharding_calls import note_sharding_calls
@@ -113,6 +114,11 @@ class Recorder:
             compared.
         memory_snapshot: On CUDA, record allocation histories and write a snapshot into the rank's
             folder on an out-of-memory. It costs some time in every allocation.
+        overhead: The part of the step time that the recording may take, such as "1%" or 0.01. The
+            first 20 timed steps are recorded in detail; later ones as far as the budget allows, in
+            blocks spread over the run. In the other steps, units and collectives have no rows;
+            the parts of the step, logged values, checks and the detection of hangs stay. None:
+            every step in detail.
         upload: A URL of a folder of runs in an object store, such as "s3://bucket/runs"; any URL
             that fsspec can write. A background thread of each rank uploads its new data every 30 s.
             The training continues if the store fails, and `fsdp-inspect upload` sends the rest.
@@ -150,6 +156,7 @@ class Recorder:
         hang_after_s: float | None = None,
         on_desync: Literal["warn", "raise", "off"] = "warn",
         memory_snapshot: bool = False,
+        overhead: str | float | None = DEFAULT_OVERHEAD,
         upload: str | None = None,
         record_source: bool = True,
         print_verdict: bool = True,
@@ -182,6 +189,7 @@ class Recorder:
             hang_after_s=hang_after_s,
             on_desync=on_desync,
             memory_snapshot=memory_snapshot,
+            overhead=read_overhead(overhead),
             upload=upload,
             record_source=record_source,
             print_verdict=print_verdict,
@@ -279,6 +287,20 @@ class Recorder:
         """
         if self._attachment is not None and not self._closed:
             self._attachment.log(values)
+
+    def detail(self, steps: int = 5) -> None:
+        """Record the next steps in detail whatever the budget; call it on every rank.
+
+        Args:
+            steps: The number of steps after the current one.
+
+        Raises:
+            ValueError: `steps` is below 1.
+        """
+        if type(steps) is not int or steps < 1:
+            raise ValueError(f"steps must be a number of steps above 0, got {steps!r}.")
+        if self._attachment is not None and not self._closed:
+            self._attachment.request_detail(steps)
 
     def note(self, sentence: str) -> None:
         """Store a sentence in the run folder, about a limit of the recording or how to read it."""

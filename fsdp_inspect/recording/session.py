@@ -72,12 +72,15 @@ class Position:
         "open_units",
         "opened_ns",
         "phase",
+        "plain_ns",
         "samples_boundaries",
         "skips_reduction",
         "step",
         "step_start",
+        "times_plain",
         "training_thread",
         "unit_depths",
+        "was_interrupted",
         "watches_memory",
         "will_repeat",
     )
@@ -119,6 +122,10 @@ class Position:
         """Whether this step reads the allocator's counters at unit boundaries."""
         self.watches_memory = False
         """Whether this step records any memory data at unit boundaries."""
+        self.was_interrupted = False
+        """Whether this step contains an evaluation or a checkpoint."""
+        self.times_plain, self.plain_ns = False, 0
+        """Whether the notes of this plain step are timed, and the sum of these times."""
         self.loader_ended_ns, self.loader_ended_step = 0, -1
         self.num_batches = self.num_loader_passes = self.last_ended_pass = 0
         """Batches that data loaders gave to the training thread; passes over them that began, and
@@ -182,7 +189,8 @@ logger = logging.getLogger("fsdp_inspect")
 # Plain integers: in Python 3.11 an attribute of an Enum class costs 0.2 µs, and arithmetic of
 # flags 2 µs, on each access.
 _MEASURED = int(Method.MEASURED)
-_MEMORY_STEP = int(EventFlag.MEMORY_STEP)
+_MEMORY_STEP, _PLAIN_STEP = int(EventFlag.MEMORY_STEP), int(EventFlag.PLAIN_STEP)
+_BETWEEN_STEPS = int(EventKind.BETWEEN_STEPS)
 _OUTSIDE, _FORWARD, _EVALUATION = Phase.OUTSIDE, Phase.FORWARD, Phase.EVALUATION
 
 
@@ -190,19 +198,21 @@ class Session(Position):
     """The recording's position in the training, and the conversion of marks to rows."""
 
     __slots__ = (
-        "_backward_place",
         "_evaluation",
         "_forward_start",
         "_has_trained",
         "_is_paused",
         "_last_forward_end",
         "_reference_passes",
+        "_wants_detail",
         "active",
         "append",
+        "backward_place",
         "black_box",
         "checks",
         "clock",
         "compute_stream",
+        "detail",
         "emulation",
         "gradients_between",
         "has_comm_hooks",
@@ -248,6 +258,8 @@ class Session(Position):
         self.active = True
         """False after detach, after an internal error and during a pause: hooks then only call
         the original functions."""
+        self.detail = self._wants_detail = True
+        """Whether rows of units and collectives are written; see `choose_detail`."""
         self._is_paused = False
         self.problems: list[str] = []
         self.tracker: StorageTracker | None = None
@@ -265,7 +277,7 @@ class Session(Position):
         self._forward_start = self._last_forward_end = None
         self._evaluation: tuple[Any, Any] | None = None
         self._reference_passes = ReferencePasses()
-        self._backward_place = 0
+        self.backward_place = 0
         """The number in `places` of the line that called the running backward."""
 
     # --- the position
@@ -334,7 +346,7 @@ class Session(Position):
         box = self.black_box
         if box is None:
             return 0
-        phase, place = self.phase, self._backward_place
+        phase, place = self.phase, self.backward_place
         if is_background or not (self.in_backward and place):
             places = self.places
             place = places.find(sys._getframe(1)) if unit == NO_UNIT else places.find_again(unit)
@@ -394,6 +406,10 @@ class Session(Position):
         Step, microbatch and phase default to the current ones, and the stream to the compute
         stream. The issue time is the host time at which the mark `start` was taken.
         """
+        if unit != NO_UNIT and not self.detail and step is None:
+            return
+        if kind == _BETWEEN_STEPS:
+            self.was_interrupted = True
         if self.is_memory_step or self.numerics is not None:
             flags |= _MEMORY_STEP
         is_known = type(start) is int and type(end) is int and type(need) is int
@@ -435,7 +451,8 @@ class Session(Position):
         self.open_step()
         self._close_forward(self._last_forward_end)
         self._close_evaluation()
-        self.add(EventKind.STEP, self.step_start, end, phase=Phase.OUTSIDE)
+        flags = 0 if self._wants_detail else _PLAIN_STEP
+        self.add(EventKind.STEP, self.step_start, end, phase=Phase.OUTSIDE, flags=flags)
         self.step_start = end
         self.step += 1
         self.microbatch = 0
@@ -497,7 +514,7 @@ class Session(Position):
         """Note that autograd starts: the forward, including the loss, has ended."""
         mark = self.clock.mark()
         self._close_forward(mark)
-        self._backward_place = self.places.find(sys._getframe(1))
+        self.backward_place = self.places.find(sys._getframe(1))
         if self.places.new and self.black_box is not None:
             self.black_box.add_places(self.places.new)
         self.phase = Phase.BACKWARD
@@ -524,7 +541,25 @@ class Session(Position):
             self._evaluation = None
             self.add(EventKind.BETWEEN_STEPS, begin, end, phase=Phase.EVALUATION)
 
-    # --- pauses
+    # --- plain steps and pauses
+
+    def take_interruption(self) -> bool:
+        """Whether the last step contained an evaluation or a checkpoint, once."""
+        was_interrupted, self.was_interrupted = self.was_interrupted, False
+        return was_interrupted
+
+    def choose_detail(self, is_detailed: bool) -> None:
+        """Begin a detailed or a plain step.
+
+        In a plain step, hooks follow the position in the training and note each collective in the
+        black box. They write the rows of the parts of the step, but none of units or collectives.
+        """
+        self._wants_detail = is_detailed
+        self.detail = is_detailed and self.active
+
+    def stop(self) -> None:
+        """Record nothing from now on."""
+        self.active = self.detail = False
 
     @property
     def is_paused(self) -> bool:
@@ -534,13 +569,15 @@ class Session(Position):
     def pause(self, reason: str) -> None:
         """Record nothing until `resume`; the reason is stored with the run."""
         if self.active:
-            self.active, self._is_paused = False, True
+            self.stop()
+            self._is_paused = True
             self.problem(reason)
 
     def resume(self) -> None:
         """Continue after `pause`; does nothing if the recording has ended."""
         if self._is_paused:
             self.active, self._is_paused = True, False
+            self.detail = self._wants_detail
 
     # --- internal errors
 
@@ -553,7 +590,7 @@ class Session(Position):
         raise_if_of_signal(error)
         if not self.active:
             return
-        self.active = False
+        self.stop()
         where = traceback.extract_tb(error.__traceback__)
         place = f" at {where[-1].name}:{where[-1].lineno}" if where else ""
         self.problems.append(f"Recording stopped by an internal error{place}: {error!r}")

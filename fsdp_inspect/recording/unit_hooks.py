@@ -127,7 +127,7 @@ class RootHooks:
     ) -> Callable[..., Any]:
         def wait(context: FSDPCommContext, *args: Any, **kwargs: Any) -> Any:
             result = original(context, *args, **kwargs)
-            if session.active and self.gathering is not None:
+            if session.detail and self.gathering is not None:
                 self.gathering.restart_copy_in()
             return result
 
@@ -140,7 +140,7 @@ class RootHooks:
         """
 
         def end(state: FSDPState, *args: Any, **kwargs: Any) -> Any:
-            if session.active:
+            if session.detail:
                 try:
                     reductions = self._of_context.get(context_of(state))
                     if reductions is not None and reductions.has_any:
@@ -176,6 +176,10 @@ class UnitHooks(UnitTimer):
         """End of the copy into the reduce-scatter input of this backward."""
         self._reduce_copy_in: tuple[Any, Any] | None = None
         """Start of the copy into the reduce-scatter input, and the stream it runs on."""
+        self._wraps: dict[str, Callable[..., Any]] = {}
+        """The wrapped methods of the group that no other code had replaced."""
+        self._removed: list[str] = []
+        """Those that are not installed now."""
 
     # --- attaching
 
@@ -191,13 +195,37 @@ class UnitHooks(UnitTimer):
             "finalize_backward": self._wrap_finalize,
         }
         for name in WRAPPED_METHODS:
+            is_first = name not in vars(self._group)
             wrapped = wraps[name](getattr(self._group, name))
             patches.set_attribute(self._group, name, wrapped)
+            if is_first:
+                self._wraps[name] = wrapped
         stream_wait = getattr(self._group, STREAM_WAIT, None)
         if stream_wait is not None:
             patches.set_attribute(self._group, STREAM_WAIT, self._wrap_stream_wait(stream_wait))
         patches.on_undo(self._restore_collectives)
         self.install_collectives()
+
+    def choose_detail(self, is_detailed: bool) -> None:
+        """Install the wraps that a detailed or a plain step needs.
+
+        A plain step needs those of the units with which a forward begins, and those around an
+        all-reduce of HSDP. A wrap that other code has wrapped stays; it calls the original.
+        """
+        attributes = vars(self._group)
+        if is_detailed:
+            for name in self._removed:
+                if name not in attributes:
+                    setattr(self._group, name, self._wraps[name])
+            self._removed.clear()
+        elif not self._removed:
+            kept: tuple[str, ...] = ("pre_forward", "post_forward") if self.is_outermost else ()
+            if self._handle.replicate_group is not None:
+                kept += ("post_backward",)
+            for name, wrap in self._wraps.items():
+                if name not in kept and attributes.get(name) is wrap:
+                    delattr(self._group, name)
+                    self._removed.append(name)
 
     def install_collectives(self) -> None:
         """Replace the unit's all-gather and reduce-scatter unless already replaced.
@@ -235,7 +263,7 @@ class UnitHooks(UnitTimer):
         session, group = self._session, self._group
 
         def unshard(*args: Any, **kwargs: Any) -> Any:
-            if session.active and gather_result_of(group) is None and not group.is_unsharded:
+            if session.detail and gather_result_of(group) is None and not group.is_unsharded:
                 try:
                     if self._copy_in is not None:  # no all-gather followed: a group of one rank
                         self._clock.release(self._copy_in[0])
@@ -254,7 +282,7 @@ class UnitHooks(UnitTimer):
     def _wrap_stream_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if self._session.active:
+            if self._session.detail:
                 self.restart_copy_in()
             return result
 
@@ -292,7 +320,7 @@ class UnitHooks(UnitTimer):
         method = _MEASURED if session.on_host else _INFERRED
 
         def wait_for_unshard(*args: Any, **kwargs: Any) -> Any:
-            if not session.active or gather_result_of(group) is None:
+            if not session.detail or gather_result_of(group) is None:
                 return original(*args, **kwargs)
             begin = None
             try:
@@ -422,7 +450,7 @@ class UnitHooks(UnitTimer):
                 try:
                     if session.watches_memory:
                         self._memory.sharded_gradients(self._unit, self.index)
-                    if not self._blocks_host:
+                    if end is not None and not self._blocks_host:
                         self._await_reductions(end)
                     session.hook_unit = outer
                 except Exception as error:
@@ -445,7 +473,7 @@ class UnitHooks(UnitTimer):
     def before_reduce_allocation(self, size: Sequence[int], dtype: torch.dtype) -> None:
         """Called before the reduce-scatter's input or output is allocated."""
         session = self._session
-        if not session.active:
+        if not session.detail:
             return
         try:
             if self._reduce_copy_in is None:
@@ -515,7 +543,7 @@ class UnitHooks(UnitTimer):
         session = self._session
 
         def finalize_backward(*args: Any, **kwargs: Any) -> Any:
-            if session.active and not self._blocks_host:
+            if session.detail and not self._blocks_host:
                 try:
                     if self.reductions.has_any:
                         self.reductions.wait_for_all(session, self._mark())

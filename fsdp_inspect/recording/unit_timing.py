@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fsdp_inspect.recording.black_box import RepeatedEntry
 from fsdp_inspect.recording.collectives import (
     Allocation,
     Communication,
     Issue,
     TimedWork,
     close_unwaited,
+    note_only_end,
     run_inside_collective,
     write_blocking,
 )
@@ -121,6 +123,12 @@ class UnitTimer:
         self._backward_start: Any = None
         self._backward_flags = 0
         self._outer_hooks: list[int] = []
+        self._entries: dict[int, RepeatedEntry] = {}
+        """The entry of each kind of collective in the last plain step."""
+        self._places: dict[int, int] = {}
+        """The number of the line that issues it in a forward."""
+        self.is_outermost = False
+        """Whether a forward of the model has begun with this unit."""
 
     # --- a hook of this unit on the host's stack
 
@@ -138,10 +146,46 @@ class UnitTimer:
         self, collective: Callable[[], Any], output: torch.Tensor, group: dist.ProcessGroup
     ) -> Any:
         """Run and time the unit's all-gather; returns the original result."""
+        if not self._session.detail:
+            number = self.before_plain(_ALL_GATHER, output, group)
+            work = run_inside_collective(self._session, collective)
+            note_only_end(self._session, number, work)
+            return work
         issue = self.before_collective(_ALL_GATHER, output, group)
         if issue is None:
             return collective()
         return self.after_all_gather(run_inside_collective(self._session, collective), issue)
+
+    def before_plain(self, kind: int, message: torch.Tensor, group: dist.ProcessGroup) -> int:
+        """Note a collective of a plain step that is issued next; returns its number, or 0."""
+        session = self._session
+        box = session.black_box
+        if box is None or not session.active:
+            return 0
+        begun = session.clock.host_now() if session.times_plain else 0
+        try:
+            entry, num_bytes = self._entries.get(kind), message.nbytes
+            if entry is None or entry.group is not group or entry.message_bytes != num_bytes:
+                self._places[kind] = session.places.last_of(self.index)
+                dtype, _ = code_and_size(message.dtype)
+                order = box.order_of(group)
+                entry = RepeatedEntry(kind, self.index, group, num_bytes, dtype, order)
+                self._entries[kind] = entry
+            in_backward = session.in_backward
+            number = box.issue_again(
+                entry,
+                session.phase,
+                session.step,
+                session.microbatch,
+                session.backward_place if in_backward else self._places[kind],
+                0 if session.is_compared else 2,
+            )
+            if begun:
+                session.plain_ns += session.clock.host_now() - begun
+            return number
+        except Exception as error:
+            session.fail(error)
+            return 0
 
     def before_collective(
         self, kind: int, message: torch.Tensor, group: dist.ProcessGroup
@@ -259,7 +303,10 @@ class UnitTimer:
     def _begin_forward(self, args: Any, kwargs: Any) -> None:
         """Begin a forward: the unshard of its parameters."""
         session = self._session
+        if not session.detail and session.open_units:
+            return
         if current_graph_task_id() == -1:
+            self.is_outermost |= not session.open_units
             mark = self._mark()
             is_training = self._module is None or self._module.training
             phase = session.enter_forward(
@@ -279,6 +326,10 @@ class UnitTimer:
         """Begin the unit's own forward: its parameters are ready."""
         session = self._session
         phase = session.phase
+        if not session.detail:
+            self._forwards.append((None, phase, 0))
+            session.open_units.append(self.index)
+            return
         if not (_is_grad_enabled() or session.will_repeat):
             flags |= _NO_GRAD
         if phase is _BACKWARD_PHASE:
@@ -294,6 +345,11 @@ class UnitTimer:
             return
         session = self._session
         start, phase, flags = self._forwards.pop()
+        if not session.detail:
+            session.close_unit(self.index)
+            if not session.open_units:
+                session.leave_forward(self._mark())
+            return
         end = self._mark()
         if session.watches_memory:
             self._memory.sample(_FORWARD_END, self.index)
@@ -306,6 +362,9 @@ class UnitTimer:
     def _open_backward(self, flags: int = 0) -> None:
         """Begin the unit's own backward: its parameters are ready."""
         session = self._session
+        if not session.detail:
+            session.open_units.append(self.index)
+            return
         self._backward_flags = flags
         self._backward_start = self._mark()
         session.open_units.append(self.index)
@@ -313,8 +372,14 @@ class UnitTimer:
             self._memory.sample(_BACKWARD_START, self.index)
 
     def _close_backward(self) -> Any:
-        """End the backward: the gradients are complete. Returns the mark of that moment."""
+        """End the backward: the gradients are complete. Returns the mark of that moment.
+
+        In a plain step it returns None.
+        """
         session = self._session
+        if not session.detail:
+            session.close_unit(self.index)
+            return None
         end = self._mark()
         if self._backward_start is not None:
             session.add(

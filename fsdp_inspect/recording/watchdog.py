@@ -37,6 +37,8 @@ SHORTEST_HANG_S = 60.0
 _HANG_STEPS = 20
 """A hang is a time without progress of this many mean steps, and at least `SHORTEST_HANG_S`."""
 _LONGEST_INTERVAL_S = 1.0
+_EXCHANGE_S = 1.0
+"""The time between two exchanges of choices between the ranks."""
 _ASK_S = 1.0
 """The interval in which a rank looks for the request of another rank for stacks."""
 _STOP_S = 2.0
@@ -63,6 +65,9 @@ class WatchSettings:
     """Returns the fqns of the units."""
     report_problems: Callable[[], None]
     """Stores the session's new problems in the run."""
+    exchange: Callable[[StoreClient | None, str], None]
+    """Called about each second with the store of the ranks, if there is one, and the prefix of its
+    keys."""
     explains_end: bool
     """Whether the end of a rank that does not close its recording is explained on stderr."""
 
@@ -101,7 +106,8 @@ class Watchdog:
         self._compare_s = interval_s(world_size)
         self._order: OrderCheck | None = None
         self._store: StoreClient | None = None
-        self._hang_key = ""
+        self._exchange, self._exchanged_ns = settings.exchange, 0
+        self._prefix = self._hang_key = ""
         self._num_requests = 0
         self._now = session.clock.host_now
         self._pid = writer.record.pid
@@ -129,7 +135,7 @@ class Watchdog:
             prefix: The prefix of its keys; the same on all ranks.
             order: The comparison of orders, on the same store; None: none.
         """
-        self._hang_key = f"{prefix}/hang"
+        self._prefix, self._hang_key = prefix, f"{prefix}/hang"
         self._order = order
         self._store = store
 
@@ -208,11 +214,18 @@ class Watchdog:
         self._watch_progress(now)
         sees_hang = self._sees_hang(now)
         self._save()
+        is_time = now - self._exchanged_ns >= _EXCHANGE_S * 1e9
         if self._store is None:
+            if is_time:
+                self._exchanged_ns = now
+                self._exchange(None, self._prefix)
             if sees_hang:
                 self._explain()
             return
         try:
+            if is_time:
+                self._exchanged_ns = now
+                self._exchange(self._store, self._prefix)
             if self._order is not None and now - self._compared_ns >= self._compare_s * 1e9:
                 self._compared_ns = now
                 self._order.is_stopped = not self._session.active

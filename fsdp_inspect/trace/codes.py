@@ -159,6 +159,8 @@ class EventFlag(IntFlag):
     STILL_GATHERED = 1024
     """ZeRO-3: a forward or backward of a unit whose parameters had stayed gathered since another
     use."""
+    PLAIN_STEP = 2048
+    """STEP: a plain step, in which units and collectives have no rows."""
 
 
 class MemoryPoint(NamedCode):
@@ -327,6 +329,7 @@ class StepFlag(NamedCode):
 
     MEMORY_STEP = 1
     HAS_BETWEEN = 2
+    PLAIN = 4
 
 
 class Statistic(NamedCode):

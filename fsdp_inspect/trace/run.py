@@ -556,6 +556,32 @@ class FailedRequest(Record):
     """The running unit, as index into the manifest's units; -1: none or unknown."""
 
 
+class RecorderUse(_Record):
+    """What the recorder used on one rank, by its own clocks."""
+
+    budget: float
+    """The part of the step time that it may take."""
+    num_steps: Index = 0
+    num_detailed: Index = 0
+    """The steps whose units and collectives it recorded."""
+    plain_ns: Amount = 0
+    """The time of its notes in the timed plain steps."""
+    num_timed_plain: Index = 0
+    """The plain steps in which it timed its notes."""
+    writer_ns: Amount = 0
+    """CPU time of the thread that writes rows."""
+    threads_ns: Amount = 0
+    """CPU time of its other threads, which sample and watch."""
+    wall_ns: Amount = 0
+    """The time from its start to this record."""
+
+    def plain_ratio(self, step_s: float) -> float:
+        """The cost of a plain step as a part of a step time, which is in seconds."""
+        if not self.num_timed_plain or step_s <= 0:
+            return 0.0
+        return self.plain_ns / self.num_timed_plain / 1e9 / step_s
+
+
 class RankRecord(Record):
     """`rank.json`: one rank of one attempt; written at the start, on changes, and at the end."""
 
@@ -619,6 +645,8 @@ class RankRecord(Record):
     rank 0 lacks. Empty: not recorded, the groups of the manifest apply."""
     training: TrainingSeen | None = None
     """What the rank observed of its training in the first steps; None: not observed."""
+    recorder: RecorderUse | None = None
+    """What the recorder used; None: each step was recorded in detail."""
     coordinates: dict[str, Index] = Field(default_factory=dict)
     """The position of this rank along each dimension of the mesh, by `parallelism`."""
 

@@ -395,10 +395,12 @@ def handled_sigterm(training: Training) -> None:
 
 
 def signal_launcher(training: Training, number: int) -> None:
+    calls: list[tuple[Callable[..., object], tuple[int, ...]]] = [(time.sleep, (30,))]
     if training.is_faulty:
         note_fault()
-        os.kill(launcher(), number)
-    time.sleep(30)
+        calls.insert(0, (os.kill, (launcher(), number)))
+    for call, arguments in calls:
+        call(*arguments)  # one line: the answer of torchrun interrupts the kill or the sleep
 
 
 @end

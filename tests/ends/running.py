@@ -18,7 +18,7 @@ import psutil
 
 Recorded = Literal["no", "recorder", "launcher"]
 SCRIPT = Path(__file__).with_name("ending_script.py")
-_LIMIT_S = 120.0
+_LIMIT_S = 60.0
 _OUTLIVES_S = 20.0
 """The time for which processes of the recorder are watched after the end of the job."""
 _ROOT = re.compile(r"Root Cause \(first observed failure\):.*?\n=+", re.DOTALL)

@@ -54,6 +54,21 @@ def end_of(name: str, recorded: Recorded, folder: Path) -> JobEnd:
     return run_end(name, recorded, folder, options)
 
 
+def plain_end_of(name: str, folder: Path) -> JobEnd:
+    """An end without the recorder.
+
+    With a static rendezvous, torch's new attempt finds the store of the last one with its keys. At
+    times gloo then connects to ranks that have ended, and waits. Such a job is started again.
+    """
+    for number in range(_TRIES):
+        try:
+            return end_of(name, "no", folder / str(number))
+        except subprocess.TimeoutExpired:
+            if not name.startswith("restart"):
+                raise
+    pytest.skip(f"without a recorder, {_TRIES} of {_TRIES} restarted jobs hang on this machine")
+
+
 def is_busy() -> bool:
     """Whether other work holds the processors, so that times of two ends are not comparable."""
     if os.getloadavg()[0] > _MOST_LOAD * len(os.sched_getaffinity(0)):
@@ -71,8 +86,14 @@ def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path:
     (name, how), differences, plain_s = case, [], 0.0
     for pair in range(_TRIES):
         was_busy = is_busy()
-        plain = end_of(name, "no", tmp_path / f"{pair}-plain")
-        recorded = end_of(name, how, tmp_path / f"{pair}-recorded")
+        plain = plain_end_of(name, tmp_path / f"{pair}-plain")
+        try:
+            recorded = end_of(name, how, tmp_path / f"{pair}-recorded")
+        except subprocess.TimeoutExpired:
+            if not name.startswith("restart"):
+                raise
+            differences.append("the restarted ranks do not find each other")
+            continue
         found = find_differences(plain, recorded)
         plain_s = max(plain_s, plain.after_s)
         later_s = recorded.after_s - plain_s
@@ -234,5 +255,6 @@ def test_a_hang_that_is_killed_while_it_is_explained_is_explained_after_it(tmp_p
         launcher_options=["--hang-after", "1"], during=kill_when_explained,
     )  # fmt: skip
 
-    assert end.stderr.count("fsdp_inspect: ") == 1
+    # Twice, if the kill comes after the print and before the note that it was printed.
+    assert end.stderr.count("fsdp_inspect: ") in (1, 2)
     assert "fsdp_inspect: Rank 1 never reached the all-gather" in end.stderr

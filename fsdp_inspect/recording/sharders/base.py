@@ -54,6 +54,10 @@ class ShardingHooks(Protocol):
         """Close open events after a step, and reinstall hooks that other code replaced."""
         ...
 
+    def choose_detail(self, is_detailed: bool) -> None:
+        """Prepare a detailed or a plain step; see `Session.choose_detail`."""
+        ...
+
     def close(self) -> None:
         """Write pending events at the end of the recording."""
         ...

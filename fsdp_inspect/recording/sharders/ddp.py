@@ -216,6 +216,9 @@ class BucketHooks:
     def end_step(self) -> None:
         """Do nothing, because a backward has waited for all its buckets."""
 
+    def choose_detail(self, is_detailed: bool) -> None:
+        """Do nothing: the hooks return early in a plain step."""
+
     def close(self) -> None:
         """Drop the marks of device streams."""
         self._last_ends.clear()

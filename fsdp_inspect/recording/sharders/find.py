@@ -272,6 +272,9 @@ class NoHooks:
     def end_step(self) -> None:
         """Do nothing, because no reduction belongs to a unit."""
 
+    def choose_detail(self, is_detailed: bool) -> None:
+        """Do nothing: there are no units."""
+
     def close(self) -> None:
         """Do nothing."""
 

@@ -187,6 +187,9 @@ class FlatParamHooks:
         for unit in self._units:
             unit.end_step()
 
+    def choose_detail(self, is_detailed: bool) -> None:
+        """Do nothing: the hooks return early in a plain step."""
+
     def close(self) -> None:
         """Write unused all-gathers."""
         for unit in self._units:
@@ -264,7 +267,7 @@ class FlatParamHooks:
     def _before_padding(
         self, state: Any, gradient: torch.Tensor, *more: Any, **named: Any
     ) -> tuple[FlatUnitTimer, torch.Tensor, Any] | None:
-        timer = self._running()
+        timer = self._running() if self._session.detail else None
         return None if timer is None else (timer, gradient, self._session.clock.mark())
 
     def _after_padding(
@@ -313,7 +316,8 @@ class FlatUnitTimer(UnitTimer):
     # --- unshard
 
     def _before_pre_unshard(self, *more: Any, **named: Any) -> None:
-        if not self._copies_before_gather or not self.handle.needs_unshard():
+        is_seen = self._session.detail and self._copies_before_gather
+        if not (is_seen and self.handle.needs_unshard()):
             return
         if self._copy_in is not None:  # no all-gather followed
             self._clock.release(self._copy_in[0])
@@ -345,7 +349,7 @@ class FlatUnitTimer(UnitTimer):
         """Called before torch unshards the unit for its forward."""
         self._enter_hook()
         self._begin_forward(args, kwargs)
-        self._need = self._clock.mark()
+        self._need = self._clock.mark() if self._session.detail else None
 
     def after_pre_forward(self) -> None:
         """Called when the forward of the wrapped module begins."""
@@ -362,7 +366,7 @@ class FlatUnitTimer(UnitTimer):
         """Called before torch unshards the unit for its backward."""
         self._session.phase = _BACKWARD_PHASE
         self._enter_hook()
-        self._need = self._clock.mark()
+        self._need = self._clock.mark() if self._session.detail else None
 
     def after_pre_backward(self) -> None:
         """Called when the backward of the wrapped module begins."""

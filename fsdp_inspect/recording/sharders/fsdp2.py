@@ -187,6 +187,11 @@ class GroupHooks:
             hooks.end_step()
             hooks.install_collectives()
 
+    def choose_detail(self, is_detailed: bool) -> None:
+        """See `ShardingHooks.choose_detail`."""
+        for hooks in self._units:
+            hooks.choose_detail(is_detailed)
+
     def close(self) -> None:
         """Write unused all-gathers."""
         for hooks in self._units:

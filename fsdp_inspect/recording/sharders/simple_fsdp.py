@@ -164,6 +164,9 @@ class GraphHooks:
     def end_step(self) -> None:
         """Do nothing, because a graph has waited for all its collectives."""
 
+    def choose_detail(self, is_detailed: bool) -> None:
+        """Do nothing: the hooks return early in a plain step."""
+
     def close(self) -> None:
         """Do nothing."""
 

@@ -151,6 +151,9 @@ class ZeroHooks:
     def end_step(self) -> None:
         """Do nothing, because each stage closes its own events."""
 
+    def choose_detail(self, is_detailed: bool) -> None:
+        """Do nothing: the hooks return early in a plain step."""
+
     def close(self) -> None:
         """Do nothing, because each stage closes its own events."""
 
