@@ -167,7 +167,7 @@ def _describe(
 ) -> RankGrid:
     selection = select_steps(run)
     # If only memory steps have values (memory on CPU), these values count.
-    skipped = {*selection.warmup, *selection.memory}
+    skipped = {*selection.warmup, *selection.memory, *selection.plain}
     left_out = tuple(step for step in steps if step in skipped)
     counts = np.array([step not in skipped for step in steps], dtype=bool)
     if not counts.any():

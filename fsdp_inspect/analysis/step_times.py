@@ -38,10 +38,11 @@ class StepPoint:
 
     step: int
     step_time_ns: int
-    communication_ns: int
-    exposed_ns: int
+    communication_ns: int | None
+    """None in a plain step, whose collectives have no rows."""
+    exposed_ns: int | None
     is_timed: bool
-    """Whether the step is timed; False for warm-up and memory steps."""
+    """Whether the step is timed; False for warm-up, memory and plain steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class StepTimes(TableResult):
             metric_column("exposed_ns"),
             text_column(
                 "is_timed",
-                "False for warm-up, memory and numerics steps.",
+                "False for warm-up, memory, numerics and plain steps.",
                 label="timed",
             ),
         ),
@@ -125,13 +126,13 @@ def _over_steps(
     """Return the steps of a rank. Without a rank, return those of the first rank that has any."""
     kinds = (EventKind.STEP, StepPart.COMMUNICATION)
     rows = run.summary(ranks=None if rank is None else [rank], kinds=kinds)
-    chosen = islice(steps_by_rank(rows), 1)
+    chosen, plain = islice(steps_by_rank(rows), 1), {*selection.plain}
     return tuple(
         StepPoint(
             step=int(step),
             step_time_ns=int(member.step_time_ns[position]),
-            communication_ns=int(member.communication_ns[position]),
-            exposed_ns=int(member.exposed_ns[position]),
+            communication_ns=None if step in plain else int(member.communication_ns[position]),
+            exposed_ns=None if step in plain else int(member.exposed_ns[position]),
             is_timed=int(step) in selection.timed,
         )
         for member in chosen

@@ -22,6 +22,7 @@ from fsdp_inspect.analysis.memory.growth import measure_memory_growth
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.analysis.plan_check.check import PlanCheck, check_plan
 from fsdp_inspect.analysis.provenance import measure_provenance
+from fsdp_inspect.analysis.recorder_cost import RecorderCost, measure_recorder_cost
 from fsdp_inspect.analysis.run_heading import RunHeading, identify
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.step_selection import inspected_rank
@@ -103,6 +104,8 @@ class Summary(RunHeading, Result):
     """The limit of each rank, by rank."""
     plan_check: PlanCheck | None
     """The result of checking the collectives against the plan."""
+    recorder: RecorderCost | None
+    """What the recorder cost; None: not recorded."""
 
 
 def measure_summary(run: RunSource) -> Summary:
@@ -177,6 +180,7 @@ def measure_summary(run: RunSource) -> Summary:
         verdict=verdict,
         rank_verdicts=rank_verdicts,
         plan_check=plan_check,
+        recorder=try_measure(measure_recorder_cost, run, damage),
     )
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from fsdp_inspect.statistics import compare_blocks
 from fsdp_inspect.store.schema import DETAIL_REQUEST_FILE
-from fsdp_inspect.trace.run import RecorderUse
+from fsdp_inspect.trace.run import BLOCK_OF_DETAIL, RecorderUse
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 DEFAULT_OVERHEAD = "1%"
 FIRST_DETAILED = 20
 """The first timed steps, which are detailed so that a short run has as much detail as ever."""
-BLOCK = 4
-"""The steps of a block."""
+BLOCK = BLOCK_OF_DETAIL
 NUM_PROBES = 6
 """The blocks of each sort that follow the first steps, to measure the cost."""
 _ASSUMED_COST = 0.1
@@ -52,7 +51,9 @@ _AHEAD_S = 3.0
 _HORIZON = 500
 """The account of the budget is to be even after this many further steps, or after twice as many
 steps as have run."""
-_KEPT_STEPS = 20_000
+_COMPARED_STEPS = 4000
+"""The newest steps that give the cost of detail."""
+_DECIDE_EVERY_S = 5.0
 _TRIGGERED_STEPS = BLOCK
 _TRIGGER_EVERY = 200
 """The shortest distance of detailed blocks that an unusual step triggers."""
@@ -166,7 +167,7 @@ class OverheadControl:
         self._request = folder / DETAIL_REQUEST_FILE
         self._boundaries: deque[tuple[int, Any, Any, bool, bool]] = deque()
         """Step, start, end, whether it was detailed, and whether its time counts: not yet read."""
-        self._steps: deque[tuple[int, int, bool]] = deque(maxlen=_KEPT_STEPS)
+        self._steps: deque[tuple[int, int, bool]] = deque(maxlen=_COMPARED_STEPS)
         """Step, step time in ns, and whether it was detailed."""
         self._num_detailed = self._num_steps = 0
         self._num_read = 0
@@ -174,7 +175,7 @@ class OverheadControl:
         self._is_asked = False
         self._passes = (-1, -1)
         self._timed_plain = 0
-        self._begun_ns = time.perf_counter_ns()
+        self._begun_ns, self._decided_ns = time.perf_counter_ns(), 0
 
     # --- the training thread
 
@@ -271,7 +272,9 @@ class OverheadControl:
         if self._takes_request() or self._is_asked:
             self._is_asked = False
             news.append(("window", ahead, ahead + _TRIGGERED_STEPS - 1))
-        if step > self.schedule.last_begin:
+        is_time = time.perf_counter_ns() - self._decided_ns >= _DECIDE_EVERY_S * 1e9
+        if step > self.schedule.last_begin and is_time:
+            self._decided_ns = time.perf_counter_ns()
             period = self._affordable_period()
             if period is not None and not 0.8 <= period / self.schedule.period <= 1.25:
                 news.append(("period", ahead, period))
@@ -298,7 +301,8 @@ class OverheadControl:
         if cost is None:
             return None
         of_writer = use.writer_ns / max(self._num_detailed, 1) / 1e9 / step_s
-        detail = max(cost.ratio, 0.0) + of_writer
+        # The upper end: on a busy machine, a low median may be chance.
+        detail = max(cost.high, 0.0) + of_writer
         fixed = use.plain_ratio(step_s) + use.threads_ns / 1e9 / max(use.wall_ns / 1e9, step_s)
         horizon = max(_HORIZON, self._num_steps)
         left = (self.budget - fixed) * (self._num_steps + horizon) - self._num_detailed * detail

@@ -556,6 +556,10 @@ class FailedRequest(Record):
     """The running unit, as index into the manifest's units; -1: none or unknown."""
 
 
+BLOCK_OF_DETAIL = 4
+"""The consecutive steps that a recording with a budget records in detail."""
+
+
 class RecorderUse(_Record):
     """What the recorder used on one rank, by its own clocks."""
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.memory.peak import memory_parts
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.result_types import RunManifest, RunSource
-from fsdp_inspect.trace.codes import COPIES, EventKind, StepPart
+from fsdp_inspect.trace.codes import COPIES, EventFlag, EventKind, StepPart
 from fsdp_inspect.trace.tables import is_any_of
 from fsdp_inspect_app.timeline.rank_layout import LOOKS
 from fsdp_inspect_app.timeline.tracks import DrawnRank, StepTimeline
@@ -305,8 +305,9 @@ def _matching_events(tracks: TrackSet, search: Search, drawn: DrawnRank) -> NDAr
 
 
 def find_drawable_steps(run: RunSource, *, rank: int) -> tuple[int, ...]:
-    """The finished steps with recorded events, ascending."""
-    steps = run.events(rank, kinds=[EventKind.STEP]).step
+    """The finished steps with recorded events of units, ascending."""
+    events = run.events(rank, kinds=[EventKind.STEP])
+    steps = events.step[(events.flags & EventFlag.PLAIN_STEP) == 0]
     return tuple(int(step) for step in np.unique(steps))
 
 

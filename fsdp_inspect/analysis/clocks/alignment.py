@@ -244,7 +244,7 @@ def _choose_steps(run: RunSource, steps: Collection[int] | None) -> list[int] | 
     """
     if steps is not None:
         return sorted(steps)
-    finished = select_steps(run).finished
+    finished = select_steps(run).detailed
     if not finished:
         return None
     places = spread_blocks(len(finished), num_blocks=_NUM_BLOCKS, length=_BLOCK_LENGTH)

@@ -289,12 +289,13 @@ def _values_of(step: LiveStep, status: LiveStatus) -> dict[str, float]:
     view = status.view
     values = {
         "step_time_s": step.step_time_ns / 1e9,
-        "exposed_s": step.exposed_ns / 1e9,
         "is_memory_step": float(step.is_memory_step),
     }
-    overlap_ratio = ratio_of_overlap(step.exposed_ns, step.communication_ns)
-    if overlap_ratio is not None:
-        values["overlap_ratio"] = overlap_ratio
+    if step.exposed_ns is not None and step.communication_ns is not None:
+        values["exposed_s"] = step.exposed_ns / 1e9
+        overlap_ratio = ratio_of_overlap(step.exposed_ns, step.communication_ns)
+        if overlap_ratio is not None:
+            values["overlap_ratio"] = overlap_ratio
     memory = next((each for each in view.memory if each.step == step.step), None)
     if memory is not None:
         values["peak_allocated_bytes"] = float(memory.allocated_bytes)

@@ -57,15 +57,18 @@ class LiveStep:
     end_ns: int
     """End of the step, on the rank's clock."""
     step_time_ns: int
-    exposed_ns: int
-    communication_ns: int
+    exposed_ns: int | None
+    """None in a plain step, whose collectives have no rows."""
+    communication_ns: int | None
     is_memory_step: bool
     """Whether it is a memory step, which the storage tracker slows."""
 
     @property
     def exposed_ratio(self) -> float | None:
-        """Exposed / step time, 0 to 1; None for a step without duration."""
-        return self.exposed_ns / self.step_time_ns if self.step_time_ns else None
+        """Exposed / step time, 0 to 1; None for a plain step and a step without duration."""
+        if self.exposed_ns is None or not self.step_time_ns:
+            return None
+        return self.exposed_ns / self.step_time_ns
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Last steps",
@@ -283,7 +286,9 @@ def _forget_oldest(kept: dict[int, LiveStep] | dict[int, LiveMemory]) -> None:
 
 def _join_recent(before: SummaryTable, rows: SummaryTable) -> SummaryTable:
     """Return the rows of the last timed steps. Newly reduced rows replace older ones."""
-    slowed = rows.step[(rows.flags & StepFlag.MEMORY_STEP) != 0]
+    is_step = rows.kind == EventKind.STEP
+    left_out = is_step & ((rows.flags & (StepFlag.MEMORY_STEP | StepFlag.PLAIN)) != 0)
+    slowed = rows.step[left_out]
     kept = [
         before.where(~np.isin(before.step, rows.step)),
         rows.where(~np.isin(rows.step, slowed)),
@@ -296,13 +301,14 @@ def _measure_steps(rows: SummaryTable, end_of: dict[int, int]) -> list[LiveStep]
     together = rows.where(rows.kind == StepPart.COMMUNICATION)
     communication = dict(zip(together.step.tolist(), together.duration_ns.tolist(), strict=True))
     ended = rows.where(rows.kind == EventKind.STEP)
+    is_plain = (ended.flags & StepFlag.PLAIN) != 0
     return [
         LiveStep(
             step=step,
             end_ns=end_of[step],
             step_time_ns=int(ended.duration_ns[place]),
-            exposed_ns=int(ended.exposed_ns[place]),
-            communication_ns=communication.get(step, 0),
+            exposed_ns=None if is_plain[place] else int(ended.exposed_ns[place]),
+            communication_ns=None if is_plain[place] else communication.get(step, 0),
             is_memory_step=bool(ended.flags[place] & StepFlag.MEMORY_STEP),
         )
         for place, step in enumerate(ended.step.tolist())

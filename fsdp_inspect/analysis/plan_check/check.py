@@ -105,7 +105,7 @@ def check_plan(run: RunSource) -> PlanCheck:
     if reason:
         return _unknown(manifest, reason)
     rank = run.ranks[0].rank
-    before = [step for step in selection.finished if step <= steps[-1]]
+    before = [step for step in selection.detailed if step <= steps[-1]]
     events = run.events(rank, steps=before, kinds=(EventKind.STEP, *PASS_KINDS, *COUNTED_KINDS))
     own = set(events.step[events.kind == EventKind.STEP].tolist())
     observed = ObservedCollectives(events, [step for step in steps if step in own])

@@ -256,6 +256,7 @@ class _Drawing:
         self._step_notes = {
             **dict.fromkeys(chosen.warmup, "warm-up, not timed"),
             **dict.fromkeys(chosen.memory, "under the memory tracker, not timed"),
+            **dict.fromkeys(chosen.plain, "plain: units and collectives are not recorded"),
         }
 
     def draw_rank(self, record: RankRecord, axis: Axis) -> None:

@@ -85,7 +85,8 @@ def classify_finished(statistics: StatisticsTable, rules: StepRules) -> StepSele
     """
     finished = statistics.where(statistics.statistic == Statistic.FINISHED)
     slowed = finished.step[(finished.flags & StepFlag.MEMORY_STEP) != 0]
-    return classify_steps(finished.step.tolist(), slowed.tolist(), rules)
+    plain = finished.step[(finished.flags & StepFlag.PLAIN) != 0]
+    return classify_steps(finished.step.tolist(), slowed.tolist(), rules, plain.tolist())
 
 
 def condense_memory(read: ReadKind, num_warmup: int) -> StatisticsTable:

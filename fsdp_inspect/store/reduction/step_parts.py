@@ -358,11 +358,15 @@ def _rows_of_steps(
     has_between = axis.duration_ns(parts[StepPart.BETWEEN_STEPS]) > 0
     slowed = (events.flags & EventFlag.MEMORY_STEP) != 0
     is_memory_step = np.logical_or.reduceat(slowed, axis.firsts)
+    plain = (events.flags & EventFlag.PLAIN_STEP) != 0
+    is_plain = np.logical_or.reduceat(plain, axis.firsts)
     collective = is_any_of(events.kind, COLLECTIVES) & (events.phase != Phase.EVALUATION)
     message = np.where(collective, np.maximum(events.bytes, 0), 0)
     duration = axis.duration_ns(in_step)
     return _blank_rows(axis, EventKind.STEP) | {
-        "flags": StepFlag.HAS_BETWEEN * has_between | StepFlag.MEMORY_STEP * is_memory_step,
+        "flags": StepFlag.HAS_BETWEEN * has_between
+        | StepFlag.MEMORY_STEP * is_memory_step
+        | StepFlag.PLAIN * is_plain,
         "count": np.bincount(axis.place[collective], minlength=num_steps),
         "bytes": np.add.reduceat(message, axis.firsts),
         "duration_ns": duration,

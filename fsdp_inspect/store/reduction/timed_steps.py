@@ -1,4 +1,4 @@
-"""Classify the completed steps of a run: timed, warm-up, memory or numerics.
+"""Classify the completed steps of a run: timed, warm-up, memory, numerics or plain.
 
 Timed steps are the completed steps that belong to none of the other classes.
 """
@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.formatting import format_steps
+from fsdp_inspect.formatting import format_steps, plural
 from fsdp_inspect.statistics import middle_half, spread_blocks
 from fsdp_inspect.trace.run import RunManifest
 
@@ -50,6 +50,14 @@ class StepSelection:
     """Memory steps, which the storage tracker slows."""
     numerics: tuple[int, ...] = ()
     """Numerics steps, in which the recorder looks at the values of the model."""
+    plain: tuple[int, ...] = ()
+    """Steps without rows of units and collectives on some rank: see `recording.overhead`."""
+
+    @property
+    def detailed(self) -> tuple[int, ...]:
+        """The completed steps with rows of units and collectives on all ranks."""
+        plain = {*self.plain}
+        return tuple(step for step in self.finished if step not in plain)
 
     @property
     def sentence(self) -> str:
@@ -63,12 +71,14 @@ class StepSelection:
             )
             if steps
         ]
+        if self.plain:
+            left_out.append(f"{plural(len(self.plain), 'plain step')} (recorded without units)")
         counted = f"{len(self.timed)} of {len(self.finished)} completed steps are timed"
         return f"{counted}; left out: {', '.join(left_out)}." if left_out else f"{counted}."
 
 
 def classify_steps(
-    finished: Sequence[int], slowed: Sequence[int], rules: StepRules
+    finished: Sequence[int], slowed: Sequence[int], rules: StepRules, plain: Sequence[int] = ()
 ) -> StepSelection:
     """Classify the completed steps. Warm-up comes first.
 
@@ -76,19 +86,23 @@ def classify_steps(
         finished: The steps that at least one rank completed, ascending.
         slowed: The steps that some rank marked as slowed by the recorder.
         rules: The settings of the run.
+        plain: The steps that some rank did not record in detail.
     """
     first, every = finished[0] if finished else 0, rules.numerics_every
     unplanned = {*slowed} - rules.memory
     numerics = {step for step in unplanned if every and step % every == 0}
     memory = rules.memory | (unplanned - numerics)
     warmup = [step for step in finished if step < first + rules.num_warmup]
+    without_units = {*plain} - memory - numerics
     rest = finished[len(warmup) :]
+    left_out = memory | numerics | without_units
     return StepSelection(
         finished=tuple(finished),
-        timed=tuple(step for step in rest if step not in memory and step not in numerics),
+        timed=tuple(step for step in rest if step not in left_out),
         warmup=tuple(warmup),
         memory=tuple(step for step in rest if step in memory),
         numerics=tuple(step for step in rest if step in numerics),
+        plain=tuple(step for step in rest if step in without_units),
     )
 
 

@@ -186,8 +186,8 @@ def _show_controls(
     left_out = len(selection.finished) - len(drawable)
     if left_out > 0:
         st.caption(
-            f"{len(drawable)} of {len(selection.finished)} completed steps have events and can be "
-            "drawn\\. The summary has the other steps\\."
+            f"{len(drawable)} of {len(selection.finished)} completed steps have events of units "
+            "and can be drawn\\. The summary has the other steps\\."
         )
     return step, ranks, second
 

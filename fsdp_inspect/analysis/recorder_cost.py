@@ -1,0 +1,106 @@
+"""State what the recorder cost a run, from the run's own detailed and plain steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.step_selection import select_steps
+from fsdp_inspect.formatting import format_ratio, plural
+from fsdp_inspect.statistics import BlockDifference, compare_blocks
+from fsdp_inspect.trace.codes import EventKind, StepFlag
+from fsdp_inspect.trace.run import BLOCK_OF_DETAIL, RecorderUse, RunSource
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderCost:
+    """The cost of a recording as parts of the step time; of the rank with the highest cost."""
+
+    rank: int
+    budget_ratio: float
+    """What it may cost."""
+    num_steps: int
+    num_detailed: int
+    """Completed steps whose units and collectives have rows."""
+    detail: BlockDifference | None
+    """Detailed against plain steps next to them; None: there are no such pairs."""
+    plain_ratio: float
+    """The notes of a plain step, timed in some of them."""
+    threads_ratio: float
+    """CPU time of the recorder's threads. It slows a training only where cores are short."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Detailed steps by their share, plus plain notes and threads; None: not known."""
+        return None if self.detail is None else self._total(self.detail.ratio)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """`ratio` at the ends of the interval of `detail`; None: not known."""
+        if self.detail is None:
+            return None
+        return self._total(self.detail.low), self._total(self.detail.high)
+
+    def _total(self, detail: float) -> float:
+        share = self.num_detailed / self.num_steps if self.num_steps else 0.0
+        return share * detail + self.plain_ratio + self.threads_ratio
+
+    @property
+    def sentence(self) -> str | None:
+        """The cost and the detailed steps; None for a short run, which has no plain steps."""
+        if self.num_detailed == self.num_steps:
+            return None
+        steps = f"{self.num_detailed} of {plural(self.num_steps, 'step')} in detail"
+        interval = self.interval
+        if self.ratio is None or interval is None:
+            return f"Recorder: {steps}. {_UNKNOWN}"
+        low, high = (format_ratio(max(each, 0.0)) for each in interval)
+        blocks = plural(self.detail.num_blocks if self.detail else 0, "block")
+        return (
+            f"Recorder: {format_ratio(max(self.ratio, 0.0))} of the step time ({low} to {high}), "
+            f"measured in {blocks} of this run; {steps}."
+        )
+
+
+_UNKNOWN = "Its cost is not known: no plain steps lie next to detailed ones."
+
+
+def measure_recorder_cost(run: RunSource) -> RecorderCost | None:
+    """Measure what the recorder cost; None for imports, emulated runs and older runs."""
+    return remember(run, "recorder cost", partial(_measure, run))
+
+
+def _measure(run: RunSource) -> RecorderCost | None:
+    """The cost of the rank with the highest one, of the ranks with a record."""
+    uses = {each.rank: each.recorder for each in run.ranks if each.recorder is not None}
+    if run.manifest.source != "recorded" or not uses:
+        return None
+    rank = max(uses, key=lambda each: _own_ratio(uses[each]))
+    return _measure_rank(run, rank, uses[rank])
+
+
+def _own_ratio(use: RecorderUse) -> float:
+    return (use.writer_ns + use.threads_ns) / use.wall_ns if use.wall_ns else 0.0
+
+
+def _measure_rank(run: RunSource, rank: int, use: RecorderUse) -> RecorderCost:
+    selection = select_steps(run)
+    rows = run.summary(ranks=[rank], kinds=[EventKind.STEP])
+    is_usual = (rows.flags & (StepFlag.MEMORY_STEP | StepFlag.HAS_BETWEEN)) == 0
+    is_usual &= ~np.isin(rows.step, selection.warmup)
+    usual = rows.where(is_usual)
+    is_detailed = (usual.flags & StepFlag.PLAIN) == 0
+    is_plain = (rows.flags & StepFlag.PLAIN) != 0
+    plain_ns = float(np.median(usual.duration_ns)) if len(usual) else 0.0
+    return RecorderCost(
+        rank=rank,
+        budget_ratio=use.budget,
+        num_steps=len(rows),
+        num_detailed=len(rows) - int(is_plain.sum()),
+        detail=compare_blocks(usual.step, usual.duration_ns, is_detailed, length=BLOCK_OF_DETAIL),
+        plain_ratio=use.plain_ratio(plain_ns / 1e9),
+        threads_ratio=_own_ratio(use),
+    )
