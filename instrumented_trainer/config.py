@@ -281,6 +281,13 @@ class TrainerConfig(BaseModel):
         "In every Nth step, read the values of the model: norms, values that are not finite, "
         "updates that are rounded away. Such steps are not timed. 0: none.",
     )
+    overhead: str = _setting(
+        Section.RECORDING,
+        "1%",
+        "Part of the step time that the recording may take. Steps beyond it are recorded without "
+        "their units.",
+        legal="a percentage above 0 (1%, 0.5%), or none: every step in detail",
+    )
     device_memory: str | None = _setting(
         Section.RECORDING,
         None,

@@ -536,6 +536,7 @@ def _recording(
         warmup_steps=config.record_warmup,
         memory_steps=prepared.memory_steps,
         numerics_every=config.numerics_every,
+        overhead=None if config.overhead == "none" else config.overhead,
         device_memory=prepared.device_memory,
         log_to=config.log_to,
         upload=config.upload,

@@ -8,7 +8,7 @@ import pickle
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -70,13 +70,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def describe_failure(error: BaseException, session: Session, units: Sequence[Unit]) -> str:
     """Describe the error with its step, phase and unit, in one sentence."""
-    unit, phase = session.position()
+    unit, phase = session.position(frames_of(error))
     place = "" if phase == Phase.OUTSIDE else f", {Phase(phase).label}"
     if unit >= 0:
         place = f"{place or ','} of {format_unit(units[unit].fqn)}"
     text = _text_of(error)  # a KeyboardInterrupt has none
     message = f": {text}" if text else ""
     return f"{type(error).__name__} at step {session.step}{place}{message}"
+
+
+def frames_of(error: BaseException) -> list[FrameType]:
+    """The frames of an error's traceback, the innermost first."""
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
 
 
 def _text_of(error: BaseException) -> str:

@@ -47,6 +47,11 @@ class Instruments:
     ) -> None:
         self._session = session
         session.unit_depths = [_depth(handle.fqns[0]) for handle in sharder.units]
+        session.unit_of = {
+            id(module): index
+            for index, handle in enumerate(sharder.units)
+            for module in handle.owned_modules
+        }
         self._patches = Patches()
         self._units = sharder.make_hooks(session, memory)
         units = sharder.graph_units(self._units)

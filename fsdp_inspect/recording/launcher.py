@@ -279,6 +279,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "values that are not finite, and updates that are rounded away (default: 0, no step)",
     )
     add_option(
+        "--overhead",
+        type=_overhead,
+        metavar="BUDGET",
+        help="part of the step time that the recording may take, such as 1%%: after the first 20 "
+        "timed steps, blocks of steps are recorded in detail as the budget allows, and the others "
+        "without their units; 'none' records every step in detail (default: 1%%)",
+    )
+    add_option(
         "--device-memory",
         type=_device_memory,
         metavar="SIZE",
@@ -395,6 +403,15 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"invalid time: {text!r}. Expected seconds above 0")
     return seconds
+
+
+def _overhead(text: str) -> float | None:
+    from fsdp_inspect.recording.overhead import read_overhead
+
+    try:
+        return None if text == "none" else read_overhead(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}".rstrip(".")) from None
 
 
 def _memory_steps(text: str) -> Sequence[int] | Literal["auto"]:

@@ -17,7 +17,7 @@ import torch
 from fsdp_inspect.error_text import causes_of
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.quantities import parse_bytes
-from fsdp_inspect.recording.failure import local_bytes
+from fsdp_inspect.recording.failure import frames_of, local_bytes
 from fsdp_inspect.recording.memory import AllocatorCounters
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.storage_log import Moment, StorageLog
@@ -205,7 +205,7 @@ def make_record(
     if failure is not None:
         return _of_limit(failure, message, identity, where, location)
     session = where.session
-    unit, phase = session.position()
+    unit, phase = session.position(frames_of(error))
     live = list(_kept_tensors(where))
     return OutOfMemoryRecord(
         **identity,

@@ -10,7 +10,8 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +81,7 @@ class Position:
         "times_plain",
         "training_thread",
         "unit_depths",
+        "unit_of",
         "was_interrupted",
         "watches_memory",
         "will_repeat",
@@ -107,6 +109,8 @@ class Position:
         the last one opens after it."""
         self.unit_depths: Sequence[int] = ()
         """The depth of each unit's first module in the model."""
+        self.unit_of: dict[int, int] = {}
+        """The unit of each module that is one, by its `id`."""
         self.execution_order: list[int] = []
         """Units in the order of the first recorded forward."""
         self.graph_units = set[int]()
@@ -282,9 +286,18 @@ class Session(Position):
 
     # --- the position
 
-    def position(self) -> tuple[int, int]:
-        """The innermost unit on the host's stack, or -1, and the phase."""
-        return self.issuing_unit(), int(self.phase)
+    def position(self, frames: Iterable[FrameType] = ()) -> tuple[int, int]:
+        """The innermost unit on the host's stack, or -1, and the phase.
+
+        Args:
+            frames: That stack, the innermost frame first. In a plain step, in which hooks do not
+                note the units, it shows the module that runs in a forward.
+        """
+        if self._wants_detail:
+            return self.issuing_unit(), int(self.phase)
+        modules = (self.unit_of.get(id(frame.f_locals.get("self"))) for frame in frames)
+        unit = next((unit for unit in modules if unit is not None), NO_UNIT)
+        return unit, int(self.phase)
 
     @property
     def logged_step(self) -> int:

@@ -13,6 +13,7 @@ import shlex
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -170,7 +171,9 @@ class Watchdog:
     def header(self) -> Header:
         """The state of this rank now."""
         session, box = self._session, self._box
-        unit, phase = session.position()
+        stack = sys._current_frames().get(session.training_thread)
+        frames = () if stack is None else (frame for frame, _ in traceback.walk_stack(stack))
+        unit, phase = session.position(frames)
         return Header(
             rank=self._rank,
             pid=self._pid,

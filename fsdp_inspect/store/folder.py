@@ -15,6 +15,7 @@ from fsdp_inspect.store.files import LocalFiles, RunFiles, is_url, open_files
 from fsdp_inspect.store.records import decode_record, encode_record, replace_file
 from fsdp_inspect.store.remote_runs import find_remote_runs
 from fsdp_inspect.store.schema import (
+    DETAIL_REQUEST_FILE,
     MANIFEST_FILE,
     RANK_FILE,
     RECORDED_TABLES,
@@ -424,3 +425,20 @@ def _process_start_unix_s(pid: int) -> float | None:
     if fields[0] in "ZX":
         return float("inf")
     return boot + int(fields[_START_TIME_FIELD]) / os.sysconf("SC_CLK_TCK")
+
+
+def can_ask_for_detail(path: Path | str) -> bool:
+    """Whether `ask_for_detail` can write into a run folder."""
+    return isinstance(path, Path) and os.access(path, os.W_OK)
+
+
+def ask_for_detail(path: Path | str) -> None:
+    """Ask the recorder that writes a run for a block of detailed steps.
+
+    Args:
+        path: A run folder for which `can_ask_for_detail`.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    (Path(path) / DETAIL_REQUEST_FILE).touch()

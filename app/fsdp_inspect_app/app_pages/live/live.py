@@ -25,6 +25,7 @@ from fsdp_inspect.result_types import (
     RunEntry,
     RunStatus,
 )
+from fsdp_inspect.store.folder import ask_for_detail, can_ask_for_detail
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.app_pages.live.charts import (
     draw_devices,
@@ -150,6 +151,7 @@ def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
         _show_ranks(live)
         return
     _show_tiles(live)
+    _offer_detail(entry, live)
     left, right = st.columns(2)
     with left:
         _show_steps(live)
@@ -200,14 +202,36 @@ def _rerun_on_news(entry: RunEntry, live: LiveStatus) -> None:
 def _show_tiles(live: LiveStatus) -> None:
     steps, memory = live.view.steps, live.view.memory
     last = steps[-1] if steps else None
+    exposed = next((each for each in reversed(steps) if each.exposed_ratio is not None), None)
+    when = "" if exposed is None or exposed is last else f"step {exposed.step}, in detail"
     numbers = [
         ("Last step", str(last.step) if last else MISSING),
         ("Typical step", format_ns(live.view.typical_step_ns)),
-        ("Exposed, last step", format_ratio(last.exposed_ratio if last else None)),
         ("Allocated", format_bytes(memory[-1].allocated_bytes if memory else None)),
         *((one.name.capitalize(), f"{one.value:.4g}") for one in live.view.scalars[:1]),
     ]
-    show_tiles([Tile(name, value) for name, value in numbers])
+    tiles = [Tile(name, value) for name, value in numbers]
+    share = format_ratio(exposed.exposed_ratio if exposed else None)
+    show_tiles([*tiles[:2], Tile("Exposed, last step", share, when), *tiles[2:]])
+
+
+def _offer_detail(entry: RunEntry, live: LiveStatus) -> None:
+    """Offer to record the next steps in detail, where the run folder can be written."""
+    is_plain = any(step.exposed_ns is None for step in live.view.steps)
+    if not is_plain or live.state not in _GOING_ON or not can_ask_for_detail(entry.path):
+        return
+    if st.button(
+        "Record the next steps in detail",
+        icon=":material/zoom_in:",
+        help="Most steps are recorded without their units, to keep to the overhead budget. The "
+        "recorder takes the request within seconds, and the same steps on all ranks.",
+    ):
+        try:
+            ask_for_detail(entry.path)
+        except OSError as error:
+            st.error(plain(f"The request cannot be written: {error}."), icon=":material/error:")
+            return
+        st.toast("Requested. The next block of detailed steps begins within seconds.")
 
 
 def _show_steps(live: LiveStatus) -> None:
