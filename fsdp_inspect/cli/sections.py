@@ -94,13 +94,15 @@ def summary(  # noqa: PLR0913 - one argument an option
         print(render_run_json(opened.source, measured.verdict if verdict else measured))
         return
     from fsdp_inspect.report.diagnosis import render_diagnosis
-    from fsdp_inspect.report.text import render_summary, render_verdict
+    from fsdp_inspect.report.text import dim, render_summary, render_verdict
 
     if found.is_problem:
         print_renderable(render_diagnosis(found, brief=True, run=run))
         print()
     if verdict:
         print_renderable(render_verdict(measured.verdict, run=run))
+        if measured.recorder is not None and measured.recorder.sentence is not None:
+            print_renderable(dim(f"  {measured.recorder.sentence}"))
     else:
         print_renderable(render_summary(measured, run=run))
 

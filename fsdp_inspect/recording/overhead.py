@@ -51,9 +51,9 @@ _AHEAD_S = 3.0
 _HORIZON = 500
 """The account of the budget is to be even after this many further steps, or after twice as many
 steps as have run."""
-_COMPARED_STEPS = 4000
+_COMPARED_STEPS = 1000
 """The newest steps that give the cost of detail."""
-_DECIDE_EVERY_S = 5.0
+_DECIDE_EVERY_S = 10.0
 _TRIGGERED_STEPS = BLOCK
 _TRIGGER_EVERY = 200
 """The shortest distance of detailed blocks that an unusual step triggers."""
@@ -169,11 +169,13 @@ class OverheadControl:
         """Step, start, end, whether it was detailed, and whether its time counts: not yet read."""
         self._steps: deque[tuple[int, int, bool]] = deque(maxlen=_COMPARED_STEPS)
         """Step, step time in ns, and whether it was detailed."""
+        self._recent: deque[int] = deque(maxlen=_NUM_USUAL)
+        """The times of the last usual steps, ns."""
         self._num_detailed = self._num_steps = 0
         self._num_read = 0
         self._asked_at = -_TRIGGER_EVERY
         self._is_asked = False
-        self._passes = (-1, -1)
+        self._num_issued = self._num_in_step = 0
         self._timed_plain = 0
         self._begun_ns, self._decided_ns = time.perf_counter_ns(), 0
 
@@ -202,6 +204,7 @@ class OverheadControl:
         self._num_detailed += is_detailed
         if self._rank != 0:
             return
+        self._compare_collectives(step)
         self._boundaries.append((step, start, end, is_detailed, counts))
         while self._boundaries:
             number, first, last, detailed, is_usual = self._boundaries[0]
@@ -215,13 +218,21 @@ class OverheadControl:
             else:
                 self.ask(number)
 
-    def _look(self, step: int, time_ns: int) -> None:
-        """Ask for detail after a step far above the usual, or with another number of passes."""
-        if len(self._steps) < _NUM_USUAL:
-            return
-        recent = sorted(each for _, each, _ in list(self._steps)[-_NUM_USUAL:])
-        if time_ns > _SLOW_FACTOR * recent[len(recent) // 2]:
+    def _compare_collectives(self, step: int) -> None:
+        """Ask for detail if the step issued another number of collectives than the last one."""
+        box = self._session.black_box
+        issued = 0 if box is None else box.num_issued
+        count, self._num_issued = issued - self._num_issued, issued
+        if count != self._num_in_step:
+            self._num_in_step = count
             self.ask(step)
+
+    def _look(self, step: int, time_ns: int) -> None:
+        """Ask for detail after a step far above the usual."""
+        recent = sorted(self._recent)
+        if len(recent) == _NUM_USUAL and time_ns > _SLOW_FACTOR * recent[_NUM_USUAL // 2]:
+            self.ask(step)
+        self._recent.append(time_ns)
 
     def ask(self, step: int) -> None:
         """Ask for a block of detail after an unusual step."""
@@ -288,7 +299,7 @@ class OverheadControl:
         return True
 
     def _step_s(self) -> float | None:
-        recent = [each for _, each, _ in list(self._steps)[-_NUM_USUAL:]]
+        recent = list(self._recent)
         return max(float(np.median(recent)) / 1e9, 1e-6) if recent else None
 
     def _affordable_period(self) -> int | None:

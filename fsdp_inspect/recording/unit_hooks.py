@@ -185,6 +185,7 @@ class UnitHooks(UnitTimer):
 
     def attach(self, patches: Patches) -> None:
         """Wrap the group's methods and install the timed collectives."""
+        self._removed.clear()
         wraps: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
             "unshard": self._wrap_unshard,
             "wait_for_unshard": self._wrap_wait,

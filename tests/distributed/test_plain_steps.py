@@ -60,7 +60,7 @@ def done() -> set[str]:
     scope="module",
 )
 def case(request: pytest.FixtureRequest, run_ranks: Torchrun, folder: Path, done: set[str]) -> Case:
-    (name,) = request.param
+    name = request.param
     if name not in done:
         together = next(each for each in (GUARD, ON_TWO_RANKS, ON_FOUR_RANKS) if name in each)
         driver = "tests.distributed.plain_steps_script"

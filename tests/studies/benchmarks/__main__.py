@@ -43,6 +43,12 @@ def _overhead(options: argparse.Namespace, folder: Path) -> list[Figure]:
     return [*measured, *event_figures(cost, options.repeats)]
 
 
+def _budget(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.studies.benchmarks.budget import measure_budget
+
+    return measure_budget(folder, rounds=options.budget_rounds, steps=options.budget_steps)
+
+
 def _accuracy(options: argparse.Namespace, folder: Path) -> list[Figure]:
     from tests.studies.benchmarks.accuracy import measure_accuracy
 
@@ -131,6 +137,7 @@ def _search(options: argparse.Namespace, folder: Path) -> list[Figure]:
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "overhead": _overhead,
+    "budget": _budget,
     "accuracy": _accuracy,
     "size": _size,
     "startup": _startup,
@@ -157,6 +164,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     _add_count(parser, "--rounds", 120, "paired rounds of the overhead benchmark")
     _add_count(parser, "--steps-per-window", 8, "steps of one mode in one round")
+    _add_count(parser, "--budget-rounds", 12, "paired rounds of the budget benchmark")
+    _add_count(parser, "--budget-steps", 500, "steps of one mode in one of these rounds", 100)
     _add_count(parser, "--repeats", 1000, "pairs of the event benchmark")
     _add_count(parser, "--accuracy-steps", 20, "profiled steps of the accuracy benchmark")
     _add_count(parser, "--size-steps", 120, "steps of the longer run of the size benchmark", 6)

@@ -115,13 +115,21 @@ class Profiled:
 class Recorded:
     """Runs steps under the recorder, whose hooks are off between windows."""
 
-    def __init__(self, workload: Workload, folder: Path, cuda_index: int | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        folder: Path,
+        cuda_index: int | None = None,
+        overhead: str | None = None,
+    ) -> None:
+        """Without `overhead`, each step is recorded in detail."""
         self.recorder = Recorder(
             workload.model,
             optimizer=workload.optimizer,
             path=folder,
             memory_steps=(),
             device_interval_s=0,  # the sampler would run in every mode; see `around`
+            overhead=overhead,
             print_verdict=False,
         )
         self.loop = workload.loop(self.recorder)
@@ -177,13 +185,10 @@ def run_rounds(modes: dict[str, Mode], *, rounds: int, steps: int, device: torch
     order = random.Random(0)  # equal on every rank
     names = list(modes)
     taken = _LEAD_IN_STEPS + steps
-    samples: Samples = {
-        name: {clock: [] for clock in (_TRAINING, _OWN, _OTHERS, _WALL)} for name in names
-    }
-    step = 0
+    samples, step = empty_samples(names), 0
     for number in range(WARMUP_ROUNDS + rounds):
         for name in order.sample(names, len(names)):
-            spent = _window(modes[name], range(step, step + taken), device, keepers)
+            spent = measure_window(modes[name], step, steps, device, keepers)
             step += taken
             if number >= WARMUP_ROUNDS:
                 for clock, ns in spent.items():
@@ -191,9 +196,16 @@ def run_rounds(modes: dict[str, Mode], *, rounds: int, steps: int, device: torch
     return samples
 
 
-def _window(
-    mode: Mode, steps: range, device: torch.device, keepers: Sequence[int]
+def empty_samples(modes: Sequence[str]) -> Samples:
+    """No window yet of each mode."""
+    return {name: {clock: [] for clock in (_TRAINING, _OWN, _OTHERS, _WALL)} for name in modes}
+
+
+def measure_window(
+    mode: Mode, first: int, num_steps: int, device: torch.device, keepers: Sequence[int]
 ) -> dict[str, int]:
+    """The times of a window of steps from `first` on, after untimed ones; ns, by clock."""
+    steps = range(first, first + _LEAD_IN_STEPS + num_steps)
     with mode.around():
         for step in steps[:_LEAD_IN_STEPS]:
             mode.loop.run_step(step)
@@ -283,8 +295,8 @@ def compare_modes(samples: Samples, what: str) -> list[Figure]:
     """Compare recorder and profiler with the bare step, by CPU and wall time, with the control."""
     figures = []
     for label, times, meaning in (
-        ("CPU time", _cpu_ns(samples), _CPU_MEANING),
-        ("wall time", _wall_ns(samples), "Wall time is the mean over ranks."),
+        ("CPU time", cpu_ns(samples), _CPU_MEANING),
+        ("wall time", wall_ns(samples), "Wall time is the mean over ranks."),
     ):
         is_cpu = label == "CPU time"
         bare, again, recorded, profiled = (
@@ -310,7 +322,7 @@ def compare_modes(samples: Samples, what: str) -> list[Figure]:
     return [*figures, *_parts_of_cpu(samples, what)]
 
 
-def _cpu_ns(samples: Samples) -> dict[str, list[int]]:
+def cpu_ns(samples: Samples) -> dict[str, list[int]]:
     """The CPU time of each window by mode; see [Note: CPU time by thread]."""
     others = samples[BARE][_OTHERS]
     return {
@@ -322,13 +334,14 @@ def _cpu_ns(samples: Samples) -> dict[str, list[int]]:
     }
 
 
-def _wall_ns(samples: Samples) -> dict[str, list[int]]:
+def wall_ns(samples: Samples) -> dict[str, list[int]]:
+    """The wall time of each window by mode."""
     return {mode: clocks[_WALL] for mode, clocks in samples.items()}
 
 
 def _parts_of_cpu(samples: Samples, what: str) -> list[Figure]:
     """The parts of the recorder's CPU time, each relative to the CPU time of the bare window."""
-    bare = _cpu_ns(samples)[BARE]
+    bare = cpu_ns(samples)[BARE]
     figures = []
     parts = (_TRAINING, "training thread"), (_OWN, "own threads"), (_OTHERS, "other threads")
     for clock, label in parts:
@@ -364,7 +377,7 @@ def _arithmetic_figure(
     samples: Samples, cost: HotPathCost, *, events_per_step: float, steps: int
 ) -> Figure:
     """Estimate events times their cost, relative to the bare step, without the windows' noise."""
-    cpu, wall = sorted(_cpu_ns(samples)[BARE]), sorted(samples[BARE][_WALL])
+    cpu, wall = sorted(cpu_ns(samples)[BARE]), sorted(samples[BARE][_WALL])
     step_cpu_ns = cpu[len(cpu) // 2] / steps / NUM_RANKS
     step_wall_ns = wall[len(wall) // 2] / steps / NUM_RANKS
     recording_ns = events_per_step * (cost.hot_path_ns + cost.encoding_ns)

@@ -60,6 +60,7 @@ from fsdp_inspect_app.cards import (
     show_code,
     show_empty_card,
     show_headline,
+    show_note,
     show_table_button,
     show_text,
     show_tiles,
@@ -94,6 +95,8 @@ def show_page(entry: RunEntry, run: Run) -> None:
     _show_answer(entry, summary)
     _show_key_numbers(summary)
     _show_throughput(summary)
+    if summary.recorder is not None and summary.recorder.sentence is not None:
+        show_note(plain(summary.recorder.sentence))
     _show_step(summary)
     _show_dimensions(summary)
     left, right = st.columns(2)
