@@ -205,9 +205,17 @@ class RankBuilder:
         self._units = unit_indices
         self._step = 0
 
-    def step(self, number: int, start: int, end: int, *, is_memory_step: bool = False) -> None:
+    def step(
+        self,
+        number: int,
+        start: int,
+        end: int,
+        *,
+        is_memory_step: bool = False,
+        is_plain: bool = False,
+    ) -> None:
         self._step = number
-        flags = EventFlag.MEMORY_STEP if is_memory_step else 0
+        flags = EventFlag.MEMORY_STEP * is_memory_step | EventFlag.PLAIN_STEP * is_plain
         self.add(EventKind.STEP, start, end, flags=flags)
 
     def add(

@@ -94,7 +94,8 @@ def summary(  # noqa: PLR0913 - one argument an option
         print(render_run_json(opened.source, measured.verdict if verdict else measured))
         return
     from fsdp_inspect.report.diagnosis import render_diagnosis
-    from fsdp_inspect.report.text import dim, render_summary, render_verdict
+    from fsdp_inspect.report.layout import dim
+    from fsdp_inspect.report.text import render_summary, render_verdict
 
     if found.is_problem:
         print_renderable(render_diagnosis(found, brief=True, run=run))
