@@ -33,8 +33,10 @@ def describe_live(live: LiveStatus) -> str:
             return _begun(live)
         case LiveState.RUNNING:
             last = live.view.steps[-1]
-            exposed = format_ns(last.exposed_ns)
-            return f"{exposed} were exposed. The step ended {format_ns(live.silent_ns)} ago."
+            ended = f"The step ended {format_ns(live.silent_ns)} ago."
+            if last.exposed_ns is None:
+                return f"It is a plain step: its collectives are not recorded. {ended}"
+            return f"{format_ns(last.exposed_ns)} were exposed. {ended}"
         case LiveState.STALLED:
             usual = format_ns(live.view.typical_step_ns)
             return f"A step typically takes {usual}. {_after(live)}".rstrip()

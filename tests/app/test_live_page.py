@@ -13,6 +13,7 @@ from fsdp_inspect.analysis.live.feed import LiveFeed
 from fsdp_inspect.analysis.live.view import DeviceSeries, LiveStep
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.schema import DETAIL_REQUEST_FILE
 from fsdp_inspect.trace.run import RunStatus
 from tests.analysis.live.test_feed import write_steps
 from tests.app.test_pages import read
@@ -38,6 +39,21 @@ def test_the_last_step_comes_first(open_app, recorded):
     assert "200 ns were exposed" in read(app)
     assert [metric.value.replace("\\", "") for metric in app.metric][:3] == ["2", "1.00 µs", "20%"]
     assert "Last 3 steps" in read(app)
+
+
+def test_a_plain_step_shows_the_last_exposed_time_and_offers_detail(open_app, tmp_path):
+    create_run(tmp_path / "now", make_manifest(run_id="now"))
+    writers = [write_steps(tmp_path / "now", rank, num_plain=2, run_id="now") for rank in (0, 1)]
+    app = open_app(tmp_path, "live", run="now")
+    assert "Step 4 took 1.00 µs." in read(app)
+    assert "It is a plain step" in read(app)
+    assert app.metric[2].value.replace("\\", "") == "20%"
+    [button] = [each for each in app.button if each.label == "Record the next steps in detail"]
+    button.click().run()
+    assert not app.exception
+    assert (tmp_path / "now" / DETAIL_REQUEST_FILE).exists()
+    for writer in writers:
+        writer.close(RunStatus.COMPLETE)
 
 
 def test_a_run_that_ends_while_it_is_watched_says_so(open_app, recorded, clock):

@@ -15,6 +15,7 @@ from fsdp_inspect.report.live_wording import (
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.codes import EventFlag, EventKind
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable
 from tests.store.run_files import STEP_NS, event_row, make_manifest, make_record
@@ -32,22 +33,27 @@ def path(tmp_path):
     return tmp_path / "run"
 
 
-def write_steps(path, rank, *, num_steps=3, ago_s=-AHEAD_S, **record):
+def write_steps(path, rank, *, num_steps=3, ago_s=-AHEAD_S, num_plain=0, **record):
     """Write a rank whose last step ended `ago_s` ago and which still records."""
     known = make_record(rank, **record)
-    begun = known.clock_start.monotonic_ns - int(ago_s * 1e9) - num_steps * STEP_NS
+    last = num_steps + num_plain
+    begun = known.clock_start.monotonic_ns - int(ago_s * 1e9) - last * STEP_NS
     writer = RankWriter(path, known)
     append_steps(writer, range(num_steps), begun_ns=begun)
+    append_steps(writer, range(num_steps, last), begun_ns=begun, are_plain=True)
     return writer
 
 
-def append_steps(writer, steps, *, begun_ns):
+def append_steps(writer, steps, *, begun_ns, are_plain=False):
     """Append steps of 1 µs on the clock of the rank; they are on disk when this returns."""
     times = ("start_ns", "end_ns", "issue_ns", "need_ns")
     for number in range(steps.start * ROWS_PER_STEP, steps.stop * ROWS_PER_STEP):
-        row = zip(EventTable.DTYPES, event_row(number), strict=True)
+        row = dict(zip(EventTable.DTYPES, event_row(number), strict=True))
+        if are_plain and row["kind"] != EventKind.STEP:
+            continue
+        row["flags"] |= EventFlag.PLAIN_STEP * are_plain
         shifted = (value + begun_ns if name in times and value >= 0 else value
-                   for name, value in row)  # fmt: skip
+                   for name, value in row.items())  # fmt: skip
         writer.events.append(tuple(shifted))
     writer.flush()
 
