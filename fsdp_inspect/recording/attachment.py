@@ -102,6 +102,8 @@ from fsdp_inspect.trace.live_memory import LiveHistory, LiveMemoryRecord, LiveMo
 from fsdp_inspect.trace.mesh_dimensions import find_coordinates
 from fsdp_inspect.trace.run import GroupDimension, RankRecord, RunManifest, RunStatus, TrainingCode
 
+_USE_EVERY = 50
+"""The steps between two notes of what the recorder used, for a process that is killed."""
 _SETTLE_S = 10.0
 """The time that the end of a recording waits for pending work on the device."""
 _LAST_WRITE_S = 0.1
@@ -683,6 +685,8 @@ class Attachment:
         self._keep_training()
         if session.step == 1 or self._life_has_news():
             self._describe_life()
+        if self._control is not None and session.step % _USE_EVERY == 0:
+            self._writer.update(recorder=self._control.use())
         self._report_problems()
 
     def _report_problems(self) -> None:
@@ -715,8 +719,7 @@ class Attachment:
         checkpoints.has_news = False
         self._noted = num_compiles(), len(standstills)
         life = describe_process(self.session.opened_ns, checkpoints.background_saves, standstills)
-        use = None if self._control is None else self._control.use()
-        self._writer.update(life=life, recorder=use)
+        self._writer.update(life=life)
 
     # --- the manifest
 
@@ -840,6 +843,8 @@ class Attachment:
 
     def _stop(self, end_s: float, *, is_explained: bool) -> None:
         session = self.session
+        if self._control is not None:  # before the threads end, whose time counts
+            self._writer.update(recorder=self._control.use())
         was_active = session.active
         session.stop()
         try:

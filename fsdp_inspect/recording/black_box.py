@@ -430,6 +430,17 @@ class BlackBoxWriter:
             return False
         return True
 
+    @property
+    def keeper_cpu_ns(self) -> int:
+        """The CPU time of the process that saves the black box, ns; 0 if it is unknown."""
+        keeper = self._keeper
+        if keeper is None:
+            return 0
+        try:
+            return int(Path(f"/proc/{keeper.pid}/schedstat").read_text().split()[0])
+        except (OSError, ValueError, IndexError):
+            return 0
+
     def stop_keeper(self, timeout_s: float, *, has_failed: bool) -> None:
         """Let the process save once more; waits at most `timeout_s` for its end.
 

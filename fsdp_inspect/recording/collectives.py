@@ -190,6 +190,8 @@ class Communication:
         if not self.is_kept:
             if self.end is not None and type(self.end) is not int:
                 session.journal.follow(self.identity, self.end)
+            if self.start is not self.end and hasattr(self.start, "event"):
+                session.clock.release(self.start)
             return
         session.journal.add(
             (

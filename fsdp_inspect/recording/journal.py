@@ -13,6 +13,8 @@ from weakref import ref
 from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.trace.codes import COLLECTIVES
 
+_MOST_ENDS = 1024
+"""The collectives without rows whose ends are awaited; the black box forgets older ones too."""
 NOT_NEEDED = -1
 """The `need` of an event that nothing waited for."""
 
@@ -104,7 +106,7 @@ class Journal:
         self._on_collective = on_collective
         self._append = append
         self._pending: deque[Row] = deque()
-        self._ends: deque[tuple[int, Any]] = deque()
+        self._ends: deque[tuple[int, Any]] = deque(maxlen=_MOST_ENDS)
         """Collectives without rows: identity and end."""
         self._num_drains = 0
 
@@ -122,11 +124,12 @@ class Journal:
     def drain(self) -> None:
         """Write all rows that are ready, without waiting."""
         self._num_drains += 1
-        while self._ends and self.has_ended(self._ends[0][1]):
+        for _ in range(len(self._ends)):
             identity, end = self._ends.popleft()
-            ended = self._clock.host_now() if isinstance(end, WorkEnd) else self._read(end)
-            if self._on_collective is not None:
-                self._on_collective(identity, ended)
+            if not self._is_ready(end):
+                self._ends.append((identity, end))
+            elif self._on_collective is not None:
+                self._on_collective(identity, self._read(end))
         for _ in range(len(self._pending)):
             row = self._pending.popleft()
             if all(self._is_ready(mark) for mark in (row[_END], row[_START], row[_NEED])):
@@ -177,7 +180,7 @@ class Journal:
             return self._resolve(mark)
         if isinstance(mark, Completion):
             return mark.ns is not None
-        return self._clock.ready(mark)
+        return mark.has_come if isinstance(mark, WorkEnd) else self._clock.ready(mark)
 
     def _resolve(self, mark: LaterOf) -> bool:
         """Read a chain from its oldest mark on, as far as it is ready.
@@ -210,4 +213,4 @@ class Journal:
         if isinstance(mark, (Completion, LaterOf)):
             assert mark.ns is not None
             return mark.ns
-        return self._clock.read(mark)
+        return self._clock.host_now() if isinstance(mark, WorkEnd) else self._clock.read(mark)

@@ -354,7 +354,7 @@ class LoopHooks:
         """The start of a recompute and its unit; None: nothing is recorded."""
         session = self._session
         try:
-            return (session.clock.mark(), session.repeating_unit()) if session.active else None
+            return (session.clock.mark(), session.repeating_unit()) if session.detail else None
         except Exception as error:
             session.fail(error)
             return None

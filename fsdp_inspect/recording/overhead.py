@@ -51,6 +51,8 @@ _AHEAD_S = 3.0
 _HORIZON = 500
 """The account of the budget is to be even after this many further steps, or after twice as many
 steps as have run."""
+_MOST_PARTS = 16
+"""The newest parts and windows that are kept: each begins seconds after its publication."""
 _COMPARED_STEPS = 1000
 """The newest steps that give the cost of detail."""
 _DECIDE_EVERY_S = 10.0
@@ -92,9 +94,12 @@ class DetailSchedule:
         """The first `num_first` steps are detailed; then the blocks of the probes."""
         self._num_first = num_first
         self._end_of_probes = num_first + 2 * BLOCK * NUM_PROBES
-        self._parts = [(self._end_of_probes, period_of(budget / _ASSUMED_COST))]
-        """The first step and the distance of blocks of each part, ascending."""
-        self._windows: deque[tuple[int, int]] = deque(maxlen=64)
+        self._parts: tuple[tuple[int, int], ...] = (
+            (self._end_of_probes, period_of(budget / _ASSUMED_COST)),
+        )
+        """The first step and the distance of blocks of each part, ascending. A background thread
+        replaces the tuples while the training thread reads them."""
+        self._windows: tuple[tuple[int, int], ...] = ()
         """The first and the last step of further blocks."""
 
     def is_detailed(self, step: int) -> bool:
@@ -120,11 +125,11 @@ class DetailSchedule:
 
     def space(self, first: int, period: int) -> None:
         """From the step `first` on, begin a block every `period` steps."""
-        self._parts.append((max(first, self.last_begin), period))
+        self._parts = (*self._parts[-_MOST_PARTS:], (max(first, self.last_begin), period))
 
     def add_window(self, first: int, last: int) -> None:
         """Record these steps in detail."""
-        self._windows.append((first, last))
+        self._windows = (*self._windows[-_MOST_PARTS:], (first, last))
 
 
 def period_of(share: float) -> int:
@@ -324,6 +329,8 @@ class OverheadControl:
     def use(self) -> RecorderUse:
         """What the recorder has used so far."""
         writer_ns, threads_ns = _cpu_of_threads()
+        box = self._session.black_box
+        keeper_ns = 0 if box is None else box.keeper_cpu_ns
         return RecorderUse(
             budget=self.budget,
             num_steps=self._num_steps,
@@ -331,7 +338,7 @@ class OverheadControl:
             plain_ns=self._session.plain_ns,
             num_timed_plain=self._timed_plain,
             writer_ns=writer_ns,
-            threads_ns=threads_ns,
+            threads_ns=threads_ns + keeper_ns,
             wall_ns=time.perf_counter_ns() - self._begun_ns,
         )
 

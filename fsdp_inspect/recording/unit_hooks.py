@@ -92,6 +92,8 @@ WRAPPED_METHODS = (
     "finalize_backward",
 )
 """The methods of `FSDPParamGroup` that are wrapped on the instance."""
+_FORWARD_ENDS = ("pre_forward", "post_forward")
+_BACKWARD_ENDS = ("pre_backward", "post_backward")
 
 
 class RootHooks:
@@ -210,8 +212,9 @@ class UnitHooks(UnitTimer):
     def choose_detail(self, is_detailed: bool) -> None:
         """Install the wraps that a detailed or a plain step needs.
 
-        A plain step needs those of the units with which a forward begins, and those around an
-        all-reduce of HSDP. A wrap that other code has wrapped stays; it calls the original.
+        A plain step needs those of the units with which a forward begins, those of units that were
+        never seen to run, and those around an all-reduce of HSDP. A wrap that other code has
+        wrapped stays, and with it the wrap of the other end of the pass.
         """
         attributes = vars(self._group)
         if is_detailed:
@@ -220,9 +223,12 @@ class UnitHooks(UnitTimer):
                     setattr(self._group, name, self._wraps[name])
             self._removed.clear()
         elif not self._removed:
-            kept: tuple[str, ...] = ("pre_forward", "post_forward") if self.is_outermost else ()
+            kept = set(_FORWARD_ENDS if self.is_outermost or not self.has_run else ())
             if self._handle.replicate_group is not None:
-                kept += ("post_backward",)
+                kept.update(_BACKWARD_ENDS)
+            for names in (_FORWARD_ENDS, _BACKWARD_ENDS):
+                if any(attributes.get(name) is not self._wraps.get(name) for name in names):
+                    kept.update(names)
             for name, wrap in self._wraps.items():
                 if name not in kept and attributes.get(name) is wrap:
                     delattr(self._group, name)

@@ -127,6 +127,8 @@ class UnitTimer:
         """The entry of each kind of collective in the last plain step."""
         self._places: dict[int, int] = {}
         """The number of the line that issues it in a forward."""
+        self.has_run = False
+        """Whether a forward of it was seen."""
         self.is_outermost = False
         """Whether a forward of the model has begun with this unit."""
 
@@ -306,6 +308,7 @@ class UnitTimer:
         if not session.detail and session.open_units:
             return
         if current_graph_task_id() == -1:
+            self.has_run = True
             self.is_outermost |= not session.open_units
             mark = self._mark()
             is_training = self._module is None or self._module.training

@@ -217,18 +217,13 @@ class Watchdog:
         self._watch_progress(now)
         sees_hang = self._sees_hang(now)
         self._save()
-        is_time = now - self._exchanged_ns >= _EXCHANGE_S * 1e9
         if self._store is None:
-            if is_time:
-                self._exchanged_ns = now
-                self._exchange(None, self._prefix)
+            self._exchange_choices(None, now)
             if sees_hang:
                 self._explain()
             return
         try:
-            if is_time:
-                self._exchanged_ns = now
-                self._exchange(self._store, self._prefix)
+            self._exchange_choices(self._store, now)
             if self._order is not None and now - self._compared_ns >= self._compare_s * 1e9:
                 self._compared_ns = now
                 self._order.is_stopped = not self._session.active
@@ -247,6 +242,19 @@ class Watchdog:
             )
             if self._hang_seen_ns and not self._has_explained:
                 self._explain()
+
+    def _exchange_choices(self, store: StoreClient | None, now: int) -> None:
+        """Exchange the choice of detailed steps; raises the errors of the store."""
+        if now - self._exchanged_ns < _EXCHANGE_S * 1e9 or not self._session.active:
+            return
+        self._exchanged_ns = now
+        try:
+            self._exchange(store, self._prefix)
+        except (RuntimeError, OSError):
+            raise
+        except Exception as error:  # hangs are still watched
+            self._exchanged_ns = sys.maxsize
+            self._session.problem(f"The steps in detail are no longer chosen: {error!r}.")
 
     def _watch_progress(self, now: int) -> None:
         box, session = self._box, self._session

@@ -575,7 +575,7 @@ class RecorderUse(_Record):
     writer_ns: Amount = 0
     """CPU time of the thread that writes rows."""
     threads_ns: Amount = 0
-    """CPU time of its other threads, which sample and watch."""
+    """CPU time of its other threads, which sample and watch, and of its process."""
     wall_ns: Amount = 0
     """The time from its start to this record."""
 

@@ -53,11 +53,7 @@ def done() -> set[str]:
 
 
 @pytest.fixture(
-    params=mark_slow(
-        [(each,) for each in (*ON_TWO_RANKS, *ON_FOUR_RANKS)], but=[(each,) for each in GUARD]
-    ),
-    ids="".join,
-    scope="module",
+    params=mark_slow([*ON_TWO_RANKS, *ON_FOUR_RANKS], but=GUARD), ids=str, scope="module"
 )
 def case(request: pytest.FixtureRequest, run_ranks: Torchrun, folder: Path, done: set[str]) -> Case:
     name = request.param

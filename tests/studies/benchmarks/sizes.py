@@ -47,7 +47,7 @@ def measure_sizes(folder: Path, *, short: int, long: int) -> list[Figure]:
     how = (
         f"Measured: growth between runs of {short} and {long} steps after compaction, the whole "
         f"run folder over its {NUM_RANKS} gloo ranks; trainer preset tiny with 8 blocks, "
-        f"{len(run.events(0)) / run.ranks[0].num_steps:.0f} events a step, the recorder's defaults."
+        f"{len(run.events(0)) / run.ranks[0].num_steps:.0f} events a step, each in detail."
     )
     return [
         Figure(
@@ -129,7 +129,9 @@ def _measure_rank(runtime: Runtime, folder: Path, options: dict[str, Any]) -> di
 
 def _record(workload: Workload, path: Path, steps: int) -> None:
     model, optimizer = workload.model, workload.optimizer
-    with Recorder(model, optimizer=optimizer, path=path, print_verdict=False) as recorder:
+    with Recorder(
+        model, optimizer=optimizer, path=path, overhead=None, print_verdict=False
+    ) as recorder:
         loop = workload.loop(recorder)
         for step in range(steps):
             loop.run_step(step)
