@@ -804,6 +804,7 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
     if found.out_of_memory is not None:
         yield from describe_memory_at_failure(found.out_of_memory)
     yield from (f"{fault.headline} {fault.why}" for fault in found.other_faults)
+    yield from (f"Note: {each.sentence} {each.why} {each.change}" for each in found.training_notes)
     yield from _describe_states(found)
     if found.problem is ProblemClass.PRECISION_LOSS and found.numerics is not None:
         for unit in sorted(found.numerics.units, key=lambda each: -(each.lost_ratio or 0.0))[:4]:
