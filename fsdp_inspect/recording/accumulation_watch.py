@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -14,14 +15,15 @@ from fsdp_inspect.recording.torch_api.dispatch import storage_key
 from fsdp_inspect.trace.correctness import RoundSeen, WindowSeen, WindowsSeen
 
 _PARAMETERS = 8
+_VALUES = 8
 _UPDATES = 8
 _OPTIMIZERS = 4
 _USUAL = 4
 """The count of usual updates is stored until this number, and with each short one."""
 _SHORT = 8
 
-Mark = tuple[int, int, int] | None
-"""The storage and the versions of a gradient; None: there is none."""
+Mark = tuple[object, ...] | None
+"""The storage, the versions and the first values of a gradient; None: there is none."""
 
 
 @dataclass(slots=True)
@@ -156,7 +158,7 @@ class WindowWatch:
 
     def note_scale(self, scale: float) -> None:
         """Add the gradient of a mean loss."""
-        self._scale += scale
+        self._scale += scale if math.isfinite(scale) else 0.0
 
     def note_backward(self) -> None:
         """Count a backward."""
@@ -184,16 +186,25 @@ class WindowWatch:
 
 
 def mark_of(gradient: torch.Tensor | None) -> Mark:
-    """What changes when a gradient is replaced, or changed in place."""
+    """What changes when a gradient is replaced, or changed in place.
+
+    FSDP1 adds to a gradient through `.data`, which the versions do not show: the values do, on CPU.
+    """
     if gradient is None:
         return None
-    return storage_key(local_part(gradient).untyped_storage()), *versions_of(gradient)
+    local = local_part(gradient)
+    return storage_key(local.untyped_storage()), *versions_of(gradient), *_first_values(local)
+
+
+def _first_values(local: torch.Tensor) -> list[float]:
+    """A few values; none if reading them would wait or copy."""
+    is_readable = local.device.type == "cpu" and local.is_contiguous()
+    return local.detach().view(-1)[:_VALUES].tolist() if is_readable else []
 
 
 def _is_zero(gradient: torch.Tensor | None) -> bool:
     """Whether a gradient is absent, or its first values on the CPU are 0."""
     if gradient is None:
         return True
-    local = local_part(gradient)
-    is_readable = local.device.type == "cpu" and local.is_contiguous()
-    return is_readable and not bool(local.view(-1)[:_PARAMETERS].any())
+    values = _first_values(local_part(gradient))
+    return bool(values) and not any(values)

@@ -129,18 +129,24 @@ def _leading(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
+def _sample(values: torch.Tensor) -> torch.Tensor:
+    """The first values, and others at even distances: batches may begin with one long prompt."""
+    number = _BYTES // values.element_size() // 2
+    return torch.cat([values[:number], values[:: -(-len(values) // number)]])
+
+
 def _digest(tensors: Any) -> int | None:
-    """A digest of the first values of a few tensors; None: there is no readable one."""
+    """A digest of values of a few tensors; None: there is no readable one."""
     digest, count = 0, 0
-    for content in _first_values(tensors):
+    for content in _contents(tensors):
         digest, count = zlib.crc32(content, digest), count + 1
         if count == _TENSORS:
             break
     return digest if count else None
 
 
-def _first_values(batch: Any) -> Iterator[bytes]:
-    """The first bytes of each plain tensor with different values, in order."""
+def _contents(batch: Any) -> Iterator[bytes]:
+    """Sampled bytes of each plain tensor with different values, in order."""
     waiting: list[Any] = [batch]
     for _ in range(_VISITED):
         if not waiting:
@@ -148,9 +154,9 @@ def _first_values(batch: Any) -> Iterator[bytes]:
         each = waiting.pop(0)
         if isinstance(each, torch.Tensor):
             if is_plain(each) and each.numel() > 1:
-                flat = _leading(each.detach())[: _BYTES // each.element_size()].contiguous()
-                content = flat.view(torch.uint8).numpy().tobytes()
-                if content != content[: each.element_size()] * len(flat):
+                sample = _sample(_leading(each.detach()))
+                content = sample.view(torch.uint8).numpy().tobytes()
+                if content != content[: each.element_size()] * len(sample):
                     yield content
         elif isinstance(each, dict | UserDict):
             waiting[:0] = islice(each.values(), _VISITED)

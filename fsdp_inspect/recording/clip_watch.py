@@ -6,6 +6,7 @@ the order of the calls is noted, and no value of a gradient is read.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ from fsdp_inspect.recording.torch_api.autograd import CLIPS
 from fsdp_inspect.trace.correctness import ClipSeen
 
 _PLACES = 4
+_CALLS = 32
+"""Calls of each line that are judged."""
 _PARAMETERS = 8
 
 
@@ -94,11 +97,15 @@ class ClipWatch:
         self._see_clip(list(model.parameters()), limit)
 
     def _see_clip(self, parameters: Any, limit: Any = 0.0, *_: Any) -> None:
+        is_number = isinstance(limit, int | float)
+        if is_number and not math.isfinite(limit):  # it only measures the norm
+            return
         place = find_calling_line(sys._getframe(1))
         if place not in self._seen and len(self._seen) >= _PLACES:
             return
-        is_number = isinstance(limit, int | float)
         before = self._seen.get(place, ClipSeen(place=place, limit=0.0))
+        if before.num_calls >= _CALLS:
+            return
         held = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         known = held if isinstance(held, list | tuple) else ()  # a generator has ended
         with_gradient = [each for each in known if each.grad is not None][:_PARAMETERS]

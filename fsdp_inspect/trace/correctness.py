@@ -31,7 +31,7 @@ class BatchSeen(Record):
 
     step: Index
     digest: Annotated[int, Field(ge=0, lt=1 << 32)]
-    """CRC-32 of the first values of its first tensors, without constant ones."""
+    """CRC-32 of values of its first tensors, without constant ones."""
     inputs: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """The same of what the model first received after it; None: nothing readable."""
 
@@ -193,7 +193,8 @@ class CoverageSeen(Record):
     num_repeated: Amount = 0
     """Updates that used gradients which an update had used before."""
     missing: list[str] = Field(default_factory=list)
-    """The first names of parameters with a gradient that no optimizer holds or changes."""
+    """The first names of parameters with a gradient that no optimizer holds or changes, and of
+    those without a value on this rank that no optimizer holds."""
     num_missing: Amount = 0
     missing_values: Amount = 0
     held_values: Amount = 0

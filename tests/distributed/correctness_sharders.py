@@ -729,6 +729,113 @@ def loss_of_one_rank_by_its_name(folder: Path, sharder: str) -> None:
     train_and_log(folder, sharder, torch.Tensor.item, "local_loss")
 
 
+# --- mistakes that the first script has for one sharder
+
+
+@loop("fsdp1", "zero", mistake="Ranks 0-1 read the same batches.")
+def same_data(folder: Path, sharder: str) -> None:
+    train(folder, Setup(sharder), plain_step, batches(seed=1))
+
+
+@loop("fsdp1", "ddp", "zero", mistake="Tokens on rank 1 weigh up to 10.0 times as much.")
+def token_means(folder: Path, sharder: str) -> None:
+    valid = 1 if dist.get_rank() else 10
+    train(folder, Setup(sharder), plain_step, batches(valid=valid))
+
+
+@loop("fsdp1", "zero", mistake="Gradients are never cleared: each update repeats all earlier ones.")
+def never_cleared(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder)
+    with fsdp_inspect.Recorder(setup.model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss_of(setup.model, batch).backward()
+            setup.optimizer.step()
+
+
+@loop("fsdp1", "zero", mistake="Gradients are cleared between the microbatches of a step.")
+def cleared_between(folder: Path, sharder: str) -> None:
+    def microbatch(setup: Setup, number: int, batch: Batch) -> None:
+        setup.optimizer.zero_grad()
+        (loss_of(setup.model, batch) / 2).backward()
+
+    train_in_windows(folder, Setup(sharder), microbatch)
+
+
+@loop("fsdp1", "ddp", "zero", mistake="The loss is not divided by the 2 microbatches.")
+def not_divided(folder: Path, sharder: str) -> None:
+    train_in_windows(folder, Setup(sharder), partial(part_of, size=1))
+
+
+@loop("fsdp1", "ddp", mistake="The learning rate changes in every microbatch, not in every update.")
+def scheduled_too_often(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder)
+    schedule = torch.optim.lr_scheduler.LambdaLR(setup.optimizer, lambda step: 1 / (1 + step))
+
+    def microbatch(setup: Setup, number: int, batch: Batch) -> None:
+        (loss_of(setup.model, batch) / 2).backward()
+        schedule.step()
+
+    train_in_windows(folder, setup, microbatch)
+
+
+@loop("fsdp1", "ddp", mistake="No optimizer holds 1 parameter that has gradients.")
+def bias_left_out(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder)
+    named = [each for name, each in setup.model.named_parameters() if not name.endswith("2.bias")]
+    setup.optimizer = torch.optim.AdamW(named, lr=1e-3)
+    train(folder, setup, plain_step)
+
+
+@loop("fsdp2", "ddp", mistake="No optimizer holds 2 parameters that have gradients.")
+def layer_replaced(folder: Path, sharder: str) -> None:
+    """A layer is replaced after the optimizer was made, as for another number of classes."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+    if sharder == "fsdp2":
+        fully_shard(model[0])
+        fully_shard(model[1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model[2] = nn.Linear(64, 16)
+    if sharder == "fsdp2":
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss_of(model, batch).backward()
+            optimizer.step()
+            model.zero_grad()
+
+
+@loop("fsdp1", "ddp", mistake="Parameters are updated twice with the same gradients.")
+def stepped_twice(folder: Path, sharder: str) -> None:
+    def step(setup: Setup, number: int, batch: Batch) -> None:
+        loss_of(setup.model, batch).backward()
+        setup.optimizer.step()
+
+    train(folder, Setup(sharder), step)
+
+
+@loop("zero", mistake="The ranks do not combine their gradients: each trains alone.")
+def reduction_left_off(folder: Path, sharder: str) -> None:
+    def step(setup: Setup, number: int, batch: Batch) -> None:
+        with setup.model.no_sync():
+            loss_of(setup.model, batch).backward()
+
+    train(folder, Setup(sharder), step)
+
+
+@loop("fsdp1", "ddp", mistake="100% of the updates change no stored parameter.")
+def rounded_away(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder, make_model().bfloat16())
+    setup.optimizer = setup.optimizer_of(torch.optim.AdamW, lr=1e-6, weight_decay=0)
+
+    def step(setup: Setup, number: int, batch: Batch) -> None:
+        logits = setup.model(batch[0].bfloat16()).float()
+        F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()).backward()
+
+    train(folder, setup, step)
+
+
 # --- precision and random numbers
 
 

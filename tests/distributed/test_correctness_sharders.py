@@ -12,6 +12,7 @@ from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.diagnosis.diagnose import ProblemClass, Status
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from tests.conftest import Torchrun
+from tests.distributed import correctness_odd_loops
 from tests.distributed.correctness_sharders import LOOPS, MISTAKES, NOTES
 
 SCRIPT = Path(__file__).with_name("correctness_sharders.py")
@@ -75,3 +76,21 @@ def test_a_note_is_evidence_of_a_healthy_run(runs: Path, name: str) -> None:
     [line] = [line for line in evidence if line.startswith("Note: ")]
     assert NOTES[name] in line
     assert run.summary().verdict.limit is not Limit.TRAINING
+
+
+@pytest.fixture(scope="module")
+def odd_runs(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Path:
+    """A folder with a run of each odd loop."""
+    folder = tmp_path_factory.mktemp("odd")
+    run_ranks(SCRIPT.with_name("correctness_odd_loops.py"), folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", correctness_odd_loops.LOOPS)
+def test_an_odd_healthy_loop_is_no_mistake(odd_runs: Path, name: str) -> None:
+    run = open_run(odd_runs / name)
+
+    assert run.correctness().faults == run.correctness().notes == ()
+    assert run.diagnose().status is Status.HEALTHY
+    assert not any("not checked" in each for record in run.source.ranks for each in record.problems)

@@ -1,6 +1,6 @@
 """Find ranks that split the data and read the same batches, and epochs with the same order.
 
-- Seen: a digest of the first values of each batch of a `DataLoader`.
+- Seen: a digest of values of each batch of a `DataLoader`.
 - Proof: at least three different batches are equal on ranks that split the data. A note: a sampler
   shuffles, and two passes in a row begin with the same six different batches.
 - Refuted by: one batch in all steps, as in a benchmark; ranks of one context-parallel group; what
@@ -61,7 +61,7 @@ def check_batches(observed: Observed) -> Iterator[TrainingFault]:
                 tuple(sorted(ranks)),
                 False,
                 f"{who} read the same batches.",
-                f"The first values of {plural(length, 'batch', 'batches')} are equal on "
+                f"The sampled values of {plural(length, 'batch', 'batches')} are equal on "
                 f"{format_ranks(sorted(ranks))}, and {len(set(digests))} of these batches differ "
                 "from each other. Unless each rank then uses another part of them, these ranks do "
                 "the work of one.",

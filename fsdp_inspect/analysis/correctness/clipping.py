@@ -62,14 +62,14 @@ def check_clipping(observed: Observed) -> Iterator[TrainingFault]:
 
 
 _LARGE_LIMIT = 100.0
-"""A limit above it allows for the scale of the loss."""
+"""A limit above it allows for the scale of a loss, or only measures the norm."""
 
 
 def _wrong_calls(observed: Observed) -> Iterator[TrainingFault]:
     """Find calls at the wrong moment, or on scaled gradients."""
     calls: dict[str, dict[int, ClipSeen]] = {}
     for rank, seen in observed.seen.items():
-        for each in seen.clips:
+        for each in (one for one in seen.clips if one.limit < _LARGE_LIMIT):
             calls.setdefault(each.place, {})[rank] = each
     for place, by_rank in calls.items():
         for wording in _WORDINGS:
@@ -106,7 +106,7 @@ _WORDINGS = (
     _Wording(
         lambda each: (
             each.num_scaled
-            if each.num_scaled == each.num_calls and 0 < each.limit < _LARGE_LIMIT
+            if each.num_scaled == each.num_calls and each.limit
             else 0
         ),
         "Scaled gradients are clipped.",
