@@ -129,10 +129,11 @@ def _leading(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-def _sample(values: torch.Tensor) -> torch.Tensor:
+def _sample(values: torch.Tensor) -> bytes:
     """The first values, and others at even distances: batches may begin with one long prompt."""
     number = _BYTES // values.element_size() // 2
-    return torch.cat([values[:number], values[:: -(-len(values) // number)]])
+    parts = values[:number], values[:: -(-len(values) // number)]
+    return b"".join(each.contiguous().view(torch.uint8).numpy().tobytes() for each in parts)
 
 
 def _digest(tensors: Any) -> int | None:
@@ -154,9 +155,9 @@ def _contents(batch: Any) -> Iterator[bytes]:
         each = waiting.pop(0)
         if isinstance(each, torch.Tensor):
             if is_plain(each) and each.numel() > 1:
-                sample = _sample(_leading(each.detach()))
-                content = sample.view(torch.uint8).numpy().tobytes()
-                if content != content[: each.element_size()] * len(sample):
+                content = _sample(_leading(each.detach()))
+                size = each.element_size()
+                if content != content[:size] * (len(content) // size):
                     yield content
         elif isinstance(each, dict | UserDict):
             waiting[:0] = islice(each.values(), _VISITED)

@@ -104,11 +104,7 @@ class _Wording:
 
 _WORDINGS = (
     _Wording(
-        lambda each: (
-            each.num_scaled
-            if each.num_scaled == each.num_calls and each.limit
-            else 0
-        ),
+        lambda each: each.num_scaled if each.num_scaled == each.num_calls and each.limit else 0,
         "Scaled gradients are clipped.",
         "In {} calls, the limit of {:.3g} was applied to gradients that the scaler had multiplied "
         "by its scale, often thousands. They are divided by it later, and become that much "
