@@ -69,6 +69,8 @@ def _wrong_calls(observed: Observed) -> Iterator[TrainingFault]:
     """Find calls at the wrong moment, or on scaled gradients."""
     calls: dict[str, dict[int, ClipSeen]] = {}
     for rank, seen in observed.seen.items():
+        if not any(each.num_with_gradient for each in seen.optimizers):
+            continue  # without gradients, there is nothing to clip
         for each in (one for one in seen.clips if one.limit < _LARGE_LIMIT):
             calls.setdefault(each.place, {})[rank] = each
     for place, by_rank in calls.items():
