@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 EQUAL, DIFFERENT, CANNOT_TELL = range(3)
 
+_CHECKS = (
+    "To check the training itself, record it (`torchrun ... -m fsdp_inspect.record train.py`), "
+    "and run `fsdp-inspect diagnose`."
+)
 _SITE = """\
 # Written by `fsdp-inspect equivalence`; started by every Python process of the command.
 import importlib.machinery
@@ -172,6 +176,9 @@ class _Session:
         raise FsdpInspectError(self._why_nothing(folder, what, len(dumps), num_ranks))
 
     def _why_nothing(self, folder: Path, what: str, num_dumps: int, num_ranks: int) -> str:
+        from fsdp_inspect.formatting import plural
+        from fsdp_inspect.trace.step_dump import read_progress
+
         shown = shlex.join(self._command)
         if num_dumps:
             return (
@@ -184,12 +191,26 @@ class _Session:
                 f"with torchrun or another launcher that sets RANK, with this Python "
                 f"({sys.executable}), and a script that imports torch.distributed.fsdp."
             )
+        progress = read_progress(folder)
+        if progress is None or not progress.has_model:
+            return (
+                f"`{shown}` ran no forward of a fully_shard model. Expected a model that is "
+                f"sharded with FSDP2: FSDP1, DDP and DeepSpeed are not compared. {_CHECKS}"
+            )
+        if progress.num_others and not progress.num_updates:
+            place = f" ({progress.place})" if progress.place else ""
+            return (
+                f"No optimizer of `{shown}` updates a parameter of the fully_shard model: "
+                f"optimizer.step(){place} ran {plural(progress.num_others, 'time')} with other "
+                "tensors, such as those from before sharding. Expected an optimizer that is "
+                f"created after the model is sharded, from the parameters that it then has. "
+                f"{_CHECKS}"
+            )
         return (
-            f"`{shown}` ended before the update of step {self._step} of a fully_shard model. "
-            f"Expected a script that updates at least {self._step + 1} times. Compare an earlier "
-            "step with --step, or train longer. FSDP1, DDP and DeepSpeed are not compared. An "
-            "optimizer that was made before sharding updates no parameter: record the script, and "
-            "`fsdp-inspect diagnose` names it."
+            f"`{shown}` ended before the update of step {self._step}, after "
+            f"{plural(progress.num_updates, 'update')}. Expected a script that updates the "
+            f"fully_shard model at least {self._step + 1} times. Compare an earlier step with "
+            f"--step, or train longer. {_CHECKS}"
         )
 
 

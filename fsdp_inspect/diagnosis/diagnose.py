@@ -208,6 +208,8 @@ class Diagnosis:
     """The mistake of the training; None: the problem is another one."""
     other_faults: tuple[TrainingFault, ...] = ()
     """Further mistakes of the training."""
+    training_notes: tuple[TrainingFault, ...] = ()
+    """What may be intended, of a training that is healthy or has a mistake."""
     events: tuple[RunEvent, ...] = ()
     """What happened, in order: the ranks differed, hung, ran out of memory, ended, and so on."""
 
@@ -318,7 +320,8 @@ class _Case:
             answer = question()
             if answer is not None:
                 return answer
-        return self._make(Status.HEALTHY, None)
+        notes = check_training(self._run).notes
+        return self._make(Status.HEALTHY, None, training_notes=notes)
 
     # --- the checks
 
@@ -849,7 +852,8 @@ class _Case:
 
     def _is_wrong(self) -> Diagnosis | None:
         """Check whether the training itself is wrong, although it runs."""
-        faults = check_training(self._run).faults
+        seen = check_training(self._run)
+        faults = seen.faults
         if not faults:
             return None
         return self._make(
@@ -860,6 +864,7 @@ class _Case:
             location=faults[0].place,
             training=faults[0],
             other_faults=faults[1:],
+            training_notes=seen.notes,
         )
 
     def _stopped(self) -> Diagnosis | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -11,14 +12,18 @@ from torch import nn
 from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api.autograd import versions_of
 from fsdp_inspect.recording.torch_api.dispatch import storage_key
-from fsdp_inspect.trace.correctness import RoundSeen
+from fsdp_inspect.trace.correctness import RoundSeen, WindowSeen, WindowsSeen
 
 _PARAMETERS = 8
+_VALUES = 8
 _UPDATES = 8
 _OPTIMIZERS = 4
+_USUAL = 4
+"""The count of usual updates is stored until this number, and with each short one."""
+_SHORT = 8
 
-_Mark = tuple[int, int, int] | None
-"""The storage and the versions of a gradient; None: there is none."""
+Mark = tuple[object, ...] | None
+"""The storage, the versions and the first values of a gradient; None: there is none."""
 
 
 @dataclass(slots=True)
@@ -26,11 +31,11 @@ class _Round:
     """What happened to a few parameters of an optimizer since its last update."""
 
     parameters: list[nn.Parameter]
-    marks: list[_Mark]
+    marks: list[Mark]
     """The gradients after the last backward of these parameters, or after the update."""
     versions: list[tuple[int, int]]
     """The parameters at that moment."""
-    before: list[_Mark] = field(default_factory=list)
+    before: list[Mark] = field(default_factory=list)
     """The gradients before the backward that runs."""
     num_backwards: int = 0
     num_cleared: int = 0
@@ -61,7 +66,7 @@ class AccumulationWatch:
         """Look at the gradients that the last backward left; `may_read` their values, too."""
         for each in self._open.values():
             gradients = [parameter.grad for parameter in each.parameters]
-            each.before = [_mark_of(gradient) for gradient in gradients]
+            each.before = [mark_of(gradient) for gradient in gradients]
             each.is_blind |= not may_read
             if may_read and all(map(_is_zero, gradients)):
                 each.before = [None] * len(gradients)
@@ -72,7 +77,7 @@ class AccumulationWatch:
         for optimizer, own in self._open.items():
             if not own.before:
                 continue
-            marks = [_mark_of(parameter.grad) for parameter in own.parameters]
+            marks = [mark_of(parameter.grad) for parameter in own.parameters]
             is_touched = marks != own.before
             if is_touched or len(self._open) == 1:
                 rate = optimizer.param_groups[0].get("lr")
@@ -81,7 +86,7 @@ class AccumulationWatch:
                 self._count(own, marks)
 
     @staticmethod
-    def _count(own: _Round, marks: list[_Mark]) -> None:
+    def _count(own: _Round, marks: list[Mark]) -> None:
         is_kept = own.before == own.marks and any(own.marks)
         versions = [versions_of(each) for each in own.parameters]
         if own.num_backwards == 0:
@@ -126,20 +131,80 @@ class AccumulationWatch:
         ]
         chosen = held[:: max(len(held) // _PARAMETERS, 1)][:_PARAMETERS]
         if chosen:
-            marks = [_mark_of(each.grad) for each in chosen]
+            marks = [mark_of(each.grad) for each in chosen]
             self._open[optimizer] = _Round(chosen, marks, [versions_of(each) for each in chosen])
 
 
-def _mark_of(gradient: torch.Tensor | None) -> _Mark:
+class WindowWatch:
+    """The backwards of each update of a training with one optimizer."""
+
+    def __init__(self) -> None:
+        self.seen = WindowsSeen()
+        self._optimizer: int | None = None
+        """The id of the optimizer."""
+        self._is_over = False
+        self._number = 0
+        self._scale = 0.0
+        self._ends_pass = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the scale of the next mean is worth reading."""
+        return not self._is_over and len(self.seen.short) < _SHORT
+
+    def note_end_of_pass(self) -> None:
+        """Note that a pass over a DataLoader has ended."""
+        self._ends_pass = True
+
+    def note_scale(self, scale: float) -> None:
+        """Add the gradient of a mean loss."""
+        self._scale += scale if math.isfinite(scale) else 0.0
+
+    def note_backward(self) -> None:
+        """Count a backward."""
+        self._number += 1
+
+    def note_update(self, optimizer: torch.optim.Optimizer, step: int) -> bool:
+        """Close the window of an update; returns whether something new was seen."""
+        number, scale, ends = self._number, self._scale, self._ends_pass
+        self._number, self._scale, self._ends_pass = 0, 0.0, False
+        self._optimizer = self._optimizer or id(optimizer)
+        self._is_over |= id(optimizer) != self._optimizer
+        seen = self.seen
+        if self._is_over or number == 0:
+            return False
+        if number > seen.num_backwards:
+            self.seen = WindowsSeen(num_backwards=number, num_usual=1, scale=scale)
+        elif number == seen.num_backwards:
+            known = {"num_usual": seen.num_usual + 1, "scale": scale}
+            self.seen = seen.model_copy(update=known)
+        elif len(seen.short) < _SHORT:
+            short = WindowSeen(step=step, num_backwards=number, scale=scale, ends_pass=ends)
+            self.seen = seen.model_copy(update={"short": [*seen.short, short]})
+            return True
+        return self.seen.num_usual <= _USUAL
+
+
+def mark_of(gradient: torch.Tensor | None) -> Mark:
+    """What changes when a gradient is replaced, or changed in place.
+
+    FSDP1 adds to a gradient through `.data`, which the versions do not show: the values do, on CPU.
+    """
     if gradient is None:
         return None
-    return storage_key(local_part(gradient).untyped_storage()), *versions_of(gradient)
+    local = local_part(gradient)
+    return storage_key(local.untyped_storage()), *versions_of(gradient), *_first_values(local)
+
+
+def _first_values(local: torch.Tensor) -> list[float]:
+    """A few values; none if reading them would wait or copy."""
+    is_readable = local.device.type == "cpu" and local.is_contiguous()
+    return local.detach().view(-1)[:_VALUES].tolist() if is_readable else []
 
 
 def _is_zero(gradient: torch.Tensor | None) -> bool:
     """Whether a gradient is absent, or its first values on the CPU are 0."""
     if gradient is None:
         return True
-    local = local_part(gradient)
-    is_readable = local.device.type == "cpu" and local.is_contiguous()
-    return is_readable and not bool(local.view(-1)[:_PARAMETERS].any())
+    values = _first_values(local_part(gradient))
+    return bool(values) and not any(values)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api.autograd import version_of
 from fsdp_inspect.trace.correctness import CoverageSeen
 
@@ -79,7 +80,9 @@ class CoverageWatch:
             version = version_of(each)
             if self._versions.setdefault(id(each), version) != version:
                 self._changed.add(id(each))
-            if id(each) in self._with_gradient and id(each) not in self._changed:
+            is_empty = not local_part(each).numel()  # FSDP1 gives other ranks all its values
+            is_trained = id(each) in self._with_gradient or is_empty
+            if is_trained and id(each) not in self._changed:
                 missing.append(each)
                 names.append(name)
         self.seen = CoverageSeen(

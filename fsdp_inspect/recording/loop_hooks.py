@@ -260,10 +260,12 @@ class LoopHooks:
                 batch = original(iterator)
                 session.num_batches += 1
                 if session.checks is not None:
-                    session.checks.note_batch(batch, id(iterator))
+                    session.checks.note_batch(batch, iterator)
                 return batch
             except StopIteration:
                 running.discard(iterator)  # persistent workers use it again for the next pass
+                if session.checks is not None:
+                    session.checks.note_end_of_pass(iterator)
                 session.last_ended_pass = session.num_loader_passes
                 session.loader_ended_ns = session.clock.host_now()
                 session.loader_ended_step = session.step

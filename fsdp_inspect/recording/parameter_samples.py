@@ -11,6 +11,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from fsdp_inspect.recording.late_values import LateValues
 from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.value_watch import EVERY, Recording
 from fsdp_inspect.trace.codes import NO_UNIT
-from fsdp_inspect.trace.correctness import ParameterSeen, UpdateSeen
+from fsdp_inspect.trace.correctness import BufferSeen, ParameterSeen, UpdateSeen
 
 _PARAMETERS = 8
 _OUTSIDE = 3
@@ -30,6 +31,9 @@ _OUTSIDE = 3
 _VALUES = 64
 """Values of each parameter, evenly spaced."""
 _UPDATES = 8
+_BUFFERS = 8
+_LATER = 3
+"""The sampled update before which the buffers are read again."""
 _LOOKS = 4
 """Further updates, in steps that look at all parameters: the last ones are kept."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,13 +43,15 @@ _EXACT_KEYS = ("master", "param", "comp", "shift")
 """Parts of the names of optimizer states that keep what rounding takes from a parameter."""
 
 
+@dataclass(frozen=True, slots=True)
 class ShardPlace:
     """The unit of a parameter, and this rank's place among the ranks that hold it."""
 
-    def __init__(self, unit: int, part: tuple[int, ...], *, is_replica: bool) -> None:
-        self.unit = unit
-        self.part = part
-        self.is_replica = is_replica
+    unit: int = NO_UNIT
+    part: tuple[int, ...] = ()
+    is_replica: bool = False
+    divide_factor: float | None = None
+    """See `ParameterSeen.divide_factor`."""
 
 
 class ParameterSamples:
@@ -70,8 +76,10 @@ class ParameterSamples:
         self._late = late
         self._places = places
         self._chosen: list[nn.Parameter] = []
+        self._buffers: list[tuple[str, torch.Tensor]] = []
         self.parameters: list[ParameterSeen] = []
         self.updates: list[UpdateSeen] = []
+        self.buffers: list[BufferSeen] = []
         self.backward_place = ""
         self.num_noted = 0
         """The updates that were noted."""
@@ -112,6 +120,8 @@ class ParameterSamples:
         if not self._chosen:
             return
         self._num_updates += 1
+        if self._num_updates in (1, 1 + _LATER):
+            self._see_buffers(is_first=self._num_updates == 1)
         step, rate = self._session.step, _rate_of(optimizer)
         own = {id(each) for group in optimizer.param_groups for each in group["params"]}
         updated = [id(each) in own for each in self._chosen]
@@ -159,7 +169,7 @@ class ParameterSamples:
         chosen += _spread(of_units, _PARAMETERS - len(chosen))
         self._chosen = list({id(each): each for each in chosen}.values())
         for each in self._chosen:
-            place = places.get(id(each)) or ShardPlace(NO_UNIT, (), is_replica=False)
+            place = places.get(id(each)) or ShardPlace()
             part, is_replica = place.part, place.is_replica
             if isinstance(each, DTensor):
                 part, is_replica = _place_in_mesh(each)
@@ -170,6 +180,7 @@ class ParameterSamples:
                     part=list(part),
                     is_replica=is_replica,
                     dtype=str(each.dtype).removeprefix("torch."),
+                    divide_factor=place.divide_factor,
                 )
             )
 
@@ -181,6 +192,35 @@ class ParameterSamples:
             if is_random or any(part in key for key in keys for part in _EXACT_KEYS):
                 known = {"keeps_copy": True}
                 self.parameters[at] = self.parameters[at].model_copy(update=known)
+
+    # --- the buffers
+
+    def _see_buffers(self, *, is_first: bool) -> None:
+        """Sample the buffers, which may differ between ranks if a loop changes them."""
+        if is_first:
+            found = [
+                (name, each)
+                for name, each in self._model.named_buffers()
+                if each.dtype in _DTYPES and each.numel() > 1
+            ]
+            self._buffers = found[:_BUFFERS]
+
+        def keep(values: list[torch.Tensor | None]) -> None:
+            digests = [0 if each is None else _digest(each) for each in values]
+            if is_first:
+                names = [name for name, _ in self._buffers]
+                self.buffers = [
+                    BufferSeen(name=name, digest=digest)
+                    for name, digest in zip(names, digests, strict=True)
+                ]
+                return
+            self.buffers = [
+                each.model_copy(update={"is_constant": each.digest == digest != 0})
+                for each, digest in zip(self.buffers, digests, strict=True)
+            ]
+
+        if self._buffers:
+            self._read([each for _, each in self._buffers], keep)
 
     # --- the samples
 
@@ -226,7 +266,9 @@ class ParameterSamples:
             factor=_factor(self._last, gradients),
             gradients=[_norm(each) for each in gradients],
             values=[_norm(each) for each in before],
-            digests=[0 if each is None else zlib.crc32(each.numpy().tobytes()) for each in before],
+            weighted=[_weigh(each) for each in gradients],
+            weighted_before=[_weigh(each) for each in self._last],
+            digests=[0 if each is None else _digest(each) for each in before],
             num_meant=meant,
             num_lost=lost,
         )
@@ -283,6 +325,22 @@ def _norm(values: torch.Tensor | None) -> float | None:
     return norm if math.isfinite(norm) else None
 
 
+def _weigh(values: torch.Tensor | None) -> float | None:
+    """A weighted sum of a sample; None: without one, or not finite.
+
+    The weights differ, because the plain sum of some gradients is 0.
+    """
+    if values is None:
+        return None
+    weights = torch.linspace(1, 2, len(values), dtype=values.dtype)
+    found = float(values @ weights)
+    return found if math.isfinite(found) else None
+
+
+def _digest(values: torch.Tensor) -> int:
+    return zlib.crc32(values.numpy().tobytes())
+
+
 def _factor(
     before: Sequence[torch.Tensor | None], after: Sequence[torch.Tensor | None]
 ) -> float | None:
@@ -324,6 +382,7 @@ def places_of(
             index,
             (list(group).index(rank),) if rank in group else (),
             is_replica=len(ranks_of.get(unit.replicate_group, ())) > 1,
+            divide_factor=getattr(handle.key, "gradient_divide_factor", None),  # of FSDP2
         )
         found |= {id(each): place for each in handle.local_parameters}
     return found

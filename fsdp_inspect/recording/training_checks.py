@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 import sys
-import zlib
-from collections import Counter, UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from fsdp_inspect.recording.accumulation_watch import AccumulationWatch
+from fsdp_inspect.recording.accumulation_watch import AccumulationWatch, WindowWatch
+from fsdp_inspect.recording.batch_watch import BatchWatch, is_plain
+from fsdp_inspect.recording.clip_watch import ClipWatch
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.coverage_watch import CoverageWatch
 from fsdp_inspect.recording.parameter_samples import ParameterSamples
@@ -28,19 +28,12 @@ from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
 from fsdp_inspect.recording.value_watch import Recording, ValueWatch
-from fsdp_inspect.trace.correctness import BatchSeen, LossSeen, OptimizerSeen, TrainingSeen
+from fsdp_inspect.trace.correctness import LossSeen, OptimizerSeen, TrainingSeen
 
 _STEPS = 8
-_BATCHES = 16
 _OPTIMIZERS = 16
 """With more optimizers, such as one for each parameter, none is observed."""
 _LOSSES = 64
-_VISITED = 64
-"""Parts of a batch that are looked at."""
-_TENSORS = 3
-"""Tensors of a batch that its digest contains."""
-_BYTES = 4096
-"""Bytes of each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +78,11 @@ class TrainingChecks:
         )
         self._accumulation = AccumulationWatch()
         self._seen = TrainingSeen()
-        self._batch: int | None = None
-        """The digest of the last batch since the last backward."""
-        self._inputs: int | None = None
-        """The digest of what the model received first since then."""
-        self._num_batches = self._num_noted = 0
+        self._windows = WindowWatch()
+        self._clips = ClipWatch(lambda observe: self._quietly(observe, is_early=False))
+        self._batches = BatchWatch()
+        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        self._num_noted = 0
         self._is_over = self._has_failed = False
         self._has_news = False
 
@@ -105,6 +98,12 @@ class TrainingChecks:
             "coverage": None if self._coverage is None else self._coverage.seen,
             "optimizers": list(self._optimizers.values()),
             "rounds": list(self._accumulation.rounds),
+            "windows": self._windows.seen,
+            "clips": self._clips.seen,
+            "batches": list(self._batches.batches),
+            "passes": list(self._batches.passes),
+            "random": list(self._batches.random),
+            "autocast": self._batches.autocast,
             "values": values,
         }
         if self._samples is not None:
@@ -112,6 +111,7 @@ class TrainingChecks:
                 "backward_place": self._samples.backward_place,
                 "parameters": list(self._samples.parameters),
                 "updates": list(self._samples.updates),
+                "buffers": list(self._samples.buffers),
             }
         self._seen = self._seen.model_copy(update=known)
         return self._seen
@@ -155,6 +155,7 @@ class TrainingChecks:
         if (coverage := self._coverage) is not None:
             self._quietly(lambda: coverage.after_update(optimizer))
         self._quietly(lambda: self._close_round(optimizer))
+        self._quietly(lambda: self._close_window(optimizer), is_early=False)
         if (samples := self._samples) is not None:
             self._quietly(lambda: samples.after_update(optimizer), is_early=False)
 
@@ -195,27 +196,35 @@ class TrainingChecks:
         self._accumulation.after_update(optimizer, self._session.step)
         self._has_news = True
 
+    def _close_window(self, optimizer: torch.optim.Optimizer) -> None:
+        self._clips.after_update()
+        self._has_news |= self._windows.note_update(optimizer, self._session.step)
+
     # --- batches
 
-    def note_batch(self, batch: Any, loader: int) -> None:
-        """Observe a batch that a pass over a DataLoader gives to the training thread."""
+    def note_batch(self, batch: Any, iterator: Any) -> None:
+        """Observe a batch that a DataLoader's iterator gives to the training thread."""
         if torch.is_grad_enabled():  # otherwise an evaluation
-            self._quietly(lambda: self._see_batch(batch, loader))
+            self._quietly(lambda: self._accumulation.note_batch(id(iterator)))
+            self._quietly(lambda: self._see_batch(batch, iterator), is_early=False)
 
-    def _see_batch(self, batch: Any, loader: int) -> None:
-        self._accumulation.note_batch(loader)
-        self._num_batches += 1
-        if self._num_batches > _BATCHES:
-            return
-        self._batch = _digest(batch)
+    def _see_batch(self, batch: Any, iterator: Any) -> None:
+        is_early = not self.is_over
+        self._has_news |= self._batches.note_batch(batch, iterator, is_early=is_early)
+
+    def note_end_of_pass(self, iterator: Any) -> None:
+        """Observe that a DataLoader's iterator has no batch left."""
+        if torch.is_grad_enabled():
+            self._quietly(lambda: self._see_end(iterator), is_early=False)
+
+    def _see_end(self, iterator: Any) -> None:
+        self._batches.note_end(iterator)
+        self._windows.note_end_of_pass()
+        self._has_news = True
 
     def note_inputs(self, *inputs: Any) -> None:
         """Observe what a model receives first after a batch."""
-        if self._inputs is None:
-            self._quietly(lambda: self._see_inputs(inputs))
-
-    def _see_inputs(self, inputs: Any) -> None:
-        self._inputs = _digest(inputs)
+        self._quietly(lambda: self._batches.note_inputs(inputs, self._device))
 
     def before_backward(self, tensors: Any) -> None:
         """Keep the last batch, which a backward uses, and look at the loss it starts from."""
@@ -224,88 +233,71 @@ class TrainingChecks:
             self._quietly(coverage.before_backward)
         may_read = self._session.tracker is None
         self._quietly(lambda: self._accumulation.before_backward(may_read=may_read))
-        if self._batch is not None and self._observes():
-            seen = BatchSeen(step=self._session.step, digest=self._batch, inputs=self._inputs)
-            self._seen.batches.append(seen)
-            self._has_news = True
-        self._batch = self._inputs = None
+        self._quietly(self._see_backward)
+        self._quietly(self._clips.before_backward, is_early=False)
+        self._quietly(self._windows.note_backward, is_early=False)
+        self._batches.forget()
+
+    def _see_backward(self) -> None:
+        session = self._session
+        self._has_news |= self._batches.before_backward(
+            session.step, is_first=session.microbatch == 0
+        )
 
     def after_backward(self) -> None:
         """Observe the gradients that a backward left."""
         self._quietly(self._accumulation.after_backward)
+        self._quietly(self._clips.after_backward, is_early=False)
         if (samples := self._samples) is not None:
             self._quietly(samples.after_backward, is_early=False)
 
     # --- the loss
 
     def attach(self, patches: Patches) -> None:
-        """Observe the means and sums of cross entropies."""
+        """Observe the means and sums of cross entropies, and the calls that clip gradients."""
         patches.on_undo(wrap_cross_entropy(self._note_mean))
+        self._clips.attach(patches, self._session)
 
     def _note_mean(self, target: Any, ignored: int, result: Any, is_sum: bool) -> None:
-        self._quietly(lambda: self._see_mean(target, ignored, result, is_sum))
+        if not self.is_over:
+            self._quietly(lambda: self._see_mean(target, ignored, result, is_sum))
+        elif self._windows.is_open and not is_sum:
+            self._quietly(lambda: self._see_scale(result), is_early=False)
+
+    def _see_scale(self, result: Any) -> None:
+        """Note the gradient of a mean, also after the first steps."""
+        if is_plain(result) and result.requires_grad and not self._session.in_backward:
+
+            def see_gradient(gradient: torch.Tensor) -> None:
+                note = self._windows.note_scale
+                self._quietly(lambda: note(float(gradient)), is_early=False)
+
+            result.register_hook(see_gradient)
 
     def _see_mean(self, target: Any, ignored: int, result: Any, is_sum: bool) -> None:
         session = self._session
         if session.in_backward or len(self._seen.losses) >= _LOSSES:  # a repeated forward
             return
-        if not (_is_plain(target) and _is_plain(result) and result.requires_grad):
+        if not (is_plain(target) and is_plain(result) and result.requires_grad):
             return
         if target.is_floating_point():  # probabilities of classes
             return
         count = int((target.detach().numpy() != ignored).sum())
         where = {"step": session.step, "microbatch": session.microbatch}
         place = find_calling_line(sys._getframe(1))
+        dtype = str(result.dtype).removeprefix("torch.")
 
         def see_gradient(gradient: torch.Tensor) -> None:
             def keep() -> None:
                 scale = float(gradient) * (count if is_sum else 1)
                 if count and math.isfinite(scale):
-                    seen = LossSeen(num_tokens=count, scale=scale, place=place, **where)
+                    seen = LossSeen(
+                        num_tokens=count, scale=scale, place=place, dtype=dtype, **where
+                    )
                     self._seen.losses.append(seen)
+                    self._windows.note_scale(scale)
                     self._has_news = True
 
             self._quietly(keep)
 
         result.register_hook(see_gradient)
-
-
-def _is_plain(tensor: Any) -> bool:
-    """Whether its values can be read without waiting: a plain tensor on the CPU."""
-    return type(tensor) is torch.Tensor and tensor.device.type == "cpu"
-
-
-def _leading(tensor: torch.Tensor) -> torch.Tensor:
-    """Values of a tensor in one dimension, without a copy: all, or those of its first rows."""
-    while not tensor.is_contiguous() and tensor.dim() > 1:
-        tensor = tensor[0]
-    return tensor.reshape(-1)
-
-
-def _digest(tensors: Any) -> int | None:
-    """A digest of the first values of a few tensors; None: there is no readable one."""
-    digest, count = 0, 0
-    for content in _first_values(tensors):
-        digest, count = zlib.crc32(content, digest), count + 1
-        if count == _TENSORS:
-            break
-    return digest if count else None
-
-
-def _first_values(batch: Any) -> Iterator[bytes]:
-    """The first bytes of each plain tensor with different values, in order."""
-    waiting: list[Any] = [batch]
-    for _ in range(_VISITED):
-        if not waiting:
-            return
-        each = waiting.pop(0)
-        if isinstance(each, torch.Tensor):
-            if _is_plain(each) and each.numel() > 1:
-                flat = _leading(each.detach())[: _BYTES // each.element_size()].contiguous()
-                content = flat.view(torch.uint8).numpy().tobytes()
-                if content != content[: each.element_size()] * len(flat):
-                    yield content
-        elif isinstance(each, dict | UserDict):
-            waiting[:0] = islice(each.values(), _VISITED)
-        elif isinstance(each, list | tuple):
-            waiting[:0] = each[:_VISITED]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EVERY = 100
 """The parameters are looked at before each step whose number is a multiple of this."""
+_LOSSES = 8
 
 
 class Recording(Protocol):
@@ -40,6 +41,10 @@ class Recording(Protocol):
 
     def problem(self, sentence: str) -> None:
         """Store a limit of the recording in the run folder."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """End the recording because of an error of its own."""
         ...
 
 
@@ -76,18 +81,23 @@ class ValueWatch:
         loss: Any = next(iter(tensors), None) if isinstance(tensors, list | tuple) else tensors
         if self.seen.loss_step is not None or self._session.microbatch:
             return
+        losses = self.seen.losses
         if type(loss) not in (torch.Tensor, DTensor) or loss.numel() != 1:
             return
 
         def keep(value: torch.Tensor, place: str = "") -> None:
-            if self.seen.loss_step is None and not math.isfinite(float(value)):
+            number = float(value)
+            if math.isfinite(number):
+                if len(losses) < _LOSSES:
+                    losses[step] = number
+            elif self.seen.loss_step is None:
                 self._update(loss_step=step, loss_place=place)
 
         own = local_part(loss.detach())
         if own.device.type != "cpu":
             self._late.read(own, keep)
-        elif not math.isfinite(float(own)):
-            keep(own, find_calling_line(sys._getframe(1)))
+        else:
+            keep(own, "" if math.isfinite(own) else find_calling_line(sys._getframe(1)))
 
     def begin_step(self) -> None:
         """Look at the parameters, if it is time."""

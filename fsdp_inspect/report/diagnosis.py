@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from fsdp_inspect.analysis.correctness import TrainingFault
 from fsdp_inspect.analysis.loss_spikes import LossSpike
 from fsdp_inspect.analysis.numerics import NonFinite, Numerics
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind
@@ -71,6 +72,8 @@ class DiagnosisText:
     sentence: str
     evidence: tuple[str, ...]
     next: tuple[str, ...]
+    detail: str
+    """The sentence without the words of the headline, to show below it."""
 
 
 def describe_diagnosis(found: Diagnosis, *, run: str = "RUN") -> DiagnosisText:
@@ -81,7 +84,14 @@ def describe_diagnosis(found: Diagnosis, *, run: str = "RUN") -> DiagnosisText:
         run: The run in commands.
     """
     steps = tuple(name_run(step, run) for step in _next(found))
-    return DiagnosisText(_hedge(found, _sentence(found)), tuple(_evidence(found)), steps)
+    sentence = _hedge(found, _sentence(found))
+    fault = found.training
+    detail = sentence if fault is None else f"{fault.why}{_line_of(fault)}"
+    return DiagnosisText(sentence, tuple(_evidence(found)), steps, detail)
+
+
+def _line_of(fault: TrainingFault) -> str:
+    return f" Line: {shorten_place(fault.place)}." if fault.place else ""
 
 
 def _hedge(found: Diagnosis, sentence: str) -> str:
@@ -784,6 +794,13 @@ def _no_problem(found: Diagnosis) -> str:
 # --- the evidence
 
 
+def _further_faults(found: Diagnosis) -> Iterator[str]:
+    for fault in found.other_faults:
+        yield f"{fault.headline} {fault.why}{_line_of(fault)}"
+    for note in found.training_notes:
+        yield f"Note: {note.sentence} {note.why}{_line_of(note)} {note.change}"
+
+
 def _evidence(found: Diagnosis) -> Iterator[str]:
     if found.difference is not None:
         for ranks, issued in found.difference.issued:
@@ -803,7 +820,7 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
         yield _describe_wait(found.wait, found)
     if found.out_of_memory is not None:
         yield from describe_memory_at_failure(found.out_of_memory)
-    yield from (f"{fault.headline} {fault.why}" for fault in found.other_faults)
+    yield from _further_faults(found)
     yield from _describe_states(found)
     if found.problem is ProblemClass.PRECISION_LOSS and found.numerics is not None:
         for unit in sorted(found.numerics.units, key=lambda each: -(each.lost_ratio or 0.0))[:4]:
@@ -941,7 +958,7 @@ def _next(found: Diagnosis) -> Iterator[str]:
         verb = "crashes" if found.problem is ProblemClass.RANK_DIED else "hangs"
         yield f"{_OWN_GROUP} If the run then {verb} again, the race is not the cause."
     if found.training is not None:
-        yield found.training.change
+        yield from dict.fromkeys(each.change for each in (found.training, *found.other_faults))
     yield from _NEXT.get(found.problem, ()) if found.problem is not None else ()
     yield from _next_for_rank(found)
     if found.problem is ProblemClass.NOT_FINITE and not _is_exact(found):

@@ -31,9 +31,29 @@ class BatchSeen(Record):
 
     step: Index
     digest: Annotated[int, Field(ge=0, lt=1 << 32)]
-    """CRC-32 of the first values of its first tensors, without constant ones."""
+    """CRC-32 of values of its first tensors, without constant ones."""
     inputs: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """The same of what the model first received after it; None: nothing readable."""
+
+
+class PassSeen(Record):
+    """A pass of the training over a DataLoader."""
+
+    digests: list[Annotated[int, Field(ge=0, lt=1 << 32)]] = Field(default_factory=list)
+    """Those of its first batches, as in `BatchSeen`; 0: nothing readable."""
+    is_shuffled: bool = False
+    """Whether its sampler shuffles."""
+    has_ended: bool = False
+
+
+class RandomSeen(Record):
+    """The random state of a rank's device around the forward of a microbatch."""
+
+    step: Index
+    before: Annotated[int, Field(ge=0, lt=1 << 32)]
+    """CRC-32 of the state before the forward."""
+    is_used: bool
+    """Whether the forward changed it."""
 
 
 class LossSeen(Record):
@@ -48,6 +68,8 @@ class LossSeen(Record):
     sum / `num_tokens`."""
     place: str = ""
     """The user's line, `file:line`; empty: unknown."""
+    dtype: str = ""
+    """The dtype of the value; empty: unknown."""
 
 
 class ValuesSeen(Record):
@@ -56,6 +78,8 @@ class ValuesSeen(Record):
     A look before step n shows the parameters that step n - 1 left.
     """
 
+    losses: dict[int, float] = Field(default_factory=dict)
+    """The finite value that the first backward of a step began from, by step: the first ones."""
     loss_step: Index | None = None
     """The first step whose backward began from a loss that is not finite."""
     loss_place: str = ""
@@ -81,6 +105,8 @@ class ParameterSeen(Record):
     dtype: str
     keeps_copy: bool = False
     """Whether the optimizer keeps what rounding takes from the parameter."""
+    divide_factor: float | None = None
+    """The number that the script set for FSDP2 to divide its gradient by; None: it set none."""
 
 
 class UpdateSeen(Record):
@@ -94,6 +120,10 @@ class UpdateSeen(Record):
     clipping; None: there is none, or it is unknown."""
     gradients: list[float | None]
     """The norms of the sampled gradients before the update."""
+    weighted: list[float | None] = Field(default_factory=list)
+    """Weighted sums of these: that of a sum of gradients is the sum of theirs."""
+    weighted_before: list[float | None] = Field(default_factory=list)
+    """The same after the last backward; empty: unknown."""
     values: list[float | None]
     """The norms of the sampled values before the update."""
     digests: list[Annotated[int, Field(ge=0, lt=1 << 32)]]
@@ -104,6 +134,58 @@ class UpdateSeen(Record):
     """Those that the update did not change."""
 
 
+class BufferSeen(Record):
+    """A buffer of which a rank samples up to 64 values."""
+
+    name: str
+    digest: Annotated[int, Field(ge=0, lt=1 << 32)]
+    """CRC-32 of these values before the first sampled update."""
+    is_constant: bool = False
+    """Whether they were the same before a later update."""
+
+
+class ClipSeen(Record):
+    """Calls that clip gradients, from one line of the user."""
+
+    place: str = ""
+    """The user's line, `file:line`; empty: unknown."""
+    limit: float
+    """The largest norm, or value, that the last call allowed."""
+    num_calls: Amount = 0
+    num_scaled: Amount = 0
+    """Calls while the gradients were multiplied by the scale of a gradient scaler."""
+    num_early: Amount = 0
+    """Calls after which a backward of the same update added to the gradients."""
+    num_late: Amount = 0
+    """Calls between an update and a backward that found these gradients cleared."""
+    num_empty: Amount = 0
+    """Calls that found no gradient."""
+
+
+class WindowSeen(Record):
+    """The backwards of an update that has fewer of them than usual."""
+
+    step: Index
+    num_backwards: Amount
+    scale: float
+    """The sum of `LossSeen.scale` over them."""
+    ends_pass: bool
+    """Whether a pass over a DataLoader ended before the update."""
+
+
+class WindowsSeen(Record):
+    """The backwards of the updates of the only optimizer."""
+
+    num_backwards: Amount = 0
+    """The usual number; 0: there is none, or it is 1."""
+    scale: float = 0.0
+    """The sum of `LossSeen.scale` over them in the last usual update."""
+    num_usual: Amount = 0
+    """Updates with this number."""
+    short: list[WindowSeen] = Field(default_factory=list)
+    """The first updates with fewer backwards."""
+
+
 class CoverageSeen(Record):
     """The parameters of the models, compared with those that the optimizers hold."""
 
@@ -111,7 +193,8 @@ class CoverageSeen(Record):
     num_repeated: Amount = 0
     """Updates that used gradients which an update had used before."""
     missing: list[str] = Field(default_factory=list)
-    """The first names of parameters with a gradient that no optimizer holds or changes."""
+    """The first names of parameters with a gradient that no optimizer holds or changes, and of
+    those without a value on this rank that no optimizer holds."""
     num_missing: Amount = 0
     missing_values: Amount = 0
     held_values: Amount = 0
@@ -152,13 +235,20 @@ class TrainingSeen(Record):
     """Those that had a gradient before an update."""
     optimizers: list[OptimizerSeen] = Field(default_factory=list)
     batches: list[BatchSeen] = Field(default_factory=list)
+    passes: list[PassSeen] = Field(default_factory=list)
+    random: list[RandomSeen] = Field(default_factory=list)
+    autocast: str = ""
+    """The dtype of the autocast region around the first forward; empty: none."""
     losses: list[LossSeen] = Field(default_factory=list)
     values: ValuesSeen = ValuesSeen()
     coverage: CoverageSeen | None = None
     """None: the recorder does not see all optimizers, or they update partitions."""
     rounds: list[RoundSeen] = Field(default_factory=list)
+    windows: WindowsSeen = WindowsSeen()
+    clips: list[ClipSeen] = Field(default_factory=list)
     backward_place: str = ""
     """The user's line that called the last sampled backward, `file:line`; empty: unknown."""
     parameters: list[ParameterSeen] = Field(default_factory=list)
+    buffers: list[BufferSeen] = Field(default_factory=list)
     updates: list[UpdateSeen] = Field(default_factory=list)
     """The first 8 sampled updates, and the last 4 after them."""

@@ -23,6 +23,8 @@ ENVIRONMENT_VARIABLE = "FSDP_INSPECT_EQUIVALENCE"
 """Settings of the dump for the ranks of a command, as `DumpSettings` in JSON."""
 
 INDEX_FILE = "index.json"
+_PROGRESS_FILE = "progress.json"
+"""Written by a rank that ends before the step."""
 FINGERPRINT_SAMPLES = 256
 FINGERPRINT_LENGTH = 2 + FINGERPRINT_SAMPLES
 """Length of a fingerprint: sum, sum of squares, and values at evenly spaced places, then zeros."""
@@ -53,6 +55,20 @@ class DumpSettings:
         """Read the value of the environment variable."""
         fields = json.loads(text)
         return cls(str(fields["folder"]), int(fields["step"]), fields["sharded"])
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a rank did that ended before the step."""
+
+    has_model: bool = False
+    """Whether a model with units ran a forward."""
+    num_updates: int = 0
+    """Updates of parameters of such a model."""
+    num_others: int = 0
+    """Steps of optimizers that hold none of its parameters."""
+    place: str = ""
+    """The user's line of the first of these, `file:line`; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +170,25 @@ def write_index(dump: StepDump) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"version": _VERSION, **fields}))
     part.replace(path)
+
+
+def write_progress(folder: Path, progress: Progress) -> None:
+    """Write what the rank of this folder did, if it ends before the step."""
+    (folder / _PROGRESS_FILE).write_text(json.dumps(asdict(progress)))
+
+
+def read_progress(folder: Path) -> Progress | None:
+    """What the first rank did that ended before the step; None: no rank wrote it."""
+    path = next(iter(sorted(folder.glob(f"rank-*/{_PROGRESS_FILE}"))), None)
+    if path is None:
+        return None
+    found = json.loads(path.read_text())
+    return Progress(
+        bool(found["has_model"]),
+        int(found["num_updates"]),
+        int(found["num_others"]),
+        str(found["place"]),
+    )
 
 
 def read_dumps(folder: Path) -> list[StepDump]:

@@ -99,3 +99,28 @@ def test_shards_of_one_recorded_rank_are_not_compared() -> None:
     run = observed(input_bound(), seen, TrainingSeen())
 
     assert not check_training(replace(run, ranks=run.ranks[:1])).faults
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "is_noted"),
+    [(64, "bfloat16", True), (32, "bfloat16", False), (64, "float32", False)],
+)
+def test_a_reduction_in_bfloat16_over_many_ranks_is_a_note(
+    num_ranks: int, dtype: str, is_noted: bool
+) -> None:
+    run = observed(input_bound(), TrainingSeen(), TrainingSeen())
+    [group] = run.manifest.process_groups
+    manifest = run.manifest.model_copy(
+        update={
+            "process_groups": [group.model_copy(update={"ranks": list(range(num_ranks))})],
+            "units": [
+                each.model_copy(update={"reduce_dtype": dtype}) for each in run.manifest.units
+            ],
+        }
+    )
+
+    found = check_training(replace(run, manifest=manifest))
+
+    expected = [f"Gradients are reduced in bfloat16 over {num_ranks} ranks."] if is_noted else []
+    assert [note.sentence for note in found.notes] == expected
+    assert not found.faults

@@ -1,9 +1,11 @@
 """The Diagnosis page has the sentence, the picture and the stacks; other pages link to it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fsdp_inspect.trace.correctness import BatchSeen, OptimizerSeen, TrainingSeen
 from tests.app.conftest import OpenApp
 from tests.app.synthetic import make_run, write_run
 from tests.app.test_pages import read
@@ -76,3 +78,34 @@ def test_names_of_code_are_escaped(open_app: OpenApp, tmp_path: Path) -> None:
 
     assert "&lt;img src=x&gt; (ann/train.py:88)" in html
     assert "<img" not in html
+
+
+def test_a_mistake_of_the_training_is_stated_once_with_all_changes(
+    open_app: OpenApp, tmp_path: Path
+) -> None:
+    """An optimizer that updates nothing, and ranks that read the same batches."""
+    run = make_run(num_steps=5)
+    optimizer = OptimizerSeen(
+        place="/job/train.py:7", num_steps=4, num_tensors=2, num_of_model=0, num_with_gradient=0,
+        num_alike=2,
+    )  # fmt: skip
+    seen = TrainingSeen(
+        num_trainable=2,
+        num_with_gradient=2,
+        optimizers=[optimizer],
+        batches=[BatchSeen(step=step, digest=step) for step in range(4)],
+    )
+    ranks = [record.model_copy(update={"training": seen}) for record in run.ranks]
+    write_run(tmp_path / "stale", replace(run, ranks=ranks))
+
+    app = open_app(tmp_path, "diagnosis", run="stale")
+
+    assert not app.exception
+    text = read(app)
+    assert text.count("The optimizer updates no parameter of the model") == 1
+    assert "Line: job/train.py:7." in text.replace("\\", "")
+    assert "Create the optimizer after the model is sharded" in text
+    assert "read the same batches" in text
+    assert "Give each rank a part of the data of its own" in text
+    assert "Checks of the training without an answer" in app.expander[0].label
+    assert not any("timeline" in link.proto.page for link in app.get("page_link"))

@@ -146,12 +146,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Model()
+    early = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shard(model)
     if FAULT == "own":
         skip_reduction(model)
     if FAULT == "stale":
         keep_stale(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if FAULT != "early" else early
     torch.manual_seed(dist.get_rank() // (2 if "tp" in SETTINGS else 1))
     for step in range(3):
         if "closure" in SETTINGS:

@@ -16,7 +16,13 @@ from fsdp_inspect.comparison.equivalence import (
     compare_steps,
 )
 from fsdp_inspect.report.equivalence import describe_equivalence, describe_evidence
-from fsdp_inspect.trace.step_dump import ENVIRONMENT_VARIABLE, DumpSettings, StepDump, read_dumps
+from fsdp_inspect.trace.step_dump import (
+    ENVIRONMENT_VARIABLE,
+    DumpSettings,
+    StepDump,
+    read_dumps,
+    read_progress,
+)
 from tests.cases import mark_slow
 from tests.conftest import Torchrun
 
@@ -137,8 +143,32 @@ def test_the_command_runs_torchrun_and_states_the_fault() -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_ends_before_the_step_is_reported() -> None:
-    done = _command("--step", "7", "none")
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--step", "7", "none"), "ended before the update of step 7, after 3 updates."),
+        (("early",), "ran 3 times with other tensors, such as those from before sharding."),
+    ],
+)
+def test_a_script_that_does_not_reach_the_step_learns_why(
+    words: tuple[str, ...], reason: str
+) -> None:
+    done = _command(*words)
     assert done.returncode == 2
-    assert "ended before the update of step 7" in done.stderr
-    assert "Traceback" not in done.stderr
+    shown = " ".join(done.stderr.replace("│", " ").split())
+    assert reason in shown
+    assert "`fsdp-inspect diagnose`" in shown
+    assert "Traceback" not in shown
+
+
+def test_a_rank_notes_the_steps_of_an_optimizer_from_before_sharding(
+    run_ranks: Torchrun, tmp_path: Path
+) -> None:
+    settings = DumpSettings(str(tmp_path), 1, None)
+    run_ranks(SCRIPT, "early", environment={ENVIRONMENT_VARIABLE: settings.encode()})
+
+    found = read_progress(tmp_path)
+
+    assert found is not None
+    assert (found.has_model, found.num_updates, found.num_others) == (True, 0, 3)
+    assert f"{SCRIPT.name}:" in found.place

@@ -19,7 +19,10 @@ from fsdp_inspect.analysis.correctness.gradients import check_gradients
 from fsdp_inspect.analysis.correctness.logged import check_logged
 from fsdp_inspect.analysis.correctness.optimizer import check_optimizer
 from fsdp_inspect.analysis.correctness.precision import check_precision
+from fsdp_inspect.analysis.correctness.random_state import check_random
+from fsdp_inspect.analysis.correctness.replicas import check_replicas
 from fsdp_inspect.analysis.correctness.resume import check_resume
+from fsdp_inspect.analysis.correctness.scales import check_scales
 from fsdp_inspect.analysis.correctness.token_means import check_loss
 from fsdp_inspect.analysis.correctness.values import check_finite
 from fsdp_inspect.trace.run import RunSource
@@ -31,12 +34,15 @@ _CHECKS = (
     check_resume,
     check_optimizer,
     check_gradients,
+    check_scales,
     check_coverage,
+    check_replicas,
     check_accumulation,
     check_clipping,
     check_precision,
     check_logged,
     check_batches,
+    check_random,
     check_loss,
 )
 """In the order of `TrainingCheck`."""
@@ -47,7 +53,11 @@ def check_training(run: RunSource) -> Correctness:
     seen = {record.rank: record.training for record in run.ranks if record.training is not None}
     if not seen:
         reason = "No rank observed its first steps: an import, a forecast or an earlier recording."
-        return Correctness((), dict.fromkeys((each.value for each in TrainingCheck), reason))
+        return Correctness((), (), dict.fromkeys((each.value for each in TrainingCheck), reason))
     observed = Observed(run, seen, {record.rank: record for record in run.ranks})
-    faults = [fault for check in _CHECKS for fault in check(observed)]
-    return Correctness(tuple(faults), observed.not_checked)
+    found = [fault for check in _CHECKS for fault in check(observed)]
+    return Correctness(
+        tuple(each for each in found if not each.is_note),
+        tuple(each for each in found if each.is_note),
+        observed.not_checked,
+    )

@@ -4,10 +4,12 @@
   whether these and their parameters were changed in between; the gradient of each mean loss.
 - Proof: each first backward adds to the gradients of the update before; gradients of one batch are
   cleared before the backward of the next, without an update between; each of the microbatches adds
-  the gradient of a whole mean; the learning rate changes between them.
+  the gradient of a whole mean; the learning rate changes between them; at the end of an epoch, an
+  update has fewer backwards than usual, whose losses are divided by the usual number.
 - Refuted by: changed parameters between the backwards (SAM), several backwards for one batch (an
   attack on the inputs, chunks of a sequence), batches of several loaders (tasks that add up),
-  gradients that the loop divides after the backward.
+  gradients that the loop divides after the backward or keeps apart (differential privacy), a number
+  of backwards that varies elsewhere.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ _TOLERANCE = 0.02
 
 def check_accumulation(observed: Observed) -> Iterator[TrainingFault]:
     """Find mistakes of gradient accumulation."""
+    yield from _short_windows(observed)
     rounds = {rank: each.rounds for rank, each in observed.seen.items() if len(each.rounds) >= 2}
     if not rounds or min(map(len, rounds.values())) < _LEAST_ROUNDS:
         observed.not_checked[TrainingCheck.ACCUMULATION] = (
@@ -84,7 +87,7 @@ def _cleared_between(observed: Observed, rounds: _Rounds) -> TrainingFault | Non
         is_cleared = num > 1 and each.num_cleared == num - 1 and not each.num_moved
         return is_cleared and _has_a_batch_each(each, num)
 
-    if not _all(rounds, is_wrong):
+    if not (_all(rounds, is_wrong) and _uses_last(observed, rounds)):
         return None
     num = next(iter(rounds.values()))[0].num_backwards
     return _fault(
@@ -96,6 +99,15 @@ def _cleared_between(observed: Observed, rounds: _Rounds) -> TrainingFault | Non
         "Call optimizer.zero_grad() only after an update, not before each backward.",
         _place_of(observed, rounds),
     )
+
+
+def _uses_last(observed: Observed, rounds: _Rounds) -> bool:
+    """Whether updates use the gradients of the last backward, at most scaled by one factor.
+
+    A loop may keep the gradients of each backward apart, as for differential privacy.
+    """
+    updates = [update for rank in rounds for update in observed.seen[rank].updates]
+    return any(each.factor is not None for each in updates)
 
 
 def _not_divided(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
@@ -156,4 +168,37 @@ def _rate_changes(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
         f"after a part of the steps.",
         "Call scheduler.step() once for each optimizer.step().",
         _place_of(observed, rounds),
+    )
+
+
+def _short_windows(observed: Observed) -> Iterator[TrainingFault]:
+    """Find last updates of an epoch that are scaled as if they had all microbatches."""
+    seen = {rank: each.windows for rank, each in observed.seen.items()}
+    for each in seen.values():
+        usual = each.num_backwards
+        is_usual = each.num_usual >= _LEAST_ROUNDS and abs(each.scale - 1) < _TOLERANCE
+        if not (each.short and is_usual and usual > 1):
+            return
+        for short in each.short:
+            share = short.num_backwards / usual
+            if not short.ends_pass or abs(short.scale - share) > _TOLERANCE * share:
+                return
+    if not seen:
+        return
+    first = seen[min(seen)]
+    short, usual = first.short[0], first.num_backwards
+    times = usual / short.num_backwards
+    ranks = tuple(sorted(seen))
+    yield TrainingFault(
+        TrainingCheck.ACCUMULATION,
+        ranks,
+        False,
+        f"The last update of an epoch is {times:.3g} times too small.",
+        f"In step {short.step}, the data ended after "
+        f"{plural(short.num_backwards, 'microbatch', 'microbatches')}, and the update scales their "
+        f"losses as in the updates of {usual}. "
+        f"{plural(len(first.short), 'update')} of {first.num_usual + len(first.short)} did so.",
+        "Divide by the number of microbatches that the update has, carry the rest into the next "
+        "epoch, or drop it.",
+        observed.place_of_update(ranks[0]),
     )

@@ -1,12 +1,15 @@
-"""Find ranks that split the data and read the same batches.
+"""Find ranks that split the data and read the same batches, and epochs with the same order.
 
-- Seen: a digest of the first values of each batch of a `DataLoader`.
-- Proof: at least three different batches are equal on ranks that split the data.
+- Seen: a digest of values of each batch of a `DataLoader`.
+- Proof: at least three different batches are equal on ranks that split the data. A note: a sampler
+  shuffles, and two passes in a row begin with the same six different batches.
 - Refuted by: one batch in all steps, as in a benchmark; ranks of one context-parallel group; what
-  the model receives differs between the ranks, because each takes another part of the batch.
+  the model receives differs between the ranks, because each takes another part of the batch; a
+  sampler that does not shuffle.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
 from fsdp_inspect.formatting import capitalize, format_ranks, plural
@@ -18,8 +21,13 @@ _SPLIT = frozenset({"replicate", "shard", "world", "other"})
 """Roles and dimensions of the groups in which the ranks can read different batches."""
 
 
+_LEAST_FIRST = 6
+"""Fewer equal batches at the start of two passes may be chance."""
+
+
 def check_batches(observed: Observed) -> Iterator[TrainingFault]:
-    """Find ranks that read the same batches."""
+    """Find ranks that read the same batches, and epochs with the same order."""
+    yield from _same_order(observed)
     read = {
         rank: tuple(batch.digest for batch in each.batches) for rank, each in observed.seen.items()
     }
@@ -53,7 +61,7 @@ def check_batches(observed: Observed) -> Iterator[TrainingFault]:
                 tuple(sorted(ranks)),
                 False,
                 f"{who} read the same batches.",
-                f"The first values of {plural(length, 'batch', 'batches')} are equal on "
+                f"The sampled values of {plural(length, 'batch', 'batches')} are equal on "
                 f"{format_ranks(sorted(ranks))}, and {len(set(digests))} of these batches differ "
                 "from each other. Unless each rank then uses another part of them, these ranks do "
                 "the work of one.",
@@ -62,6 +70,31 @@ def check_batches(observed: Observed) -> Iterator[TrainingFault]:
                 "",
             )
             return
+
+
+def _same_order(observed: Observed) -> Iterator[TrainingFault]:
+    """Note two passes in a row that read the same batches, although a sampler shuffles."""
+    ranks = []
+    for rank, each in observed.seen.items():
+        shuffled = [one for one in each.passes if one.is_shuffled]
+        for first, second in pairwise(shuffled):
+            num = min(len(first.digests), len(second.digests))
+            is_same = first.digests[:num] == second.digests[:num]
+            if is_same and len({*first.digests[:num]} - {0}) >= _LEAST_FIRST:
+                ranks.append(rank)
+                break
+    if ranks:
+        yield TrainingFault(
+            TrainingCheck.BATCHES,
+            tuple(sorted(ranks)),
+            False,
+            "Two epochs read the batches in the same order.",
+            f"On {format_ranks(sorted(ranks))}, two passes over the data in a row begin with the "
+            "same batches, although their sampler shuffles.",
+            "Call sampler.set_epoch(epoch) of the DistributedSampler before each epoch, or seed "
+            "the sampler's generator once.",
+            is_note=True,
+        )
 
 
 def _inputs_of(observed: Observed, rank: int, length: int) -> tuple[int | None, ...]:

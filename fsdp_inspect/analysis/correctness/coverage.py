@@ -54,8 +54,9 @@ def _fault(observed: Observed, seen: _Seen, sentence: str, why: str, change: str
 def _missing(observed: Observed, seen: _Seen) -> TrainingFault | None:
     names = set.intersection(*(set(each.missing) for each in seen.values()))
     first = seen[min(seen)]
-    is_part = first.held_values < first.missing_values  # most is left out, as for a new head
-    if not names or is_part or not first.held_values:
+    held = sum(each.held_values for each in seen.values())
+    missing = sum(each.missing_values for each in seen.values())
+    if not names or not missing or held < missing:  # most is left out, as for a new head
         return None
     num = min(each.num_missing for each in seen.values())
     shown = [name for name in first.missing if name in names]

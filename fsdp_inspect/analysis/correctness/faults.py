@@ -8,9 +8,9 @@ from fsdp_inspect.results import Result
 from fsdp_inspect.trace.correctness import TrainingSeen
 from fsdp_inspect.trace.run import RankRecord, RunSource
 
-_DATA = ("replicate", "shard")
+DATA_DIMENSIONS = ("replicate", "shard", "dp", "data")
 """Dimensions of the mesh whose ranks split the data."""
-_WHOLE = frozenset({*_DATA, "world", "other", ""})
+_WHOLE = frozenset({*DATA_DIMENSIONS, "world", "other", ""})
 
 
 class TrainingCheck(StrEnum):
@@ -27,6 +27,7 @@ class TrainingCheck(StrEnum):
     PRECISION = "precision"
     LOGGED = "logged"
     BATCHES = "batches"
+    RANDOM = "random"
     LOSS = "loss"
 
 
@@ -46,6 +47,8 @@ class TrainingFault:
     """What to change."""
     place: str = ""
     """The user's line, `file:line`; empty: unknown."""
+    is_note: bool = False
+    """Whether it may well be intended, and costs little: the run is healthy all the same."""
 
     @property
     def headline(self) -> str:
@@ -60,6 +63,8 @@ class Correctness(Result):
 
     faults: tuple[TrainingFault, ...]
     """The faults; the one that makes most of the training useless first."""
+    notes: tuple[TrainingFault, ...]
+    """What may be intended, and leaves the run healthy."""
     not_checked: Mapping[str, str]
     """The reason why a check has no answer, by check."""
 
@@ -77,8 +82,17 @@ class Observed:
     def place_of(self, rank: int) -> tuple[int, ...]:
         """The position of a rank along the dimensions that split the data."""
         coordinates = self.records[rank].coordinates
-        known = tuple(coordinates[name] for name in _DATA if name in coordinates)
+        known = tuple(coordinates[name] for name in DATA_DIMENSIONS if name in coordinates)
         return known or (rank,)
+
+    def list_peers(self) -> list[list[int]]:
+        """The ranks that train the same part of the model on different data: two at least."""
+        by_part: dict[object, list[int]] = {}
+        for rank in sorted(self.seen):
+            by_part.setdefault(self.model_part_of(rank), []).append(rank)
+        return [
+            ranks for ranks in by_part.values() if len({self.place_of(rank) for rank in ranks}) > 1
+        ]
 
     def place_of_update(self, rank: int) -> str:
         """The line of the first optimizer of a rank that steps; empty: none was observed."""

@@ -1,9 +1,9 @@
-"""Find gradients that the ranks do not combine, or combine twice, and replicas that differ.
+"""Find gradients that the ranks do not combine, or shards that they combine twice.
 
 - Seen: 64 values of up to 8 parameters and of their gradients, before each of the first 8 updates
   and of the later ones in steps that look at all parameters.
 - Proof: ranks that hold the same part receive different gradients in each of these updates; ranks
-  that hold different parts receive equal ones; replicas differ before the first update.
+  that hold different parts receive equal ones.
 - Refuted by: different values at the start, if no sharder keeps the parameter on these ranks. They
   then hold experts, stages or models of their own. Values that differ and are equal again later, as
   in local SGD. Ranks in groups of other dimensions are not compared. Training apart on purpose,
@@ -12,9 +12,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.analysis.correctness.faults import (
+    DATA_DIMENSIONS,
+    Observed,
+    TrainingCheck,
+    TrainingFault,
+)
 from fsdp_inspect.analysis.correctness.samples import (
     LEAST_UPDATES,
+    NO_SAMPLES,
     Holders,
     differ,
     list_holders,
@@ -28,13 +34,10 @@ _EXPERT = "expert"
 
 
 def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
-    """Find gradients that are not combined, or combined twice, and replicas that differ."""
+    """Find gradients that are not combined, or combined twice."""
     holders = list(list_holders(observed))
     if not any(each.updates for each in observed.seen.values()):
-        for check in (TrainingCheck.GRADIENTS, TrainingCheck.REPLICAS):
-            observed.not_checked[check] = (
-                "No update of a parameter in float32, bfloat16 or float16 was sampled."
-            )
+        observed.not_checked[TrainingCheck.GRADIENTS] = NO_SAMPLES
         yield from _check_without(observed)
         return
     apart = [each for each in holders if each.gradients_differ and _is_same(observed, each)]
@@ -44,7 +47,6 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
         )
     elif apart:
         yield _not_reduced(observed, apart)
-    yield from _check_replicas(holders)
     yield from _check_twice(observed)
 
 
@@ -55,7 +57,9 @@ def _is_same(observed: Observed, holders: Holders) -> bool:
         return True
     groups = observed.run.manifest.process_groups
     has_own_groups = any(
-        each.role == "other" and 1 < len(each.ranks) < observed.run.manifest.world_size
+        each.role == "other"
+        and 1 < len(each.ranks) < observed.run.manifest.world_size
+        and each.parallelism not in DATA_DIMENSIONS
         for each in groups
     )
     is_expert = _EXPERT in parameter.name.lower()
@@ -76,7 +80,13 @@ def _not_reduced(observed: Observed, apart: Sequence[Holders]) -> TrainingFault:
             "left out on purpose need an all-reduce of their gradients before each update."
         )
     else:
-        sentence = "The ranks do not combine their gradients: each trains alone."
+        known = [each for each in first.gradients(0) if each is not None]
+        are_groups = len(ranks) < len(observed.seen) or len(set(known)) < len(known)
+        sentence = (
+            "Gradients are combined in groups of ranks only."
+            if are_groups
+            else "The ranks do not combine their gradients: each trains alone."
+        )
         change = _CHANGES.get(observed.run.manifest.sharder, _CHANGES[""])
     return TrainingFault(
         TrainingCheck.GRADIENTS,
@@ -112,44 +122,29 @@ def _check_without(observed: Observed) -> Iterator[TrainingFault]:
         if each is not None and not each.num_with_gradient and each.num_steps >= LEAST_UPDATES
     }
     is_off = observed.run.manifest.observed.get("gradient_sync") == "some microbatches"
-    if not without or len(without) < len(observed.seen) or not is_off:
+    has_backwards = all(
+        seen.num_trainable and len(seen.values.losses) >= LEAST_UPDATES
+        for seen in observed.seen.values()
+    )
+    if not without or len(without) < len(observed.seen) or not (is_off or has_backwards):
         return
+    if any(len(seen.optimizers) > 1 for seen in observed.seen.values()):
+        return  # the backwards may be those of another model
     first = without[min(without)]
     observed.not_checked.pop(TrainingCheck.GRADIENTS)
     yield TrainingFault(
         TrainingCheck.GRADIENTS,
         tuple(sorted(without)),
-        True,
-        "No backward reduces gradients: the optimizer updates nothing.",
+        is_off,
+        "No backward reduces gradients: the optimizer updates nothing."
+        if is_off
+        else "No gradient reaches the optimizer: it updates nothing.",
         f"In {plural(first.num_steps, 'update')}, none of the optimizer's "
-        f"{plural(first.num_tensors, 'tensor')} had a gradient. The reduction was off in the "
-        "backwards before them.",
+        f"{plural(first.num_tensors, 'tensor')} had a gradient"
+        f"{'. The reduction was off in' if is_off else ', in spite of'} the backwards before them.",
         "Reduce the gradients in the backward of the last microbatch of a step: "
-        "set_requires_gradient_sync(True), or leave no_sync().",
+        "set_requires_gradient_sync(True) and set_requires_all_reduce(True), or leave no_sync().",
         first.place,
-    )
-
-
-def _check_replicas(holders: Sequence[Holders]) -> Iterator[TrainingFault]:
-    wrong = [
-        each
-        for each in holders
-        if each.parameter.is_replica and not each.starts_equal and differ(each.values(0))
-    ]
-    if not wrong:
-        return
-    ranks = sorted(wrong[0].updates)
-    norms = ", ".join(f"{norm:.3g}" for norm in wrong[0].values(0)[:4] if norm is not None)
-    yield TrainingFault(
-        TrainingCheck.REPLICAS,
-        tuple(ranks),
-        True,
-        "Replicas of the model start from different values.",
-        f"Before the first sampled update, {wrong[0].parameter.name} differs between "
-        f"{format_ranks(ranks)}, which keep replicas of it: the sampled norms are {norms}. Equal "
-        "gradients keep the difference forever.",
-        "Start all replicas from equal values: set one seed before the model is made, load one "
-        "checkpoint, or broadcast the parameters from one rank.",
     )
 
 

@@ -1,9 +1,11 @@
-"""Find a gradient norm of each rank's own part that is logged as that of the model.
+"""Find numbers of one rank that are logged as those of the model: gradient norms and losses.
 
-- Seen: the numbers that each rank logs under a name such as `grad_norm`.
+- Seen: the numbers that each rank logs under a name such as `grad_norm` or `loss`, and the value
+  that the first backward of a step begins from.
 - Proof: ranks that train the same part of the model log different norms in every step. The norm of
-  the whole gradient is one number.
-- Refuted by: a name with "local" or "rank". A number that one rank logs cannot be compared.
+  the whole gradient is one number. A note: one rank logs a loss, which is its own in every step,
+  and the losses of other ranks differ.
+- Refuted by: a name with "local" or "rank". A norm that one rank logs cannot be compared.
 """
 
 import math
@@ -16,27 +18,24 @@ from fsdp_inspect.formatting import format_ranks, plural
 from fsdp_inspect.trace.sharders import DDP
 
 _NORM = re.compile(r"(grad|gradient)s?[_/. -]?norm|norm[_/. -](grad|gradient)|gnorm", re.IGNORECASE)
+_LOSS = re.compile(r"loss", re.IGNORECASE)
+_OTHER_LOSS = re.compile(r"val|test|eval", re.IGNORECASE)
 _OWN = re.compile(r"local|rank|shard", re.IGNORECASE)
 _LEAST_STEPS = 3
 _TOLERANCE = 0.01
+_SAME = 1e-6
+"""A logged number that differs by less from the loss of its rank is that loss."""
+_APART = 1e-4
+"""Losses of ranks that differ by more are not one loss."""
 
 
 def check_logged(observed: Observed) -> Iterator[TrainingFault]:
-    """Find a gradient norm of each rank's own part."""
-    by_name: dict[tuple[str, object], dict[int, dict[int, float]]] = {}
-    for rank, record in observed.records.items():
-        for code, name in enumerate(record.scalar_names):
-            if _NORM.search(name) and not _OWN.search(name):
-                table = observed.run.scalars(rank)
-                rows = table.where(table.name == code)
-                values = dict(zip(rows.step.tolist(), rows.value.tolist(), strict=True))
-                by_name.setdefault((name, observed.model_part_of(rank)), {})[rank] = values
+    """Find a gradient norm of each rank's own part, and note a loss of one rank."""
+    by_name = _numbers_by_name(observed, _NORM)
+    yield from _own_loss(observed)
     shared = {name: ranks for (name, _), ranks in by_name.items() if len(ranks) > 1}
     if not shared:
-        observed.not_checked[TrainingCheck.LOGGED] = (
-            "Fewer than two ranks logged a gradient norm. A loss of one rank cannot be told from "
-            "the mean over all ranks."
-        )
+        observed.not_checked[TrainingCheck.LOGGED] = "Fewer than two ranks logged a gradient norm."
         return
     for name, ranks in shared.items():
         steps = sorted(set.intersection(*(set(each) for each in ranks.values())))
@@ -62,3 +61,52 @@ def check_logged(observed: Observed) -> Iterator[TrainingFault]:
             'norm. If the norm of a rank is meant, name it so: "local_grad_norm".',
         )
         return
+
+
+def _numbers_by_name(
+    observed: Observed, pattern: re.Pattern[str]
+) -> dict[tuple[str, object], dict[int, dict[int, float]]]:
+    """Logged numbers by name and part of the model, rank, and step."""
+    found: dict[tuple[str, object], dict[int, dict[int, float]]] = {}
+    for rank, record in observed.records.items():
+        for code, name in enumerate(record.scalar_names):
+            if pattern.search(name) and not _OWN.search(name):
+                table = observed.run.scalars(rank)
+                rows = table.where(table.name == code)
+                values = dict(zip(rows.step.tolist(), rows.value.tolist(), strict=True))
+                found.setdefault((name, observed.model_part_of(rank)), {})[rank] = values
+    return found
+
+
+def _own_loss(observed: Observed) -> Iterator[TrainingFault]:
+    """Note a loss that one rank logs, and that is its own."""
+    for (name, _), by_rank in _numbers_by_name(observed, _LOSS).items():
+        if len(by_rank) > 1 or _OTHER_LOSS.search(name):
+            continue
+        [(rank, logged)] = by_rank.items()
+        own = {each: seen.values.losses for each, seen in observed.seen.items()}
+        others = [losses for each, losses in own.items() if each != rank]
+        steps = [
+            step
+            for step in sorted(set(logged) & set(own.get(rank, ())))
+            if any(step in each for each in others)
+        ]
+        is_own = all(not differ([logged[step], own[rank][step]], _SAME) for step in steps)
+        apart = [
+            differ([own[rank][step], *(each[step] for each in others if step in each)], _APART)
+            for step in steps
+        ]
+        if len(steps) >= _LEAST_STEPS and is_own and all(apart):
+            step = steps[0]
+            shown = ", ".join(f"{each[step]:.4g}" for each in own.values() if step in each)
+            yield TrainingFault(
+                TrainingCheck.LOGGED,
+                (rank,),
+                False,
+                f"{name} is the loss of rank {rank} only.",
+                f"In each of {plural(len(steps), 'step')}, the logged value is the loss that this "
+                f"rank's backward began from. In step {step}, the losses of the ranks are {shown}.",
+                'Average the loss over the ranks before it is logged, or name it so: "local_loss".',
+                is_note=True,
+            )
+            return

@@ -1,17 +1,24 @@
-"""Find updates that are too small for the stored parameters, without a numerics step.
+"""Find updates that are too small for the stored parameters, and dtypes that lose precision.
 
-- Seen: 64 values of up to 8 parameters before and after each sampled update.
-- Proof: at least half of the values with a gradient are the same after the updates.
+- Seen: 64 values of up to 8 parameters before and after each sampled update; the dtypes of the
+  units, of an autocast region around the first forward, and of the loss.
+- Proof: at least half of the values with a gradient are the same after the updates; an autocast
+  region casts to another dtype of 16 bits than the one of the gathered parameters. Notes: a loss in
+  16 bits, a reduction in bfloat16 over at least 64 ranks, frozen parameters that are stored in
+  float32 and computed in 16 bits.
 - Refuted by: a learning rate that still rises, because later updates are larger; an optimizer that
-  keeps the parameters in higher precision, compensates for rounding or rounds at random.
+  keeps the parameters in higher precision, compensates for rounding or rounds at random; autocast
+  to the dtype of the parameters, or over parameters in float32.
 """
 
+import math
 from collections.abc import Iterator
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
 from fsdp_inspect.analysis.correctness.samples import LEAST_UPDATES
-from fsdp_inspect.formatting import format_ranks, format_ratio, plural
+from fsdp_inspect.formatting import format_bytes, format_count, format_ranks, format_ratio, plural
 from fsdp_inspect.trace.correctness import TrainingSeen
+from fsdp_inspect.trace.run import Unit
 
 LOW_PRECISION = frozenset({"bfloat16", "float16"})
 MOST_LOST_RATIO = 0.5
@@ -20,8 +27,16 @@ _ALL_LOST = 0.99
 """The same for a dtype of full precision, whose updates are rarely lost."""
 
 
+_MANY_RANKS = 64
+"""Over fewer ranks, the rounding of a sum in bfloat16 is small against the noise of gradients."""
+
+
 def check_precision(observed: Observed) -> Iterator[TrainingFault]:
-    """Find updates that are too small for the stored parameters."""
+    """Find updates that are too small for the stored parameters, and dtypes that lose precision."""
+    for find in (_autocast, _loss_dtype, _reduction, _frozen):
+        found = find(observed)
+        if found is not None:
+            yield found
     if not any(each.updates for each in observed.seen.values()):
         observed.not_checked[TrainingCheck.PRECISION] = "No update was sampled."
         return
@@ -53,6 +68,118 @@ def check_precision(observed: Observed) -> Iterator[TrainingFault]:
         "Keep the parameters in float32, and compute in bfloat16 by MixedPrecisionPolicy or "
         "autocast. If the learning rate is meant to be this small, ignore this.",
     )
+
+
+def _autocast(observed: Observed) -> TrainingFault | None:
+    gathered = {each.param_dtype for each in observed.run.manifest.units} & LOW_PRECISION
+    others = {rank: each.autocast for rank, each in observed.seen.items()}
+    ranks = [rank for rank, each in others.items() if each in LOW_PRECISION - gathered]
+    if not ranks or len(gathered) != 1:
+        return None
+    [own], other = gathered, others[ranks[0]]
+    return TrainingFault(
+        TrainingCheck.PRECISION,
+        tuple(ranks),
+        False,
+        f"Autocast to {other} casts parameters that are gathered in {own}.",
+        f"The units gather their parameters in {own}, and the forward runs in an autocast region "
+        f"of {other}. Each value is rounded to both: it has the range of float16 and the precision "
+        "of bfloat16.",
+        "Use one of them: remove the autocast region, or give both the same dtype.",
+    )
+
+
+def _loss_dtype(observed: Observed) -> TrainingFault | None:
+    losses = {
+        rank: next((loss for loss in each.losses if loss.dtype in LOW_PRECISION), None)
+        for rank, each in observed.seen.items()
+    }
+    wrong = {rank: loss for rank, loss in losses.items() if loss is not None}
+    if not wrong:
+        return None
+    first = wrong[min(wrong)]
+    values = [abs(loss) for rank in wrong for loss in observed.seen[rank].values.losses.values()]
+    bits = 7 if first.dtype == "bfloat16" else 10
+    largest = max(values, default=0.0)
+    steps = (
+        f" Values near {largest:.3g} come in steps of {_spacing(largest, bits):.3g}."
+        if largest
+        else ""
+    )
+    return TrainingFault(
+        TrainingCheck.PRECISION,
+        tuple(sorted(wrong)),
+        False,
+        f"The loss is computed in {first.dtype}.",
+        f"The result of cross_entropy has this dtype.{steps}",
+        "Convert the logits before the loss: logits.float().",
+        first.place,
+        is_note=True,
+    )
+
+
+def _spacing(value: float, bits: int) -> float:
+    """The distance between numbers of a dtype near a value, by the bits of its fraction."""
+    return float(2.0 ** (math.floor(math.log2(value)) - bits))
+
+
+def _reduction(observed: Observed) -> TrainingFault | None:
+    manifest = observed.run.manifest
+    sizes = {group.index: len(group.ranks) for group in manifest.process_groups}
+    found = [
+        (sizes.get(each.shard_group, 1) * sizes.get(each.replicate_group, 1), each.fqn)
+        for each in manifest.units
+        if each.reduce_dtype == "bfloat16" and each.num_trainable_parameters
+    ]
+    num = max(found, default=(0, ""))[0]
+    if num < _MANY_RANKS:
+        return None
+    return TrainingFault(
+        TrainingCheck.PRECISION,
+        tuple(sorted(observed.seen)),
+        False,
+        f"Gradients are reduced in bfloat16 over {num} ranks.",
+        f"{plural(len(found), 'unit')} of {len(manifest.units)} add up the gradients of {num} "
+        "ranks in bfloat16, which keeps 8 bits of each partial sum.",
+        "Reduce in float32: MixedPrecisionPolicy(reduce_dtype=torch.float32). The messages are "
+        "then twice as long.",
+        is_note=True,
+    )
+
+
+def _frozen(observed: Observed) -> TrainingFault | None:
+    units = observed.run.manifest.units
+    found = [
+        each
+        for each in units
+        if each.param_dtype in LOW_PRECISION
+        and each.num_trainable_parameters < each.num_parameters
+        and _stored_width(observed, each) >= _WIDTH_OF_FLOAT32
+    ]
+    num = sum(each.num_parameters - each.num_trainable_parameters for each in found)
+    num_trained = sum(each.num_trainable_parameters for each in units)
+    if num <= num_trained or not num_trained:  # a small part, such as an embedding
+        return None
+    num_bytes = num * (_WIDTH_OF_FLOAT32 - 2)
+    return TrainingFault(
+        TrainingCheck.PRECISION,
+        tuple(sorted(observed.seen)),
+        False,
+        "Frozen parameters are stored in float32.",
+        f"{format_count(num)} frozen parameters compute in {found[0].param_dtype}, and nothing "
+        f"updates their float32 values: they take {format_bytes(num_bytes)} more over all ranks.",
+        f"Convert the frozen parameters to {found[0].param_dtype} before the model is sharded.",
+        is_note=True,
+    )
+
+
+_WIDTH_OF_FLOAT32 = 4
+
+
+def _stored_width(observed: Observed, unit: Unit) -> float:
+    """Bytes of a stored value, with padding."""
+    groups = {group.index: len(group.ranks) for group in observed.run.manifest.process_groups}
+    return unit.sharded_bytes * groups.get(unit.shard_group, 1) / unit.num_parameters
 
 
 def _lost(seen: TrainingSeen) -> float | None:

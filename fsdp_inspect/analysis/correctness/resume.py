@@ -1,15 +1,17 @@
-"""Find a resumed training that does not continue: weights, optimizer state or schedule.
+"""Find a resumed training that does not continue: weights, optimizer state, schedule or data.
 
 - Seen: in each attempt of a run, the sampled values before the first update, whether the optimizer
-  has state then and later, and the learning rates of the first updates.
+  has state then and later, the learning rates of the first updates, and the first batches.
 - Proof: the values are those of the first attempt, although it saved a checkpoint; they are not,
-  and the optimizer starts without the state that it keeps, or the learning rates repeat those of
-  the first attempt.
-- Refuted by: no checkpoint before the restart: the training then rightly starts again.
+  and the optimizer starts without the state that it keeps, or the learning rates or at least three
+  different batches repeat those of the first attempt.
+- Refuted by: no checkpoint before the restart: the training then rightly starts again. A pass over
+  the data that ended before the restart: the next one may begin with the same batches.
 """
 
 from collections.abc import Iterator
 
+from fsdp_inspect.analysis.correctness.batches import LEAST_BATCHES
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
 from fsdp_inspect.formatting import plural
 from fsdp_inspect.trace.codes import EventFlag, EventKind
@@ -83,6 +85,30 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
             "Save and load the scheduler's state with the model's.",
             place,
         )
+    if all(_repeats_data(*pair) for pair in pairs.values()) and not any(
+        one.has_ended
+        for run in earlier
+        for record in run.ranks
+        if record.training is not None
+        for one in record.training.passes
+    ):
+        num = min(len(seen.batches) for pair in pairs.values() for seen in pair)
+        yield TrainingFault(
+            TrainingCheck.RESUME,
+            ranks,
+            False,
+            "The resumed training reads the same data again.",
+            f"The parameters continue, but the first {plural(num, 'batch', 'batches')} are those "
+            "of the first attempt, which had not ended a pass over its data.",
+            "Save and load the position in the data (StatefulDataLoader), or skip the batches that "
+            "the checkpoint has seen.",
+        )
+
+
+def _repeats_data(then: TrainingSeen, now: TrainingSeen) -> bool:
+    first, again = ([each.digest for each in seen.batches] for seen in (then, now))
+    num = min(len(first), len(again))
+    return first[:num] == again[:num] and len(set(again[:num])) >= LEAST_BATCHES
 
 
 def _are_comparable(then: TrainingSeen, now: TrainingSeen) -> bool:

@@ -8,6 +8,7 @@ from fsdp_inspect.trace.correctness import ParameterSeen, UpdateSeen
 
 LEAST_UPDATES = 3
 """Fewer updates prove nothing about all of them."""
+NO_SAMPLES = "No update of a parameter in float32, bfloat16 or float16 was sampled."
 TOLERANCE = 1e-3
 """Norms of samples that differ by less are equal: kernels of other devices round differently."""
 
@@ -30,7 +31,24 @@ class Holders:
     @property
     def starts_equal(self) -> bool:
         """Whether the ranks held equal values before the first sampled update."""
-        return len({each[0].digests[self.at] for each in self.updates.values()}) == 1
+        return self.is_equal(0)
+
+    def is_equal(self, update: int) -> bool:
+        """Whether the ranks held equal values before one update."""
+        return len({each[update].digests[self.at] for each in self.updates.values()}) == 1
+
+    def sums(self, update: int, *, before: bool) -> list[float] | None:
+        """The weighted sum on each rank in one update, or after the backward before it.
+
+        None: a rank does not know its own.
+        """
+        lists = [
+            each[update].weighted_before if before else each[update].weighted
+            for each in self.updates.values()
+        ]
+        known = [each[self.at] if self.at < len(each) else None for each in lists]
+        found = [each for each in known if each is not None]
+        return found if len(found) == len(known) else None
 
     def gradients(self, update: int) -> list[float | None]:
         """The norm on each rank in one update."""
@@ -45,8 +63,7 @@ class Holders:
         """Whether the values of the ranks differ before one update and are equal before a later."""
         updates = range(self.num_updates)
         apart = [n for n in updates if differ(self.values(n))]
-        digests = [{each[n].digests[self.at] for each in self.updates.values()} for n in updates]
-        return bool(apart) and any(len(digests[n]) == 1 for n in updates if n > apart[0])
+        return bool(apart) and any(self.is_equal(n) for n in updates if n > apart[0])
 
     @property
     def gradients_differ(self) -> bool:

@@ -13,6 +13,7 @@ Without sharding, the updates before the step are left out: parameters come from
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -36,7 +37,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp_inspect.recording.code_places import CodePlaces
+from fsdp_inspect.recording.code_places import CodePlaces, find_calling_line
 from fsdp_inspect.recording.equivalence.unsharded import cast_parameters, replace_fully_shard
 from fsdp_inspect.recording.tensors import local_part, tensors_in
 from fsdp_inspect.recording.torch_api import fsdp2
@@ -52,6 +53,7 @@ from fsdp_inspect.trace.step_dump import (
     DumpedParameter,
     DumpedUnit,
     DumpSettings,
+    Progress,
     StepDump,
     assemble,
     narrower_dtype,
@@ -59,6 +61,7 @@ from fsdp_inspect.trace.step_dump import (
     read_dumps,
     slices_of,
     write_index,
+    write_progress,
 )
 
 _WAIT_S = 120.0
@@ -87,6 +90,10 @@ class _Dumper:
             else rank_dump_folder(Path(settings.sharded), self._rank)
         )
         self._updates = 0
+        self._others = 0
+        """Steps of optimizers that hold no parameter of these models."""
+        self._place = ""
+        """The user's line of the first of these."""
         self._loaders = 0
         self._models: dict[str, nn.Module] = {}
         """The models by name, in the order of their first forward; the first one has the empty
@@ -116,6 +123,7 @@ class _Dumper:
     def install(self) -> None:
         """Observe forwards, backwards, updates and data loaders of this process."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        atexit.register(self._write_progress)
         register_module_forward_pre_hook(self._find_model)
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
@@ -358,6 +366,8 @@ class _Dumper:
         """End at the update of the step. A closure (as of Lightning) runs the last backward."""
         updated = [each for group in optimizer.param_groups for each in group["params"]]
         if not self._owns_any(updated):
+            self._others += 1
+            self._place = self._place or find_calling_line(sys._getframe(1))
             return None
 
         def gradients_are_known() -> None:
@@ -390,6 +400,11 @@ class _Dumper:
         """Whether a model with units has one of the parameters."""
         own = {id(each) for model in self._models.values() for each in model.parameters()}
         return any(id(each) in own for each in parameters)
+
+    def _write_progress(self) -> None:
+        """Write why the step was not reached; `_finish` ends a process before this is called."""
+        progress = Progress(bool(self._models), self._updates, self._others, self._place)
+        write_progress(self._folder, progress)
 
     def _finish(self) -> None:
         """Write the index, wait for the other ranks, and end the process."""

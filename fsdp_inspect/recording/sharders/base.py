@@ -211,6 +211,8 @@ def wrap_model_forward(
     def before(*args: Any, **kwargs: Any) -> None:
         mark = session.clock.mark()
         session.enter_forward(mark, grad_enabled=torch.is_grad_enabled(), key=key())
+        if session.checks is not None and not session.checks.is_over:
+            session.checks.note_inputs(args, kwargs)
         if session.watches_memory:
             memory.inputs(args, kwargs)
             memory.sample(MemoryPoint.FORWARD_START)

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 import torch.jit
+import torch.nn.utils.clip_grad
 import torch.utils.checkpoint
+from torch.utils.data import DistributedSampler, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 from fsdp_inspect.recording.tensors import local_part
@@ -17,11 +19,26 @@ __all__ = ["LoaderIterator"]
 RECOMPUTATION_HOOK = "_recomputation_hook"
 """The class of `torch.utils.checkpoint` in which non-reentrant checkpoints repeat a forward."""
 
+CLIPS = (
+    (torch.nn.utils.clip_grad, "_clip_grads_with_norm_"),
+    (torch.nn.utils, "clip_grads_with_norm_"),
+    (torch.nn.utils, "clip_grad_value_"),
+)
+"""The functions that clip gradients, by their module: `clip_grad_norm_` calls the first one."""
+
 _NUM_ARGUMENTS = 6
 """Those that torch 2.13 gives: input, target, weight, reduction, ignored, smoothing."""
 
 current_graph_task_id = torch._C._current_graph_task_id
 """The number of the backward that runs on this thread; -1: none."""
+
+
+def is_shuffled(iterator: Any) -> bool:
+    """Whether the sampler of a loader's iterator shuffles."""
+    sampler = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        return bool(sampler.shuffle)
+    return isinstance(sampler, RandomSampler)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -23,6 +23,8 @@ CASES = [
     *(f"lightning-{name}" for name in CHECKS if name != "sharded"),
 ]
 
+TORCHTITAN = DRIVER.with_name("torchtitan_driver.py")
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
@@ -38,5 +40,20 @@ def test_a_mistake_made_with_a_framework_is_named(
 
     [folder] = tmp_path.iterdir()
     faults = open_run(folder).correctness().faults
+    expected = CHECKS[mistake]
+    assert [fault.check for fault in faults] == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize("mistake", ["none", "stale", "same", "means", "alone"])
+def test_a_mistake_in_a_part_of_torchtitan_is_named(
+    mistake: str, tmp_path: Path, torchrun: Torchrun
+) -> None:
+    """The loader, the loss, the optimizers and the sharding are replaced by its configuration."""
+    pytest.importorskip("torchtitan")
+
+    environment = {"PYTHONPATH": str(DRIVER.parents[3])}
+    torchrun(TORCHTITAN, tmp_path, "--callback", mistake, environment=environment)
+
+    faults = open_run(tmp_path / "run").correctness().faults
     expected = CHECKS[mistake]
     assert [fault.check for fault in faults] == ([] if expected is None else [expected])

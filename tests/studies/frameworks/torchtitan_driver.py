@@ -1,9 +1,9 @@
 """Run torchtitan's own training command on CPU.
 
-    torchrun --nproc-per-node 2 torchtitan_driver.py FOLDER [--callback]
+    torchrun --nproc-per-node 2 torchtitan_driver.py FOLDER [--callback] [MISTAKE]
 
 The losses are written to FOLDER. `torchtitan_cpu` lists the replaced parts. With `--callback`,
-torchtitan's own option activates the override that records.
+torchtitan's own option activates the override that records. `torchtitan_mistakes` has the MISTAKEs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from tests.studies.frameworks import torchtitan_cpu
 RECORD = "fsdp_inspect.recording.integrations.torchtitan.record"
 
 
-def main(folder: str, *, with_callback: bool) -> None:
-    """Train with the configuration of `torchtitan_configs`."""
+def main(folder: str, mistake: str = "", *, with_callback: bool) -> None:
+    """Train with the configuration of `torchtitan_configs`, or with a mistake."""
     torchtitan_cpu.install()
     from torchtitan.train import main as train
 
     options = {"path": f"{folder}/run"}
     sys.argv[1:] = [
-        *("--module", "tests.studies.frameworks.torchtitan_configs", "--config", "small"),
+        *(
+            "--module",
+            f"tests.studies.frameworks.torchtitan_{'mistakes' if mistake else 'configs'}",
+        ),
+        *("--config", mistake or "small"),
         *("--metrics.folder", folder, "--dump-folder", folder),
         *("--parallelism.spmd-backend", "partial_dtensor"),
         *(["--override.imports", f"{RECORD}={json.dumps(options)}"] if with_callback else []),
@@ -33,5 +37,6 @@ def main(folder: str, *, with_callback: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], with_callback="--callback" in sys.argv)
+    words = [each for each in sys.argv[1:] if each != "--callback"]
+    main(*words, with_callback="--callback" in sys.argv)
     release_process_groups()

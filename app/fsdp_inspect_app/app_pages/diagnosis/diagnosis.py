@@ -1,6 +1,6 @@
 """Page Diagnosis: what went wrong, the culprit among the ranks, their stacks, and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import streamlit as st
 
@@ -45,16 +45,28 @@ def show_page(entry: RunEntry, run: Run, heading: RunHeading, found: Diagnosis) 
     show_run_header(run.manifest, heading, is_diagnosis=True)
     text = describe_diagnosis(found, run=str(entry.path))
     show_headline(plain(headline_diagnosis(found)))
-    show_text(plain(text.sentence))
+    show_text(plain(text.detail))
     _show_next(text.next, found, run.steps.finished)
     _show_plans(found)
     _show_grid(found)
     _show_stacks(found.stacks)
     _show_evidence(text.evidence)
     _show_ranks(found)
+    _show_unchecked(run.correctness().not_checked)
     if heading.notes:
         with st.expander("Notes of the run"):
             show_text("\n".join(f"- {plain(note)}" for note in heading.notes))
+
+
+def _show_unchecked(reasons: Mapping[str, str]) -> None:
+    """The checks of the training without an answer, by reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(name)
+    if names:
+        with st.expander(f"Checks of the training without an answer: {len(reasons)}"):
+            lines = (f"{', '.join(each)}: {why}" for why, each in names.items())
+            show_text("\n".join(f"- {plain(line)}" for line in lines))
 
 
 def _show_next(steps: Sequence[str], found: Diagnosis, finished: Sequence[int]) -> None:
@@ -62,7 +74,7 @@ def _show_next(steps: Sequence[str], found: Diagnosis, finished: Sequence[int]) 
         show_section("Next")
         show_text("\n".join(f"- {plain(step)}" for step in steps))
     before = [step for step in finished if found.step is None or step <= found.step]
-    if before and found.is_problem:
+    if before and found.is_problem and found.training is None:
         last = before[-1]
         label = f"Open the timeline of step {last}" + (
             ", the last that ended before" if last != found.step else ""

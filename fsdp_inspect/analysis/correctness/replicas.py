@@ -1,0 +1,150 @@
+"""Find replicas, buffers and learning rates that should be equal on all ranks, and differ.
+
+- Seen: sampled values before the first updates and later; up to 8 buffers before two updates; the
+  learning rate of each update.
+- Proof: replicas differ before the first update, or differ for good although their gradients
+  agree; a buffer keeps a value of its own on each rank of a model that is sharded or replicated;
+  ranks that train the same parameters use different learning rates in each of the last updates.
+- Refuted by: buffers that the training changes, such as the statistics of BatchNorm, which may
+  differ; ranks that train a model each; an optimizer whose parameters differ between ranks (ZeRO).
+"""
+
+from collections.abc import Iterator, Sequence
+
+from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.analysis.correctness.samples import (
+    LEAST_UPDATES,
+    NO_SAMPLES,
+    Holders,
+    differ,
+    list_holders,
+)
+from fsdp_inspect.formatting import format_ranks, plural
+
+_EXACT = 1e-9
+"""Norms of equal gradients, which an all-reduce gives to all ranks, differ by less."""
+_OWN = ("expert", "rank", "local", "shard")
+"""In the name of a buffer: each rank may have one of its own."""
+
+
+def check_replicas(observed: Observed) -> Iterator[TrainingFault]:
+    """Find values that should be equal on all ranks, and differ."""
+    if not any(each.updates for each in observed.seen.values()):
+        observed.not_checked[TrainingCheck.REPLICAS] = NO_SAMPLES
+        return
+    replicas = [each for each in list_holders(observed) if each.parameter.is_replica]
+    yield from _differ_first(replicas)
+    rates = _rates_differ(observed)
+    if rates is not None:
+        yield rates
+    else:
+        yield from _drift(replicas)
+    yield from _buffers_differ(observed)
+
+
+def _differ_first(replicas: Sequence[Holders]) -> Iterator[TrainingFault]:
+    wrong = [each for each in replicas if not each.starts_equal and differ(each.values(0))]
+    if not wrong:
+        return
+    ranks = sorted(wrong[0].updates)
+    norms = ", ".join(f"{norm:.3g}" for norm in wrong[0].values(0)[:4] if norm is not None)
+    yield TrainingFault(
+        TrainingCheck.REPLICAS,
+        tuple(ranks),
+        True,
+        "Replicas of the model start from different values.",
+        f"Before the first sampled update, {wrong[0].parameter.name} differs between "
+        f"{format_ranks(ranks)}, which keep replicas of it: the sampled norms are {norms}. Equal "
+        "gradients keep the difference forever.",
+        "Start all replicas from equal values: set one seed before the model is made, load one "
+        "checkpoint, or broadcast the parameters from one rank.",
+    )
+
+
+def _drift(replicas: Sequence[Holders]) -> Iterator[TrainingFault]:
+    """Find replicas that start equal, receive equal gradients, and differ later."""
+    for each in replicas:
+        updates = range(each.num_updates)
+        first = next((n for n in updates if not each.is_equal(n)), None)
+        if first is None or first == 0 or each.num_updates - first < LEAST_UPDATES:
+            continue
+        agree = not any(differ(each.gradients(n), _EXACT) for n in updates)
+        if not agree or any(each.is_equal(n) for n in updates if n >= first):
+            continue
+        ranks = sorted(each.updates)
+        steps = next(iter(each.updates.values()))
+        yield TrainingFault(
+            TrainingCheck.REPLICAS,
+            tuple(ranks),
+            False,
+            "Replicas of the model drift apart.",
+            f"{each.parameter.name} was equal on {format_ranks(ranks)} before the update of step "
+            f"{steps[first - 1].step}, and differs before each of "
+            f"{plural(each.num_updates - first, 'sampled update')} after it. Its gradients are "
+            "equal: the ranks apply different updates.",
+            "Look for what differs between the ranks after the reduction: settings of the "
+            "optimizer, noise on weights, values that one rank writes. Broadcast the parameters "
+            "from one rank once.",
+        )
+        return
+
+
+def _rates_differ(observed: Observed) -> TrainingFault | None:
+    for ranks in observed.list_peers():
+        known = {rank: observed.seen[rank] for rank in ranks if observed.seen[rank].updates}
+        sizes = {
+            tuple(one.num_tensors for one in each.optimizers) for each in known.values()
+        }  # of ZeRO, each rank has tensors of its own
+        rounds = list(zip(*(each.updates for each in known.values()), strict=False))
+        if len(known) < 2 or len(sizes) > 1:
+            continue
+        wrong = [differ([each.rate for each in updates], _EXACT) for updates in rounds]
+        if len(wrong) < LEAST_UPDATES or not all(wrong[-LEAST_UPDATES:]):
+            continue
+        last = rounds[-1]
+        shown = ", ".join(f"{each.rate:.3g}" for each in last[:4])
+        return TrainingFault(
+            TrainingCheck.REPLICAS,
+            tuple(known),
+            False,
+            "The learning rate differs between the ranks.",
+            f"In {sum(wrong)} of {plural(len(wrong), 'update')}, {format_ranks(sorted(known))} "
+            f"used different learning rates, such as {shown} in step {last[0].step}, although they "
+            "train the same model.",
+            "Give all ranks one learning rate: call the scheduler on each rank, and reduce a "
+            "loss that it depends on over the ranks first.",
+            observed.place_of_update(min(known)),
+        )
+    return None
+
+
+def _buffers_differ(observed: Observed) -> Iterator[TrainingFault]:
+    """Find buffers that keep a value of their own on each rank."""
+    for ranks in observed.list_peers():
+        seen = {rank: observed.seen[rank] for rank in ranks}
+        parts = {tuple(tuple(one.part) for one in each.parameters) for each in seen.values()}
+        is_replica = any(one.is_replica for each in seen.values() for one in each.parameters)
+        if len(parts) < 2 and not is_replica:  # each rank may train a model of its own
+            continue
+        wrong = []
+        for together in zip(*(each.buffers for each in seen.values()), strict=False):
+            name = together[0].name
+            is_own = any(word in name.lower() for word in _OWN)
+            is_one = all(each.name == name and each.is_constant for each in together)
+            if is_one and not is_own and len({each.digest for each in together}) > 1:
+                wrong.append(name)
+        if not wrong:
+            continue
+        more = f" and {plural(len(wrong) - 1, 'other buffer')}" if len(wrong) > 1 else ""
+        yield TrainingFault(
+            TrainingCheck.REPLICAS,
+            tuple(ranks),
+            False,
+            f"{plural(len(wrong), 'buffer')} of the model {'has' if len(wrong) == 1 else 'have'} "
+            "different values on the ranks.",
+            f"{wrong[0]}{more} differ between {format_ranks(ranks)}, and the training does not "
+            "change them. The ranks then train different functions with one set of parameters.",
+            "Make the buffers from one seed on all ranks, or broadcast them from one rank. If each "
+            "rank needs one of its own, ignore this.",
+        )
+        return

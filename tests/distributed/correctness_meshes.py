@@ -1,0 +1,203 @@
+"""Train on four ranks of a mesh, with one mistake each or as a healthy loop that looks alike.
+
+`torchrun --nproc-per-node 4 ... correctness_meshes.py FOLDER [NAME...]`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp_inspect
+from tests.distributed.correctness_script import Batch, adam, batches, loss_of, make_model
+
+Loop = Callable[[Path], None]
+LOOPS: dict[str, Loop] = {}
+MISTAKES: dict[str, str] = {}
+NOTES: dict[str, str] = {}
+IN_GROUPS = "Gradients are combined in groups of ranks only."
+
+
+def loop(*, mistake: str = "", note: str = "") -> Callable[[Loop], Loop]:
+    """Enter a loop under its name, with the sentence that its run must show."""
+
+    def enter(function: Loop) -> Loop:
+        name = function.__name__.replace("_", "-")
+        LOOPS[name] = function
+        if mistake:
+            MISTAKES[name] = mistake
+        if note:
+            NOTES[name] = note
+        return function
+
+    return enter
+
+
+def mesh_of(*names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+def train(
+    folder: Path,
+    model: nn.Module,
+    data: Iterator[Batch] | None = None,
+    loss: Callable[[nn.Module, Batch], torch.Tensor] = loss_of,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in data or batches():
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after()
+
+
+def shard(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@loop(mistake=IN_GROUPS)
+def sharded_over_one_dimension(folder: Path) -> None:
+    """HSDP whose replicas are not part of the mesh that FSDP gets."""
+    train(folder, shard(make_model(), mesh_of("replicate", "shard")["shard"]))
+
+
+@loop(mistake=f"{IN_GROUPS} Ranks 0-1 read the same batches.")
+def sharded_over_the_model_dimension(folder: Path) -> None:
+    """FSDP shards over the tensor-parallel dimension, whose ranks read the same data."""
+    mesh = mesh_of("dp", "tp")
+    data = batches(seed=1 + mesh.get_local_rank("dp"))
+    train(folder, shard(make_model(), mesh["tp"]), data)
+
+
+@loop(mistake="No gradient reaches the optimizer: it updates nothing.")
+def replicas_not_reduced(folder: Path) -> None:
+    model = shard(make_model(), mesh_of("replicate", "shard"))
+    model.set_requires_all_reduce(False)
+    train(folder, model)
+
+
+@loop(mistake=IN_GROUPS)
+def replicated_over_pairs(folder: Path) -> None:
+    """DDP reduces over a group of two of the four ranks."""
+    mesh = mesh_of("node", "local")
+    train(folder, DistributedDataParallel(make_model(), process_group=mesh.get_group("local")))
+
+
+@loop(mistake="Gradients are divided by the 4 ranks twice.")
+def loss_divided_by_ranks(folder: Path) -> None:
+    train(folder, shard(make_model()), loss=lambda *given: loss_of(*given) / dist.get_world_size())
+
+
+@loop(mistake="Replicas of the model drift apart.")
+def one_replica_is_changed(folder: Path) -> None:
+    mesh = mesh_of("replicate", "shard")
+    model = shard(make_model(), mesh)
+
+    @torch.no_grad()
+    def change() -> None:
+        if mesh.get_local_rank("replicate"):
+            for each in model.parameters():
+                each.to_local().mul_(0.999)
+
+    train(folder, model, after=change)
+
+
+@loop()
+def hybrid(folder: Path) -> None:
+    train(folder, shard(make_model(), mesh_of("replicate", "shard")))
+
+
+@loop()
+def hybrid_with_other_names(folder: Path) -> None:
+    train(folder, shard(make_model(), mesh_of("outer", "inner")))
+
+
+@loop()
+def hybrid_of_fsdp1(folder: Path) -> None:
+    model = FullyShardedDataParallel(
+        make_model(),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+        device_mesh=mesh_of("replicate", "shard"),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+    )
+    train(folder, model)
+
+
+def tensor_parallel(mesh: DeviceMesh, *, rate: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Dropout(rate), nn.Linear(16, 16))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+@loop()
+def tensor_parallel_and_sharded(folder: Path) -> None:
+    mesh = mesh_of("dp", "tp")
+    train(folder, tensor_parallel(mesh), batches(seed=1 + mesh.get_local_rank("dp")))
+
+
+@loop(note="Tensor-parallel ranks 0-1 draw different random numbers.")
+def tensor_parallel_dropout_of_each_rank(folder: Path) -> None:
+    mesh = mesh_of("dp", "tp")
+    model = tensor_parallel(mesh, rate=0.5)
+    torch.manual_seed(dist.get_rank())
+    train(folder, model, batches(seed=1 + mesh.get_local_rank("dp")))
+
+
+@loop()
+def tensor_parallel_dropout_of_each_group(folder: Path) -> None:
+    mesh = mesh_of("dp", "tp")
+    model = tensor_parallel(mesh, rate=0.5)
+    torch.manual_seed(mesh.get_local_rank("dp"))
+    train(folder, model, batches(seed=1 + mesh.get_local_rank("dp")))
+
+
+@loop()
+def two_models_of_two_ranks(folder: Path) -> None:
+    """Each pair of ranks trains a model of its own, as in a search over seeds."""
+    mesh = mesh_of("trial", "shard")
+    torch.manual_seed(mesh.get_local_rank("trial"))
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16))
+    train(folder, shard(model, mesh["shard"]))
+
+
+@loop()
+def experts_over_pairs(folder: Path) -> None:
+    """Experts are reduced over the ranks that hold them, and the rest over all ranks."""
+    mesh = mesh_of("dp", "ep")
+    model = nn.Sequential()
+    torch.manual_seed(0)
+    model.add_module("first", nn.Linear(8, 16))
+    torch.manual_seed(10 + mesh.get_local_rank("ep"))
+    model.add_module("expert", nn.Linear(16, 16))
+    fully_shard(model.expert, mesh=mesh["dp"])
+    train(folder, fully_shard(model))
+
+
+def main(folder: str, *names: str) -> None:
+    dist.init_process_group("gloo")
+    for name in names or LOOPS:
+        LOOPS[name](Path(folder) / name)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
