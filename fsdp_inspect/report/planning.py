@@ -14,7 +14,7 @@ from fsdp_inspect.report.layout import dim, indented, new_table, section
 from fsdp_inspect.report.output import whole_folder
 from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job
 from fsdp_inspect.simulation.planning.estimates import PlannedValue
-from fsdp_inspect.simulation.planning.prediction import PlanPrediction
+from fsdp_inspect.simulation.planning.prediction import FitVerdict, PlanPrediction
 from fsdp_inspect.simulation.planning.search import VALUES, CapacityPlan
 from fsdp_inspect.simulation.planning.transformer import HF_NAMES
 
@@ -52,9 +52,13 @@ def describe_candidate(candidate: Candidate | BuilderCandidate) -> str:
     """The settings of a candidate in one line."""
     if isinstance(candidate, BuilderCandidate):
         return _describe_builder(candidate)
-    shards = [f"checkpointing {candidate.checkpointing}", f"batch {candidate.batch_size}"]
+    every = candidate.checkpoint_every
+    blocks = "" if every == 1 else f" of every {every} blocks"
+    shards = [f"checkpointing {candidate.checkpointing}{blocks}", f"batch {candidate.batch_size}"]
     if candidate.microbatches > 1:
         shards.append(f"x {candidate.microbatches} microbatches")
+    if candidate.microbatches > 1 and candidate.accumulation_sync == "last":
+        shards.append("gradients reduced in the last one")
     if not candidate.reshard_after_forward:
         shards.append("no reshard")
     if candidate.blocks_per_unit > 1:
@@ -67,9 +71,40 @@ def describe_candidate(candidate: Candidate | BuilderCandidate) -> str:
         shards.append(candidate.param_dtype)
     if candidate.replicas > 1:
         shards.append(f"HSDP x {candidate.replicas}")
-    if candidate.tensor_parallel > 1:
-        shards.append(f"TP {candidate.tensor_parallel}")
-    return ", ".join(shards)
+    ways = {
+        "TP": candidate.tensor_parallel,
+        "CP": candidate.context_parallel,
+        "PP": candidate.pipeline_parallel,
+        "EP": candidate.expert_parallel,
+    }
+    shards += [f"{name} {size}" for name, size in ways.items() if size > 1]
+    return ", ".join([*shards, *_describe_others(candidate)])
+
+
+def _describe_others(candidate: Candidate) -> Iterator[str]:
+    """The settings that a search does not vary, unless they are the defaults."""
+    usual = Candidate()
+    if candidate.adapter_rank:
+        yield f"{'QLoRA' if candidate.is_quantized else 'LoRA'} of rank {candidate.adapter_rank}"
+    if candidate.compiled:
+        yield "compiled"
+    if candidate.products != usual.products:
+        yield f"{candidate.products} products"
+    for name in ("loss", "optimizer", "attention", "master_dtype", "reduce_dtype"):
+        value = getattr(candidate, name)
+        if value != getattr(usual, name):
+            yield f"{name.replace('_', ' ')} {value}"
+
+
+def is_of_trainer(candidate: Candidate) -> bool:
+    """Whether the trainer's settings express a plan."""
+    usual = Candidate()
+    names = (
+        *("checkpoint_every", "master_dtype", "products", "loss", "optimizer", "adapter_rank"),
+        *("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"),
+    )
+    is_usual = all(getattr(candidate, name) == getattr(usual, name) for name in names)
+    return is_usual and candidate.checkpointing != "alternate"
 
 
 def _describe_plan(candidate: Candidate | BuilderCandidate) -> str:
@@ -98,17 +133,17 @@ def _parts(plan: CapacityPlan) -> Iterable[RenderableType]:
         f"sequences of {plan.seq_len:,} tokens, {format_count(plan.tokens)} tokens."
     )
     yield from (indented(sentence) for sentence in describe_shortfall(plan))
-    if plan.found.best is not None:
-        yield indented(f"Plan: {_describe_plan(plan.found.best.candidate)}.")
-        yield from section("Predicted values", _table(VALUE_HEADS, value_rows(plan.found.best)))
-    if plan.found.undecided is not None:
+    if plan.shown is not None and (plan.found.best is not None or plan.is_fixed):
+        yield indented(f"Plan: {_describe_plan(plan.shown.candidate)}.")
+        yield from section("Predicted values", _table(VALUE_HEADS, value_rows(plan.shown)))
+    if plan.found.undecided is not None and not plan.is_fixed:
         yield from section("Cannot tell", *map(indented, describe_undecided(plan)))
     if plan.found.runners_up:
         yield from section("Runners-up", _table(FOUND_HEADS, found_rows(plan)))
-    yield from section("Rejected", _table(REJECTION_HEADS, rejection_rows(plan)))
-    shown = plan.found.best or plan.found.undecided
-    if shown is not None:
-        yield from section("Assumptions", *map(indented, describe_assumptions(shown)))
+    if not plan.is_fixed:
+        yield from section("Rejected", _table(REJECTION_HEADS, rejection_rows(plan)))
+    if plan.shown is not None:
+        yield from section("Assumptions", *map(indented, describe_assumptions(plan.shown)))
     if plan.notes:
         yield from section("Notes", *(indented(note) for note in plan.notes))
     yield ""
@@ -125,6 +160,8 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableTyp
 
 def describe_search(plan: CapacityPlan) -> str:
     """The number of compared plans, and what nothing of it is."""
+    if plan.is_fixed:
+        return "One given plan, simulated. Nothing here is measured."
     how = "simulation" if plan.job is not None else "forecast"
     return (
         f"Compared {plan.found.num_candidates:,} plans, {plan.found.num_simulated:,} of them by "
@@ -137,6 +174,9 @@ def answer_plan(plan: CapacityPlan) -> str:
     if plan.found.best is not None:
         days = plan.found.best.days
         return f"Fits: {_hours(days.value)} days ({_hours(days.low)} to {_hours(days.high)})."
+    if plan.is_fixed and plan.shown is not None:
+        is_open = plan.shown.verdict is FitVerdict.UNKNOWN
+        return f"{'Cannot tell' if is_open else 'Does not fit'}: {plan.shown.reason}"
     if plan.found.undecided is not None:
         return f"Cannot tell whether a plan fits into {format_bytes(plan.memory_bytes)}."
     return f"No plan fits into {format_bytes(plan.memory_bytes)}."
@@ -263,10 +303,10 @@ def _model_settings(job: Job, candidate: Candidate) -> tuple[dict[str, str], lis
     }
     notes = []
     is_trainers = job.model.module_names != HF_NAMES
-    if candidate.tensor_parallel == 1 and is_trainers:
+    if is_of_trainer(candidate) and is_trainers:
         texts["trainer.toml"] = tomli_w.dumps(trainer_settings(job, candidate))
     else:
-        why = "has tensor parallelism" if is_trainers else "is for a Hugging Face model"
+        why = "has settings beyond FSDP" if is_trainers else "is for a Hugging Face model"
         notes.append(
             f"No trainer.toml: the plan {why}, which the trainer's settings do not express."
         )
@@ -288,12 +328,13 @@ def trainer_settings(job: Job, candidate: Candidate) -> dict[str, Any]:
         "seq_len": job.seq_len,
         "batch_size": candidate.batch_size,
         "microbatches": candidate.microbatches,
+        "accumulation_sync": candidate.accumulation_sync,
         "wrap": "block" if size == 1 else f"every:{size}",
         "reshard_after_forward": "auto" if candidate.reshard_after_forward else "false",
         "forward_prefetch": candidate.prefetch,
         "backward_prefetch": candidate.prefetch,
         "param_dtype": candidate.param_dtype,
-        "reduce_dtype": "float32",
+        "reduce_dtype": candidate.reduce_dtype,
         "mesh": mesh,
         "offload": "cpu_pinned" if candidate.offload else "none",
         "checkpointing": candidate.checkpointing,

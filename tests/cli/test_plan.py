@@ -81,7 +81,7 @@ def test_the_text_fits_80_columns_and_states_its_assumptions(invoke):
     assert done.code == 0
     assert max(map(len, done.out.splitlines())) <= 80
     assert done.out.startswith("Fits: ")
-    for words in ("Runners-up", "Rejected", "Roofline", "Nothing here is measured."):
+    for words in ("Runners-up", "Rejected", "80% interval", "Nothing here is measured."):
         assert words in done.out
 
 
@@ -97,7 +97,8 @@ def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_sta
     ("words", "message"),
     [
         pytest.param(["--model", "lama-8b", "--gpus", "8"], "Unknown model", id="model"),
-        pytest.param(["--model", "tiny", "--gpus", "8", "--set", "a=1"], "not a builder", id="set"),
+        pytest.param(["--model", "tiny", "--gpus", "8", "--set", "a=1"], "Unknown setting",
+                     id="set"),
         pytest.param(["--model", "tiny", "--gpus", "0"], "not a valid number", id="gpus"),
         pytest.param(["--model", "tiny", "--gpus", "8", "--preset", "b2"], "preset", id="preset"),
         pytest.param(["--model", "tiny", "--gpus", "16", "--preset", "h100-nvlink"], "one node",
@@ -107,6 +108,8 @@ def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_sta
                      id="batch"),
         pytest.param(["--model", "tiny", "--gpus", "8", "--calibrate", "none"], "No run",
                      id="calibrate"),
+        pytest.param(["--model", "a.b:build", "--gpus", "8", "--fixed"], "is a builder",
+                     id="fixed-builder"),
     ],
 )  # fmt: skip
 def test_invalid_input_has_exit_code_2_and_no_traceback(words, message, invoke):
@@ -123,6 +126,62 @@ def test_a_calibrating_run_replaces_the_roofline(invoke):
     step = json.loads(done.out)["best"]["step_time_ns"]
     assert step["origin"] == "calibrated simulation"
     assert "as in run" in step["assumption"]
+
+
+FIXED = ("plan", "--model", "llama-8b", "--gpus", "8", "--preset", "h100-ib400", "--no-forecast",
+         "--fixed")  # fmt: skip
+
+
+def test_a_given_plan_is_evaluated_with_all_its_settings(invoke):
+    settings = ("--set", "batch_size=2", "--set", "checkpointing=full", "--set", "loss=fused",
+                "--set", "compiled=true")  # fmt: skip
+    done = invoke(*FIXED, *settings, "--batch-tokens", "524288", "--json")
+
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["num_candidates"] == 1
+    given = plan["best"]["candidate"]
+    assert (given["batch_size"], given["loss"], given["compiled"]) == (2, "fused", True)
+    assert given["microbatches"] == 4
+    assert "80% interval" in plan["best"]["step_time_ns"]["assumption"]
+
+
+def test_a_given_plan_that_does_not_fit_shows_its_values_and_what_the_loss_costs(invoke):
+    done = invoke(*FIXED, "--set", "batch_size=8", "--memory", "40GiB")
+
+    assert done.code == 1
+    words = " ".join(done.out.split())
+    assert words.startswith("Does not fit: A device needs at least")
+    assert "The loss is computed with float32 copies of all logits" in words
+    assert "--set loss=linear" in words
+    assert "tokens/s" in words
+
+
+def test_settings_narrow_the_search(invoke):
+    done = invoke("plan", *SMALL, "--set", "checkpointing=full", "--set", "loss=fused", "--json")
+
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["num_candidates"] > 1
+    for each in (plan["best"], *plan["runners_up"]):
+        assert each["candidate"]["checkpointing"] == "full"
+        assert each["candidate"]["loss"] == "fused"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("loss=half", "Expected whole or chunked"),
+        ("compiled=1", "Expected true or false"),
+        ("batch_size=0", "Expected a whole number from 1"),
+        ("tensor_parallel=3", "do not divide 8 GPUs"),
+    ],
+)
+def test_an_invalid_setting_is_refused(setting, message, invoke):
+    done = invoke(*FIXED, "--set", setting)
+
+    assert done.code == 2
+    assert message in " ".join(done.err.split())
 
 
 def test_an_unsupported_architecture_is_refused(tmp_path, invoke):

@@ -1,13 +1,15 @@
 """Predict the step time, the memory and the cost of one candidate, each with its interval."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from math import exp
 
 from fsdp_inspect.analysis.forecasts import RESERVED_RATIO, default_allowance
 from fsdp_inspect.formatting import format_bytes
-from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job
+from fsdp_inspect.hardware import RESIDUALS
+from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job, Loss
 from fsdp_inspect.simulation.planning.estimates import (
     PlannedValue,
     UnreusedBytes,
@@ -108,11 +110,83 @@ def predict(
         tokens=job.tokens,
         tokens_of_step=job.tokens_of_step(candidate),
         flops_per_token=job.model.model_flops_per_token(job.seq_len),
-        mfu_text="MFU counts 6 N + 12 L Q T operations for a token",
+        mfu_text="MFU counts 6 N + 6 L Q T operations for a token: causal attention as it runs",
     )
-    times = [step_ns(job, candidate, speed) for speed in machine.speeds]
-    known = memory or predict_memory(job, machine, candidate)
-    return derive_prediction(training, machine, candidate, times, known)
+    known = _with_loss(job, candidate, machine, memory or predict_memory(job, machine, candidate))
+    time = _time_estimate(job, machine, candidate)
+    return derive_prediction(training, machine, candidate, time, known)
+
+
+_LOSSES: Mapping[Loss, str] = {
+    "whole": "with float32 copies of all logits",
+    "chunked": "with float32 copies of an eighth of the logits at a time",
+    "fused": "in one kernel on the bfloat16 logits",
+    "linear": "fused with the output projection",
+}
+
+
+def _with_loss(
+    job: Job, candidate: Candidate, machine: PlannedMachine, memory: PlannedMemory
+) -> PlannedMemory:
+    """The memory with the assumed loss beside a refusal or a doubt, and what another one saves."""
+    if memory.verdict in (FitVerdict.FITS, FitVerdict.HOST):
+        return memory
+    reason = f"{memory.reason} The loss is computed {_LOSSES[candidate.loss]}"
+    if candidate.loss != "linear":
+        peaks = [
+            predict_memory(job, machine, each).reserved.value
+            for each in (candidate, replace(candidate, loss="linear"))
+        ]
+        saved = format_bytes(max(peaks[0] - peaks[1], 0))
+        reason += f"; fused with the output projection (--set loss=linear) it saves {saved}"
+    return replace(memory, reason=f"{reason}.")
+
+
+def _time_estimate(job: Job, machine: PlannedMachine, candidate: Candidate) -> PlannedValue:
+    """The step time, with the residuals of published trainings or the interval of a run."""
+    typical = step_ns(job, candidate, machine.speed)
+    if machine.is_calibrated:
+        return spread_times([step_ns(job, candidate, speed) for speed in machine.speeds], machine)
+    half = RESIDUALS[_residual_class(job, machine, candidate)]
+    if candidate.offload:
+        # The processors of hosts differ by more than GPUs.
+        ends = [step_ns(job, candidate, speed) for speed in (machine.fast, machine.slow)]
+        low, high = min(*ends, typical), max(*ends, typical)
+    else:
+        low = high = typical
+    return PlannedValue(
+        typical,
+        low * exp(-half),
+        high * exp(half),
+        machine.origin,
+        f"{machine.assumption} {_interval_text(job, machine, candidate)}",
+    )
+
+
+def _residual_class(job: Job, machine: PlannedMachine, candidate: Candidate) -> str:
+    """The key of `hardware.RESIDUALS` for a plan."""
+    gpu = machine.speed.gpu
+    if not (gpu.is_confirmed or gpu.is_tried):
+        return "unconfirmed"
+    defaults = Candidate()
+    is_plain = all(getattr(candidate, name) == getattr(defaults, name) for name in _EXTENSIONS)
+    return "confirmed" if gpu.is_confirmed and is_plain and not job.model.experts else "extended"
+
+
+_EXTENSIONS = (
+    *("products", "adapter_rank", "is_quantized", "offload", "tensor_parallel"),
+    *("context_parallel", "pipeline_parallel", "expert_parallel", "param_dtype", "optimizer"),
+)
+"""Settings for which fewer published trainings confirm the prediction, unless at their default."""
+
+
+def _interval_text(job: Job, machine: PlannedMachine, candidate: Candidate) -> str:
+    kind = _residual_class(job, machine, candidate)
+    text = f"80% interval: {exp(RESIDUALS[kind]) - 1:.0%} around the value, "
+    if kind == "unconfirmed":
+        return f"{text}an estimate: no published training on the {machine.speed.gpu.name} was used."
+    what = "this kind" if kind == "confirmed" else "this kind and device, of which there are few"
+    return f"{text}from published trainings of {what}."
 
 
 def step_ns(job: Job, candidate: Candidate, speed: Speed) -> int:
@@ -148,8 +222,8 @@ def allocated_estimate(peak_bytes: int) -> PlannedValue:
         peak_bytes * (1 - FORMULA_RATIO),
         peak_bytes * (1 + FORMULA_RATIO),
         ValueOrigin.FORMULA,
-        "The model saves the tensors of the trainer's decoder with flash attention, and AdamW is "
-        "fused.",
+        "The model saves the tensors of the trainer's decoder with flash attention, and the "
+        "optimizer is fused.",
     )
 
 
@@ -268,18 +342,22 @@ class Training:
     """That definition."""
 
 
+def spread_times(times: Sequence[int], machine: PlannedMachine) -> PlannedValue:
+    """The step time from simulated steps with typical, fast and slow rates."""
+    typical, *ends = times
+    return PlannedValue(
+        typical, min(*ends, typical), max(*ends, typical), machine.origin, machine.assumption
+    )
+
+
 def derive_prediction(
     training: Training,
     machine: PlannedMachine,
     candidate: Candidate | BuilderCandidate,
-    times: Sequence[int],
+    step: PlannedValue,
     memory: PlannedMemory,
 ) -> PlanPrediction:
-    """Derive rates and costs from the simulated steps: typical, fast and slow."""
-    typical, *ends = times
-    step = PlannedValue(
-        typical, min(*ends, typical), max(*ends, typical), machine.origin, machine.assumption
-    )
+    """Derive rates and costs from the step time."""
     rate = step.map(lambda ns: training.tokens_of_step / ns * _NS)
     peak = machine.speed.gpu.bf16_flops * training.gpus
     days = rate.map(lambda value: training.tokens / value / _DAY_S)
@@ -291,7 +369,7 @@ def derive_prediction(
         mfu=rate.map(
             lambda value: value * training.flops_per_token / peak,
             f"{training.mfu_text}, over the bfloat16 peak of the {machine.speed.gpu.name}. "
-            f"{machine.assumption}",
+            f"{step.assumption}",
         ),
         days=days,
         gpu_hours=hours,

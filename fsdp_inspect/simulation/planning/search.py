@@ -394,6 +394,18 @@ class CapacityPlan(Result):
     job: Job | None
     """The training; None: that of a builder."""
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether one given plan was evaluated."""
+        return self.found.num_candidates == 1
+
+    @property
+    def shown(self) -> PlanPrediction | None:
+        """The best plan, the fastest that may fit, or the given plan if it does not fit."""
+        rejected = self.found.rejected
+        given = rejected[0].example if self.is_fixed and rejected else None
+        return self.found.best or self.found.undecided or given
+
     def to_dict(self) -> dict[str, Any]:
         """The attributes as plain values, those of the search first; without plan and job."""
         plain = to_plain(self)
@@ -446,6 +458,8 @@ def make_capacity_plan(
         )
     found = search(FormulaPredictor(job, machine, forecast), listed)
     best = None if found.best is None else found.best.candidate
+    if best is None and len(listed) == 1:
+        best = listed[0]  # a given plan is written whether it fits or not
     return CapacityPlan(
         model=job.model.name,
         num_parameters=job.model.num_parameters,
@@ -457,7 +471,7 @@ def make_capacity_plan(
         memory_bytes=machine.memory_bytes,
         host_memory_bytes=machine.host_bytes,
         found=found,
-        shortfall=None if best else _find_shortfall(job, machine),
+        shortfall=None if found.best else _find_shortfall(job, machine),
         notes=(),
         plan=plan_of(job, best) if isinstance(best, Candidate) else None,
         job=job,
