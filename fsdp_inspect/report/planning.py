@@ -187,17 +187,33 @@ def describe_shortfall(plan: CapacityPlan) -> Iterable[str]:
     shortfall = plan.shortfall
     if shortfall is None:
         return
+    if shortfall.host_bytes is not None:
+        yield (
+            f"With {format_bytes(shortfall.host_bytes)} of host memory, a plan with offload fits "
+            f"the {format_bytes(plan.memory_bytes)} of a device."
+        )
     if shortfall.memory_bytes is None:
-        yield "The memory of a host is too small for offload, and the states exceed a device."
+        yield "No memory of a device makes a plan fit: the memory of a host is too small."
     else:
         yield (
-            f"On {plan.gpus} GPUs a plan fits with {format_bytes(shortfall.memory_bytes)} of "
-            "device memory."
+            f"On {plan.gpus} GPUs{_with_host(plan)} a plan fits with "
+            f"{format_bytes(shortfall.memory_bytes)} of device memory."
         )
     if shortfall.gpus is not None:
         yield f"With this memory, a plan fits on {shortfall.gpus} GPUs."
     else:
         yield "With this memory, no larger number of GPUs was found on which a plan fits."
+    if shortfall.change is not None:
+        yield (
+            f"The smallest change that fits: {describe_candidate(shortfall.change)}. A device "
+            f"needs at most {format_bytes(shortfall.change_bytes)}. Evaluate it with --fixed."
+        )
+
+
+def _with_host(plan: CapacityPlan) -> str:
+    if plan.host_memory_bytes is None:
+        return ""
+    return f" and {format_bytes(plan.host_memory_bytes)} of host memory"
 
 
 def describe_undecided(plan: CapacityPlan) -> Iterator[str]:
@@ -264,7 +280,7 @@ def describe_assumptions(prediction: PlanPrediction) -> Iterator[str]:
 # same options as a command line. Field names are those of the versions in
 # constraints-frameworks.txt; a test compares them with the installed packages.
 
-_AC = {"none": "None", "selective": "SelectiveAC", "full": "FullAC"}
+_AC = {"none": "None", "selective": "SelectiveAC", "alternate": "SelectiveAC", "full": "FullAC"}
 
 
 def write_settings(
@@ -298,7 +314,8 @@ def write_settings(
 def _model_settings(job: Job, candidate: Candidate) -> tuple[dict[str, str], list[str]]:
     """The files of a preset or a Hugging Face model, and why some could not be written."""
     texts = {
-        "accelerate.yaml": _yaml(accelerate_settings(job, candidate)),
+        "accelerate.yaml": "".join(f"# {line}\n" for line in _accelerate_script(candidate))
+        + _yaml(accelerate_settings(job, candidate)),
         "torchtitan.toml": _torchtitan_text(job, candidate),
     }
     notes = []
@@ -362,13 +379,59 @@ def accelerate_settings(job: Job, candidate: Candidate) -> dict[str, Any]:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         },
     }
-    if candidate.replicas > 1 or candidate.tensor_parallel > 1:
+    if candidate.replicas > 1 or candidate.ranks_of_sequences > 1:
         settings["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": candidate.replicas,
             "parallelism_config_dp_shard_size": _shard(job, candidate),
             "parallelism_config_tp_size": candidate.tensor_parallel,
+            "parallelism_config_cp_size": candidate.context_parallel,
         }
+    if candidate.compiled:
+        settings["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     return settings
+
+
+def _accelerate_script(candidate: Candidate) -> Iterator[str]:
+    """What the training script must set, because no key of Accelerate's file does."""
+    usual = Candidate()
+    yield f"Batch of the data loader: {candidate.batch_size} sequences for each process."
+    if candidate.microbatches > 1:
+        syncs = candidate.accumulation_sync == "every"
+        yield "Accumulation, in the script:"
+        yield (
+            "  Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
+            f"num_steps={candidate.microbatches}, sync_each_batch={syncs}))"
+        )
+        yield (
+            "  Transformers' TrainingArguments("
+            f"gradient_accumulation_steps={candidate.microbatches}, "
+            'accelerator_config={"gradient_accumulation_kwargs": '
+            f'{{"sync_each_batch": {syncs}}}}})'
+        )
+        yield (
+            "Accelerate's default, sync_each_batch=False, holds unsharded gradients between "
+            "microbatches"
+            + (", which this plan has no memory for." if syncs else ", as this plan does.")
+        )
+    if candidate.param_dtype == "bfloat16" and candidate.reduce_dtype == "float32":
+        yield (
+            "Accelerate reduces gradients in bfloat16. This plan reduces in float32: "
+            "FullyShardedDataParallelPlugin(mixed_precision_policy=...)."
+        )
+    own = ("products", "loss", "optimizer", "adapter_rank", "attention", "checkpoint_every")
+    yield from _not_expressed(candidate, *own, "pipeline_parallel", "expert_parallel", "prefetch",
+                              "blocks_per_unit")  # fmt: skip
+    if candidate.checkpointing not in ("full", usual.checkpointing):
+        yield f"Not expressed: checkpointing {candidate.checkpointing}."
+
+
+def _not_expressed(candidate: Candidate, *names: str) -> Iterator[str]:
+    """A line for each setting that a file has no key for, unless it is at its default."""
+    usual = Candidate()
+    for name in names:
+        value = getattr(candidate, name)
+        if value != getattr(usual, name):
+            yield f"Not expressed: {name} = {value}."
 
 
 def torchtitan_settings(job: Job, candidate: Candidate) -> dict[str, dict[str, Any]]:
@@ -381,19 +444,22 @@ def torchtitan_settings(job: Job, candidate: Candidate) -> dict[str, dict[str, A
             "seq_len": job.seq_len,
             "enable_cpu_offload": candidate.offload,
             "mixed_precision_param": candidate.param_dtype,
-            "mixed_precision_reduce": "float32",
+            "mixed_precision_reduce": candidate.reduce_dtype,
         },
         "parallelism": {
             "data_parallel_replicate_degree": candidate.replicas,
             "data_parallel_shard_degree": _shard(job, candidate),
             "tensor_parallel_degree": candidate.tensor_parallel,
+            "context_parallel_degree": candidate.context_parallel,
+            "pipeline_parallel_degree": candidate.pipeline_parallel,
+            "expert_parallel_degree": candidate.expert_parallel,
             "fsdp_reshard_after_forward": "default" if candidate.reshard_after_forward else "never",
         },
     }
 
 
 def _shard(job: Job, candidate: Candidate) -> int:
-    return job.gpus // candidate.replicas // candidate.tensor_parallel
+    return job.gpus // candidate.replicas // candidate.ranks_of_sequences
 
 
 def _torchtitan_text(job: Job, candidate: Candidate) -> str:
@@ -419,10 +485,17 @@ def _option(name: str, value: Any) -> str:
 
 
 def _left_out(candidate: Candidate) -> Iterator[str]:
-    if candidate.blocks_per_unit > 1:
-        yield f"# Not expressed: units of {candidate.blocks_per_unit} blocks."
-    if candidate.prefetch:
-        yield f"# Not expressed: explicit prefetch of {candidate.prefetch} units."
+    names = ("blocks_per_unit", "prefetch", "accumulation_sync", "compiled", "products", "loss")
+    more = ("optimizer", "adapter_rank", "attention", "checkpoint_every", "master_dtype")
+    for line in _not_expressed(candidate, *names, *more):
+        yield f"# {line}"
+    if candidate.microbatches > 1 and candidate.accumulation_sync == "last":
+        yield "# torchtitan reduces gradients in each microbatch, which needs less memory."
+    if candidate.checkpointing == "selective":
+        yield (
+            "# torchtitan's list of operators saves every second product: it needs less memory and "
+            "repeats more than planned (checkpointing = alternate)."
+        )
 
 
 def _yaml(settings: Mapping[str, Any], indent: str = "") -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -85,6 +86,24 @@ def test_the_text_fits_80_columns_and_states_its_assumptions(invoke):
         assert words in done.out
 
 
+def test_a_shortfall_names_the_memory_of_the_host_and_the_smallest_change_that_fits(invoke):
+    four = ("--model", "llama-70b", "--gpus", "4", "--preset", "rtx4090-pcie", "--seq-len", "2048",
+            "--no-forecast")  # fmt: skip
+    refused = invoke("plan", *four)
+    assert refused.code == 2
+    assert "set --gpus-per-node" in " ".join(refused.err.split())
+
+    done = invoke("plan", *four, "--gpus-per-node", "4", "--host-memory", "1TiB")
+
+    assert done.code == 1
+    words = " ".join(done.out.split())
+    assert re.search(r"With 1\.\d+ TiB of host memory, a plan with offload fits", words)
+    assert "On 4 GPUs and 1.00 TiB of host memory a plan fits with" in words
+    assert "The smallest change that fits: checkpointing full, batch 1, QLoRA" in words
+    fitting = invoke("plan", *four, "--gpus-per-node", "4", "--host-memory", "2TiB")
+    assert fitting.code == 0
+
+
 def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_stated(invoke):
     memory = ("--memory", "2GiB", "--host-memory", "64GiB")
     done = invoke("plan", "--model", "llama-70b", "--gpus", "4", *memory, "--no-forecast")
@@ -144,6 +163,35 @@ def test_a_given_plan_is_evaluated_with_all_its_settings(invoke):
     assert (given["batch_size"], given["loss"], given["compiled"]) == (2, "fused", True)
     assert given["microbatches"] == 4
     assert "80% interval" in plan["best"]["step_time_ns"]["assumption"]
+
+
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_the_written_files_accumulate_as_the_priced_plan_does(sync, invoke, tmp_path):
+    folder = tmp_path / "out"
+    settings = ("--set", f"accumulation_sync={sync}", "--set", "microbatches=4")
+    done = invoke(*FIXED, *settings, "--memory", "160GiB", "--out", folder)
+
+    assert done.code == 0, done.err
+    accelerate = (folder / "accelerate.yaml").read_text()
+    assert f"num_steps=4, sync_each_batch={sync == 'every'}" in accelerate
+    assert "reduces gradients in bfloat16" in accelerate
+    assert yaml.safe_load(accelerate)["mixed_precision"] == "bf16"
+    assert Plan.load(folder / "plan.toml").accumulation.sync == sync
+    trainer = check_settings(read_file(folder / "trainer.toml"))
+    assert (trainer.microbatches, trainer.accumulation_sync) == (4, sync)
+    titan = (folder / "torchtitan.toml").read_text()
+    assert ("torchtitan reduces gradients in each microbatch" in titan) == (sync == "last")
+
+
+def test_accumulation_without_reduction_holds_unsharded_gradients(invoke):
+    def peak(*words):
+        settings = ("--set", "microbatches=4", "--set", "checkpointing=full", *words)
+        plan = json.loads(invoke(*FIXED, *settings, "--memory", "160GiB", "--json").out)
+        return plan["best"]["peak_allocated_bytes"]["value"]
+
+    more = peak("--set", "accumulation_sync=last") - peak()
+    parameters = 8.03e9
+    assert 2 * parameters * 0.7 < more < 2 * parameters * 1.1
 
 
 def test_a_given_plan_that_does_not_fit_shows_its_values_and_what_the_loss_costs(invoke):

@@ -115,7 +115,8 @@ class Links:
                 raise ConfigError(
                     f"The preset {self.preset.name!r} is one node of {self.gpus_per_node} GPUs, "
                     f"and the plan needs {nodes} nodes. Expected a preset with a network, such as "
-                    "h200-ib400, or fewer GPUs. Change --preset or --gpus."
+                    "h200-ib400, or fewer GPUs. Change --preset or --gpus. If all GPUs are in one "
+                    "node, set --gpus-per-node."
                 )
             rate = min(self.preset.inter[0] * per_node, rate)
         latency = self.preset.ring_latency_ns(num_ranks, nodes)
