@@ -219,7 +219,7 @@ def test_settings_narrow_the_search(invoke):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("loss=half", "Expected whole or chunked"),
+        ("loss=half", "Expected whole or compiled"),
         ("compiled=1", "Expected true or false"),
         ("batch_size=0", "Expected a whole number from 1"),
         ("tensor_parallel=3", "do not divide 8 GPUs"),

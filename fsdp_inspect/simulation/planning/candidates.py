@@ -13,8 +13,9 @@ Dtype = Literal["bfloat16", "float32"]
 Sync = Literal["every", "last"]
 Products = Literal["param_dtype", "float8", "float8_rowwise", "mxfp8", "nvfp4"]
 """The format of matrix products; `param_dtype`: as the parameters in compute."""
-Loss = Literal["whole", "chunked", "fused", "linear"]
-"""`whole`: float32 copies of all logits, as torch's cross_entropy. `chunked`: float32 copies of an
+Loss = Literal["whole", "compiled", "chunked", "fused", "linear"]
+"""`whole`: float32 copies of all logits, as torch's cross_entropy. `compiled`: the same through
+torch.compile, without the copies (torchtitan since 2025). `chunked`: float32 copies of an
 eighth at a time (TorchTune, torchtitan). `fused`: one kernel on the bfloat16 logits, which become
 their gradient (flash-attn's, llm-foundry). `linear`: fused with the output projection, so the
 logits never exist (Liger)."""

@@ -87,9 +87,7 @@ class ComputeModel:
         ways, model = self._candidate.tensor_parallel, self._model
         product = self._product_s(Product(model.dim, model.vocab_size / ways), is_block=False)
         logits = self._tokens * model.vocab_size / ways / self._bandwidth
-        forward, backward = _loss_bytes(
-            self._candidate.loss, self._width, is_compiled=self._candidate.compiled
-        )
+        forward, backward = _loss_bytes(self._candidate.loss, self._width)
         return ComputeTimes(
             product + forward * logits,
             (1 if self._is_frozen else 2) * product + backward * logits,
@@ -148,7 +146,7 @@ class ComputeModel:
         return elements * self._width * self._tokens / self._bandwidth
 
 
-def _loss_bytes(loss: Loss, width: int, *, is_compiled: bool) -> tuple[float, float]:
+def _loss_bytes(loss: Loss, width: int) -> tuple[float, float]:
     """Bytes moved for a logit in the loss's forward and backward.
 
     torch's loss reads the logits and writes a float32 copy; the log-softmax reads and writes it;
@@ -159,6 +157,6 @@ def _loss_bytes(loss: Loss, width: int, *, is_compiled: bool) -> tuple[float, fl
         return 2.0 * width, 0.0
     if loss == "fused":
         return float(width), 2.0 * width
-    if is_compiled:
+    if loss == "compiled":
         return 2.0 * width, 2.0 * width
     return width + 3.0 * _FLOAT32, 3.0 * _FLOAT32 + width

@@ -31,10 +31,11 @@ from fsdp_inspect.simulation.recorded import Execution, simulate_step
 FORMULA_RATIO = 0.02
 """Half the interval of a peak from closed formulas. `make validate ARGS="--parts planned"` compares
 the formulas with forecasts."""
-VARIED_RATIOS, ROUGH_RATIOS = (0.12, 0.10), (0.20, 0.60)
+VARIED_RATIOS, ROUGH_RATIOS = (0.20, 0.13), (0.30, 0.60)
 """How far a peak can be below and above the formulas. Varied: settings and models that no forecast
-of the trainer checks. Rough, of the part above the resting states: LoRA, experts, pipelines and
-context parallelism. Both contain the peaks of docs/planning_accuracy.md."""
+of the trainer checks. Rough, of the part above the resting states: LoRA, experts, and parallelism
+beyond FSDP with settings that differ between frameworks. docs/planning_accuracy.md counts the peaks
+of published trainings inside."""
 FORECAST_RATIO = 0.03
 """Half the interval of a forecast peak. The largest difference from the recorder was 3.0%
 (docs/figures.md)."""
@@ -123,6 +124,7 @@ def predict(
 
 _LOSSES: Mapping[Loss, str] = {
     "whole": "with float32 copies of all logits",
+    "compiled": "by torch.compile, without float32 copies of the logits",
     "chunked": "with float32 copies of an eighth of the logits at a time",
     "fused": "in one kernel on the bfloat16 logits",
     "linear": "fused with the output projection",
@@ -224,6 +226,7 @@ def formula_ratios(job: Job, candidate: Candidate) -> tuple[float, float]:
     """How far the peak can be below and above the closed formulas, as fractions of it."""
     model, usual = job.model, Candidate()
     is_rough = candidate.adapter_rank > 0 or model.experts > 0
+    is_rough |= candidate.tensor_parallel > 1 and candidate.products != usual.products
     if is_rough or candidate.pipeline_parallel > 1 or candidate.context_parallel > 1:
         return ROUGH_RATIOS
     is_varied = any(getattr(candidate, name) != getattr(usual, name) for name in _VARIED)

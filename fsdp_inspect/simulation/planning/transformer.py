@@ -335,7 +335,8 @@ class Transformer:
         """What the loss keeps for its backward, and the peak of both above their start.
 
         `whole`: the float32 log-softmax is kept. At the peak it exists with two float32 gradients;
-        the logits, their float32 copy and the log-softmax need less. `chunked`: the logits, and
+        the logits, their float32 copy and the log-softmax need less. `compiled`: the logits, and
+        beside them their gradient. `chunked`: the logits, and
         this peak for an eighth of the tokens. `fused`: the logits, which become their gradient.
         `linear`: the gradient of the output projection's input.
 
@@ -344,6 +345,8 @@ class Transformer:
             width: Bytes of an element in compute.
         """
         logits, wide = width * self.vocab_size, _FLOAT32 * self.vocab_size
+        if loss == "compiled":
+            return logits, 2 * logits
         if loss == "chunked":
             return logits, logits + 3 * wide / _CHUNKS
         if loss == "fused":

@@ -227,7 +227,8 @@ class _Builder:
         model = replace(job.model, num_layers=-(-job.model.num_layers // stages))
         self._job, self._candidate, self._speed = replace(job, model=model), candidate, speed
         self._model = model
-        sequences = candidate.batch_size if stages == 1 else min(candidate.batch_size, stages)
+        # An interleaved pipeline has up to two sequences of each stage in flight.
+        sequences = candidate.batch_size if stages == 1 else min(candidate.batch_size, 2 * stages)
         self._tokens = sequences * job.seq_len / candidate.context_parallel
         """Tokens of a rank whose activations exist at once."""
         self._ways = candidate.tensor_parallel
@@ -255,9 +256,12 @@ class _Builder:
         accumulation = Accumulation(microbatches=count, sync=self._candidate.accumulation_sync)
         passes = passes_of(tape_of(pieces, root), microbatches_of(accumulation))
         kept, rise = self._model.loss_bytes(self._candidate.loss, self._width)
+        # A loss fused with the output projection sums its weight gradient in float32.
+        is_linear = self._candidate.loss == "linear" and not self._candidate.adapter_rank
+        summed = 4 * self._model.vocab_size * self._model.dim / self._ways if is_linear else 0
         loss = PieceMemory(
             kept=round(self._per_token(kept)),
-            forward_rise=round(self._per_token(rise)),
+            forward_rise=round(self._per_token(rise) + summed),
         )
         return Workload(
             units=[self._unit_work(part) for part in parts],

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_inspect.simulation.planning.estimates import PlannedValue
 from fsdp_inspect.simulation.planning.prediction import PlanPrediction, predict
 from tests.studies.published.rows import InexpressibleError, Row, express
 
@@ -22,8 +23,8 @@ class Replayed:
     low: float | None
     high: float | None
     reason: str | None
-    memory_gib: float | None = None
-    """The predicted peak of the kind that the row prints."""
+    memory: PlannedValue | None = None
+    """The predicted peak of the kind that the row prints, bytes."""
     verdict: str = ""
     num_parameters: int | None = None
 
@@ -32,6 +33,11 @@ class Replayed:
         """The published tokens per second of a GPU."""
         value = self.row["tokens_per_s_per_gpu"]
         return None if value is None else float(value)
+
+    @property
+    def memory_gib(self) -> float | None:
+        """The predicted peak, GiB."""
+        return None if self.memory is None else self.memory.value / GIB
 
     @property
     def ratio(self) -> float | None:
@@ -89,10 +95,9 @@ def replay(row: Row) -> Replayed:
     )
 
 
-def _memory_of(row: Row, found: PlanPrediction) -> float:
+def _memory_of(row: Row, found: PlanPrediction) -> PlannedValue:
     is_reserved = "reserved" in str(row["peak_memory_kind"])
-    value = found.peak_reserved_bytes if is_reserved else found.peak_allocated_bytes
-    return value.value / GIB
+    return found.peak_reserved_bytes if is_reserved else found.peak_allocated_bytes
 
 
 # --- Summarize by class.
@@ -199,7 +204,7 @@ def _speed_table(found: Sequence[Replayed]) -> Iterator[str]:
 
 
 def _memory_table(found: Sequence[Replayed]) -> Iterator[str]:
-    printed = [each for each in found if each.memory_gib and each.row["peak_memory"]]
+    printed = [each for each in found if each.memory and each.row["peak_memory"]]
     trained = [each for each in found if each.reason is None]
     refused = [each for each in trained if each.verdict.startswith("exceeds")]
     open_ = sum(each.verdict == "cannot tell" for each in trained)
@@ -208,15 +213,27 @@ def _memory_table(found: Sequence[Replayed]) -> Iterator[str]:
         "is inside the interval. Reserved memory depends on the version of torch: one job printed "
         "33.7 to 47.7 GiB on three devices.\n"
     )
-    yield "| row | kind | published | predicted | ratio |"
-    yield "|---|---|---|---|---|"
+    inside = sum(_holds(each) for each in printed)
+    yield f"{inside} of {len(printed)} printed peaks are inside the interval.\n"
+    yield "| row | kind | published | predicted | interval | ratio |"
+    yield "|---|---|---|---|---|---|"
     for each in printed:
-        value = float(each.row["peak_memory"])
-        kind = str(each.row["peak_memory_kind"])
+        value, peak = float(each.row["peak_memory"]), each.memory
+        assert peak is not None
         yield (
-            f"| {each.row['id']} | {kind} | {value:.1f} | {each.memory_gib:.1f} | "
-            f"{(each.memory_gib or 0) / value:.2f} |"
+            f"| {each.row['id']} | {each.row['peak_memory_kind']} | {value:.1f} | "
+            f"{peak.value / GIB:.1f} | {peak.low / GIB:.1f} to {peak.high / GIB:.1f}"
+            f"{'' if _holds(each) else ' (missed)'} | {peak.value / GIB / value:.2f} |"
         )
+
+
+def _holds(each: Replayed) -> bool:
+    """Whether the interval holds the printed peak; GB as printed can be GB or GiB."""
+    assert each.memory is not None
+    value = float(each.row["peak_memory"])
+    is_open = "as printed" in str(each.row["peak_memory_unit"])
+    lowest = value * 1e9 / GIB if is_open else value
+    return each.memory.low / GIB <= value and lowest <= each.memory.high / GIB
 
 
 def _reason_table(found: Sequence[Replayed]) -> Iterator[str]:

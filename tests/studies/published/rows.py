@@ -165,6 +165,8 @@ LOOPS: Mapping[str, Mapping[str, Any]] = {
 Engine's kernels (NeMo) fuse elementwise operations, as a compiler does. NeMo AutoModel loads
 parameters in bfloat16: between its rows on one GPU and on eight, memory falls by 8 bytes for a
 sharded parameter, not by 16."""
+_COMPILED_LOSS = r"torchtitan-(trainy|asynctp)|aws-torchtitan|torchao-training (mi|b2)"
+"""Trainings of torchtitan from 2025 on, which compile the loss as well."""
 ADAPTER_RANK = 64
 _TUNE_STEPS = (
     "packed", "compile", "chunked", "activation checkpointing", "fuse", "offloading", "8-bit",
@@ -190,7 +192,9 @@ def express(row: Row) -> Expressed:
     for begin, values in LOOPS.items():
         if source.startswith(begin):
             settings |= values
-    settings |= _precision(row, settings)
+    if settings["compiled"] and re.search(_COMPILED_LOSS, f"{source} {row['gpu']}".lower()):
+        settings["loss"] = "compiled"
+    settings |= _precision(row)
     settings |= _mesh(row)
     if model.experts and "expert_parallel" not in settings:
         raise InexpressibleError("the ranks of expert parallelism are not stated")
@@ -232,7 +236,7 @@ def _is_compiled(row: Row) -> bool:
     return row["compile"] is None and "torchtitan" in text and "float8" in text
 
 
-def _precision(row: Row, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _precision(row: Row) -> dict[str, Any]:
     text = str(row["precision"]).lower()
     found: dict[str, Any] = {}
     if "pure" in text:

@@ -13,7 +13,7 @@ USUAL = {
     "gpu": "h100_80gb", "gpus": 8, "seq_len": 2048, "local_batch": 1, "grad_accum": 1,
     "precision": "amp_bf16 / DEFAULT", "checkpointing": "full", "compile": False,
     "sharding": "FULL_SHARD", "mesh": None, "tokens_per_s_per_gpu": None, "peak_memory": None,
-    "peak_memory_kind": None, "bf16_only": True,
+    "peak_memory_unit": None, "peak_memory_kind": None, "bf16_only": True,
 }  # fmt: skip
 TITAN = {"source": "torchtitan-2024-12", "model": "Llama 3.1 8B", "gpu": "H100 SXM 96 GB (500 W)",
          "precision": "bf16", "checkpointing": "selective (op)", "seq_len": 8192, "local_batch": 2,
