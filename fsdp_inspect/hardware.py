@@ -322,11 +322,17 @@ and H100 (arXiv 2507.03114)."""
 EAGER_TRAFFIC, COMPILED_TRAFFIC = 1.9, 1.0
 """Bytes that elementwise operations of a block move, as a multiple of each operation's own inputs
 and outputs in the dtype of compute. Eager norms and rotary positions compute in float32."""
-RESIDUALS: Mapping[str, float] = {"confirmed": 0.075, "extended": 0.16, "unconfirmed": 0.23}
+RESIDUALS: Mapping[str, float] = {
+    "confirmed": 0.075,
+    "extended": 0.16,
+    "unconfirmed": 0.23,
+    "experts": 0.40,
+}
 """Half the 80% interval of a step's time, as the logarithm of its ratio, from published trainings
 that the constants above were not fitted to (docs/planning_accuracy.md). `confirmed`: bfloat16 with
 FSDP only, on a GPU with many published trainings. `extended`: narrow products, LoRA, other kinds of
-parallelism, offload, or a GPU with few. `unconfirmed`: a GPU without any."""
+parallelism, offload, or a GPU with few. `unconfirmed`: a GPU without any.
+`experts`: models with experts, of which one published training could be expressed."""
 HOST_OPTIMIZER_S_PER_BILLION = (0.22, 1.39)
 """AdamW of a billion parameters on the processors of a host: DeepSpeed's CPU-Adam and torch's Adam.
 Source: ZeRO-Offload (arXiv 2101.06840), table 4. Hosts differ: it is an order of magnitude."""

@@ -145,6 +145,7 @@ def test_a_calibrating_run_replaces_the_roofline(invoke):
     step = json.loads(done.out)["best"]["step_time_ns"]
     assert step["origin"] == "calibrated simulation"
     assert "as in run" in step["assumption"]
+    assert "without the run it is -7% to +8%" in step["assumption"]
 
 
 FIXED = ("plan", "--model", "llama-8b", "--gpus", "8", "--preset", "h100-ib400", "--no-forecast",
@@ -233,10 +234,37 @@ def test_an_invalid_setting_is_refused(setting, message, invoke):
 
 
 def test_an_unsupported_architecture_is_refused(tmp_path, invoke):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     done = invoke("plan", "--model", tmp_path, "--gpus", "8")
     assert done.code == 2
-    assert "Unsupported architecture 'gpt2'" in " ".join(done.err.split())
+    assert "Unsupported architecture 't5'" in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "bert", "mixtral", "qwen3_moe"])
+def test_the_parameters_of_a_hugging_face_config_are_those_of_the_model(kind, tmp_path, invoke):
+    import transformers
+
+    small = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+             "intermediate_size": 512, "vocab_size": 512,
+             "max_position_embeddings": 64}  # fmt: skip
+    of_gpt2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 64}
+    experts = {
+        "mixtral": {"num_local_experts": 4, "num_key_value_heads": 2},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                      "num_key_value_heads": 2, "head_dim": 32},
+    }.get(kind, {})  # fmt: skip
+    settings = of_gpt2 if kind == "gpt2" else {**small, **experts}
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    config.save_pretrained(tmp_path)
+    make = transformers.AutoModelForCausalLM if kind != "bert" else transformers.BertForMaskedLM
+    model = make.from_config(config) if kind != "bert" else make(config)
+    counted = sum(each.numel() for each in model.parameters())
+
+    done = invoke("plan", "--model", tmp_path, "--gpus", "2", "--preset", "h100-nvlink",
+                  "--seq-len", "64", "--no-forecast", "--fixed", "--json")  # fmt: skip
+
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["num_parameters"] == pytest.approx(counted, rel=0.03)
 
 
 @pytest.fixture

@@ -131,7 +131,8 @@ class ComputeModel:
             rate *= NARROW_HEAD_RATIO
         if candidate.context_parallel > 1:
             rate /= CONTEXT_PARALLEL_ATTENTION
-        one = self._tokens * self._seq_len * model.query_dim / candidate.tensor_parallel / rate
+        scores = self._seq_len if model.is_causal else 2 * self._seq_len
+        one = self._tokens * scores * model.query_dim / candidate.tensor_parallel / rate
         forward, backward = _ATTENTION_PRODUCTS
         return forward * one, backward * one / ATTENTION_BACKWARD_RATIO
 

@@ -103,7 +103,9 @@ def make_machine(
         origin=origin,
         is_calibrated=calibration is not None,
         assumption=(
-            f"{compute} The network reaches {slower:.0%} to {faster:.0%} of preset {preset}."
+            f"{compute} The network has the rates of preset {preset}."
+            if calibration is None
+            else f"{compute} The network reaches {slower:.0%} to {faster:.0%} of preset {preset}."
         ),
     )
 

@@ -151,9 +151,15 @@ def _with_loss(
 def _time_estimate(job: Job, machine: PlannedMachine, candidate: Candidate) -> PlannedValue:
     """The step time, with the residuals of published trainings or the interval of a run."""
     typical = step_ns(job, candidate, machine.speed)
-    if machine.is_calibrated:
-        return spread_times([step_ns(job, candidate, speed) for speed in machine.speeds], machine)
     half = RESIDUALS[_residual_class(job, machine, candidate)]
+    if machine.is_calibrated:
+        found = spread_times([step_ns(job, candidate, speed) for speed in machine.speeds], machine)
+        low, high = found.low / typical - 1, found.high / typical - 1
+        return replace(
+            found,
+            assumption=f"{found.assumption} So the interval is {low:+.0%} to {high:+.0%}; without "
+            f"the run it is {exp(-half) - 1:+.0%} to {exp(half) - 1:+.0%}.",
+        )
     if candidate.offload:
         # The processors of hosts differ by more than GPUs.
         ends = [step_ns(job, candidate, speed) for speed in (machine.fast, machine.slow)]
@@ -172,11 +178,14 @@ def _time_estimate(job: Job, machine: PlannedMachine, candidate: Candidate) -> P
 def _residual_class(job: Job, machine: PlannedMachine, candidate: Candidate) -> str:
     """The key of `hardware.RESIDUALS` for a plan."""
     gpu = machine.speed.gpu
+    if job.model.experts:
+        return "experts"
     if not (gpu.is_confirmed or gpu.is_tried):
         return "unconfirmed"
     defaults = Candidate()
     is_plain = all(getattr(candidate, name) == getattr(defaults, name) for name in _EXTENSIONS)
-    return "confirmed" if gpu.is_confirmed and is_plain and not job.model.experts else "extended"
+    is_plain &= job.model.is_causal
+    return "confirmed" if gpu.is_confirmed and is_plain else "extended"
 
 
 _EXTENSIONS = (
@@ -191,6 +200,8 @@ def _interval_text(job: Job, machine: PlannedMachine, candidate: Candidate) -> s
     text = f"80% interval: {exp(RESIDUALS[kind]) - 1:.0%} around the value, "
     if kind == "unconfirmed":
         return f"{text}an estimate: no published training on the {machine.speed.gpu.name} was used."
+    if kind == "experts":
+        return f"{text}an estimate: only one published training with experts was used."
     what = "this kind" if kind == "confirmed" else "this kind and device, of which there are few"
     return f"{text}from published trainings of {what}."
 
@@ -236,7 +247,7 @@ def formula_ratios(job: Job, candidate: Candidate) -> tuple[float, float]:
 
 _VARIED = (
     *("checkpoint_every", "compiled", "loss", "master_dtype", "optimizer", "products"),
-    *("reduce_dtype", "is_sharded"),
+    *("reduce_dtype", "is_sharded", "tensor_parallel"),
 )
 
 

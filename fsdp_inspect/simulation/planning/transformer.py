@@ -13,7 +13,7 @@ Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -79,6 +79,8 @@ class Transformer:
     """Whether the feed-forward has a gate (SwiGLU), thus three matrices; else two, as with GELU."""
     biased: bool = False
     """Whether all matrices and norms have a bias."""
+    is_causal: bool = True
+    """Whether a token attends to those before it only; else to all, as in an encoder."""
     max_positions: int = 0
     """Rows of learned positions; 0: rotary positions, without parameters."""
     experts: int = 0
@@ -152,12 +154,13 @@ class Transformer:
     # --- operations
 
     def block_flops(self, tokens: float, seq_len: int) -> float:
-        """Operations of a block's forward that run: causal attention computes one half.
+        """Operations of a block's forward that run: causal attention computes one half of scores.
 
         Source: 2 operations for each element of a matrix and token; attention's two products are
         2 x 2 x T x Q for each token, halved by the causal mask.
         """
-        return tokens * (2.0 * self.block_matrix_numel + 2.0 * seq_len * self.query_dim)
+        scores = seq_len if self.is_causal else 2.0 * seq_len
+        return tokens * (2.0 * self.block_matrix_numel + 2.0 * scores * self.query_dim)
 
     def head_flops(self, tokens: float) -> float:
         """Operations of the output projection's forward."""
@@ -365,8 +368,71 @@ _CHUNKS, _LINEAR_CHUNKS = 8, 64
 _PRESETS = "instrumented_trainer.shapes"
 _MAX_CONFIG_BYTES = 1 << 20
 _UNFUSED_NORM = 4
-DECODERS = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types of Transformers with RMSNorm, rotary positions, grouped queries and SwiGLU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """How the models of a type in Transformers differ from Llama."""
+
+    names: ModuleNames = HF_NAMES
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Other names of the config's sizes; several are separated by spaces, the first one counts."""
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Transformer`."""
+
+
+_GPT2 = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+}
+_EXPERTS = {"active_experts": "num_experts_per_tok"}
+_LAYER_NORM = {"gated": False, "biased": True}
+
+
+def _names(blocks: str, embedding: str, norm: str, head: str) -> ModuleNames:
+    return ModuleNames(embedding=embedding, blocks=blocks, norm=norm, head=head)
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2", "gemma"), _Family()
+    ),
+    "mixtral": _Family(fields={**_EXPERTS, "experts": "num_local_experts"}),
+    "qwen3_moe": _Family(
+        fields={
+            **_EXPERTS,
+            "experts": "num_experts num_local_experts",
+            "intermediate_size": "moe_intermediate_size",
+        }
+    ),
+    "gpt2": _Family(
+        names=_names("transformer.h", "transformer.wte", "transformer.ln_f", "lm_head"),
+        fields=_GPT2,
+        traits={**_LAYER_NORM, "tie_embeddings": True, "has_positions": True},
+    ),
+    "gpt_neox": _Family(
+        names=_names(
+            "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"
+        ),
+        traits=_LAYER_NORM,
+    ),
+    **{
+        kind: _Family(
+            names=_names(f"{kind}.encoder.layer", f"{kind}.embeddings", f"{kind}.norm", "head"),
+            traits={
+                **_LAYER_NORM,
+                "tie_embeddings": True,
+                "has_positions": True,
+                "is_causal": False,
+            },
+        )
+        for kind in ("bert", "roberta")
+    },
+}
+"""By `model_type`. BERT and RoBERTa are those for masked language modelling."""
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
           "vocab_size")  # fmt: skip
 
@@ -420,13 +486,23 @@ def _of_preset(name: str, shape: Any) -> Transformer:
 
 def _of_config(path: Path) -> tuple[Transformer, int | None]:
     fields = _read(path)
-    kind = fields.get("model_type")
-    if kind not in DECODERS:
+    kind = str(fields.get("model_type"))
+    family = _FAMILIES.get(kind)
+    if family is None:
         raise ConfigError(
-            f"Unsupported architecture {shorten(repr(kind))} in {str(path)!r}. Expected a decoder "
-            f"with RMSNorm, rotary positions and SwiGLU: model_type {quote_all(DECODERS)}. "
-            "Forecast the memory of other models with `fsdp-inspect forecast --hf`."
+            f"Unsupported architecture {shorten(repr(fields.get('model_type')))} in "
+            f"{str(path)!r}. Expected a model_type of {quote_all(tuple(_FAMILIES))}. Plan other "
+            "models with a builder: --model MODULE:FUNCTION."
         )
+    fields = {
+        **fields,
+        **{
+            name: next((fields[each] for each in others.split() if fields.get(each)), None)
+            for name, others in family.fields.items()
+        },
+    }
+    if kind == "gpt2" and fields["intermediate_size"] is None:
+        fields["intermediate_size"] = 4 * _size(path, fields, "hidden_size")
     sizes = {name: _size(path, fields, name) for name in _SIZES}
     heads = sizes["num_attention_heads"]
     given = {
@@ -435,8 +511,17 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         **{name: value for name, value in fields.items() if value is not None},
     }
     longest = fields.get("max_position_embeddings")
+    traits = dict(family.traits)
+    if traits.pop("has_positions", False):
+        traits["max_positions"] = _size(path, fields, "max_position_embeddings")
+    traits |= {
+        name: _size(path, fields, name)
+        for name in ("experts", "active_experts")
+        if name in family.fields
+    }
+    tied = bool(fields.get("tie_word_embeddings", False))
     model = Transformer(
-        name=path.parent.name or str(kind),
+        name=path.parent.name or kind,
         dim=sizes["hidden_size"],
         num_layers=sizes["num_hidden_layers"],
         num_heads=heads,
@@ -444,10 +529,10 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         ffn_dim=sizes["intermediate_size"],
         vocab_size=sizes["vocab_size"],
         head_dim=_size(path, given, "head_dim"),
-        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        norm_bytes=_UNFUSED_NORM,
+        norm_bytes=0 if "biased" in traits else _UNFUSED_NORM,
         copies_attention=False,
-        module_names=HF_NAMES,
+        module_names=family.names,
+        **{"tie_embeddings": tied, **traits},
     )
     return model, longest if isinstance(longest, int) else None
 
