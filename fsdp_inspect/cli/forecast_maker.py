@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -73,10 +73,12 @@ class ForecastMaker:
             what = ", ".join([f"forecasting {self._name} on {ranks}", *settings])
             if not self._console.is_terminal:
                 self._console.print(f"{what} ...", soft_wrap=True, markup=False)
-            with self._console.status(what):
+            with self._console.status(what) as status:
                 if self._replaces:
                     _remove_forecast(path)
-                self._made[key] = self._forecaster.forecast(path, world_size, changed)
+                self._made[key] = self._forecaster.forecast(
+                    path, world_size, changed, lambda text: status.update(f"{what}: {text}")
+                )
         return self._made[key]
 
 
@@ -183,28 +185,42 @@ class Forecaster:
         accepted: Sequence[str] | None = self._ask({**self._job, "path": None})["accepted"]
         return accepted
 
-    def forecast(self, path: Path, world_size: int, settings: Mapping[str, Any]) -> StoredRun:
+    def forecast(
+        self,
+        path: Path,
+        world_size: int,
+        settings: Mapping[str, Any],
+        report: Callable[[str], None],
+    ) -> StoredRun:
         """Make a forecast, and open it.
 
         Args:
             path: The run folder to create.
             world_size: Ranks of the job.
             settings: Settings that override the forecaster's own.
+            report: Receives what the process does now.
 
         Raises:
             ForecastError: The forecast fails; the message states the reason.
         """
         changed = {**self._job["settings"], **settings}
-        self._ask({**self._job, "path": str(path), "world_size": world_size, "settings": changed})
+        job = {**self._job, "path": str(path), "world_size": world_size, "settings": changed}
+        self._ask(job, report)
         return open_run(path)
 
-    def _ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(
+        self, job: Mapping[str, Any], report: Callable[[str], None] | None = None
+    ) -> dict[str, Any]:
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         try:
             self._child.stdin.write(json.dumps(job) + "\n")
             self._child.stdin.flush()
             line = self._child.stdout.readline()
+            while line and "progress" in (progress := json.loads(line)):
+                if report is not None:
+                    report(progress["progress"])
+                line = self._child.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:

@@ -63,7 +63,11 @@ def plan(  # noqa: PLR0913 - one argument an option
         int, typer.Option(help="Number of GPUs.", parser=whole_number(1, MAX_WORLD_SIZE))
     ],
     preset: Annotated[
-        str, typer.Option(help="The machines: h100-nvlink, h200-ib400, a100-eth100, rtx4090-pcie.")
+        str,
+        typer.Option(
+            help="The machines: h100-nvlink, h200-ib400, a100-ib200, rtx4090-pcie, ... An unknown "
+            "name lists all."
+        ),
     ] = "h200-ib400",
     tokens: Annotated[
         float, typer.Option(help="Tokens of the training: 15e9, 15B.", parser=_count)
@@ -105,11 +109,19 @@ def plan(  # noqa: PLR0913 - one argument an option
         list[str] | None,
         typer.Option(
             "--set",
-            help="A keyword of the builder that the search does not vary: --set width=512. Repeat "
-            "for more.",
+            help="A setting that the search does not vary: --set loss=fused; of a builder, a "
+            "keyword. Repeat for more. docs/planning.md lists the settings.",
             metavar="NAME=VALUE",
         ),
     ] = None,
+    fixed: Annotated[
+        bool,
+        typer.Option(
+            "--fixed",
+            help="Evaluate one plan: the settings of --set, all others at their defaults. For "
+            "presets and Hugging Face models.",
+        ),
+    ] = False,
     forecasts: Annotated[
         bool,
         typer.Option(
@@ -140,6 +152,8 @@ def plan(  # noqa: PLR0913 - one argument an option
     and batch size. Each value has an interval and its assumption. Exit code 0: a plan fits. 1: no
     plan is certain to fit; the output states what is missing. 2: invalid input.
 
+    With --fixed it evaluates one given plan: `--fixed --set batch_size=2 --set loss=fused`.
+
     Example: `fsdp-inspect plan --model llama-70b --gpus 64 --preset h200-ib400 --memory 80GiB`
     """
     from fsdp_inspect.report.planning import render_plan
@@ -155,9 +169,15 @@ def plan(  # noqa: PLR0913 - one argument an option
     )
     settings = dict(parse_setting(text) for text in set_ or [])
     if ":" in model and not Path(model).exists():
+        if fixed:
+            raise typer.BadParameter(
+                f"{model!r} is a builder. Expected a preset or a Hugging Face model. Remove "
+                "--fixed: --set fixes the builder's keywords.",
+                param_hint="--fixed",
+            )
         found = _plan_builder(question, machine, settings)
     else:
-        found = _plan_model(question, machine, settings, forecasts=forecasts)
+        found = _plan_model(question, machine, settings, is_fixed=fixed, forecasts=forecasts)
     if as_json:
         from fsdp_inspect.report.json import render_json
 
@@ -171,7 +191,7 @@ def plan(  # noqa: PLR0913 - one argument an option
         print(f"Wrote {', '.join(str(path) for path in written)}", file=sys.stderr)
         for note in notes:
             print(note, file=sys.stderr)
-    if found.plan is None:
+    if found.found.best is None:
         raise typer.Exit(NONE_FITS)
 
 
@@ -222,19 +242,14 @@ def _plan_model(
     machine: "PlannedMachine",
     settings: Mapping[str, Any],
     *,
+    is_fixed: bool,
     forecasts: bool,
 ) -> "CapacityPlan":
     """Plan a preset or a Hugging Face model, with closed formulas."""
-    from fsdp_inspect.simulation.planning.candidates import Job
+    from fsdp_inspect.simulation.planning.candidates import Job, fix_candidate, narrow_candidates
     from fsdp_inspect.simulation.planning.search import make_capacity_plan
     from fsdp_inspect.simulation.planning.transformer import load_model
 
-    if settings:
-        raise typer.BadParameter(
-            f"Invalid --set {next(iter(settings))}: {question.model!r} is not a builder. Expected "
-            "--set with --model MODULE:FUNCTION only. Remove it.",
-            param_hint="--set",
-        )
     shape, longest = load_model(question.model)
     job = Job(
         model=shape,
@@ -244,10 +259,13 @@ def _plan_model(
         tokens=question.tokens,
         batch_tokens=question.batch_tokens,
     )
+    listed = [fix_candidate(job, settings)] if is_fixed else None
+    if settings and listed is None:
+        listed = narrow_candidates(job, settings)
     if not forecasts:
-        return make_capacity_plan(job, machine, question.preset)
+        return make_capacity_plan(job, machine, question.preset, listed)
     with ModelForecasts(job, question.model) as of_plan:
-        found = make_capacity_plan(job, machine, question.preset, forecast=of_plan)
+        found = make_capacity_plan(job, machine, question.preset, listed, forecast=of_plan)
     return replace(found, notes=tuple(of_plan.notes))
 
 
@@ -306,11 +324,11 @@ class ModelForecasts:
         self._open.close()
 
     def __call__(self, candidate: "Candidate") -> "ForecastStep | None":
-        """The forecast; None: the trainer does not have tensor parallelism, or it failed."""
-        from fsdp_inspect.report.planning import describe_candidate
+        """The forecast; None: the trainer does not have a setting of the plan, or it failed."""
+        from fsdp_inspect.report.planning import describe_candidate, is_of_trainer
         from fsdp_inspect.simulation.planning.forecast_step import read_forecast
 
-        if candidate.tensor_parallel > 1:
+        if not is_of_trainer(candidate):
             return None
         text = describe_candidate(candidate)
         try:

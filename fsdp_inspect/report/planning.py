@@ -14,7 +14,7 @@ from fsdp_inspect.report.layout import dim, indented, new_table, section
 from fsdp_inspect.report.output import whole_folder
 from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job
 from fsdp_inspect.simulation.planning.estimates import PlannedValue
-from fsdp_inspect.simulation.planning.prediction import PlanPrediction
+from fsdp_inspect.simulation.planning.prediction import FitVerdict, PlanPrediction
 from fsdp_inspect.simulation.planning.search import VALUES, CapacityPlan
 from fsdp_inspect.simulation.planning.transformer import HF_NAMES
 
@@ -52,9 +52,13 @@ def describe_candidate(candidate: Candidate | BuilderCandidate) -> str:
     """The settings of a candidate in one line."""
     if isinstance(candidate, BuilderCandidate):
         return _describe_builder(candidate)
-    shards = [f"checkpointing {candidate.checkpointing}", f"batch {candidate.batch_size}"]
+    every = candidate.checkpoint_every
+    blocks = "" if every == 1 else f" of every {every} blocks"
+    shards = [f"checkpointing {candidate.checkpointing}{blocks}", f"batch {candidate.batch_size}"]
     if candidate.microbatches > 1:
         shards.append(f"x {candidate.microbatches} microbatches")
+    if candidate.microbatches > 1 and candidate.accumulation_sync == "last":
+        shards.append("gradients reduced in the last one")
     if not candidate.reshard_after_forward:
         shards.append("no reshard")
     if candidate.blocks_per_unit > 1:
@@ -67,9 +71,40 @@ def describe_candidate(candidate: Candidate | BuilderCandidate) -> str:
         shards.append(candidate.param_dtype)
     if candidate.replicas > 1:
         shards.append(f"HSDP x {candidate.replicas}")
-    if candidate.tensor_parallel > 1:
-        shards.append(f"TP {candidate.tensor_parallel}")
-    return ", ".join(shards)
+    ways = {
+        "TP": candidate.tensor_parallel,
+        "CP": candidate.context_parallel,
+        "PP": candidate.pipeline_parallel,
+        "EP": candidate.expert_parallel,
+    }
+    shards += [f"{name} {size}" for name, size in ways.items() if size > 1]
+    return ", ".join([*shards, *_describe_others(candidate)])
+
+
+def _describe_others(candidate: Candidate) -> Iterator[str]:
+    """The settings that a search does not vary, unless they are the defaults."""
+    usual = Candidate()
+    if candidate.adapter_rank:
+        yield f"{'QLoRA' if candidate.is_quantized else 'LoRA'} of rank {candidate.adapter_rank}"
+    if candidate.compiled:
+        yield "compiled"
+    if candidate.products != usual.products:
+        yield f"{candidate.products} products"
+    for name in ("loss", "optimizer", "attention", "master_dtype", "reduce_dtype"):
+        value = getattr(candidate, name)
+        if value != getattr(usual, name):
+            yield f"{name.replace('_', ' ')} {value}"
+
+
+def is_of_trainer(candidate: Candidate) -> bool:
+    """Whether the trainer's settings express a plan."""
+    usual = Candidate()
+    names = (
+        *("checkpoint_every", "master_dtype", "products", "loss", "optimizer", "adapter_rank"),
+        *("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"),
+    )
+    is_usual = all(getattr(candidate, name) == getattr(usual, name) for name in names)
+    return is_usual and candidate.checkpointing != "alternate"
 
 
 def _describe_plan(candidate: Candidate | BuilderCandidate) -> str:
@@ -98,17 +133,17 @@ def _parts(plan: CapacityPlan) -> Iterable[RenderableType]:
         f"sequences of {plan.seq_len:,} tokens, {format_count(plan.tokens)} tokens."
     )
     yield from (indented(sentence) for sentence in describe_shortfall(plan))
-    if plan.found.best is not None:
-        yield indented(f"Plan: {_describe_plan(plan.found.best.candidate)}.")
-        yield from section("Predicted values", _table(VALUE_HEADS, value_rows(plan.found.best)))
-    if plan.found.undecided is not None:
+    if plan.shown is not None and (plan.found.best is not None or plan.is_fixed):
+        yield indented(f"Plan: {_describe_plan(plan.shown.candidate)}.")
+        yield from section("Predicted values", _table(VALUE_HEADS, value_rows(plan.shown)))
+    if plan.found.undecided is not None and not plan.is_fixed:
         yield from section("Cannot tell", *map(indented, describe_undecided(plan)))
     if plan.found.runners_up:
         yield from section("Runners-up", _table(FOUND_HEADS, found_rows(plan)))
-    yield from section("Rejected", _table(REJECTION_HEADS, rejection_rows(plan)))
-    shown = plan.found.best or plan.found.undecided
-    if shown is not None:
-        yield from section("Assumptions", *map(indented, describe_assumptions(shown)))
+    if not plan.is_fixed:
+        yield from section("Rejected", _table(REJECTION_HEADS, rejection_rows(plan)))
+    if plan.shown is not None:
+        yield from section("Assumptions", *map(indented, describe_assumptions(plan.shown)))
     if plan.notes:
         yield from section("Notes", *(indented(note) for note in plan.notes))
     yield ""
@@ -125,6 +160,8 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableTyp
 
 def describe_search(plan: CapacityPlan) -> str:
     """The number of compared plans, and what nothing of it is."""
+    if plan.is_fixed:
+        return "One given plan, simulated. Nothing here is measured."
     how = "simulation" if plan.job is not None else "forecast"
     return (
         f"Compared {plan.found.num_candidates:,} plans, {plan.found.num_simulated:,} of them by "
@@ -137,6 +174,9 @@ def answer_plan(plan: CapacityPlan) -> str:
     if plan.found.best is not None:
         days = plan.found.best.days
         return f"Fits: {_hours(days.value)} days ({_hours(days.low)} to {_hours(days.high)})."
+    if plan.is_fixed and plan.shown is not None:
+        is_open = plan.shown.verdict is FitVerdict.UNKNOWN
+        return f"{'Cannot tell' if is_open else 'Does not fit'}: {plan.shown.reason}"
     if plan.found.undecided is not None:
         return f"Cannot tell whether a plan fits into {format_bytes(plan.memory_bytes)}."
     return f"No plan fits into {format_bytes(plan.memory_bytes)}."
@@ -147,17 +187,33 @@ def describe_shortfall(plan: CapacityPlan) -> Iterable[str]:
     shortfall = plan.shortfall
     if shortfall is None:
         return
+    if shortfall.host_bytes is not None:
+        yield (
+            f"With {format_bytes(shortfall.host_bytes)} of host memory, a plan with offload fits "
+            f"the {format_bytes(plan.memory_bytes)} of a device."
+        )
     if shortfall.memory_bytes is None:
-        yield "The memory of a host is too small for offload, and the states exceed a device."
+        yield "No memory of a device makes a plan fit: the memory of a host is too small."
     else:
         yield (
-            f"On {plan.gpus} GPUs a plan fits with {format_bytes(shortfall.memory_bytes)} of "
-            "device memory."
+            f"On {plan.gpus} GPUs{_with_host(plan)} a plan fits with "
+            f"{format_bytes(shortfall.memory_bytes)} of device memory."
         )
     if shortfall.gpus is not None:
         yield f"With this memory, a plan fits on {shortfall.gpus} GPUs."
     else:
         yield "With this memory, no larger number of GPUs was found on which a plan fits."
+    if shortfall.change is not None:
+        yield (
+            f"The smallest change that fits: {describe_candidate(shortfall.change)}. A device "
+            f"needs at most {format_bytes(shortfall.change_bytes)}. Evaluate it with --fixed."
+        )
+
+
+def _with_host(plan: CapacityPlan) -> str:
+    if plan.host_memory_bytes is None:
+        return ""
+    return f" and {format_bytes(plan.host_memory_bytes)} of host memory"
 
 
 def describe_undecided(plan: CapacityPlan) -> Iterator[str]:
@@ -224,7 +280,7 @@ def describe_assumptions(prediction: PlanPrediction) -> Iterator[str]:
 # same options as a command line. Field names are those of the versions in
 # constraints-frameworks.txt; a test compares them with the installed packages.
 
-_AC = {"none": "None", "selective": "SelectiveAC", "full": "FullAC"}
+_AC = {"none": "None", "selective": "SelectiveAC", "alternate": "SelectiveAC", "full": "FullAC"}
 
 
 def write_settings(
@@ -258,15 +314,16 @@ def write_settings(
 def _model_settings(job: Job, candidate: Candidate) -> tuple[dict[str, str], list[str]]:
     """The files of a preset or a Hugging Face model, and why some could not be written."""
     texts = {
-        "accelerate.yaml": _yaml(accelerate_settings(job, candidate)),
+        "accelerate.yaml": "".join(f"# {line}\n" for line in _accelerate_script(candidate))
+        + _yaml(accelerate_settings(job, candidate)),
         "torchtitan.toml": _torchtitan_text(job, candidate),
     }
     notes = []
     is_trainers = job.model.module_names != HF_NAMES
-    if candidate.tensor_parallel == 1 and is_trainers:
+    if is_of_trainer(candidate) and is_trainers:
         texts["trainer.toml"] = tomli_w.dumps(trainer_settings(job, candidate))
     else:
-        why = "has tensor parallelism" if is_trainers else "is for a Hugging Face model"
+        why = "has settings beyond FSDP" if is_trainers else "is for a Hugging Face model"
         notes.append(
             f"No trainer.toml: the plan {why}, which the trainer's settings do not express."
         )
@@ -288,12 +345,13 @@ def trainer_settings(job: Job, candidate: Candidate) -> dict[str, Any]:
         "seq_len": job.seq_len,
         "batch_size": candidate.batch_size,
         "microbatches": candidate.microbatches,
+        "accumulation_sync": candidate.accumulation_sync,
         "wrap": "block" if size == 1 else f"every:{size}",
         "reshard_after_forward": "auto" if candidate.reshard_after_forward else "false",
         "forward_prefetch": candidate.prefetch,
         "backward_prefetch": candidate.prefetch,
         "param_dtype": candidate.param_dtype,
-        "reduce_dtype": "float32",
+        "reduce_dtype": candidate.reduce_dtype,
         "mesh": mesh,
         "offload": "cpu_pinned" if candidate.offload else "none",
         "checkpointing": candidate.checkpointing,
@@ -321,13 +379,59 @@ def accelerate_settings(job: Job, candidate: Candidate) -> dict[str, Any]:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         },
     }
-    if candidate.replicas > 1 or candidate.tensor_parallel > 1:
+    if candidate.replicas > 1 or candidate.ranks_of_sequences > 1:
         settings["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": candidate.replicas,
             "parallelism_config_dp_shard_size": _shard(job, candidate),
             "parallelism_config_tp_size": candidate.tensor_parallel,
+            "parallelism_config_cp_size": candidate.context_parallel,
         }
+    if candidate.compiled:
+        settings["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     return settings
+
+
+def _accelerate_script(candidate: Candidate) -> Iterator[str]:
+    """What the training script must set, because no key of Accelerate's file does."""
+    usual = Candidate()
+    yield f"Batch of the data loader: {candidate.batch_size} sequences for each process."
+    if candidate.microbatches > 1:
+        syncs = candidate.accumulation_sync == "every"
+        yield "Accumulation, in the script:"
+        yield (
+            "  Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
+            f"num_steps={candidate.microbatches}, sync_each_batch={syncs}))"
+        )
+        yield (
+            "  Transformers' TrainingArguments("
+            f"gradient_accumulation_steps={candidate.microbatches}, "
+            'accelerator_config={"gradient_accumulation_kwargs": '
+            f'{{"sync_each_batch": {syncs}}}}})'
+        )
+        yield (
+            "Accelerate's default, sync_each_batch=False, holds unsharded gradients between "
+            "microbatches"
+            + (", which this plan has no memory for." if syncs else ", as this plan does.")
+        )
+    if candidate.param_dtype == "bfloat16" and candidate.reduce_dtype == "float32":
+        yield (
+            "Accelerate reduces gradients in bfloat16. This plan reduces in float32: "
+            "FullyShardedDataParallelPlugin(mixed_precision_policy=...)."
+        )
+    own = ("products", "loss", "optimizer", "adapter_rank", "attention", "checkpoint_every")
+    yield from _not_expressed(candidate, *own, "pipeline_parallel", "expert_parallel", "prefetch",
+                              "blocks_per_unit")  # fmt: skip
+    if candidate.checkpointing not in ("full", usual.checkpointing):
+        yield f"Not expressed: checkpointing {candidate.checkpointing}."
+
+
+def _not_expressed(candidate: Candidate, *names: str) -> Iterator[str]:
+    """A line for each setting that a file has no key for, unless it is at its default."""
+    usual = Candidate()
+    for name in names:
+        value = getattr(candidate, name)
+        if value != getattr(usual, name):
+            yield f"Not expressed: {name} = {value}."
 
 
 def torchtitan_settings(job: Job, candidate: Candidate) -> dict[str, dict[str, Any]]:
@@ -340,19 +444,22 @@ def torchtitan_settings(job: Job, candidate: Candidate) -> dict[str, dict[str, A
             "seq_len": job.seq_len,
             "enable_cpu_offload": candidate.offload,
             "mixed_precision_param": candidate.param_dtype,
-            "mixed_precision_reduce": "float32",
+            "mixed_precision_reduce": candidate.reduce_dtype,
         },
         "parallelism": {
             "data_parallel_replicate_degree": candidate.replicas,
             "data_parallel_shard_degree": _shard(job, candidate),
             "tensor_parallel_degree": candidate.tensor_parallel,
+            "context_parallel_degree": candidate.context_parallel,
+            "pipeline_parallel_degree": candidate.pipeline_parallel,
+            "expert_parallel_degree": candidate.expert_parallel,
             "fsdp_reshard_after_forward": "default" if candidate.reshard_after_forward else "never",
         },
     }
 
 
 def _shard(job: Job, candidate: Candidate) -> int:
-    return job.gpus // candidate.replicas // candidate.tensor_parallel
+    return job.gpus // candidate.replicas // candidate.ranks_of_sequences
 
 
 def _torchtitan_text(job: Job, candidate: Candidate) -> str:
@@ -378,10 +485,17 @@ def _option(name: str, value: Any) -> str:
 
 
 def _left_out(candidate: Candidate) -> Iterator[str]:
-    if candidate.blocks_per_unit > 1:
-        yield f"# Not expressed: units of {candidate.blocks_per_unit} blocks."
-    if candidate.prefetch:
-        yield f"# Not expressed: explicit prefetch of {candidate.prefetch} units."
+    names = ("blocks_per_unit", "prefetch", "accumulation_sync", "compiled", "products", "loss")
+    more = ("optimizer", "adapter_rank", "attention", "checkpoint_every", "master_dtype")
+    for line in _not_expressed(candidate, *names, *more):
+        yield f"# {line}"
+    if candidate.microbatches > 1 and candidate.accumulation_sync == "last":
+        yield "# torchtitan reduces gradients in each microbatch, which needs less memory."
+    if candidate.checkpointing == "selective":
+        yield (
+            "# torchtitan's list of operators saves every second product: it needs less memory and "
+            "repeats more than planned (checkpointing = alternate)."
+        )
 
 
 def _yaml(settings: Mapping[str, Any], indent: str = "") -> str:

@@ -58,49 +58,116 @@ _NVLINK_RING_NS = COLLECTIVE_NS + 7 * 3_400
 _PCIE_PAIR_NS = COLLECTIVE_NS + 5_700
 _TWO_NODE_RING_NS = COLLECTIVE_NS + 14 * 3_400 + NETWORK_STEP_NS
 
+_NVLINK4 = (
+    "all-gather 350 GB/s, reduce-scatter 360 GB/s on H100, nccl-tests: "
+    "https://github.com/NVIDIA/nccl/issues/1281"
+)
+_NDR = "46 to 48 GB/s for each NDR 400 Gbit/s card: https://github.com/NVIDIA/nccl-tests/issues/290"
+_NVLINK3 = "about 200 GB/s on 8 A100 with NVLink: https://github.com/NVIDIA/nccl-tests/issues/149"
+_HDR = f"200 Gbit/s cards, half of NDR; {_NDR}"
+_PCIE4 = (
+    "an assumption: 63% of the 32 GB/s of PCIe 4.0, with peer access: "
+    "https://pcisig.com/specifications"
+)
+
+
+def _preset(
+    name: str,
+    gpus_per_node: int,
+    intra: tuple[float, int],
+    inter: float | None,
+    source: str,
+) -> Preset:
+    network = None if inter is None else (inter, _TWO_NODE_RING_NS)
+    return Preset(name=name, gpus_per_node=gpus_per_node, intra=intra, inter=network, source=source)
+
+
+_NVLINK4_RATE, _NVLINK3_RATE, _NVLINK5_RATE = 350e9, 200e9, 650e9
+_PCIE4_RATE = 20e9
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset(
-            name="h100-nvlink",
-            gpus_per_node=8,
-            intra=(350e9, _NVLINK_RING_NS),
-            inter=None,
-            source=(
-                "all-gather 350 GB/s, reduce-scatter 360 GB/s on H100, nccl-tests: "
-                "https://github.com/NVIDIA/nccl/issues/1281"
-            ),
+        _preset("h100-nvlink", 8, (_NVLINK4_RATE, _NVLINK_RING_NS), None, _NVLINK4),
+        _preset("h100-ib400", 8, (_NVLINK4_RATE, _NVLINK_RING_NS), 47e9, f"{_NVLINK4}; {_NDR}"),
+        _preset(
+            "h100-96gb-ib400", 8, (_NVLINK4_RATE, _NVLINK_RING_NS), 47e9, f"{_NVLINK4}; {_NDR}"
         ),
-        Preset(
-            name="h200-ib400",
-            gpus_per_node=8,
-            intra=(350e9, _NVLINK_RING_NS),
-            inter=(47e9, _TWO_NODE_RING_NS),
-            source=(
-                "the same fourth generation of NVLink as the H100; 46 to 48 GB/s for each NDR "
-                "400 Gbit/s card: https://github.com/NVIDIA/nccl-tests/issues/290"
-            ),
+        _preset(
+            "h200-ib400",
+            8,
+            (_NVLINK4_RATE, _NVLINK_RING_NS),
+            47e9,
+            f"the same fourth generation of NVLink as the H100; {_NDR}",
         ),
-        Preset(
-            name="a100-eth100",
-            gpus_per_node=8,
-            intra=(200e9, _NVLINK_RING_NS),
-            inter=(9.4e9, _TWO_NODE_RING_NS),
-            source=(
-                "about 200 GB/s on 8 A100 with NVLink: "
-                "https://github.com/NVIDIA/nccl-tests/issues/149; 600 Gbit/s over eight 100 Gbit/s "
-                "RoCE cards, 9.4 GB/s each: https://github.com/NVIDIA/nccl/issues/495"
-            ),
+        _preset("a100-nvlink", 8, (_NVLINK3_RATE, _NVLINK_RING_NS), None, _NVLINK3),
+        _preset("a100-ib200", 8, (_NVLINK3_RATE, _NVLINK_RING_NS), 23.5e9, f"{_NVLINK3}; {_HDR}"),
+        _preset(
+            "a100-eth100",
+            8,
+            (_NVLINK3_RATE, _NVLINK_RING_NS),
+            9.4e9,
+            f"{_NVLINK3}; 600 Gbit/s over eight 100 Gbit/s RoCE cards, 9.4 GB/s each: "
+            "https://github.com/NVIDIA/nccl/issues/495",
         ),
-        Preset(
-            name="rtx4090-pcie",
-            gpus_per_node=2,
-            intra=(8.4e9, _PCIE_PAIR_NS),
-            inter=None,
-            source=(
-                "16.8 GB/s both ways at once between two RTX 4090 without peer access, half of it "
-                "each way: https://gist.github.com/muellerzr/fbfabd0fc02ac259f0a47d6a51b36d0e"
-            ),
+        _preset(
+            "a100-40gb-ib200", 8, (_NVLINK3_RATE, _NVLINK_RING_NS), 23.5e9, f"{_NVLINK3}; {_HDR}"
+        ),
+        _preset(
+            "b200-ib400",
+            8,
+            (_NVLINK5_RATE, _NVLINK_RING_NS),
+            47e9,
+            "an assumption: 72% of the 900 GB/s each way of NVLink's fifth generation: "
+            f"https://www.nvidia.com/en-us/data-center/nvlink; {_NDR}",
+        ),
+        _preset(
+            "gb200-ib400",
+            72,
+            (_NVLINK5_RATE, _NVLINK_RING_NS),
+            47e9,
+            f"one NVLink domain of 72 GPUs; rates as b200-ib400; {_NDR}",
+        ),
+        _preset(
+            "mi300x-ib400",
+            8,
+            (310e9, _NVLINK_RING_NS),
+            47e9,
+            f"seven Infinity Fabric links of 64 GB/s each way, 70% of their sum; {_NDR}",
+        ),
+        _preset(
+            "mi355x-ib400",
+            8,
+            (375e9, _NVLINK_RING_NS),
+            47e9,
+            f"seven Infinity Fabric links of 76.8 GB/s each way, 70% of their sum; {_NDR}",
+        ),
+        _preset("a6000-pcie", 8, (_PCIE4_RATE, _PCIE_PAIR_NS), None, _PCIE4),
+        _preset("a5000-pcie", 8, (_PCIE4_RATE, _PCIE_PAIR_NS), None, _PCIE4),
+        _preset("rtx6000ada-pcie", 8, (_PCIE4_RATE, _PCIE_PAIR_NS), None, _PCIE4),
+        _preset("l40s-pcie", 8, (_PCIE4_RATE, _PCIE_PAIR_NS), None, _PCIE4),
+        _preset(
+            "rtx3090-pcie",
+            2,
+            (3.5e9, _PCIE_PAIR_NS),
+            None,
+            "LoRA of Llama-2 7B on two RTX 3090 without NVLink, all-gathers exposed: "
+            "https://github.com/AnswerDotAI/fsdp_qlora/blob/main/benchmarks_03_2024.md",
+        ),
+        _preset(
+            "rtx4090-pcie",
+            2,
+            (8.4e9, _PCIE_PAIR_NS),
+            None,
+            "16.8 GB/s both ways at once between two RTX 4090 without peer access, half of it "
+            "each way: https://gist.github.com/muellerzr/fbfabd0fc02ac259f0a47d6a51b36d0e",
+        ),
+        _preset(
+            "rtx5090-pcie",
+            2,
+            (16.8e9, _PCIE_PAIR_NS),
+            None,
+            "an assumption: PCIe 5.0 has twice the rate of rtx4090-pcie: "
+            "https://pcisig.com/specifications",
         ),
     )
 }

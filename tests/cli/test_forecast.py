@@ -57,6 +57,18 @@ def builder(tmp_path, monkeypatch):
     return "mine:build"
 
 
+def test_a_forecast_reports_what_it_does(invoke, tmp_path):
+    said: list[str] = []
+    settings = {"preset": "tiny", "num_layers": 1, "seq_len": 16}
+    with forecaster.start_forecaster(
+        forecaster.TRAINER, settings, gpus_per_node=8, device_type="cuda"
+    ) as started:
+        run = started.forecast(tmp_path / "run", 2, {}, said.append)
+
+    assert run.manifest.world_size == 2
+    assert said == ["building the model", "step 1 of 2", "step 2 of 2"]
+
+
 def test_a_table_by_world_size_and_what_fits(invoke, tmp_path):
     ended = invoke(
         "forecast", *SMALL, "--world-size", "2,8", "--fit", "8MiB", "--out", tmp_path / "runs",

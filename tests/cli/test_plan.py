@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -81,8 +82,26 @@ def test_the_text_fits_80_columns_and_states_its_assumptions(invoke):
     assert done.code == 0
     assert max(map(len, done.out.splitlines())) <= 80
     assert done.out.startswith("Fits: ")
-    for words in ("Runners-up", "Rejected", "Roofline", "Nothing here is measured."):
+    for words in ("Runners-up", "Rejected", "80% interval", "Nothing here is measured."):
         assert words in done.out
+
+
+def test_a_shortfall_names_the_memory_of_the_host_and_the_smallest_change_that_fits(invoke):
+    four = ("--model", "llama-70b", "--gpus", "4", "--preset", "rtx4090-pcie", "--seq-len", "2048",
+            "--no-forecast")  # fmt: skip
+    refused = invoke("plan", *four)
+    assert refused.code == 2
+    assert "set --gpus-per-node" in " ".join(refused.err.split())
+
+    done = invoke("plan", *four, "--gpus-per-node", "4", "--host-memory", "1TiB")
+
+    assert done.code == 1
+    words = " ".join(done.out.split())
+    assert re.search(r"With 1\.\d+ TiB of host memory, a plan with offload fits", words)
+    assert "On 4 GPUs and 1.00 TiB of host memory a plan fits with" in words
+    assert "The smallest change that fits: checkpointing full, batch 1, QLoRA" in words
+    fitting = invoke("plan", *four, "--gpus-per-node", "4", "--host-memory", "2TiB")
+    assert fitting.code == 0
 
 
 def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_stated(invoke):
@@ -97,7 +116,8 @@ def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_sta
     ("words", "message"),
     [
         pytest.param(["--model", "lama-8b", "--gpus", "8"], "Unknown model", id="model"),
-        pytest.param(["--model", "tiny", "--gpus", "8", "--set", "a=1"], "not a builder", id="set"),
+        pytest.param(["--model", "tiny", "--gpus", "8", "--set", "a=1"], "Unknown setting",
+                     id="set"),
         pytest.param(["--model", "tiny", "--gpus", "0"], "not a valid number", id="gpus"),
         pytest.param(["--model", "tiny", "--gpus", "8", "--preset", "b2"], "preset", id="preset"),
         pytest.param(["--model", "tiny", "--gpus", "16", "--preset", "h100-nvlink"], "one node",
@@ -107,6 +127,8 @@ def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_sta
                      id="batch"),
         pytest.param(["--model", "tiny", "--gpus", "8", "--calibrate", "none"], "No run",
                      id="calibrate"),
+        pytest.param(["--model", "a.b:build", "--gpus", "8", "--fixed"], "is a builder",
+                     id="fixed-builder"),
     ],
 )  # fmt: skip
 def test_invalid_input_has_exit_code_2_and_no_traceback(words, message, invoke):
@@ -123,13 +145,126 @@ def test_a_calibrating_run_replaces_the_roofline(invoke):
     step = json.loads(done.out)["best"]["step_time_ns"]
     assert step["origin"] == "calibrated simulation"
     assert "as in run" in step["assumption"]
+    assert "without the run it is -7% to +8%" in step["assumption"]
+
+
+FIXED = ("plan", "--model", "llama-8b", "--gpus", "8", "--preset", "h100-ib400", "--no-forecast",
+         "--fixed")  # fmt: skip
+
+
+def test_a_given_plan_is_evaluated_with_all_its_settings(invoke):
+    settings = ("--set", "batch_size=2", "--set", "checkpointing=full", "--set", "loss=fused",
+                "--set", "compiled=true")  # fmt: skip
+    done = invoke(*FIXED, *settings, "--batch-tokens", "524288", "--json")
+
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["num_candidates"] == 1
+    given = plan["best"]["candidate"]
+    assert (given["batch_size"], given["loss"], given["compiled"]) == (2, "fused", True)
+    assert given["microbatches"] == 4
+    assert "80% interval" in plan["best"]["step_time_ns"]["assumption"]
+
+
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_the_written_files_accumulate_as_the_priced_plan_does(sync, invoke, tmp_path):
+    folder = tmp_path / "out"
+    settings = ("--set", f"accumulation_sync={sync}", "--set", "microbatches=4")
+    done = invoke(*FIXED, *settings, "--memory", "160GiB", "--out", folder)
+
+    assert done.code == 0, done.err
+    accelerate = (folder / "accelerate.yaml").read_text()
+    assert f"num_steps=4, sync_each_batch={sync == 'every'}" in accelerate
+    assert "reduces gradients in bfloat16" in accelerate
+    assert yaml.safe_load(accelerate)["mixed_precision"] == "bf16"
+    assert Plan.load(folder / "plan.toml").accumulation.sync == sync
+    trainer = check_settings(read_file(folder / "trainer.toml"))
+    assert (trainer.microbatches, trainer.accumulation_sync) == (4, sync)
+    titan = (folder / "torchtitan.toml").read_text()
+    assert ("torchtitan reduces gradients in each microbatch" in titan) == (sync == "last")
+
+
+def test_accumulation_without_reduction_holds_unsharded_gradients(invoke):
+    def peak(*words):
+        settings = ("--set", "microbatches=4", "--set", "checkpointing=full", *words)
+        plan = json.loads(invoke(*FIXED, *settings, "--memory", "160GiB", "--json").out)
+        return plan["best"]["peak_allocated_bytes"]["value"]
+
+    more = peak("--set", "accumulation_sync=last") - peak()
+    parameters = 8.03e9
+    assert 2 * parameters * 0.7 < more < 2 * parameters * 1.1
+
+
+def test_a_given_plan_that_does_not_fit_shows_its_values_and_what_the_loss_costs(invoke):
+    done = invoke(*FIXED, "--set", "batch_size=8", "--memory", "40GiB")
+
+    assert done.code == 1
+    words = " ".join(done.out.split())
+    assert words.startswith("Does not fit: A device needs at least")
+    assert "The loss is computed with float32 copies of all logits" in words
+    assert "--set loss=linear" in words
+    assert "tokens/s" in words
+
+
+def test_settings_narrow_the_search(invoke):
+    done = invoke("plan", *SMALL, "--set", "checkpointing=full", "--set", "loss=fused", "--json")
+
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["num_candidates"] > 1
+    for each in (plan["best"], *plan["runners_up"]):
+        assert each["candidate"]["checkpointing"] == "full"
+        assert each["candidate"]["loss"] == "fused"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("loss=half", "Expected whole or compiled"),
+        ("compiled=1", "Expected true or false"),
+        ("batch_size=0", "Expected a whole number from 1"),
+        ("tensor_parallel=3", "do not divide 8 GPUs"),
+    ],
+)
+def test_an_invalid_setting_is_refused(setting, message, invoke):
+    done = invoke(*FIXED, "--set", setting)
+
+    assert done.code == 2
+    assert message in " ".join(done.err.split())
 
 
 def test_an_unsupported_architecture_is_refused(tmp_path, invoke):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     done = invoke("plan", "--model", tmp_path, "--gpus", "8")
     assert done.code == 2
-    assert "Unsupported architecture 'gpt2'" in " ".join(done.err.split())
+    assert "Unsupported architecture 't5'" in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "bert", "mixtral", "qwen3_moe"])
+def test_the_parameters_of_a_hugging_face_config_are_those_of_the_model(kind, tmp_path, invoke):
+    import transformers
+
+    small = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+             "intermediate_size": 512, "vocab_size": 512,
+             "max_position_embeddings": 64}  # fmt: skip
+    of_gpt2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 64}
+    experts = {
+        "mixtral": {"num_local_experts": 4, "num_key_value_heads": 2},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                      "num_key_value_heads": 2, "head_dim": 32},
+    }.get(kind, {})  # fmt: skip
+    settings = of_gpt2 if kind == "gpt2" else {**small, **experts}
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    config.save_pretrained(tmp_path)
+    make = transformers.AutoModelForCausalLM if kind != "bert" else transformers.BertForMaskedLM
+    model = make.from_config(config) if kind != "bert" else make(config)
+    counted = sum(each.numel() for each in model.parameters())
+
+    done = invoke("plan", "--model", tmp_path, "--gpus", "2", "--preset", "h100-nvlink",
+                  "--seq-len", "64", "--no-forecast", "--fixed", "--json")  # fmt: skip
+
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["num_parameters"] == pytest.approx(counted, rel=0.03)
 
 
 @pytest.fixture

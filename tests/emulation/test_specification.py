@@ -4,6 +4,7 @@ import pytest
 
 from fsdp_inspect.emulation.network import Link, parse_specification
 from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.hardware import GPUS
 from fsdp_inspect.quantities import parse_bytes_per_s, parse_time_ns
 from fsdp_inspect.trace.links import PRESETS
 
@@ -30,7 +31,7 @@ def test_keys_override_the_figures_of_a_preset():
 
 def test_every_preset_says_where_its_figures_come_from():
     assert all("https://" in preset.source for preset in PRESETS.values())
-    assert set(PRESETS) == {"h100-nvlink", "h200-ib400", "a100-eth100", "rtx4090-pcie"}
+    assert {"h100-nvlink", "h200-ib400", "a100-eth100", "rtx4090-pcie"} < set(PRESETS) == set(GPUS)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 Each line of standard input is a job: a JSON object with the arguments of `forecast_memory`. The
 builder's name is resolved from the current folder. Each line of standard output is the answer to
-one job. Output of a builder goes to standard error. The process ends with its input.
+one job; before it come lines `{"progress": ...}`. Output of a builder goes to standard error. The
+process ends with its input.
 """
 
 import json
@@ -21,10 +22,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
-        _answer(answers, _run(json.loads(line)))
+        _answer(answers, _run(json.loads(line), answers))
 
 
-def _run(job: dict[str, Any]) -> dict[str, Any]:
+def _run(job: dict[str, Any], answers: TextIO) -> dict[str, Any]:
     started = time.monotonic()
     try:
         builder = find_builder(job["builder"])
@@ -37,6 +38,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
             gpus_per_node=job["gpus_per_node"],
             device_type=job["device_type"],
             settings=job["settings"],
+            report=lambda text: _answer(answers, {"progress": text}),
         )
     except FsdpInspectError as error:
         return {"error": str(error)}

@@ -375,12 +375,60 @@ class _OneDevice(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
+        if func in _CHUNKS:
+            return _chunk(*args, **(kwargs or {}))
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
             args = (args[0], _HOST, *args[2:])  # a number is the index of a CUDA device
+        is_long = args and isinstance(args[0], (list, tuple)) and len(args[0]) > _MOST_TENSORS
+        if is_long and getattr(func, "__name__", "").startswith(_ON_LISTS):
+            return _in_slices(func, args, kwargs or {})
         on_host = {name: host_for(value) for name, value in (kwargs or {}).items()}
         if func is torch.device and _HOST in (*map(host_for, args[:1]), on_host.get("type")):
             return torch.device(_HOST)  # without a device index
         return func(*map(host_for, args), **on_host)
+
+
+_ON_LISTS = ("_foreach_", "_fused_")
+_MOST_TENSORS = 16
+
+
+def _in_slices(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator on lists of tensors in slices of the lists, which changes no storage.
+
+    torch derives the layout of each DTensor of a list by a look at all of them: for the hundreds of
+    parameters of an optimizer that takes seconds.
+    """
+    count = len(args[0])
+    results: list[Any] = []
+    for start in range(0, count, _MOST_TENSORS):
+        part = slice(start, start + _MOST_TENSORS)
+
+        def cut(value: Any, part: slice = part) -> Any:
+            is_list = isinstance(value, (list, tuple)) and len(value) == count
+            return value[part] if is_list else value
+
+        found = func(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+        results.extend(found or ())
+    return results or None
+
+
+_CHUNKS = (torch.chunk, torch.Tensor.chunk)
+
+
+def _chunk(tensor: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """`torch.chunk`, with one view for all whole chunks but the first.
+
+    FSDP2 splits each parameter over all ranks and uses the part of its own, here the first. The
+    views of a fake tensor differ in their offsets only, and hundreds of them take seconds.
+    """
+    length = tensor.shape[dim]
+    size = max(-(-length // chunks), 1)
+    whole, rest = divmod(length, size)
+    if whole < 3:
+        return torch.Tensor.chunk(tensor, chunks, dim)
+    first, other = (tensor.narrow(dim, start, size) for start in (0, size))
+    last = (tensor.narrow(dim, whole * size, rest),) if rest else ()
+    return (first, *(other,) * (whole - 1), *last)
 
 
 def _without_effect() -> Callable[..., None]:

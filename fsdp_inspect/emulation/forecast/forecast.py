@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,7 +64,7 @@ NOTES = (
 )
 
 
-def forecast_memory(
+def forecast_memory(  # noqa: PLR0913 - the settings of one forecast
     builder: Builder,
     path: str | Path,
     *,
@@ -72,6 +72,7 @@ def forecast_memory(
     gpus_per_node: int = DEFAULT_GPUS_PER_NODE,
     device_type: Literal["cuda", "cpu"] = "cuda",
     settings: Mapping[str, Any] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Path:
     """Predict the memory of a training step on rank 0 of N ranks.
 
@@ -83,6 +84,7 @@ def forecast_memory(
         gpus_per_node: Ranks on one node.
         device_type: The device for which to choose kernels, where they save different tensors.
         settings: Keyword arguments of the builder.
+        report: Receives what runs now, in a few words; a large model takes half a minute.
 
     Returns:
         The run folder. `open_run(path)` reads it.
@@ -93,7 +95,7 @@ def forecast_memory(
         EmulationError: This process already has a process group.
         StoreError: The folder already exists or cannot be written.
     """
-    given, path = dict(settings or {}), Path(path)
+    given, path, say = dict(settings or {}), Path(path), report or _say_nothing
     _check_free(path)
 
     def follow(*, compiles: bool) -> tuple[ForecastTarget, TrackedStep, list[str]]:
@@ -101,7 +103,9 @@ def forecast_memory(
         with fake_rank(
             world_size, gpus_per_node=gpus_per_node, device_type=device_type, compiles=compiles
         ) as tensors:
-            found = _follow(builder, given, tensors, has_host=device_type != "cpu", notes=notes)
+            found = _follow(
+                builder, given, tensors, has_host=device_type != "cpu", notes=notes, report=say
+            )
             notes.extend(_say_what_was_asked(tensors))
             return *found, notes
 
@@ -125,6 +129,10 @@ def forecast_memory(
     return path
 
 
+def _say_nothing(text: str) -> None:
+    """Drop a report."""
+
+
 def _check_free(path: Path) -> None:
     if path.exists():
         raise StoreError(
@@ -140,12 +148,14 @@ def _follow(
     *,
     has_host: bool,
     notes: list[str],
+    report: Callable[[str], None],
 ) -> tuple[ForecastTarget, TrackedStep]:
     try:
+        report("building the model")
         target = build_target(builder, settings)
         with ExitStack() as undo:
             mask_as_in_training(undo, tensors, notes)  # the builder may have imported Transformers
-            return target, track_step(target, has_host=has_host)
+            return target, track_step(target, has_host=has_host, report=report)
     except FsdpInspectError:
         raise
     except (Exception, SystemExit) as error:

@@ -77,7 +77,7 @@ class TrackedStep:
 
 
 def track_step(  # noqa: PLR0915 - one pass over one step
-    target: ForecastTarget, *, has_host: bool
+    target: ForecastTarget, *, has_host: bool, report: Callable[[str], None]
 ) -> TrackedStep:
     """Run two steps of a target and follow every storage through the second.
 
@@ -85,6 +85,7 @@ def track_step(  # noqa: PLR0915 - one pass over one step
         target: The model and step to run.
         has_host: Whether the device differs from the host, so that offloaded tensors are on the
             host.
+        report: Receives what runs now, in a few words.
 
     Raises:
         RecordingError: The model is not sharded with `fully_shard`.
@@ -130,6 +131,7 @@ def track_step(  # noqa: PLR0915 - one pass over one step
     counter = OperationCounter(lambda: (session.issuing_unit(), session.phase.label))
     try:
         for number in range(TRACKED_STEP + 1):
+            report(f"step {number + 1} of {TRACKED_STEP + 1}")
             session.in_step = True
             session.open_step()
             memory_steps.begin()

@@ -28,6 +28,7 @@ from fsdp_inspect.simulation.planning.prediction import (
     Training,
     derive_prediction,
     judge_forecast,
+    spread_times,
 )
 from fsdp_inspect.simulation.planning.search import (
     MOST_GPUS,
@@ -105,7 +106,8 @@ class BuilderPredictor(Predictor[BuilderCandidate]):
         )
         times = [self._step_ns(step, candidate, speed) for speed in self.machine.speeds]
         known = memory or judge_forecast(self.machine, step)
-        return derive_prediction(training, self.machine, candidate, times, known)
+        time = spread_times(times, self.machine)
+        return derive_prediction(training, self.machine, candidate, time, known)
 
     def on(self, machine: PlannedMachine) -> "BuilderPredictor":
         """The same forecasts on machines with other budgets."""

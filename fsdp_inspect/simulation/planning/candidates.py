@@ -1,13 +1,28 @@
 """Define the settings that a plan chooses, and list all combinations for a number of GPUs."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
+from fsdp_inspect.error_text import shorten, suggest
+from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.simulation.planning.transformer import Checkpoint, Transformer
 
 Dtype = Literal["bfloat16", "float32"]
+Sync = Literal["every", "last"]
+Products = Literal["param_dtype", "float8", "float8_rowwise", "mxfp8", "nvfp4"]
+"""The format of matrix products; `param_dtype`: as the parameters in compute."""
+Loss = Literal["whole", "compiled", "chunked", "fused", "linear"]
+"""`whole`: float32 copies of all logits, as torch's cross_entropy. `compiled`: the same through
+torch.compile, without the copies (torchtitan since 2025). `chunked`: float32 copies of an
+eighth at a time (TorchTune, torchtitan). `fused`: one kernel on the bfloat16 logits, which become
+their gradient (flash-attn's, llm-foundry). `linear`: fused with the output projection, so the
+logits never exist (Liger)."""
+Attention = Literal["flash1", "flash2", "cudnn"]
+"""The kernel of attention: FlashAttention's first or second version, or cuDNN's on Hopper."""
+Optimizer = Literal["adamw", "adamw_8bit", "in_backward"]
+"""`in_backward`: each parameter is updated and its gradient freed inside the backward."""
 CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "selective", "full")
 WRAPS = (1, 2)
 """Blocks in one unit."""
@@ -25,15 +40,47 @@ class Candidate:
     batch_size: int = 1
     """Sequences of a microbatch, for each data-parallel rank."""
     microbatches: int = 1
+    accumulation_sync: Sync = "every"
+    """When gradients are reduced; until then they are unsharded."""
     checkpointing: Checkpoint = "none"
+    checkpoint_every: int = 1
+    """Only every n-th block has the checkpointing."""
     reshard_after_forward: bool = True
     blocks_per_unit: int = 1
     prefetch: int = 0
     offload: bool = False
     param_dtype: Dtype = "bfloat16"
+    """The dtype of parameters in compute."""
+    master_dtype: Dtype = "float32"
+    """The dtype of sharded parameters, gradients and AdamW's states."""
+    reduce_dtype: Dtype = "float32"
+    products: Products = "param_dtype"
+    float8_gather: bool = False
+    """Float8 parameters are gathered in float8."""
+    compiled: bool = False
+    """torch.compile of each block fuses elementwise operations."""
+    attention: Attention = "flash2"
+    loss: Loss = "whole"
+    optimizer: Optimizer = "adamw"
+    adapter_rank: int = 0
+    """LoRA: the rank of the trained matrices beside frozen ones; 0: all parameters are trained."""
+    is_quantized: bool = False
+    """QLoRA: frozen matrices have 4 bits."""
+    is_sharded: bool = True
+    """False: every rank holds all parameters in the dtype of compute, as in DDP or on one GPU."""
     replicas: int = 1
     """Copies of the model that all-reduce their gradients (HSDP)."""
     tensor_parallel: int = 1
+    async_tensor_parallel: bool = False
+    """Messages of tensor parallelism overlap with its matrix products."""
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+
+    @property
+    def ranks_of_sequences(self) -> int:
+        """The ranks that share one sequence."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
     def effort(self) -> int:
@@ -41,7 +88,7 @@ class Candidate:
         defaults = Candidate()
         names = (
             *("reshard_after_forward", "blocks_per_unit", "prefetch", "offload", "param_dtype"),
-            *("replicas", "tensor_parallel"),
+            *("replicas", "tensor_parallel", "accumulation_sync"),
         )
         return sum(getattr(self, name) != getattr(defaults, name) for name in names)
 
@@ -78,8 +125,93 @@ class Job:
 
     def tokens_of_step(self, candidate: Candidate) -> int:
         """Tokens of one step over all ranks."""
-        ranks = self.gpus // candidate.tensor_parallel
+        ranks = self.gpus // candidate.ranks_of_sequences
         return ranks * candidate.batch_size * candidate.microbatches * self.seq_len
+
+
+def read_candidate(given: Mapping[str, Any], base: Candidate | None = None) -> Candidate:
+    """A candidate with the given settings; the others are those of `base`, or the defaults.
+
+    Raises:
+        ConfigError: A setting is unknown or has an invalid value.
+    """
+    hints = get_type_hints(Candidate)
+    for name, value in given.items():
+        if name not in hints:
+            raise ConfigError(
+                f"Unknown setting {shorten(name)!r}. {suggest(name, list(hints), what='settings')} "
+                f"Expected one of {', '.join(hints)}. Correct --set."
+            )
+        _check_value(name, value, hints[name])
+    return replace(base or Candidate(), **given)
+
+
+def _check_value(name: str, value: Any, hint: Any) -> None:
+    choices = get_args(hint)
+    if choices:
+        is_valid, expected = value in choices, " or ".join(map(str, choices))
+    elif hint is bool:
+        is_valid, expected = isinstance(value, bool), "true or false"
+    else:
+        least = 0 if name in ("prefetch", "adapter_rank") else 1
+        is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        expected = f"a whole number from {least}"
+    if not is_valid:
+        raise ConfigError(
+            f"Invalid --set {name}={shorten(str(value))}. Expected {expected}. Correct the value."
+        )
+
+
+def fix_candidate(job: Job, given: Mapping[str, Any]) -> Candidate:
+    """The one candidate of the given settings, with the microbatches that make the batch.
+
+    Raises:
+        ConfigError: A setting is invalid, or the mesh or the batch do not fit the number of GPUs.
+    """
+    candidate = read_candidate(given)
+    ranks = candidate.ranks_of_sequences
+    if job.gpus % (ranks * candidate.replicas):
+        raise ConfigError(
+            f"Invalid mesh: {candidate.replicas} replicas and {ranks} ranks for each sequence do "
+            f"not divide {job.gpus} GPUs. Expected sizes whose product does. Change --set or "
+            "--gpus."
+        )
+    if job.batch_tokens is None or "microbatches" in given:
+        return candidate
+    count = _microbatches(job, candidate.batch_size * (job.gpus // ranks))
+    if count is None:
+        raise ConfigError(
+            f"Invalid --batch-tokens {job.batch_tokens}: a microbatch of all ranks has "
+            f"{job.tokens_of_step(candidate)} tokens. Expected a multiple of it. Change "
+            "--batch-tokens, or --set batch_size."
+        )
+    return replace(candidate, microbatches=count)
+
+
+_MESH = ("tensor_parallel", "replicas", "microbatches")
+
+
+def narrow_candidates(job: Job, given: Mapping[str, Any]) -> list[Candidate]:
+    """All combinations that have the given settings.
+
+    Raises:
+        ConfigError: A setting is invalid.
+    """
+    read_candidate(given)
+    sizes = (given["batch_size"],) if "batch_size" in given else BATCH_SIZES
+    fixed = [name for name in _MESH if name in given]
+    listed = (
+        replace(each, **given)
+        for each in list_candidates(job, batch_sizes=sizes)
+        if all(getattr(each, name) == given[name] for name in fixed)
+    )
+    ways = [name for name in ("context_parallel", "pipeline_parallel") if name in given]
+    if ways:
+        raise ConfigError(
+            f"Invalid --set {ways[0]}: the search does not vary the mesh around it. Expected "
+            "--fixed with all settings of one plan. Add --fixed."
+        )
+    return list(dict.fromkeys(listed))
 
 
 def list_candidates(job: Job, batch_sizes: Sequence[int] = BATCH_SIZES) -> Iterator[Candidate]:
@@ -90,14 +222,16 @@ def list_candidates(job: Job, batch_sizes: Sequence[int] = BATCH_SIZES) -> Itera
             microbatches = _microbatches(job, batch_size * ranks)
             if microbatches is None:
                 continue
-            for checkpointing, reshard, blocks, prefetch, offload, dtype in product(
-                CHECKPOINTS, (True, False), WRAPS, PREFETCHES, (False, True), _DTYPES
+            syncs = _SYNCS if microbatches > 1 else _SYNCS[:1]
+            for checkpointing, reshard, blocks, prefetch, offload, dtype, sync in product(
+                CHECKPOINTS, (True, False), WRAPS, PREFETCHES, (False, True), _DTYPES, syncs
             ):
                 if blocks > job.model.num_layers:
                     continue
                 yield Candidate(
                     batch_size=batch_size,
                     microbatches=microbatches,
+                    accumulation_sync=sync,
                     checkpointing=checkpointing,
                     reshard_after_forward=reshard,
                     blocks_per_unit=blocks,
@@ -110,6 +244,7 @@ def list_candidates(job: Job, batch_sizes: Sequence[int] = BATCH_SIZES) -> Itera
 
 
 _DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
+_SYNCS: tuple[Sync, ...] = ("every", "last")
 
 
 def _meshes(job: Job) -> Iterator[tuple[int, int]]:

@@ -29,6 +29,8 @@ class PlannedMachine:
     host_bytes: int | None
     """Memory of a host; None: not limited."""
     origin: ValueOrigin
+    is_calibrated: bool
+    """Whether a recorded run gave the compute rate; `fast` and `slow` are then its interval."""
     assumption: str
     """The source of the compute times and of the network, in one or two sentences."""
 
@@ -74,12 +76,11 @@ def make_machine(
     """
     links, gpu = PRESETS[preset], GPUS[preset]
     network = Links(links, gpus_per_node or links.gpus_per_node)
-    low, high = gpu.efficiency
-    efficiency = gpu.typical_efficiency
+    efficiency = low = high = None
     origin = ValueOrigin.SIMULATION
     compute = (
-        f"Roofline: compute reaches {efficiency:.0%} of the {gpu.name}'s peak rate, published "
-        f"{low:.0%} to {high:.0%}."
+        f"Large matrix products reach {gpu.products:.0%} of the {gpu.name}'s peak rate; attention, "
+        "elementwise operations and the optimizer have rates of their own."
     )
     if calibration is not None:
         efficiency = calibration.flops / gpu.bf16_flops
@@ -95,13 +96,16 @@ def make_machine(
     slower, faster = NETWORK_RATIO
     return PlannedMachine(
         speed=speed,
-        fast=Speed(gpu, replace(network, bandwidth_ratio=faster), high, fast_host, 0.5),
-        slow=Speed(gpu, replace(network, bandwidth_ratio=slower), low, slow_host, 2.0),
+        fast=Speed(gpu, replace(network, bandwidth_ratio=faster), high, fast_host, 0.5, 1.25),
+        slow=Speed(gpu, replace(network, bandwidth_ratio=slower), low, slow_host, 2.0, 0.7),
         memory_bytes=memory_bytes or gpu.memory_bytes,
         host_bytes=host_bytes,
         origin=origin,
+        is_calibrated=calibration is not None,
         assumption=(
-            f"{compute} The network reaches {slower:.0%} to {faster:.0%} of preset {preset}."
+            f"{compute} The network has the rates of preset {preset}."
+            if calibration is None
+            else f"{compute} The network reaches {slower:.0%} to {faster:.0%} of preset {preset}."
         ),
     )
 

@@ -1,13 +1,15 @@
 """Predict the step time, the memory and the cost of one candidate, each with its interval."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from math import exp
 
 from fsdp_inspect.analysis.forecasts import RESERVED_RATIO, default_allowance
 from fsdp_inspect.formatting import format_bytes
-from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job
+from fsdp_inspect.hardware import RESIDUALS
+from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job, Loss
 from fsdp_inspect.simulation.planning.estimates import (
     PlannedValue,
     UnreusedBytes,
@@ -29,6 +31,11 @@ from fsdp_inspect.simulation.recorded import Execution, simulate_step
 FORMULA_RATIO = 0.02
 """Half the interval of a peak from closed formulas. `make validate ARGS="--parts planned"` compares
 the formulas with forecasts."""
+VARIED_RATIOS, ROUGH_RATIOS = (0.20, 0.13), (0.30, 0.60)
+"""How far a peak can be below and above the formulas. Varied: settings and models that no forecast
+of the trainer checks. Rough, of the part above the resting states: LoRA, experts, and parallelism
+beyond FSDP with settings that differ between frameworks. docs/planning_accuracy.md counts the peaks
+of published trainings inside."""
 FORECAST_RATIO = 0.03
 """Half the interval of a forecast peak. The largest difference from the recorder was 3.0%
 (docs/figures.md)."""
@@ -108,11 +115,95 @@ def predict(
         tokens=job.tokens,
         tokens_of_step=job.tokens_of_step(candidate),
         flops_per_token=job.model.model_flops_per_token(job.seq_len),
-        mfu_text="MFU counts 6 N + 12 L Q T operations for a token",
+        mfu_text="MFU counts 6 N + 6 L Q T operations for a token: causal attention as it runs",
     )
-    times = [step_ns(job, candidate, speed) for speed in machine.speeds]
-    known = memory or predict_memory(job, machine, candidate)
-    return derive_prediction(training, machine, candidate, times, known)
+    known = _with_loss(job, candidate, machine, memory or predict_memory(job, machine, candidate))
+    time = _time_estimate(job, machine, candidate)
+    return derive_prediction(training, machine, candidate, time, known)
+
+
+_LOSSES: Mapping[Loss, str] = {
+    "whole": "with float32 copies of all logits",
+    "compiled": "by torch.compile, without float32 copies of the logits",
+    "chunked": "with float32 copies of an eighth of the logits at a time",
+    "fused": "in one kernel on the bfloat16 logits",
+    "linear": "fused with the output projection",
+}
+
+
+def _with_loss(
+    job: Job, candidate: Candidate, machine: PlannedMachine, memory: PlannedMemory
+) -> PlannedMemory:
+    """The memory with the assumed loss beside a refusal or a doubt, and what another one saves."""
+    if memory.verdict in (FitVerdict.FITS, FitVerdict.HOST):
+        return memory
+    reason = f"{memory.reason} The loss is computed {_LOSSES[candidate.loss]}"
+    if candidate.loss != "linear":
+        peaks = [
+            predict_memory(job, machine, each).reserved.value
+            for each in (candidate, replace(candidate, loss="linear"))
+        ]
+        saved = format_bytes(max(peaks[0] - peaks[1], 0))
+        reason += f"; fused with the output projection (--set loss=linear) it saves {saved}"
+    return replace(memory, reason=f"{reason}.")
+
+
+def _time_estimate(job: Job, machine: PlannedMachine, candidate: Candidate) -> PlannedValue:
+    """The step time, with the residuals of published trainings or the interval of a run."""
+    typical = step_ns(job, candidate, machine.speed)
+    half = RESIDUALS[_residual_class(job, machine, candidate)]
+    if machine.is_calibrated:
+        found = spread_times([step_ns(job, candidate, speed) for speed in machine.speeds], machine)
+        low, high = found.low / typical - 1, found.high / typical - 1
+        return replace(
+            found,
+            assumption=f"{found.assumption} So the interval is {low:+.0%} to {high:+.0%}; without "
+            f"the run it is {exp(-half) - 1:+.0%} to {exp(half) - 1:+.0%}.",
+        )
+    if candidate.offload:
+        # The processors of hosts differ by more than GPUs.
+        ends = [step_ns(job, candidate, speed) for speed in (machine.fast, machine.slow)]
+        low, high = min(*ends, typical), max(*ends, typical)
+    else:
+        low = high = typical
+    return PlannedValue(
+        typical,
+        low * exp(-half),
+        high * exp(half),
+        machine.origin,
+        f"{machine.assumption} {_interval_text(job, machine, candidate)}",
+    )
+
+
+def _residual_class(job: Job, machine: PlannedMachine, candidate: Candidate) -> str:
+    """The key of `hardware.RESIDUALS` for a plan."""
+    gpu = machine.speed.gpu
+    if job.model.experts:
+        return "experts"
+    if not (gpu.is_confirmed or gpu.is_tried):
+        return "unconfirmed"
+    defaults = Candidate()
+    is_plain = all(getattr(candidate, name) == getattr(defaults, name) for name in _EXTENSIONS)
+    is_plain &= job.model.is_causal
+    return "confirmed" if gpu.is_confirmed and is_plain else "extended"
+
+
+_EXTENSIONS = (
+    *("products", "adapter_rank", "is_quantized", "offload", "tensor_parallel"),
+    *("context_parallel", "pipeline_parallel", "expert_parallel", "param_dtype", "optimizer"),
+)
+"""Settings for which fewer published trainings confirm the prediction, unless at their default."""
+
+
+def _interval_text(job: Job, machine: PlannedMachine, candidate: Candidate) -> str:
+    kind = _residual_class(job, machine, candidate)
+    text = f"80% interval: {exp(RESIDUALS[kind]) - 1:.0%} around the value, "
+    if kind == "unconfirmed":
+        return f"{text}an estimate: no published training on the {machine.speed.gpu.name} was used."
+    if kind == "experts":
+        return f"{text}an estimate: only one published training with experts was used."
+    what = "this kind" if kind == "confirmed" else "this kind and device, of which there are few"
+    return f"{text}from published trainings of {what}."
 
 
 def step_ns(job: Job, candidate: Candidate, speed: Speed) -> int:
@@ -127,30 +218,49 @@ def step_ns(job: Job, candidate: Candidate, speed: Speed) -> int:
 def predict_memory(job: Job, machine: PlannedMachine, candidate: Candidate) -> PlannedMemory:
     """Simulate the memory of a step and compare it with the budget."""
     short = replace(candidate, microbatches=min(candidate.microbatches, 2))
-    _, peak_bytes = _played(job, short, machine.speed)
+    _, peak_bytes, resting = _played(job, short, machine.speed)
     assert peak_bytes is not None
-    allocated = allocated_estimate(peak_bytes)
+    low, high = formula_ratios(job, candidate)
+    varied = peak_bytes - (resting if high == ROUGH_RATIOS[1] else 0)
+    allocated = PlannedValue(
+        peak_bytes,
+        peak_bytes - low * varied,
+        peak_bytes + high * varied,
+        ValueOrigin.FORMULA,
+        "The model saves the tensors of the trainer's decoder with flash attention, and the "
+        "optimizer is fused.",
+    )
     return judge_memory(job, machine, candidate, allocated)
 
 
+def formula_ratios(job: Job, candidate: Candidate) -> tuple[float, float]:
+    """How far the peak can be below and above the closed formulas, as fractions of it."""
+    model, usual = job.model, Candidate()
+    is_rough = candidate.adapter_rank > 0 or model.experts > 0
+    is_rough |= candidate.tensor_parallel > 1 and candidate.products != usual.products
+    if is_rough or candidate.pipeline_parallel > 1 or candidate.context_parallel > 1:
+        return ROUGH_RATIOS
+    is_varied = any(getattr(candidate, name) != getattr(usual, name) for name in _VARIED)
+    is_varied |= candidate.checkpointing == "alternate" or not model.gated
+    return VARIED_RATIOS if is_varied else (FORMULA_RATIO, FORMULA_RATIO)
+
+
+_VARIED = (
+    *("checkpoint_every", "compiled", "loss", "master_dtype", "optimizer", "products"),
+    *("reduce_dtype", "is_sharded", "tensor_parallel"),
+)
+
+
 @lru_cache(maxsize=256)
-def _played(job: Job, candidate: Candidate, speed: Speed) -> tuple[int, int | None]:
-    """Time and peak of a simulated step. A search asks for them by turns, and again at its end."""
+def _played(job: Job, candidate: Candidate, speed: Speed) -> tuple[int, int | None, int]:
+    """Time, peak and resting memory of a simulated step.
+
+    A search asks for them by turns, and again at its end.
+    """
     workload = build_workload(job, candidate, speed)
+    assert workload.memory is not None
     step = simulate_step(workload, Execution.STREAM, with_spans=False)
-    return step.duration_ns, step.peak_bytes
-
-
-def allocated_estimate(peak_bytes: int) -> PlannedValue:
-    """The interval of a peak from closed formulas."""
-    return PlannedValue(
-        peak_bytes,
-        peak_bytes * (1 - FORMULA_RATIO),
-        peak_bytes * (1 + FORMULA_RATIO),
-        ValueOrigin.FORMULA,
-        "The model saves the tensors of the trainer's decoder with flash attention, and AdamW is "
-        "fused.",
-    )
+    return step.duration_ns, step.peak_bytes, workload.memory.resting
 
 
 def judge_memory(
@@ -268,18 +378,22 @@ class Training:
     """That definition."""
 
 
+def spread_times(times: Sequence[int], machine: PlannedMachine) -> PlannedValue:
+    """The step time from simulated steps with typical, fast and slow rates."""
+    typical, *ends = times
+    return PlannedValue(
+        typical, min(*ends, typical), max(*ends, typical), machine.origin, machine.assumption
+    )
+
+
 def derive_prediction(
     training: Training,
     machine: PlannedMachine,
     candidate: Candidate | BuilderCandidate,
-    times: Sequence[int],
+    step: PlannedValue,
     memory: PlannedMemory,
 ) -> PlanPrediction:
-    """Derive rates and costs from the simulated steps: typical, fast and slow."""
-    typical, *ends = times
-    step = PlannedValue(
-        typical, min(*ends, typical), max(*ends, typical), machine.origin, machine.assumption
-    )
+    """Derive rates and costs from the step time."""
     rate = step.map(lambda ns: training.tokens_of_step / ns * _NS)
     peak = machine.speed.gpu.bf16_flops * training.gpus
     days = rate.map(lambda value: training.tokens / value / _DAY_S)
@@ -291,7 +405,7 @@ def derive_prediction(
         mfu=rate.map(
             lambda value: value * training.flops_per_token / peak,
             f"{training.mfu_text}, over the bfloat16 peak of the {machine.speed.gpu.name}. "
-            f"{machine.assumption}",
+            f"{step.assumption}",
         ),
         days=days,
         gpu_hours=hours,

@@ -16,7 +16,7 @@ are still not settled at the end are not reported.
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -33,10 +33,10 @@ from fsdp_inspect.simulation.planning.candidates import (
 from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
 from fsdp_inspect.simulation.planning.machines import PlannedMachine
 from fsdp_inspect.simulation.planning.prediction import (
-    FORMULA_RATIO,
     FitVerdict,
     PlannedMemory,
     PlanPrediction,
+    formula_ratios,
     judge_forecast,
     predict,
     predict_memory,
@@ -95,7 +95,8 @@ class FormulaPredictor(Predictor[Candidate]):
     def bound(self, candidate: Candidate) -> Bounds:
         """Bound a candidate without a simulation."""
         least = bound(self.job, candidate, self.machine.speed)
-        return replace(least, allocated_bytes=least.allocated_bytes * (1 - FORMULA_RATIO))
+        low, _ = formula_ratios(self.job, candidate)
+        return replace(least, allocated_bytes=least.allocated_bytes * (1 - low))
 
     def memory(self, candidate: Candidate) -> PlannedMemory:
         """Predict the memory of a candidate, and judge it."""
@@ -362,11 +363,18 @@ class Shortfall:
     """What would make some plan fit."""
 
     memory_bytes: float | None
-    """The smallest budget of a device with which some plan is certain to fit on these GPUs; None:
-    the host's memory is too small."""
+    """The smallest budget of a device with which some plan is certain to fit on these GPUs and the
+    given memory of a host; None: none is."""
     gpus: int | None
     """The smallest number of GPUs, doubled from the given one, on which some plan is certain to fit
     the budget; None: none up to `MOST_GPUS`."""
+    host_bytes: float | None = None
+    """The smallest memory of a host with which some plan fits the budget of a device; None: none,
+    or the host is no limit."""
+    change: Candidate | None = None
+    """The plan with the smallest change of the training that fits both budgets; None: none is."""
+    change_bytes: float = 0.0
+    """The device memory of that plan, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +401,18 @@ class CapacityPlan(Result):
     """The best plan as a plan file; None: no plan fits."""
     job: Job | None
     """The training; None: that of a builder."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether one given plan was evaluated."""
+        return self.found.num_candidates == 1
+
+    @property
+    def shown(self) -> PlanPrediction | None:
+        """The best plan, the fastest that may fit, or the given plan if it does not fit."""
+        rejected = self.found.rejected
+        given = rejected[0].example if self.is_fixed and rejected else None
+        return self.found.best or self.found.undecided or given
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as plain values, those of the search first; without plan and job."""
@@ -446,6 +466,8 @@ def make_capacity_plan(
         )
     found = search(FormulaPredictor(job, machine, forecast), listed)
     best = None if found.best is None else found.best.candidate
+    if best is None and len(listed) == 1:
+        best = listed[0]  # a given plan is written whether it fits or not
     return CapacityPlan(
         model=job.model.name,
         num_parameters=job.model.num_parameters,
@@ -457,14 +479,41 @@ def make_capacity_plan(
         memory_bytes=machine.memory_bytes,
         host_memory_bytes=machine.host_bytes,
         found=found,
-        shortfall=None if best else _find_shortfall(job, machine),
+        shortfall=None
+        if found.best
+        else _find_shortfall(job, machine, listed[0] if len(listed) == 1 else None),
         notes=(),
         plan=plan_of(job, best) if isinstance(best, Candidate) else None,
         job=job,
     )
 
 
-def _find_shortfall(job: Job, machine: PlannedMachine) -> Shortfall:
+_SMALLER: tuple[Mapping[str, Any], ...] = (
+    {"loss": "linear"},
+    {"loss": "linear", "checkpointing": "full"},
+    {"loss": "linear", "checkpointing": "full", "batch_size": 1},
+    {"loss": "linear", "checkpointing": "full", "batch_size": 1, "optimizer": "adamw_8bit"},
+    {"loss": "linear", "checkpointing": "full", "batch_size": 1, "adapter_rank": 16},
+    {"loss": "linear", "checkpointing": "full", "batch_size": 1, "adapter_rank": 16,
+     "is_quantized": True},
+)  # fmt: skip
+"""Changes of a training, from the smallest: how it computes comes before what it trains."""
+
+
+def _find_change(
+    job: Job, machine: PlannedMachine, given: Candidate | None
+) -> tuple[Candidate | None, float]:
+    """The smallest change of a plan that fits, with its memory."""
+    base = given or Candidate(checkpointing="full")
+    for changes in _SMALLER:
+        changed = replace(base, **changes)
+        memory = predict_memory(job, machine, changed)
+        if changed != base and memory.verdict is FitVerdict.FITS:
+            return changed, memory.device.high
+    return None, 0.0
+
+
+def _find_shortfall(job: Job, machine: PlannedMachine, given: Candidate | None) -> Shortfall:
     gpus: int | None = None
     size = job.gpus * 2
     while size <= MOST_GPUS and gpus is None and machine.has_network:
@@ -477,7 +526,14 @@ def _find_shortfall(job: Job, machine: PlannedMachine) -> Shortfall:
         for memory in _smallest(job, unlimited, job.gpus)
         if memory.verdict is FitVerdict.FITS
     ]
-    return Shortfall(min(needs, default=None), gpus)
+    free = replace(machine, host_bytes=None)
+    hosts = [
+        memory.host.high
+        for memory in _smallest(job, free, job.gpus)
+        if memory.verdict is FitVerdict.FITS
+    ]
+    host = min(hosts, default=None) if machine.host_bytes is not None else None
+    return Shortfall(min(needs, default=None), gpus, host, *_find_change(job, machine, given))
 
 
 def _smallest(job: Job, machine: PlannedMachine, gpus: int) -> Iterator[PlannedMemory]:

@@ -13,8 +13,9 @@ Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +23,27 @@ from fsdp_inspect.error_text import quote_all, shorten, suggest
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.reading import InvalidTextError, parse_json, read_regular
 
-Checkpoint = Literal["none", "selective", "full"]
+Checkpoint = Literal["none", "selective", "alternate", "full"]
+"""`selective` keeps all matrix products and attention; `alternate` keeps attention and every second
+product of a block, as torchtitan's list of operators does."""
 _FLOAT32 = 4
+_UNFUSED_NORM_PASSES, _UNFUSED_ROTARY_PASSES = 4, 3
+"""Bytes that an unfused norm or rotation moves, as a multiple of its bfloat16 input and output: it
+converts to float32, and each operation reads and writes that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product of a rank's tokens."""
+
+    inner: float
+    """Channels of the input."""
+    outer: float
+    """Channels of the output."""
+    share: float = 1.0
+    """Rows of the input for each token: more than 1 if several experts work on it."""
+    copies: float = 1.0
+    """Matrices of this size on the rank: its experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +64,7 @@ HF_NAMES = ModuleNames(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """The sizes of a decoder: RMSNorm, rotary positions, grouped queries, SwiGLU."""
+    """The sizes of a decoder. Default: RMSNorm, rotary positions, grouped queries, SwiGLU."""
 
     name: str
     dim: int
@@ -55,6 +75,20 @@ class Transformer:
     vocab_size: int
     head_dim: int
     tie_embeddings: bool = False
+    gated: bool = True
+    """Whether the feed-forward has a gate (SwiGLU), thus three matrices; else two, as with GELU."""
+    biased: bool = False
+    """Whether all matrices and norms have a bias."""
+    is_causal: bool = True
+    """Whether a token attends to those before it only; else to all, as in an encoder."""
+    max_positions: int = 0
+    """Rows of learned positions; 0: rotary positions, without parameters."""
+    experts: int = 0
+    """Feed-forwards of a block, of which each token uses `active_experts`; 0: one."""
+    active_experts: int = 1
+    """Experts of a token, with those that every token uses."""
+    shared_experts: int = 0
+    """Experts that every token uses."""
     norm_bytes: int = 0
     """Bytes for a channel that a norm saves beyond its input: 0 for a fused kernel, 4 for
     Transformers' own code (a float32 and a normalized copy, but not its input)."""
@@ -76,60 +110,104 @@ class Transformer:
         """The shapes of a block's parameters: norms, query, key, value, output, w1, w2, w3."""
         dim, query, key, ffn = self.dim, self.query_dim, self.kv_dim, self.ffn_dim
         attention = [(dim,), (query, dim), (key, dim), (key, dim), (dim, query)]
-        return [*attention, (dim,), (ffn, dim), (dim, ffn), (ffn, dim)]
+        one = [(ffn, dim), (dim, ffn)] + ([(ffn, dim)] if self.gated else [])
+        feed = one * (self.experts + self.shared_experts or 1)
+        router = [(self.experts, dim)] if self.experts else []
+        shapes: list[tuple[int, ...]] = [*attention, (dim,), *router, *feed]
+        if not self.biased:
+            return shapes
+        return shapes + [(first,) for first, *_ in shapes]
 
     def embedding_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of the embedding."""
-        return [(self.vocab_size, self.dim)]
+        """The shape of the embedding, and of learned positions."""
+        positions = [(self.max_positions, self.dim)] if self.max_positions else []
+        return [(self.vocab_size, self.dim), *positions]
 
     def head_shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the last norm and, unless it is the embedding, the output projection."""
-        norm: list[tuple[int, ...]] = [(self.dim,)]
+        norm: list[tuple[int, ...]] = [(self.dim,)] * (2 if self.biased else 1)
         return norm if self.tie_embeddings else [*norm, (self.vocab_size, self.dim)]
 
     @property
+    def ffn_matrices(self) -> int:
+        """Matrices of one feed-forward."""
+        return 3 if self.gated else 2
+
+    @property
+    def ffn_numel(self) -> int:
+        """Elements of one feed-forward's matrices."""
+        return self.ffn_matrices * self.dim * self.ffn_dim
+
+    @property
     def block_matrix_numel(self) -> int:
-        """Elements of a block's matrices."""
+        """Elements of a block's matrices that a token uses."""
         attention = 2 * self.query_dim * self.dim + 2 * self.kv_dim * self.dim
-        return attention + 3 * self.dim * self.ffn_dim
+        return attention + self.active_experts * self.ffn_numel + self.experts * self.dim
 
     @property
     def num_parameters(self) -> int:
         """All parameters, a tied matrix once."""
-        block = self.block_matrix_numel + 2 * self.dim
-        ends = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2) + self.dim
-        return self.num_layers * block + ends
+        shapes = self.block_shapes()
+        ends = self.embedding_shapes() + self.head_shapes()
+        return sum(self.num_layers * prod(shape) for shape in shapes) + sum(map(prod, ends))
 
     # --- operations
 
-    def block_flops(self, tokens: int, seq_len: int) -> float:
-        """Operations of a block's forward that run: causal attention computes one half.
+    def block_flops(self, tokens: float, seq_len: int) -> float:
+        """Operations of a block's forward that run: causal attention computes one half of scores.
 
         Source: 2 operations for each element of a matrix and token; attention's two products are
         2 x 2 x T x Q for each token, halved by the causal mask.
         """
-        return tokens * (2.0 * self.block_matrix_numel + 2.0 * seq_len * self.query_dim)
+        scores = seq_len if self.is_causal else 2.0 * seq_len
+        return tokens * (2.0 * self.block_matrix_numel + 2.0 * scores * self.query_dim)
 
-    def head_flops(self, tokens: int) -> float:
+    def head_flops(self, tokens: float) -> float:
         """Operations of the output projection's forward."""
         return 2.0 * tokens * self.vocab_size * self.dim
 
-    def repeated_flops(self, tokens: int, seq_len: int, checkpoint: Checkpoint) -> float:
-        """Operations of a block that backward repeats.
+    def products(self, ways: int) -> list[Product]:
+        """The matrix products of a block's forward, in their order.
 
-        Full checkpointing repeats the forward. Selective checkpointing keeps matrix products and
-        attention, so it repeats only operations that are limited by memory bandwidth.
+        Args:
+            ways: Tensor-parallel ranks, which split the query heads and the feed-forward.
         """
-        return self.block_flops(tokens, seq_len) if checkpoint == "full" else 0.0
+        dim, query, key, ffn = self.dim, self.query_dim / ways, self.kv_dim / ways, self.ffn_dim
+        experts = float(self.experts + self.shared_experts or 1)
+        active = float(self.active_experts)
+        wide, narrow = (
+            Product(inner, outer, active, experts)
+            for inner, outer in ((dim, ffn / ways), (ffn / ways, dim))
+        )
+        feed = [wide, wide, narrow] if self.gated else [wide, narrow]
+        return [Product(dim, query), Product(dim, key), Product(dim, key), Product(query, dim),
+                *feed]  # fmt: skip
+
+    def traffic_elements(self, *, is_fused: bool) -> float:
+        """Elements that the elementwise operations of a block's forward read and write, by token.
+
+        Each norm reads and writes D; each residual reads 2 D and writes D. Rotary positions read
+        and write q and k. An activation reads and writes F, and a gate reads 2 F and writes F.
+        torch has one kernel for layer norm. Others, and rotary positions, are several operations in
+        float32 unless they are compiled.
+
+        Args:
+            is_fused: The block is compiled.
+        """
+        has_kernel = is_fused or self.biased
+        norms = 4 * self.dim * (1 if has_kernel else _UNFUSED_NORM_PASSES)
+        passes = 1 if is_fused else _UNFUSED_ROTARY_PASSES
+        rotary = 0 if self.max_positions else 2 * passes * (self.query_dim + self.kv_dim)
+        activation = (5 if self.gated else 2) * self.ffn_dim * self.active_experts
+        return 6.0 * self.dim + norms + rotary + activation
 
     def model_flops_per_token(self, seq_len: int) -> float:
-        """Operations of a token in the definition of MFU, without recomputation.
+        """Operations of a token in MFU: three forwards, without recomputation.
 
-        Source: torchtitan and PaLM (arXiv 2204.02311, appendix B): 6 N + 12 L Q T, where N leaves
-        out the embedding.
+        6 N + 6 L Q T, where N leaves out the embedding and causal attention counts as it runs. The
+        same count as in `analysis.throughput`.
         """
-        numel = self.num_layers * self.block_matrix_numel + self.vocab_size * self.dim
-        return 6.0 * numel + 12.0 * self.num_layers * self.query_dim * seq_len
+        return 3.0 * (self.num_layers * self.block_flops(1, seq_len) + self.head_flops(1))
 
     # --- activations of a block, bytes for a token
 
@@ -153,8 +231,13 @@ class Transformer:
         """
         if checkpoint == "full":
             return width * self.dim
+        inner = self.ffn_dim * self.active_experts
         if checkpoint == "selective":  # q, k, v, attention, o, w1, w3, w2, output
-            kept = 3 * self.dim + 2 * self.query_dim + 2 * self.kv_dim + 2 * self.ffn_dim
+            branches = 2 if self.gated else 1
+            kept = 3 * self.dim + 2 * self.query_dim + 2 * self.kv_dim + branches * inner
+            return width * kept + _FLOAT32 * self.num_heads
+        if checkpoint == "alternate":  # q, v, attention, w1, w2, output
+            kept = 2 * self.dim + 2 * self.query_dim + self.kv_dim + inner
             return width * kept + _FLOAT32 * self.num_heads
         return self._saved_bytes(width, seq_len)
 
@@ -166,7 +249,8 @@ class Transformer:
         attention saves scaled q, repeated and scaled k, repeated v, and the scores.
         """
         norms = 2 * (_FLOAT32 + self.norm_bytes * self.dim)
-        outer = width * (4 * self.dim + 4 * self.ffn_dim) + norms
+        inner = (4 if self.gated else 2) * self.ffn_dim * self.active_experts
+        outer = width * (4 * self.dim + inner) + norms
         scores = self.score_bytes(width, seq_len)
         if scores:
             return outer + width * 4 * self.query_dim + scores
@@ -200,11 +284,13 @@ class Transformer:
         """Activations that backward computes again before a block's own backward, for a token."""
         if checkpoint == "full":
             return self._saved_bytes(width, seq_len) - width * self.dim
+        if checkpoint == "alternate":
+            return self._saved_bytes(width, seq_len) - self.kept_bytes(checkpoint, width, seq_len)
         if checkpoint == "selective":
             # The norms' results, the middle, rotated q and k, the copy of attention, silu and the
             # product. q, k and the result of o are free after their use. Unfused attention repeats
             # its scores.
-            again = 2 * self.dim + self.query_dim + 2 * self.ffn_dim
+            again = 2 * self.dim + self.query_dim + (2 if self.gated else 1) * self.ffn_dim
             norms = 2 * (_FLOAT32 + self.norm_bytes * self.dim)
             return width * again + norms + self.score_bytes(width, seq_len)
         return 0.0
@@ -248,16 +334,33 @@ class Transformer:
 
     # --- logits and loss, bytes for a token
 
-    def loss_kept_bytes(self) -> float:
-        """The float32 log-softmax that cross-entropy saves."""
-        return _FLOAT32 * self.vocab_size
+    def loss_bytes(self, loss: str, width: int) -> tuple[float, float]:
+        """What the loss keeps for its backward, and the peak of both above their start.
 
-    def loss_rise_bytes(self) -> float:
-        """The peak of the loss and its backward: the log-softmax and two float32 gradients.
+        `whole`: the float32 log-softmax is kept. At the peak it exists with two float32 gradients;
+        the logits, their float32 copy and the log-softmax need less. `compiled`: the logits, and
+        beside them their gradient. `chunked`: the logits, and
+        this peak for an eighth of the tokens. `fused`: the logits, which become their gradient.
+        `linear`: the gradient of the output projection's input.
 
-        It exceeds the peak of the loss alone: the logits, their float32 copy and the log-softmax.
+        Args:
+            loss: A `candidates.Loss`.
+            width: Bytes of an element in compute.
         """
-        return 3 * _FLOAT32 * self.vocab_size
+        logits, wide = width * self.vocab_size, _FLOAT32 * self.vocab_size
+        if loss == "compiled":
+            return logits, 2 * logits
+        if loss == "chunked":
+            return logits, logits + 3 * wide / _CHUNKS
+        if loss == "fused":
+            return logits, logits
+        if loss == "linear":
+            return width * self.dim, width * self.dim + 3 * wide / _LINEAR_CHUNKS
+        return wide, 3 * wide
+
+
+_CHUNKS, _LINEAR_CHUNKS = 8, 64
+"""Chunks of the logits: TorchTune's default, and an assumption for a fused projection."""
 
 
 # --- Read the sizes of a model: a preset of the trainer, or the config of a Hugging Face model.
@@ -265,8 +368,71 @@ class Transformer:
 _PRESETS = "instrumented_trainer.shapes"
 _MAX_CONFIG_BYTES = 1 << 20
 _UNFUSED_NORM = 4
-DECODERS = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types of Transformers with RMSNorm, rotary positions, grouped queries and SwiGLU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """How the models of a type in Transformers differ from Llama."""
+
+    names: ModuleNames = HF_NAMES
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Other names of the config's sizes; several are separated by spaces, the first one counts."""
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Transformer`."""
+
+
+_GPT2 = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+}
+_EXPERTS = {"active_experts": "num_experts_per_tok"}
+_LAYER_NORM = {"gated": False, "biased": True}
+
+
+def _names(blocks: str, embedding: str, norm: str, head: str) -> ModuleNames:
+    return ModuleNames(embedding=embedding, blocks=blocks, norm=norm, head=head)
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2", "gemma"), _Family()
+    ),
+    "mixtral": _Family(fields={**_EXPERTS, "experts": "num_local_experts"}),
+    "qwen3_moe": _Family(
+        fields={
+            **_EXPERTS,
+            "experts": "num_experts num_local_experts",
+            "intermediate_size": "moe_intermediate_size",
+        }
+    ),
+    "gpt2": _Family(
+        names=_names("transformer.h", "transformer.wte", "transformer.ln_f", "lm_head"),
+        fields=_GPT2,
+        traits={**_LAYER_NORM, "tie_embeddings": True, "has_positions": True},
+    ),
+    "gpt_neox": _Family(
+        names=_names(
+            "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"
+        ),
+        traits=_LAYER_NORM,
+    ),
+    **{
+        kind: _Family(
+            names=_names(f"{kind}.encoder.layer", f"{kind}.embeddings", f"{kind}.norm", "head"),
+            traits={
+                **_LAYER_NORM,
+                "tie_embeddings": True,
+                "has_positions": True,
+                "is_causal": False,
+            },
+        )
+        for kind in ("bert", "roberta")
+    },
+}
+"""By `model_type`. BERT and RoBERTa are those for masked language modelling."""
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
           "vocab_size")  # fmt: skip
 
@@ -320,13 +486,23 @@ def _of_preset(name: str, shape: Any) -> Transformer:
 
 def _of_config(path: Path) -> tuple[Transformer, int | None]:
     fields = _read(path)
-    kind = fields.get("model_type")
-    if kind not in DECODERS:
+    kind = str(fields.get("model_type"))
+    family = _FAMILIES.get(kind)
+    if family is None:
         raise ConfigError(
-            f"Unsupported architecture {shorten(repr(kind))} in {str(path)!r}. Expected a decoder "
-            f"with RMSNorm, rotary positions and SwiGLU: model_type {quote_all(DECODERS)}. "
-            "Forecast the memory of other models with `fsdp-inspect forecast --hf`."
+            f"Unsupported architecture {shorten(repr(fields.get('model_type')))} in "
+            f"{str(path)!r}. Expected a model_type of {quote_all(tuple(_FAMILIES))}. Plan other "
+            "models with a builder: --model MODULE:FUNCTION."
         )
+    fields = {
+        **fields,
+        **{
+            name: next((fields[each] for each in others.split() if fields.get(each)), None)
+            for name, others in family.fields.items()
+        },
+    }
+    if kind == "gpt2" and fields["intermediate_size"] is None:
+        fields["intermediate_size"] = 4 * _size(path, fields, "hidden_size")
     sizes = {name: _size(path, fields, name) for name in _SIZES}
     heads = sizes["num_attention_heads"]
     given = {
@@ -335,8 +511,17 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         **{name: value for name, value in fields.items() if value is not None},
     }
     longest = fields.get("max_position_embeddings")
+    traits = dict(family.traits)
+    if traits.pop("has_positions", False):
+        traits["max_positions"] = _size(path, fields, "max_position_embeddings")
+    traits |= {
+        name: _size(path, fields, name)
+        for name in ("experts", "active_experts")
+        if name in family.fields
+    }
+    tied = bool(fields.get("tie_word_embeddings", False))
     model = Transformer(
-        name=path.parent.name or str(kind),
+        name=path.parent.name or kind,
         dim=sizes["hidden_size"],
         num_layers=sizes["num_hidden_layers"],
         num_heads=heads,
@@ -344,10 +529,10 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         ffn_dim=sizes["intermediate_size"],
         vocab_size=sizes["vocab_size"],
         head_dim=_size(path, given, "head_dim"),
-        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        norm_bytes=_UNFUSED_NORM,
+        norm_bytes=0 if "biased" in traits else _UNFUSED_NORM,
         copies_attention=False,
-        module_names=HF_NAMES,
+        module_names=family.names,
+        **{"tie_embeddings": tied, **traits},
     )
     return model, longest if isinstance(longest, int) else None
 

@@ -5,21 +5,26 @@ of FSDP2 gives the step time, and its memory ledger gives the peak.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.hardware import (
     BACKWARD_KERNELS,
+    BANDWIDTH_RATIO,
+    COMPILED_KERNELS,
     FORWARD_KERNELS,
     LAUNCH_NS,
-    TENSOR_PARALLEL_RATIO,
+    OVERLAP_SLOWDOWN,
     Gpu,
 )
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.parameters import padded_numel
 from fsdp_inspect.simulation.planning.candidates import Candidate, Job
+from fsdp_inspect.simulation.planning.compute import ComputeModel, ComputeTimes
 from fsdp_inspect.simulation.planning.estimates import UnreusedBytes
+from fsdp_inspect.simulation.planning.transformer import Checkpoint
 from fsdp_inspect.simulation.policies import microbatches_of
 from fsdp_inspect.simulation.workload import (
     Pass,
@@ -40,10 +45,16 @@ from fsdp_inspect.trace.plan import (
     UnitPlan,
 )
 
-_MASTER, _STATES, _REDUCE = 4, 8, 4
-"""Bytes of a parameter's float32 weight, of AdamW's two states, and of the reduced gradient."""
 OPTIMIZER_TRAFFIC = 4 * 9
-"""Bytes that clipping and a fused AdamW read and write for each parameter."""
+"""Bytes that clipping and a fused AdamW in float32 read and write for each parameter."""
+QUANTIZED_BYTES = 0.55
+"""Bytes of an element of a 4-bit matrix (NF4), its scales included."""
+_BYTES_8BIT = 1
+_EXPOSED_ASYNC = 0.35
+"""Exposed fraction of the messages of asynchronous tensor parallelism, an assumption."""
+_WHOLE_RATIO = 0.8
+"""The rate of all operations of a decoder, as a fraction of that of its matrix products: the mean
+over the published trainings in docs/planning_accuracy.md."""
 LAUNCH_OF_COLLECTIVE_NS = 150_000
 """Host time of torch's hooks and of the issue of one collective."""
 
@@ -104,7 +115,8 @@ class Links:
                 raise ConfigError(
                     f"The preset {self.preset.name!r} is one node of {self.gpus_per_node} GPUs, "
                     f"and the plan needs {nodes} nodes. Expected a preset with a network, such as "
-                    "h200-ib400, or fewer GPUs. Change --preset or --gpus."
+                    "h200-ib400, or fewer GPUs. Change --preset or --gpus. If all GPUs are in one "
+                    "node, set --gpus-per-node."
                 )
             rate = min(self.preset.inter[0] * per_node, rate)
         latency = self.preset.ring_latency_ns(num_ranks, nodes)
@@ -117,22 +129,26 @@ class Speed:
 
     gpu: Gpu
     links: Links
-    efficiency: float
-    """Fraction of the peak rate that operations reach."""
+    efficiency: float | None
+    """Fraction of the peak rate that all operations reach, as measured; None: see `compute`."""
     host_optimizer_s: float
     """Seconds of a host for AdamW of a billion parameters."""
     launch_ratio: float = 1.0
     """Host time of a kernel as a fraction of `LAUNCH_NS`."""
+    whole_ratio: float = 1.0
+    """The rate of all operations together, as a fraction of its typical value."""
 
-    def flops(self, candidate: Candidate) -> float:
-        """Operations per second."""
-        is_split = candidate.tensor_parallel > 1
-        rate = self.rate(is_half=candidate.param_dtype == "bfloat16")
-        return rate * (TENSOR_PARALLEL_RATIO if is_split else 1.0)
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the device's memory, as copies reach it."""
+        return self.gpu.memory_bytes_per_s * BANDWIDTH_RATIO
 
     def rate(self, *, is_half: bool) -> float:
-        """Operations per second without tensor parallelism, in bfloat16 or in float32."""
-        return (self.gpu.bf16_flops if is_half else self.gpu.fp32_flops) * self.efficiency
+        """Operations per second in bfloat16 or in float32, elementwise operations included."""
+        peak = self.gpu.bf16_flops if is_half else self.gpu.fp32_flops
+        if self.efficiency is not None:
+            return peak * self.efficiency
+        return peak * self.gpu.products * _WHOLE_RATIO * self.whole_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +183,14 @@ def plan_of(job: Job, candidate: Candidate) -> Plan:
                 "modules": modules,
                 "reshard_after_forward": reshard.get(modules),
                 "param_dtype": "bfloat16" if is_half else None,
-                "reduce_dtype": "float32" if is_half else None,
+                "reduce_dtype": candidate.reduce_dtype if is_half else None,
                 "offload": "cpu_pinned" if candidate.offload else "none",
             }
         )
         for modules in [*order, (ROOT,)]
     ]
-    mode = candidate.checkpointing
-    shard = job.gpus // candidate.tensor_parallel // candidate.replicas
+    mode, every = candidate.checkpointing, candidate.checkpoint_every
+    shard = shard_size(job, candidate)
     replicate = {"replicate": candidate.replicas} if candidate.replicas > 1 else {}
     return Plan.from_dict(
         {
@@ -183,13 +199,21 @@ def plan_of(job: Job, candidate: Candidate) -> Plan:
             "mesh": {**replicate, "shard": shard},
             "forward_prefetch": candidate.prefetch,
             "backward_prefetch": candidate.prefetch,
-            "accumulation": Accumulation(microbatches=candidate.microbatches),
+            "accumulation": Accumulation(
+                microbatches=candidate.microbatches, sync=candidate.accumulation_sync
+            ),
             "checkpointing": Checkpointing(
-                full=tuple(blocks) if mode == "full" else (),
-                selective=tuple(blocks) if mode == "selective" else (),
+                full=tuple(blocks[::every]) if mode == "full" else (),
+                selective=tuple(blocks[::every]) if mode in ("selective", "alternate") else (),
             ),
         }
     )
+
+
+def shard_size(job: Job, candidate: Candidate) -> int:
+    """The ranks of a shard group; those of context parallelism shard, too."""
+    ways = candidate.tensor_parallel * candidate.pipeline_parallel * candidate.replicas
+    return job.gpus // ways
 
 
 def build_workload(job: Job, candidate: Candidate, speed: Speed) -> Workload:
@@ -199,15 +223,28 @@ def build_workload(job: Job, candidate: Candidate, speed: Speed) -> Workload:
 
 class _Builder:
     def __init__(self, job: Job, candidate: Candidate, speed: Speed) -> None:
-        self._job, self._candidate, self._speed = job, candidate, speed
-        self._model = job.model
-        self._tokens = candidate.batch_size * job.seq_len
+        stages = candidate.pipeline_parallel
+        model = replace(job.model, num_layers=-(-job.model.num_layers // stages))
+        self._job, self._candidate, self._speed = replace(job, model=model), candidate, speed
+        self._model = model
+        # An interleaved pipeline has up to two sequences of each stage in flight.
+        sequences = candidate.batch_size if stages == 1 else min(candidate.batch_size, 2 * stages)
+        self._tokens = sequences * job.seq_len / candidate.context_parallel
+        """Tokens of a rank whose activations exist at once."""
         self._ways = candidate.tensor_parallel
         self._width = ITEMSIZE[candidate.param_dtype]
-        self._shard = job.gpus // self._ways // candidate.replicas
+        self._master = ITEMSIZE[candidate.master_dtype]
+        self._reduce = ITEMSIZE[candidate.reduce_dtype]
+        self._states = 2 * (
+            _BYTES_8BIT if candidate.optimizer == "adamw_8bit" else ITEMSIZE[candidate.master_dtype]
+        )
+        self._shard = shard_size(job, candidate)
         self._shard_ring = speed.links.ring(self._shard, self._ways)
         self._replica_ring = speed.links.ring(candidate.replicas, self._ways * self._shard)
         self._tensor_ring = speed.links.ring(self._ways, 1)
+        self._context_ring = speed.links.ring(candidate.context_parallel, self._ways)
+        self._expert_ring = speed.links.ring(candidate.expert_parallel, 1)
+        self._compute = ComputeModel(model, candidate, speed.gpu, job.seq_len)
 
     def build(self) -> Workload:
         """The work, with one unit for each unit of the plan that has parameters."""
@@ -216,10 +253,15 @@ class _Builder:
         names = [part.name for part in parts]
         root = names.index(ROOT) if ROOT in names else None
         count = self._candidate.microbatches
-        passes = passes_of(tape_of(pieces, root), microbatches_of(Accumulation(microbatches=count)))
+        accumulation = Accumulation(microbatches=count, sync=self._candidate.accumulation_sync)
+        passes = passes_of(tape_of(pieces, root), microbatches_of(accumulation))
+        kept, rise = self._model.loss_bytes(self._candidate.loss, self._width)
+        # A loss fused with the output projection sums its weight gradient in float32.
+        is_linear = self._candidate.loss == "linear" and not self._candidate.adapter_rank
+        summed = 4 * self._model.vocab_size * self._model.dim / self._ways if is_linear else 0
         loss = PieceMemory(
-            kept=round(self._per_token(self._model.loss_kept_bytes())),
-            forward_rise=round(self._per_token(self._model.loss_rise_bytes())),
+            kept=round(self._per_token(kept)),
+            forward_rise=round(self._per_token(rise) + summed),
         )
         return Workload(
             units=[self._unit_work(part) for part in parts],
@@ -247,7 +289,9 @@ class _Builder:
         full = max(unit.unsharded for unit in units)
         scores = self._model.score_bytes(self._width, self._job.seq_len)
         return UnreusedBytes(
-            parts=gradients + 2 * full + self._per_token(self._model.loss_kept_bytes()),
+            parts=gradients
+            + 2 * full
+            + self._per_token(self._model.loss_bytes(self._candidate.loss, self._width)[0]),
             split=2 * (full + reduce_input + self._per_token(scores)),
         )
 
@@ -298,33 +342,75 @@ class _Builder:
     def _padded(self, part: _Part) -> int:
         return sum(padded_numel(shape, self._shard) for shape in self._split(part.shapes))
 
+    def _adapter_numel(self, part: _Part) -> int:
+        """Parameters of LoRA's matrices beside those of a unit."""
+        rank = self._candidate.adapter_rank
+        return sum(rank * sum(shape) for shape in self._split(part.shapes) if len(shape) > 1)
+
+    def _trained_numel(self, part: _Part) -> int:
+        """Parameters with a gradient."""
+        frozen = self._candidate.adapter_rank > 0
+        return self._adapter_numel(part) if frozen else self._padded(part)
+
+    def _gathered_bytes(self, part: _Part) -> float:
+        """Bytes of a unit's all-gather."""
+        candidate = self._candidate
+        if candidate.is_quantized:
+            return self._padded(part) * QUANTIZED_BYTES
+        narrow = candidate.float8_gather and len(part.modules[0].split(".")) > 1
+        return self._padded(part) * (1 if narrow else self._width)
+
     def _unit_memory(self, part: _Part) -> UnitMemory:
-        padded = self._padded(part)
-        own = padded // self._shard
+        padded, trained = self._padded(part), self._trained_numel(part)
+        own = trained // self._shard
         *_, last = self._split(part.shapes)
-        is_on_host = self._candidate.offload
+        candidate, is_on_host = self._candidate, self._candidate.offload
+        frees = is_on_host or candidate.optimizer == "in_backward"
+        # Without shards, compute uses the parameters in place, and the optimizer the gradients.
+        resting = own * (self._master + self._states)
+        if not candidate.is_sharded:
+            frozen = 0 if candidate.adapter_rank == 0 else round(self._gathered_bytes(part))
+            return UnitMemory(
+                unsharded=0,
+                reduce_input=0,
+                sharded_gradients=0 if frees else own * self._master,
+                resting=resting + frozen,
+            )
+        if candidate.adapter_rank:
+            width = QUANTIZED_BYTES if candidate.is_quantized else self._width
+            resting += round(padded // self._shard * width)
         return UnitMemory(
-            unsharded=padded * self._width,
-            reduce_input=padded * _REDUCE,
-            sharded_gradients=0 if is_on_host else own * _MASTER,
-            resting=0 if is_on_host else own * (_MASTER + _STATES),
-            last_gradient=math.prod(last) * self._width,
+            unsharded=round(self._gathered_bytes(part)),
+            reduce_input=trained * self._reduce,
+            sharded_gradients=0 if frees else own * self._master,
+            resting=0 if is_on_host else resting,
+            last_gradient=0 if candidate.adapter_rank else math.prod(last) * self._width,
         )
 
     def _unit_work(self, part: _Part) -> UnitWork:
         padded, gpu = self._padded(part), self._speed.gpu
-        own = padded / self._shard
-        rate = gpu.memory_bytes_per_s
-        on_host = own * _MASTER / gpu.host_bytes_per_s if self._candidate.offload else 0.0
+        trained, gathered = self._trained_numel(part), self._gathered_bytes(part)
+        if not self._candidate.is_sharded:
+            gathered = 0.0
+        rate = self._speed.bandwidth
+        own = trained / self._shard
+        held = gathered / self._shard
+        is_offloaded = self._candidate.offload
+        to_device = padded / self._shard * self._master / gpu.host_bytes_per_s
+        to_host = own * self._master / gpu.host_bytes_per_s
         launch = round(LAUNCH_OF_COLLECTIVE_NS * self._speed.launch_ratio)
         names = self._model.module_names
         return UnitWork(
-            gather_ns=self._shard_ring.gather_ns(padded * self._width),
-            reduce_ns=self._shard_ring.gather_ns(padded * _REDUCE) + _ns(on_host),
-            all_reduce_ns=self._replica_ring.all_reduce_ns(own * _REDUCE),
-            copy_in_ns=_ns(own * (_MASTER + self._width) / rate + on_host),
-            copy_out_ns=_ns(padded * 2 * self._width / rate),
-            reduce_copy_in_ns=_ns(padded * (self._width + _REDUCE) / rate),
+            gather_ns=self._shard_ring.gather_ns(gathered),
+            reduce_ns=self._shard_ring.gather_ns(trained * self._reduce)
+            + _ns(to_host * is_offloaded),
+            all_reduce_ns=self._replica_ring.all_reduce_ns(own * self._reduce),
+            copy_in_ns=_ns(
+                self._candidate.is_sharded * (padded / self._shard * self._master + held) / rate
+                + to_device * is_offloaded
+            ),
+            copy_out_ns=_ns(2 * gathered / rate),
+            reduce_copy_in_ns=_ns(trained * (self._width + self._reduce) / rate),
             gather_launch_ns=launch,
             reduce_launch_ns=launch,
             ends_with_backward=part.modules in ((names.embedding,), (ROOT,)),
@@ -338,53 +424,109 @@ class _Builder:
         first = index.get(names.embedding, index.get(ROOT, 0))
         last = index.get(", ".join((names.norm, names.head)), index.get(ROOT, 0))
         pieces, memories = [Piece(first, 0, 0)], [self._embedding_memory()]
+        modes = {self._mode(number) for number in range(self._model.num_layers)}
+        one = {mode: self._block(0, mode) for mode in modes}
+        kept = {mode: self._block_memory(mode) for mode in modes}
         for at, part in enumerate(parts):
             for _ in range(len(part.modules) if part.modules[0].startswith(names.blocks) else 0):
-                pieces.append(self._block(at))
-                memories.append(self._block_memory())
-        rate = self._speed.flops(self._candidate)
-        head = self._model.head_flops(self._tokens) / self._ways / rate
-        pieces.append(Piece(last, _ns(head), _ns(2 * head)))
+                mode = self._mode(len(pieces) - 1)
+                pieces.append(replace(one[mode], unit=at))
+                memories.append(kept[mode])
+        head = self._times(self._compute.head(), self._model.head_flops(self._all_tokens))
+        pieces.append(Piece(last, _ns(head.forward), _ns(head.backward)))
         memories.append(self._head_memory())
-        return pieces, memories
+        return self._slowed(pieces, parts), memories
 
-    def _block(self, unit: int) -> Piece:
-        model, candidate, rate = self._model, self._candidate, self._speed.flops(self._candidate)
-        forward = model.block_flops(self._tokens, self._job.seq_len) / self._ways / rate
-        again = model.repeated_flops(self._tokens, self._job.seq_len, candidate.checkpointing)
-        messages = 4 * self._tensor_ring.gather_ns(self._tokens * model.dim * self._width)
-        repeated = {"none": 0.0, "selective": 0.5, "full": 1.0}[candidate.checkpointing]
+    @property
+    def _all_tokens(self) -> float:
+        """Tokens of a rank in one microbatch."""
+        candidate = self._candidate
+        return candidate.batch_size * self._job.seq_len / candidate.context_parallel
+
+    def _times(self, modelled: ComputeTimes, flops: float) -> ComputeTimes:
+        """Compute times, from a measured rate if there is one; with the bubbles of a pipeline.
+
+        A pipeline of p stages and m sequences takes m + p - 1 turns for m sequences.
+        """
+        if self._speed.efficiency is not None:
+            is_half = self._candidate.param_dtype == "bfloat16"
+            forward = flops / self._ways / self._speed.rate(is_half=is_half)
+            repeated = modelled.repeated / modelled.forward * forward
+            modelled = ComputeTimes(forward, 2 * forward, repeated)
+        turns = self._candidate.batch_size
+        ratio = (turns + self._candidate.pipeline_parallel - 1) / turns
+        return ComputeTimes(
+            modelled.forward * ratio, modelled.backward * ratio, modelled.repeated * ratio
+        )
+
+    def _mode(self, number: int) -> Checkpoint:
+        """The activation checkpointing of a block."""
+        is_chosen = number % self._candidate.checkpoint_every == 0
+        return self._candidate.checkpointing if is_chosen else "none"
+
+    def _block(self, unit: int, mode: Checkpoint) -> Piece:
+        model, candidate = self._model, self._candidate
+        flops = model.block_flops(self._all_tokens, self._job.seq_len)
+        times = self._times(self._compute.block(mode), flops)
+        one = self._tensor_ring.gather_ns(self._all_tokens * model.dim * self._width)
+        # Two all-gathers and two reduce-scatters; float8 inputs are gathered in float8.
+        messages = 3 * one if candidate.products == "float8" else 4 * one
+        if candidate.async_tensor_parallel:
+            messages = round(messages * _EXPOSED_ASYNC)
+        messages += self._context_ring.gather_ns(
+            2 * self._all_tokens * candidate.context_parallel * model.kv_dim * self._width
+        )
+        # Each token goes to the ranks of its experts and back; a ring's all-gather has that cost.
+        routed = 2 * self._all_tokens * model.active_experts * model.dim * self._width
+        messages += self._expert_ring.gather_ns(routed) if model.experts else 0
+        repeats = {"none": 0.0, "selective": 0.5, "alternate": 0.5, "full": 1.0}[mode]
         kernel_ns = LAUNCH_NS * self._speed.launch_ratio
-        backward_kernels = BACKWARD_KERNELS + (FORWARD_KERNELS if repeated else 0)
+        kernel_ns *= COMPILED_KERNELS if candidate.compiled else 1.0
+        backward_kernels = BACKWARD_KERNELS + (FORWARD_KERNELS if repeats else 0)
         return Piece(
             unit,
-            forward_ns=_ns(forward) + messages,
-            backward_ns=_ns(2 * forward) + messages,
-            recompute_ns=_ns(again / self._ways / rate)
-            + self._repeated_traffic_ns()
-            + round(repeated * messages),
+            forward_ns=_ns(times.forward) + messages,
+            backward_ns=_ns(times.backward) + messages,
+            recompute_ns=_ns(times.repeated) + round(repeats * messages),
             forward_launch_ns=round(FORWARD_KERNELS * kernel_ns),
             backward_launch_ns=round(backward_kernels * kernel_ns),
         )
 
-    def _repeated_traffic_ns(self) -> int:
-        """Selective checkpointing repeats elementwise operations: each tensor is read and written.
-
-        The operations are those of `backward_rise_bytes`, with two tensors moved for each.
-        """
-        if self._candidate.checkpointing != "selective":
-            return 0
-        model = self._model
-        elements = 3 * model.dim + model.query_dim + model.kv_dim + 2 * model.ffn_dim
-        moved = 3 * self._width * elements * self._tokens / self._ways
-        return _ns(moved / self._speed.gpu.memory_bytes_per_s)
+    def _slowed(self, pieces: Sequence[Piece], parts: Sequence[_Part]) -> list[Piece]:
+        """The pieces with the slowdown by the collectives that run beside them."""
+        if self._speed.efficiency is not None or self._shard < 2:
+            return list(pieces)
+        counts = Counter(piece.unit for piece in pieces)
+        works = [self._unit_work(part) for part in parts]
+        # A collective over one network card for each rank occupies the device less than NVLink.
+        links = self._speed.links
+        rate = self._shard_ring.bytes_per_s / (links.preset.intra[0] * links.bandwidth_ratio)
+        slowdown = OVERLAP_SLOWDOWN * min(rate, 1.0)
+        slowed = []
+        for piece in pieces:
+            work, count = works[piece.unit], counts[piece.unit]
+            gather = slowdown * work.gather_ns / count
+            reduce = slowdown * (work.reduce_ns + work.all_reduce_ns) / count
+            if self._candidate.accumulation_sync == "last":
+                reduce /= self._candidate.microbatches
+            again = gather if self._candidate.reshard_after_forward else 0.0
+            forward, backward = piece.forward_ns, piece.backward_ns + piece.recompute_ns
+            slowed.append(
+                replace(
+                    piece,
+                    forward_ns=forward + round(min(gather, OVERLAP_SLOWDOWN * forward)),
+                    backward_ns=piece.backward_ns
+                    + round(min(again + reduce, OVERLAP_SLOWDOWN * backward)),
+                )
+            )
+        return slowed
 
     def _optimizer_ns(self, parts: Sequence[_Part]) -> int:
-        own = sum(self._padded(part) for part in parts) / self._shard
+        own = sum(self._trained_numel(part) for part in parts) / self._shard
         if self._candidate.offload:
             of_node = own * min(self._job.gpus_per_node, self._job.gpus)
             return _ns(of_node / 1e9 * self._speed.host_optimizer_s)
-        return _ns(own * OPTIMIZER_TRAFFIC / self._speed.gpu.memory_bytes_per_s)
+        return _ns(own * OPTIMIZER_TRAFFIC * self._master / 4 / self._speed.bandwidth)
 
     # --- memory
 
@@ -405,8 +547,8 @@ class _Builder:
             return PieceMemory(kept, kept, 2 * gradient, 0)
         return PieceMemory(kept, kept, gradient, gradient)
 
-    def _block_memory(self) -> PieceMemory:
-        model, mode = self._model, self._candidate.checkpointing
+    def _block_memory(self, mode: Checkpoint) -> PieceMemory:
+        model = self._model
         sizes = self._width, self._job.seq_len
         kept = self._per_token(model.kept_bytes(mode, *sizes))
         whole = self._per_token(model.forward_rise_bytes(*sizes))
@@ -416,10 +558,11 @@ class _Builder:
         forward = {
             "none": whole + gathered,
             "selective": max(kept + recomputed, attention),
+            "alternate": max(kept + recomputed, attention),
             "full": max(recomputed, attention),
         }[mode]
         numel = sum(math.prod(shape) for shape in self._split(model.block_shapes()))
-        gradients = numel * self._width
+        gradients = 0 if self._candidate.adapter_rank else numel * self._width
         again = self._per_token(model.repeated_bytes(mode, *sizes))
         again += 0 if mode == "none" else gathered
         peak = again + model.backward_rise_bytes(
@@ -446,9 +589,14 @@ class _Builder:
         model = self._model
         normed = self._width * model.dim + _FLOAT_BYTES + model.norm_bytes * model.dim
         kept = self._per_token(normed)
+        mode = self._candidate.loss
         logits = self._per_token(self._width * model.vocab_size)
         gradient = math.prod(self._split([(model.vocab_size, model.dim)])[0]) * self._width
-        loss = self._per_token(model.loss_kept_bytes())
+        loss = self._per_token(model.loss_bytes(mode, self._width)[0])
+        if mode == "linear":
+            logits = 0.0
+        if self._candidate.adapter_rank:
+            gradient = 0
         return PieceMemory(
             kept=round(kept),
             forward_rise=round(kept + logits),
@@ -461,7 +609,7 @@ class _Builder:
 
     def _rest_bytes(self) -> int:
         """Token ids and targets, and the positions of each block."""
-        ids = 2 * 8 * self._tokens
+        ids = round(2 * 8 * self._tokens)
         return ids + self._model.num_layers * _FLOAT_BYTES * (self._model.head_dim // 2)
 
 
@@ -487,8 +635,13 @@ def host_bytes(job: Job, candidate: Candidate) -> int:
     if not candidate.offload:
         return 0
     ranks = min(job.gpus_per_node, job.gpus)
-    shard = job.gpus // candidate.replicas
-    return round(job.model.num_parameters * (2 * _MASTER + _STATES) * ranks / shard)
+    numel = job.model.num_parameters * ranks / (job.gpus // candidate.replicas)
+    master = ITEMSIZE[candidate.master_dtype]
+    if candidate.is_quantized:
+        return round(numel * QUANTIZED_BYTES)
+    if candidate.adapter_rank:
+        return round(numel * ITEMSIZE[candidate.param_dtype])
+    return round(numel * 4 * master)
 
 
 def unreused_bytes(job: Job, candidate: Candidate, speed: Speed) -> UnreusedBytes:

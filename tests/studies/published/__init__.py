@@ -1,0 +1,1 @@
+"""Compare the planner with published trainings."""
