@@ -115,12 +115,12 @@ def _free_what_is_left(setting: Setting) -> None:
 
 
 def make_recorder(workload: Workload, folder: Path, **options: Any) -> Recorder:
-    """A recorder on the workload that prints nothing; by default without memory steps."""
+    """A silent recorder on the workload; by default each step in detail, and no memory step."""
     return Recorder(
         workload.model,
         optimizer=workload.optimizer,
         path=folder,
-        **{"memory_steps": (), "print_verdict": False, **options},
+        **{"memory_steps": (), "print_verdict": False, "overhead": None, **options},
     )
 
 

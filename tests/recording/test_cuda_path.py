@@ -83,6 +83,57 @@ def test_backward_spans_hold_the_compute_of_their_unit(bandwidth_bound: Replay) 
         assert end >= true_end - 200
 
 
+# --- plain steps
+
+PLAIN = (2, 3, 4, 6)
+
+
+def _times(replay: Replay, step: int) -> list[tuple[int, ...]]:
+    """The rows of a step, with times from its start on."""
+    events = replay.events.where(replay.events.step == step)
+    [begin] = events.start_ns[events.kind == EventKind.STEP].tolist()
+    ends = (events.start_ns - begin, events.end_ns - begin)
+    need = np.where(events.need_ns >= 0, events.need_ns - begin, -1)
+    columns = (events.kind, events.unit, events.phase, events.bytes, *ends, need)
+    rows = zip(*(each.tolist() for each in columns), strict=True)
+    return sorted(rows)
+
+
+@pytest.mark.parametrize(("gather_ms", "scatter_ms"), [(6, 6), (1, 1), (1, 12)])
+def test_a_detailed_step_between_plain_steps_is_recorded_as_in_a_whole_recording(
+    gather_ms: float, scatter_ms: float
+) -> None:
+    whole, sampled = (
+        Replay(gather_ms=gather_ms, scatter_ms=scatter_ms, plain=plain, num_steps=8)
+        for plain in ((), PLAIN)
+    )
+    for step in {*range(8)} - {*PLAIN}:
+        assert _times(sampled, step) == _times(whole, step), step
+    of_step = reduce_rank(sampled.events, rank=0), reduce_rank(whole.events, rank=0)
+    ours, theirs = (rows.where(rows.step == 7) for rows in of_step)
+    assert ours.duration_ns.tolist() == theirs.duration_ns.tolist()
+    assert ours.exposed_ns.tolist() == theirs.exposed_ns.tolist()
+
+
+def test_a_plain_step_has_rows_of_its_parts_and_notes_each_collective() -> None:
+    whole, sampled = (
+        Replay(gather_ms=6, scatter_ms=6, plain=plain, num_steps=8) for plain in ((), PLAIN)
+    )
+    rows = sampled.events.where(np.isin(sampled.events.step, PLAIN))
+    assert set(rows.unit.tolist()) == {-1}
+    assert set(rows.kind.tolist()) == {EventKind.STEP, EventKind.FORWARD, EventKind.BACKWARD}
+    assert sampled.box.num_issued == whole.box.num_issued > 0
+    assert sampled.box.num_finished == whole.box.num_finished
+    assert [order.last for order in sampled.box.orders] == [
+        order.last for order in whole.box.orders
+    ]
+
+
+def test_plain_steps_make_no_further_events_on_the_device() -> None:
+    replay = Replay(gather_ms=6, scatter_ms=6, plain=range(4, 40), num_steps=40)
+    assert replay.events_made[-1] == replay.events_made[6]
+
+
 def _idle_ns(replay: Replay) -> int:
     """The idle time of the compute stream between the last step's first and last work."""
     work = [(start, end) for kind, _, start, end in replay.device.log if kind in COMPUTE]
@@ -274,7 +325,7 @@ def test_only_the_prefetch_behind_the_last_step_is_unused() -> None:
     events = replay.events
     unused = events.where((events.flags & EventFlag.UNUSED) != 0)
     assert unused.unit.tolist() == [replay.units.index("layers.1")]
-    assert unused.step.tolist() == [replay.num_steps - 1]
+    assert unused.step.tolist() == [3]
     last_gather = replay.happened("all_gather", "layers.1")[-1]
     assert unused.end_ns[0] == pytest.approx(last_gather[1], abs=200)
 

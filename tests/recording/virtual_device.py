@@ -87,6 +87,8 @@ class VirtualDevice:
         self.compute = VirtualStream(self)
         self._stack = [self.compute]
         self.link_free_ns = 0
+        self.num_events = 0
+        """The events that the clock has made; others come from its pool."""
 
     @property
     def current(self) -> VirtualStream:
@@ -131,6 +133,7 @@ class VirtualDevice:
     # --- the interface of a backend of `CudaClock`
 
     def new_event(self) -> VirtualEvent:
+        self.num_events += 1
         return VirtualEvent(self)
 
     def record(self, event: VirtualEvent, stream: VirtualStream) -> None:

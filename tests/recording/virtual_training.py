@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import CudaClock
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import MemoryProbe
@@ -51,8 +52,6 @@ def shard_without_root(model: TimedModel) -> None:
 class Replay:
     """A few recorded steps of a virtual schedule: the true times, and the recorded ones."""
 
-    num_steps = 4
-
     def begin_step(self) -> None:
         """Wait for the device, like a loop that prints its loss."""
         self.device.now_ns = max(self.device.now_ns, self.device.compute.free_ns)
@@ -70,9 +69,12 @@ class Replay:
         copy_ms: float = 0,
         shard: Callable[[TimedModel], None] = shard_blocks_and_root,
         prepare: Callable[[Any], object] | None = None,
+        plain: Collection[int] = (),
+        num_steps: int = 4,
     ) -> None:
         """`copy_ms` is the time of a copy into an all-gather; `prepare` changes the model."""
         self.device = VirtualDevice()
+        self._plain, self._num_steps = plain, num_steps
         self._shard = shard
         self._prepare = prepare
         with fsdp_on(self.device, copy_ns=int(copy_ms * MS)):
@@ -97,12 +99,18 @@ class Replay:
                 TimedScatter(device, handle.name, int(scatter_ms * MS))
             )
         rows: list[tuple[int, ...]] = []
-        session = Session(CudaClock(device), rows.append, ProcessGroups())
+        self.clock = CudaClock(device)
+        self.box = BlackBoxWriter(self.clock.host_now)
+        session = Session(self.clock, rows.append, ProcessGroups(), black_box=self.box)
+        self.events_made: list[int] = []
+        """The device events that exist at the end of each step."""
         probe = MemoryProbe(session, lambda row: None, None)
         instruments = Instruments(session, sharder, probe, None, lambda optimizer: None)
         instruments.attach()
         inputs = torch.randn(2, 16, requires_grad=True)
-        for _ in range(self.num_steps):
+        for step in range(self._num_steps):
+            if session.detail == (step in self._plain):
+                instruments.choose_detail(step not in self._plain)
             self.begin_step()
             device.log.clear()
             model(inputs).sum().backward()
@@ -110,6 +118,7 @@ class Replay:
             model.zero_grad()
             session.end_step()
             instruments.end_step()
+            self.events_made.append(device.num_events)
         instruments.detach()
         assert session.journal.settle(60.0) == 0
         assert session.active, session.problems
