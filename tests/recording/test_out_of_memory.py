@@ -258,7 +258,7 @@ class FakeSession:
 
     step, microbatch = 3, 1
 
-    def position(self) -> tuple[int, int]:
+    def position(self, frames: object = ()) -> tuple[int, int]:
         return 0, int(Phase.BACKWARD)
 
 
