@@ -9,8 +9,10 @@ has what each rank saw: losses without and with the recorder, and the collective
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,31 @@ def watch(
     return {"losses": losses, "orders": orders, "problems": problems}
 
 
+def fail(folder: Path) -> None:
+    """Raise in the forward of a layer in a plain step, on all ranks."""
+    training = SHARDERS["fsdp2"]()
+    layer = training.model.layers[1]  # type: ignore[index]
+
+    def forward(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("planted")
+
+    with (
+        contextlib.suppress(ArithmeticError),
+        Recorder(training.model, path=folder, print_verdict=False, memory_steps=()) as recorder,
+    ):
+        attachment = recorder._attachment
+        assert attachment is not None
+        assert attachment._control is not None
+        attachment._control.schedule = _Chosen(is_detailed)  # type: ignore[assignment]
+        optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
+        for step in range(NUM_STEPS):
+            if step == FIRST_PLAIN + 1:
+                layer.forward = types.MethodType(forward, layer)
+            training.step(torch.randn(BATCH, WIDTH))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def main(folder: Path, *cases: str) -> None:
     """Run this rank's part of every case."""
     torch.set_num_threads(1)
@@ -100,6 +127,8 @@ def main(folder: Path, *cases: str) -> None:
             seen[name] = watch(make, folder / case / name, chosen, evaluates=evaluates)
         (folder / case / f"seen{rank}.json").write_text(json.dumps(seen))
         dist.barrier()
+    if "fsdp2" in cases:
+        fail(folder / "failed")
     dist.destroy_process_group()
 
 

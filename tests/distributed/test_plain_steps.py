@@ -113,6 +113,14 @@ def test_analyses_use_the_steps_that_are_detailed_on_all_ranks(case: Case) -> No
     assert "plain steps" in chosen.sentence
 
 
+def test_a_failure_in_a_plain_step_is_placed_in_its_unit(case: Case, folder: Path) -> None:
+    if case.name != "fsdp2":
+        pytest.skip("one case fails")
+    for record in open_run(folder / "failed").ranks:
+        assert record.failure is not None
+        assert record.failure.startswith("ArithmeticError at step 5, forward of layers.1")
+
+
 def test_an_evaluation_is_no_part_of_a_plain_step(case: Case) -> None:
     if case.name not in EVALUATING:
         pytest.skip("this case is not evaluated")
