@@ -184,6 +184,12 @@ def _of_diagnosis(found: Diagnosis) -> Iterator[Family]:
         tuple(Sample({"fsdp_problem": one.value}, one is found.problem) for one in ProblemClass),
         type=FamilyType.STATESET,
     )
+    if found.is_problem:
+        yield Family(
+            "fsdp_problem_certain",
+            "1 if the records prove the class of the problem, 0 if it is only probable.",
+            (Sample({}, found.is_certain),),
+        )
     yield Family(
         "fsdp_problem_rank",
         "1 for each rank that the diagnosis names.",

@@ -95,6 +95,7 @@ def test_a_late_rank_raises_an_alert_with_its_number() -> None:
         "rank late"
     }
     assert found["fsdp_problem_rank"].samples == [({"rank": "1"}, 1.0)]
+    assert found["fsdp_problem_certain"].samples == [({}, 1.0)]
     silent = {
         labels["rank"]: value for labels, value in found["fsdp_since_collective_seconds"].samples
     }
