@@ -299,6 +299,7 @@ def test_a_builder_is_planned_with_its_own_keywords(forked, invoke, tmp_path):
     assert "small-gpt (8.9" in done.out.replace("\n", " ") or "small-gpt (" in done.out
     assert "sequences of 128 tokens" in done.out
     assert "Plan: batch_size=" in done.out
+    assert "All operations together run at 54%" in " ".join(done.out.split())
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.toml"]
     assert Plan.load(tmp_path / "out" / "plan.toml").world_size == 4
 
