@@ -224,6 +224,9 @@ def test_settings_narrow_the_search(invoke):
         ("compiled=1", "Expected true or false"),
         ("batch_size=0", "Expected a whole number from 1"),
         ("tensor_parallel=3", "do not divide 8 GPUs"),
+        ("is_quantized=true", "cannot be trained"),
+        ("expert_parallel=8", "has 0 experts"),
+        ("products=nvfp4", "no rate of it on H100"),
     ],
 )
 def test_an_invalid_setting_is_refused(setting, message, invoke):
