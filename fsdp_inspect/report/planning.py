@@ -69,7 +69,7 @@ def describe_candidate(candidate: Candidate | BuilderCandidate) -> str:
         shards.append("CPU offload")
     if candidate.param_dtype != "bfloat16":
         shards.append(candidate.param_dtype)
-    if candidate.replicas > 1:
+    if candidate.replicas > 1 and candidate.is_sharded:
         shards.append(f"HSDP x {candidate.replicas}")
     ways = {
         "TP": candidate.tensor_parallel,
@@ -84,6 +84,8 @@ def describe_candidate(candidate: Candidate | BuilderCandidate) -> str:
 def _describe_others(candidate: Candidate) -> Iterator[str]:
     """The settings that a search does not vary, unless they are the defaults."""
     usual = Candidate()
+    if not candidate.is_sharded:
+        yield "not sharded"
     if candidate.adapter_rank:
         yield f"{'QLoRA' if candidate.is_quantized else 'LoRA'} of rank {candidate.adapter_rank}"
     if candidate.compiled:
@@ -101,6 +103,7 @@ def is_of_trainer(candidate: Candidate) -> bool:
     usual = Candidate()
     names = (
         *("checkpoint_every", "master_dtype", "products", "loss", "optimizer", "adapter_rank"),
+        *("is_sharded", "compiled", "attention"),
         *("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"),
     )
     is_usual = all(getattr(candidate, name) == getattr(usual, name) for name in names)
@@ -418,7 +421,15 @@ def _accelerate_script(candidate: Candidate) -> Iterator[str]:
             "Accelerate reduces gradients in bfloat16. This plan reduces in float32: "
             "FullyShardedDataParallelPlugin(mixed_precision_policy=...)."
         )
-    own = ("products", "loss", "optimizer", "adapter_rank", "attention", "checkpoint_every")
+    own = (
+        "is_sharded",
+        "products",
+        "loss",
+        "optimizer",
+        "adapter_rank",
+        "attention",
+        "checkpoint_every",
+    )
     yield from _not_expressed(candidate, *own, "pipeline_parallel", "expert_parallel", "prefetch",
                               "blocks_per_unit")  # fmt: skip
     if candidate.checkpointing not in ("full", usual.checkpointing):
@@ -486,7 +497,14 @@ def _option(name: str, value: Any) -> str:
 
 def _left_out(candidate: Candidate) -> Iterator[str]:
     names = ("blocks_per_unit", "prefetch", "accumulation_sync", "compiled", "products", "loss")
-    more = ("optimizer", "adapter_rank", "attention", "checkpoint_every", "master_dtype")
+    more = (
+        "is_sharded",
+        "optimizer",
+        "adapter_rank",
+        "attention",
+        "checkpoint_every",
+        "master_dtype",
+    )
     for line in _not_expressed(candidate, *names, *more):
         yield f"# {line}"
     if candidate.microbatches > 1 and candidate.accumulation_sync == "last":

@@ -224,6 +224,9 @@ def test_settings_narrow_the_search(invoke):
         ("compiled=1", "Expected true or false"),
         ("batch_size=0", "Expected a whole number from 1"),
         ("tensor_parallel=3", "do not divide 8 GPUs"),
+        ("is_quantized=true", "cannot be trained"),
+        ("expert_parallel=8", "has 0 experts"),
+        ("products=nvfp4", "no rate of it on H100"),
     ],
 )
 def test_an_invalid_setting_is_refused(setting, message, invoke):
@@ -299,6 +302,7 @@ def test_a_builder_is_planned_with_its_own_keywords(forked, invoke, tmp_path):
     assert "small-gpt (8.9" in done.out.replace("\n", " ") or "small-gpt (" in done.out
     assert "sequences of 128 tokens" in done.out
     assert "Plan: batch_size=" in done.out
+    assert "All operations together run at 54%" in " ".join(done.out.split())
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.toml"]
     assert Plan.load(tmp_path / "out" / "plan.toml").world_size == 4
 

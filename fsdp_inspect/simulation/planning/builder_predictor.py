@@ -37,7 +37,7 @@ from fsdp_inspect.simulation.planning.search import (
     Shortfall,
     search,
 )
-from fsdp_inspect.simulation.planning.workload import Speed
+from fsdp_inspect.simulation.planning.workload import WHOLE_ENDS, WHOLE_RATIO, Speed
 
 MakeForecast = Callable[[int, Mapping[str, Any]], ForecastStep]
 """Makes the forecast of a number of GPUs with changed keywords; raises `ForecastError`."""
@@ -107,6 +107,15 @@ class BuilderPredictor(Predictor[BuilderCandidate]):
         times = [self._step_ns(step, candidate, speed) for speed in self.machine.speeds]
         known = memory or judge_forecast(self.machine, step)
         time = spread_times(times, self.machine)
+        if not self.machine.is_calibrated:
+            gpu = self.machine.speed.gpu
+            time = replace(
+                time,
+                assumption=f"All operations together run at {WHOLE_RATIO:.0%} of the {gpu.name}'s "
+                f"rate for large matrix products: the median of published trainings, of which 80% "
+                f"are between {WHOLE_RATIO * WHOLE_ENDS[0]:.0%} and "
+                f"{WHOLE_RATIO * WHOLE_ENDS[1]:.0%}.",
+            )
         return derive_prediction(training, self.machine, candidate, time, known)
 
     def on(self, machine: PlannedMachine) -> "BuilderPredictor":

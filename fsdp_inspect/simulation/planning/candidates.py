@@ -143,7 +143,13 @@ def read_candidate(given: Mapping[str, Any], base: Candidate | None = None) -> C
                 f"Expected one of {', '.join(hints)}. Correct --set."
             )
         _check_value(name, value, hints[name])
-    return replace(base or Candidate(), **given)
+    candidate = replace(base or Candidate(), **given)
+    if candidate.is_quantized and not candidate.adapter_rank:
+        raise ConfigError(
+            "Invalid --set is_quantized=true: parameters of 4 bits cannot be trained. Expected "
+            "LoRA beside them. Add --set adapter_rank=16."
+        )
+    return candidate
 
 
 def _check_value(name: str, value: Any, hint: Any) -> None:
@@ -170,6 +176,13 @@ def fix_candidate(job: Job, given: Mapping[str, Any]) -> Candidate:
     """
     candidate = read_candidate(given)
     ranks = candidate.ranks_of_sequences
+    if not candidate.is_sharded:
+        candidate = replace(candidate, replicas=max(job.gpus // ranks, 1))
+    if (job.model.experts or 1) % candidate.expert_parallel:
+        raise ConfigError(
+            f"Invalid --set expert_parallel={candidate.expert_parallel}: {job.model.name} has "
+            f"{job.model.experts} experts. Expected a divisor of them. Change the value."
+        )
     if job.gpus % (ranks * candidate.replicas):
         raise ConfigError(
             f"Invalid mesh: {candidate.replicas} replicas and {ranks} ranks for each sequence do "
@@ -205,7 +218,8 @@ def narrow_candidates(job: Job, given: Mapping[str, Any]) -> list[Candidate]:
         for each in list_candidates(job, batch_sizes=sizes)
         if all(getattr(each, name) == given[name] for name in fixed)
     )
-    ways = [name for name in ("context_parallel", "pipeline_parallel") if name in given]
+    beyond = ("context_parallel", "pipeline_parallel", "expert_parallel", "is_sharded")
+    ways = [name for name in beyond if name in given]
     if ways:
         raise ConfigError(
             f"Invalid --set {ways[0]}: the search does not vary the mesh around it. Expected "

@@ -96,9 +96,9 @@ class ForecastStep:
 
     @property
     def model_flops(self) -> int:
-        """Operations of one microbatch of a rank by MFU's definition: three forwards."""
+        """Operations of a rank's microbatch by MFU's definition: three forwards as they run."""
         counts = self.manifest.operations
-        forward = sum(each.whole for each in counts if each.phase == Phase.FORWARD.label)
+        forward = sum(each.run for each in counts if each.phase == Phase.FORWARD.label)
         return 3 * forward // self.num_microbatches
 
     def vary(

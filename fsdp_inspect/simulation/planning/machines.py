@@ -10,7 +10,7 @@ from fsdp_inspect.hardware import (
     NETWORK_RATIO,
 )
 from fsdp_inspect.simulation.planning.estimates import ValueOrigin
-from fsdp_inspect.simulation.planning.workload import Links, Speed
+from fsdp_inspect.simulation.planning.workload import WHOLE_ENDS, Links, Speed
 from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.trace.links import PRESETS
 from fsdp_inspect.trace.run import RunManifest, RunSource
@@ -94,10 +94,11 @@ def make_machine(
     fast_host, slow_host = HOST_OPTIMIZER_S_PER_BILLION
     speed = Speed(gpu, network, efficiency, (fast_host * slow_host) ** 0.5)
     slower, faster = NETWORK_RATIO
+    least, most = WHOLE_ENDS
     return PlannedMachine(
         speed=speed,
-        fast=Speed(gpu, replace(network, bandwidth_ratio=faster), high, fast_host, 0.5, 1.25),
-        slow=Speed(gpu, replace(network, bandwidth_ratio=slower), low, slow_host, 2.0, 0.7),
+        fast=Speed(gpu, replace(network, bandwidth_ratio=faster), high, fast_host, 0.5, most),
+        slow=Speed(gpu, replace(network, bandwidth_ratio=slower), low, slow_host, 2.0, least),
         memory_bytes=memory_bytes or gpu.memory_bytes,
         host_bytes=host_bytes,
         origin=origin,

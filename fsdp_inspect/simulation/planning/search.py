@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from fsdp_inspect.errors import ConfigError
+from fsdp_inspect.hardware import ATTENTION, Gpu
 from fsdp_inspect.results import Result, to_plain
 from fsdp_inspect.simulation.planning.bounds import Bounds, bound
 from fsdp_inspect.simulation.planning.candidates import (
@@ -464,6 +465,8 @@ def make_capacity_plan(
             f"Expected a multiple of {job.seq_len * job.gpus} tokens. Change --batch-tokens or "
             "--seq-len."
         )
+    for candidate in listed[:1]:  # settings of kernels are not searched: all have the same
+        _check_kernels(candidate, machine.speed.gpu)
     found = search(FormulaPredictor(job, machine, forecast), listed)
     best = None if found.best is None else found.best.candidate
     if best is None and len(listed) == 1:
@@ -486,6 +489,28 @@ def make_capacity_plan(
         plan=plan_of(job, best) if isinstance(best, Candidate) else None,
         job=job,
     )
+
+
+def _check_kernels(candidate: Candidate, gpu: Gpu) -> None:
+    """Refuse kernels that the GPU does not have.
+
+    Raises:
+        ConfigError: The format of products, or the kernel of attention, is not for this GPU.
+    """
+    is_block_scaled = candidate.products in ("mxfp8", "nvfp4")
+    has_products = candidate.products == "param_dtype" or (
+        gpu.architecture == "blackwell" if is_block_scaled else gpu.fp8_flops > 0
+    )
+    for name, is_known in (
+        ("products", has_products),
+        ("attention", candidate.attention in ATTENTION[gpu.architecture]),
+    ):
+        if not is_known:
+            raise ConfigError(
+                f"Invalid --set {name}={getattr(candidate, name)}: the planner has no rate of it "
+                f"on {gpu.name}. Expected a setting that this GPU supports. Change --set or "
+                "--preset."
+            )
 
 
 _SMALLER: tuple[Mapping[str, Any], ...] = (

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.simulation.planning.estimates import PlannedValue
 from fsdp_inspect.simulation.planning.prediction import PlanPrediction, predict
 from tests.studies.published.rows import InexpressibleError, Row, express
@@ -79,9 +80,9 @@ def replay(row: Row) -> Replayed:
     """Predict a row."""
     try:
         asked = express(row)
-    except InexpressibleError as error:
+        found = predict(asked.job, asked.machine, asked.candidate)
+    except (InexpressibleError, ConfigError) as error:
         return Replayed(row, None, None, None, str(error))
-    found = predict(asked.job, asked.machine, asked.candidate)
     rate, gpus = found.tokens_per_s, row["gpus"]
     return Replayed(
         row,

@@ -109,6 +109,11 @@ MODELS = (
                               experts=128, active_experts=4)),
 )  # fmt: skip
 """The sizes of a model's name, from its Hugging Face config; the first match counts."""
+UNNAMED = tuple(
+    (rf"^(\w+ ?forge |dense |transformer )?{size}\b", next(m for p, m in MODELS if m.name == name))
+    for size, name in (("7b", "llama-2-7b"), ("13b", "llama-2-13b"), ("70b", "llama-3-70b"))
+)
+"""Models that a source names by their size only: they count as Llama."""
 MPT_SIZES = {
     "125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12), "1b": (2048, 24, 16),
     "3b": (2560, 32, 20), "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 48, 56),
@@ -127,7 +132,7 @@ def find_model(row: Row) -> Transformer:
             name, dim, layers, heads, heads, 4 * dim, 50_368, gated=False, biased=True,
             tie_embeddings=True, max_positions=row["seq_len"],
         )  # fmt: skip
-    for pattern, model in MODELS:
+    for pattern, model in (*MODELS, *UNNAMED):
         if re.search(pattern, name):
             return model
     raise InexpressibleError(f"the architecture of {row['model']} is not a plain decoder")
@@ -212,6 +217,9 @@ def express(row: Row) -> Expressed:
     else:
         settings |= checkpointing
     asked = Expressed(job, Candidate(**settings), machine)
+    ranks = asked.candidate.ranks_of_sequences * asked.candidate.replicas
+    if job.gpus % ranks:
+        raise InexpressibleError(f"{ranks} ranks of the mesh do not divide {job.gpus} GPUs")
     _check_rate(row, asked)
     return asked
 
@@ -324,6 +332,8 @@ def _checkpointing(row: Row) -> dict[str, Any] | None:
         is_tune = "Finetuning Method" in row["as_printed"]
         return {"checkpointing": "full"} if is_tune else None
     text = str(text).lower()
+    if "baseline" in text:
+        raise InexpressibleError("sequences are padded, and their real length is not stated")
     if text.startswith("cumulative"):
         return _cumulative(text)
     fraction = re.search(r"1 ?/ ?(\d+)|every (\d+)", text)

@@ -302,6 +302,7 @@ class ChoiceGrid:
             memory_bytes=1 << 62,
             host_bytes=None,
             origin=ValueOrigin.CALIBRATED,
+            is_calibrated=True,
             assumption="The rate of compute is that of an emulated run.",
         )
 
